@@ -1,0 +1,199 @@
+"""Command line: the flags that all scripts share, and how they say no.
+
+This module imports nothing beyond the standard library, so that `--help` answers at once.
+"""
+
+import argparse
+import difflib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+USAGE_ERROR = 2
+BACKENDS = ("gloo", "nccl", "ucc", "mpi")
+
+
+def refuse(message: str) -> NoReturn:
+    """End the program because of a user's mistake: one line on stderr, exit status 2.
+
+    Only rank 0 speaks. The other ranks wait for the launcher to end them: one that exited
+    first would have torchrun kill rank 0 before it has said why.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(10)
+    else:
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    sys.exit(USAGE_ERROR)
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean a, b?` for the names in `known` that look like `word`, else nothing."""
+    near = difflib.get_close_matches(word, list(known), n=3)
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, from rank 0 only, and name near flags.
+
+    `--batch_size` is accepted for `--batch-size`; abbreviations are not, because a later flag
+    would change what they mean.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(
+            allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs
+        )
+
+    def error(self, message: str) -> NoReturn:
+        refuse(message)
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> argparse.Namespace:
+        words = [_hyphenated(word) for word in (sys.argv[1:] if args is None else args)]
+        # Until the report is open there is nothing to save: Ctrl-C ends at once, no traceback.
+        if args is None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        parsed, unknown = self.parse_known_args(words, namespace)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            name = unknown[0].split("=")[0]
+            self.error(f"unknown argument '{name}'{suggest(name, flags)}")
+        result: argparse.Namespace = parsed
+        return result
+
+
+def _hyphenated(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
+def positive_int(text: str) -> int:
+    """argparse type: a whole number of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got '{text}'")
+    return value
+
+
+def positive_float(text: str) -> float:
+    """argparse type: a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got '{text}'")
+    return value
+
+
+def percentage(text: str) -> float:
+    """argparse type: `2%`, or the same as a share of one, `0.02`."""
+    value = positive_float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"expected less than 100 %, got '{text}', e.g. 2%")
+    return value
+
+
+def list_of(item: Callable[[str], Any], choices: Sequence[str] | None = None) -> Any:
+    """argparse type: `a,b,c`, each item read by `item`, named in `choices`, and given once."""
+
+    def parse(text: str) -> list[Any]:
+        words = [word.strip() for word in text.split(",")]
+        for word in words:
+            if not word:
+                raise argparse.ArgumentTypeError(f"expected a list like a,b,c, got '{text}'")
+            if choices is not None and word not in choices:
+                hint = suggest(word, choices) or f"; choose from {', '.join(choices)}"
+                raise argparse.ArgumentTypeError(f"unknown '{word}'{hint}")
+        values = [item(word) for word in words]
+        if len(set(values)) < len(values):
+            raise argparse.ArgumentTypeError(f"expected each item once, got '{text}'")
+        return values
+
+    return parse
+
+
+def add_measurement_flags(
+    parser: argparse.ArgumentParser, min_iters: int = 20, max_seconds: float = 5.0
+) -> None:
+    """Add the flags that say how long a case is measured, and on which device."""
+    group = parser.add_argument_group("measurement")
+    group.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="auto takes CUDA where there is one (default: auto)",
+    )
+    group.add_argument(
+        "--warmup-iters",
+        type=positive_int,
+        default=5,
+        metavar="N",
+        help="untimed iterations before a case (default: 5)",
+    )
+    group.add_argument(
+        "--iters",
+        type=positive_int,
+        metavar="N",
+        help="time exactly N iterations a case, instead of the stop rule below",
+    )
+    group.add_argument(
+        "--min-iters",
+        type=positive_int,
+        metavar="N",
+        help=f"time at least N iterations a case (default: {min_iters})",
+    )
+    group.add_argument(
+        "--target-ci",
+        type=percentage,
+        metavar="P",
+        help="stop once the 95 %% interval of the median is within +-P (default: 2%%)",
+    )
+    group.add_argument(
+        "--max-seconds",
+        type=positive_float,
+        metavar="S",
+        help=f"or once S seconds are spent on a case (default: {max_seconds:g})",
+    )
+    parser.set_defaults(measurement_defaults=(min_iters, max_seconds))
+
+
+def check_measurement_flags(args: argparse.Namespace) -> None:
+    """Fill in the stop rule's defaults; refuse a flag that `--iters` leaves without effect."""
+    flags = {
+        "--min-iters": args.min_iters,
+        "--target-ci": args.target_ci,
+        "--max-seconds": args.max_seconds,
+    }
+    given = [flag for flag, value in flags.items() if value is not None]
+    if args.iters is not None and given:
+        refuse(f"{given[0]} has no effect with --iters, which fixes the count; give one of them")
+    min_iters, max_seconds = args.measurement_defaults
+    args.min_iters = args.min_iters or min_iters
+    args.target_ci = args.target_ci or 0.02
+    args.max_seconds = args.max_seconds or max_seconds
+
+
+def add_report_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for the report, resuming, and hangs."""
+    group = parser.add_argument_group("report")
+    group.add_argument("--json", metavar="PATH", help="write the report here after every case")
+    group.add_argument(
+        "--resume", action="store_true", help="skip the cases that the report already holds"
+    )
+    group.add_argument(
+        "--timeout",
+        type=positive_float,
+        default=300.0,
+        metavar="S",
+        help="after S seconds without progress name who hangs, and end (default: 300)",
+    )

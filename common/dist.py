@@ -1,0 +1,230 @@
+"""Process groups: who this process is, the control group, and the group under test.
+
+The default group is the control group: gloo, over all ranks, for metadata and decisions. The
+group under test is made for one case, over exactly its ranks, and carries only the workload.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+# Waits on the control group have no useful limit: ranks outside a case wait for all of it. A
+# hang is the watchdog's business, and it comes long before this.
+FOREVER: Final = timedelta(days=30)
+
+
+class PeerLost(RuntimeError):
+    """The control group broke: a process of the job has died."""
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Who this process is. Ranks are global; `device` is this rank's own."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    num_nodes: int
+    device: torch.device
+    backend: str  # of the groups under test
+    store: Store  # the rendezvous store, for the watchdog
+
+
+@dataclass(frozen=True)
+class CaseGroup:
+    """The two process groups of one case; both span the same ranks."""
+
+    ranks: tuple[int, ...]
+    test: dist.ProcessGroup  # carries the workload, nothing else
+    control: dist.ProcessGroup  # gloo: barriers and decisions between timed blocks
+
+
+def world_from_environment() -> tuple[int, int, int, int]:
+    """(rank, world size, local rank, local world size) as the launcher set them.
+
+    Without a launcher this is a world of one. Raises ValueError for half an environment.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return 0, 1, 0, 1
+    values = []
+    for name in names:
+        try:
+            values.append(int(os.environ[name]))
+        except (KeyError, ValueError):
+            raise ValueError(
+                f"expected the variables {', '.join(names)} from the launcher, "
+                f"got {name}={os.environ.get(name)!r}; start with torchrun"
+            ) from None
+    return values[0], values[1], values[2], values[3]
+
+
+def choose_device(name: str, backend: str | None) -> tuple[torch.device, str]:
+    """This rank's device and the backend under test. Touches neither: it only decides.
+
+    The device is cuda:LOCAL_RANK, by what is visible: a launcher that shows every rank one
+    device of its own gets cuda:0. Ranks share a device only over gloo.
+
+    Raises ValueError, with what was expected and an example, where the two do not go together.
+    """
+    _, _, local_rank, local_world_size = world_from_environment()
+    count = torch.cuda.device_count()
+    if name == "cuda" and count == 0:
+        raise ValueError("--device cuda: torch sees no CUDA device here; try --device cpu")
+    cuda = name == "cuda" or (name == "auto" and count > 0)
+    backend = backend or ("nccl" if cuda else "gloo")
+    if backend == "nccl" and not cuda:
+        raise ValueError(
+            "--distributed-backend nccl needs CUDA devices, and this run is on the CPU; "
+            "try --distributed-backend gloo"
+        )
+    if not dist.is_backend_available(backend):
+        raise ValueError(f"this torch has no backend '{backend}'; try --distributed-backend gloo")
+    if not cuda:
+        return torch.device("cpu"), backend
+    if backend == "nccl" and 1 < count < local_world_size:
+        raise ValueError(
+            f"nccl needs a device for every rank: {local_world_size} ranks on this node, {count} "
+            f"devices; try --nproc-per-node {count}, or --distributed-backend gloo to share them"
+        )
+    return torch.device("cuda", local_rank % count), backend
+
+
+def init(device: torch.device, backend: str) -> RankContext:
+    """Take the device, join the job, and make the control group the default one."""
+    rank, world_size, local_rank, local_world_size = world_from_environment()
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if local_world_size == world_size:
+        # On one node nothing has to listen on an outside interface.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if world_size == 1:
+        store: Store = HashStore()
+    else:
+        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore("control", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=FOREVER,
+    )
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", -(-world_size // local_world_size)))
+    return RankContext(
+        rank, local_rank, world_size, local_world_size, num_nodes, device, backend, store
+    )
+
+
+def shutdown() -> None:
+    """Wait for all ranks, then leave the job."""
+    with _peers():
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextmanager
+def case_group(ranks: tuple[int, ...], ctx: RankContext) -> Iterator[CaseGroup | None]:
+    """The groups of one case, destroyed after it; None on a rank outside it.
+
+    All ranks of the job must enter it together. When the case fails on one rank, its groups are
+    torn down at once, so that its peers fail too instead of waiting for it.
+    """
+    members = list(ranks)
+    with _peers():
+        control = dist.new_group(members, backend="gloo", timeout=FOREVER)
+        test = dist.new_group(members, backend=ctx.backend, timeout=FOREVER)
+    if ctx.rank not in ranks:
+        yield None
+        return
+    assert isinstance(test, dist.ProcessGroup)
+    assert isinstance(control, dist.ProcessGroup)
+    try:
+        yield CaseGroup(ranks, test, control)
+    except Exception:
+        for group in (test, control):
+            # gloo has had abort() since torch 2.9; before that the closed sockets do as well
+            getattr(group, "abort", lambda: None)()
+        raise
+    finally:
+        dist.destroy_process_group(test)
+        dist.destroy_process_group(control)
+
+
+def reduce_max(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The elementwise maximum over the group, on its first rank. values: [n], on the CPU."""
+    if dist.get_world_size(group) > 1:
+        dist.reduce(values, group_dst=0, op=dist.ReduceOp.MAX, group=group)
+    return values
+
+
+def broadcast_int(value: int, group: dist.ProcessGroup | None = None) -> int:
+    """The value of the group's first rank, on all its ranks."""
+    tensor = torch.tensor([value])
+    if dist.get_world_size(group) > 1:
+        dist.broadcast(tensor, group_src=0, group=group)
+    return int(tensor)
+
+
+def gather_rows(
+    values: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor | None:
+    """[ranks, *values.shape] on the group's first rank, None elsewhere. All shapes alike.
+
+    Costs O(ranks) on the first rank and nothing on the others.
+    """
+    if dist.get_world_size(group) == 1:
+        return values[None]
+    rows = None
+    if dist.get_rank(group) == 0:
+        rows = [torch.empty_like(values) for _ in range(dist.get_world_size(group))]
+    dist.gather(values, rows, group_dst=0, group=group)
+    return None if rows is None else torch.stack(rows)
+
+
+def gather_json(value: Any) -> list[Any] | None:
+    """Every rank's `value` on rank 0 of the job, None elsewhere; as JSON, never as pickle.
+
+    Raises PeerLost when a rank of the job has died.
+    """
+    text = json.dumps(value).encode()
+    with _peers():
+        length = torch.tensor([len(text)])
+        if dist.get_world_size() > 1:
+            dist.all_reduce(length, op=dist.ReduceOp.MAX)
+        padded = torch.zeros(int(length), dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        rows = gather_rows(padded)
+    if rows is None:
+        return None
+    return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
+
+
+def broadcast_json(value: Any) -> Any:
+    """Rank 0's `value` on all ranks of the job, as JSON. Raises PeerLost as gather_json does."""
+    text = json.dumps(value).encode()
+    with _peers():
+        size = broadcast_int(len(text))
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        if dist.get_rank() == 0:
+            tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        if dist.get_world_size() > 1:
+            dist.broadcast(tensor, src=0)
+    return json.loads(bytes(tensor.tolist()))
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(str(error).splitlines()[0]) from error

@@ -1,0 +1,278 @@
+"""The JSON report: build, write atomically after every case, load, validate, resume."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+SCHEMA = "torchrun-bench/1"
+STATUSES = ("running", "complete", "interrupted", "failed")
+# A report is resumed only where these agree: the rest (host names, ports, job ids) may change
+# between two runs on the same kind of machine.
+SAME_ENVIRONMENT = (
+    "torch",
+    "cuda",
+    "nccl",
+    "python",
+    "world_size",
+    "local_world_size",
+    "num_nodes",
+    "devices",
+    "cpus",
+    "threads_per_rank",
+)
+
+Case = dict[str, Any]
+# Further top-level keys, computed from the cases.
+Extras = Callable[[list[Case]], dict[str, Any]]
+
+
+def check_path(path: str, resume: bool) -> None:
+    """Raise ValueError where a report could not be written, or where it would destroy a file.
+
+    A report that is there already is resumed, or kept as PATH.bak. Any other file is refused.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
+        raise ValueError(f"--json {path} is a directory; give a file, e.g. {path}/report.json")
+    if not target.parent.is_dir():
+        raise ValueError(f"--json {path}: there is no directory {target.parent}; make it first")
+    probe = _temporary(target)
+    try:
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--json {path} cannot be written: {error.strerror}") from None
+    if not target.exists():
+        return
+    if not target.is_file():
+        raise ValueError(f"--json {path} is not a regular file; give one, e.g. report.json")
+    if resume or target.stat().st_size == 0:
+        return
+    try:
+        load(path)
+    except ValueError as error:
+        raise ValueError(f"--json would overwrite {error}; give another path") from None
+
+
+def load(path: str) -> dict[str, Any]:
+    """The report at `path`. Raises ValueError, naming the place, if it is not a valid one."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # bad JSON, bad UTF-8
+        raise ValueError(f"{path}, which is not JSON ({error})") from None
+    except RecursionError:
+        raise ValueError(f"{path}, which is nested too deeply for a report") from None
+    try:
+        validate(document)
+    except ValueError as error:
+        raise ValueError(f"{path}, which is not a torchrun-bench report: {error}") from None
+    report: dict[str, Any] = document
+    return report
+
+
+def validate(document: Any) -> None:
+    """Raise ValueError at the first place where a document departs from the schema."""
+    _expect(isinstance(document, dict), "$", "an object", document)
+    _expect(document.get("schema") == SCHEMA, "schema", f"'{SCHEMA}'", document.get("schema"))
+    status = document.get("status")
+    _expect(status in STATUSES, "status", f"one of {', '.join(STATUSES)}", status)
+    for name, kind in {
+        "benchmark": str,
+        "argv": list,
+        "started_at": str,
+        "environment": dict,
+        "cases": list,
+    }.items():
+        _expect(isinstance(document.get(name), kind), name, kind.__name__, document.get(name))
+    for i, case in enumerate(document["cases"]):
+        _validate_case(case, f"cases[{i}]")
+
+
+def _validate_case(case: Any, at: str) -> None:
+    _expect(isinstance(case, dict), at, "an object", case)
+    for name, kind in {
+        "key": dict,
+        "ranks": list,
+        "samples_s": list,
+        "stop": dict,
+        "metrics": dict,
+        "check": str,
+    }.items():
+        _expect(isinstance(case.get(name), kind), f"{at}.{name}", kind.__name__, case.get(name))
+    for rank in case["ranks"]:
+        _expect(type(rank) is int and rank >= 0, f"{at}.ranks", "ranks", rank)
+    rows = case["samples_s"]
+    _expect(len(rows) in (0, len(case["ranks"])), f"{at}.samples_s", "a list a rank", len(rows))
+    for row in rows:
+        _expect(isinstance(row, list), f"{at}.samples_s", "lists", row)
+        good = all(type(x) in (int, float) and math.isfinite(x) and x >= 0 for x in row)
+        _expect(good, f"{at}.samples_s", "seconds", "something else")
+    states = ("passed", "failed: ", "skipped: ")
+    _expect(case["check"].startswith(states), f"{at}.check", f"one of {states}", case["check"])
+
+
+def _expect(condition: bool, at: str, expected: str, got: Any) -> None:
+    if not condition:
+        raise ValueError(f"at {at}: expected {expected}, got {str(got)[:80]!r}")
+
+
+def same_key(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two case keys name the same case."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+
+
+class Report:
+    """One run's report, on rank 0. Without a path it only keeps the cases.
+
+    Every method may be called from any thread.
+    """
+
+    def __init__(
+        self, path: str | None, benchmark: str, environment: dict[str, Any], extras: Extras
+    ) -> None:
+        self.path = path and os.path.realpath(path)
+        self._shown_path = path
+        self._extras = extras
+        self._lock = threading.Lock()
+        self._cases: list[tuple[Case, str]] = []  # each with its JSON, made once
+        self._unsaved = False
+        self._head: dict[str, Any] = {
+            "schema": SCHEMA,
+            "benchmark": benchmark,
+            "status": "running",
+            "argv": sys.argv,
+            "started_at": _now(),
+            "finished_at": None,
+            "environment": environment,
+        }
+
+    @property
+    def cases(self) -> list[Case]:
+        return [case for case, _ in self._cases]
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        environment: dict[str, Any] = self._head["environment"]
+        return environment
+
+    def open(self, resume: bool) -> None:
+        """Write the first version. With `resume`, take over the cases of the one that is there.
+
+        Raises ValueError when that one is damaged, of another benchmark, or of another
+        environment. Without `resume` it is kept as PATH.bak.
+        """
+        if not self.path:
+            return
+        there = os.path.exists(self.path) and os.path.getsize(self.path) > 0
+        if there and resume:
+            self._take_over(load(self.path))
+        elif there:
+            os.replace(self.path, self.path + ".bak")
+        self._write()
+
+    def _take_over(self, old: dict[str, Any]) -> None:
+        mine, theirs = self._head["environment"], old["environment"]
+        if old["benchmark"] != self._head["benchmark"]:
+            raise ValueError(
+                f"--resume: {self._shown_path} is a report of {old['benchmark']}, "
+                f"not of {self._head['benchmark']}; give another --json"
+            )
+        different = [name for name in SAME_ENVIRONMENT if mine.get(name) != theirs.get(name)]
+        if different:
+            name = different[0]
+            raise ValueError(
+                f"--resume: the environment differs from {self._shown_path}'s in "
+                f"{', '.join(different)} ({name}: {theirs.get(name)} there, {mine.get(name)} "
+                f"here); its numbers do not belong beside new ones, give another --json"
+            )
+        self._cases = [(case, _text(case)) for case in old["cases"]]
+        self._head["started_at"] = old["started_at"]
+
+    def find(self, key: dict[str, Any]) -> Case | None:
+        """The complete case of this key: one whose check has not failed."""
+        for case in self.cases:
+            if same_key(case["key"], key) and not case["check"].startswith("failed"):
+                return case
+        return None
+
+    def add(self, case: Case) -> None:
+        """Add a case, in the place of an earlier failed attempt at it, and write the report."""
+        _validate_case(case, "case")
+        entry = (case, _text(case))
+        with self._lock:
+            others = [old for old in self._cases if not same_key(old[0]["key"], case["key"])]
+            self._cases = [*others, entry]
+        self._write()
+
+    def finish(self, status: str, reason: str | None = None) -> bool:
+        """Write the last version; False if it could not be written. A second call does nothing."""
+        with self._lock:
+            if self._head["status"] != "running":
+                return not self._unsaved
+            self._head["status"] = status
+            self._head["finished_at"] = _now()
+            if reason:
+                self._head["reason"] = reason
+        self._write()
+        return not self._unsaved
+
+    def _write(self) -> None:
+        """Replace the file by a new version. On an error the previous version stays, intact."""
+        if not self.path:
+            return
+        with self._lock:
+            fields = self._head | self._extras(self.cases)
+            head = ",\n".join(f" {json.dumps(name)}: {_text(v)}" for name, v in fields.items())
+            cases = ",\n  ".join(text for _, text in self._cases)
+            try:
+                replace_file(Path(self.path), f'{{\n{head},\n "cases": [\n  {cases}\n ]\n}}\n')
+                self._unsaved = False
+            except OSError as error:
+                self._unsaved = True
+                print(
+                    f"error: cannot write {self._shown_path}: {error.strerror}; "
+                    "its previous version is intact, and the next case tries again",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write `text` to `path` so that a crash leaves the old content or the new, never a mix."""
+    temporary = _temporary(path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, allow_nan=False)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

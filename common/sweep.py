@@ -1,0 +1,301 @@
+"""One run of a benchmark: cases one after the other, each kept as soon as it is measured."""
+
+import argparse
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from common import cli, results
+from common.dist import (
+    CaseGroup,
+    PeerLost,
+    RankContext,
+    broadcast_json,
+    case_group,
+    gather_json,
+    init,
+    shutdown,
+)
+from common.environment import collect, preamble
+from common.results import Case, Extras, Report
+from common.table import Progress
+from common.timing import Measurement, StopRule
+from common.watchdog import Watchdog
+
+# What a failed rank's peers see of it. The reason of a case is somebody else's error.
+PEER_ERRORS = ("Connection closed by peer", "Connection reset", "aborted", "Broken pipe")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank brings back from a case. `facts` must be JSON."""
+
+    facts: dict[str, Any]
+    measurement: Measurement | None = None
+
+
+def check_report_flags(args: argparse.Namespace, benchmark: str) -> None:
+    """Refuse a report path that cannot serve. On rank 0 alone: the file is on its host."""
+    if args.resume and not args.json:
+        cli.refuse("--resume needs the report to resume; add --json PATH")
+    if os.environ.get("RANK", "0") != "0" or not args.json:
+        return
+    resume = _resuming(args)
+    try:
+        results.check_path(args.json, resume)
+        path = os.path.realpath(args.json)
+        if resume and os.path.exists(path) and os.path.getsize(path):
+            there = results.load(path)["benchmark"]
+            if there != benchmark:
+                raise ValueError(
+                    f"--resume: {args.json} is a report of {there}, not of {benchmark}; "
+                    "give another --json"
+                )
+    except ValueError as error:
+        cli.refuse(str(error))
+
+
+def stop_rule(args: argparse.Namespace) -> StopRule:
+    """The stop rule of the flags that all scripts share."""
+    return StopRule(args.warmup_iters, args.iters, args.min_iters, args.target_ci, args.max_seconds)
+
+
+class Sweep:
+    """Runs cases; contains their failures; keeps the report, the watchdog and the progress.
+
+    Use it as a context manager on every rank. `status` is the exit status once it is over.
+    """
+
+    def __init__(
+        self,
+        benchmark: str,
+        args: argparse.Namespace,
+        device: torch.device,
+        backend: str,
+        extras: Extras = lambda cases: {},
+    ) -> None:
+        self.ctx: RankContext = init(device, backend)
+        self._args = args
+        self._benchmark = benchmark
+        self._extras = extras
+        self._summary: Callable[[], None] = lambda: None
+        self._printing = threading.Lock()
+        self.report: Report | None = None  # on rank 0
+        self.status = 1
+
+    def __enter__(self) -> "Sweep":
+        self.watch = Watchdog(self.ctx, self._args.timeout, self._on_end)
+        environment = self._contained(lambda: collect(self.ctx))
+        problem = None
+        if environment is not None:
+            self.report = Report(self._args.json, self._benchmark, environment, self._extras)
+            try:
+                self.report.open(_resuming(self._args))
+            except (ValueError, OSError) as error:
+                problem = str(error)
+        problem = self._contained(lambda: broadcast_json(problem))
+        if problem:
+            cli.refuse(problem)
+        self._progress = Progress(self.ctx.rank == 0)
+        if environment is not None:
+            self.say(preamble(self._benchmark, environment, self.ctx.backend))
+            for line in environment["differences"]:
+                print(f"warning: {line}", file=sys.stderr, flush=True)
+        return self
+
+    def plan(self, keys: Sequence[dict[str, Any]], summary: Callable[[], None]) -> list[bool]:
+        """For each case's key, whether the report holds it already. On all ranks.
+
+        summary: prints the final tables of what is in the report; on rank 0, also when the run
+        is interrupted.
+        """
+        self._summary = summary
+        done = [bool(self.report and self.report.find(key)) for key in keys]
+        self._progress.expect(len(keys) - sum(done))
+        known: list[bool] = self._contained(lambda: broadcast_json(done))
+        return known
+
+    def attempt(
+        self, label: str, ranks: tuple[int, ...], work: Callable[[CaseGroup], Outcome]
+    ) -> tuple[list[dict[str, Any]], Outcome | None, str | None] | None:
+        """Run `work` on `ranks`, in groups of its own; every rank of the job calls this.
+
+        On rank 0: (facts of each of the ranks, rank 0's own outcome, None), or, where the work
+        raised an error on any rank, ([], None, reason). None on the other ranks.
+        """
+        mine, error = None, None
+        self._progress.now(label)
+        self.watch.phase(label if self.ctx.rank in ranks else f"not part of {label}", "set up")
+        try:
+            with case_group(ranks, self.ctx) as group:
+                if group is not None:
+                    with self.watch.guard(group.test):
+                        mine = work(group)
+        except PeerLost as lost:
+            self.watch.lost_peer(lost)
+        except Exception as caught:
+            error = describe(caught)
+        if error:
+            gc.collect()  # the traceback held on to the model
+            if self.ctx.device.type == "cuda":
+                torch.cuda.empty_cache()
+        self.watch.phase(f"after {label}", "waits for all ranks")
+        rows = self._contained(lambda: gather_json([error, mine.facts if mine else None]))
+        if rows is None:
+            return None
+        errors = [(rank, row[0]) for rank, row in enumerate(rows) if row[0]]
+        if errors:
+            return [], None, _root_cause(errors, rows)
+        return [rows[rank][1] for rank in ranks], mine, None
+
+    def case(
+        self,
+        key: dict[str, Any],
+        label: str,
+        ranks: tuple[int, ...],
+        work: Callable[[CaseGroup], Outcome],
+        derive: Callable[[Measurement, list[dict[str, Any]]], tuple[dict[str, Any], str]],
+        broken: str | None = None,
+    ) -> Case | None:
+        """Measure one case and add it to the report. The case on rank 0, None elsewhere.
+
+        derive: the metrics and the check's verdict, from the measurement and each rank's facts.
+        broken: why the case need not be tried; it fails with this reason.
+        """
+        if broken is None:
+            outcome = self.attempt(label, ranks, work)
+        else:
+            outcome = ([], None, broken) if self.ctx.rank == 0 else None
+        self._progress.done()
+        if outcome is None:
+            return None
+        facts, mine, error = outcome
+        measured = mine.measurement if mine else None
+        if error or measured is None:
+            metrics: dict[str, Any] = {}
+            check = f"failed: {error}"
+        else:
+            metrics, check = derive(measured, facts)
+        return self._keep(key, label, ranks, measured, metrics, check)
+
+    def _keep(
+        self,
+        key: dict[str, Any],
+        label: str,
+        ranks: tuple[int, ...],
+        measured: Measurement | None,
+        metrics: dict[str, Any],
+        check: str,
+    ) -> Case:
+        samples = {
+            name: [[round(x, 9) for x in row] for row in rows.tolist()]
+            for name, rows in (measured.samples if measured else {}).items()
+        }
+        primary = next(iter(samples), None)
+        case = {
+            "key": key,
+            "label": label,
+            "ranks": list(ranks),
+            "samples_s": samples.pop(primary) if primary else [],
+            "other_samples_s": samples,
+            "rounds": measured.rounds if measured else [],
+            "stop": measured.stop if measured else {},
+            "metrics": metrics,
+            "check": check,
+        }
+        assert self.report is not None
+        self.report.add(case)
+        return case
+
+    def refuse_differences(self) -> None:
+        """End the run where nodes differ, on all ranks."""
+        lines = self.share(self.report and self.report.environment["differences"])
+        if lines:
+            cli.refuse(f"--strict-topology: {lines[0]}")
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks; JSON."""
+        return self._contained(lambda: broadcast_json(value))
+
+    def find(self, key: dict[str, Any]) -> Case | None:
+        """The report's complete case of this key; on rank 0."""
+        return self.report.find(key) if self.report is not None else None
+
+    def host_of(self, rank: int) -> str:
+        """The host name of a rank; on rank 0."""
+        assert self.report is not None
+        return str(self.report.environment["ranks"][rank]["host"])
+
+    def say(self, text: str) -> None:
+        """Print to stdout, on rank 0."""
+        if self.ctx.rank == 0:
+            self._progress.say(text)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, PeerLost):
+            self.watch.lost_peer(error)
+        if error is not None:
+            return
+        if self.report is not None:
+            failed = [case for case in self.report.cases if case["check"].startswith("failed")]
+            self._progress.close()
+            self._summary()
+            saved = self.report.finish("failed" if failed else "complete")
+            self.status = 1 if failed or not saved else 0
+        else:
+            self.status = 0
+        self._contained(shutdown)
+        self.watch.stop()
+
+    def _contained(self, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except PeerLost as lost:
+            self._lost(lost)
+
+    def _lost(self, lost: PeerLost) -> NoReturn:
+        self.watch.lost_peer(lost)
+
+    def _on_end(self, status: str, reason: str) -> None:
+        """Called by the watchdog before it ends this process."""
+        if self.report is None:
+            return
+        saved = self.report.finish(status, reason)
+        self._progress.close()
+        self._summary()
+        where = f"; {self._args.json} holds them" if self._args.json and saved else ""
+        more = "; go on with --resume" if where and status == "interrupted" else ""
+        print(
+            f"# {status} ({reason.splitlines()[0]}) after {len(self.report.cases)} cases"
+            f"{where}{more}",
+            flush=True,
+        )
+
+
+def describe(error: BaseException) -> str:
+    """The error in one line: its type and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def _root_cause(errors: list[tuple[int, str]], rows: list[Any]) -> str:
+    own = [pair for pair in errors if not any(text in pair[1] for text in PEER_ERRORS)]
+    rank, text = (own or errors)[0]
+    everywhere = all(row[0] == text for row in rows)
+    return text if everywhere else f"{text} (rank {rank})"
+
+
+def _resuming(args: argparse.Namespace) -> bool:
+    return args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

@@ -1,0 +1,314 @@
+"""Who hangs, where, and for how long; and an orderly end on a signal.
+
+Every rank publishes what it is doing (its phase) in the rendezvous store, between timed blocks,
+never inside one. Two threads a rank watch over that, both asleep while a block is timed:
+
+- the timer looks now and then whether any rank has changed its phase. After `timeout` seconds
+  without a change it posts an event;
+- the listener blocks in the store until any rank posts an event: a hang, a signal that one of
+  them received, a case that failed on one of them, the end of the run. After a hang each rank
+  answers the roll call and prints its stack. One that does not answer is stopped, dead, or out
+  of reach; if it is on this host, its stack is dumped from outside and it is ended.
+
+None of this uses the backend under test. Signals reach a thread through a pipe, because the
+main thread may sit in a collective that never returns to Python.
+"""
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from common.dist import FOREVER, RankContext
+
+HANG = 3  # exit status
+GRACE_S = 2.0  # for the answers to a roll call, and for a signal that explains a lost peer
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+# Ends the report: called once with the new status and the reason, from any thread.
+OnEnd = Callable[[str, str], None]
+
+
+class Watchdog:
+    """Watches over one rank of a job; `stop()` it when the run is over.
+
+    on_end: called with ("interrupted" | "failed", reason) before this process is ended.
+    """
+
+    def __init__(self, ctx: RankContext, timeout: float, on_end: OnEnd) -> None:
+        self._ctx = ctx
+        self._timeout = timeout
+        self._on_end = on_end
+        self._host = socket.gethostname()
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # One connection for short calls, one for the listener, which blocks in it.
+        self._store = _connection(ctx.store, attempt)
+        self._listening = _connection(ctx.store, attempt)
+        self._phase: dict[str, Any] = {"case": "", "phase": "", "changes": 0}
+        self._abort: Callable[[], None] | None = None
+        self._over = threading.Event()
+        self._ending = threading.Lock()  # held by the thread that ends this process
+        self.phase("start", "")
+
+        # Dumps all stacks from C: works in a process whose main thread never yields.
+        faulthandler.register(signal.SIGUSR2, all_threads=True)
+        wake, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: None)  # the pipe's reader acts
+        threads: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
+            "signals": (self._handle_signals, (wake,)),
+            "timer": (self._watch_progress, ()),
+            "listener": (self._listen, ()),
+        }
+        self._threads = [
+            threading.Thread(target=target, args=args, name=name, daemon=True)
+            for name, (target, args) in threads.items()
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def phase(self, case: str, phase: str) -> None:
+        """Say what this rank does next. Two store calls: keep it out of timed code."""
+        changes = self._phase["changes"] + 1 if case == self._phase["case"] else 0
+        self._phase = {"case": case, "phase": phase, "changes": changes}
+        self._store.set(f"phase/{self._ctx.rank}", json.dumps(self._who() | self._phase))
+        self._store.add("changes", 1)
+
+    @contextlib.contextmanager
+    def guard(self, group: dist.ProcessGroup) -> Iterator[None]:
+        """Abort the group here when the case fails on another rank, and the other way round.
+
+        For NCCL, whose kernels wait for a failed peer for ever. gloo needs no help: its peers
+        notice that the failed rank has closed its sockets.
+        """
+        if dist.get_backend(group) != "nccl":
+            yield
+            return
+        self._abort = group.abort
+        try:
+            yield
+        except Exception:
+            self._abort = None
+            self._post({"kind": "case-failed", "rank": self._ctx.rank})
+            raise
+        finally:
+            self._abort = None
+
+    def stop(self) -> None:
+        """End the watch. Every rank calls it, after the last barrier."""
+        with contextlib.suppress(RuntimeError):  # the store is gone when its host ended first
+            self._post({"kind": "over"})
+        self._over.set()
+        signal.set_wakeup_fd(-1)
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        os.write(self._wakeup, b"\0")
+        # a thread left inside the store would take the interpreter down with it at exit
+        for thread in self._threads:
+            thread.join(timeout=10)
+
+    def lost_peer(self, error: BaseException) -> NoReturn:
+        """End this process after the job broke, leaving the word to a signal that explains it.
+
+        When a rank dies, the launcher ends the others within moments: then the run was
+        interrupted. Without that it failed.
+        """
+        time.sleep(GRACE_S)
+        self._end(1, "failed", f"{self._tag()} lost a peer: {error}")
+
+    # -- the threads ---------------------------------------------------------------------------
+
+    def _handle_signals(self, wake: int) -> None:
+        number = os.read(wake, 1)[0]
+        if number == 0:  # from stop()
+            return
+        name = signal.Signals(number).name
+        event = {"kind": "signal", "signal": number, "reason": f"{name} on {self._tag()}"}
+        with contextlib.suppress(RuntimeError):
+            self._post(event)
+        self._end(128 + number, "interrupted", str(event["reason"]))
+
+    def _watch_progress(self) -> None:
+        seen, since = -1, time.monotonic()
+        interval = min(self._timeout / 10, 10.0)
+        while not self._over.wait(interval):
+            try:
+                changes = self._store.add("changes", 0)
+            except RuntimeError:  # the store's host is gone, and with it the job
+                changes = seen
+            now = time.monotonic()
+            if changes != seen:
+                seen, since = changes, now
+            elif now - since > self._timeout:
+                self._raise_hang(now - since)
+
+    def _raise_hang(self, seconds: float) -> None:
+        event = {"kind": "hang", "seconds": round(seconds)}
+        try:
+            self._post(event)
+        except RuntimeError as error:
+            self._print(f"{self._tag()} no progress for {seconds:.0f} s, and no store: {error}")
+            self._end(HANG, "failed", "hang; the rendezvous store is gone")
+        self._over.wait(FOREVER.total_seconds())  # the listener takes over
+
+    def _listen(self) -> None:
+        for number in itertools.count(1):
+            try:
+                self._listening.wait([f"event/{number}"], FOREVER)
+                event = json.loads(self._listening.get(f"event/{number}"))
+            except RuntimeError:
+                return  # the store ended; the timer and the main thread see to the rest
+            if event["kind"] == "over":
+                return
+            if event["kind"] == "signal":
+                self._end(128 + event["signal"], "interrupted", event["reason"])
+            if event["kind"] == "hang":
+                self._roll_call(event["seconds"])
+            if event["kind"] == "case-failed" and self._abort is not None:
+                self._abort()
+
+    def _post(self, event: dict[str, Any]) -> None:
+        number = self._store.add("events", 1)
+        self._store.set(f"event/{number}", json.dumps(event))
+
+    # -- after a hang --------------------------------------------------------------------------
+
+    def _roll_call(self, seconds: int) -> NoReturn:
+        self._ending.acquire()  # a signal from the launcher must not cut this short
+        stack = "".join(traceback.format_stack(sys._current_frames()[_main_thread_id()]))
+        self._print(f"{self._tag()} {_where(self._phase)}, stack:\n{stack}")
+        self._listening.set(f"answer/{self._ctx.rank}", "here")
+        time.sleep(GRACE_S)
+        ranks = range(self._ctx.world_size)
+        here = [rank for rank in ranks if self._listening.check([f"answer/{rank}"])]
+        states = {rank: self._state(rank) for rank in ranks}
+        silent = [states[rank] for rank in ranks if rank not in here]
+        neighbours = [rank for rank in here if states[rank]["host"] == self._host]
+        verdict = _verdict(seconds, silent, [states[rank] for rank in here])
+        if self._ctx.rank == here[0]:
+            self._print(verdict)
+            # for torchrun's own summary of the failure; without torchrun it does nothing
+            get_error_handler().record_exception(TimeoutError(verdict))
+        if self._ctx.rank == neighbours[0]:
+            for state in silent:
+                if state["host"] == self._host:
+                    _dump_and_kill(state["pid"], state["started"])
+        self._exit(HANG, "failed", verdict)
+
+    def _state(self, rank: int) -> dict[str, Any]:
+        if not self._listening.check([f"phase/{rank}"]):
+            return {"rank": rank, "host": "?", "case": "before the start", "phase": ""}
+        state: dict[str, Any] = json.loads(self._listening.get(f"phase/{rank}"))
+        return state
+
+    # -- ending --------------------------------------------------------------------------------
+
+    def _end(self, status: int, report_status: str, reason: str) -> NoReturn:
+        """End this process; the first thread that comes here does it."""
+        self._ending.acquire()
+        self._exit(status, report_status, reason)
+
+    def _exit(self, status: int, report_status: str, reason: str) -> NoReturn:
+        with contextlib.suppress(Exception):  # nothing may keep the process from ending
+            self._on_end(report_status, reason)
+            sys.stdout.flush()
+        os._exit(status)
+
+    def _who(self) -> dict[str, Any]:
+        pid = os.getpid()
+        started = _start_time(pid)
+        return {"rank": self._ctx.rank, "host": self._host, "pid": pid, "started": started}
+
+    def _tag(self) -> str:
+        return f"[rank {self._ctx.rank} {self._host}]"
+
+    @staticmethod
+    def _print(text: str) -> None:
+        os.write(2, (text.rstrip("\n") + "\n").encode())  # one write: ranks do not interleave
+
+
+def _where(state: dict[str, Any]) -> str:
+    return f"in case '{state['case']}', phase '{state['phase']}'"
+
+
+def _verdict(seconds: int, silent: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
+    lines = [f"HANG: no progress for {seconds} s"]
+    for state in silent:
+        lines.append(
+            f"rank {state['rank']} on {state['host']} does not answer "
+            f"(stopped, dead or out of reach); last seen {_where(state)}"
+        )
+    behind = _behind(here)
+    for state in behind:
+        lines.append(f"rank {state['rank']} on {state['host']} did not arrive: {_where(state)}")
+    waiting = [state for state in here if state not in behind]
+    for state in waiting[:64]:
+        lines.append(f"rank {state['rank']} on {state['host']} waits {_where(state)}")
+    return "\n".join(lines)
+
+
+def _behind(here: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those with fewer phases behind them than others of the same case."""
+    behind = []
+    for state in here:
+        peers = [other["changes"] for other in here if other["case"] == state["case"]]
+        if state["changes"] < max(peers):
+            behind.append(state)
+    return behind
+
+
+def _dump_and_kill(pid: int, started: str) -> None:
+    """Have a silent process of this host dump its stacks, then end it."""
+    if not started or _start_time(pid) != started:  # ended meanwhile: the pid may be another's
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR2)  # faulthandler's
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+
+
+def _start_time(pid: int) -> str:
+    """The kernel's start time of a process, which with the pid names it for good."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
+
+
+def _main_thread_id() -> int:
+    ident = threading.main_thread().ident
+    assert ident is not None
+    return ident
+
+
+def _connection(store: Store, attempt: str) -> Store:
+    # torchrun's store outlives a restart of the workers: each attempt has its own keys
+    clone = store.clone() if hasattr(store, "clone") else _reconnect(store)
+    clone.set_timeout(timedelta(seconds=60))
+    return PrefixStore(f"watchdog/{attempt}", clone)
+
+
+def _reconnect(store: Store) -> Store:
+    # torch before 2.8 has no Store.clone; a store in this process needs no second connection
+    if not isinstance(store, TCPStore):
+        return store
+    return TCPStore(store.host, store.port, is_master=False)
