@@ -77,7 +77,7 @@ def _this_rank(ctx: RankContext) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cpu": cpu,
         "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "nccl": _nccl_version() if cuda else None,
         "topology": _topology(cuda, cpu) if leader else None,
     }
 
@@ -119,6 +119,10 @@ def _topology(cuda: bool, cpu: dict[str, Any]) -> str:
         f"{cpu['model']}: {_count(cpu['sockets'], 'socket')}, {_count(cpu['cores'], 'core')}, "
         f"{_count(cpu['cpus'], 'CPU')}, {_count(cpu['numa_nodes'], 'NUMA node')}"
     )
+
+
+def _nccl_version() -> str:
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 def _driver() -> str | None:

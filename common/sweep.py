@@ -41,6 +41,11 @@ class Outcome:
     measurement: Measurement | None = None
 
 
+# From a case's measurement (None if its work made none) and each rank's facts: the metrics, and
+# the check's verdict.
+Derive = Callable[[Any, list[dict[str, Any]]], tuple[dict[str, Any], str]]
+
+
 def check_report_flags(args: argparse.Namespace, benchmark: str) -> None:
     """Refuse a report path that cannot serve. On rank 0 alone: the file is on its host."""
     if args.resume and not args.json:
@@ -102,6 +107,7 @@ class Sweep:
                 problem = str(error)
         problem = self._contained(lambda: broadcast_json(problem))
         if problem:
+            self.watch.stop()
             cli.refuse(problem)
         self._progress = Progress(self.ctx.rank == 0)
         if environment is not None:
@@ -110,7 +116,9 @@ class Sweep:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
         return self
 
-    def plan(self, keys: Sequence[dict[str, Any]], summary: Callable[[], None]) -> list[bool]:
+    def plan(
+        self, keys: Sequence[dict[str, Any]], summary: Callable[[], None] = lambda: None
+    ) -> list[bool]:
         """For each case's key, whether the report holds it already. On all ranks.
 
         summary: prints the final tables of what is in the report; on rank 0, also when the run
@@ -161,12 +169,11 @@ class Sweep:
         label: str,
         ranks: tuple[int, ...],
         work: Callable[[CaseGroup], Outcome],
-        derive: Callable[[Measurement, list[dict[str, Any]]], tuple[dict[str, Any], str]],
+        derive: Derive,
         broken: str | None = None,
     ) -> Case | None:
         """Measure one case and add it to the report. The case on rank 0, None elsewhere.
 
-        derive: the metrics and the check's verdict, from the measurement and each rank's facts.
         broken: why the case need not be tried; it fails with this reason.
         """
         if broken is None:
@@ -178,7 +185,7 @@ class Sweep:
             return None
         facts, mine, error = outcome
         measured = mine.measurement if mine else None
-        if error or measured is None:
+        if error:
             metrics: dict[str, Any] = {}
             check = f"failed: {error}"
         else:
@@ -218,6 +225,7 @@ class Sweep:
         """End the run where nodes differ, on all ranks."""
         lines = self.share(self.report and self.report.environment["differences"])
         if lines:
+            self.watch.stop()
             cli.refuse(f"--strict-topology: {lines[0]}")
 
     def share(self, value: Any) -> Any:
@@ -247,15 +255,17 @@ class Sweep:
         if isinstance(error, PeerLost):
             self.watch.lost_peer(error)
         if error is not None:
+            if self.report is not None:
+                self.report.finish("failed", describe(error))
+            self.watch.stop("" if isinstance(error, SystemExit) else describe(error))
             return
+        self.status = 0
         if self.report is not None:
             failed = [case for case in self.report.cases if case["check"].startswith("failed")]
-            self._progress.close()
-            self._summary()
             saved = self.report.finish("failed" if failed else "complete")
             self.status = 1 if failed or not saved else 0
-        else:
-            self.status = 0
+            self._progress.close()
+            self._summary()
         self._contained(shutdown)
         self.watch.stop()
 

@@ -44,6 +44,7 @@ class Measurement:
     """What a group measured, in seconds. Samples and stop are empty but on its first rank."""
 
     samples: dict[str, NDArray[np.float64]]  # per step: [ranks, iterations]
+    own: dict[str, list[float]]  # per step: this rank's iterations
     rounds: list[int]  # iterations of each round, alike for all steps and ranks
     warmup: dict[str, list[float]]  # per step: this rank's iterations before the timed ones
     stop: dict[str, Any]  # rule, iterations, ci95_rel
@@ -113,9 +114,9 @@ def measure(
     progress("gather")
     rows = gather_rows(torch.tensor(list(samples.values()), dtype=torch.float64), group.control)
     if rows is None:
-        return Measurement({}, rounds, warmup, {})
+        return Measurement({}, samples, rounds, warmup, {})
     gathered = {name: rows[:, i].numpy() for i, name in enumerate(samples)}
-    return Measurement(gathered, rounds, warmup, stop)
+    return Measurement(gathered, samples, rounds, warmup, stop)
 
 
 def _warm_up(

@@ -111,11 +111,15 @@ class Watchdog:
         finally:
             self._abort = None
 
-    def stop(self) -> None:
-        """End the watch. Every rank calls it, after the last barrier."""
-        with contextlib.suppress(RuntimeError):  # the store is gone when its host ended first
-            self._post({"kind": "over"})
+    def stop(self, error: str = "") -> None:
+        """End the watch: on every rank after the last barrier, or on one after an error.
+
+        The error ends the other ranks.
+        """
+        over = {"kind": "failed", "rank": self._ctx.rank, "reason": f"{self._tag()} {error}"}
         self._over.set()
+        with contextlib.suppress(RuntimeError):  # the store is gone when its host ended first
+            self._post(over if error else {"kind": "over"})
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -175,8 +179,10 @@ class Watchdog:
                 event = json.loads(self._listening.get(f"event/{number}"))
             except RuntimeError:
                 return  # the store ended; the timer and the main thread see to the rest
-            if event["kind"] == "over":
+            if event["kind"] == "over" or self._over.is_set():
                 return
+            if event["kind"] == "failed":
+                self._end(1, "failed", event["reason"])
             if event["kind"] == "signal":
                 self._end(128 + event["signal"], "interrupted", event["reason"])
             if event["kind"] == "hang":
@@ -204,8 +210,7 @@ class Watchdog:
         verdict = _verdict(seconds, silent, [states[rank] for rank in here])
         if self._ctx.rank == here[0]:
             self._print(verdict)
-            # for torchrun's own summary of the failure; without torchrun it does nothing
-            get_error_handler().record_exception(TimeoutError(verdict))
+            _record_for_torchrun(TimeoutError(verdict))
         if self._ctx.rank == neighbours[0]:
             for state in silent:
                 if state["host"] == self._host:
@@ -272,6 +277,14 @@ def _behind(here: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if state["changes"] < max(peers):
             behind.append(state)
     return behind
+
+
+def _record_for_torchrun(error: Exception) -> None:
+    """Put the error into the summary that torchrun prints; without torchrun this does nothing."""
+    try:
+        raise error
+    except Exception as raised:
+        get_error_handler().record_exception(raised)
 
 
 def _dump_and_kill(pid: int, started: str) -> None:

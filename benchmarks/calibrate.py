@@ -1,0 +1,325 @@
+#!/usr/bin/env python3
+"""What can this machine, and this harness, tell apart? Run it before you trust a number.
+
+    clock         the smallest step of the clock, and what reading it costs
+    barrier       how far apart the ranks of a host leave a barrier: every block starts so uneven
+    perturbation  a step of about 1 ms as the harness reports it / the same in a bare loop; blocks
+                  alternate in one process. 1 is a harness that costs nothing
+    resolution    a step against itself: half the 95 % interval of the difference, over the step,
+                  after so many seconds. A smaller difference cannot be seen in one run
+    metadata      gathering the samples of a case on rank 0 and writing the report
+
+    python benchmarks/calibrate.py
+    torchrun --nproc-per-node 8 benchmarks/calibrate.py --json calibration.json
+    torchrun --nproc-per-node 32 benchmarks/calibrate.py --modes metadata --device cpu
+
+Written for this project. BSD-3-Clause.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli
+
+MODES = ("clock", "barrier", "perturbation", "resolution", "metadata")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = cli.Parser(description=__doc__)
+    add = parser.add_argument
+    add("--modes", type=cli.list_of(str, MODES), default=list(MODES), help="a list (default: all)")
+    add(
+        "--seconds",
+        type=cli.list_of(cli.positive_float),
+        default=[1.0, 2.0, 5.0, 10.0],
+        metavar="S",
+        help="time for `resolution`; a list (default: 1,2,5,10)",
+    )
+    add(
+        "--step-ms",
+        type=cli.positive_float,
+        default=1.0,
+        metavar="MS",
+        help="the step of `perturbation` and `resolution` takes at least this (default: 1)",
+    )
+    add(
+        "--rounds",
+        type=cli.positive_int,
+        default=20,
+        metavar="N",
+        help="pairs of blocks of `perturbation`, repeats of `metadata` (default: 20)",
+    )
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
+    cli.add_report_flags(parser)
+    args = parser.parse_args(argv)
+    if args.seconds != [1.0, 2.0, 5.0, 10.0] and "resolution" not in args.modes:
+        cli.refuse("--seconds has no effect without --modes resolution")
+    return args
+
+
+if __name__ == "__main__":
+    ARGS = parse_args()  # before the imports below, so that --help need not wait for them
+
+import functools
+import tempfile
+from collections.abc import Callable
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from common.breakdown import bounds
+from common.dist import CaseGroup, choose_device, gather_json, gather_rows
+from common.results import Report
+from common.stats import difference, median_interval
+from common.sweep import Outcome, Sweep, check_report_flags
+from common.timing import StopRule, measure, time_block
+
+Step = Callable[[], None]
+
+
+def create_step(device: torch.device, seconds: float) -> tuple[Step, int]:
+    """A training step (forward, backward, SGD) deep enough to take `seconds`; and its depth."""
+    depth = 2
+    while True:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(depth)]).to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        inputs = torch.randn(32, 128, device=device)
+
+        def step(
+            model: nn.Module = model, optimizer: Any = optimizer, inputs: torch.Tensor = inputs
+        ) -> None:
+            optimizer.zero_grad()
+            model(inputs).square().mean().backward()
+            optimizer.step()
+
+        time_block(step, 5, device)
+        if np.median(time_block(step, 20, device)) >= seconds:
+            return step, depth
+        depth += max(1, depth // 4)
+
+
+def bare_loop(step: Step, iters: int, device: torch.device) -> float:
+    """Seconds per iteration, as anybody would time it by hand."""
+    start = perf_counter()
+    for _ in range(iters):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (perf_counter() - start) / iters
+
+
+# -- the modes: each runs on every rank and brings back facts -------------------------------------
+
+
+def run_clock(args: argparse.Namespace, device: torch.device, group: CaseGroup) -> Outcome:
+    stamps = [perf_counter() for _ in range(100_000)]
+    steps = [b - a for a, b in pairwise(stamps)]
+    facts = {
+        "smallest_step_s": min(step for step in steps if step > 0),
+        "read_cost_s": float(np.median(steps)),
+    }
+    if device.type == "cuda":
+        empty = time_block(lambda: None, 1000, device)
+        facts["event_pair_s"] = float(np.median(empty))
+    return Outcome(facts)
+
+
+def run_barrier(args: argparse.Namespace, device: torch.device, group: CaseGroup) -> Outcome:
+    """perf_counter is CLOCK_MONOTONIC on Linux: one clock for all the processes of a host."""
+    stamps = []
+    for _ in range(200):
+        dist.barrier(group.control)
+        stamps.append(perf_counter())
+    return Outcome({"left_at_s": stamps})
+
+
+def run_perturbation(args: argparse.Namespace, device: torch.device, group: CaseGroup) -> Outcome:
+    step, depth = create_step(device, args.step_ms / 1e3)
+    iters = max(10, int(0.2 / (args.step_ms / 1e3)))
+    rule = StopRule(warmup_iters=1, iters=iters, min_iters=1, target_ci=1.0, max_seconds=1.0)
+
+    def harness() -> float:
+        measurement = measure({"step": step}, group, device, rule)
+        return float(np.mean(measurement.own["step"]))
+
+    bare = functools.partial(bare_loop, step, iters, device)
+    ratios = []
+    for i in range(args.rounds):
+        if i % 2 == 0:
+            reported, by_hand = harness(), bare()
+        else:
+            by_hand, reported = bare(), harness()
+        ratios.append(reported / by_hand)
+    return Outcome({"ratios": ratios, "step_s": bare(), "depth": depth})
+
+
+def run_resolution(
+    seconds: float, args: argparse.Namespace, device: torch.device, group: CaseGroup
+) -> Outcome:
+    step, depth = create_step(device, args.step_ms / 1e3)
+    # a target that is never reached: the time decides
+    rule = StopRule(warmup_iters=5, iters=None, min_iters=20, target_ci=1e-9, max_seconds=seconds)
+    return Outcome({"depth": depth}, measure({"a": step, "b": step}, group, device, rule))
+
+
+def run_metadata(args: argparse.Namespace, device: torch.device, group: CaseGroup) -> Outcome:
+    """What a case costs beside its timed blocks, in the size of a typical ddp_sweep case."""
+    samples = torch.full((3, 100), 0.123456789, dtype=torch.float64)
+    key = {"mode": "metadata"}
+    times = []
+    with tempfile.TemporaryDirectory() as folder:
+        report = Report(f"{folder}/report.json", "calibrate", {}, lambda cases: {})
+        for _ in range(args.rounds):
+            dist.barrier(group.control)
+            start = perf_counter()
+            rows = gather_rows(samples, group.control)
+            gather_json({"error": None, "parameters": "0" * 32, "memory_gib": 1.0})
+            if rows is not None:
+                step, *others = rows.transpose(0, 1).tolist()
+                report.add(
+                    {
+                        "key": key,
+                        "ranks": list(group.ranks),
+                        "samples_s": step,
+                        "other_samples_s": others,
+                        "stop": {},
+                        "metrics": {},
+                        "check": "passed",
+                    }
+                )
+            times.append(perf_counter() - start)
+    return Outcome({"seconds": times})
+
+
+# -- what rank 0 makes of it ----------------------------------------------------------------------
+
+
+def derive(
+    mode: str, hosts: list[str], measured: Any, facts: list[dict[str, Any]]
+) -> tuple[dict[str, Any], str]:
+    """The metrics of a mode: the worst rank counts."""
+    if mode == "clock":
+        return {name: max(fact[name] for fact in facts) for name in facts[0]}, "passed"
+    if mode == "barrier":
+        spreads = [
+            np.ptp([f["left_at_s"] for f, h in zip(facts, hosts, strict=True) if h == host], axis=0)
+            for host in dict.fromkeys(hosts)
+        ]
+        skew = np.max(spreads, axis=0)
+        return {f"skew_p{q}_s": float(np.percentile(skew, q)) for q in (50, 95)}, "passed"
+    if mode == "perturbation":
+        worst = max(facts, key=lambda fact: abs(np.median(fact["ratios"]) - 1))
+        metrics = {
+            "ratio": float(np.median(worst["ratios"])),
+            "ratio_ci95": bounds(median_interval(worst["ratios"])),
+            "step_s": worst["step_s"],
+        }
+        return metrics, "passed"
+    if mode == "resolution":
+        a, b = (measured.samples[name].max(axis=0) for name in ("a", "b"))
+        gap, interval = difference(a, b, measured.rounds)
+        step = float(np.median(a))
+        metrics = {
+            "step_s": step,
+            "difference": gap / step,
+            "resolution": interval.half_width / step if interval else None,
+        }
+        return metrics, "passed"
+    assert mode == "metadata"
+    seconds = facts[0]["seconds"]
+    return {f"seconds_p{q}_s": float(np.percentile(seconds, q)) for q in (50, 95)}, "passed"
+
+
+def describe(case: dict[str, Any]) -> str:
+    """A case's result in words."""
+    if case["check"].startswith("failed"):
+        return str(case["check"])
+    m = case["metrics"]
+    mode = case["key"]["mode"]
+    if mode == "clock":
+        event = m.get("event_pair_s")
+        return (
+            f"perf_counter steps by {m['smallest_step_s'] * 1e9:.0f} ns and costs "
+            f"{m['read_cost_s'] * 1e9:.0f} ns"
+            + (f"; an empty pair of CUDA events reads {event * 1e6:.2f} us" if event else "")
+        )
+    if mode == "barrier":
+        return (
+            f"ranks of a host leave within {m['skew_p50_s'] * 1e6:.0f} us "
+            f"(p50), {m['skew_p95_s'] * 1e6:.0f} us (p95)"
+        )
+    if mode == "perturbation":
+        ci = m["ratio_ci95"]
+        interval = f", 95 % interval {ci[0]:.4f} to {ci[1]:.4f}" if ci else ""
+        return (
+            f"reported / bare loop = {m['ratio']:.4f}{interval}, "
+            f"at a step of {m['step_s'] * 1e3:.2f} ms"
+        )
+    if mode == "resolution":
+        if m["resolution"] is None:
+            return "too few rounds for an interval"
+        return (
+            f"differences from {m['resolution'] * 100:.2f} % on, at a step of "
+            f"{m['step_s'] * 1e3:.2f} ms (a step against itself: {m['difference'] * 100:+.2f} %)"
+        )
+    return f"gather and report: {m['seconds_p50_s'] * 1e3:.1f} ms (p50), " + (
+        f"{m['seconds_p95_s'] * 1e3:.1f} ms (p95), {len(case['ranks'])} ranks"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    try:
+        # gloo: nothing here is about the backend
+        device, backend = choose_device(args.device, "gloo")
+    except ValueError as error:
+        cli.refuse(str(error))
+    check_report_flags(args, "calibrate")
+    runs: dict[str, Callable[[argparse.Namespace, torch.device, CaseGroup], Outcome]] = {
+        "clock": run_clock,
+        "barrier": run_barrier,
+        "perturbation": run_perturbation,
+        "metadata": run_metadata,
+    }
+    plan = []
+    for mode in args.modes:
+        if mode == "resolution":
+            plan += [
+                (
+                    {"mode": mode, "seconds": s},
+                    f"{mode}, {s:g} s",
+                    functools.partial(run_resolution, s),
+                )
+                for s in args.seconds
+            ]
+        else:
+            plan.append(({"mode": mode}, mode, runs[mode]))
+    with Sweep("calibrate", args, device, backend) as sweep:
+        known = sweep.plan([key for key, _, _ in plan])
+        everyone = tuple(range(sweep.ctx.world_size))
+        hosts = sweep.share([sweep.host_of(rank) for rank in everyone] if sweep.report else None)
+        sweep.say("")
+        for (key, label, run), done in zip(plan, known, strict=True):
+            if done:
+                case = sweep.find(key)
+            else:
+                work = functools.partial(run, args, device)
+                case = sweep.case(
+                    key, label, everyone, work, functools.partial(derive, key["mode"], hosts)
+                )
+            if case is not None:
+                sweep.say(f"{label:<18}{describe(case)}")
+    return sweep.status
+
+
+if __name__ == "__main__":
+    sys.exit(record(main)(ARGS))
