@@ -243,7 +243,7 @@ def run_case(config: Config, args: argparse.Namespace, sweep: Sweep, group: Case
         if config.world_size > 1 and config.comm_hook != "noop":
             steps["communication"] = communication
 
-    first = time_block(steps["step"], 2, device)  # the first call initialises, DDP's buckets settle
+    first = time_block(steps["step"], 3, device)  # the first initialises, then DDP's buckets settle
     phase = functools.partial(sweep.watch.phase, f"{config.model} {config.label}")
     measurement = measure(steps, group, device, stop_rule(args), phase)
     facts = {

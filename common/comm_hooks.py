@@ -70,8 +70,8 @@ def register(name: str, ddp: DistributedDataParallel) -> Callable[[], None]:
     """Register the hook on the model (`none`: leave DDP its own all-reduce, in C++).
 
     Returns a function that averages the model's gradient buckets alone, by the same hook and all
-    at once, as the backward pass does. Call it after two steps: DDP settles its buckets in the
-    second.
+    at once, as the backward pass does. Call it after three steps: DDP rebuilds its buckets in the
+    second and logs their sizes in the third.
     """
     if name == "none":
         return _all_reduce_alone(ddp)

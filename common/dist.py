@@ -38,6 +38,7 @@ class RankContext:
     device: torch.device
     backend: str  # of the groups under test
     store: Store  # the rendezvous store, for the watchdog
+    attempt: str  # of torchrun, which restarts the workers but keeps its store
 
 
 @dataclass(frozen=True)
@@ -112,16 +113,19 @@ def init(device: torch.device, backend: str) -> RankContext:
         store: Store = HashStore()
     else:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
+    # torchrun's store outlives a restart of the workers: without keys of their own the new ones
+    # would dial the ports of the dead (pytorch issue 135712)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
         "gloo",
-        store=PrefixStore("control", store),
+        store=PrefixStore(f"control/{attempt}", store),
         rank=rank,
         world_size=world_size,
         timeout=FOREVER,
     )
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", -(-world_size // local_world_size)))
     return RankContext(
-        rank, local_rank, world_size, local_world_size, num_nodes, device, backend, store
+        rank, local_rank, world_size, local_world_size, num_nodes, device, backend, store, attempt
     )
 
 
@@ -136,8 +140,7 @@ def shutdown() -> None:
 def case_group(ranks: tuple[int, ...], ctx: RankContext) -> Iterator[CaseGroup | None]:
     """The groups of one case, destroyed after it; None on a rank outside it.
 
-    All ranks of the job must enter it together. When the case fails on one rank, its groups are
-    torn down at once, so that its peers fail too instead of waiting for it.
+    All ranks of the job must enter it together.
     """
     members = list(ranks)
     with _peers():
@@ -150,11 +153,6 @@ def case_group(ranks: tuple[int, ...], ctx: RankContext) -> Iterator[CaseGroup |
     assert isinstance(control, dist.ProcessGroup)
     try:
         yield CaseGroup(ranks, test, control)
-    except Exception:
-        for group in (test, control):
-            # gloo has had abort() since torch 2.9; before that the closed sockets do as well
-            getattr(group, "abort", lambda: None)()
-        raise
     finally:
         dist.destroy_process_group(test)
         dist.destroy_process_group(control)

@@ -142,16 +142,15 @@ class Sweep:
         self._progress.now(label)
         self.watch.phase(label if self.ctx.rank in ranks else f"not part of {label}", "set up")
         try:
-            with case_group(ranks, self.ctx) as group:
-                if group is not None:
-                    with self.watch.guard(group.test):
-                        mine = work(group)
+            mine = self._in_groups(ranks, work)
         except PeerLost as lost:
             self.watch.lost_peer(lost)
         except Exception as caught:
             error = describe(caught)
         if error:
-            gc.collect()  # the traceback held on to the model
+            # only a group that nothing refers to closes its sockets, which is how gloo's peers
+            # learn of the failure; the traceback is gone by now, the model's cycles are not
+            gc.collect()
             if self.ctx.device.type == "cuda":
                 torch.cuda.empty_cache()
         self.watch.phase(f"after {label}", "waits for all ranks")
@@ -162,6 +161,15 @@ class Sweep:
         if errors:
             return [], None, _root_cause(errors, rows)
         return [rows[rank][1] for rank in ranks], mine, None
+
+    def _in_groups(
+        self, ranks: tuple[int, ...], work: Callable[[CaseGroup], Outcome]
+    ) -> Outcome | None:
+        with case_group(ranks, self.ctx) as group:
+            if group is None:
+                return None
+            with self.watch.guard(group.test):
+                return work(group)
 
     def case(
         self,

@@ -55,10 +55,9 @@ class Watchdog:
         self._timeout = timeout
         self._on_end = on_end
         self._host = socket.gethostname()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # One connection for short calls, one for the listener, which blocks in it.
-        self._store = _connection(ctx.store, attempt)
-        self._listening = _connection(ctx.store, attempt)
+        self._store = _connection(ctx)
+        self._listening = _connection(ctx)
         self._phase: dict[str, Any] = {"case": "", "phase": "", "changes": 0}
         self._abort: Callable[[], None] | None = None
         self._over = threading.Event()
@@ -118,8 +117,7 @@ class Watchdog:
         """
         over = {"kind": "failed", "rank": self._ctx.rank, "reason": f"{self._tag()} {error}"}
         self._over.set()
-        with contextlib.suppress(RuntimeError):  # the store is gone when its host ended first
-            self._post(over if error else {"kind": "over"})
+        self._post(over if error else {"kind": "over"})
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_DFL)
@@ -145,9 +143,13 @@ class Watchdog:
             return
         name = signal.Signals(number).name
         event = {"kind": "signal", "signal": number, "reason": f"{name} on {self._tag()}"}
-        with contextlib.suppress(RuntimeError):
-            self._post(event)
-        self._end(128 + number, "interrupted", str(event["reason"]))
+        self._ending.acquire()
+        self._finish("interrupted", str(event["reason"]))
+        # for the ranks that had no signal; in a thread, because the store may be out of reach
+        post = threading.Thread(target=self._post, args=(event,), daemon=True)
+        post.start()
+        post.join(GRACE_S)
+        os._exit(128 + number)
 
     def _watch_progress(self) -> None:
         seen, since = -1, time.monotonic()
@@ -164,12 +166,10 @@ class Watchdog:
                 self._raise_hang(now - since)
 
     def _raise_hang(self, seconds: float) -> None:
-        event = {"kind": "hang", "seconds": round(seconds)}
-        try:
-            self._post(event)
-        except RuntimeError as error:
-            self._print(f"{self._tag()} no progress for {seconds:.0f} s, and no store: {error}")
-            self._end(HANG, "failed", "hang; the rendezvous store is gone")
+        if not self._post({"kind": "hang", "seconds": round(seconds)}):
+            reason = f"HANG: no progress for {seconds:.0f} s, and the rendezvous store is gone"
+            self._print(f"{self._tag()} {reason}; {_where(self._phase)}")
+            self._end(HANG, "failed", reason)
         self._over.wait(FOREVER.total_seconds())  # the listener takes over
 
     def _listen(self) -> None:
@@ -190,9 +190,13 @@ class Watchdog:
             if event["kind"] == "case-failed" and self._abort is not None:
                 self._abort()
 
-    def _post(self, event: dict[str, Any]) -> None:
-        number = self._store.add("events", 1)
-        self._store.set(f"event/{number}", json.dumps(event))
+    def _post(self, event: dict[str, Any]) -> bool:
+        try:
+            number = self._store.add("events", 1)
+            self._store.set(f"event/{number}", json.dumps(event))
+        except RuntimeError:  # the store is gone: its host ended first
+            return False
+        return True
 
     # -- after a hang --------------------------------------------------------------------------
 
@@ -231,10 +235,13 @@ class Watchdog:
         self._exit(status, report_status, reason)
 
     def _exit(self, status: int, report_status: str, reason: str) -> NoReturn:
+        self._finish(report_status, reason)
+        os._exit(status)
+
+    def _finish(self, report_status: str, reason: str) -> None:
         with contextlib.suppress(Exception):  # nothing may keep the process from ending
             self._on_end(report_status, reason)
             sys.stdout.flush()
-        os._exit(status)
 
     def _who(self) -> dict[str, Any]:
         pid = os.getpid()
@@ -313,15 +320,11 @@ def _main_thread_id() -> int:
     return ident
 
 
-def _connection(store: Store, attempt: str) -> Store:
-    # torchrun's store outlives a restart of the workers: each attempt has its own keys
-    clone = store.clone() if hasattr(store, "clone") else _reconnect(store)
-    clone.set_timeout(timedelta(seconds=60))
-    return PrefixStore(f"watchdog/{attempt}", clone)
-
-
-def _reconnect(store: Store) -> Store:
-    # torch before 2.8 has no Store.clone; a store in this process needs no second connection
-    if not isinstance(store, TCPStore):
-        return store
-    return TCPStore(store.host, store.port, is_master=False)
+def _connection(ctx: RankContext) -> Store:
+    """A connection of its own to the rendezvous store: a blocked one takes no second call."""
+    store = ctx.store
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        store = TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=60))
+    return PrefixStore(f"watchdog/{ctx.attempt}", store)

@@ -1,0 +1,64 @@
+"""ddp_sweep with faults planted by variables: FAIL_ON_RANK, DIVERGE_ON_RANK.
+
+Without either, all cases but the one over the whole world are cut short.
+"""
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("ddp_sweep", ROOT / "benchmarks" / "ddp_sweep.py")
+assert spec is not None
+assert spec.loader is not None
+ddp_sweep: Any = importlib.util.module_from_spec(spec)
+sys.modules["ddp_sweep"] = ddp_sweep
+spec.loader.exec_module(ddp_sweep)
+
+import torch  # noqa: E402
+
+rank = os.environ.get("RANK", "0")
+run_case, stop_rule = ddp_sweep.run_case, ddp_sweep.stop_rule
+
+
+def faulty_case(config: Any, args: Any, sweep: Any, group: Any) -> Any:
+    whole = config.world_size == sweep.ctx.world_size
+    if os.environ.get("FAIL_ON_RANK") == rank and config.world_size == 2:
+        fail_in_the_third_step(config)
+    elif os.environ.get("FAIL_ON_RANK"):
+        ddp_sweep.create_step = create_step
+    if os.environ.get("DIVERGE_ON_RANK") == rank and config.world_size == 2:
+        ddp_sweep.digest = lambda model: digest(model)[::-1]
+    rule = stop_rule(args)
+    short = dataclasses.replace(rule, iters=6)
+    ddp_sweep.stop_rule = lambda args: rule if whole else short
+    return run_case(config, args, sweep, group)
+
+
+create_step, digest = ddp_sweep.create_step, ddp_sweep.digest
+
+
+def fail_in_the_third_step(config: Any) -> None:
+    def failing(*args: Any) -> Any:
+        step = create_step(*args)
+        calls = 0
+
+        def counted() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise torch.OutOfMemoryError("no more memory")
+            step()
+
+        return counted
+
+    ddp_sweep.create_step = failing
+
+
+if __name__ == "__main__":
+    args = ddp_sweep.parse_args()
+    ddp_sweep.run_case = faulty_case
+    sys.exit(ddp_sweep.record(ddp_sweep.main)(args))

@@ -1,0 +1,160 @@
+"""Signals, dead and stopped ranks, failing cases, a full disk: what must survive each."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import ROOT, SWEEP, TINY, alive, children, environment, launch, load, run, torchrun
+
+# long enough that the last case is still running when the signal comes
+LONG = [*TINY, "--device", "cpu", "--max-seconds", "30", "--target-ci", "0.01%"]
+
+
+def sweep(path: Path, *torchrun_options: str, nproc: int = 2) -> list[str]:
+    """A sweep whose first two cases come at once and whose last one takes long."""
+    driver = str(ROOT / "tests" / "faults" / "driver.py")
+    return [*torchrun(nproc, *torchrun_options), driver, *LONG, "--json", str(path)]
+
+
+def labels(path: Path) -> list[str]:
+    return [case["key"]["label"] for case in load(path)["cases"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("target", ["torchrun", "rank 0", "rank 1"])
+def test_interrupted(tmp_path: Path, number: signal.Signals, target: str) -> None:
+    path = tmp_path / "report.json"
+    with launch(sweep(path)) as started:
+        started.wait_for("1M/1G")
+        time.sleep(1)
+        pids = {"torchrun": started.process.pid}
+        pids |= {f"rank {rank}": pid for rank, pid in started.ranks().items()}
+        os.kill(pids[target], number)
+        assert started.wait() != 0
+        report = load(path)
+        assert report["status"] == "interrupted", started.output()
+        assert labels(path) == ["no ddp", "1M/1G"]
+        assert {case["check"] for case in report["cases"]} == {"passed"}
+        text = "".join(started.stdout)
+        assert "Why: mobilenet_v3_small" in text, started.output()
+        assert f"# interrupted ({number.name}" in text
+        assert not any(alive(pid) for pid in pids.values())
+
+
+def test_exit_status_of_a_signal(tmp_path: Path) -> None:
+    """Without torchrun, whose own status hides it."""
+    driver = str(ROOT / "tests" / "faults" / "driver.py")
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGUSR1, 138)):
+        path = tmp_path / f"{status}.json"
+        command = [sys.executable, driver, *LONG, "--json", str(path)]
+        with launch(command) as started:
+            started.wait_for("no ddp")
+            started.process.send_signal(number)
+            assert started.wait() == status, started.output()
+        assert load(path)["status"] == "interrupted"
+
+
+def test_a_killed_rank_is_restarted_and_the_sweep_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    with launch(sweep(path, "--max-restarts", "2")) as started:
+        started.wait_for("1M/1G")
+        time.sleep(1)
+        first = load(path)
+        os.kill(started.ranks()[1], signal.SIGKILL)
+        assert started.wait() == 0, started.output()
+    report = load(path)
+    assert report["status"] == "complete"
+    assert labels(path) == ["no ddp", "1M/1G", "1M/2G"]
+    assert report["cases"][:2] == first["cases"]  # kept, not measured again
+    assert report["started_at"] == first["started_at"]
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_rank_is_named(tmp_path: Path, stopped: int) -> None:
+    path = tmp_path / "report.json"
+    with launch([*sweep(path, nproc=3), "--timeout", "6"]) as started:
+        started.wait_for("1M/2G")
+        time.sleep(1)
+        ranks = started.ranks()
+        agent = started.process.pid
+        assert children(agent)
+        os.kill(ranks[stopped], signal.SIGSTOP)
+        start = time.monotonic()
+        assert started.wait() != 0
+        assert time.monotonic() - start < 40  # torchrun alone would wait for 30 minutes
+        errors = "".join(started.stderr)
+        host = os.uname().nodename
+        assert "HANG: no progress for" in errors
+        assert f"rank {stopped} on {host} does not answer" in errors
+        assert "in case 'mobilenet_v3_small 1M/3G', phase '" in errors
+        for rank in {0, 1, 2} - {stopped}:
+            assert f"[rank {rank} {host}] in case" in errors
+            assert f"rank {rank} on {host} waits" in errors
+        assert "run_case" in errors  # the stacks
+        assert "exitcode  : 3" in errors
+        assert not any(alive(pid) for pid in ranks.values())
+    cases = load(path)
+    assert [case["key"]["label"] for case in cases["cases"]] == ["no ddp", "1M/1G", "1M/2G"]
+    assert cases["status"] == ("running" if stopped == 0 else "failed")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_case_that_fails_on_one_rank(tmp_path: Path, rank: int) -> None:
+    """Its peers sit in a collective; they must not wait for ever, and the sweep must go on."""
+    path = tmp_path / "report.json"
+    driver = str(ROOT / "tests" / "faults" / "driver.py")
+    options = [*TINY, "--device", "cpu", "--iters", "6", "--json", str(path), "--timeout", "60"]
+    command = ["env", f"FAIL_ON_RANK={rank}", *torchrun(3), driver, *options]
+    done = run(command, timeout=100)
+    assert done.returncode != 0
+    report = load(path)
+    assert report["status"] == "failed"
+    checks = {case["key"]["label"]: case["check"] for case in report["cases"]}
+    assert checks["1M/2G"] == f"failed: OutOfMemoryError: no more memory (rank {rank})"
+    assert checks["1M/3G"] == "passed"
+    assert "exitcode  : 1" in done.stderr
+
+
+def test_parameters_that_differ_fail_the_case(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    driver = str(ROOT / "tests" / "faults" / "driver.py")
+    options = [*TINY, "--device", "cpu", "--iters", "6", "--json", str(path)]
+    done = run(["env", "DIVERGE_ON_RANK=1", *torchrun(2), driver, *options])
+    assert done.returncode != 0
+    checks = {case["key"]["label"]: case["check"] for case in load(path)["cases"]}
+    assert checks["1M/1G"] == "passed"
+    assert "the parameters of rank 1 differ from rank 0's" in checks["1M/2G"]
+
+
+def test_a_full_disk_leaves_the_last_report(tmp_path: Path) -> None:
+    """On a real file system without space; needs root to mount one."""
+    room = tmp_path / "small"
+    room.mkdir()
+    script = f"""
+        mount -t tmpfs -o size=24k tmpfs {room} || exit 77
+        {sys.executable} {SWEEP} {" ".join(TINY)} --device cpu --iters 40 \
+            --bucket-size 1,2,3,4 --json {room}/report.json
+        status=$?
+        cp {room}/report.json {tmp_path}/copy.json
+        ls -A {room} > {tmp_path}/files
+        exit $status
+    """
+    done = subprocess.run(
+        ["unshare", "--mount", "bash", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment(),
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip("cannot mount a file system here")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "No space left on device; its previous version is intact" in done.stderr
+    report = load(tmp_path / "copy.json")
+    assert 0 < len(report["cases"]) < 5
+    assert (tmp_path / "files").read_text().split() == ["report.json"]
+    assert "1M/1G 4MB" in done.stdout  # the sweep went on
