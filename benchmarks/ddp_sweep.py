@@ -243,7 +243,7 @@ def run_case(config: Config, args: argparse.Namespace, sweep: Sweep, group: Case
         if config.world_size > 1 and config.comm_hook != "noop":
             steps["communication"] = communication
 
-    first = time_block(steps["step"], 3, device)  # the first initialises, then DDP's buckets settle
+    first = time_block(steps["step"], comm_hooks.SETTLING_STEPS, device)
     phase = functools.partial(sweep.watch.phase, f"{config.model} {config.label}")
     measurement = measure(steps, group, device, stop_rule(args), phase)
     facts = {
@@ -463,23 +463,22 @@ def print_why(keys: list[dict[str, Any]], args: argparse.Namespace, sweep: Sweep
 
 def pytorch_report(cases: list[Case], args: argparse.Namespace, backend: str) -> dict[str, Any]:
     """The keys of PyTorch's own DDP benchmark report, for tools that read those."""
-    results = []
-    measured = [case for case in cases if case["samples_s"]]
-    for model, group in itertools.groupby(measured, key=lambda case: case["key"]["model"]):
-        result = [
-            {
-                "ranks": case["ranks"],
-                "measurements": [max(x) for x in zip(*case["samples_s"], strict=True)],
-            }
-            for case in group
-        ]
-        results.append({"model": model, "batch_size": args.batch_size, "result": result})
+    results: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for case in cases:
+        if case["samples_s"]:
+            slowest = [max(times) for times in zip(*case["samples_s"], strict=True)]
+            results.setdefault((case["key"]["model"], case["key"]["batch_size"]), []).append(
+                {"ranks": case["ranks"], "measurements": slowest}
+            )
     return {
         "pytorch_version": torch.__version__,
         "cuda_version": torch.version.cuda,
         "distributed_backend": backend,
         "bucket_size": args.bucket_size[0],
-        "benchmark_results": results,
+        "benchmark_results": [
+            {"model": model, "batch_size": batch_size, "result": result}
+            for (model, batch_size), result in results.items()
+        ],
     }
 
 

@@ -39,6 +39,10 @@ TOLERANCES = {
     "noop": math.inf,  # it does not average
 }
 
+# DDP rebuilds its buckets in the second step (the third with static_graph), and logs their sizes
+# in the one after that.
+SETTLING_STEPS = 4
+
 Wrap = Callable[[nn.Module], DistributedDataParallel]
 
 
@@ -70,8 +74,7 @@ def register(name: str, ddp: DistributedDataParallel) -> Callable[[], None]:
     """Register the hook on the model (`none`: leave DDP its own all-reduce, in C++).
 
     Returns a function that averages the model's gradient buckets alone, by the same hook and all
-    at once, as the backward pass does. Call it after three steps: DDP rebuilds its buckets in the
-    second and logs their sizes in the third.
+    at once, as the backward pass does. Call it after SETTLING_STEPS.
     """
     if name == "none":
         return _all_reduce_alone(ddp)
@@ -79,6 +82,8 @@ def register(name: str, ddp: DistributedDataParallel) -> Callable[[], None]:
     buckets: dict[int, GradBucket] = {}
 
     def remember(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0:
+            buckets.clear()  # the buckets of the first steps were others
         buckets[bucket.index()] = bucket
         future: torch.futures.Future[torch.Tensor] = hook(state, bucket)
         return future

@@ -101,8 +101,11 @@ def choose_device(name: str, backend: str | None) -> tuple[torch.device, str]:
     return torch.device("cuda", local_rank % count), backend
 
 
-def init(device: torch.device, backend: str) -> RankContext:
-    """Take the device, join the job, and make the control group the default one."""
+def init(device: torch.device, backend: str, timeout: float = 300.0) -> RankContext:
+    """Take the device, join the job, and make the control group the default one.
+
+    Raises TimeoutError, naming the ranks that are missing, when not all arrive in `timeout` s.
+    """
     rank, world_size, local_rank, local_world_size = world_from_environment()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -112,10 +115,11 @@ def init(device: torch.device, backend: str) -> RankContext:
     if world_size == 1:
         store: Store = HashStore()
     else:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(minutes=10))))
+        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     # torchrun's store outlives a restart of the workers: without keys of their own the new ones
     # would dial the ports of the dead (pytorch issue 135712)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    _await_all(PrefixStore(f"arrival/{attempt}", store), rank, world_size, timeout)
     dist.init_process_group(
         "gloo",
         store=PrefixStore(f"control/{attempt}", store),
@@ -127,6 +131,20 @@ def init(device: torch.device, backend: str) -> RankContext:
     return RankContext(
         rank, local_rank, world_size, local_world_size, num_nodes, device, backend, store, attempt
     )
+
+
+def _await_all(store: Store, rank: int, world_size: int, timeout: float) -> None:
+    store.set(str(rank), "here")
+    if store.add("count", 1) == world_size:
+        store.set("all", "here")
+    try:
+        store.wait(["all"], timedelta(seconds=timeout))
+    except RuntimeError:
+        missing = [other for other in range(world_size) if not store.check([str(other)])]
+        names = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        raise TimeoutError(
+            f"HANG at the start: rank {names} of {world_size} did not arrive in {timeout:g} s"
+        ) from None
 
 
 def shutdown() -> None:

@@ -30,10 +30,11 @@ def autocorrelation_time(samples: ArrayLike) -> float:
     Samples that swing (negative correlation) count as independent. samples: [n].
     """
     x = np.asarray(samples, dtype=np.float64)
-    x = x - x.mean()
-    n, power = len(x), float(x @ x)
-    if n < 4 or power == 0:
+    n = len(x)
+    if n < 4 or np.ptp(x) == 0:
         return 1.0
+    x = x - x.mean()
+    power = float(x @ x)
     tau = -1.0
     for lag in range(0, n // 2 - 1, 2):
         pair = float(x[: n - lag] @ x[lag:] + x[: n - lag - 1] @ x[lag + 1 :]) / power

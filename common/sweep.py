@@ -27,7 +27,7 @@ from common.environment import collect, preamble
 from common.results import Case, Extras, Report
 from common.table import Progress
 from common.timing import Measurement, StopRule
-from common.watchdog import Watchdog
+from common.watchdog import HANG, Watchdog
 
 # What a failed rank's peers see of it. The reason of a case is somebody else's error.
 PEER_ERRORS = ("Connection closed by peer", "Connection reset", "aborted", "Broken pipe")
@@ -86,7 +86,11 @@ class Sweep:
         backend: str,
         extras: Extras = lambda cases: {},
     ) -> None:
-        self.ctx: RankContext = init(device, backend)
+        try:
+            self.ctx: RankContext = init(device, backend, args.timeout)
+        except TimeoutError as error:
+            print(error, file=sys.stderr, flush=True)
+            os._exit(HANG)
         self._args = args
         self._benchmark = benchmark
         self._extras = extras

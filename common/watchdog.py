@@ -100,7 +100,7 @@ class Watchdog:
         if dist.get_backend(group) != "nccl":
             yield
             return
-        self._abort = group.abort
+        self._abort = getattr(group, "abort", None)  # not in every version
         try:
             yield
         except Exception:

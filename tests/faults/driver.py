@@ -1,4 +1,4 @@
-"""ddp_sweep with faults planted by variables: FAIL_ON_RANK, DIVERGE_ON_RANK.
+"""ddp_sweep with faults planted by variables: FAIL_ON_RANK, DIVERGE_ON_RANK, LATE_RANK.
 
 Without either, all cases but the one over the whole world are cut short.
 """
@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,5 +61,7 @@ def fail_in_the_third_step(config: Any) -> None:
 
 if __name__ == "__main__":
     args = ddp_sweep.parse_args()
+    if os.environ.get("LATE_RANK") == rank:
+        time.sleep(60)
     ddp_sweep.run_case = faulty_case
     sys.exit(ddp_sweep.record(ddp_sweep.main)(args))

@@ -102,6 +102,15 @@ def test_a_stopped_rank_is_named(tmp_path: Path, stopped: int) -> None:
     assert cases["status"] == ("running" if stopped == 0 else "failed")
 
 
+def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    done = run(["env", "LATE_RANK=2", *sweep(path, nproc=3), "--timeout", "4"])
+    assert done.returncode != 0
+    assert "HANG at the start: rank 2 of 3 did not arrive in 4 s" in done.stderr
+    assert "exitcode  : 3" in done.stderr
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_case_that_fails_on_one_rank(tmp_path: Path, rank: int) -> None:
     """Its peers sit in a collective; they must not wait for ever, and the sweep must go on."""
