@@ -120,6 +120,7 @@ from common.breakdown import communication_metrics, step_metrics
 from common.check import compare_replicas, digest
 from common.dist import CaseGroup, RankContext, choose_device, world_from_environment
 from common.memory import peak_gib, start_peak
+from common.ranks import label_of, world_sizes
 from common.results import Case
 from common.sweep import Outcome, Sweep, check_report_flags, stop_rule
 from common.table import (
@@ -144,6 +145,10 @@ class Config:
     label: str = "no ddp"
     bucket_size_mb: float | None = None
     comm_hook: str | None = None
+
+    def __str__(self) -> str:
+        ddp = f" {self.bucket_size_mb:g}MB {self.comm_hook}" if self.comm_hook else ""
+        return f"{self.model} {self.dtype} {self.label}{ddp}"
 
 
 # -- the workload: plain torch ---------------------------------------------------------------------
@@ -200,7 +205,7 @@ if KEEP_BUFFERS not in inspect.signature(DistributedDataParallel).parameters:
 
 
 def wrap(
-    model: nn.Module, config: Config, args: argparse.Namespace, group: dist.ProcessGroup
+    config: Config, args: argparse.Namespace, model: nn.Module, group: dist.ProcessGroup
 ) -> DistributedDataParallel:
     options = {
         KEEP_BUFFERS: False,
@@ -229,7 +234,7 @@ def run_case(config: Config, args: argparse.Namespace, sweep: Sweep, group: Case
     if config.world_size == 0:
         steps["step"] = create_step(model, images, targets, sgd(model, 0.001), config.dtype)
     else:
-        ddp = wrap(model, config, args, group.test)
+        ddp = wrap(config, args, model, group.test)
         communication = comm_hooks.register(str(config.comm_hook), ddp)
         steps["step"] = create_step(ddp, images, targets, sgd(model, 0.001), config.dtype)
         # a learning rate of 0 costs the same, and leaves the replicas as they are: equal
@@ -244,7 +249,7 @@ def run_case(config: Config, args: argparse.Namespace, sweep: Sweep, group: Case
             steps["communication"] = communication
 
     first = time_block(steps["step"], comm_hooks.SETTLING_STEPS, device)
-    phase = functools.partial(sweep.watch.phase, f"{config.model} {config.label}")
+    phase = functools.partial(sweep.watch.phase, str(config))
     measurement = measure(steps, group, device, stop_rule(args), phase)
     facts = {
         "first_iteration_s": first[0],
@@ -278,54 +283,7 @@ def derive(
     return metrics, f"failed: {wrong}" if wrong else "passed"
 
 
-def check_hook(hook: str, dtype: str, args: argparse.Namespace, sweep: Sweep) -> str | None:
-    """Why this hook does not average gradients over all ranks as it should, or None."""
-    config = Config("", dtype, bucket_size_mb=0.05)  # several buckets for a small model
-
-    def wrap_and_hook(group: dist.ProcessGroup, model: nn.Module) -> DistributedDataParallel:
-        ddp = wrap(model, config, args, group)
-        comm_hooks.register(hook, ddp)
-        return ddp
-
-    def work(group: CaseGroup) -> Outcome:
-        device = sweep.ctx.device
-        context = functools.partial(autocast, device, dtype)
-        wrap_in_group = functools.partial(wrap_and_hook, group.test)
-        wrong = comm_hooks.wrong_averages(hook, wrap_in_group, context, device, group.test)
-        return Outcome({"wrong": wrong})
-
-    label = f"check of hook {hook} with {dtype}"
-    outcome = sweep.attempt(label, tuple(range(sweep.ctx.world_size)), work)
-    reason = None
-    if outcome is not None:
-        facts, _, error = outcome
-        reason = error or next((fact["wrong"] for fact in facts if fact["wrong"]), None)
-    verdict: str | None = sweep.share(reason)
-    return verdict
-
-
 # -- the sweep -------------------------------------------------------------------------------------
-
-
-def world_sizes(world_size: int, local_world_size: int) -> list[int]:
-    """1, 2, 4, ... ranks of one node, then 1, 2, 4, ... whole nodes, and the whole world."""
-    sizes = {world_size}
-    for unit, limit in ((1, local_world_size), (local_world_size, world_size)):
-        size = unit
-        while size <= min(limit, world_size):
-            sizes.add(size)
-            size *= 2
-    return sorted(sizes | {min(local_world_size, world_size)})
-
-
-def label_of(world_size: int, local_world_size: int) -> str:
-    """`2M/8G`: 2 machines with 8 devices each. Uneven: `2M/12G in all`."""
-    if world_size <= local_world_size:
-        return f"1M/{world_size}G"
-    machines = -(-world_size // local_world_size)
-    if world_size % local_world_size == 0:
-        return f"{machines}M/{local_world_size}G"
-    return f"{machines}M/{world_size}G in all"
 
 
 def plan(args: argparse.Namespace, world_size: int, local_world_size: int) -> list[Config]:
@@ -359,6 +317,7 @@ def check_args(args: argparse.Namespace) -> tuple[torch.device, str]:
     except ValueError as error:
         cli.refuse(str(error))
     cuda = device.type == "cuda"
+    args.small = not (cuda or args.models or args.image_size)
     args.models = args.models or (CUDA_MODELS if cuda else CPU_MODELS)
     args.batch_size = args.batch_size or (32 if cuda else 8)
     args.image_size = args.image_size or (224 if cuda else 64)
@@ -488,27 +447,37 @@ def main(args: argparse.Namespace) -> int:
     with Sweep("ddp_sweep", args, device, backend, extras) as sweep:
         if args.strict_topology:
             sweep.refuse_differences()
+        if args.small:
+            sweep.say(
+                "# CPU defaults: small models at a small size, for a first look; what is measured "
+                "on GPUs: --models resnet50 --image-size 224 --batch-size 32"
+            )
         configs = plan(args, sweep.ctx.world_size, sweep.ctx.local_world_size)
         keys = [case_key(config, args, sweep.ctx) for config in configs]
         known = sweep.plan(keys, summary=functools.partial(print_why, keys, args, sweep))
         names = [case_name({"key": key}, args) for key in keys]
         widest = [max(names, key=len), "+-10.0%", *["0.0000", "10000.0"] * 4]
-        hook_errors: dict[tuple[str, str], str | None] = {}
+        wrong: dict[tuple[str | None, str], str | None] = {}  # by hook and dtype
         heading = ""
         for config, key, done in zip(configs, keys, known, strict=True):
-            hook = (str(config.comm_hook), config.dtype)
-            if not done and config.comm_hook and hook not in hook_errors:
-                hook_errors[hook] = check_hook(*hook, args, sweep)
+            hook = (config.comm_hook, config.dtype)
+            if not done and config.comm_hook and hook not in wrong:
+                wrong[hook] = comm_hooks.check(
+                    config.comm_hook,
+                    functools.partial(wrap, dataclasses.replace(config, bucket_size_mb=0.05), args),
+                    functools.partial(autocast, device, config.dtype),
+                    sweep,
+                )
             if done:
                 case = sweep.find(key)
             else:
                 case = sweep.case(
                     key,
-                    f"{config.model} {config.label}",
+                    str(config),
                     tuple(range(max(1, config.world_size))),
                     functools.partial(run_case, config, args, sweep),
                     functools.partial(derive, config, args, sweep),
-                    broken=hook_errors.get(hook),
+                    broken=wrong.get(hook),
                 )
             if case is None:
                 continue  # not rank 0

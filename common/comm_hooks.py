@@ -18,6 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
 from torch.nn.parallel import DistributedDataParallel
 
 from common.check import gradient_error
+from common.dist import CaseGroup
+from common.sweep import Outcome, Sweep
 
 # These hooks wait for one collective inside the callback of another. gloo runs callbacks on the
 # threads that would have to finish it: https://github.com/pytorch/pytorch/issues/48478
@@ -43,7 +45,8 @@ TOLERANCES = {
 # in the one after that.
 SETTLING_STEPS = 4
 
-Wrap = Callable[[nn.Module], DistributedDataParallel]
+Wrap = Callable[[nn.Module, dist.ProcessGroup], DistributedDataParallel]
+Autocast = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def hook_and_state(name: str, group: dist.ProcessGroup) -> tuple[Any, Any]:
@@ -120,10 +123,38 @@ def bucket_bytes(ddp: DistributedDataParallel) -> list[int]:
     return [int(size) for size in str(sizes).split(", ")]
 
 
+def check(name: str, wrap: Wrap, autocast: Autocast, sweep: Sweep) -> str | None:
+    """What is wrong with the gradients that this hook averages over all ranks, or None.
+
+    On all ranks of the job. wrap: the model and a group -> the model under DDP, without a hook;
+    small buckets make it several.
+    """
+
+    def work(group: CaseGroup) -> Outcome:
+        def wrap_and_register(model: nn.Module) -> DistributedDataParallel:
+            ddp = wrap(model, group.test)
+            register(name, ddp)
+            return ddp
+
+        device = sweep.ctx.device
+        return Outcome(
+            {"wrong": wrong_averages(name, wrap_and_register, autocast, device, group.test)}
+        )
+
+    everyone = tuple(range(sweep.ctx.world_size))
+    outcome = sweep.attempt(f"check of hook {name}", everyone, work)
+    reason = None
+    if outcome is not None:
+        facts, _, error = outcome
+        reason = error or next((fact["wrong"] for fact in facts if fact["wrong"]), None)
+    verdict: str | None = sweep.share(reason)
+    return verdict
+
+
 def wrong_averages(
     name: str,
-    wrap: Wrap,
-    autocast: Callable[[], contextlib.AbstractContextManager[object]],
+    wrap: Callable[[nn.Module], DistributedDataParallel],
+    autocast: Autocast,
     device: torch.device,
     group: dist.ProcessGroup,
 ) -> str | None:

@@ -94,6 +94,7 @@ class Sweep:
         self._args = args
         self._benchmark = benchmark
         self._extras = extras
+        self._planned: Sequence[dict[str, Any]] = ()
         self._summary: Callable[[], None] = lambda: None
         self._printing = threading.Lock()
         self.report: Report | None = None  # on rank 0
@@ -129,6 +130,7 @@ class Sweep:
         is interrupted.
         """
         self._summary = summary
+        self._planned = keys
         done = [bool(self.report and self.report.find(key)) for key in keys]
         self._progress.expect(len(keys) - sum(done))
         known: list[bool] = self._contained(lambda: broadcast_json(done))
@@ -273,7 +275,7 @@ class Sweep:
             return
         self.status = 0
         if self.report is not None:
-            failed = [case for case in self.report.cases if case["check"].startswith("failed")]
+            failed = [key for key in self._planned if self.report.find(key) is None]
             saved = self.report.finish("failed" if failed else "complete")
             self.status = 1 if failed or not saved else 0
             self._progress.close()

@@ -90,7 +90,7 @@ def test_a_stopped_rank_is_named(tmp_path: Path, stopped: int) -> None:
         host = os.uname().nodename
         assert "HANG: no progress for" in errors
         assert f"rank {stopped} on {host} does not answer" in errors
-        assert "in case 'mobilenet_v3_small 1M/3G', phase '" in errors
+        assert "in case 'mobilenet_v3_small fp32 1M/3G 25MB none', phase '" in errors
         for rank in {0, 1, 2} - {stopped}:
             assert f"[rank {rank} {host}] in case" in errors
             assert f"rank {rank} on {host} waits" in errors

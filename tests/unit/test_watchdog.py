@@ -1,0 +1,84 @@
+"""common/watchdog.py: what it says of a hang."""
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.watchdog import _behind, _start_time, _verdict
+
+
+def state(rank: int, changes: int = 3, case: str = "resnet 1M/2G", **more: Any) -> dict[str, Any]:
+    phase = {"phase": f"step, block {changes}", "changes": changes}
+    return {"rank": rank, "host": f"n{rank // 2}", "case": case} | phase | more
+
+
+@pytest.mark.parametrize(
+    ("states", "ranks"),
+    [
+        ([], []),
+        ([state(0)], []),
+        ([state(0), state(1)], []),
+        ([state(0), state(1, 2), state(2)], [1]),
+        ([state(0, 1), state(1, 2), state(2, 3)], [0, 1]),
+        # ranks outside the case have a count of their own
+        ([state(0), state(1), state(2, 0, "not part of resnet")], []),
+        ([state(0), state(1, 2), state(2, 9, "not part of resnet")], [1]),
+    ],
+)
+def test_behind(states: list[dict[str, Any]], ranks: list[int]) -> None:
+    assert [found["rank"] for found in _behind(states)] == ranks
+
+
+def test_verdict() -> None:
+    gone = {"rank": 3, "host": "n1", "case": "vgg", "phase": "gather", "changes": 9}
+    unknown = {"rank": 4, "host": "?", "case": "before the start", "phase": ""}
+    text = _verdict(300, [gone, unknown], [state(0), state(1, 2), state(2)])
+    gone_text = "does not answer (stopped, dead or out of reach); last seen in case"
+    assert text.splitlines() == [
+        "HANG: no progress for 300 s",
+        f"rank 3 on n1 {gone_text} 'vgg', phase 'gather'",
+        f"rank 4 on ? {gone_text} 'before the start', phase ''",
+        "rank 1 on n0 did not arrive: in case 'resnet 1M/2G', phase 'step, block 2'",
+        "rank 0 on n0 waits in case 'resnet 1M/2G', phase 'step, block 3'",
+        "rank 2 on n1 waits in case 'resnet 1M/2G', phase 'step, block 3'",
+    ]
+
+
+def test_verdict_of_a_large_job() -> None:
+    """Who waits is shortened to 64 lines; who did not arrive is not."""
+    states = [state(rank, 2 if rank >= 100 else 3) for rank in range(200)]
+    lines = _verdict(60, [], states).splitlines()
+    assert [line.split()[1] for line in lines if "did not arrive" in line] == [
+        str(rank) for rank in range(100, 200)
+    ]
+    assert len([line for line in lines if " waits " in line]) == 64
+
+
+def test_start_time_names_a_process() -> None:
+    ticks = os.sysconf("SC_CLK_TCK")
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    with subprocess.Popen(["sleep", "60"]) as child:
+        mine, its = int(_start_time(os.getpid())), int(_start_time(child.pid))
+        assert its == int(_start_time(child.pid))
+        child.kill()
+    assert mine <= its
+    assert its / ticks == pytest.approx(uptime, abs=5)  # in ticks since the machine started
+
+
+def test_start_time_whatever_the_name_of_the_process() -> None:
+    name = Path("/proc/self/comm")
+    before, plain = name.read_text(), _start_time(os.getpid())
+    try:
+        name.write_text("a) S 1 2 (b")
+        assert _start_time(os.getpid()) == plain != ""
+    finally:
+        name.write_text(before.rstrip("\n"))
+
+
+def test_start_time_of_no_process() -> None:
+    with subprocess.Popen(["true"]) as child:
+        pass
+    assert _start_time(child.pid) == ""
