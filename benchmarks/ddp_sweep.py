@@ -249,8 +249,7 @@ def run_case(config: Config, args: argparse.Namespace, sweep: Sweep, group: Case
             steps["communication"] = communication
 
     first = time_block(steps["step"], comm_hooks.SETTLING_STEPS, device)
-    phase = functools.partial(sweep.watch.phase, str(config))
-    measurement = measure(steps, group, device, stop_rule(args), phase)
+    measurement = measure(steps, group, device, stop_rule(args), sweep.watch.phase)
     facts = {
         "first_iteration_s": first[0],
         "memory_gib": peak_gib(device, memory),
@@ -267,7 +266,7 @@ def derive(
     ranks = list(range(max(1, config.world_size)))
     metrics = step_metrics(samples["step"], len(ranks) * args.batch_size)
     baseline = sweep.find(case_key(Config(config.model, config.dtype), args, sweep.ctx))
-    if baseline is not None:
+    if baseline is not None and "step_time_p50_s" in baseline["metrics"]:
         metrics["efficiency"] = baseline["metrics"]["step_time_p50_s"] / metrics["step_time_p50_s"]
     if "local compute" in samples:
         metrics |= communication_metrics(
@@ -422,13 +421,12 @@ def print_why(keys: list[dict[str, Any]], args: argparse.Namespace, sweep: Sweep
 
 def pytorch_report(cases: list[Case], args: argparse.Namespace, backend: str) -> dict[str, Any]:
     """The keys of PyTorch's own DDP benchmark report, for tools that read those."""
-    results: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    results: dict[Any, list[dict[str, Any]]] = {}
     for case in cases:
         if case["samples_s"]:
             slowest = [max(times) for times in zip(*case["samples_s"], strict=True)]
-            results.setdefault((case["key"]["model"], case["key"]["batch_size"]), []).append(
-                {"ranks": case["ranks"], "measurements": slowest}
-            )
+            which = (case["key"].get("model"), case["key"].get("batch_size"))
+            results.setdefault(which, []).append({"ranks": case["ranks"], "measurements": slowest})
     return {
         "pytorch_version": torch.__version__,
         "cuda_version": torch.version.cuda,

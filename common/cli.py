@@ -27,7 +27,8 @@ def refuse(message: str) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(10)
     else:
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+        line = " ".join(message.split())
+        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
     sys.exit(USAGE_ERROR)
 
 
@@ -97,9 +98,12 @@ def positive_float(text: str) -> float:
 
 def percentage(text: str) -> float:
     """argparse type: `2%`, or the same as a share of one, `0.02`."""
-    value = positive_float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    try:
+        value = positive_float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except argparse.ArgumentTypeError:
+        value = 1.0
     if value >= 1:
-        raise argparse.ArgumentTypeError(f"expected less than 100 %, got '{text}', e.g. 2%")
+        raise argparse.ArgumentTypeError(f"expected less than 100%, e.g. 2%, got '{text}'")
     return value
 
 

@@ -52,7 +52,16 @@ def collect(ctx: RankContext) -> dict[str, Any] | None:
         "ranks": [
             {
                 name: row[name]
-                for name in ("rank", "local_rank", "node", "host", "device", "cores", "threads")
+                for name in (
+                    "rank",
+                    "local_rank",
+                    "node",
+                    "host",
+                    "device",
+                    "uuid",
+                    "cores",
+                    "threads",
+                )
             }
             for row in rows
         ],
@@ -73,6 +82,9 @@ def _this_rank(ctx: RankContext) -> dict[str, Any]:
         "local_rank": ctx.local_rank,
         "host": socket.gethostname(),
         "device": torch.cuda.get_device_name(ctx.device) if cuda else cpu["model"],
+        "uuid": str(getattr(torch.cuda.get_device_properties(ctx.device), "uuid", ""))
+        if cuda
+        else "",
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "cpu": cpu,
@@ -80,6 +92,20 @@ def _this_rank(ctx: RankContext) -> dict[str, Any]:
         "nccl": _nccl_version() if cuda else None,
         "topology": _topology(cuda, cpu) if leader else None,
     }
+
+
+def refuse_shared_devices(environment: dict[str, Any], backend: str) -> None:
+    """Raise ValueError where two ranks of a node have one device, which nccl cannot serve."""
+    owners: dict[tuple[int, str], int] = {}
+    for row in environment["ranks"] if backend == "nccl" else []:
+        device = (row["node"], row["uuid"])
+        if row["uuid"] and device in owners:
+            raise ValueError(
+                f"ranks {owners[device]} and {row['rank']} share a device on {row['host']}, and "
+                "nccl needs one for every rank; start fewer ranks, or try "
+                "--distributed-backend gloo"
+            )
+        owners[device] = row["rank"]
 
 
 def launcher() -> str:
@@ -178,7 +204,7 @@ def preamble(benchmark: str, environment: dict[str, Any], backend: str) -> str:
             f"{_count(row['cores'], 'core')}, {_count(row['threads'], 'thread')}"
         )
     if len(env["ranks"]) > 64:
-        lines.append(f"... and {len(env['ranks']) - 64} more ranks")
+        lines.append(f"... and {_count(len(env['ranks']) - 64, 'more rank')}")
     for text in dict.fromkeys(env["topologies"]):
         nodes = [i for i, other in enumerate(env["topologies"]) if other == text]
         lines.append(f"topology of node {_runs(nodes)}:")

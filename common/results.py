@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -58,10 +59,12 @@ def check_path(path: str, resume: bool) -> None:
         raise ValueError(f"--json {path} is not a regular file; give one, e.g. report.json")
     if resume or target.stat().st_size == 0:
         return
-    try:
-        load(path)
-    except ValueError as error:
-        raise ValueError(f"--json would overwrite {error}; give another path") from None
+    for old in (path, path + ".bak"):
+        if os.path.exists(old):
+            try:
+                load(old)
+            except ValueError as error:
+                raise ValueError(f"--json would overwrite {error}; give another path") from None
 
 
 def load(path: str) -> dict[str, Any]:
@@ -185,7 +188,7 @@ class Report:
         if there and resume:
             self._take_over(load(self.path))
         elif there:
-            os.replace(self.path, self.path + ".bak")
+            shutil.copyfile(self.path, self.path + ".bak")
         self._write()
 
     def _take_over(self, old: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from common.dist import (
     init,
     shutdown,
 )
-from common.environment import collect, preamble
+from common.environment import collect, preamble, refuse_shared_devices
 from common.results import Case, Extras, Report
 from common.table import Progress
 from common.timing import Measurement, StopRule
@@ -94,6 +94,7 @@ class Sweep:
         self._args = args
         self._benchmark = benchmark
         self._extras = extras
+        self._attempts = 0
         self._planned: Sequence[dict[str, Any]] = ()
         self._summary: Callable[[], None] = lambda: None
         self._printing = threading.Lock()
@@ -107,6 +108,7 @@ class Sweep:
         if environment is not None:
             self.report = Report(self._args.json, self._benchmark, environment, self._extras)
             try:
+                refuse_shared_devices(environment, self.ctx.backend)
                 self.report.open(_resuming(self._args))
             except (ValueError, OSError) as error:
                 problem = str(error)
@@ -146,7 +148,12 @@ class Sweep:
         """
         mine, error = None, None
         self._progress.now(label)
-        self.watch.phase(label if self.ctx.rank in ranks else f"not part of {label}", "set up")
+        self._attempts += 1
+        member = self.ctx.rank in ranks
+        if member:
+            self.watch.enter(label, (self._attempts, 0, 0), "set up")
+        else:  # neither ahead of the ranks in the case nor behind them
+            self.watch.enter(f"not part of {label}", (self._attempts,), "waits for all ranks")
         try:
             mine = self._in_groups(ranks, work)
         except PeerLost as lost:
@@ -159,7 +166,8 @@ class Sweep:
             gc.collect()
             if self.ctx.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self.watch.phase(f"after {label}", "waits for all ranks")
+        if member:
+            self.watch.enter(f"after {label}", (self._attempts, 1, 0), "waits for all ranks")
         rows = self._contained(lambda: gather_json([error, mine.facts if mine else None]))
         if rows is None:
             return None

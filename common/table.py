@@ -9,8 +9,6 @@ from tqdm import tqdm
 
 from common.stats import PERCENTILES
 
-tabulate.MIN_PADDING = 0  # or every header gets two blanks
-
 # A table's columns: each header with the function that makes its cell from a case of the report.
 Columns = dict[str, Callable[[dict[str, Any]], str]]
 
@@ -44,28 +42,27 @@ def _cells(columns: Columns, case: dict[str, Any]) -> list[str]:
 
 
 def _render(columns: Columns, rows: Sequence[Sequence[str]]) -> str:
+    tabulate.MIN_PADDING = 0  # or every header gets two blanks
     align = ("left",) + ("right",) * (len(columns) - 1)
     return tabulate.tabulate(
         rows, list(columns), tablefmt="simple", colalign=align, disable_numparse=True
     )
 
 
-def percentile_columns(metric: str, time_unit: str, rate_unit: str, work: str) -> Columns:
+def percentile_columns(time: str, time_unit: str, rate_unit: str, work: str) -> Columns:
     """The seeds' columns: p50 p75 p90 p95 of a time, each with the rate that follows from it.
 
-    metric: the name of the time, `{metric}_p50_s`; work: the key entry that the rate counts.
+    time: the name of the metric, `{time}_p50_s`; work: the key entry that the rate counts.
     """
     columns: Columns = {}
     for q in PERCENTILES:
-        name = f"{metric}_p{q}_s"
-
-        def seconds(case: dict[str, Any], name: str = name) -> str:
-            return f"{case['metrics'][name]:.4f}"
+        name = f"{time}_p{q}_s"
 
         def rate(case: dict[str, Any], name: str = name) -> str:
-            return f"{case['key'][work] / case['metrics'][name]:.1f}"
+            seconds = case["metrics"].get(name)
+            return f"{case['key'][work] / seconds:.1f}" if seconds else "-"
 
-        columns[f"p{q}\n{time_unit}"] = seconds
+        columns[f"p{q}\n{time_unit}"] = metric(name, digits=4)
         columns[f"p{q}\n{rate_unit}"] = rate
     return columns
 
@@ -92,7 +89,7 @@ def half_width(name: str, scale: float = 1, digits: int = 2) -> Callable[[dict[s
 
 def interval_width(case: dict[str, Any]) -> str:
     """A cell with the 95 % interval of the median that a case reached, as +-percent."""
-    width = case["stop"]["ci95_rel"]
+    width = case["stop"].get("ci95_rel")
     return "-" if width is None else f"+-{width * 100:.1f}%"
 
 

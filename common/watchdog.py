@@ -58,11 +58,11 @@ class Watchdog:
         # One connection for short calls, one for the listener, which blocks in it.
         self._store = _connection(ctx)
         self._listening = _connection(ctx)
-        self._phase: dict[str, Any] = {"case": "", "phase": "", "changes": 0}
+        self._phase: dict[str, Any] = {"case": "start", "phase": "", "order": [0, 0]}
         self._abort: Callable[[], None] | None = None
         self._over = threading.Event()
         self._ending = threading.Lock()  # held by the thread that ends this process
-        self.phase("start", "")
+        self.phase("")
 
         # Dumps all stacks from C: works in a process whose main thread never yields.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -83,10 +83,21 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
 
-    def phase(self, case: str, phase: str) -> None:
+    def enter(self, case: str, order: tuple[int, ...], phase: str) -> None:
+        """Say which case this rank enters.
+
+        order: how far this rank is, to be compared with the others'; where one has fewer numbers
+        only those count. Each further phase of the case adds 1 to the last.
+        """
+        self._publish({"case": case, "order": list(order), "phase": phase})
+
+    def phase(self, phase: str) -> None:
         """Say what this rank does next. Two store calls: keep it out of timed code."""
-        changes = self._phase["changes"] + 1 if case == self._phase["case"] else 0
-        self._phase = {"case": case, "phase": phase, "changes": changes}
+        *case, last = self._phase["order"]
+        self._publish(self._phase | {"phase": phase, "order": [*case, last + 1]})
+
+    def _publish(self, phase: dict[str, Any]) -> None:
+        self._phase = phase
         self._store.set(f"phase/{self._ctx.rank}", json.dumps(self._who() | self._phase))
         self._store.add("changes", 1)
 
@@ -223,7 +234,7 @@ class Watchdog:
 
     def _state(self, rank: int) -> dict[str, Any]:
         if not self._listening.check([f"phase/{rank}"]):
-            return {"rank": rank, "host": "?", "case": "before the start", "phase": ""}
+            return {"rank": rank, "host": "?", "case": "start", "phase": "", "order": [0, 0]}
         state: dict[str, Any] = json.loads(self._listening.get(f"phase/{rank}"))
         return state
 
@@ -277,13 +288,15 @@ def _verdict(seconds: int, silent: list[dict[str, Any]], here: list[dict[str, An
 
 
 def _behind(here: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those with fewer phases behind them than others of the same case."""
-    behind = []
-    for state in here:
-        peers = [other["changes"] for other in here if other["case"] == state["case"]]
-        if state["changes"] < max(peers):
-            behind.append(state)
-    return behind
+    """Those whom another is ahead of, as far as their orders can be compared."""
+
+    def is_behind(mine: list[int], other: list[int]) -> bool:
+        common = min(len(mine), len(other))
+        return mine[:common] < other[:common]
+
+    return [
+        state for state in here if any(is_behind(state["order"], other["order"]) for other in here)
+    ]
 
 
 def _record_for_torchrun(error: Exception) -> None:

@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 
 from common.dist import RankContext
-from common.environment import _differences, _runs, collect, launcher, preamble
+from common.environment import (
+    _differences,
+    _runs,
+    collect,
+    launcher,
+    preamble,
+    refuse_shared_devices,
+)
 
 
 @pytest.mark.parametrize(
@@ -155,3 +162,16 @@ def test_collect_in_a_world_of_one(world: RankContext, monkeypatch: pytest.Monke
     assert found["differences"] == []
     assert len(found["topologies"]) == 1
     assert preamble("ddp_sweep", found, "gloo").startswith("# torchrun-bench ddp_sweep\n")
+
+
+def test_ranks_that_share_a_device_are_refused_for_nccl() -> None:
+    def rank(number: int, node: int, uuid: str) -> dict[str, Any]:
+        return {"rank": number, "node": node, "host": f"n{node}", "uuid": uuid}
+
+    apart = {"ranks": [rank(0, 0, "a"), rank(1, 0, "b"), rank(2, 1, "a")]}
+    shared = {"ranks": [rank(0, 0, "a"), rank(1, 1, "b"), rank(2, 1, "b")]}
+    refuse_shared_devices(apart, "nccl")
+    refuse_shared_devices(shared, "gloo")
+    refuse_shared_devices({"ranks": [rank(0, 0, ""), rank(1, 0, "")]}, "nccl")  # not known
+    with pytest.raises(ValueError, match="ranks 1 and 2 share a device on n1"):
+        refuse_shared_devices(shared, "nccl")

@@ -221,3 +221,7 @@ def test_noise_rarely_looks_like_a_straggler() -> None:
 def test_straggler_by_hand() -> None:
     # row 1 / row 0 is 2 in each of eight iterations; the interval of the ratio is [2, 2]
     assert find_straggler([[1.0] * 8, [2.0] * 8]) == Straggler(1, 2.0)
+
+
+def test_a_fast_rank_makes_no_other_a_straggler() -> None:
+    assert find_straggler(np.array([[0.5] * 40, [1.0] * 40, [1.0] * 40])) is None

@@ -11,7 +11,8 @@ from common.watchdog import _behind, _start_time, _verdict
 
 
 def state(rank: int, changes: int = 3, case: str = "resnet 1M/2G", **more: Any) -> dict[str, Any]:
-    phase = {"phase": f"step, block {changes}", "changes": changes}
+    """In the case of the first attempt, inside it, unless `more` has another order."""
+    phase = {"phase": f"step, block {changes}", "order": [1, 0, changes]}
     return {"rank": rank, "host": f"n{rank // 2}", "case": case} | phase | more
 
 
@@ -23,9 +24,13 @@ def state(rank: int, changes: int = 3, case: str = "resnet 1M/2G", **more: Any) 
         ([state(0), state(1)], []),
         ([state(0), state(1, 2), state(2)], [1]),
         ([state(0, 1), state(1, 2), state(2, 3)], [0, 1]),
-        # ranks outside the case have a count of their own
-        ([state(0), state(1), state(2, 0, "not part of resnet")], []),
-        ([state(0), state(1, 2), state(2, 9, "not part of resnet")], [1]),
+        # ranks outside the case are neither ahead of those in it nor behind
+        ([state(0), state(1), state(2, order=[1])], []),
+        ([state(0), state(1, 2), state(2, order=[1])], [1]),
+        # one that has not come to the end of the case, to the next one
+        ([state(0, order=[1, 1, 1]), state(1), state(2, order=[1, 1, 1])], [1]),
+        ([state(0, order=[1, 1, 1]), state(1, order=[2, 0, 4]), state(2, order=[2])], [0]),
+        ([state(0, order=[0]), state(1)], [0]),
     ],
 )
 def test_behind(states: list[dict[str, Any]], ranks: list[int]) -> None:
@@ -33,7 +38,7 @@ def test_behind(states: list[dict[str, Any]], ranks: list[int]) -> None:
 
 
 def test_verdict() -> None:
-    gone = {"rank": 3, "host": "n1", "case": "vgg", "phase": "gather", "changes": 9}
+    gone = {"rank": 3, "host": "n1", "case": "vgg", "phase": "gather", "order": [0]}
     unknown = {"rank": 4, "host": "?", "case": "before the start", "phase": ""}
     text = _verdict(300, [gone, unknown], [state(0), state(1, 2), state(2)])
     gone_text = "does not answer (stopped, dead or out of reach); last seen in case"
