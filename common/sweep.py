@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -150,11 +150,11 @@ class Sweep:
         self._progress.now(label)
         self._attempts += 1
         member = self.ctx.rank in ranks
-        if member:
-            self.watch.enter(label, (self._attempts, 0, 0), "set up")
-        else:  # neither ahead of the ranks in the case nor behind them
-            self.watch.enter(f"not part of {label}", (self._attempts,), "waits for all ranks")
         try:
+            if member:
+                self.watch.enter(label, (self._attempts, 0, 0), "set up")
+            else:  # neither ahead of the ranks in the case nor behind them
+                self.watch.enter(f"not part of {label}", (self._attempts,), "waits for all ranks")
             mine = self._in_groups(ranks, work)
         except PeerLost as lost:
             self.watch.lost_peer(lost)
@@ -166,15 +166,20 @@ class Sweep:
             gc.collect()
             if self.ctx.device.type == "cuda":
                 torch.cuda.empty_cache()
-        if member:
-            self.watch.enter(f"after {label}", (self._attempts, 1, 0), "waits for all ranks")
-        rows = self._contained(lambda: gather_json([error, mine.facts if mine else None]))
+        rows = self._contained(lambda: self._gather(label, member, error, mine))
         if rows is None:
             return None
         errors = [(rank, row[0]) for rank, row in enumerate(rows) if row[0]]
         if errors:
             return [], None, _root_cause(errors, rows)
         return [rows[rank][1] for rank in ranks], mine, None
+
+    def _gather(
+        self, label: str, member: bool, error: str | None, mine: Outcome | None
+    ) -> list[Any] | None:
+        if member:
+            self.watch.enter(f"after {label}", (self._attempts, 1, 0), "waits for all ranks")
+        return gather_json([error, mine.facts if mine else None])
 
     def _in_groups(
         self, ranks: tuple[int, ...], work: Callable[[CaseGroup], Outcome]
@@ -295,10 +300,7 @@ class Sweep:
         try:
             return work()
         except PeerLost as lost:
-            self._lost(lost)
-
-    def _lost(self, lost: PeerLost) -> NoReturn:
-        self.watch.lost_peer(lost)
+            self.watch.lost_peer(lost)
 
     def _on_end(self, status: str, reason: str) -> None:
         """Called by the watchdog before it ends this process."""

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.dist import FOREVER, RankContext
+from common.dist import FOREVER, PeerLost, RankContext
 
 HANG = 3  # exit status
 GRACE_S = 2.0  # for the answers to a roll call, and for a signal that explains a lost peer
@@ -55,6 +55,8 @@ class Watchdog:
         self._timeout = timeout
         self._on_end = on_end
         self._host = socket.gethostname()
+        pid = os.getpid()
+        self._who = {"rank": ctx.rank, "host": self._host, "pid": pid, "started": _start_time(pid)}
         # One connection for short calls, one for the listener, which blocks in it.
         self._store = _connection(ctx)
         self._listening = _connection(ctx)
@@ -98,8 +100,11 @@ class Watchdog:
 
     def _publish(self, phase: dict[str, Any]) -> None:
         self._phase = phase
-        self._store.set(f"phase/{self._ctx.rank}", json.dumps(self._who() | self._phase))
-        self._store.add("changes", 1)
+        try:
+            self._store.set(f"phase/{self._ctx.rank}", json.dumps(self._who | phase))
+            self._store.add("changes", 1)
+        except RuntimeError as error:
+            raise PeerLost(f"the rendezvous store is gone: {error}") from error
 
     @contextlib.contextmanager
     def guard(self, group: dist.ProcessGroup) -> Iterator[None]:
@@ -150,8 +155,10 @@ class Watchdog:
 
     def _handle_signals(self, wake: int) -> None:
         number = os.read(wake, 1)[0]
-        if number == 0:  # from stop()
-            return
+        while number not in SIGNALS:
+            if number == 0:  # from stop()
+                return
+            number = os.read(wake, 1)[0]
         name = signal.Signals(number).name
         event = {"kind": "signal", "signal": number, "reason": f"{name} on {self._tag()}"}
         self._ending.acquire()
@@ -253,11 +260,6 @@ class Watchdog:
         with contextlib.suppress(Exception):  # nothing may keep the process from ending
             self._on_end(report_status, reason)
             sys.stdout.flush()
-
-    def _who(self) -> dict[str, Any]:
-        pid = os.getpid()
-        started = _start_time(pid)
-        return {"rank": self._ctx.rank, "host": self._host, "pid": pid, "started": started}
 
     def _tag(self) -> str:
         return f"[rank {self._ctx.rank} {self._host}]"
