@@ -95,6 +95,7 @@ class Sweep:
         self._benchmark = benchmark
         self._extras = extras
         self._attempts = 0
+        self._printed = True
         self._planned: Sequence[dict[str, Any]] = ()
         self._summary: Callable[[], None] = lambda: None
         self._printing = threading.Lock()
@@ -269,9 +270,15 @@ class Sweep:
         return str(self.report.environment["ranks"][rank]["host"])
 
     def say(self, text: str) -> None:
-        """Print to stdout, on rank 0."""
-        if self.ctx.rank == 0:
+        """Print to stdout, on rank 0. Where that fails the sweep goes on, for its report."""
+        if self.ctx.rank != 0:
+            return
+        try:
             self._progress.say(text)
+        except OSError as error:  # closed, as by `| head`, or a full disk
+            self._printed = False
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(f"error: cannot print the tables: {error.strerror}", file=sys.stderr, flush=True)
 
     def __exit__(
         self,
@@ -290,9 +297,9 @@ class Sweep:
         if self.report is not None:
             failed = [key for key in self._planned if self.report.find(key) is None]
             saved = self.report.finish("failed" if failed else "complete")
-            self.status = 1 if failed or not saved else 0
             self._progress.close()
             self._summary()
+            self.status = 0 if saved and self._printed and not failed else 1
         self._contained(shutdown)
         self.watch.stop()
 

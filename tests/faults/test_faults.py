@@ -1,6 +1,7 @@
 """Signals, dead and stopped ranks, failing cases, a full disk: what must survive each."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -137,6 +138,20 @@ def test_parameters_that_differ_fail_the_case(tmp_path: Path) -> None:
     checks = {case["key"]["label"]: case["check"] for case in load(path)["cases"]}
     assert checks["1M/1G"] == "passed"
     assert "the parameters of rank 1 differ from rank 0's" in checks["1M/2G"]
+
+
+@pytest.mark.parametrize("sink", ["> /dev/full", "| head -n 1"])
+def test_without_a_stdout_the_report_is_still_complete(tmp_path: Path, sink: str) -> None:
+    path = tmp_path / "report.json"
+    options = [*TINY, "--device", "cpu", "--iters", "6", "--json", str(path)]
+    command = f"set -o pipefail; {shlex.join([sys.executable, SWEEP, *options])} {sink}"
+    done = run(["bash", "-c", command])
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: cannot print the tables: ")
+    assert load(path)["status"] == "complete"
+    assert len(load(path)["cases"]) == 2
 
 
 def test_a_full_disk_leaves_the_last_report(tmp_path: Path) -> None:
