@@ -48,9 +48,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--rounds",
         type=cli.positive_int,
-        default=20,
+        default=12,
         metavar="N",
-        help="pairs of blocks of `perturbation`, repeats of `metadata` (default: 20)",
+        help="pairs of `perturbation`, repeats of `metadata` (default: 12)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     cli.add_report_flags(parser)
@@ -81,7 +81,7 @@ from common.dist import CaseGroup, choose_device, gather_json, gather_rows
 from common.results import Report
 from common.stats import difference, median_interval
 from common.sweep import Outcome, Sweep, check_report_flags
-from common.timing import StopRule, measure, time_block
+from common.timing import ROUNDS, StopRule, measure, time_block
 
 Step = Callable[[], None]
 
@@ -145,14 +145,18 @@ def run_barrier(args: argparse.Namespace, device: torch.device, group: CaseGroup
 
 def run_perturbation(args: argparse.Namespace, device: torch.device, group: CaseGroup) -> Outcome:
     step, depth = create_step(device, args.step_ms / 1e3)
-    iters = max(10, int(0.2 / (args.step_ms / 1e3)))
+    # blocks as long as those of a case of three steps and 5 seconds
+    iters = ROUNDS * max(10, int(5 / ROUNDS / 3 / (args.step_ms / 1e3)))
     rule = StopRule(warmup_iters=1, iters=iters, min_iters=1, target_ci=1.0, max_seconds=1.0)
 
     def harness() -> float:
         measurement = measure({"step": step}, group, device, rule)
         return float(np.mean(measurement.own["step"]))
 
-    bare = functools.partial(bare_loop, step, iters, device)
+    def bare() -> float:
+        dist.barrier(group.control)  # all ranks load the machine at the same time, as there
+        return bare_loop(step, iters, device)
+
     ratios = []
     for i in range(args.rounds):
         if i % 2 == 0:
