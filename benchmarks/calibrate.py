@@ -57,6 +57,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.seconds != [1.0, 2.0, 5.0, 10.0] and "resolution" not in args.modes:
         cli.refuse("--seconds has no effect without --modes resolution")
+    if args.step_ms != 1.0 and not {"perturbation", "resolution"} & set(args.modes):
+        cli.refuse("--step-ms has no effect without --modes perturbation or resolution")
+    if args.rounds != 12 and not {"perturbation", "metadata"} & set(args.modes):
+        cli.refuse("--rounds has no effect without --modes perturbation or metadata")
     return args
 
 
@@ -150,7 +154,7 @@ def run_perturbation(args: argparse.Namespace, device: torch.device, group: Case
     rule = StopRule(warmup_iters=1, iters=iters, min_iters=1, target_ci=1.0, max_seconds=1.0)
 
     def harness() -> float:
-        measurement = measure({"step": step}, group, device, rule)
+        measurement = measure({"step": step}, group, device, rule, args.progress)
         return float(np.mean(measurement.own["step"]))
 
     def bare() -> float:
@@ -173,7 +177,9 @@ def run_resolution(
     step, depth = create_step(device, args.step_ms / 1e3)
     # a target that is never reached: the time decides
     rule = StopRule(warmup_iters=5, iters=None, min_iters=20, target_ci=1e-9, max_seconds=seconds)
-    return Outcome({"depth": depth}, measure({"a": step, "b": step}, group, device, rule))
+    return Outcome(
+        {"depth": depth}, measure({"a": step, "b": step}, group, device, rule, args.progress)
+    )
 
 
 def run_metadata(args: argparse.Namespace, device: torch.device, group: CaseGroup) -> Outcome:
@@ -299,15 +305,17 @@ def main(args: argparse.Namespace) -> int:
         if mode == "resolution":
             plan += [
                 (
-                    {"mode": mode, "seconds": s},
+                    {"mode": mode, "seconds": s, "step_ms": args.step_ms},
                     f"{mode}, {s:g} s",
                     functools.partial(run_resolution, s),
                 )
                 for s in args.seconds
             ]
         else:
-            plan.append(({"mode": mode}, mode, runs[mode]))
+            key = {"mode": mode, "step_ms": args.step_ms, "rounds": args.rounds}
+            plan.append((key, mode, runs[mode]))
     with Sweep("calibrate", args, device, backend) as sweep:
+        args.progress = sweep.watch.phase
         known = sweep.plan([key for key, _, _ in plan])
         everyone = tuple(range(sweep.ctx.world_size))
         hosts = sweep.share([sweep.host_of(rank) for rank in everyone] if sweep.report else None)
@@ -321,7 +329,7 @@ def main(args: argparse.Namespace) -> int:
                     key, label, everyone, work, functools.partial(derive, key["mode"], hosts)
                 )
             if case is not None:
-                sweep.say(f"{label:<18}{describe(case)}")
+                sweep.say(f"{label:<17} {describe(case)}")
     return sweep.status
 
 

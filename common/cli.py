@@ -21,14 +21,17 @@ BACKENDS = ("gloo", "nccl", "ucc", "mpi")
 def refuse(message: str) -> NoReturn:
     """End the program because of a user's mistake: one line on stderr, exit status 2.
 
-    Only rank 0 speaks. The other ranks wait for the launcher to end them: one that exited
-    first would have torchrun kill rank 0 before it has said why.
+    Rank 0 speaks. The other ranks wait for the launcher to end them: one that exited first would
+    have torchrun kill rank 0 before it has said why. Where nobody ends them rank 0 had no reason
+    to, and they speak themselves.
     """
-    if os.environ.get("RANK", "0") != "0":
+    rank = os.environ.get("RANK", "0")
+    where = ""
+    if rank != "0":
         time.sleep(10)
-    else:
-        line = " ".join(message.split())
-        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+        where = f"[rank {rank}] "
+    line = " ".join(message.split())
+    print(f"{where}{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
     sys.exit(USAGE_ERROR)
 
 

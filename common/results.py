@@ -162,6 +162,7 @@ class Report:
             "benchmark": benchmark,
             "status": "running",
             "argv": sys.argv,
+            "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
             "started_at": _now(),
             "finished_at": None,
             "environment": environment,
@@ -172,12 +173,17 @@ class Report:
         return [case for case, _ in self._cases]
 
     @property
+    def finished(self) -> bool:
+        return bool(self._head["status"] != "running")
+
+    @property
     def environment(self) -> dict[str, Any]:
         environment: dict[str, Any] = self._head["environment"]
         return environment
 
-    def open(self, resume: bool) -> None:
-        """Write the first version. With `resume`, take over the cases of the one that is there.
+    def open(self, resume: bool, restarted: bool = False) -> None:
+        """Write the first version. With `resume`, take over the cases of the one that is there;
+        when the launcher has restarted the workers, those that the same job has written.
 
         Raises ValueError when that one is damaged, of another benchmark, or of another
         environment. Without `resume` it is kept as PATH.bak.
@@ -185,6 +191,8 @@ class Report:
         if not self.path:
             return
         there = os.path.exists(self.path) and os.path.getsize(self.path) > 0
+        if there and restarted and not resume:
+            resume = load(self.path).get("run_id") == self._head["run_id"]
         if there and resume:
             self._take_over(load(self.path))
         elif there:

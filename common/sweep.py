@@ -14,6 +14,7 @@ import torch
 
 from common import cli, results
 from common.dist import (
+    FOREVER,
     CaseGroup,
     PeerLost,
     RankContext,
@@ -48,13 +49,15 @@ Derive = Callable[[Any, list[dict[str, Any]]], tuple[dict[str, Any], str]]
 
 def check_report_flags(args: argparse.Namespace, benchmark: str) -> None:
     """Refuse a report path that cannot serve. On rank 0 alone: the file is on its host."""
+    if args.json == "":
+        cli.refuse("--json needs a path, got ''; e.g. --json report.json")
     if args.resume and not args.json:
         cli.refuse("--resume needs the report to resume; add --json PATH")
     if os.environ.get("RANK", "0") != "0" or not args.json:
         return
-    resume = _resuming(args)
+    resume = args.resume
     try:
-        results.check_path(args.json, resume)
+        results.check_path(args.json, resume or _restarted())
         path = os.path.realpath(args.json)
         if resume and os.path.exists(path) and os.path.getsize(path):
             there = results.load(path)["benchmark"]
@@ -69,7 +72,14 @@ def check_report_flags(args: argparse.Namespace, benchmark: str) -> None:
 
 def stop_rule(args: argparse.Namespace) -> StopRule:
     """The stop rule of the flags that all scripts share."""
-    return StopRule(args.warmup_iters, args.iters, args.min_iters, args.target_ci, args.max_seconds)
+    return StopRule(
+        args.warmup_iters,
+        args.iters,
+        args.min_iters,
+        args.target_ci,
+        args.max_seconds,
+        max_block_s=args.timeout / 4,  # a block is one phase to the watchdog
+    )
 
 
 class Sweep:
@@ -86,6 +96,7 @@ class Sweep:
         backend: str,
         extras: Extras = lambda cases: {},
     ) -> None:
+        args.timeout = min(args.timeout, FOREVER.total_seconds())
         try:
             self.ctx: RankContext = init(device, backend, args.timeout)
         except TimeoutError as error:
@@ -110,7 +121,7 @@ class Sweep:
             self.report = Report(self._args.json, self._benchmark, environment, self._extras)
             try:
                 refuse_shared_devices(environment, self.ctx.backend)
-                self.report.open(_resuming(self._args))
+                self.report.open(self._args.resume, _restarted())
             except (ValueError, OSError) as error:
                 problem = str(error)
         problem = self._contained(lambda: broadcast_json(problem))
@@ -311,7 +322,7 @@ class Sweep:
 
     def _on_end(self, status: str, reason: str) -> None:
         """Called by the watchdog before it ends this process."""
-        if self.report is None:
+        if self.report is None or self.report.finished:
             return
         saved = self.report.finish(status, reason)
         self._progress.close()
@@ -319,7 +330,7 @@ class Sweep:
         where = f"; {self._args.json} holds them" if self._args.json and saved else ""
         more = "; go on with --resume" if where and status == "interrupted" else ""
         print(
-            f"# {status} ({reason.splitlines()[0]}) after {len(self.report.cases)} cases"
+            f"# {status} ({reason.splitlines()[0]}); cases measured: {len(self.report.cases)}"
             f"{where}{more}",
             flush=True,
         )
@@ -338,5 +349,5 @@ def _root_cause(errors: list[tuple[int, str]], rows: list[Any]) -> str:
     return text if everywhere else f"{text} (rank {rank})"
 
 
-def _resuming(args: argparse.Namespace) -> bool:
-    return args.resume or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+def _restarted() -> bool:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

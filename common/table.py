@@ -90,7 +90,9 @@ def half_width(name: str, scale: float = 1, digits: int = 2) -> Callable[[dict[s
 def interval_width(case: dict[str, Any]) -> str:
     """A cell with the 95 % interval of the median that a case reached, as +-percent."""
     width = case["stop"].get("ci95_rel")
-    return "-" if width is None else f"+-{width * 100:.1f}%"
+    if width is None or width >= 1:
+        return "-" if width is None else ">100%"
+    return f"+-{width * 100:.1f}%"
 
 
 class Progress:

@@ -37,6 +37,7 @@ class StopRule:
     min_iters: int
     target_ci: float  # half the 95 % interval of the median over the median
     max_seconds: float
+    max_block_s: float = 75.0  # longer blocks are cut, so that the watchdog sees progress
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,11 @@ def _warm_up(
 
 def _block_length(seconds_a_round: float, rule: StopRule) -> int:
     """Iterations a block, so that ROUNDS rounds fill the budget and reach the minimum."""
+    longest = max(1, int(rule.max_block_s / max(seconds_a_round, 1e-9)))
     if rule.iters:
-        return -(-rule.iters // ROUNDS)
+        return min(longest, -(-rule.iters // ROUNDS))
     affordable = rule.max_seconds / ROUNDS / max(seconds_a_round, 1e-9) - LEAD_IN
-    return max(-(-rule.min_iters // ROUNDS), min(int(affordable), 1000))
+    return min(longest, max(-(-rule.min_iters // ROUNDS), min(int(affordable), 1000)))
 
 
 def _decide(slowest: list[float], rounds: int, elapsed: float, rule: StopRule) -> dict[str, Any]:

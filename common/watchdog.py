@@ -38,7 +38,8 @@ from common.dist import FOREVER, PeerLost, RankContext
 
 HANG = 3  # exit status
 GRACE_S = 2.0  # for the answers to a roll call, and for a signal that explains a lost peer
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+END_S = 10.0  # for the report and the tables, when stdout or the disk does not answer
 
 # Ends the report: called once with the new status and the reason, from any thread.
 OnEnd = Callable[[str, str], None]
@@ -72,7 +73,8 @@ class Watchdog:
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, lambda number, frame: None)  # the pipe's reader acts
+            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has SIGHUP
+                signal.signal(number, lambda number, frame: None)  # the pipe's reader acts
         threads: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
             "signals": (self._handle_signals, (wake,)),
             "timer": (self._watch_progress, ()),
@@ -136,7 +138,8 @@ class Watchdog:
         self._post(over if error else {"kind": "over"})
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
         os.write(self._wakeup, b"\0")
         # a thread left inside the store would take the interpreter down with it at exit
         for thread in self._threads:
@@ -257,9 +260,14 @@ class Watchdog:
         os._exit(status)
 
     def _finish(self, report_status: str, reason: str) -> None:
-        with contextlib.suppress(Exception):  # nothing may keep the process from ending
-            self._on_end(report_status, reason)
-            sys.stdout.flush()
+        def finish() -> None:
+            with contextlib.suppress(Exception):  # nothing may keep the process from ending
+                self._on_end(report_status, reason)
+                sys.stdout.flush()
+
+        thread = threading.Thread(target=finish, daemon=True)
+        thread.start()
+        thread.join(END_S)
 
     def _tag(self) -> str:
         return f"[rank {self._ctx.rank} {self._host}]"

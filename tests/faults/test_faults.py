@@ -74,6 +74,18 @@ def test_a_killed_rank_is_restarted_and_the_sweep_resumed(tmp_path: Path) -> Non
     assert report["started_at"] == first["started_at"]
 
 
+def test_a_restart_leaves_the_report_of_another_job_alone(tmp_path: Path) -> None:
+    """What an earlier run has measured is not this one's, unless --resume says so."""
+    path = tmp_path / "report.json"
+    command = [SWEEP, *TINY, "--device", "cpu", "--iters", "6", "--json", str(path)]
+    assert run([*torchrun(1), *command]).returncode == 0
+    first = load(path)
+    again = run(["env", "TORCHELASTIC_RESTART_COUNT=1", sys.executable, *command])
+    assert again.returncode == 0, again.stderr
+    assert load(path)["cases"] != first["cases"]
+    assert load(tmp_path / "report.json.bak") == first
+
+
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named(tmp_path: Path, stopped: int) -> None:
     path = tmp_path / "report.json"

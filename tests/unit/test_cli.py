@@ -141,16 +141,21 @@ def test_a_bad_choice_names_the_choices(parser: cli.Parser, refusal: Callable[..
     assert all(word in line for word in ("--device", "tpu", "auto", "cpu", "cuda"))
 
 
-def test_the_other_ranks_are_silent_and_wait(
+def test_the_other_ranks_wait_before_they_speak(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     naps: list[float] = []
-    monkeypatch.setattr(time, "sleep", naps.append)
+
+    def sleep(seconds: float) -> None:
+        assert capsys.readouterr() == ("", "")
+        naps.append(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(SystemExit) as ended:
         cli.refuse("no")
     assert ended.value.code == 2
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr().err.startswith("[rank 1] ")
     assert sum(naps) >= 5  # rank 0 has said why before the launcher ends it
 
 
