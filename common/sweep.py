@@ -4,7 +4,6 @@ import argparse
 import gc
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -109,7 +108,6 @@ class Sweep:
         self._printed = True
         self._planned: Sequence[dict[str, Any]] = ()
         self._summary: Callable[[], None] = lambda: None
-        self._printing = threading.Lock()
         self.report: Report | None = None  # on rank 0
         self.status = 1
 
