@@ -190,6 +190,39 @@ def check_measurement_flags(args: argparse.Namespace) -> None:
     args.max_seconds = args.max_seconds or max_seconds
 
 
+TRANSPORTS = ("shm", "uv", "ibv")
+CHANNELS = ("basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
+
+
+def add_rpc_flags(parser: argparse.ArgumentParser) -> None:
+    """Add TensorPipe's settings."""
+    group = parser.add_argument_group("RPC")
+    group.add_argument(
+        "--rpc-threads",
+        type=positive_int,
+        metavar="N",
+        help="worker threads a process (default: its share of the cores, 2 to 16)",
+    )
+    group.add_argument(
+        "--rpc-timeout",
+        type=positive_float,
+        metavar="S",
+        help="a call fails after S seconds (default: that of --timeout)",
+    )
+    group.add_argument(
+        "--rpc-transports",
+        type=list_of(str, TRANSPORTS),
+        metavar="NAME",
+        help=f"let TensorPipe choose among these of {', '.join(TRANSPORTS)} (default: all)",
+    )
+    group.add_argument(
+        "--rpc-channels",
+        type=list_of(str, CHANNELS),
+        metavar="NAME",
+        help=f"and among these of {', '.join(CHANNELS)} (default: all)",
+    )
+
+
 def add_report_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the report, resuming, and hangs."""
     group = parser.add_argument_group("report")

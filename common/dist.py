@@ -4,22 +4,31 @@ The default group is the control group: gloo, over all ranks, for metadata and d
 group under test is made for one case, over exactly its ranks, and carries only the workload.
 """
 
+import contextlib
+import fcntl
 import json
 import os
+import socket
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed.rendezvous import rendezvous
 
 # Waits on the control group have no useful limit: ranks outside a case wait for all of it. A
 # hang is the watchdog's business, and it comes long before this.
 FOREVER: Final = timedelta(days=30)
+SIOCGIFADDR: Final = 0x8915  # of Linux: an interface's IPv4 address
 
 
 class PeerLost(RuntimeError):
@@ -109,9 +118,13 @@ def init(device: torch.device, backend: str, timeout: float = 300.0) -> RankCont
     rank, world_size, local_rank, local_world_size = world_from_environment()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if local_world_size == world_size:
-        # On one node nothing has to listen on an outside interface.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # On one node nothing has to listen on an outside interface; on several both listen where the
+    # master is reached, and not where the host's own name happens to lead.
+    several = local_world_size < world_size
+    interface = interface_towards(os.environ.get("MASTER_ADDR", "")) if several else "lo"
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("TP_SOCKET_IFNAME", interface)
     if world_size == 1:
         store: Store = HashStore()
     else:
@@ -131,6 +144,39 @@ def init(device: torch.device, backend: str, timeout: float = 300.0) -> RankCont
     return RankContext(
         rank, local_rank, world_size, local_world_size, num_nodes, device, backend, store, attempt
     )
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface whose IPv4 address the kernel sends from to reach `address`.
+
+    None where there is no such route, or the address is not known.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing: it only chooses the route
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode())
+                with contextlib.suppress(OSError):  # an interface without an address
+                    answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                    if socket.inet_ntoa(answer[20:24]) == own:
+                        return name
+    except OSError:
+        return None
+    return "lo" if own.startswith("127.") else None
+
+
+def connect_store(ctx: RankContext, prefix: str) -> Store:
+    """A connection of its own to the rendezvous store: a blocked one takes no second call.
+
+    What a restart by torchrun finds there of the attempt before is under another prefix.
+    """
+    store = ctx.store
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        store = TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=60))
+    return PrefixStore(f"{prefix}/{ctx.attempt}", store)
 
 
 def _await_all(store: Store, rank: int, world_size: int, timeout: float) -> None:
@@ -154,7 +200,7 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
-@contextmanager
+@contextlib.contextmanager
 def case_group(ranks: tuple[int, ...], ctx: RankContext) -> Iterator[CaseGroup | None]:
     """The groups of one case, destroyed after it; None on a rank outside it.
 
@@ -238,7 +284,7 @@ def broadcast_json(value: Any) -> Any:
     return json.loads(bytes(tensor.tolist()))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _peers() -> Iterator[None]:
     try:
         yield

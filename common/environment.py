@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,16 @@ def collect(ctx: RankContext) -> dict[str, Any] | None:
     if rows is None:
         return None
     leaders = [row for row in rows if row["local_rank"] == 0]
+    cuda = any(row["cuda"] for row in rows)  # servers may be on the CPU and trainers not
     for node, leader in enumerate(leaders):
         last = leaders[node + 1]["rank"] if node + 1 < len(leaders) else len(rows)
         for row in rows[leader["rank"] : last]:
             row["node"] = node
     return {
         "torch": torch.__version__,
-        "cuda": torch.version.cuda if ctx.device.type == "cuda" else None,
-        "nccl": mine["nccl"],
-        "driver": _driver() if ctx.device.type == "cuda" else None,
+        "cuda": torch.version.cuda if cuda else None,
+        "nccl": next((row["nccl"] for row in rows if row["nccl"]), None),
+        "driver": _driver() if cuda else None,
         "python": platform.python_version(),
         "numpy": np.__version__,
         "os": platform.platform(),
@@ -80,6 +82,7 @@ def _this_rank(ctx: RankContext) -> dict[str, Any]:
     return {
         "rank": ctx.rank,
         "local_rank": ctx.local_rank,
+        "cuda": cuda,
         "host": socket.gethostname(),
         "device": torch.cuda.get_device_name(ctx.device) if cuda else cpu["model"],
         "uuid": str(getattr(torch.cuda.get_device_properties(ctx.device), "uuid", ""))
@@ -94,10 +97,17 @@ def _this_rank(ctx: RankContext) -> dict[str, Any]:
     }
 
 
-def refuse_shared_devices(environment: dict[str, Any], backend: str) -> None:
-    """Raise ValueError where two ranks of a node have one device, which nccl cannot serve."""
+def refuse_shared_devices(
+    environment: dict[str, Any], backend: str, tested: Sequence[int] | None = None
+) -> None:
+    """Raise ValueError where two ranks of a node have one device, which nccl cannot serve.
+
+    tested: the ranks that nccl is used on; None for all.
+    """
     owners: dict[tuple[int, str], int] = {}
     for row in environment["ranks"] if backend == "nccl" else []:
+        if tested is not None and row["rank"] not in tested:
+            continue
         device = (row["node"], row["uuid"])
         if row["uuid"] and device in owners:
             raise ValueError(

@@ -41,6 +41,8 @@ class Outcome:
     measurement: Measurement | None = None
 
 
+# From what rank 0 brought back of a case that lost ranks: what derive makes of the others.
+Salvage = Callable[[Outcome], tuple[dict[str, Any], str]]
 # From a case's measurement (None if its work made none) and each rank's facts: the metrics, and
 # the check's verdict.
 Derive = Callable[[Any, list[dict[str, Any]]], tuple[dict[str, Any], str]]
@@ -94,7 +96,9 @@ class Sweep:
         device: torch.device,
         backend: str,
         extras: Extras = lambda cases: {},
+        tested: Sequence[int] | None = None,
     ) -> None:
+        """tested: the ranks that the groups under test may hold; None for all."""
         args.timeout = min(args.timeout, FOREVER.total_seconds())
         try:
             self.ctx: RankContext = init(device, backend, args.timeout)
@@ -104,8 +108,10 @@ class Sweep:
         self._args = args
         self._benchmark = benchmark
         self._extras = extras
+        self._tested = tested
         self._attempts = 0
         self._printed = True
+        self.last_failed = False  # on rank 0: whether the last attempt raised an error
         self._planned: Sequence[dict[str, Any]] = ()
         self._summary: Callable[[], None] = lambda: None
         self.report: Report | None = None  # on rank 0
@@ -118,7 +124,7 @@ class Sweep:
         if environment is not None:
             self.report = Report(self._args.json, self._benchmark, environment, self._extras)
             try:
-                refuse_shared_devices(environment, self.ctx.backend)
+                refuse_shared_devices(environment, self.ctx.backend, self._tested)
                 self.report.open(self._args.resume, _restarted())
             except (ValueError, OSError) as error:
                 problem = str(error)
@@ -149,12 +155,18 @@ class Sweep:
         return known
 
     def attempt(
-        self, label: str, ranks: tuple[int, ...], work: Callable[[CaseGroup], Outcome]
+        self,
+        label: str,
+        ranks: tuple[int, ...],
+        work: Callable[[CaseGroup], Outcome],
+        on_loss: Callable[[Outcome], object] = lambda outcome: None,
     ) -> tuple[list[dict[str, Any]], Outcome | None, str | None] | None:
         """Run `work` on `ranks`, in groups of its own; every rank of the job calls this.
 
         On rank 0: (facts of each of the ranks, rank 0's own outcome, None), or, where the work
         raised an error on any rank, ([], None, reason). None on the other ranks.
+
+        on_loss: called with rank 0's outcome before the job ends because a rank has died.
         """
         mine, error = None, None
         self._progress.now(label)
@@ -176,13 +188,35 @@ class Sweep:
             gc.collect()
             if self.ctx.device.type == "cuda":
                 torch.cuda.empty_cache()
-        rows = self._contained(lambda: self._gather(label, member, error, mine))
+        try:
+            rows = self._gather(label, member, error, mine)
+        except PeerLost as lost:
+            if mine and self.report is not None:
+                on_loss(mine)
+            self.watch.lost_peer(lost)
         if rows is None:
             return None
         errors = [(rank, row[0]) for rank, row in enumerate(rows) if row[0]]
+        self.last_failed = bool(errors)
         if errors:
             return [], None, _root_cause(errors, rows)
         return [rows[rank][1] for rank in ranks], mine, None
+
+    def everywhere(self, label: str, work: Callable[[], object]) -> str | None:
+        """Run `work` on every rank of the job; why it failed, or None. The same on all ranks."""
+        error = None
+        self._attempts += 1
+        self.watch.enter(label, (self._attempts, 0, 0), "")
+        try:
+            work()
+        except PeerLost as lost:
+            self.watch.lost_peer(lost)
+        except Exception as caught:
+            error = describe(caught)
+        rows = self._contained(lambda: self._gather(label, True, error, None))
+        errors = [(rank, row[0]) for rank, row in enumerate(rows or []) if row[0]]
+        reason: str | None = self.share(_root_cause(errors, rows or []) if errors else None)
+        return reason
 
     def _gather(
         self, label: str, member: bool, error: str | None, mine: Outcome | None
@@ -208,13 +242,20 @@ class Sweep:
         work: Callable[[CaseGroup], Outcome],
         derive: Derive,
         broken: str | None = None,
+        salvage: Salvage | None = None,
     ) -> Case | None:
         """Measure one case and add it to the report. The case on rank 0, None elsewhere.
 
-        broken: why the case need not be tried; it fails with this reason.
+        broken: why the case need not be tried; it fails with this reason. salvage: for work that
+        goes on without a rank that died; makes the case before the job ends.
         """
+
+        def on_loss(mine: Outcome) -> None:
+            if salvage is not None:
+                self._keep(key, label, ranks, mine.measurement, *salvage(mine))
+
         if broken is None:
-            outcome = self.attempt(label, ranks, work)
+            outcome = self.attempt(label, ranks, work, on_loss)
         else:
             outcome = ([], None, broken) if self.ctx.rank == 0 else None
         self._progress.done()
@@ -239,7 +280,7 @@ class Sweep:
         check: str,
     ) -> Case:
         samples = {
-            name: [[round(x, 9) for x in row] for row in rows.tolist()]
+            name: [[round(float(x), 9) for x in row] for row in rows]
             for name, rows in (measured.samples if measured else {}).items()
         }
         primary = next(iter(samples), None)
@@ -268,6 +309,12 @@ class Sweep:
     def share(self, value: Any) -> Any:
         """Rank 0's value, on all ranks; JSON."""
         return self._contained(lambda: broadcast_json(value))
+
+    def devices(self) -> list[str]:
+        """Every rank's own device, by its index on its node. On all ranks."""
+        rows = self._contained(lambda: gather_json(str(self.ctx.device)))
+        devices: list[str] = self.share(rows)
+        return devices
 
     def find(self, key: dict[str, Any]) -> Case | None:
         """The report's complete case of this key; on rank 0."""

@@ -26,15 +26,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common.dist import FOREVER, PeerLost, RankContext
+from common.dist import FOREVER, PeerLost, RankContext, connect_store
 
 HANG = 3  # exit status
 GRACE_S = 2.0  # for the answers to a roll call, and for a signal that explains a lost peer
@@ -59,8 +58,8 @@ class Watchdog:
         pid = os.getpid()
         self._who = {"rank": ctx.rank, "host": self._host, "pid": pid, "started": _start_time(pid)}
         # One connection for short calls, one for the listener, which blocks in it.
-        self._store = _connection(ctx)
-        self._listening = _connection(ctx)
+        self._store = connect_store(ctx, "watchdog")
+        self._listening = connect_store(ctx, "watchdog")
         self._phase: dict[str, Any] = {"case": "start", "phase": "", "order": [0, 0]}
         self._abort: Callable[[], None] | None = None
         self._over = threading.Event()
@@ -149,10 +148,14 @@ class Watchdog:
         """End this process after the job broke, leaving the word to a signal that explains it.
 
         When a rank dies, the launcher ends the others within moments: then the run was
-        interrupted. Without that it failed.
+        interrupted. Without that it failed, and the ranks that do not answer are named.
         """
+        self._post({"kind": "roll call"})
         time.sleep(GRACE_S)
-        self._end(1, "failed", f"{self._tag()} lost a peer: {error}")
+        silent: list[str] = []
+        if self._ctx.rank == 0 or self._first("lost"):  # not all: it asks for every rank
+            silent = _in_time(self._silent) or []
+        self._end(1, "failed", f"{self._tag()} lost a peer: {'; '.join(silent) or error}")
 
     # -- the threads ---------------------------------------------------------------------------
 
@@ -162,15 +165,40 @@ class Watchdog:
             if number == 0:  # from stop()
                 return
             number = os.read(wake, 1)[0]
-        name = signal.Signals(number).name
-        event = {"kind": "signal", "signal": number, "reason": f"{name} on {self._tag()}"}
         self._ending.acquire()
-        self._finish("interrupted", str(event["reason"]))
-        # for the ranks that had no signal; in a thread, because the store may be out of reach
-        post = threading.Thread(target=self._post, args=(event,), daemon=True)
-        post.start()
-        post.join(GRACE_S)
+        reason = f"{signal.Signals(number).name} on {self._tag()}"
+        dead = _in_time(self._dead_neighbours)
+        if dead:  # the launcher's signal: this is what made it send one
+            reason += f", after {'; '.join(dead)}"
+        self._finish("interrupted", reason)
+        # for the ranks that had no signal
+        _in_time(lambda: self._post({"kind": "signal", "signal": number, "reason": reason}))
         os._exit(128 + number)
+
+    def _dead_neighbours(self) -> list[str]:
+        """The ranks of this node whose process has gone without a word."""
+        self._store.set(f"ended/{self._ctx.rank}", "")  # this one is about to go with one
+        first = self._ctx.rank - self._ctx.local_rank
+        states = [self._state(self._store, first + i) for i in range(self._ctx.local_world_size)]
+        return [
+            f"rank {state['rank']} on {state['host']} died {_where(state)}"
+            for state in states
+            if "pid" in state
+            and not _alive(state["pid"], state["started"])
+            and not self._store.check([f"ended/{state['rank']}"])
+        ]
+
+    def _silent(self) -> list[str]:
+        ranks = range(self._ctx.world_size)
+        states = [
+            self._state(self._store, rank)
+            for rank in ranks
+            if not self._store.check([f"answer/{rank}"])
+        ]
+        return [_silence(state) for state in states]
+
+    def _first(self, what: str) -> bool:
+        return bool(_in_time(lambda: self._store.add(what, 1)) == 1)
 
     def _watch_progress(self) -> None:
         seen, since = -1, time.monotonic()
@@ -208,6 +236,8 @@ class Watchdog:
                 self._end(128 + event["signal"], "interrupted", event["reason"])
             if event["kind"] == "hang":
                 self._roll_call(event["seconds"])
+            if event["kind"] == "roll call":
+                self._answer()
             if event["kind"] == "case-failed" and self._abort is not None:
                 self._abort()
 
@@ -225,11 +255,11 @@ class Watchdog:
         self._ending.acquire()  # a signal from the launcher must not cut this short
         stack = "".join(traceback.format_stack(sys._current_frames()[_main_thread_id()]))
         self._print(f"{self._tag()} {_where(self._phase)}, stack:\n{stack}")
-        self._listening.set(f"answer/{self._ctx.rank}", "here")
+        self._answer()
         time.sleep(GRACE_S)
         ranks = range(self._ctx.world_size)
         here = [rank for rank in ranks if self._listening.check([f"answer/{rank}"])]
-        states = {rank: self._state(rank) for rank in ranks}
+        states = {rank: self._state(self._listening, rank) for rank in ranks}
         silent = [states[rank] for rank in ranks if rank not in here]
         neighbours = [rank for rank in here if states[rank]["host"] == self._host]
         verdict = _verdict(seconds, silent, [states[rank] for rank in here])
@@ -242,10 +272,14 @@ class Watchdog:
                     _dump_and_kill(state["pid"], state["started"])
         self._exit(HANG, "failed", verdict)
 
-    def _state(self, rank: int) -> dict[str, Any]:
-        if not self._listening.check([f"phase/{rank}"]):
+    def _answer(self) -> None:
+        self._listening.set(f"answer/{self._ctx.rank}", "here")
+
+    @staticmethod
+    def _state(store: Store, rank: int) -> dict[str, Any]:
+        if not store.check([f"phase/{rank}"]):
             return {"rank": rank, "host": "?", "case": "start", "phase": "", "order": [0, 0]}
-        state: dict[str, Any] = json.loads(self._listening.get(f"phase/{rank}"))
+        state: dict[str, Any] = json.loads(store.get(f"phase/{rank}"))
         return state
 
     # -- ending --------------------------------------------------------------------------------
@@ -281,13 +315,17 @@ def _where(state: dict[str, Any]) -> str:
     return f"in case '{state['case']}', phase '{state['phase']}'"
 
 
+def _silence(state: dict[str, Any]) -> str:
+    return (
+        f"rank {state['rank']} on {state['host']} does not answer "
+        f"(stopped, dead or out of reach); last seen {_where(state)}"
+    )
+
+
 def _verdict(seconds: int, silent: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
     lines = [f"HANG: no progress for {seconds} s"]
     for state in silent:
-        lines.append(
-            f"rank {state['rank']} on {state['host']} does not answer "
-            f"(stopped, dead or out of reach); last seen {_where(state)}"
-        )
+        lines.append(_silence(state))
     behind = _behind(here)
     for state in behind:
         lines.append(f"rank {state['rank']} on {state['host']} did not arrive: {_where(state)}")
@@ -317,6 +355,20 @@ def _record_for_torchrun(error: Exception) -> None:
         get_error_handler().record_exception(raised)
 
 
+def _in_time(work: Callable[[], Any]) -> Any:
+    """The result of `work`; None where the store does not answer within moments."""
+    results = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            results.append(work())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(GRACE_S)
+    return results[0] if results else None
+
+
 def _dump_and_kill(pid: int, started: str) -> None:
     """Have a silent process of this host dump its stacks, then end it."""
     if not started or _start_time(pid) != started:  # ended meanwhile: the pid may be another's
@@ -337,17 +389,16 @@ def _start_time(pid: int) -> str:
     return stat.rpartition(")")[2].split()[19]
 
 
+def _alive(pid: int, started: str) -> bool:
+    """Whether it runs; one that waits to be reaped does not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[19] == started and fields[0] != "Z"
+
+
 def _main_thread_id() -> int:
     ident = threading.main_thread().ident
     assert ident is not None
     return ident
-
-
-def _connection(ctx: RankContext) -> Store:
-    """A connection of its own to the rendezvous store: a blocked one takes no second call."""
-    store = ctx.store
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        store = TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=60))
-    return PrefixStore(f"watchdog/{ctx.attempt}", store)
