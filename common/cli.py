@@ -130,9 +130,16 @@ def list_of(item: Callable[[str], Any], choices: Sequence[str] | None = None) ->
 
 
 def add_measurement_flags(
-    parser: argparse.ArgumentParser, min_iters: int = 20, max_seconds: float = 5.0
+    parser: argparse.ArgumentParser,
+    min_iters: int = 20,
+    max_seconds: float = 5.0,
+    other_names: dict[str, str] | None = None,
 ) -> None:
-    """Add the flags that say how long a case is measured, and on which device."""
+    """Add the flags that say how long a case is measured, and on which device.
+
+    other_names: what users of the original program call one of them, as {"--iters": "--epochs"}.
+    """
+    also = {flag: [name] for flag, name in (other_names or {}).items()}
     group = parser.add_argument_group("measurement")
     group.add_argument(
         "--device",
@@ -142,6 +149,7 @@ def add_measurement_flags(
     )
     group.add_argument(
         "--warmup-iters",
+        *also.get("--warmup-iters", []),
         type=positive_int,
         default=5,
         metavar="N",
@@ -149,6 +157,7 @@ def add_measurement_flags(
     )
     group.add_argument(
         "--iters",
+        *also.get("--iters", []),
         type=positive_int,
         metavar="N",
         help="time exactly N iterations a case, instead of the stop rule below",

@@ -110,8 +110,10 @@ def choose_device(name: str, backend: str | None) -> tuple[torch.device, str]:
     return torch.device("cuda", local_rank % count), backend
 
 
-def init(device: torch.device, backend: str, timeout: float = 300.0) -> RankContext:
+def init(device: torch.device, backend: str, timeout: float = 300.0, part: int = 0) -> RankContext:
     """Take the device, join the job, and make the control group the default one.
+
+    part: of a run in several processes, which meet in the same store (see common/parts.py).
 
     Raises TimeoutError, naming the ranks that are missing, when not all arrive in `timeout` s.
     """
@@ -125,13 +127,16 @@ def init(device: torch.device, backend: str, timeout: float = 300.0) -> RankCont
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
+    if part and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # rank 0 serves the store itself, and the part before may not have closed its port yet
+        os.environ["MASTER_PORT"] = str(int(os.environ.get("MASTER_PORT", "29500")) + part)
     if world_size == 1:
         store: Store = HashStore()
     else:
         store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     # torchrun's store outlives a restart of the workers: without keys of their own the new ones
     # would dial the ports of the dead (pytorch issue 135712)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{part}"
     _await_all(PrefixStore(f"arrival/{attempt}", store), rank, world_size, timeout)
     dist.init_process_group(
         "gloo",

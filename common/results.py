@@ -177,6 +177,11 @@ class Report:
         return bool(self._head["status"] != "running")
 
     @property
+    def saved(self) -> bool:
+        """Whether the file holds all there is."""
+        return not self._unsaved
+
+    @property
     def environment(self) -> dict[str, Any]:
         environment: dict[str, Any] = self._head["environment"]
         return environment

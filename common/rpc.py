@@ -123,6 +123,11 @@ def refuse_mismatch(layout: Layout, world_size: int) -> None:
         )
 
 
+def wants_cuda(name: str) -> bool:
+    """Whether `--device NAME` means CUDA here."""
+    return name == "cuda" or (name == "auto" and torch.cuda.is_available())
+
+
 def place(layout: Layout, backend: str | None) -> tuple[torch.device, str]:
     """This rank's device, by its role, and the backend of the groups among trainers.
 

@@ -1,6 +1,7 @@
 """One run of a benchmark: cases one after the other, each kept as soon as it is measured."""
 
 import argparse
+import functools
 import gc
 import os
 import sys
@@ -24,6 +25,7 @@ from common.dist import (
     shutdown,
 )
 from common.environment import collect, preamble, refuse_shared_devices
+from common.parts import WHOLE, Part
 from common.results import Case, Extras, Report
 from common.table import Progress
 from common.timing import Measurement, StopRule
@@ -97,11 +99,12 @@ class Sweep:
         backend: str,
         extras: Extras = lambda cases: {},
         tested: Sequence[int] | None = None,
+        part: Part = WHOLE,
     ) -> None:
         """tested: the ranks that the groups under test may hold; None for all."""
         args.timeout = min(args.timeout, FOREVER.total_seconds())
         try:
-            self.ctx: RankContext = init(device, backend, args.timeout)
+            self.ctx: RankContext = init(device, backend, args.timeout, part.number)
         except TimeoutError as error:
             print(error, file=sys.stderr, flush=True)
             os._exit(HANG)
@@ -109,8 +112,10 @@ class Sweep:
         self._benchmark = benchmark
         self._extras = extras
         self._tested = tested
+        self._part = part
         self._attempts = 0
         self._printed = True
+        self._on_loss: Callable[[], object] | None = None
         self.last_failed = False  # on rank 0: whether the last attempt raised an error
         self._planned: Sequence[dict[str, Any]] = ()
         self._summary: Callable[[], None] = lambda: None
@@ -125,7 +130,7 @@ class Sweep:
             self.report = Report(self._args.json, self._benchmark, environment, self._extras)
             try:
                 refuse_shared_devices(environment, self.ctx.backend, self._tested)
-                self.report.open(self._args.resume, _restarted())
+                self.report.open(self._args.resume, _restarted() or self._part.number > 0)
             except (ValueError, OSError) as error:
                 problem = str(error)
         problem = self._contained(lambda: broadcast_json(problem))
@@ -133,7 +138,7 @@ class Sweep:
             self.watch.stop()
             cli.refuse(problem)
         self._progress = Progress(self.ctx.rank == 0)
-        if environment is not None:
+        if environment is not None and self._part.number == 0:
             self.say(preamble(self._benchmark, environment, self.ctx.backend))
             for line in environment["differences"]:
                 print(f"warning: {line}", file=sys.stderr, flush=True)
@@ -166,7 +171,7 @@ class Sweep:
         On rank 0: (facts of each of the ranks, rank 0's own outcome, None), or, where the work
         raised an error on any rank, ([], None, reason). None on the other ranks.
 
-        on_loss: called with rank 0's outcome before the job ends because a rank has died.
+        on_loss: called with rank 0's outcome if the job ends because another rank has none.
         """
         mine, error = None, None
         self._progress.now(label)
@@ -188,12 +193,10 @@ class Sweep:
             gc.collect()
             if self.ctx.device.type == "cuda":
                 torch.cuda.empty_cache()
-        try:
-            rows = self._gather(label, member, error, mine)
-        except PeerLost as lost:
-            if mine and self.report is not None:
-                on_loss(mine)
-            self.watch.lost_peer(lost)
+        if mine and self.report is not None:
+            self._on_loss = functools.partial(on_loss, mine)
+        rows = self._contained(lambda: self._gather(label, member, error, mine))
+        self._on_loss = None
         if rows is None:
             return None
         errors = [(rank, row[0]) for rank, row in enumerate(rows) if row[0]]
@@ -247,12 +250,12 @@ class Sweep:
         """Measure one case and add it to the report. The case on rank 0, None elsewhere.
 
         broken: why the case need not be tried; it fails with this reason. salvage: for work that
-        goes on without a rank that died; makes the case before the job ends.
+        goes on without a rank that is lost; makes the case of the others' before the job ends.
         """
 
         def on_loss(mine: Outcome) -> None:
             if salvage is not None:
-                self._keep(key, label, ranks, mine.measurement, *salvage(mine))
+                self.keep(key, label, ranks, mine.measurement, *salvage(mine))
 
         if broken is None:
             outcome = self.attempt(label, ranks, work, on_loss)
@@ -268,9 +271,9 @@ class Sweep:
             check = f"failed: {error}"
         else:
             metrics, check = derive(measured, facts)
-        return self._keep(key, label, ranks, measured, metrics, check)
+        return self.keep(key, label, ranks, measured, metrics, check)
 
-    def _keep(
+    def keep(
         self,
         key: dict[str, Any],
         label: str,
@@ -279,6 +282,7 @@ class Sweep:
         metrics: dict[str, Any],
         check: str,
     ) -> Case:
+        """Add a case to the report, on rank 0; `case` does it for what it has measured."""
         samples = {
             name: [[round(float(x), 9) for x in row] for row in rows]
             for name, rows in (measured.samples if measured else {}).items()
@@ -351,10 +355,14 @@ class Sweep:
             return
         self.status = 0
         if self.report is not None:
-            failed = [key for key in self._planned if self.report.find(key) is None]
-            saved = self.report.finish("failed" if failed else "complete")
+            failed = any(self.report.find(key) is None for key in self._planned)
+            saved = self.report.saved
             self._progress.close()
-            self._summary()
+            if self._part.last:
+                before = any(case["check"].startswith("failed") for case in self.report.cases)
+                failed |= before and self._part.number > 0
+                saved = self.report.finish("failed" if failed else "complete")
+                self._summary()
             self.status = 0 if saved and self._printed and not failed else 1
         self._contained(shutdown)
         self.watch.stop()
@@ -369,10 +377,13 @@ class Sweep:
         """Called by the watchdog before it ends this process."""
         if self.report is None or self.report.finished:
             return
+        if self._on_loss is not None:
+            self._on_loss()
         saved = self.report.finish(status, reason)
         self._progress.close()
         self._summary()
-        where = f"; {self._args.json} holds them" if self._args.json and saved else ""
+        kept = self._args.json and not getattr(self._args, "temporary_report", False)
+        where = f"; {self._args.json} holds them" if kept and saved else ""
         more = "; go on with --resume" if where and status == "interrupted" else ""
         print(
             f"# {status} ({reason.splitlines()[0]}); cases measured: {len(self.report.cases)}"
