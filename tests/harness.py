@@ -1,15 +1,18 @@
 """Start the scripts as a user does, with a time limit, and look at what they leave behind."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,3 +137,50 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def load_script(name: str) -> ModuleType:
+    """A script of benchmarks/ as a module."""
+    path = ROOT / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_in_tests", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def launch_without_torchrun(
+    nproc: int, command: Sequence[str], variables: dict[str, str] | None = None
+) -> Iterator[list[Launch]]:
+    """Every rank by itself, as srun starts them: no launcher ends the others when one dies."""
+    port = str(free_port())
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                launch(
+                    [
+                        "env",
+                        *(f"{name}={value}" for name, value in (variables or {}).items()),
+                        f"RANK={rank}",
+                        f"LOCAL_RANK={rank}",
+                        f"WORLD_SIZE={nproc}",
+                        f"LOCAL_WORLD_SIZE={nproc}",
+                        "MASTER_ADDR=127.0.0.1",
+                        f"MASTER_PORT={port}",
+                        sys.executable,
+                        *command,
+                    ]
+                )
+            )
+            for rank in range(nproc)
+        ]
