@@ -79,10 +79,10 @@ class Launch:
         for reader in self._readers:
             reader.start()
 
-    def wait_for(self, text: str, timeout: float = 60) -> None:
-        """Until a line on stdout starts with `text`."""
+    def wait_for(self, text: str, timeout: float = 60, times: int = 1) -> None:
+        """Until so many lines on stdout start with `text`."""
         limit = time.monotonic() + timeout
-        while not any(line.startswith(text) for line in list(self.stdout)):
+        while sum(line.startswith(text) for line in list(self.stdout)) < times:
             assert self.process.poll() is None, f"ended before {text!r}:\n{self.output()}"
             assert time.monotonic() < limit, f"never printed {text!r}:\n{self.output()}"
             time.sleep(0.05)
