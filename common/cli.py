@@ -134,6 +134,7 @@ def add_measurement_flags(
     min_iters: int = 20,
     max_seconds: float = 5.0,
     other_names: dict[str, str] | None = None,
+    warmup_iters: int = 5,
 ) -> None:
     """Add the flags that say how long a case is measured, and on which device.
 
@@ -151,9 +152,9 @@ def add_measurement_flags(
         "--warmup-iters",
         *also.get("--warmup-iters", []),
         type=positive_int,
-        default=5,
+        default=warmup_iters,
         metavar="N",
-        help="untimed iterations before a case (default: 5)",
+        help=f"untimed iterations before a case (default: {warmup_iters})",
     )
     group.add_argument(
         "--iters",

@@ -6,16 +6,23 @@ between calls is made there by `make` and found by the functions that are called
 
 import argparse
 import contextlib
+import dataclasses
+import datetime
+import itertools
+import json
 import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from common.dist import RankContext, connect_store, world_from_environment
@@ -23,6 +30,7 @@ from common.sweep import Sweep
 
 SCHEME = "torchrun-bench"  # of the init_method that leads to the job's own store
 SHUTDOWN_S = 60
+REHEARSAL_S = 60
 
 
 @dataclass(frozen=True)
@@ -207,10 +215,14 @@ def workers(layout: Layout, options: RpcOptions, sweep: Sweep) -> Iterator[str |
     """
     devices = sweep.devices()
 
+    def rehearse() -> None:
+        _rehearse(layout, options, sweep.ctx, devices)
+
     def connect() -> None:
         _connect(layout, options, sweep.ctx, devices)
 
-    broken = sweep.everywhere("RPC start", connect)
+    broken = sweep.everywhere("RPC rehearsal", rehearse) if may_abort(layout, options) else None
+    broken = broken or sweep.everywhere("RPC start", connect)
     try:
         yield broken
     except BaseException:
@@ -239,18 +251,111 @@ def _connect(layout: Layout, options: RpcOptions, ctx: RankContext, devices: lis
     with warnings.catch_warnings():
         # torch's own use of a group that it deprecates
         warnings.filterwarnings("ignore", message="You are using a Backend")
-        rpc.init_rpc(  # type: ignore[no-untyped-call]
-            layout.name(ctx.rank),
-            rank=ctx.rank,
-            world_size=ctx.world_size,
-            rpc_backend_options=backend_options,
-        )
+        try:
+            rpc.init_rpc(  # type: ignore[no-untyped-call]
+                layout.name(ctx.rank),
+                rank=ctx.rank,
+                world_size=ctx.world_size,
+                rpc_backend_options=backend_options,
+            )
+        except RuntimeError as error:
+            if options.transports and "not in use by this listener" in str(error):
+                names = ", ".join(options.transports)
+                raise RuntimeError(f"TensorPipe finds no transport of {names} here") from error
+            raise
 
 
 def _disconnect(graceful: bool) -> None:
     _objects.clear()
     with contextlib.nullcontext() if graceful else contextlib.suppress(RuntimeError):
         rpc.shutdown(graceful=graceful, timeout=SHUTDOWN_S)
+
+
+_rehearsals = itertools.count()  # the same on all ranks
+
+
+def may_abort(layout: Layout, options: RpcOptions) -> bool:
+    """Whether these channels may all be out of service between two of the processes.
+
+    cma needs permission and a common host, cuda_ipc peer access, and so on. The two basic ones
+    always work; a process that finds no channel for a tensor ends by std::terminate (torch 2.15).
+    """
+    if options.channels is None:
+        return False
+    needed = {"basic"} | ({"cuda_basic"} if layout.cuda_trainers and layout.cuda_servers else set())
+    return not needed <= set(options.channels)
+
+
+def _rehearse(layout: Layout, options: RpcOptions, ctx: RankContext, devices: list[str]) -> None:
+    """Send a tensor between trainers and servers in child processes, which may end for it."""
+    prefix = f"rehearsal/{next(_rehearsals)}"
+    store = connect_store(ctx, prefix)
+    host, port = _address(store)
+    spec = {
+        "layout": dataclasses.asdict(layout),
+        "options": dataclasses.asdict(options) | {"timeout_s": min(options.timeout_s, REHEARSAL_S)},
+        "rank": ctx.rank,
+        "world": [ctx.local_rank, ctx.world_size, ctx.local_world_size, ctx.num_nodes],
+        "store": [host, port, f"{prefix}/{ctx.attempt}"],
+        "devices": devices,
+    }
+    code = "from common.rpc import rehearsal; rehearsal()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(spec)],
+        cwd=Path(__file__).resolve().parents[1],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            _, errors = child.communicate(timeout=REHEARSAL_S)
+        except subprocess.TimeoutExpired:
+            errors = f"no answer in {REHEARSAL_S} s"
+        finally:
+            child.kill()
+        if child.wait() != 0:
+            store.set("over", "")  # the other children wait for this one
+            lines = errors.strip().splitlines() or ["no message"]
+            why = next((line for line in lines if "what():" in line), lines[-1])
+            names = ", ".join(options.channels or ())
+            raise RuntimeError(
+                f"no channel of {names} carries tensors between these processes: "
+                f"{why.replace('what():', '').strip()}"
+            )
+
+
+def rehearsal() -> None:
+    """The child process of `_rehearse`: one call with a tensor to every server, and back."""
+    spec = json.loads(sys.argv[1])
+    host, port, prefix = spec["store"]
+    patience = datetime.timedelta(seconds=REHEARSAL_S)
+    server = TCPStore(host, port, is_master=False, timeout=patience)
+    store = PrefixStore(prefix, server)
+    layout, rank = Layout(**spec["layout"]), spec["rank"]
+    device = torch.device(spec["devices"][rank])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    local_rank, world_size, local_world_size, num_nodes = spec["world"]
+    ctx = RankContext(
+        rank, local_rank, world_size, local_world_size, num_nodes, device, "gloo", server, prefix
+    )
+    _connect(layout, RpcOptions(**spec["options"]), ctx, spec["devices"])
+    for callee in layout.server_ranks if rank in layout.trainer_ranks else ():
+        tensor = torch.ones(1, device=device if layout.on_cuda(callee) else "cpu")
+        rpc.rpc_sync(layout.name(callee), torch.neg, args=(tensor,))
+    if store.add("sent", 1) == layout.world_size:
+        store.set("over", "")
+    store.wait(["over"])
+    os._exit(0)
+
+
+def _address(store: Store) -> tuple[str, int]:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, TCPStore)
+    return store.host, store.port
 
 
 # -- what lives on a worker -----------------------------------------------------------------------
