@@ -120,7 +120,10 @@ def split(
 
 
 def refuse_mismatch(layout: Layout, world_size: int) -> None:
-    """Raise ValueError unless the roles make up the world."""
+    """Raise ValueError unless the roles make up the world, and none is empty."""
+    for role, count in (("trainers", layout.trainers), ("servers", layout.servers)):
+        if count < 1:
+            raise ValueError(f"expected at least 1 of the {role}, got {count}")
     if layout.world_size != world_size:
         parts = [f"trainers {layout.trainers}", f"servers {layout.servers}"]
         parts += ["master 1"] if layout.master else []

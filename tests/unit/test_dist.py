@@ -10,6 +10,7 @@ from common.dist import (
     choose_device,
     gather_json,
     gather_rows,
+    interface_towards,
     reduce_max,
     world_from_environment,
 )
@@ -99,3 +100,9 @@ def test_exchanges_in_a_world_of_one(group: CaseGroup) -> None:
     message = {"text": "\u00e4\u2028", "list": [1, None, 0.5]}
     assert broadcast_json(message) == message
     assert gather_json(message) == [message]
+
+
+def test_interface_towards() -> None:
+    assert interface_towards("127.0.0.1") == "lo"
+    assert interface_towards("127.0.0.53") == "lo"
+    assert interface_towards("no such host.invalid") is None
