@@ -2,12 +2,14 @@
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.watchdog import _behind, _start_time, _verdict
+from common import watchdog
+from common.watchdog import _alive, _behind, _in_time, _start_time, _verdict
 
 
 def state(rank: int, changes: int = 3, case: str = "resnet 1M/2G", **more: Any) -> dict[str, Any]:
@@ -87,3 +89,27 @@ def test_start_time_of_no_process() -> None:
     with subprocess.Popen(["true"]) as child:
         pass
     assert _start_time(child.pid) == ""
+
+
+def test_alive() -> None:
+    with subprocess.Popen(["sleep", "60"]) as child:
+        started = _start_time(child.pid)
+        assert _alive(child.pid, started)
+        assert not _alive(child.pid, started + "1")  # the pid is another's by now
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not _alive(child.pid, started)  # ended, though not yet reaped
+    assert not _alive(child.pid, started)
+
+
+def test_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "GRACE_S", 0.2)
+    over = threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("the store is gone")
+
+    assert _in_time(lambda: 7) == 7
+    assert _in_time(fail) is None
+    assert _in_time(over.wait) is None  # one that does not answer
+    over.set()
