@@ -414,10 +414,11 @@ def plan(args: argparse.Namespace, threads: int) -> list[tuple[RpcOptions, list[
     sessions = [(options, False) for options in chosen]
     if len(chosen) > 1:
         sessions.append((chosen[0], True))
-    return [
+    planned = [
         (options, [Config(options, *case, repeat) for case in cases(args, i == 0, repeat)])
         for i, (options, repeat) in enumerate(sessions)
     ]
+    return [(options, configs) for options, configs in planned if configs]
 
 
 def cases(args: argparse.Namespace, first: bool, repeat: bool) -> list[tuple[str, int, int]]:

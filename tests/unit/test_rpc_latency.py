@@ -136,6 +136,8 @@ def test_plan_repeats_the_first_setting_at_the_end() -> None:
     keys = [str(lat.case_key(c, layout)) for _, configs in sessions for c in configs]
     assert len(set(keys)) == len(keys)
     assert len(lat.plan(parse("--rpc-threads", "2"), 2)) == 1
+    # nothing small or large to compare: no repeat
+    assert len(lat.plan(parse("--rpc-threads", "16,2", "--sizes", "64K"), 2)) == 2
 
 
 def test_call_metrics_of_one_caller() -> None:
