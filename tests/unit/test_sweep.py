@@ -2,6 +2,7 @@
 
 import argparse
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,9 +19,10 @@ class Stopped(Exception):
 
 
 class Watch:
-    """In the place of the watchdog: keeps the phases, ends nothing."""
+    """In the place of the watchdog: keeps the phases, and ends the report but not the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[str, str], None]) -> None:
+        self.on_end = on_end
         self.entered: list[tuple[str, tuple[int, ...], str]] = []
 
     def enter(self, case: str, order: tuple[int, ...], phase: str) -> None:
@@ -30,6 +32,7 @@ class Watch:
         return threading.Lock()  # a context that does nothing
 
     def lost_peer(self, error: BaseException) -> None:
+        self.on_end("failed", str(error))
         raise Stopped(str(error))
 
 
@@ -38,7 +41,7 @@ def sweep(world: RankContext, monkeypatch: pytest.MonkeyPatch) -> Sweep:
     monkeypatch.setattr(sweep_module, "init", lambda *args: world)
     args = argparse.Namespace(timeout=60.0, json=None, resume=False)
     made = Sweep("test", args, torch.device("cpu"), "gloo")
-    made.watch = Watch()  # type: ignore[assignment]
+    made.watch = Watch(made._on_end)  # type: ignore[assignment]
     made.report = Report(None, "test", {}, lambda cases: {})
     made._progress = sweep_module.Progress(False)
     return made
@@ -104,7 +107,15 @@ def test_what_is_left_of_a_case_is_kept_before_the_job_ends(
     (case,) = sweep.report.cases
     assert case["metrics"] == {"updates": 7}
     assert case["check"] == "failed: rank 1 died"
-    # without salvage there is nothing to keep
+    assert sweep.report.finished
+
+
+def test_without_salvage_nothing_is_kept(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose(value: Any) -> None:
+        raise PeerLost("Connection closed by peer")
+
+    monkeypatch.setattr(sweep_module, "gather_json", lose)
     with pytest.raises(Stopped):
         sweep.case({"a": 2}, "a", (0,), lambda group: Outcome({}), lambda m, f: ({}, "passed"))
-    assert len(sweep.report.cases) == 1
+    assert sweep.report is not None
+    assert sweep.report.cases == []
