@@ -300,10 +300,13 @@ class Trainer:
         future = allreduce_hook(group, bucket)
         if not bucket.is_last():
             return future
-        self.phases.mark("backward")
+        mark = self.phases.mark
+        mark("backward")
 
         def arrived(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            self.phases.mark("exchange")
+            # nothing here refers to the group: the last reference to it must not be gloo's own
+            # thread, which would wait for itself
+            mark("exchange")
             return future.value()
 
         return future.then(arrived)

@@ -175,6 +175,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from common.breakdown import bounds
 from common.dist import CaseGroup, world_from_environment
+from common.parts import Part, run_parts
 from common.results import Case
 from common.rpc import Layout, RpcOptions, default_threads, hosted, make, place, workers
 from common.stats import median_interval, percentiles
@@ -415,20 +416,16 @@ def plan(args: argparse.Namespace, threads: int) -> list[tuple[RpcOptions, list[
     if len(chosen) > 1:
         sessions.append((chosen[0], True))
     planned = [
-        (options, [Config(options, *case, repeat) for case in cases(args, i == 0, repeat)])
-        for i, (options, repeat) in enumerate(sessions)
+        (options, [Config(options, *case, repeat) for case in cases(args, repeat)])
+        for options, repeat in sessions
     ]
     return [(options, configs) for options, configs in planned if configs]
 
 
-def cases(args: argparse.Namespace, first: bool, repeat: bool) -> list[tuple[str, int, int]]:
+def cases(args: argparse.Namespace, repeat: bool) -> list[tuple[str, int, int]]:
     """Operation, calls in flight, and size of every case of a setting."""
     found = []
     for name in args.ops:
-        if name == "remote" and not first:
-            # RRefContext is made once a process and keeps the agent of the first session: later no
-            # result of rpc.remote is freed, and a graceful shutdown waits for that (torch 2.15)
-            continue
         for in_flight in args.in_flight if name == "rpc_async" else [1]:
             for size in sorted(args.sizes):
                 if not (repeat and SMALL < size < LARGE):  # compared are small and large ones
@@ -458,10 +455,6 @@ def check_args(args: argparse.Namespace) -> tuple[Layout, torch.device, str]:
                 "expected at least 2 ranks, a caller and a callee, got 1; start 2: "
                 "torchrun --nproc-per-node 2 benchmarks/rpc_latency.py"
             )
-        if args.ops == ["remote"] and len(settings(args, 1)) > 1:
-            raise ValueError(
-                "--ops remote takes one setting a run (--help says why); try --rpc-threads 16"
-            )
         count, callers = torch.cuda.device_count(), world_size - 1
         for flag, name in (("--device", args.device), ("--server-device", args.server_device)):
             if name == "cuda" and count == 0:
@@ -480,7 +473,7 @@ def check_args(args: argparse.Namespace) -> tuple[Layout, torch.device, str]:
 def refuse_memory(args: argparse.Namespace, layout: Layout, local_world_size: int) -> None:
     """Raise ValueError where the largest batch has no room on this host."""
     callers = min(layout.trainers, local_world_size)
-    _, in_flight, size = max(cases(args, True, False), key=lambda case: case[1] * case[2])
+    _, in_flight, size = max(cases(args, False), key=lambda case: case[1] * case[2])
     # of each call: what the callee got, what the caller got, and the caller's result before that
     needed = callers * (size + 3 * in_flight * size)
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
@@ -563,11 +556,7 @@ def recommendation(
     """What to say about the sizes that are wanted; nothing where there is nothing to compare."""
     found: dict[tuple[RpcOptions, bool], list[dict[str, Any]]] = {}
     for options, configs in sessions:
-        measured = [
-            find(config)
-            for config in configs
-            if wanted(config.size_bytes) and config.operation != "remote"
-        ]
+        measured = [find(config) for config in configs if wanted(config.size_bytes)]
         if measured and all(measured):  # a setting counts only with all its cases
             repeat = configs[0].repeat
             found[options, repeat] = [case["metrics"] for case in measured if case]
@@ -662,49 +651,63 @@ def print_fastest(
             sweep.say("\n".join([f"\nFastest round trips, payloads {text}:", *lines]))
 
 
-def main(args: argparse.Namespace) -> int:
+def run_session(args: argparse.Namespace, part: Part) -> int:
+    """Measure one setting, or, after the last one, what the settings come to."""
     layout, device, backend = check_args(args)
     tested = layout.trainer_ranks
-    with Sweep("rpc_latency", args, device, backend, tested=tested) as sweep:
-        cores = len(os.sched_getaffinity(0))
-        threads = sweep.share(default_threads(cores, sweep.ctx.local_world_size))
+    with Sweep("rpc_latency", args, device, backend, tested=tested, part=part) as sweep:
         devices = sweep.devices()
-        sessions = plan(args, threads)
-        if len(sessions) > 1 and "remote" in args.ops:
-            sweep.say("# remote: under the first setting only (--help says why)")
-        configs = [config for _, configs in sessions for config in configs]
-        known = sweep.plan(
-            [case_key(config, layout) for config in configs],
-            summary=functools.partial(print_fastest, sessions, layout, sweep),
-        )
-        done = {config for config, there in zip(configs, known, strict=True) if there}
-        sweep.say(
-            f"# {layout.trainers} caller{'s' if layout.trainers > 1 else ''} on rank "
-            f"{'0' if layout.trainers == 1 else f'0-{layout.trainers - 1}'}, callee on rank "
-            f"{layout.server_ranks[0]}; times of round trips, but for the last three columns\n"
-            f"# rpc_async xN: N calls in flight, times of a call: batch / N"
-        )
-        for options, configs in sessions:
+        sessions = plan(args, sweep.share(threads_here()))
+        options, configs = session_of(sessions, part)
+        keys = [case_key(config, layout) for config in configs]
+        summary = functools.partial(print_fastest, sessions, layout, sweep)
+        known = sweep.plan(keys, summary=summary)
+        if part.number == 0:
+            callers = f"0-{layout.trainers - 1}" if layout.trainers > 1 else "0"
+            sweep.say(
+                f"# callers: rank {callers}; callee: rank {layout.server_ranks[0]}; times of round "
+                "trips, but for the last three columns\n"
+                "# rpc_async xN: N calls in flight, times of a call: batch / N"
+            )
+        if configs:
             sweep.say(f"\n{title(options, configs[0].repeat)}\n")
-            table = StreamedTable(COLUMNS, WIDEST)
-            with contextlib.ExitStack() as stack:
-                broken = None
-                if not done.issuperset(configs):
-                    broken = stack.enter_context(workers(layout, options, sweep))
-                if broken:
-                    sweep.say(f"failed: {broken}")
-                for config in configs:
-                    key = case_key(config, layout)
-                    case = sweep.find(key)
-                    if config not in done:
-                        work = functools.partial(run_case, config, layout, devices, args, sweep)
-                        judge = functools.partial(derive, config)
-                        case = sweep.case(key, str(config), tested, work, judge, broken)
-                    if case is not None and not (broken and config not in done):
-                        failed = case["check"].startswith("failed")
-                        name = f"{operation_text(key)} {size_text(config.size_bytes)}"
-                        sweep.say(f"{name}  {case['check']}" if failed else table.row(case))
+        table = StreamedTable(COLUMNS, WIDEST)
+        with contextlib.ExitStack() as stack:
+            broken = None
+            if not all(known):
+                broken = stack.enter_context(workers(layout, options, sweep))
+            if broken:
+                sweep.say(f"failed: {broken}")
+            for config, key, done in zip(configs, keys, known, strict=True):
+                case = sweep.find(key)
+                if not done:
+                    work = functools.partial(run_case, config, layout, devices, args, sweep)
+                    judge = functools.partial(derive, config)
+                    case = sweep.case(key, str(config), tested, work, judge, broken)
+                if case is not None and (done or not broken):
+                    failed = case["check"].startswith("failed")
+                    name = f"{operation_text(key)} {size_text(config.size_bytes)}"
+                    sweep.say(f"{name}  {case['check']}" if failed else table.row(case))
     return sweep.status
+
+
+def session_of(
+    sessions: list[tuple[RpcOptions, list[Config]]], part: Part
+) -> tuple[RpcOptions, list[Config]]:
+    """Some parts may have none: where two settings turn out to be the same."""
+    return sessions[part.number] if part.number < len(sessions) else (sessions[0][0], [])
+
+
+def threads_here() -> int:
+    _, _, _, local_world_size = world_from_environment()
+    return default_threads(len(os.sched_getaffinity(0)), local_world_size)
+
+
+def main(args: argparse.Namespace) -> int:
+    # as many parts on all ranks, whatever each takes for the threads of this machine: 0 is unlike
+    # any number that is listed, so no rank counts fewer sessions than there are
+    sessions = len(plan(args, 0))
+    return run_parts([functools.partial(run_session, args)] * sessions, args)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ WORLD = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": 
         (["--rpc-transports", "smh"], ["--rpc-transports", "unknown 'smh'", "did you mean shm"]),
         (["--rpc-channels", "basic,auto+cma"], ["--rpc-channels", "unknown 'auto'"]),
         (["--rpc-thread", "2"], ["unknown argument '--rpc-thread'", "--rpc-threads"]),
-        (["--ops", "remote", "--rpc-threads", "2,16"], ["--ops remote takes one setting"]),
         (["--iters", "5", "--max-seconds", "3"], ["--max-seconds has no effect with --iters"]),
         (["--resume"], ["--json PATH"]),
         (["--json", "."], ["is a directory"]),

@@ -27,12 +27,11 @@ def test_every_operation_with_two_callers(tmp_path: Path) -> None:
     def session(threads: int, ops: list[tuple[str, int]], sizes: list[int], again: bool) -> list:
         return [(threads, op, n, size, again) for op, n in ops for size in sizes]
 
-    later = [("rpc_sync", 1), ("rpc_async", 3), ("async_execution", 1)]
-    first = [*later[:2], ("remote", 1), later[2]]
+    ops = [("rpc_sync", 1), ("rpc_async", 3), ("remote", 1), ("async_execution", 1)]
     assert seen == (
-        session(2, first, [4, 65536], False)
-        + session(3, later, [4, 65536], False)
-        + session(2, later, [4], True)
+        session(2, ops, [4, 65536], False)
+        + session(3, ops, [4, 65536], False)
+        + session(2, ops, [4], True)
     )
     for case in report["cases"]:
         assert case["ranks"] == [0, 1]  # the callers
@@ -40,7 +39,8 @@ def test_every_operation_with_two_callers(tmp_path: Path) -> None:
         assert [len(row) for row in case["samples_s"]] == [6, 6]
         assert list(case["other_samples_s"]) == ["one way"]
         assert case["metrics"]["round_trip_gb_per_s"] > 0
-    assert "2 callers on rank 0-1, callee on rank 2" in done.stdout
+    assert "# callers: rank 0-1; callee: rank 2;" in done.stdout
+    assert done.stdout.count("# torchrun-bench") == 1
     assert len(re.findall(r"^rpc_async x3 +64K ", done.stdout, re.MULTILINE)) == 2
     assert "Fastest round trips, payloads up to 4K:" in done.stdout
     assert "and more:" not in done.stdout  # nothing large was measured
