@@ -35,6 +35,19 @@ def compare_replicas(digests: list[str], ranks: list[int]) -> str | None:
     return f"after the steps the parameters of rank {names} differ from rank {ranks[0]}'s"
 
 
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest difference over the largest value wanted; infinite where one is not finite.
+
+    Shapes alike, dense or sparse.
+    """
+    got, want = (x.detach().to_dense() if x.is_sparse else x.detach() for x in (got, want))
+    error = float((got.double() - want.double()).abs().max())
+    if error == 0:
+        return 0.0
+    peak = float(want.double().abs().max())
+    return error / peak if peak > 0 and math.isfinite(error) else math.inf
+
+
 def gradient_error(
     wrap: Callable[[nn.Module], nn.Module],
     forward_context: Callable[[], object],
