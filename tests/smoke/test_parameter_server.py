@@ -96,7 +96,7 @@ def test_six_processes(tmp_path: Path) -> None:
     """3 trainers on 2 servers, 2 and 1; then one server and a dense embedding."""
     path = tmp_path / "report.json"
     options = ["--iters", "6", "--json", str(path), "--nserver", "2"]
-    done = run([*torchrun(6), SCRIPT, *TINY, *DEVICE, *UV, *options])
+    done = run([*torchrun(6), SCRIPT, *TINY, *DEVICE, *UV, *options], timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(passed(path)["cases"]) == 2 + 4 * 2
     options = ["--iters", "6", "--json", str(path), "--dense-embedding"]
