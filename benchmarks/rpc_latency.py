@@ -543,7 +543,7 @@ def fastest(
 def flags(options: RpcOptions) -> str:
     """The setting as flags of the other scripts."""
     words = [f"--rpc-threads {options.threads}"]
-    words += [f"--rpc-transports {','.join(options.transports)}"] if options.transports else []
+    words += [f"--rpc-transports {','.join(options.transports or ('auto',))}"]
     words += [f"--rpc-channels {','.join(options.channels)}"] if options.channels else []
     return " ".join(words)
 

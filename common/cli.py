@@ -200,6 +200,19 @@ def check_measurement_flags(args: argparse.Namespace) -> None:
     args.max_seconds = args.max_seconds or max_seconds
 
 
+def set_of(names: Sequence[str]) -> Any:
+    """argparse type: `auto`, or `a,b` of the names; each once."""
+    parse_names = list_of(str, ("auto", *names))
+
+    def parse(text: str) -> list[str]:
+        words: list[str] = parse_names(text)
+        if "auto" in words and len(words) > 1:
+            raise argparse.ArgumentTypeError(f"expected auto or names without it, got '{text}'")
+        return words
+
+    return parse
+
+
 TRANSPORTS = ("shm", "uv", "ibv")
 CHANNELS = ("basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
 
@@ -221,15 +234,16 @@ def add_rpc_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rpc-transports",
-        type=list_of(str, TRANSPORTS),
+        type=set_of(TRANSPORTS),
         metavar="NAME",
-        help=f"let TensorPipe choose among these of {', '.join(TRANSPORTS)} (default: all)",
+        help=f"let TensorPipe choose among these of {', '.join(TRANSPORTS)}; or auto, all of them "
+        "(default: auto, but uv where there are more ranks than cores)",
     )
     group.add_argument(
         "--rpc-channels",
-        type=list_of(str, CHANNELS),
+        type=set_of(CHANNELS),
         metavar="NAME",
-        help=f"and among these of {', '.join(CHANNELS)} (default: all)",
+        help=f"and among these of {', '.join(CHANNELS)}; or auto (default: auto)",
     )
 
 

@@ -1,10 +1,11 @@
 """Where the time within a step goes: stamps between its parts."""
 
 from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 import torch
+
+from common.durations import seconds, stamp
 
 
 class Phases:
@@ -15,7 +16,7 @@ class Phases:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
         self._stamps: list[tuple[str, Any]] = []
 
     def clear(self) -> None:
@@ -23,26 +24,15 @@ class Phases:
 
     def mark(self, name: str) -> None:
         """What came since the mark before was `name`; "" starts a step and counts nowhere."""
-        self._stamps.append((name, self._now()))
+        self._stamps.append((name, stamp(self._device)))
 
     def per_step(self) -> dict[str, float]:
         """Seconds of each part since `clear`, over the number of steps; a mark "" starts each."""
-        if self._cuda:
-            torch.cuda.synchronize()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         totals: dict[str, float] = {}
         for (_, before), (name, after) in pairwise(self._stamps):
             if name:
-                totals[name] = totals.get(name, 0.0) + self._seconds(before, after)
+                totals[name] = totals.get(name, 0.0) + seconds(before, after)
         steps = sum(name == "" for name, _ in self._stamps)
-        return {name: seconds / steps for name, seconds in totals.items()}
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _seconds(self, before: Any, after: Any) -> float:
-        seconds: float = before.elapsed_time(after) / 1e3 if self._cuda else after - before
-        return seconds
+        return {name: total / steps for name, total in totals.items()}

@@ -195,15 +195,31 @@ def default_threads(cores: int, ranks: int) -> int:
     return min(16, max(2, cores // ranks))
 
 
+def default_transports(cores: int, ranks: int) -> tuple[str, ...] | None:
+    """The transports for `ranks` processes that share `cores`; None leaves it to TensorPipe.
+
+    Between processes of a host TensorPipe takes shm, whose thread polls as long as it runs. Where
+    there are more ranks than cores it takes the cores from the ranks that have something to do.
+    """
+    return ("uv",) if ranks > cores else None
+
+
 def options_from(args: argparse.Namespace, local_world_size: int) -> RpcOptions:
     """The settings of the flags of `cli.add_rpc_flags`."""
-    threads = default_threads(len(os.sched_getaffinity(0)), local_world_size)
+    cores = len(os.sched_getaffinity(0))
+    transports = _named(args.rpc_transports)
+    if args.rpc_transports is None:
+        transports = default_transports(cores, local_world_size)
     return RpcOptions(
-        args.rpc_threads or threads,
+        args.rpc_threads or default_threads(cores, local_world_size),
         args.rpc_timeout or args.timeout,
-        tuple(args.rpc_transports) if args.rpc_transports else None,
-        tuple(args.rpc_channels) if args.rpc_channels else None,
+        transports,
+        _named(args.rpc_channels),
     )
+
+
+def _named(names: list[str] | None) -> tuple[str, ...] | None:
+    return None if names in (None, ["auto"]) else tuple(names or ())
 
 
 # -- start and end --------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common import phases
+from common import durations
 from common.parts import Part, run_parts
 from common.phases import Phases
 from common.versus import ratio_metrics, ratio_text
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_phases_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps; what lies between a step's end and the next one's start counts nowhere."""
     times = iter([100.0, 0.0, 1.0, 3.0, 4.0, 10.0, 12.0, 15.0, 15.5])
-    monkeypatch.setattr(phases, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(durations, "perf_counter", lambda: next(times))
     watch = Phases(torch.device("cpu"))
     watch.mark("before")
     watch.clear()

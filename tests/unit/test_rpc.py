@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 
-from common import rpc
+from common import cli, rpc
 from common.rpc import Layout, RpcOptions, default_threads, may_abort, place, refuse_mismatch, split
 
 
@@ -246,3 +246,30 @@ def test_which_channels_are_tried_first(
 ) -> None:
     layout = Layout(1, 1, cuda_trainers=int(cuda), cuda_servers=int(cuda))
     assert may_abort(layout, RpcOptions(2, 60.0, channels=channels)) == want
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "given", "want"),
+    [
+        (2, 4, [], ("uv",)),  # more ranks than cores: shm would poll
+        (8, 8, [], None),
+        (2, 4, ["--rpc-transports", "auto"], None),
+        (8, 8, ["--rpc-transports", "uv,shm"], ("uv", "shm")),
+    ],
+)
+def test_transports(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    ranks: int,
+    given: list[str],
+    want: tuple[str, ...] | None,
+) -> None:
+    monkeypatch.setattr(rpc.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    parser = cli.Parser()
+    cli.add_rpc_flags(parser)
+    cli.add_report_flags(parser)
+    options = rpc.options_from(parser.parse_args(given), ranks)
+    assert options.transports == want
+    assert options.channels is None
+    assert options.timeout_s == 300  # that of --timeout
+    assert options.key()["rpc_transports"] == "+".join(want or ("auto",))

@@ -87,16 +87,16 @@ def parse(*words: str) -> argparse.Namespace:
 
 def test_settings() -> None:
     assert [lat.flags(options) for options in lat.settings(parse(), 2)] == [
-        "--rpc-threads 16",
-        "--rpc-threads 2",
+        "--rpc-threads 16 --rpc-transports auto",
+        "--rpc-threads 2 --rpc-transports auto",
         "--rpc-threads 2 --rpc-transports uv",
-        "--rpc-threads 2 --rpc-channels basic",
+        "--rpc-threads 2 --rpc-transports auto --rpc-channels basic",
     ]
     args = parse("--rpc-transports", "auto,shm+uv", "--rpc-channels", "basic")
     assert [lat.flags(options) for options in lat.settings(args, 4)] == [
-        "--rpc-threads 4 --rpc-channels basic",
+        "--rpc-threads 4 --rpc-transports auto --rpc-channels basic",
         "--rpc-threads 4 --rpc-transports shm,uv --rpc-channels basic",
-        "--rpc-threads 16 --rpc-channels basic",
+        "--rpc-threads 16 --rpc-transports auto --rpc-channels basic",
         "--rpc-threads 16 --rpc-transports shm,uv --rpc-channels basic",
     ]
     # as many cores as TensorPipe has threads: one setting, not two alike
@@ -109,7 +109,7 @@ def test_the_flags_parse_in_the_other_scripts(options: RpcOptions) -> None:
     cli.add_rpc_flags(parser)
     args = parser.parse_args(lat.flags(options).split())
     assert args.rpc_threads == options.threads
-    assert tuple(args.rpc_transports or ()) == (options.transports or ())
+    assert tuple(args.rpc_transports) == (options.transports or ("auto",))
     assert tuple(args.rpc_channels or ()) == (options.channels or ())
 
 
@@ -234,12 +234,12 @@ def test_advice() -> None:
     assert advice({OWN: 4.0, FEWER: 2.0, UV: 1.0}, again=4.0) == [
         "  --rpc-threads 2 --rpc-transports uv --rpc-channels basic,cma",
         "  4.00x faster than TensorPipe's default",
-        "  2.00x faster than the next, --rpc-threads 2",
+        "  2.00x faster than the next, --rpc-threads 2 --rpc-transports auto",
     ]
     assert advice({OWN: 1.0, FEWER: 2.0}, again=1.0) == [
-        "  --rpc-threads 16",
+        "  --rpc-threads 16 --rpc-transports auto",
         "  which is TensorPipe's default",
-        "  2.00x faster than the next, --rpc-threads 2",
+        "  2.00x faster than the next, --rpc-threads 2 --rpc-transports auto",
     ]
 
 
@@ -247,8 +247,8 @@ def test_no_winner_is_invented() -> None:
     """1.5 times faster, where the same setting differs from itself by 1.6."""
     assert advice({OWN: 1.5, FEWER: 1.0}, again=2.4) == [
         "  no clear difference (noise: 1.60x) between",
-        "  --rpc-threads 2",
-        "  --rpc-threads 16",
+        "  --rpc-threads 2 --rpc-transports auto",
+        "  --rpc-threads 16 --rpc-transports auto",
         "  TensorPipe's default is among them",
     ]
 
