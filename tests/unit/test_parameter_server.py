@@ -1,20 +1,17 @@
 """benchmarks/parameter_server.py and its server: everything that one process can show."""
 
 import argparse
-import importlib.util
 import itertools
 import math
 import statistics
-import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from harness import load_script
 from torch import nn
 
 from common import averaging_server, durations
@@ -27,16 +24,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    path = Path(__file__).resolve().parents[2] / "benchmarks" / "parameter_server.py"
-    spec = importlib.util.spec_from_file_location("parameter_server_in_unit_tests", path)
-    assert spec is not None
-    assert spec.loader is not None
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their module up
-        spec.loader.exec_module(module)
-        yield module
+def script() -> ModuleType:
+    return load_script("parameter_server")
 
 
 @pytest.fixture

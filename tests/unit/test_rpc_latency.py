@@ -1,32 +1,17 @@
 """benchmarks/rpc_latency.py: its flags, plan, arithmetic and advice, in one process."""
 
 import argparse
-import importlib.util
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT
+from harness import load_script
 
 from common import cli
 from common.rpc import Layout, RpcOptions
 
-
-def load_script() -> Any:
-    path = Path(ROOT / "benchmarks" / "rpc_latency.py")
-    spec = importlib.util.spec_from_file_location("rpc_latency", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["rpc_latency"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-lat = load_script()
+lat: Any = load_script("rpc_latency")
 OWN = RpcOptions(16, 600.0)
 FEWER = RpcOptions(2, 600.0)
 UV = RpcOptions(2, 600.0, ("uv",), ("basic", "cma"))
