@@ -250,8 +250,9 @@ def smaller(args: argparse.Namespace, needed: int, available: int) -> int:
 
 def row_set(key: Key) -> str:
     """What one table is about."""
+    ranks = f"{key['group_ranks']} rank{'' if key['group_ranks'] == 1 else 's'}"
     parts = [key[name] for name in ("collective", "dtype", "redop") if key[name] != "none"]
-    return f"{' '.join(parts)}, {key['group']} ({key['group_ranks']} ranks)"
+    return f"{' '.join(parts)}, {key['group']} ({ranks})"
 
 
 def row(case: Case, table: ScanTable) -> str:
@@ -280,8 +281,8 @@ def print_footer(keys: list[Key], sweep: Sweep) -> None:
         wrong += sum(case["metrics"].get(f"{p}_wrong", 0) for case in cases for p in PREFIXES)
         if pairs:
             lines.append(
-                f"# {title}: average busbw {bandwidth.mean([rate for _, rate in pairs]):.3f} GB/s, "
-                f"over the top quarter of sizes {top_busbw(cases):.3f} GB/s"
+                f"# {title}: average busbw {bandwidth.mean([rate for _, rate in pairs]):.4g} GB/s, "
+                f"over the top quarter of sizes {top_busbw(cases):.4g} GB/s"
             )
     lines.append(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     lines.append(f"# Avg bus bandwidth    : {bandwidth.mean(everything):g}")
@@ -298,7 +299,7 @@ def too_slow(keys: list[Key], args: argparse.Namespace, sweep: Sweep) -> str | N
         cases = [case for case in map(sweep.find_any, group) if case is not None]
         if args.min_busbw and rates(cases) and top_busbw(cases) < 0.9 * args.min_busbw:
             return (
-                f"{title}: busbw over the top quarter of sizes is {top_busbw(cases):.3f} GB/s, "
+                f"{title}: busbw over the top quarter of sizes is {top_busbw(cases):.4g} GB/s, "
                 f"under 0.9 of --min-busbw {args.min_busbw:g}"
             )
     return None

@@ -5,11 +5,14 @@ of elements a rank brings: size / element size, and / n for the operations of `S
 The factors are from nccl-tests' doc/PERFORMANCE.md, but for the uneven all_to_all.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Final
 
 UNITS: Final = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+MAX_SIZES: Final = 100_000
 
 REDUCING: Final = ("all_reduce", "reduce", "reduce_scatter")
 ROOTED: Final = ("broadcast", "reduce", "gather", "scatter")
@@ -51,8 +54,10 @@ def scan(low: int, high: int, step: int | None, factor: float | None) -> list[in
         raise ValueError(f"the smallest size, {low} bytes, is above the largest, {high}")
     if step is not None and step < 1:
         raise ValueError(f"a step of {step} bytes would not end; give at least 1")
-    if factor is not None and factor <= 1:
+    if factor is not None and not 1 < factor < math.inf:
         raise ValueError(f"a factor of {factor:g} would not end; give more than 1, e.g. 2")
+    if step and (high - low) // step > MAX_SIZES:
+        raise ValueError(f"steps of {step} bytes are too many; give at most {MAX_SIZES} sizes")
     sizes = [low]
     while True:
         last = sizes[-1]

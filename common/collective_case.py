@@ -155,17 +155,14 @@ def run_case(
     timed = {v: blocks.Timed(runner, p.calls, width) for v, p in prepared.items()}
     times, stop = blocks.time_blocks(timed, group.together, device, rule, sweep.watch.phase)
     facts: dict[str, Any] = {"times": times, "stop": stop, "skew": {}, "wrong": {}}
+    if args.skew:
+        sweep.watch.phase("clock offsets")
+        facts["offsets"] = [(o.seconds, o.error) for o in clock_offsets(group.control)]
     for variant, p in prepared.items():
         if args.skew:
             sweep.watch.phase(f"{variant}, skew")
             once = runner(itertools.cycle(p.calls), 1)
-            came, done = arrivals(once, args.iters, group.together, device)
-            offsets = clock_offsets(group.control)
-            facts["skew"][variant] = {
-                "came": came,
-                "done": done,
-                "offsets": [(o.seconds, o.error) for o in offsets],
-            }
+            facts["skew"][variant] = arrivals(once, args.iters, group.together, device)
         if args.check:
             sweep.watch.phase(f"{variant}, data check")
             facts["wrong"][variant] = count_wrong(p, runner, width, args.check, group, device)
@@ -235,9 +232,9 @@ def derive(
             if len(calls) >= 100:
                 found["p99_s"] = float(np.percentile(calls, 99))
         if args.skew:
-            skew = [fact["skew"][variant] for fact in facts]
-            offsets = [Offset(*pair) for pair in skew[0]["offsets"]]
-            parts = split([s["came"] for s in skew], [s["done"] for s in skew], offsets)
+            came, done = zip(*[fact["skew"][variant] for fact in facts], strict=True)
+            offsets = [Offset(*pair) for pair in facts[0]["offsets"]]
+            parts = split(came, done, offsets)
             found |= {"waiting_s": parts.waiting, "transfer_s": parts.transfer}
             found |= {"late_s": parts.late, "latest_rank": ranks[int(np.argmax(parts.late))]}
             found["clock_error_s"] = max(offset.error for offset in offsets)

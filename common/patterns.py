@@ -9,22 +9,27 @@ from typing import Final
 
 import torch
 
-PERIOD: Final = 127
+PERIOD: Final = 1021
+MODULUS: Final = 127  # values moved are under it
 SENTINEL: Final = 127  # in every buffer before the call; no rank sends it
-CHUNK: Final = PERIOD * 8192  # elements compared at once
+CHUNK: Final = PERIOD * 1024  # elements compared at once
 
 # how many ranks bring more than the neutral element to one position: so the sum stays within the
-# 8 bits of a bfloat16 (32 * 7 = 224), the product within an int8 (2**6), the average sharp
+# 8 bits of a bfloat16 (32 * 7 = 224), the product within an int8 (2**6), the average sharp.
+# Up to PERIOD times as many ranks every rank has its turn within a period.
 CONTRIBUTORS: Final = {"sum": 32, "prod": 6, "avg": 4}
 
 
 def tile(rank: int, redop: str | None, ranks: int, dtype: torch.dtype) -> torch.Tensor:
     """One period of what `rank` of `ranks` sends. redop: None where data is only moved. int64."""
     i = torch.arange(PERIOD)
-    moved = (31 * (rank + 1) + i * (1 + rank // PERIOD)) % PERIOD
-    if redop in (None, "min", "max"):
+    moved = (31 * (rank + 1) + i * (1 + rank // MODULUS) + i // MODULUS) % MODULUS
+    if redop is None:
         return moved
-    assert redop is not None
+    if redop in ("min", "max"):  # by turns one rank alone is beyond all others
+        turn = i % ranks == rank % PERIOD
+        low, high = moved % 63, 63 + moved % 64
+        return torch.where(turn, low, high) if redop == "min" else torch.where(turn, high, low)
     contributes = (rank + i) % -(-ranks // CONTRIBUTORS[redop]) == 0
     if redop == "prod":
         return torch.where(contributes, 2, 1)

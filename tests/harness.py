@@ -15,6 +15,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = str(ROOT / "benchmarks" / "ddp_sweep.py")
 CALIBRATE = str(ROOT / "benchmarks" / "calibrate.py")
+COLLECTIVES = str(ROOT / "benchmarks" / "collectives.py")
+P2P_MATRIX = str(ROOT / "benchmarks" / "p2p_matrix.py")
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 # the smallest sweep that still trains a real model
 TINY = ["--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2"]
