@@ -7,6 +7,7 @@ Where torch has an operation in place only (all_reduce, broadcast, reduce), out 
 user writes for it: the input is copied to the output and the call made there. The copy is timed.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -107,7 +108,7 @@ def prepare(name: str, count: int, in_place: bool, at: Setting, room: Room) -> P
 
     def fill(k: int) -> None:
         src, dst = places[k]
-        patterns.fill(dst, torch.full((patterns.PERIOD,), patterns.SENTINEL))
+        patterns.blank(dst)
         patterns.fill(src, period)
 
     def wrong(k: int) -> int:
@@ -293,21 +294,27 @@ OPERATIONS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor, Setting], Call
 
 def _prepare_barrier(at: Setting) -> Prepared:
     """Checked by a count in the store: no rank may leave before all have come."""
-    came = [0]
+    checked = itertools.count(1)
+    keys: list[str] = []  # of the call to be checked
+
+    options: dict[str, Any] = {"device_ids": [at.device.index]} if at.device.type == "cuda" else {}
+    barrier = partial(dist.barrier, at.group, async_op=at.async_op, **options)
+
+    def call() -> Any:
+        if keys:
+            assert at.store is not None
+            if at.rank == int(keys[0]) % at.ranks:
+                time.sleep(0.02)  # one comes late, so that a barrier that does nothing is seen
+            at.store.add(keys[0], 1)
+        return barrier()
 
     def fill(k: int) -> None:
-        assert at.store is not None
-        came[0] += 1
-        if at.rank == came[0] % at.ranks:
-            time.sleep(0.005)  # one comes late, so that a barrier that does nothing is seen
-        at.store.add(f"{came[0]}", 1)
+        keys[:] = [str(next(checked))]
 
     def wrong(k: int) -> int:
         assert at.store is not None
-        return at.ranks - int(at.store.add(f"{came[0]}", 0))
+        return at.ranks - int(at.store.add(keys.pop(), 0))
 
-    options: dict[str, Any] = {"device_ids": [at.device.index]} if at.device.type == "cuda" else {}
-    call = partial(dist.barrier, at.group, async_op=at.async_op, **options)
     return Prepared([call], fill, wrong)
 
 

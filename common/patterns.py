@@ -64,6 +64,11 @@ def tolerance(redop: str | None, dtype: torch.dtype) -> float:
     return (CONTRIBUTORS["avg"] + 2) * torch.finfo(dtype).eps
 
 
+def blank(buffer: torch.Tensor) -> None:
+    """Fill with what no rank sends."""
+    buffer.fill_(SENTINEL)
+
+
 def fill(buffer: torch.Tensor, period: torch.Tensor, start: int = 0) -> None:
     """Write a period's values at positions start, start + 1, ... buffer: [n]."""
     chunk = _at(period.to(buffer.dtype).to(buffer.device), start, min(len(buffer), CHUNK))
