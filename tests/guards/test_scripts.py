@@ -1,26 +1,14 @@
 """What holds for every script: --help, flags, and the commands that the README shows."""
 
 import contextlib
-import importlib.util
 import re
 import shlex
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from harness import ROOT, SCRIPTS, run
+from harness import ROOT, SCRIPTS, load_script, run
 from torch.distributed.run import get_args_parser
-
-
-def load_script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def help_text(script: Path) -> str:
