@@ -24,10 +24,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from common import bandwidth, cli
 
 MODES = ("clock", "barrier", "perturbation", "resolution", "all_reduce", "metadata")
-SIZES = (8, 2**16, 2**20, 2**24)  # bytes, of `all_reduce`
+SIZES = [8, 2**16, 2**20, 2**24]  # bytes, of `all_reduce`
 CALLS = 20  # a block of `all_reduce`, as collectives.py has by default
 
 
@@ -56,6 +56,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="pairs of `perturbation` and `all_reduce`, repeats of `metadata` (default: 12)",
     )
+    add(
+        "--sizes",
+        type=cli.list_of(cli.as_type(bandwidth.parse_size)),
+        default=SIZES,
+        metavar="SIZE",
+        help="of `all_reduce`; a list (default: 8,64K,1M,16M)",
+    )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     cli.add_report_flags(parser)
     args = parser.parse_args(argv)
@@ -63,6 +70,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         cli.refuse("--seconds has no effect without --modes resolution")
     if args.step_ms != 1.0 and not {"perturbation", "resolution"} & set(args.modes):
         cli.refuse("--step-ms has no effect without --modes perturbation or resolution")
+    if args.sizes != SIZES and "all_reduce" not in args.modes:
+        cli.refuse("--sizes has no effect without --modes all_reduce")
+    if min(args.sizes) < 4:
+        cli.refuse("--sizes must be at least 4 bytes, one float32; e.g. --sizes 8,64K")
     if args.rounds != 12 and not {"perturbation", "all_reduce", "metadata"} & set(args.modes):
         cli.refuse("--rounds has no effect without --modes perturbation, all_reduce or metadata")
     return args
@@ -84,7 +95,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common import bandwidth, blocks
+from common import blocks
 from common.breakdown import bounds
 from common.collective_ops import Room, Setting, prepare
 from common.dist import CaseGroup, choose_device, gather_json, gather_rows
@@ -373,7 +384,7 @@ def main(args: argparse.Namespace) -> int:
                     f"{mode}, {bandwidth.show_size(size)}",
                     functools.partial(run_all_reduce, size),
                 )
-                for size in SIZES
+                for size in args.sizes
             ]
         else:
             key = {"mode": mode, "step_ms": args.step_ms, "rounds": args.rounds}
