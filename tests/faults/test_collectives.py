@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import COLLECTIVES, ROOT, launch, load, run, torchrun
+from harness import COLLECTIVES, P2P_MATRIX, ROOT, launch, load, run, torchrun
 
 from common.bandwidth import COLLECTIVES as NAMES
 
@@ -86,3 +86,17 @@ def test_interrupted(tmp_path: Path) -> None:
         assert "# interrupted (SIGINT" in text
         assert "# Out of bounds values : 0 OK" in text
     assert load(path)["status"] == "interrupted"
+
+
+def test_p2p_matrix_names_a_stopped_rank(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    options = ["--device", "cpu", "--size", "4K", "-n", "100000", "--json", str(path)]
+    with launch([*torchrun(3), P2P_MATRIX, *options, "--timeout", "6"]) as started:
+        started.wait_for("# 3 rounds")
+        time.sleep(1)
+        os.kill(started.ranks()[2], signal.SIGSTOP)
+        assert started.wait() != 0
+        errors = "".join(started.stderr)
+        assert f"rank 2 on {os.uname().nodename} does not answer" in errors
+        assert "in case 'round 1 of 3'" in errors
+        assert "exitcode  : 3" in errors
