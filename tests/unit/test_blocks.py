@@ -88,13 +88,23 @@ def test_chunk(calls: int, seconds: float, changes: dict[str, Any], chunk: int) 
     assert blocks._chunk(calls, seconds, rule(**changes)) == chunk
 
 
-def test_a_part_is_divided_by_its_calls(group: CaseGroup) -> None:
-    import time
+def test_a_part_is_divided_by_its_calls(group: CaseGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 2 calls that take 4 ms and more: 6 calls are read three times."""
+    monkeypatch.setattr(blocks, "time_block", lambda part, n, device: [0.004] * n)
+    variants = {"a": Timed(blocks.plain, [lambda: None])}
+    times, _ = time_blocks(variants, group.together, CPU, rule(max_blocks=2))
+    assert times == {"a": [[0.002] * 3] * 2}
 
-    variants = {"a": Timed(blocks.plain, [lambda: time.sleep(0.003)])}
-    times, _ = time_blocks(variants, group.together, CPU, rule(max_blocks=1))
-    assert len(times["a"][0]) == 3  # 6 calls, read every 2
-    assert all(0.003 <= part < 0.3 for part in times["a"][0])
+
+def test_all_ranks_start_a_block_together(
+    group: CaseGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(blocks.dist, "barrier", lambda of: order.append("barrier"))
+    variants = {"a": Timed(blocks.plain, [lambda: order.append("call")])}
+    time_blocks(variants, group.together, CPU, rule(max_blocks=2, warmup=0))
+    block = ["barrier", *["call"] * 7]
+    assert order == [*["call"] * 2, *block, *block]
 
 
 class Work:

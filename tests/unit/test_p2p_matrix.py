@@ -33,6 +33,14 @@ def test_a_link_by_hand() -> None:
     assert samples.samples["both"].tolist() == [[3e-3], [4e-3]]
 
 
+def test_direction_where_the_first_member_has_the_higher_rank() -> None:
+    """Rank 0, of the second member, is the one that sends in phase `a -> b`."""
+    args = parse("--size", "1000000")
+    facts = [fact(1, 4e-6, 1e-3, 9, 3e-3), fact(0, 9, 9, 2e-3, 4e-3)]
+    _, _, metrics, _ = p2p.derive([(0, 1)], [(1,), (0,)], args, facts)
+    assert metrics == {"links": [[0, 1, 2.0, 0.5, 1.0, 0.5]]}
+
+
 def test_a_link_of_nodes_by_hand() -> None:
     """Rank 0 with 2 and 1 with 3: bandwidths added, the largest latency."""
     args = parse("--size", "1000000")
