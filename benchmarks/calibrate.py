@@ -213,9 +213,9 @@ def run_all_reduce(
     ]
     calls, others = (prepared.calls for prepared in sets)
 
-    def by_hand(calls: Iterator[Any], n: int) -> Step:
-        buffers = itertools.cycle([call.args[0] for call in others])
+    buffers = itertools.cycle([call.args[0] for call in others])
 
+    def by_hand(calls: Iterator[Any], n: int) -> Step:
         def run() -> None:
             for _ in range(n):
                 dist.all_reduce(next(buffers), group=group.test)
