@@ -7,6 +7,8 @@
                   alternate in one process. 1 is a harness that costs nothing
     resolution    a step against itself: half the 95 % interval of the difference, over the step,
                   after so many seconds. A smaller difference cannot be seen in one run
+    all_reduce    what collectives.py prints for all_reduce / the same calls in a bare loop; blocks
+                  alternate in one process
     metadata      gathering the samples of a case on rank 0 and writing the report
 
     python benchmarks/calibrate.py
@@ -22,9 +24,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
+from common import bandwidth, cli
 
-MODES = ("clock", "barrier", "perturbation", "resolution", "metadata")
+MODES = ("clock", "barrier", "perturbation", "resolution", "all_reduce", "metadata")
+SIZES = [8, 2**16, 2**20, 2**24]  # bytes, of `all_reduce`
+CALLS = 20  # a block of `all_reduce`, as collectives.py has by default
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,7 +54,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=cli.positive_int,
         default=12,
         metavar="N",
-        help="pairs of `perturbation`, repeats of `metadata` (default: 12)",
+        help="pairs of `perturbation` and `all_reduce`, repeats of `metadata` (default: 12)",
+    )
+    add(
+        "--sizes",
+        type=cli.list_of(cli.as_type(bandwidth.parse_size)),
+        default=SIZES,
+        metavar="SIZE",
+        help="of `all_reduce`; a list (default: 8,64K,1M,16M)",
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     cli.add_report_flags(parser)
@@ -59,8 +70,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         cli.refuse("--seconds has no effect without --modes resolution")
     if args.step_ms != 1.0 and not {"perturbation", "resolution"} & set(args.modes):
         cli.refuse("--step-ms has no effect without --modes perturbation or resolution")
-    if args.rounds != 12 and not {"perturbation", "metadata"} & set(args.modes):
-        cli.refuse("--rounds has no effect without --modes perturbation or metadata")
+    if args.sizes != SIZES and "all_reduce" not in args.modes:
+        cli.refuse("--sizes has no effect without --modes all_reduce")
+    if min(args.sizes) < 4:
+        cli.refuse("--sizes must be at least 4 bytes, one float32; e.g. --sizes 8,64K")
+    if args.rounds != 12 and not {"perturbation", "all_reduce", "metadata"} & set(args.modes):
+        cli.refuse("--rounds has no effect without --modes perturbation, all_reduce or metadata")
     return args
 
 
@@ -68,8 +83,9 @@ if __name__ == "__main__":
     ARGS = parse_args()  # before the imports below, so that --help need not wait for them
 
 import functools
+import itertools
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -80,8 +96,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from common import blocks
 from common.breakdown import bounds
+from common.collective_ops import Room, Setting, prepare
 from common.dist import CaseGroup, choose_device, gather_json, gather_rows
+from common.memory import cache_bytes
 from common.results import Report
 from common.stats import difference, median_interval
 from common.sweep import Outcome, Sweep, check_report_flags
@@ -182,6 +201,33 @@ def run_resolution(
     )
 
 
+def run_all_reduce(
+    size: int, args: argparse.Namespace, device: torch.device, group: CaseGroup
+) -> Outcome:
+    """Blocks as collectives.py has them, and of a loop as anybody writes it."""
+    ranks = len(group.ranks)
+    setting = Setting(group.test, dist.get_rank(group.test), ranks, device, torch.float32, "sum")
+    sets = [
+        prepare("all_reduce", size // 4, True, setting, Room(2 * cache_bytes(device), 10 * CALLS))
+        for _ in range(2)
+    ]
+    calls, others = (prepared.calls for prepared in sets)
+
+    buffers = itertools.cycle([call.args[0] for call in others])
+
+    def by_hand(calls: Iterator[Any], n: int) -> Step:
+        def run() -> None:
+            for _ in range(n):
+                dist.all_reduce(next(buffers), group=group.test)
+
+        return run
+
+    timed = {"printed": blocks.Timed(blocks.plain, calls), "bare": blocks.Timed(by_hand, others)}
+    rule = blocks.BlockRule(5, CALLS, args.rounds, 1e9, args.timeout / 4)
+    times, _ = blocks.time_blocks(timed, group.together, device, rule, args.progress)
+    return Outcome({name: [float(np.mean(b)) for b in found] for name, found in times.items()})
+
+
 def run_metadata(args: argparse.Namespace, device: torch.device, group: CaseGroup) -> Outcome:
     """What a case costs beside its timed blocks, in the size of a typical ddp_sweep case."""
     samples = torch.full((3, 100), 0.123456789, dtype=torch.float64)
@@ -245,6 +291,17 @@ def derive(
             "resolution": interval.half_width / step if interval else None,
         }
         return metrics, "passed"
+    if mode == "all_reduce":
+        # the slowest rank counts, as in the table
+        printed, bare = (np.max([fact[name] for fact in facts], axis=0) for name in facts[0])
+        ratios = printed / bare
+        metrics = {
+            "ratio": float(np.median(ratios)),
+            "ratio_ci95": bounds(median_interval(ratios)),
+            "ratio_of_fastest": float(printed.min() / bare.min()),
+            "step_s": float(np.median(bare)),
+        }
+        return metrics, "passed"
     assert mode == "metadata"
     seconds = facts[0]["seconds"]
     return {f"seconds_p{q}_s": float(np.percentile(seconds, q)) for q in (50, 95)}, "passed"
@@ -268,12 +325,15 @@ def describe(case: dict[str, Any]) -> str:
             f"ranks of a host leave within {m['skew_p50_s'] * 1e6:.0f} us "
             f"(p50), {m['skew_p95_s'] * 1e6:.0f} us (p95)"
         )
-    if mode == "perturbation":
+    if mode in ("perturbation", "all_reduce"):
         ci = m["ratio_ci95"]
         interval = f", 95 % interval {ci[0]:.4f} to {ci[1]:.4f}" if ci else ""
+        what = "a step" if mode == "perturbation" else "a call"
+        if mode == "all_reduce":  # what a busy machine disturbs least
+            interval += f", fastest blocks {m['ratio_of_fastest']:.4f}"
         return (
             f"reported / bare loop = {m['ratio']:.4f}{interval}, "
-            f"at a step of {m['step_s'] * 1e3:.2f} ms"
+            f"at {what} of {m['step_s'] * 1e3:.{2 if m['step_s'] > 1e-3 else 3}f} ms"
         )
     if mode == "resolution":
         if m["resolution"] is None:
@@ -310,6 +370,15 @@ def main(args: argparse.Namespace) -> int:
                     functools.partial(run_resolution, s),
                 )
                 for s in args.seconds
+            ]
+        elif mode == "all_reduce":
+            plan += [
+                (
+                    {"mode": mode, "size_bytes": size, "rounds": args.rounds},
+                    f"{mode}, {bandwidth.show_size(size)}",
+                    functools.partial(run_all_reduce, size),
+                )
+                for size in args.sizes
             ]
         else:
             key = {"mode": mode, "step_ms": args.step_ms, "rounds": args.rounds}

@@ -126,7 +126,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     settings.add_argument(
         "--rpc-threads",
-        type=cli.list_of(cli.positive_int),
+        type=cli.list_of(cli.rpc_threads),
         metavar="N",
         help="worker threads a process; a list (default: its share of the cores, and 16)",
     )

@@ -88,6 +88,13 @@ def positive_int(text: str) -> int:
     return value
 
 
+def whole_number(text: str) -> int:
+    """argparse type: a whole number, 0 or more."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got '{text}'")
+    return int(text)
+
+
 def positive_float(text: str) -> float:
     """argparse type: a finite number above 0."""
     try:
@@ -110,6 +117,18 @@ def percentage(text: str) -> float:
     return value
 
 
+def as_type(read: Callable[[str], Any]) -> Any:
+    """argparse type: what `read` makes of the text; its ValueError is the message."""
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parse
+
+
 def list_of(item: Callable[[str], Any], choices: Sequence[str] | None = None) -> Any:
     """argparse type: `a,b,c`, each item read by `item`, named in `choices`, and given once."""
 
@@ -124,6 +143,18 @@ def list_of(item: Callable[[str], Any], choices: Sequence[str] | None = None) ->
         values = [item(word) for word in words]
         if len(set(values)) < len(values):
             raise argparse.ArgumentTypeError(f"expected each item once, got '{text}'")
+        return values
+
+    return parse
+
+
+def names(choices: Sequence[str], aliases: dict[str, str] | None = None) -> Any:
+    """argparse type: a list of `choices`, or `all` of them; aliases: other names for some."""
+
+    def parse(text: str) -> list[str]:
+        given = [word.strip() for word in text.lower().split(",")]
+        words = [(aliases or {}).get(word, word) for word in given]
+        values: list[str] = list_of(str, choices)(",".join(words if words != ["all"] else choices))
         return values
 
     return parse
@@ -217,12 +248,20 @@ TRANSPORTS = ("shm", "uv", "ibv")
 CHANNELS = ("basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
 
 
+def rpc_threads(text: str) -> int:
+    """argparse type: worker threads of one process. Thousands would starve the whole host."""
+    value = positive_int(text)
+    if value > 1024:
+        raise argparse.ArgumentTypeError(f"expected at most 1024 threads, got '{text}'")
+    return value
+
+
 def add_rpc_flags(parser: argparse.ArgumentParser) -> None:
     """Add TensorPipe's settings."""
     group = parser.add_argument_group("RPC")
     group.add_argument(
         "--rpc-threads",
-        type=positive_int,
+        type=rpc_threads,
         metavar="N",
         help="worker threads a process (default: its share of the cores, 2 to 16)",
     )
@@ -247,15 +286,22 @@ def add_rpc_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_report_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the report, resuming, and hangs."""
+def add_report_flags(
+    parser: argparse.ArgumentParser,
+    json: Sequence[str] = ("--json",),
+    timeout: Sequence[str] = ("--timeout",),
+) -> None:
+    """Add the flags for the report, resuming, and hangs. json, timeout: how these are spelled."""
     group = parser.add_argument_group("report")
-    group.add_argument("--json", metavar="PATH", help="write the report here after every case")
+    group.add_argument(
+        *json, dest="json", metavar="PATH", help="write the report here after every case"
+    )
     group.add_argument(
         "--resume", action="store_true", help="skip the cases that the report already holds"
     )
     group.add_argument(
-        "--timeout",
+        *timeout,
+        dest="timeout",
         type=positive_float,
         default=300.0,
         metavar="S",

@@ -142,7 +142,7 @@ def check(name: str, wrap: Wrap, autocast: Autocast, sweep: Sweep) -> str | None
         )
 
     everyone = tuple(range(sweep.ctx.world_size))
-    outcome = sweep.attempt(f"check of hook {name}", everyone, work)
+    outcome = sweep.attempt(f"check of hook {name}", [everyone], work)
     reason = None
     if outcome is not None:
         facts, _, error = outcome

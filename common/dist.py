@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -52,11 +52,12 @@ class RankContext:
 
 @dataclass(frozen=True)
 class CaseGroup:
-    """The two process groups of one case; both span the same ranks."""
+    """The process groups of one case. The first two span the same ranks."""
 
     ranks: tuple[int, ...]
     test: dist.ProcessGroup  # carries the workload, nothing else
     control: dist.ProcessGroup  # gloo: barriers and decisions between timed blocks
+    together: dist.ProcessGroup  # gloo: likewise, of all the groups that run at the same time
 
 
 def world_from_environment() -> tuple[int, int, int, int]:
@@ -205,26 +206,53 @@ def shutdown() -> None:
     dist.destroy_process_group()
 
 
+def open_groups(groups: Sequence[tuple[int, ...]], ctx: RankContext) -> CaseGroup | None:
+    """Make the groups of a case that runs on disjoint sets of ranks at the same time.
+
+    This rank's own; None on a rank outside them. All ranks of the job must call it together.
+    """
+    mine: Any = None
+    with _peers():
+        for ranks in groups:
+            control = dist.new_group(list(ranks), backend="gloo", timeout=FOREVER)
+            test = dist.new_group(list(ranks), backend=ctx.backend, timeout=FOREVER)
+            if ctx.rank in ranks:
+                mine = (ranks, test, control)
+        together = mine and mine[2]
+        if len(groups) > 1:  # never the default one: there the ranks outside wait for the others
+            everyone = [rank for ranks in groups for rank in ranks]
+            together = dist.new_group(everyone, backend="gloo", timeout=FOREVER)
+    return CaseGroup(mine[0], mine[1], mine[2], together) if mine else None
+
+
+def close_groups(group: CaseGroup | None) -> None:
+    """Destroy what `open_groups` made; their members alone call it, each for itself."""
+    if group is None:
+        return
+    for part in {id(g): g for g in (group.test, group.control, group.together)}.values():
+        dist.destroy_process_group(part)
+
+
 @contextlib.contextmanager
 def case_group(ranks: tuple[int, ...], ctx: RankContext) -> Iterator[CaseGroup | None]:
     """The groups of one case, destroyed after it; None on a rank outside it.
 
     All ranks of the job must enter it together.
     """
-    members = list(ranks)
-    with _peers():
-        control = dist.new_group(members, backend="gloo", timeout=FOREVER)
-        test = dist.new_group(members, backend=ctx.backend, timeout=FOREVER)
-    if ctx.rank not in ranks:
-        yield None
-        return
-    assert isinstance(test, dist.ProcessGroup)
-    assert isinstance(control, dist.ProcessGroup)
+    group = open_groups([ranks], ctx)
     try:
-        yield CaseGroup(ranks, test, control)
+        yield group
     finally:
-        dist.destroy_process_group(test)
-        dist.destroy_process_group(control)
+        close_groups(group)
+
+
+def all_agree(yes: bool) -> bool:
+    """Whether it is so on every rank of the job; all must ask. Raises PeerLost."""
+    votes = torch.tensor([int(yes)])
+    with _peers():
+        if dist.get_world_size() > 1:
+            dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes)
 
 
 def reduce_max(values: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

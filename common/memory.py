@@ -33,6 +33,37 @@ def peak_gib(device: torch.device, start: int) -> float:
     return max(0, _status_bytes("VmHWM") - start) / GIB
 
 
+def cache_bytes(device: torch.device) -> int:
+    """The last-level cache that a rank's data passes: L2 on CUDA, on the CPU as Linux tells."""
+    if device.type == "cuda":
+        return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 2**26))
+    sizes = [2**25]  # where nothing is told: no less than most have
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        found = re.fullmatch(r"(\d+)([KMG])", path.read_text().strip())
+        if found:
+            sizes.append(int(found[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[found[2]])
+    return max(sizes)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that this host (for all its ranks) or this CUDA device can still give."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    available = int(found[1]) * 1024 if found else 2**62
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        with contextlib.suppress(OSError, ValueError):  # no such limit, or `max`
+            free = int(Path(limit).read_text()) - int(Path(used).read_text())
+            available = min(available, max(0, free))
+    return available
+
+
 def _status_bytes(name: str) -> int:
     found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(found[1]) * 1024 if found else 0

@@ -18,15 +18,17 @@ from common.dist import (
     CaseGroup,
     PeerLost,
     RankContext,
+    all_agree,
     broadcast_json,
-    case_group,
+    close_groups,
     gather_json,
     init,
+    open_groups,
     shutdown,
 )
 from common.environment import collect, preamble, refuse_shared_devices
 from common.parts import WHOLE, Part
-from common.results import Case, Extras, Report
+from common.results import Case, Extras, Report, same_key
 from common.table import Progress
 from common.timing import Measurement, StopRule
 from common.watchdog import HANG, Watchdog
@@ -117,6 +119,8 @@ class Sweep:
         self._printed = True
         self._on_loss: Callable[[], object] | None = None
         self.last_failed = False  # on rank 0: whether the last attempt raised an error
+        self._problem: str | None = None
+        self._kept: tuple[list[tuple[int, ...]], CaseGroup | None] | None = None
         self._planned: Sequence[dict[str, Any]] = ()
         self._summary: Callable[[], None] = lambda: None
         self.report: Report | None = None  # on rank 0
@@ -162,11 +166,15 @@ class Sweep:
     def attempt(
         self,
         label: str,
-        ranks: tuple[int, ...],
+        groups: Sequence[tuple[int, ...]],
         work: Callable[[CaseGroup], Outcome],
+        keep_groups: bool = False,
         on_loss: Callable[[Outcome], object] = lambda outcome: None,
     ) -> tuple[list[dict[str, Any]], Outcome | None, str | None] | None:
-        """Run `work` on `ranks`, in groups of its own; every rank of the job calls this.
+        """Run `work` on disjoint sets of ranks at once; every rank of the job calls this.
+
+        Each set has process groups of its own. keep_groups: the next attempt on the same sets
+        takes over the process groups of this one, unless it fails.
 
         On rank 0: (facts of each of the ranks, rank 0's own outcome, None), or, where the work
         raised an error on any rank, ([], None, reason). None on the other ranks.
@@ -174,6 +182,8 @@ class Sweep:
         on_loss: called with rank 0's outcome if the job ends because another rank has none.
         """
         mine, error = None, None
+        groups = [tuple(ranks) for ranks in groups]
+        ranks = [rank for members in groups for rank in members]
         self._progress.now(label)
         self._attempts += 1
         member = self.ctx.rank in ranks
@@ -182,7 +192,7 @@ class Sweep:
                 self.watch.enter(label, (self._attempts, 0, 0), "set up")
             else:  # neither ahead of the ranks in the case nor behind them
                 self.watch.enter(f"not part of {label}", (self._attempts,), "waits for all ranks")
-            mine = self._in_groups(ranks, work)
+            mine = self._in_groups(groups, work, keep_groups)
         except PeerLost as lost:
             self.watch.lost_peer(lost)
         except Exception as caught:
@@ -229,13 +239,37 @@ class Sweep:
         return gather_json([error, mine.facts if mine else None])
 
     def _in_groups(
-        self, ranks: tuple[int, ...], work: Callable[[CaseGroup], Outcome]
+        self,
+        groups: list[tuple[int, ...]],
+        work: Callable[[CaseGroup], Outcome],
+        keep: bool,
     ) -> Outcome | None:
-        with case_group(ranks, self.ctx) as group:
+        # what failed on another rank is of no use here either
+        kept = self._kept is not None and self._kept[0] == groups
+        if keep and all_agree(kept):
+            assert self._kept is not None
+            group = self._kept[1]
+        else:
+            self._drop_kept()
+            group = open_groups(groups, self.ctx)
+        self._kept = None
+        try:
             if group is None:
-                return None
-            with self.watch.guard(group.test):
-                return work(group)
+                outcome = None
+            else:
+                with self.watch.guard(group.test):
+                    outcome = work(group)
+            if keep:
+                self._kept = (groups, group)
+            return outcome
+        finally:
+            if self._kept is None:
+                close_groups(group)
+
+    def _drop_kept(self) -> None:
+        if self._kept is not None:
+            close_groups(self._kept[1])
+            self._kept = None
 
     def case(
         self,
@@ -258,10 +292,9 @@ class Sweep:
                 self.keep(key, label, ranks, mine.measurement, *salvage(mine))
 
         if broken is None:
-            outcome = self.attempt(label, ranks, work, on_loss)
+            outcome = self.attempt(label, [ranks], work, on_loss=on_loss)
         else:
             outcome = ([], None, broken) if self.ctx.rank == 0 else None
-        self._progress.done()
         if outcome is None:
             return None
         facts, mine, error = outcome
@@ -282,7 +315,11 @@ class Sweep:
         metrics: dict[str, Any],
         check: str,
     ) -> Case:
-        """Add a case to the report, on rank 0; `case` does it for what it has measured."""
+        """Add a case that `attempt` has measured to the report; on rank 0.
+
+        measured: its samples have a row for each of the ranks.
+        """
+        self._progress.done()
         samples = {
             name: [[round(float(x), 9) for x in row] for row in rows]
             for name, rows in (measured.samples if measured else {}).items()
@@ -310,6 +347,17 @@ class Sweep:
             self.watch.stop()
             cli.refuse(f"--strict-topology: {lines[0]}")
 
+    def fail(self, reason: str) -> None:
+        """Let the run fail although its cases passed; on rank 0."""
+        self._problem = reason
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+
+    def refuse(self, problem: str | None) -> None:
+        """End the run for a user's mistake that only the running job shows. On all ranks."""
+        if problem:
+            self.watch.stop()
+            cli.refuse(problem)
+
     def share(self, value: Any) -> Any:
         """Rank 0's value, on all ranks; JSON."""
         return self._contained(lambda: broadcast_json(value))
@@ -323,6 +371,17 @@ class Sweep:
     def find(self, key: dict[str, Any]) -> Case | None:
         """The report's complete case of this key; on rank 0."""
         return self.report.find(key) if self.report is not None else None
+
+    def find_any(self, key: dict[str, Any]) -> Case | None:
+        """The report's case of this key, failed or not; on rank 0."""
+        cases = self.report.cases if self.report is not None else []
+        return next((case for case in cases if same_key(case["key"], key)), None)
+
+    def nodes(self) -> list[int]:
+        """The node of each rank; on all ranks."""
+        rows = self.report.environment["ranks"] if self.report is not None else []
+        nodes: list[int] = self.share([row["node"] for row in rows])
+        return nodes
 
     def host_of(self, rank: int) -> str:
         """The host name of a rank; on rank 0."""
@@ -360,8 +419,9 @@ class Sweep:
             self._progress.close()
             if self._part.last:
                 before = any(case["check"].startswith("failed") for case in self.report.cases)
-                failed |= before and self._part.number > 0
-                saved = self.report.finish("failed" if failed else "complete")
+                failed |= bool(before and self._part.number > 0) or self._problem is not None
+                status = "failed" if failed else "complete"
+                saved = self.report.finish(status, self._problem)
                 self._summary()
             self.status = 0 if saved and self._printed and not failed else 1
         self._contained(shutdown)

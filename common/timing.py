@@ -6,7 +6,7 @@ backwards in the next, so that a drift of the machine hits all of them alike.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -97,7 +97,7 @@ def measure(
     primary = next(iter(steps))
     stop: dict[str, Any] = {}
     start = perf_counter()
-    with _no_garbage_collection():
+    with without_garbage_collection():
         while block:
             order = list(steps) if len(rounds) % 2 == 0 else list(reversed(steps))
             for name in order:
@@ -153,7 +153,7 @@ def _decide(slowest: list[float], rounds: int, elapsed: float, rule: StopRule) -
 
 
 @contextmanager
-def _no_garbage_collection():  # type: ignore[no-untyped-def]
+def without_garbage_collection() -> Iterator[None]:
     """A collection inside one rank's timed block would stop all ranks."""
     gc.collect()
     was_enabled = gc.isenabled()

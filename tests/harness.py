@@ -18,6 +18,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = str(ROOT / "benchmarks" / "ddp_sweep.py")
 CALIBRATE = str(ROOT / "benchmarks" / "calibrate.py")
+COLLECTIVES = str(ROOT / "benchmarks" / "collectives.py")
+P2P_MATRIX = str(ROOT / "benchmarks" / "p2p_matrix.py")
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 # the smallest sweep that still trains a real model
 TINY = ["--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2"]
@@ -53,6 +55,13 @@ def run(
 def load(path: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(path.read_text())
     return report
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 class Launch:
@@ -149,13 +158,6 @@ def load_script(name: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

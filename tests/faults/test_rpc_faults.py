@@ -126,6 +126,7 @@ def test_the_others_finish_without_a_trainer_that_fails(tmp_path: Path) -> None:
         (DDP_RPC, 1, ["--rpc-transports", "tcp"], ["unknown 'tcp'", "shm, uv"]),
         (DDP_RPC, 1, ["--rpc-channels", "basics"], ["unknown 'basics'", "basic"]),
         (DDP_RPC, 1, ["--rpc-threads", "0"], ["--rpc-threads", "'0'"]),
+        (DDP_RPC, 1, ["--rpc-threads", "99999"], ["at most 1024 threads"]),
         (DDP_RPC, 1, ["--rpc-timeout", "-1"], ["--rpc-timeout", "'-1'"]),
         (DDP_RPC, 1, ["--compare-original", "--lookup", "parallel"], ["--lookup has no effect"]),
         (DDP_RPC, 4, ["--server-device", "cuda", "--device", "cpu"], ["no CUDA device"]),

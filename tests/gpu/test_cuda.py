@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import CALIBRATE, SWEEP, TINY, load, run, torchrun
+from harness import CALIBRATE, COLLECTIVES, P2P_MATRIX, SWEEP, TINY, load, run, torchrun
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,3 +47,39 @@ def test_calibrate(tmp_path: Path) -> None:
     options = ["--rounds", "6", "--seconds", "1", "--json", str(tmp_path / "c.json")]
     done = run([*torchrun(1), CALIBRATE, *options])
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("mode", [[], ["-z", "1"], ["--in-flight", "3"], ["-G", "3"], ["--skew"]])
+def test_collectives(tmp_path: Path, mode: list[str]) -> None:
+    """Over NCCL on every device, one if there is no more; with CUDA graphs too."""
+    path = tmp_path / "r.json"
+    ranks = max(1, torch.cuda.device_count())
+    options = ["--collective", "all", "-b", "64", "-e", "64K", "-f", "32", "-n", "4", *mode]
+    options += ["-d", "float32,bfloat16,int8", "-o", "sum,avg,max", "--max-seconds", "0.01"]
+    done = run([*torchrun(ranks), COLLECTIVES, *options, "--json", str(path)], timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    checks = {case["check"] for case in load(path)["cases"]}
+    assert "passed" in checks
+    assert all(check == "passed" or check.startswith("skipped: n/a: ") for check in checks), checks
+
+
+def test_coalesced_collectives(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    options = ["--collective", "all_reduce,all_gather,reduce_scatter", "--coalesce", "4"]
+    options += ["-b", "64", "-e", "64K", "-f", "32", "--json", str(path)]
+    ranks = max(1, torch.cuda.device_count())
+    done = run([*torchrun(ranks), COLLECTIVES, *options], timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {case["check"] for case in load(path)["cases"]} == {"passed"}
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_p2p_matrix(tmp_path: Path, backend: str) -> None:
+    ranks = torch.cuda.device_count() if backend == "nccl" else 2
+    if ranks < 2:
+        pytest.skip("a link over nccl needs two devices")
+    path = tmp_path / "r.json"
+    options = ["--size", "64K", "--distributed-backend", backend, "--json", str(path)]
+    done = run([*torchrun(ranks), P2P_MATRIX, *options], timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {case["check"] for case in load(path)["cases"]} == {"passed"}

@@ -115,7 +115,10 @@ def test_calibrate(tmp_path: Path) -> None:
     done = run([*torchrun(2), script, *options])
     assert done.returncode == 0, done.stderr
     metrics = {case["key"]["mode"]: case["metrics"] for case in results.load(str(path))["cases"]}
-    assert list(metrics) == ["clock", "barrier", "perturbation", "resolution", "metadata"]
+    assert list(metrics) == [
+        *("clock", "barrier", "perturbation", "resolution", "all_reduce", "metadata"),
+    ]
     assert metrics["clock"]["smallest_step_s"] > 0
     assert metrics["perturbation"]["ratio"] > 0
+    assert metrics["all_reduce"]["ratio"] > 0
     assert metrics["metadata"]["seconds_p50_s"] > 0

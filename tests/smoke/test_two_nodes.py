@@ -1,17 +1,9 @@
 """Two torchrun agents, as on two nodes: labels, node order, the topology check."""
 
-import socket
 import sys
 from pathlib import Path
 
-from harness import SWEEP, TINY, launch, load
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+from harness import SWEEP, TINY, free_port, launch, load
 
 
 def test_two_agents(tmp_path: Path) -> None:
