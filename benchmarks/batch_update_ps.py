@@ -10,7 +10,7 @@ averages them, makes one step of SGD, and answers all who wait with the new para
     gradients/s = gradients in these updates / that time
     latency     = from sending gradients to having the new parameters, on a trainer; per
                   percentile the slowest trainer
-    MB/s        = gradients/s * (bytes sent + bytes received of a gradient)
+    MB/s        = gradients/s * 2 * bytes of the parameters: there and back, without pickle's own
 
 Data and gradients are a part of updates/s, not of the latency. The first --warmup-iters updates
 are not counted. Payloads: `module` sends a list of gradients and receives the pickled module, as
@@ -109,6 +109,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from common.breakdown import bounds
 from common.dist import CaseGroup, world_from_environment
+from common.memory import available_bytes
 from common.parts import Part, run_parts
 from common.rpc import (
     Layout,
@@ -598,6 +599,14 @@ def check_args(args: argparse.Namespace) -> tuple[Layout, torch.device, RpcOptio
         layout = roles(max(1, world_size - 1), *on_cuda)
         refuse_mismatch(layout, world_size)
         device, _ = place(layout, "gloo")
+        # of each process: parameters, gradients, and both on their way
+        needed = (args.in_features + 1) * args.out_features * 4 * 4 * world_size
+        there = available_bytes(torch.device("cpu"))
+        if needed > there:
+            raise ValueError(
+                f"Linear({args.in_features}, {args.out_features}) on {world_size} ranks needs "
+                f"about {needed} bytes, and this host has {there}; try --in-features 1000"
+            )
     except ValueError as error:
         cli.refuse(str(error))
     args.batch_update_size = args.batch_update_size or layout.trainers

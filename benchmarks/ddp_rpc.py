@@ -116,6 +116,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common.breakdown import bounds
 from common.check import compare_replicas, digest
 from common.dist import CaseGroup, world_from_environment
+from common.durations import timed_steps
+from common.memory import available_bytes
 from common.parts import Part, run_parts
 from common.phases import Phases
 from common.rpc import (
@@ -471,7 +473,11 @@ def run_case(
     sweep.watch.phase("check")
     facts = check(config, layout, devices, sweep, group)
     measured, trainer = time_epochs(config, args, layout, devices, sweep, group)
-    return Outcome(facts | {"split_s": trainer.phases.per_step()}, measured)
+    # the timed epochs only: not measure's own warm-up, nor the one that starts a block
+    steps = [
+        BATCHES * epoch + i for epoch in timed_steps(measured.rounds, 1) for i in range(BATCHES)
+    ]
+    return Outcome(facts | {"split_s": trainer.phases.per_step(steps)}, measured)
 
 
 def derive(config: Config, measured: Measurement, facts: list[Any]) -> tuple[dict[str, Any], str]:
@@ -564,6 +570,13 @@ def check_args(args: argparse.Namespace) -> tuple[Layout, torch.device, str, Rpc
             cuda_servers=layout.servers if args.server_device == "cuda" else 0,
         )
         device, backend = place(layout, args.backend)
+        table = args.number_embeddings * args.embedding_dim * 4
+        there = available_bytes(torch.device("cpu"))
+        if layout.cuda_servers == 0 and table > there:
+            raise ValueError(
+                f"a table of {args.number_embeddings} x {args.embedding_dim} needs {table} bytes, "
+                f"and this host has {there}; try --number-embeddings 300"
+            )
     except ValueError as error:
         cli.refuse(str(error))
     check_report_flags(args, "ddp_rpc")

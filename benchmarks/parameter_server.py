@@ -724,6 +724,8 @@ def check_args(args: argparse.Namespace) -> tuple[Layout, torch.device, str]:
     try:
         if args.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: torch sees no CUDA device here; try --device cpu")
+        if (args.ncudatrainer or args.ncudaserver) and not torch.cuda.is_available():
+            raise ValueError("CUDA trainers or servers: torch sees no CUDA device here")
         use_cuda = args.device != "cpu" and torch.cuda.is_available()
         layout = roles(args, world_from_environment()[1], use_cuda)
         all_cuda = layout.cuda_trainers == layout.trainers

@@ -177,7 +177,16 @@ from common.breakdown import bounds
 from common.dist import CaseGroup, world_from_environment
 from common.parts import Part, run_parts
 from common.results import Case
-from common.rpc import Layout, RpcOptions, default_threads, hosted, make, place, workers
+from common.rpc import (
+    Layout,
+    RpcOptions,
+    default_threads,
+    hosted,
+    make,
+    place,
+    torchrun_command,
+    workers,
+)
 from common.stats import median_interval, percentiles
 from common.sweep import Outcome, Sweep, check_report_flags, stop_rule
 from common.table import Columns, StreamedTable, metric
@@ -453,7 +462,7 @@ def check_args(args: argparse.Namespace) -> tuple[Layout, torch.device, str]:
         if world_size < 2:
             raise ValueError(
                 "expected at least 2 ranks, a caller and a callee, got 1; start 2: "
-                "torchrun --nproc-per-node 2 benchmarks/rpc_latency.py"
+                f"{torchrun_command(2)}"
             )
         count, callers = torch.cuda.device_count(), world_size - 1
         for flag, name in (("--device", args.device), ("--server-device", args.server_device)):
@@ -571,14 +580,19 @@ def recommendation(
     if len(best) > 1:
         noise = max(against[options].noise for options in best[1:])
         lines.insert(0, f"  no clear difference (noise: {noise:.2f}x) between")
+
+    def faster(than: RpcOptions, name: str) -> str:
+        found = against[than]
+        return f"  {found.ratio:.2f}x faster than {name} (noise: {found.noise:.2f}x)"
+
     if default in best:
         lines.append("  TensorPipe's default is among them" if len(best) > 1 else "")
         lines[-1] = lines[-1] or "  which is TensorPipe's default"
     elif default is not None:
-        lines.append(f"  {against[default].ratio:.2f}x faster than TensorPipe's default")
+        lines.append(faster(default, "TensorPipe's default"))
     slower = [options for options in against if options not in best]
-    if slower:
-        lines.append(f"  {against[slower[0]].ratio:.2f}x faster than the next, {flags(slower[0])}")
+    if slower and slower[0] != default:
+        lines.append(faster(slower[0], f"the next, {flags(slower[0])}"))
     return lines
 
 

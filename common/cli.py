@@ -307,3 +307,11 @@ def add_report_flags(
         metavar="S",
         help="after S seconds without progress name who hangs, and end (default: 300)",
     )
+
+
+def check_report_path(args: argparse.Namespace) -> None:
+    """Refuse an empty path, and resuming without one."""
+    if args.json == "":
+        refuse("--json needs a path, got ''; e.g. --json report.json")
+    if args.resume and not args.json:
+        refuse("--resume needs the report to resume; add --json PATH")

@@ -20,6 +20,8 @@ from typing import Any, NoReturn
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from common import cli
+
 PR_SET_PDEATHSIG = 1  # of Linux
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -43,6 +45,7 @@ def run_parts(runs: Sequence[Callable[[Part], int]], args: argparse.Namespace) -
     is the last one.
     """
     status = 0
+    cli.check_report_path(args)
     with tempfile.TemporaryDirectory() as folder:
         args.temporary_report = not args.json
         args.json = args.json or str(Path(folder) / "report.json")

@@ -1,5 +1,6 @@
 """Where the time within a step goes: stamps between its parts."""
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -26,13 +27,18 @@ class Phases:
         """What came since the mark before was `name`; "" starts a step and counts nowhere."""
         self._stamps.append((name, stamp(self._device)))
 
-    def per_step(self) -> dict[str, float]:
-        """Seconds of each part since `clear`, over the number of steps; a mark "" starts each."""
+    def per_step(self, counted: Collection[int]) -> dict[str, float]:
+        """Mean seconds of each part over some of the steps since `clear`; a mark "" starts each.
+
+        counted: which of them, counted from 0.
+        """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         totals: dict[str, float] = {}
+        wanted, step = set(counted), 0
         for (_, before), (name, after) in pairwise(self._stamps):
-            if name:
+            if not name:
+                step += 1
+            elif step in wanted:
                 totals[name] = totals.get(name, 0.0) + seconds(before, after)
-        steps = sum(name == "" for name, _ in self._stamps)
-        return {name: total / steps for name, total in totals.items()}
+        return {name: total / len(wanted) for name, total in totals.items()}

@@ -11,6 +11,7 @@ import datetime
 import itertools
 import json
 import os
+import shlex
 import subprocess
 import sys
 import warnings
@@ -25,7 +26,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from common.dist import RankContext, connect_store, world_from_environment
+from common.dist import FOREVER, RankContext, connect_store, world_from_environment
 from common.sweep import Sweep
 
 SCHEME = "torchrun-bench"  # of the init_method that leads to the job's own store
@@ -130,8 +131,16 @@ def refuse_mismatch(layout: Layout, world_size: int) -> None:
         raise ValueError(
             f"{' + '.join(parts)} make {layout.world_size} processes, and there "
             f"{'is' if world_size == 1 else 'are'} {world_size}; start {layout.world_size}: "
-            f"torchrun --nproc-per-node {layout.world_size} ..."
+            f"{torchrun_command(layout.world_size)}"
         )
+
+
+def torchrun_command(processes: int) -> str:
+    """How to start this script again with so many processes."""
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if nodes > 1 and processes % nodes == 0:
+        return f"torchrun --nnodes {nodes} --nproc-per-node {processes // nodes} ..."
+    return f"torchrun --nproc-per-node {processes} {shlex.join(sys.argv)}"
 
 
 def wants_cuda(name: str) -> bool:
@@ -212,7 +221,7 @@ def options_from(args: argparse.Namespace, local_world_size: int) -> RpcOptions:
         transports = default_transports(cores, local_world_size)
     return RpcOptions(
         args.rpc_threads or default_threads(cores, local_world_size),
-        args.rpc_timeout or args.timeout,
+        min(args.rpc_timeout or args.timeout, FOREVER.total_seconds()),
         transports,
         _named(args.rpc_channels),
     )
@@ -281,6 +290,9 @@ def _connect(layout: Layout, options: RpcOptions, ctx: RankContext, devices: lis
             if options.transports and "not in use by this listener" in str(error):
                 names = ", ".join(options.transports)
                 raise RuntimeError(f"TensorPipe finds no transport of {names} here") from error
+            if "timeout" in str(error):
+                limit = f"{options.timeout_s:g} s (--rpc-timeout)"
+                raise TimeoutError(f"RPC did not start within {limit}") from error
             raise
 
 

@@ -54,10 +54,7 @@ Derive = Callable[[Any, list[dict[str, Any]]], tuple[dict[str, Any], str]]
 
 def check_report_flags(args: argparse.Namespace, benchmark: str) -> None:
     """Refuse a report path that cannot serve. On rank 0 alone: the file is on its host."""
-    if args.json == "":
-        cli.refuse("--json needs a path, got ''; e.g. --json report.json")
-    if args.resume and not args.json:
-        cli.refuse("--resume needs the report to resume; add --json PATH")
+    cli.check_report_path(args)
     if os.environ.get("RANK", "0") != "0" or not args.json:
         return
     resume = args.resume

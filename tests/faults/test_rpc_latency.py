@@ -50,7 +50,7 @@ def test_alone() -> None:
     assert done.returncode == 2
     assert done.stderr.splitlines() == [
         "rpc_latency.py: error: expected at least 2 ranks, a caller and a callee, got 1; "
-        "start 2: torchrun --nproc-per-node 2 benchmarks/rpc_latency.py"
+        f"start 2: torchrun --nproc-per-node 2 {LATENCY}"
     ]
 
 

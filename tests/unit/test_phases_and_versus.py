@@ -21,15 +21,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_phases_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps; what lies between a step's end and the next one's start counts nowhere."""
-    times = iter([100.0, 0.0, 1.0, 3.0, 4.0, 10.0, 12.0, 15.0, 15.5])
+    times = iter([100.0, 0.0, 1.0, 3.0, 4.0, 10.0, 12.0, 15.0, 15.5, 20.0, 21.0, 22.0, 23.0])
     monkeypatch.setattr(durations, "perf_counter", lambda: next(times))
     watch = Phases(torch.device("cpu"))
     watch.mark("before")
     watch.clear()
-    for _ in range(2):
+    for _ in range(3):
         for name in ("", "lookup", "backward", "lookup"):
             watch.mark(name)
-    assert watch.per_step() == {"lookup": (1 + 1 + 2 + 0.5) / 2, "backward": (2 + 3) / 2}
+    assert watch.per_step([0, 1]) == {"lookup": (1 + 1 + 2 + 0.5) / 2, "backward": (2 + 3) / 2}
+    assert watch.per_step([2]) == {"lookup": 2, "backward": 1}
 
 
 def test_ratio() -> None:
@@ -45,7 +46,7 @@ def test_ratio() -> None:
 
 
 def arguments(path: str | None = None) -> argparse.Namespace:
-    return argparse.Namespace(json=path)
+    return argparse.Namespace(json=path, resume=False)
 
 
 def test_parts_run_one_after_the_other_in_processes_of_their_own(tmp_path: Path) -> None:
@@ -110,7 +111,7 @@ def run(part):
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(143))
     time.sleep(60)
     return 0
-sys.exit(run_parts([run, run], argparse.Namespace(json="x")))
+sys.exit(run_parts([run, run], argparse.Namespace(json="x", resume=False)))
 """
 
 

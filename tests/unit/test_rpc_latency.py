@@ -218,13 +218,13 @@ def advice(p50s: dict[RpcOptions, float], again: float) -> list[str]:
 def test_advice() -> None:
     assert advice({OWN: 4.0, FEWER: 2.0, UV: 1.0}, again=4.0) == [
         "  --rpc-threads 2 --rpc-transports uv --rpc-channels basic,cma",
-        "  4.00x faster than TensorPipe's default",
-        "  2.00x faster than the next, --rpc-threads 2 --rpc-transports auto",
+        "  4.00x faster than TensorPipe's default (noise: 1.05x)",
+        "  2.00x faster than the next, --rpc-threads 2 --rpc-transports auto (noise: 1.05x)",
     ]
     assert advice({OWN: 1.0, FEWER: 2.0}, again=1.0) == [
         "  --rpc-threads 16 --rpc-transports auto",
         "  which is TensorPipe's default",
-        "  2.00x faster than the next, --rpc-threads 2 --rpc-transports auto",
+        "  2.00x faster than the next, --rpc-threads 2 --rpc-transports auto (noise: 1.05x)",
     ]
 
 
