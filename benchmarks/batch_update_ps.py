@@ -74,11 +74,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help=f"instead: updates/s of `tensors` and these settings over those of `module` and "
         f"{ORIGINAL_THREADS} RPC threads, measured in turns",
     )
+    text = "of --compare-original, two starts each; 6 or more have an interval (default: 8)"
+    add("--rounds", type=size, metavar="N", help=text)
     cli.add_measurement_flags(parser, min_iters=200)
     cli.add_rpc_flags(parser)
     cli.add_report_flags(parser)
     args = parser.parse_args(argv)
     cli.check_measurement_flags(args)
+    if args.rounds and not args.compare_original:
+        cli.refuse("--rounds has no effect without --compare-original")
+    args.rounds = args.rounds or 8
     if args.compare_original and args.payload:
         cli.refuse("--payload has no effect with --compare-original, which compares the two")
     args.payload = args.payload or list(PAYLOAD_NAMES)
@@ -126,7 +131,7 @@ from common.stats import PERCENTILES, median_interval, percentiles, relative_ci9
 from common.sweep import Outcome, Sweep, check_report_flags, describe, stop_rule
 from common.table import Columns, StreamedTable, metric
 from common.timing import Measurement, StopRule
-from common.versus import PARTS, Variant, measure_part
+from common.versus import Variant, measure_part
 
 
 @dataclass(frozen=True)
@@ -676,7 +681,7 @@ def compare_with_original(args: argparse.Namespace, part: Part) -> int:
         if part.number == 0:
             sweep.say(f"\n{title(tensors, options)}\n")
         key = case_key(tensors, options) | {"compare_original": True}
-        measure_part(variants, part, "updates/s", key, layout, sweep)
+        measure_part(variants, args.rounds, part, "updates/s", key, layout, sweep)
     return sweep.status
 
 
@@ -702,7 +707,8 @@ def create_configs(args: argparse.Namespace, layout: Layout, sweep: Sweep) -> li
 
 def main(args: argparse.Namespace) -> int:
     if args.compare_original:
-        return run_parts([functools.partial(compare_with_original, args)] * PARTS, args)
+        parts = [functools.partial(compare_with_original, args)] * (2 * args.rounds)
+        return run_parts(parts, args)
     layout, device, options = check_args(args)
     # gloo: the trainers meet on it before a run; what is timed goes over RPC
     with Sweep("batch_update_ps", args, device, "gloo") as sweep:

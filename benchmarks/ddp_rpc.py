@@ -77,11 +77,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "measured in turns",
     )
     names = {"--warmup-iters": "--warmup-cycles", "--iters": "--epochs"}
+    text = "of --compare-original, two starts each; 6 or more have an interval (default: 8)"
+    add("--rounds", type=size, metavar="N", help=text)
     cli.add_measurement_flags(parser, other_names=names)
     cli.add_rpc_flags(parser)
     cli.add_report_flags(parser)
     args = parser.parse_args(argv)
     cli.check_measurement_flags(args)
+    if args.rounds and not args.compare_original:
+        cli.refuse("--rounds has no effect without --compare-original")
+    args.rounds = args.rounds or 8
     for flag, value in (("--lookup", args.lookup), ("--autograd", args.autograd)):
         if args.compare_original and value:
             cli.refuse(f"{flag} has no effect with --compare-original, which compares the two")
@@ -135,7 +140,7 @@ from common.stats import median_interval, percentiles
 from common.sweep import Outcome, Sweep, check_report_flags, stop_rule
 from common.table import Columns, interval_width, metric, percentile_columns, render
 from common.timing import Measurement, measure
-from common.versus import PARTS, Variant, measure_part
+from common.versus import Variant, measure_part
 
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # indices [n], offsets [bags], targets
 
@@ -628,7 +633,7 @@ def compare_with_original(args: argparse.Namespace, part: Part) -> int:
         if part.number == 0:
             sweep.say(f"\n{title(ours, options)}\n")
         key = case_key(ours, layout, backend, options) | {"compare_original": True}
-        measure_part(variants, part, "epochs/s", key, layout, sweep)
+        measure_part(variants, args.rounds, part, "epochs/s", key, layout, sweep)
     return sweep.status
 
 
@@ -667,7 +672,8 @@ def main(args: argparse.Namespace) -> int:
     captured = logging.getLogger("py.warnings")
     captured.addFilter(lambda record: "for functional optimizers" not in record.getMessage())
     if args.compare_original:
-        return run_parts([functools.partial(compare_with_original, args)] * PARTS, args)
+        parts = [functools.partial(compare_with_original, args)] * (2 * args.rounds)
+        return run_parts(parts, args)
     layout, device, backend, options = check_args(args)
     with Sweep("ddp_rpc", args, device, backend, tested=layout.trainer_ranks) as sweep:
         configs = create_configs(args, layout)

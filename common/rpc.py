@@ -251,11 +251,13 @@ def workers(layout: Layout, options: RpcOptions, sweep: Sweep) -> Iterator[str |
 
     broken = sweep.everywhere("RPC rehearsal", rehearse) if may_abort(layout, options) else None
     broken = broken or sweep.everywhere("RPC start", connect)
+    before, sweep.outside = sweep.outside, "serves"
     try:
         yield broken
     except BaseException:
         _disconnect(graceful=False)
         raise
+    sweep.outside = before
     failed = sweep.share(sweep.last_failed)
     # not contained: nothing is measured any more, and a failed end must not cost a good case
     sweep.everywhere("RPC end", lambda: _disconnect(graceful=not (broken or failed)))

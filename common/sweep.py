@@ -115,6 +115,7 @@ class Sweep:
         self._attempts = 0
         self._printed = True
         self._on_loss: Callable[[], object] | None = None
+        self.outside = "not part of"  # how the watchdog calls what ranks outside a case do
         self.last_failed = False  # on rank 0: whether the last attempt raised an error
         self._problem: str | None = None
         self._kept: tuple[list[tuple[int, ...]], CaseGroup | None] | None = None
@@ -188,7 +189,9 @@ class Sweep:
             if member:
                 self.watch.enter(label, (self._attempts, 0, 0), "set up")
             else:  # neither ahead of the ranks in the case nor behind them
-                self.watch.enter(f"not part of {label}", (self._attempts,), "waits for all ranks")
+                self.watch.enter(
+                    f"{self.outside} {label}", (self._attempts,), "waits for all ranks"
+                )
             mine = self._in_groups(groups, work, keep_groups)
         except PeerLost as lost:
             self.watch.lost_peer(lost)

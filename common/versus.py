@@ -13,9 +13,6 @@ from common.rpc import Layout, RpcOptions, workers
 from common.stats import median_interval
 from common.sweep import Outcome, Sweep
 
-ROUNDS = 8
-PARTS = 2 * ROUNDS  # a process for each, since RPC starts only once in one
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -28,6 +25,7 @@ class Variant:
 
 def measure_part(
     variants: tuple[Variant, Variant],
+    rounds: int,
     part: Part,
     what: str,
     key: dict[str, Any],
@@ -35,6 +33,8 @@ def measure_part(
     sweep: Sweep,
 ) -> None:
     """The variant and round whose turn it is, in the order ABBA; after the last part the ratio.
+
+    A round is two parts, each a process of its own, since RPC starts only once in one.
 
     what: the unit of the rates, as `epochs/s`. key: of the case with the ratio, how many times
     faster the second variant is than the first; those of the rounds have more entries.
@@ -57,7 +57,7 @@ def measure_part(
     if case is not None:
         sweep.say(f"{case['label']:<30} {case['metrics']['rate']:10.1f} {what}")
     if part.last and sweep.report is not None:
-        _keep_ratio(variants, what, key, layout, sweep)
+        _keep_ratio(variants, rounds, what, key, layout, sweep)
 
 
 def _key(key: dict[str, Any], variant: Variant, number: int) -> dict[str, Any]:
@@ -66,6 +66,7 @@ def _key(key: dict[str, Any], variant: Variant, number: int) -> dict[str, Any]:
 
 def _keep_ratio(
     variants: tuple[Variant, Variant],
+    rounds: int,
     what: str,
     key: dict[str, Any],
     layout: Layout,
@@ -73,10 +74,10 @@ def _keep_ratio(
 ) -> None:
     rates: list[list[float]] = []
     for variant in variants:
-        cases = [sweep.find(_key(key, variant, number)) for number in range(ROUNDS)]
+        cases = [sweep.find(_key(key, variant, number)) for number in range(rounds)]
         rates.append([case["metrics"]["rate"] for case in cases if case is not None])
     label = f"{variants[1].name} over {variants[0].name}"
-    if not len(rates[0]) == len(rates[1]) == ROUNDS:
+    if not len(rates[0]) == len(rates[1]) == rounds:
         sweep.keep(key, label, layout.trainer_ranks, None, {}, "failed: a round is missing")
         return
     metrics = ratio_metrics(*rates)

@@ -84,7 +84,7 @@ def test_a_stopped_server_is_named(tmp_path: Path) -> None:
         host = os.uname().nodename
         assert "HANG: no progress for" in errors
         assert f"rank {rank} on {host} does not answer" in errors
-        assert "in case 'not part of rpc running grouped'" in errors
+        assert "in case 'serves rpc running grouped'" in errors
         assert f"[rank 0 {host}] in case 'rpc running grouped', phase 'step, block" in errors
         assert "exitcode  : 3" in errors
         assert not any(alive(pid) for pid in ranks.values())

@@ -51,7 +51,8 @@ def test_a_killed_process_is_named(tmp_path: Path, name: str, role: str) -> None
         assert time.monotonic() - start < 40
         report = load(path)
         assert report["status"] == "interrupted", started.output()
-        assert f"rank {rank} on {HOST} died in case '" in report["reason"], report["reason"]
+        serves = "serves " if role == "server" else ""
+        assert f"rank {rank} on {HOST} died in case '{serves}" in report["reason"], report["reason"]
         assert f"# interrupted ({report['reason']})" in "".join(started.stdout)
         assert not any(alive(pid) for pid in pids.values())
 
@@ -136,6 +137,7 @@ def test_the_others_finish_without_a_trainer_that_fails(tmp_path: Path) -> None:
         (BATCH_UPDATE, 2, ["--compare-original", "--resume"], ["--resume", "--json PATH"]),
         (BATCH_UPDATE, 2, ["--in-features", "10000000000"], ["needs about", "--in-features 1000"]),
         (DDP_RPC, 4, ["--number-embeddings", "100000000000"], ["needs 25600000000000 bytes"]),
+        (BATCH_UPDATE, 1, ["--rounds", "3"], ["--rounds has no effect"]),
         (BATCH_UPDATE, 1, ["--payload", "modul"], ["unknown 'modul'", "module"]),
         (BATCH_UPDATE, 1, ["--in-features", "0"], ["--in-features", "'0'"]),
         (BATCH_UPDATE, 1, ["--straggler-timeout", "0"], ["--straggler-timeout", "'0'"]),
