@@ -134,6 +134,8 @@ class Watchdog:
         """
         over = {"kind": "failed", "rank": self._ctx.rank, "reason": f"{self._tag()} {error}"}
         self._over.set()
+        with contextlib.suppress(RuntimeError):  # the store's host may have ended first
+            self._store.set(f"ended/{self._ctx.rank}", "")  # in order: nobody is to call it dead
         self._post(over if error else {"kind": "over"})
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
