@@ -269,7 +269,7 @@ def add_rpc_flags(parser: argparse.ArgumentParser) -> None:
         "--rpc-timeout",
         type=positive_float,
         metavar="S",
-        help="a call fails after S seconds (default: that of --timeout)",
+        help="a call fails after S seconds (default: twice --timeout)",
     )
     group.add_argument(
         "--rpc-transports",

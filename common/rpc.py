@@ -221,7 +221,8 @@ def options_from(args: argparse.Namespace, local_world_size: int) -> RpcOptions:
         transports = default_transports(cores, local_world_size)
     return RpcOptions(
         args.rpc_threads or default_threads(cores, local_world_size),
-        min(args.rpc_timeout or args.timeout, FOREVER.total_seconds()),
+        # twice, so that the watchdog comes first: it names who hangs, a call knows only its own end
+        min(args.rpc_timeout or 2 * args.timeout, FOREVER.total_seconds()),
         transports,
         _named(args.rpc_channels),
     )

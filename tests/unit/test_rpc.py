@@ -271,5 +271,5 @@ def test_transports(
     options = rpc.options_from(parser.parse_args(given), ranks)
     assert options.transports == want
     assert options.channels is None
-    assert options.timeout_s == 300  # that of --timeout
+    assert options.timeout_s == 600  # twice --timeout
     assert options.key()["rpc_transports"] == "+".join(want or ("auto",))

@@ -72,9 +72,9 @@ def test_the_last_attempt_says_whether_it_failed(sweep: Sweep) -> None:
     def fail(group: CaseGroup) -> Outcome:
         raise ValueError("wrong")
 
-    sweep.attempt("one", (0,), fail)
+    sweep.attempt("one", [(0,)], fail)
     assert sweep.last_failed
-    sweep.attempt("two", (0,), lambda group: Outcome({}))
+    sweep.attempt("two", [(0,)], lambda group: Outcome({}))
     assert not sweep.last_failed
 
 
