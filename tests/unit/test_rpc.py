@@ -221,7 +221,7 @@ def test_options(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     given.timeout = 30.0
     options = rpc.options_from(given, 2)
-    assert options == RpcOptions(4, 30.0, ("shm", "uv"), None)
+    assert options == RpcOptions(4, 60.0, ("shm", "uv"), None)
     assert options.key() == {
         "rpc_threads": 4,
         "rpc_transports": "shm+uv",
