@@ -112,6 +112,7 @@ def test_a_stopped_callee_is_named(tmp_path: Path) -> None:
         host = os.uname().nodename
         assert "HANG: no progress for" in errors, errors
         assert f"rank 1 on {host} does not answer" in errors
-        assert f"rank 0 on {host} waits in case 'rpc_sync 4 --rpc-threads 2 --rpc-transports auto'" in errors
+        case = "rpc_sync 4 --rpc-threads 2 --rpc-transports auto"
+        assert f"rank 0 on {host} waits in case '{case}'" in errors
         assert not any(alive(pid) for pid in pids.values())
     assert load(path)["status"] == "failed"
