@@ -516,12 +516,14 @@ def run_case(config: Config, args: argparse.Namespace, sweep: Sweep, group: Case
 
 def samples_of(log: dict[str, Any], warmup: int) -> Measurement:
     """After warm-up: latencies by trainer, cut to the shortest, and the server's update times."""
-    rows = [row[warmup:] for _, row in sorted(log["latencies_s"].items())]
-    shortest = 0 if log["lost"] else min(map(len, rows))
     updates = np.diff(log["stamps_s"][warmup - 1 :])
-    samples = {"latency": np.array([row[:shortest] for row in rows]), "update": updates[None]}
+    samples = {}
+    if not log["lost"]:  # the report has a row a trainer, or none
+        rows = [row[warmup:] for _, row in sorted(log["latencies_s"].items())]
+        shortest = min(map(len, rows))
+        samples = {"latency": np.array([row[:shortest] for row in rows]), "update": updates[None]}
     stop = {"rule": "server", "iterations": len(updates), "ci95_rel": relative_ci95(updates)}
-    return Measurement({} if log["lost"] else samples, {}, [], {}, stop)
+    return Measurement(samples, {}, [], {}, stop)
 
 
 def rates(log: dict[str, Any], warmup: int) -> dict[str, Any]:

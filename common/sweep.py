@@ -4,6 +4,7 @@ import argparse
 import functools
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -453,8 +454,15 @@ class Sweep:
 
 
 def describe(error: BaseException) -> str:
-    """The error in one line: its type and the first line of its message."""
+    """The error in one line: its type and the first line of its message.
+
+    RPC puts the worker's name into that line of an error that a worker sent back, and what went
+    wrong there into the next one.
+    """
     lines = str(error).strip().splitlines()
+    worker = re.search(r"On WorkerInfo\(id=\d+, name=(.+)\):$", lines[0]) if lines else None
+    if worker and len(lines) > 1:
+        return f"{lines[1]} (on {worker[1]})"
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 

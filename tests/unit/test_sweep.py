@@ -11,7 +11,7 @@ import torch
 from common import sweep as sweep_module
 from common.dist import CaseGroup, PeerLost, RankContext
 from common.results import Report
-from common.sweep import Outcome, Sweep
+from common.sweep import Outcome, Sweep, describe
 
 
 class Stopped(Exception):
@@ -119,3 +119,19 @@ def test_without_salvage_nothing_is_kept(sweep: Sweep, monkeypatch: pytest.Monke
         sweep.case({"a": 2}, "a", (0,), lambda group: Outcome({}), lambda m, f: ({}, "passed"))
     assert sweep.report is not None
     assert sweep.report.cases == []
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("wrong\nTraceback", "ValueError: wrong"),
+        ("", "ValueError: no message"),
+        (
+            "ValueError: On WorkerInfo(id=1, name=server0):\nValueError('wrong')\nTraceback",
+            "ValueError('wrong') (on server0)",
+        ),
+        ("On WorkerInfo(id=1, name=server0):", "ValueError: On WorkerInfo(id=1, name=server0):"),
+    ],
+)
+def test_an_error_in_one_line(message: str, line: str) -> None:
+    assert describe(ValueError(message)) == line
