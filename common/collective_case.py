@@ -24,7 +24,11 @@ from common.timing import Measurement
 
 MAX_BLOCKS = 12  # a size; at least one
 # what a backend says that lacks an operation, a dtype or a reduction
-LACKING = re.compile(r"support|not implemented|can't be cast|cannot use|invalid", re.IGNORECASE)
+LACKING = re.compile(
+    r"unsupported|n[o']t (yet )?support|not implemented|can't be cast|cannot use"
+    r"|invalid (scalar|data|input tensor data) ?type",
+    re.IGNORECASE,
+)
 COALESCED_ON_GLOO = ("all_reduce", "all_gather", "reduce_scatter")
 ACROSS: dict[str, Callable[..., Any]] = {
     "max": np.max,
