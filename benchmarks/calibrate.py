@@ -295,7 +295,6 @@ def derive(
         metrics = {
             "ratio": float(np.median(ratios)),
             "ratio_ci95": bounds(median_interval(ratios)),
-            "ratio_of_fastest": float(printed.min() / bare.min()),
             "step_s": float(np.median(bare)),
         }
         return metrics, "passed"
@@ -326,8 +325,6 @@ def describe(case: dict[str, Any]) -> str:
         ci = m["ratio_ci95"]
         interval = f", 95 % interval {ci[0]:.4f} to {ci[1]:.4f}" if ci else ""
         what = "a step" if mode == "perturbation" else "a call"
-        if mode == "all_reduce":  # what a busy machine disturbs least
-            interval += f", fastest blocks {m['ratio_of_fastest']:.4f}"
         return (
             f"reported / bare loop = {m['ratio']:.4f}{interval}, "
             f"at {what} of {m['step_s'] * 1e3:.{2 if m['step_s'] > 1e-3 else 3}f} ms"
