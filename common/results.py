@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -69,14 +70,41 @@ def check_path(path: str, resume: bool) -> None:
 
 def load(path: str) -> dict[str, Any]:
     """The report at `path`. Raises ValueError, naming the place, if it is not a valid one."""
+    report: dict[str, Any] = check_document(read_json(path), path)
+    return report
+
+
+def read_json(path: str, max_bytes: int | None = None) -> Any:
+    """The JSON document at `path`. Raises ValueError, naming the file, if it is none.
+
+    max_bytes: refuse a longer file before it fills the memory.
+    """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"), parse_constant=_refuse)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
+        with open(path, "rb") as file:
+            content = file.read() if max_bytes is None else file.read(max_bytes + 1)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the path
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if max_bytes is not None and len(content) > max_bytes:
+        raise ValueError(f"{path}, which has more than {max_bytes} bytes")
+    if not content.strip():
+        raise ValueError(f"{path}, which is empty")
+    try:
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse)
     except ValueError as error:  # bad JSON, bad UTF-8
         raise ValueError(f"{path}, which is not JSON ({error})") from None
     except RecursionError:
         raise ValueError(f"{path}, which is nested too deeply for a report") from None
+
+
+def check_document(document: Any, path: str) -> dict[str, Any]:
+    """The document as the report that it is; ValueError, naming the file, if it is none."""
+    schema = document.get("schema") if isinstance(document, dict) else None
+    newer = re.fullmatch(r"torchrun-bench/(\d{1,9})", schema) if isinstance(schema, str) else None
+    if newer and int(newer[1]) > int(SCHEMA.rpartition("/")[2]):
+        raise ValueError(
+            f"{path}, which a newer version wrote: its schema is {schema}, this version reads "
+            f"{SCHEMA}; update torchrun-bench, e.g. git pull"
+        )
     try:
         validate(document)
     except ValueError as error:
@@ -124,12 +152,20 @@ def _validate_case(case: Any, at: str) -> None:
     _expect(len(rows) in (0, len(case["ranks"])), f"{at}.samples_s", "a list a rank", len(rows))
     for row in rows:
         _expect(isinstance(row, list), f"{at}.samples_s", "lists", row)
-        good = all(type(x) in (int, float) and 0 <= x < 1e9 for x in row)
-        _expect(good, f"{at}.samples_s", "seconds", "something else")
+        _expect(_are_seconds(row), f"{at}.samples_s", "seconds", "something else")
         _expect(len(row) == len(rows[0]), f"{at}.samples_s", "lists of one length", len(row))
     check = case["check"]
     known = check == "passed" or check.startswith(("failed: ", "skipped: "))
     _expect(known, f"{at}.check", "passed, failed: ... or skipped: ...", check)
+
+
+def _are_seconds(row: list[Any]) -> bool:
+    """Whether all are numbers from 0 on, and finite: by built-ins, for there may be millions."""
+    if not row:
+        return True
+    numbers = set(map(type, row)) <= {int, float}
+    # a NaN hides from min and max, unless it comes first, but not from the sum
+    return numbers and min(row) >= 0 and max(row) < 1e9 and sum(row) >= 0
 
 
 def _expect(condition: bool, at: str, expected: str, got: Any) -> None:

@@ -1,7 +1,9 @@
 """Statistics of repeated timings: pure numpy, no process group."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import exp, inf, lgamma, log, log1p, sqrt
 from statistics import NormalDist
 
 import numpy as np
@@ -124,4 +126,123 @@ def find_straggler(samples: ArrayLike, margin: float = 0.05) -> Straggler | None
             continue
         if found is None or factor > found.factor:
             found = Straggler(row, factor)
+    return found
+
+
+# -- comparing runs --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A difference of means with what its interval needs. `df`: degrees of freedom."""
+
+    value: float
+    error: float  # standard error
+    df: float
+
+    def interval(self, confidence: float = 0.95) -> Interval:
+        half = t_quantile(self.df, confidence) * self.error
+        return Interval(self.value - half, self.value + half)
+
+    @property
+    def p(self) -> float:
+        """Two-sided p-value of no difference."""
+        if self.error == 0:
+            return float(self.value == 0)
+        return t_tail(abs(self.value) / self.error, self.df)
+
+
+def difference_of_means(a: ArrayLike, b: ArrayLike) -> Estimate | None:
+    """mean(b) - mean(a), both of a few independent values; None with one of each.
+
+    Student's t with one variance for both sides (exact for few normal values that scatter alike,
+    and with equally many a side near enough where they do not). With unequal numbers a side
+    that assumption is not safe: there Welch's t (Biometrika 34, 1947) replaces it where that is
+    wider. A side of one value has no scatter of its own: the other side's counts for it.
+    a: [m], b: [n].
+    """
+    x, y = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    m, n = len(x), len(y)
+    if m + n < 3:
+        return None
+    value = float(y.mean() - x.mean())
+    squares = [float(np.square(v - v.mean()).sum()) for v in (x, y)]
+    pooled = Estimate(value, sqrt(sum(squares) / (m + n - 2) * (1 / m + 1 / n)), m + n - 2)
+    if m == n or min(m, n) == 1:
+        return pooled
+    shares = [squares[0] / (m - 1) / m, squares[1] / (n - 1) / n]
+    if sum(shares) == 0:
+        return pooled
+    df = sum(shares) ** 2 / (shares[0] ** 2 / (m - 1) + shares[1] ** 2 / (n - 1))
+    welch = Estimate(value, sqrt(sum(shares)), df)
+    return max(pooled, welch, key=lambda estimate: estimate.interval().half_width)
+
+
+def mean_of(values: ArrayLike) -> Estimate | None:
+    """The mean of a few independent values, by Student's t; None with one. values: [n]."""
+    x = np.asarray(values, dtype=np.float64)
+    if len(x) < 2:
+        return None
+    return Estimate(float(x.mean()), float(x.std(ddof=1)) / sqrt(len(x)), len(x) - 1)
+
+
+def t_tail(t: float, df: float) -> float:
+    """P(|T| >= t) of Student's t with `df` degrees of freedom; t >= 0.
+
+    The regularised incomplete beta function I(df / (df + t^2); df / 2, 1 / 2), Abramowitz and
+    Stegun 26.7.1.
+    """
+    x = df / (df + t * t)
+    # the fraction converges fast up to about the mean; beyond it the mirror image does
+    if x < (df / 2 + 1) / (df / 2 + 2.5):
+        return _beta(x, df / 2, 0.5)
+    return 1 - _beta(t * t / (df + t * t), 0.5, df / 2)
+
+
+def _beta(x: float, a: float, b: float) -> float:
+    """I(x; a, b) by its continued fraction (Abramowitz and Stegun 26.5.8), forwards (Lentz)."""
+    if x <= 0:
+        return 0.0
+    front = exp(a * log(x) + b * log1p(-x) + lgamma(a + b) - lgamma(a) - lgamma(b)) / a
+    c, d, fraction = inf, 1.0, 1.0
+    for step in range(1, 10_000):
+        m = step // 2
+        if step % 2:
+            term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        else:
+            term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        c = 1 + term / c
+        d = 1 / (1 + term * d)
+        fraction *= c * d
+        if abs(c * d - 1) < 1e-14:
+            break
+    return front * fraction
+
+
+@functools.lru_cache(maxsize=4096)
+def t_quantile(df: float, confidence: float = 0.95) -> float:
+    """The t that |T| exceeds with probability 1 - confidence, by bisection."""
+    low, high = 0.0, 2.0
+    while t_tail(high, df) > 1 - confidence:
+        high *= 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        if t_tail(middle, df) > 1 - confidence:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def discoveries(p_values: ArrayLike, rate: float = 0.05) -> NDArray[np.bool_]:
+    """Which of many tests count, so that of those at most `rate` are false on average.
+
+    Benjamini and Hochberg, J. R. Statist. Soc. B 57, 1995. p_values: [n].
+    """
+    p = np.asarray(p_values, np.float64)
+    order = np.argsort(p)
+    passed = p[order] <= rate * np.arange(1, len(p) + 1) / max(1, len(p))
+    count = int(np.max(np.flatnonzero(passed), initial=-1)) + 1
+    found = np.zeros(len(p), dtype=bool)
+    found[order[:count]] = True
     return found

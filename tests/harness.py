@@ -21,6 +21,7 @@ CALIBRATE = str(ROOT / "benchmarks" / "calibrate.py")
 COLLECTIVES = str(ROOT / "benchmarks" / "collectives.py")
 P2P_MATRIX = str(ROOT / "benchmarks" / "p2p_matrix.py")
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+READERS = ("ab", "compare", "report")  # those that torchrun does not start: they measure nothing
 # the smallest sweep that still trains a real model
 TINY = ["--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2"]
 

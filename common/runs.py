@@ -1,0 +1,326 @@
+"""Reports as runs: what a comparison needs of each, and nothing more.
+
+Reads this project's reports, and those of PyTorch's own benchmarks/distributed/ddp/benchmark.py.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common import bandwidth
+from common.results import check_document, read_json
+
+MAX_BYTES = 2**29  # 6.4 million samples, as of 1,000 cases on 64 ranks, have 75 MB
+TORCH_DDP = "PyTorch's DDP benchmark"
+# Which of a case's samples are compared, where it is not the first kind.
+MEASURES = {"batch_update_ps": "update"}
+# Rows of these are callers or links that go their own way: their i-th samples are not at the same
+# time, and the slowest row counts instead of the slowest of each iteration.
+UNALIGNED = ("rpc_latency", "batch_update_ps", "p2p_matrix")
+MAX_LINKS = 5000  # of one case: 100 ranks have so many pairs; beyond, a kind has its median
+LINK_KINDS = ("latency", "a -> b", "b -> a", "both")  # the columns of p2p_matrix's links
+
+
+@dataclass(frozen=True)
+class RunCase:
+    """One case of one run."""
+
+    key: dict[str, Any]
+    label: str
+    measure: str  # what was timed: the name of the samples, or of the metric
+    value_s: float | None  # the run's time: its median; None where there is none
+    times_s: NDArray[np.float64] | None  # [iterations], where samples were kept
+    check: str  # passed, failed: ... or skipped: ...; or why there is no time
+
+
+@dataclass(frozen=True)
+class Run:
+    """One report."""
+
+    path: str
+    benchmark: str
+    status: str
+    environment: dict[str, Any]
+    started_at: str
+    cases: dict[str, RunCase]  # by the canonical JSON of the key
+    digest: str  # equal for two copies of one run
+
+
+def canonical(key: dict[str, Any]) -> str:
+    """The key as text, equal for equal keys."""
+    return json.dumps(key, sort_keys=True)
+
+
+def find_reports(words: Sequence[str]) -> list[str]:
+    """The files that paths, folders and patterns name; each once, a folder's *.json sorted.
+
+    Raises ValueError where a word names none.
+    """
+    paths: list[str] = []
+    for word in words:
+        if Path(word).is_dir():
+            found = sorted(str(path) for path in Path(word).glob("*.json"))
+            if not found:
+                raise ValueError(f"there is no *.json in the folder {word}")
+        elif not os.path.lexists(word) and glob.has_magic(word):
+            found = sorted(glob.glob(word))  # noqa: PTH207 - Path.glob refuses absolute patterns
+            if not found:
+                raise ValueError(f"no file matches {word}")
+        else:
+            found = [word]
+        paths += found
+    return list(dict.fromkeys(paths))
+
+
+def same_file(a: str, b: str) -> bool:
+    """Whether both paths lead to one file, by whatever names and links."""
+    try:
+        return Path(a).samefile(b)
+    except (OSError, ValueError):
+        return False
+
+
+def load_run(path: str, measure: str | None = None, max_bytes: int = MAX_BYTES) -> Run:
+    """The report at `path` as a run.
+
+    measure: the samples or the metric to take instead of the first. Raises ValueError with one
+    line that starts with the path.
+    """
+    _check_size(path, max_bytes)
+    document = read_json(path, max_bytes)
+    if isinstance(document, dict) and "schema" not in document and "benchmark_results" in document:
+        return _torch_run(document, path)
+    report = check_document(document, path)
+    cases: dict[str, RunCase] = {}
+    for case in report["cases"]:
+        for part in _split_links(case) if report["benchmark"] == "p2p_matrix" else [case]:
+            name = canonical(part["key"])
+            if name in cases:
+                raise ValueError(f"{path}, which has two cases of the key {name[:200]}")
+            cases[name] = _reduce(part, report["benchmark"], measure)
+    return _finish(path, report, cases)
+
+
+def _check_size(path: str, max_bytes: int) -> None:
+    try:
+        about = Path(path).stat()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    if stat.S_ISDIR(about.st_mode):
+        raise ValueError(f"{path}, which is a folder; give its reports, e.g. {path}/*.json")
+    if not (stat.S_ISREG(about.st_mode) or stat.S_ISFIFO(about.st_mode)):
+        raise ValueError(f"{path}, which is not a file")
+    if about.st_size > max_bytes:
+        raise ValueError(
+            f"{path}, which has {bandwidth.show_size(about.st_size)} bytes and may need six times "
+            f"as much memory; read up to that size with --max-size {_round_up(about.st_size)}"
+        )
+
+
+def _round_up(size: int) -> str:
+    gib = -(-size // 2**30)
+    return f"{gib}G"
+
+
+def _finish(path: str, report: dict[str, Any], cases: dict[str, RunCase]) -> Run:
+    content = [
+        report["benchmark"],
+        report["started_at"],
+        *((name, case.value_s, case.check) for name, case in sorted(cases.items())),
+    ]
+    return Run(
+        path,
+        report["benchmark"],
+        report["status"],
+        report["environment"],
+        report["started_at"],
+        cases,
+        hashlib.blake2b(repr(content).encode(errors="replace"), digest_size=16).hexdigest(),
+    )
+
+
+# -- one case --------------------------------------------------------------------------------------
+
+
+def _reduce(case: dict[str, Any], benchmark: str, measure: str | None) -> RunCase:
+    label = case.get("label")
+    if not isinstance(label, str) or not label:
+        label = ", ".join(f"{name} {value}" for name, value in case["key"].items())
+    check: str = case["check"]
+    if check.startswith("failed"):
+        return RunCase(case["key"], label, "", None, None, check)
+    name, rows = _samples(case, measure or MEASURES.get(benchmark), measure is not None)
+    value: float | None
+    if rows is not None:
+        value, times = _slowest(rows, benchmark in UNALIGNED)
+    else:
+        times = None
+        name, value = _time_metric(case["metrics"], measure)
+    if value is None or not value > 0:
+        missing = f"'{measure}'" if measure else "a time"
+        return RunCase(case["key"], label, name, None, None, f"{check}, but without {missing}")
+    return RunCase(case["key"], label, name, value, times, check)
+
+
+def _samples(
+    case: dict[str, Any], name: str | None, strict: bool
+) -> tuple[str, NDArray[np.float64] | None]:
+    """The samples of this name as [rows, iterations], else the case's first kind of samples."""
+    others = case.get("other_samples_s")
+    if name is not None and isinstance(others, dict) and name in others:
+        return name, _rows(others[name])
+    if strict:
+        return "", None
+    return "samples", _rows(case["samples_s"])
+
+
+def _rows(rows: Any) -> NDArray[np.float64] | None:
+    try:
+        x = np.asarray(rows, dtype=np.float64)
+    except (ValueError, TypeError, OverflowError):
+        return None
+    good = x.ndim == 2 and x.size > 0 and bool(np.all((x >= 0) & (x < 1e9)))
+    return x if good else None
+
+
+def _slowest(rows: NDArray[np.float64], unaligned: bool) -> tuple[float, NDArray[np.float64]]:
+    """A run's median, and the times that it is the median of. rows: [ranks, iterations]."""
+    if unaligned:
+        medians = np.median(rows, axis=1)
+        worst = int(np.argmax(medians))
+        return float(medians[worst]), rows[worst].copy()
+    times = rows.max(axis=0)
+    return float(np.median(times)), times
+
+
+def _time_metric(metrics: dict[str, Any], wanted: str | None) -> tuple[str, float | None]:
+    """The metric that says how long the case took: a name, and seconds.
+
+    Of several the first median counts, else the first other time. A rate counts as the time of
+    one. wanted: this one instead.
+    """
+    numbers = {
+        name: float(value)
+        for name, value in metrics.items()
+        if type(value) in (int, float) and 0 < value < 1e12
+    }
+    if wanted is not None:
+        names = [name for name in numbers if name == wanted]
+    else:
+        endings = ("_p50_s", "time_s", "_s")
+        names = [name for end in endings for name in numbers if name.endswith(end)]
+        names = [name for name in names if not name.endswith("_per_s")] or [
+            name for name in numbers if name == "rate" or name.endswith("_per_s")
+        ]
+    if not names:
+        return "", None
+    name = names[0]
+    inverse = name == "rate" or name.endswith("_per_s")
+    return (f"1 / {name}", 1 / numbers[name]) if inverse else (name, numbers[name])
+
+
+def _split_links(case: dict[str, Any]) -> list[dict[str, Any]]:
+    """A round of p2p_matrix as a case for each link and kind, or for each kind where too many."""
+    links = case["metrics"].get("links")
+    if not isinstance(links, list) or not case["check"].startswith("passed"):
+        return [case]
+    found: dict[tuple[str, ...], list[float]] = {}
+    for link in links:
+        if not isinstance(link, list) or len(link) != 6:
+            return [case]
+        a, b, latency, *rates = link
+        numbers = (latency, *rates)
+        if not all(type(x) in (int, float) and 0 < x < 1e12 for x in numbers):
+            continue
+        # us to seconds; GB/s to the seconds of one GB
+        for kind, seconds in zip(LINK_KINDS, (latency / 1e6, *(1 / r for r in rates)), strict=True):
+            name = (f"{a} - {b}", kind) if len(links) <= MAX_LINKS else ("median", kind)
+            found.setdefault(name, []).append(seconds)
+    return [
+        {
+            "key": {name: value for name, value in case["key"].items() if name != "round"}
+            | ({"link": link} if link != "median" else {"round": case["key"].get("round")})
+            | {"kind": kind},
+            "label": f"{link} {kind}",
+            "samples_s": [],
+            "metrics": {"time_s": float(np.median(seconds))},
+            "check": case["check"],
+        }
+        for (link, kind), seconds in found.items()
+    ]
+
+
+# -- PyTorch's own ---------------------------------------------------------------------------------
+
+
+def _torch_run(document: dict[str, Any], path: str) -> Run:
+    """A report of PyTorch's benchmarks/distributed/ddp/benchmark.py.
+
+    `measurements` has every rank's times, one rank after the other. That program measures
+    `no ddp` and then 1M/1G, both on rank 0: the second such result is told apart by its place.
+    """
+
+    def bad(at: str, expected: str, got: Any) -> ValueError:
+        return ValueError(
+            f"{path}, which is not a report of PyTorch's DDP benchmark: at {at}: expected "
+            f"{expected}, got {str(got)[:80]!r}"
+        )
+
+    backend, bucket = document.get("distributed_backend"), document.get("bucket_size")
+    cases: dict[str, RunCase] = {}
+    models = document["benchmark_results"]
+    if not isinstance(models, list):
+        raise bad("benchmark_results", "a list", models)
+    world_size = 0
+    for i, entry in enumerate(models):
+        at = f"benchmark_results[{i}]"
+        if not isinstance(entry, dict) or not isinstance(entry.get("result"), list):
+            raise bad(at, "model, batch_size and result", entry)
+        counted: dict[str, int] = {}
+        for j, result in enumerate(entry["result"]):
+            at = f"benchmark_results[{i}].result[{j}]"
+            ranks = result.get("ranks") if isinstance(result, dict) else None
+            if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
+                raise bad(f"{at}.ranks", "ranks", ranks)
+            times = result.get("measurements")
+            if not isinstance(times, list) or not ranks or len(times) % len(ranks):
+                raise bad(f"{at}.measurements", f"as many a rank, of {len(ranks)}", times)
+            rows = _rows([times[k :: len(ranks)] for k in range(len(ranks))]) if times else None
+            if times and (rows is None or not all(type(x) in (int, float) for x in times)):
+                raise bad(f"{at}.measurements", "seconds", "something else")
+            world_size = max(world_size, len(ranks))
+            same = counted[str(ranks)] = counted.get(str(ranks), -1) + 1
+            label = "no ddp" if len(ranks) == 1 and same == 0 else f"{len(ranks)} ranks"
+            key = {"model": entry.get("model"), "batch_size": entry.get("batch_size")}
+            key |= {"ranks": ranks, "place": same, "backend": backend, "bucket_size": bucket}
+            name = f"{entry.get('model')} batch size {entry.get('batch_size')} {label}"
+            if rows is None:
+                case = RunCase(key, name, "measurements", None, None, "passed, but without a time")
+            else:
+                rows = rows.reshape(-1).reshape(len(ranks), -1)
+                rows = np.asarray(times, dtype=np.float64).reshape(len(ranks), -1)
+                value, slowest = _slowest(rows, unaligned=False)
+                case = RunCase(key, name, "measurements", value, slowest, "passed")
+            if canonical(key) in cases:
+                raise ValueError(f"{path}, which has two results of the model {entry.get('model')}")
+            cases[canonical(key)] = case
+    report = {
+        "benchmark": TORCH_DDP,
+        "status": "complete",
+        "started_at": "",
+        "environment": {
+            "torch": document.get("pytorch_version"),
+            "cuda": document.get("cuda_version"),
+            "world_size": world_size,
+        },
+    }
+    return _finish(path, report, cases)
