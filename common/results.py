@@ -87,7 +87,7 @@ def read_json(path: str, max_bytes: int | None = None) -> Any:
     if max_bytes is not None and len(content) > max_bytes:
         raise ValueError(f"{path}, which has more than {max_bytes} bytes")
     if not content.strip():
-        raise ValueError(f"{path}, which is empty")
+        raise ValueError(f"{path}, which is not JSON (it is empty)")
     try:
         return json.loads(content.decode("utf-8"), parse_constant=_refuse)
     except ValueError as error:  # bad JSON, bad UTF-8

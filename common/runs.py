@@ -81,12 +81,17 @@ def find_reports(words: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(paths))
 
 
-def same_file(a: str, b: str) -> bool:
-    """Whether both paths lead to one file, by whatever names and links."""
+def identity(path: str) -> tuple[int, int]:
+    """What two names of one file have in common. Raises ValueError where there is no file."""
+    about = _stat(path)
+    return about.st_dev, about.st_ino
+
+
+def _stat(path: str) -> os.stat_result:
     try:
-        return Path(a).samefile(b)
-    except (OSError, ValueError):
-        return False
+        return Path(path).stat()
+    except (OSError, ValueError) as error:  # ValueError: a zero byte
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def load_run(path: str, measure: str | None = None, max_bytes: int = MAX_BYTES) -> Run:
@@ -111,10 +116,7 @@ def load_run(path: str, measure: str | None = None, max_bytes: int = MAX_BYTES) 
 
 
 def _check_size(path: str, max_bytes: int) -> None:
-    try:
-        about = Path(path).stat()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    about = _stat(path)
     if stat.S_ISDIR(about.st_mode):
         raise ValueError(f"{path}, which is a folder; give its reports, e.g. {path}/*.json")
     if not (stat.S_ISREG(about.st_mode) or stat.S_ISFIFO(about.st_mode)):
