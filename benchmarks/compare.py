@@ -149,7 +149,7 @@ def compare_sides(args: argparse.Namespace) -> tuple[str, set[str]]:
         )
     found = compare(*sides, args.margin, args.single_run, args.paired)
     verdicts = {case.verdict for case in [*found.cases, *([found.mean] if found.mean else [])]}
-    if found.only_base or found.not_compared:
+    if found.only_base or any(case.reason.startswith("TEST") for case in found.not_compared):
         verdicts.add("missing")
     if args.format == "json":
         paths = ([run.path for run in sides[0]], [run.path for run in sides[1]])

@@ -113,7 +113,9 @@ def percentage(text: str) -> float:
     except argparse.ArgumentTypeError:
         value = 1.0
     if value >= 1:
-        raise argparse.ArgumentTypeError(f"expected less than 100%, e.g. 2%, got '{text}'")
+        raise argparse.ArgumentTypeError(
+            f"expected more than 0 and less than 100%, e.g. 2%, got '{text}'"
+        )
     return value
 
 

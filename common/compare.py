@@ -7,7 +7,7 @@ say nothing about how much two runs differ that differ in nothing.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import exp, log, log1p, sqrt
+from math import ceil, exp, log, log1p, sqrt
 from statistics import NormalDist
 from typing import Any
 
@@ -259,9 +259,12 @@ def _runs_needed(
         return None
     share = 1 / m if paired else 1 / m + 1 / n
     scatter = estimate.error / sqrt(share)  # of a run, or of a pair
-    for count in range(2, 1000):
-        error = scatter * sqrt((1 if paired else 2) / count)
-        df = count - 1 if paired else 2 * count - 2
+    parts = 1 if paired else 2
+    # as if the normal distribution held; Student's t needs a few more
+    at_least = ceil(parts * (1.959 * scatter / log1p(margin)) ** 2) if scatter < 1 else 1000
+    for count in range(max(2, at_least), 1000):
+        error = scatter * sqrt(parts / count)
+        df = parts * (count - 1)
         if t_quantile(float(df)) * error <= log1p(margin):
             return count
     return None

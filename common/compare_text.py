@@ -1,6 +1,8 @@
 """A comparison as a table, as Markdown, and as JSON."""
 
 from collections.abc import Sequence
+from math import exp, log
+from statistics import fmean
 from typing import Any
 
 import tabulate
@@ -26,11 +28,9 @@ def show_interval(interval: tuple[float, float] | None) -> str:
 
 def show_time(seconds: Sequence[float]) -> str:
     """The geometric mean of the runs' times, in a unit that suits."""
-    product = 1.0
-    for value in seconds:
-        product *= value ** (1 / len(seconds))
-    scale, unit = next((u for u in UNITS if product >= u[0]), UNITS[-1])
-    return f"{product / scale:.4g} {unit}"
+    mean = float(f"{exp(fmean(map(log, seconds))):.4g}")
+    scale, unit = next((u for u in UNITS if mean >= u[0]), UNITS[-1])
+    return f"{mean / scale:.4g} {unit}"
 
 
 def counted(cases: Sequence[CaseResult]) -> str:
@@ -95,12 +95,18 @@ def _unpaired(found: Comparison) -> list[tuple[str, list[Unpaired]]]:
 
 
 def _show_difference(difference: Difference) -> str:
-    base, test = (" | ".join(values) for values in (difference.base, difference.test))
+    base, test = (
+        " | ".join(printable(value, 100) for value in values)
+        for values in (difference.base, difference.test)
+    )
     return f"{difference.field}: {base} in BASE, {test} in TEST"
 
 
 def heading(found: Comparison, runs: tuple[int, int], margin: float, single_run: bool) -> str:
-    names = ", ".join(dict.fromkeys(case.benchmark for case in found.cases))
+    names = ", ".join(dict.fromkeys(case.benchmark for case in found.cases)) or "nothing"
+    measures = dict.fromkeys(case.measure for case in found.cases)
+    special = [name for name in measures if name not in ("samples", "measurements")]
+    names += f" ({', '.join(special)})" * bool(special)
     if runs == (1, 1):
         unit = "within-run evidence only" if single_run else "one run a side"
     else:

@@ -118,10 +118,11 @@ def study(runs: Sequence[Run], unread: list[str], margin: float, seed: int = 0) 
     logs = [np.log(found.times_s) for found in series]
     first = [split(values, rng) for values in logs]
     counts = discoveries([p for _, p in first], ALPHA)
-    threshold = max((p for (_, p), c in zip(first, counts, strict=True) if c), default=-1.0)
+    # what p a first change needed is asked of the further ones of its series as well
+    threshold = ALPHA * int(counts.sum()) / max(1, len(series))
     result = []
-    for found, values in zip(series, logs, strict=True):
-        at = sorted(change_points(values, threshold, rng))
+    for found, values, one in zip(series, logs, first, strict=True):
+        at = change_points(values, threshold, rng, one)
         changes = [
             change
             for change in _changes(found, values, at)
@@ -196,9 +197,10 @@ def split(values: NDArray[np.float64], rng: np.random.Generator) -> tuple[int, f
     largest = float(observed.max()) * (1 - 1e-9)
     extreme = drawn = 0
     while extreme < 20 and drawn < 20_000:
-        orders = rng.permuted(np.tile(ranks, (200, 1)), axis=1)
+        count = min(max(100, drawn), 2000)
+        orders = rng.permuted(np.tile(ranks, (count, 1)), axis=1)
         extreme += int(np.sum(_contrasts(orders).max(axis=1) >= largest))
-        drawn += 200
+        drawn += count
     return place, (extreme + 1) / (drawn + 1)
 
 
@@ -218,15 +220,21 @@ def _contrasts(orders: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def change_points(
-    values: NDArray[np.float64], threshold: float, rng: np.random.Generator, start: int = 0
+    values: NDArray[np.float64],
+    threshold: float,
+    rng: np.random.Generator,
+    first: tuple[int, float] | None = None,
 ) -> list[int]:
-    """Where a new level starts: binary segmentation, as long as a split has p <= threshold."""
-    place, p = split(values, rng)
+    """Where a new level starts: binary segmentation, as long as a split has p <= threshold.
+
+    first: the split of all values, where it is known.
+    """
+    place, p = first or split(values, rng)
     if p > threshold:
         return []
-    left = change_points(values[:place], threshold, rng, start)
-    right = change_points(values[place:], threshold, rng, start + place)
-    return [*left, start + place, *right]
+    left = change_points(values[:place], threshold, rng)
+    right = change_points(values[place:], threshold, rng)
+    return [*left, place, *(place + at for at in right)]
 
 
 def _changes(series: Series, values: NDArray[np.float64], at: list[int]) -> list[Change]:

@@ -152,14 +152,14 @@ def _validate_case(case: Any, at: str) -> None:
     _expect(len(rows) in (0, len(case["ranks"])), f"{at}.samples_s", "a list a rank", len(rows))
     for row in rows:
         _expect(isinstance(row, list), f"{at}.samples_s", "lists", row)
-        _expect(_are_seconds(row), f"{at}.samples_s", "seconds", "something else")
+        _expect(are_seconds(row), f"{at}.samples_s", "seconds", "something else")
         _expect(len(row) == len(rows[0]), f"{at}.samples_s", "lists of one length", len(row))
     check = case["check"]
     known = check == "passed" or check.startswith(("failed: ", "skipped: "))
     _expect(known, f"{at}.check", "passed, failed: ... or skipped: ...", check)
 
 
-def _are_seconds(row: list[Any]) -> bool:
+def are_seconds(row: list[Any]) -> bool:
     """Whether all are numbers from 0 on, and finite: by built-ins, for there may be millions."""
     if not row:
         return True

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common import bandwidth
-from common.results import check_document, read_json
+from common import bandwidth, cli
+from common.results import are_seconds, check_document, read_json
 
 MAX_BYTES = 2**29  # 6.4 million samples, as of 1,000 cases on 64 ranks, have 75 MB
 TORCH_DDP = "PyTorch's DDP benchmark"
@@ -27,7 +27,6 @@ MEASURES = {"batch_update_ps": "update"}
 # time, and the slowest row counts instead of the slowest of each iteration.
 UNALIGNED = ("rpc_latency", "batch_update_ps", "p2p_matrix")
 MAX_LINKS = 5000  # of one case: 100 ranks have so many pairs; beyond, a kind has its median
-LINK_KINDS = ("latency", "a -> b", "b -> a", "both")  # the columns of p2p_matrix's links
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,12 @@ def load_run(path: str, measure: str | None = None, max_bytes: int = MAX_BYTES) 
     _check_size(path, max_bytes)
     document = read_json(path, max_bytes)
     if isinstance(document, dict) and "schema" not in document and "benchmark_results" in document:
+        if measure is not None:
+            raise ValueError(f"{path}, which as a report of {TORCH_DDP} has no '{measure}'")
         return _torch_run(document, path)
     report = check_document(document, path)
+    if measure is not None:
+        _check_measure(measure, report["cases"], path)
     cases: dict[str, RunCase] = {}
     for case in report["cases"]:
         for part in _split_links(case) if report["benchmark"] == "p2p_matrix" else [case]:
@@ -113,6 +116,22 @@ def load_run(path: str, measure: str | None = None, max_bytes: int = MAX_BYTES) 
                 raise ValueError(f"{path}, which has two cases of the key {name[:200]}")
             cases[name] = _reduce(part, report["benchmark"], measure)
     return _finish(path, report, cases)
+
+
+def _check_measure(measure: str, cases: list[dict[str, Any]], path: str) -> None:
+    names: dict[str, None] = {}
+    for case in cases:
+        others = case.get("other_samples_s")
+        names |= dict.fromkeys(others if isinstance(others, dict) else [])
+        names |= dict.fromkeys(filter(_is_time, case["metrics"]))
+    if measure not in names:
+        hint = cli.suggest(measure, names) or f"; it has {', '.join(names) or 'none'}"
+        raise ValueError(f"{path}, in which no case has the time '{measure}'{hint}")
+
+
+def _is_time(name: str) -> bool:
+    """Whether a metric of this name is in seconds, or so many a second."""
+    return name == "rate" or name.endswith("_s")
 
 
 def _check_size(path: str, max_bytes: int) -> None:
@@ -167,10 +186,11 @@ def _reduce(case: dict[str, Any], benchmark: str, measure: str | None) -> RunCas
     else:
         times = None
         name, value = _time_metric(case["metrics"], measure)
-    if value is None or not value > 0:
-        missing = f"'{measure}'" if measure else "a time"
-        return RunCase(case["key"], label, name, None, None, f"{check}, but without {missing}")
-    return RunCase(case["key"], label, name, value, times, check)
+    if value is not None and value > 0:
+        return RunCase(case["key"], label, name, value, times, check)
+    if check == "passed":
+        check = f"passed, but without {f'the time {measure!r}' if measure else 'a time'}"
+    return RunCase(case["key"], label, name, None, None, check)
 
 
 def _samples(
@@ -213,51 +233,62 @@ def _time_metric(metrics: dict[str, Any], wanted: str | None) -> tuple[str, floa
     numbers = {
         name: float(value)
         for name, value in metrics.items()
-        if type(value) in (int, float) and 0 < value < 1e12
+        if _is_time(name) and type(value) in (int, float) and 0 < value < 1e12
     }
     if wanted is not None:
         names = [name for name in numbers if name == wanted]
     else:
-        endings = ("_p50_s", "time_s", "_s")
-        names = [name for end in endings for name in numbers if name.endswith(end)]
-        names = [name for name in names if not name.endswith("_per_s")] or [
-            name for name in numbers if name == "rate" or name.endswith("_per_s")
+        names = [
+            name
+            for end in ("_p50_s", "time_s", "_s", "rate")
+            for name in numbers
+            if name.endswith(end)
         ]
+        names.sort(key=_is_rate)
     if not names:
         return "", None
     name = names[0]
-    inverse = name == "rate" or name.endswith("_per_s")
-    return (f"1 / {name}", 1 / numbers[name]) if inverse else (name, numbers[name])
+    return (f"1 / {name}", 1 / numbers[name]) if _is_rate(name) else (name, numbers[name])
+
+
+def _is_rate(name: str) -> bool:
+    return name == "rate" or name.endswith("_per_s")
 
 
 def _split_links(case: dict[str, Any]) -> list[dict[str, Any]]:
-    """A round of p2p_matrix as a case for each link and kind, or for each kind where too many."""
+    """A round of p2p_matrix as four cases a link, or four of their medians where too many.
+
+    A link has its latency, and the seconds that 1 GB takes: either way, and both at once.
+    """
     links = case["metrics"].get("links")
-    if not isinstance(links, list) or not case["check"].startswith("passed"):
+    if not isinstance(links, list) or case["check"] != "passed":
         return [case]
-    found: dict[tuple[str, ...], list[float]] = {}
+    found: dict[tuple[str, str], list[float]] = {}
     for link in links:
         if not isinstance(link, list) or len(link) != 6:
             return [case]
-        a, b, latency, *rates = link
-        numbers = (latency, *rates)
-        if not all(type(x) in (int, float) and 0 < x < 1e12 for x in numbers):
+        a, b, latency_us, *rates = link
+        if not all(type(x) in (int, float) and 0 < x < 1e12 for x in (latency_us, *rates)):
             continue
-        # us to seconds; GB/s to the seconds of one GB
-        for kind, seconds in zip(LINK_KINDS, (latency / 1e6, *(1 / r for r in rates)), strict=True):
-            name = (f"{a} - {b}", kind) if len(links) <= MAX_LINKS else ("median", kind)
-            found.setdefault(name, []).append(seconds)
+        alone = len(links) <= MAX_LINKS
+        names = [f"{a} - {b} latency", f"{a} -> {b}", f"{b} -> {a}", f"{a} <-> {b}"]
+        kinds = ["latency", "there", "back", "both"]
+        times = [latency_us / 1e6, *(1 / rate for rate in rates)]
+        for name, kind, seconds in zip(names, kinds, times, strict=True):
+            found.setdefault((name if alone else f"links, {kind}", kind), []).append(seconds)
+    together = {} if len(links) <= MAX_LINKS else {"round": case["key"].get("round")}
+    own = {name: value for name, value in case["key"].items() if name != "round"} | together
     return [
         {
-            "key": {name: value for name, value in case["key"].items() if name != "round"}
-            | ({"link": link} if link != "median" else {"round": case["key"].get("round")})
-            | {"kind": kind},
-            "label": f"{link} {kind}",
+            "key": own | {"link": name},
+            "label": name if kind == "latency" else f"{name}, 1 GB",
             "samples_s": [],
-            "metrics": {"time_s": float(np.median(seconds))},
+            "metrics": {
+                "latency_s" if kind == "latency" else "gigabyte_s": float(np.median(seconds))
+            },
             "check": case["check"],
         }
-        for (link, kind), seconds in found.items()
+        for (name, kind), seconds in found.items()
     ]
 
 
@@ -265,56 +296,42 @@ def _split_links(case: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _torch_run(document: dict[str, Any], path: str) -> Run:
-    """A report of PyTorch's benchmarks/distributed/ddp/benchmark.py.
+    """A report of PyTorch's benchmarks/distributed/ddp/benchmark.py."""
 
-    `measurements` has every rank's times, one rank after the other. That program measures
-    `no ddp` and then 1M/1G, both on rank 0: the second such result is told apart by its place.
-    """
+    def expect(good: bool, at: str, expected: str, got: Any) -> None:
+        if not good:
+            raise ValueError(
+                f"{path}, which is not a report of PyTorch's DDP benchmark: at {at}: expected "
+                f"{expected}, got {str(got)[:80]!r}"
+            )
 
-    def bad(at: str, expected: str, got: Any) -> ValueError:
-        return ValueError(
-            f"{path}, which is not a report of PyTorch's DDP benchmark: at {at}: expected "
-            f"{expected}, got {str(got)[:80]!r}"
-        )
-
-    backend, bucket = document.get("distributed_backend"), document.get("bucket_size")
     cases: dict[str, RunCase] = {}
-    models = document["benchmark_results"]
-    if not isinstance(models, list):
-        raise bad("benchmark_results", "a list", models)
     world_size = 0
+    models = document["benchmark_results"]
+    expect(isinstance(models, list), "benchmark_results", "a list", models)
     for i, entry in enumerate(models):
         at = f"benchmark_results[{i}]"
-        if not isinstance(entry, dict) or not isinstance(entry.get("result"), list):
-            raise bad(at, "model, batch_size and result", entry)
-        counted: dict[str, int] = {}
+        good = isinstance(entry, dict) and isinstance(entry.get("result"), list)
+        expect(good, at, "model, batch_size and result", entry)
+        seen: list[list[int]] = []
         for j, result in enumerate(entry["result"]):
-            at = f"benchmark_results[{i}].result[{j}]"
+            place = f"{at}.result[{j}]"
             ranks = result.get("ranks") if isinstance(result, dict) else None
-            if not isinstance(ranks, list) or not all(type(rank) is int for rank in ranks):
-                raise bad(f"{at}.ranks", "ranks", ranks)
+            good = isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
+            expect(good and bool(ranks), f"{place}.ranks", "ranks", ranks)
             times = result.get("measurements")
-            if not isinstance(times, list) or not ranks or len(times) % len(ranks):
-                raise bad(f"{at}.measurements", f"as many a rank, of {len(ranks)}", times)
-            rows = _rows([times[k :: len(ranks)] for k in range(len(ranks))]) if times else None
-            if times and (rows is None or not all(type(x) in (int, float) for x in times)):
-                raise bad(f"{at}.measurements", "seconds", "something else")
+            good = isinstance(times, list) and are_seconds(times)
+            expect(good, f"{place}.measurements", "seconds", times)
+            assert isinstance(ranks, list)
+            assert isinstance(times, list)
+            even = len(times) % len(ranks) == 0
+            expect(even, f"{place}.measurements", f"as many for each of {len(ranks)}", len(times))
+            # that program measures one rank twice: first without DDP, then with it
+            case = _torch_case(document, entry, ranks, seen.count(ranks), times)
+            expect(canonical(case.key) not in cases, place, "a model once", entry.get("model"))
+            cases[canonical(case.key)] = case
+            seen.append(ranks)
             world_size = max(world_size, len(ranks))
-            same = counted[str(ranks)] = counted.get(str(ranks), -1) + 1
-            label = "no ddp" if len(ranks) == 1 and same == 0 else f"{len(ranks)} ranks"
-            key = {"model": entry.get("model"), "batch_size": entry.get("batch_size")}
-            key |= {"ranks": ranks, "place": same, "backend": backend, "bucket_size": bucket}
-            name = f"{entry.get('model')} batch size {entry.get('batch_size')} {label}"
-            if rows is None:
-                case = RunCase(key, name, "measurements", None, None, "passed, but without a time")
-            else:
-                rows = rows.reshape(-1).reshape(len(ranks), -1)
-                rows = np.asarray(times, dtype=np.float64).reshape(len(ranks), -1)
-                value, slowest = _slowest(rows, unaligned=False)
-                case = RunCase(key, name, "measurements", value, slowest, "passed")
-            if canonical(key) in cases:
-                raise ValueError(f"{path}, which has two results of the model {entry.get('model')}")
-            cases[canonical(key)] = case
     report = {
         "benchmark": TORCH_DDP,
         "status": "complete",
@@ -326,3 +343,27 @@ def _torch_run(document: dict[str, Any], path: str) -> Run:
         },
     }
     return _finish(path, report, cases)
+
+
+def _torch_case(
+    document: dict[str, Any],
+    entry: dict[str, Any],
+    ranks: list[int],
+    earlier: int,
+    times: list[float],
+) -> RunCase:
+    """One result. times: those of the first rank, then those of the second, ...; earlier: how many
+    results of the same ranks there were before."""
+    key = {"model": entry.get("model"), "batch_size": entry.get("batch_size"), "ranks": ranks}
+    key |= {"number": earlier, "distributed_backend": document.get("distributed_backend")}
+    key |= {"bucket_size": document.get("bucket_size")}
+    name = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}"
+    if len(ranks) == 1 and earlier == 0:
+        name = "no ddp"
+    label = f"{key['model']} {name}, batch size {key['batch_size']}"
+    if not times:
+        return RunCase(key, label, "measurements", None, None, "passed, but without a time")
+    value, slowest = _slowest(np.asarray(times, np.float64).reshape(len(ranks), -1), False)
+    if value <= 0:
+        return RunCase(key, label, "measurements", None, None, "passed, but its time is 0")
+    return RunCase(key, label, "measurements", value, slowest, "passed")

@@ -7,6 +7,7 @@ test_compare.py asserts the first of them, with fewer comparisons.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from math import log
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.compare import Comparison, compare
+from common.history import study
 from common.runs import Run, RunCase
 
 ITERATIONS = 50
@@ -69,11 +71,12 @@ def simulate(
 
 def as_runs(times: NDArray[np.float64], ratio: float = 1.0, name: str = "run") -> list[Run]:
     """[cases, runs, iterations] as runs with those cases."""
+    medians = np.median(times, axis=2) * ratio
     made = []
     for j in range(times.shape[1]):
         cases = {}
         for i, own in enumerate(times[:, j] * ratio):
-            case = RunCase({"i": i}, f"case {i}", "samples", float(np.median(own)), own, "passed")
+            case = RunCase({"i": i}, f"case {i}", "samples", float(medians[i, j]), own, "passed")
             cases[f'{{"i": {i}}}'] = case
         made.append(Run(f"{name} {j}", "simulated", "complete", {}, "", cases, f"{name} {j}"))
     return made
@@ -181,8 +184,8 @@ def print_power(campaigns: int, rng: np.random.Generator) -> None:
     """Campaigns of 6 cases as the CPU's default sweep has: all alike, or all 5 % slower."""
     print(row(["runs differ by", "runs a side", "A/A: called", "5 %: slower", "3 %", "A/A: same"]))
     print(row(["---"] * 6))
-    for scatter in (0.005, 0.01, 0.02, 0.03, 0.05):
-        for runs in (2, 3, 4, 6, 8, 10, 20):
+    for scatter in (0.01, 0.02, 0.03, 0.05):
+        for runs in (2, 3, 4, 6, 10, 20):
             alike = verdicts(scatter, runs, [1.0] * 6, campaigns, rng)
             five, three = (
                 verdicts(scatter, runs, [ratio] * 6, campaigns, rng) for ratio in (1.05, 1.03)
@@ -192,9 +195,39 @@ def print_power(campaigns: int, rng: np.random.Generator) -> None:
             print(row([f"{100 * scatter:g} %", runs, *shown]), flush=True)
 
 
+def print_history(campaigns: int, rng: np.random.Generator) -> None:
+    """Series of 6 cases: without a change, and 5 % slower from the middle or in the newest run."""
+    print(
+        row(["runs differ by", "runs", "A/A: changes", "5 % found", "A/A: newest", "5 % flagged"])
+    )
+    print(row(["---"] * 6))
+    for scatter in (0.01, 0.02, 0.03):
+        for runs in (8, 12, 20, 40):
+            cells = []
+            for start, flagged in ((runs, False), (runs // 2, False), (runs, True), (-1, True)):
+                counted = 0
+                for i in range(campaigns):
+                    times = simulate(NORMAL | {"scatter": scatter, "noise": 0.02}, 6, runs, rng)
+                    times[:, start:] *= 1.05
+                    dated = [
+                        replace(run, started_at=f"2025-01-01T00:00:{j:02}")
+                        for j, run in enumerate(as_runs(times))
+                    ]
+                    series = study(dated, [], 0.02, seed=i).series
+                    counted += sum(
+                        s.newest is not None and s.newest.verdict in ("slower", "faster")
+                        if flagged
+                        else bool(s.changes)
+                        for s in series
+                    )
+                cells.append(f"{100 * counted / campaigns / 6:.1f} %")
+            print(row([f"{100 * scatter:g} %", runs, *cells]), flush=True)
+
+
 if __name__ == "__main__":
     SEED = np.random.default_rng(2024)
-    print_coverage(8000, SEED)
-    print_single_run(4000, SEED)
-    print_drift(4000, SEED)
-    print_power(400, SEED)
+    print_coverage(6000, SEED)
+    print_single_run(3000, SEED)
+    print_drift(3000, SEED)
+    print_power(300, SEED)
+    print_history(60, SEED)

@@ -71,7 +71,7 @@ def test_types_accept(kind: Callable[[str], Any], text: str, value: Any) -> None
 
 WHOLE = "expected a whole number of at least 1, got '{}'"
 ABOVE = "expected a number above 0, got '{}'"
-LESS = "expected less than 100%, e.g. 2%, got '{}'"
+LESS = "expected more than 0 and less than 100%, e.g. 2%, got '{}'"
 
 
 @pytest.mark.parametrize(
