@@ -5,14 +5,21 @@ import pytest
 from numpy.typing import NDArray
 
 from common.stats import (
+    Estimate,
     Interval,
     Straggler,
     autocorrelation_time,
     difference,
+    difference_of_means,
+    discoveries,
     find_straggler,
+    mean_of,
     median_interval,
     percentiles,
     relative_ci95,
+    shift,
+    t_quantile,
+    t_tail,
 )
 
 Floats = NDArray[np.float64]
@@ -225,3 +232,98 @@ def test_straggler_by_hand() -> None:
 
 def test_a_fast_rank_makes_no_other_a_straggler() -> None:
     assert find_straggler(np.array([[0.5] * 40, [1.0] * 40, [1.0] * 40])) is None
+
+
+# -- comparing runs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("df", "confidence", "t"),
+    [  # from the usual tables
+        (1, 0.95, 12.7062),
+        (2, 0.95, 4.3027),
+        (5, 0.95, 2.5706),
+        (10, 0.95, 2.2281),
+        (30, 0.95, 2.0423),
+        (1000, 0.95, 1.9623),
+        (1, 0.99, 63.6567),
+        (4, 0.999, 8.6103),
+        (10, 0.5, 0.6998),
+    ],
+)
+def test_students_t(df: float, confidence: float, t: float) -> None:
+    assert t_quantile(df, confidence) == pytest.approx(t, abs=1e-4)
+    assert t_tail(t_quantile(df, confidence), df) == pytest.approx(1 - confidence)
+
+
+def test_students_t_at_its_ends() -> None:
+    assert t_tail(0, 3) == 1
+    assert t_tail(1e200, 3) == 0
+    assert t_tail(1, 1) == pytest.approx(0.5)  # Cauchy: 1 - 2 atan(1) / pi
+    assert t_quantile(1.0) > t_quantile(1.5) > t_quantile(2.0)  # not only whole numbers
+
+
+def test_difference_of_means_by_hand() -> None:
+    """Squares about the means: 2 and 2; pooled variance 4 / 4 = 1; error sqrt(1 / 3 + 1 / 3)."""
+    found = difference_of_means([1, 2, 3], [4, 5, 6])
+    assert found is not None
+    assert (found.value, found.df) == (3, 4)
+    assert found.error == pytest.approx((2 / 3) ** 0.5)
+    assert found.p == pytest.approx(t_tail(3 / (2 / 3) ** 0.5, 4))
+    assert found.interval().half_width == pytest.approx(2.7764 * found.error, rel=1e-4)
+
+
+def test_difference_of_means_with_one_value_on_a_side() -> None:
+    """The scatter of the other side counts: 1, with 2 degrees of freedom."""
+    found = difference_of_means([1, 2, 3], [7])
+    assert found is not None
+    assert (found.value, found.df, found.error) == (5, 2, pytest.approx((1 + 1 / 3) ** 0.5))
+    assert difference_of_means([1], [2]) is None
+
+
+def test_unequal_numbers_take_the_wider_interval() -> None:
+    """Welch: variances 2 / 2 and 1 / 3 of the means, df = (4/3)^2 / (1 + (1/3)^2 / 2) = 1.684."""
+    found = difference_of_means([0, 2], [4, 5, 6])
+    assert found is not None
+    assert found.df == pytest.approx((4 / 3) ** 2 / (1 + (1 / 3) ** 2 / 2))
+    assert found.error == pytest.approx((4 / 3) ** 0.5)
+    alike = difference_of_means([0, 1, 2], [4, 5, 6, 4, 5, 6])
+    assert alike is not None
+    pooled = Estimate(4, ((2 + 4) / 7 * (1 / 3 + 1 / 6)) ** 0.5, 7)
+    assert alike.interval().half_width >= pooled.interval().half_width
+
+
+def test_values_without_scatter() -> None:
+    for a, b, p in (([1, 1], [1, 1], 1), ([1, 1], [2, 2], 0), ([1, 1], [2, 2, 2], 0)):
+        found = difference_of_means(a, b)
+        assert found is not None
+        assert found.p == p
+        assert found.interval() == Interval(b[0] - 1, b[0] - 1)
+
+
+def test_mean_of_by_hand() -> None:
+    found = mean_of([1, 2, 3])
+    assert found is not None
+    assert (found.value, found.df, found.error) == (2, 2, pytest.approx(1 / 3**0.5))
+    assert mean_of([1]) is None
+
+
+def test_discoveries_by_hand() -> None:
+    """Benjamini and Hochberg's own 15 p-values: 4 are discoveries at 5 %."""
+    p = [0.0001, 0.0004, 0.0019, 0.0095, 0.0201, 0.0278, 0.0298, 0.0344, 0.0459, 0.3240]
+    p += [0.4262, 0.5719, 0.6528, 0.7590, 1.0]
+    assert discoveries(p).tolist() == [True] * 4 + [False] * 11
+    assert discoveries(p[::-1]).tolist() == [False] * 11 + [True] * 4
+    assert discoveries([0.04, 0.05]).tolist() == [True, True]  # the larger carries the smaller
+    assert discoveries([0.04, 0.06]).tolist() == [False, False]
+    assert discoveries([]).tolist() == []
+
+
+def test_shift_by_hand() -> None:
+    """Differences of {5, 6, 100} and {1, 2, 3}: 2 3 3 4 4 5 97 98 99, median 4."""
+    assert shift([1, 2, 3], [5, 6, 100]) == (4, None)
+    value, interval = shift(np.arange(8), np.arange(8) + 10)
+    assert value == 10
+    # 32 - 1.96 * sqrt(64 * 17 / 12) = 13.3: the 13th of the 64 differences from either end
+    differences = sorted(10 + i - j for i in range(8) for j in range(8))
+    assert interval == Interval(differences[12], differences[51])
