@@ -108,7 +108,7 @@ from typing import Any
 
 from common import compare_text, history_text
 from common.compare import compare
-from common.history import find_all, load_all, study
+from common.history import find_all, load_all, parse_time, study
 from common.runs import Run, find_reports, identity, load_run
 from common.text import printable
 
@@ -122,7 +122,7 @@ def load_side(paths: list[str], args: argparse.Namespace) -> list[Run]:
             same = f"warning: {path} is left out: it holds the same run as {runs[run.digest].path}"
             print(printable(same, 500), file=sys.stderr)
         runs.setdefault(run.digest, run)
-    return sorted(runs.values(), key=lambda run: run.started_at)
+    return sorted(runs.values(), key=lambda run: parse_time(run.started_at) or 0.0)
 
 
 def find_sides(args: argparse.Namespace) -> list[list[str]]:

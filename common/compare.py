@@ -84,7 +84,7 @@ class Comparison:
     only_test: list[Unpaired]
     not_compared: list[Unpaired]  # on both sides, but without a time on one
     differences: list[Difference]
-    mean: CaseResult | None  # the geometric mean over the cases that every run has; from 2 cases on
+    mean: CaseResult | None  # the geometric mean over the cases that every run has
     warnings: list[str]
 
 
@@ -149,6 +149,11 @@ def _nothing_in_common(base: Sequence[Run], test: Sequence[Run]) -> str:
 Name = tuple[str, str]  # the benchmark and the canonical key
 
 
+def _exp(x: float) -> float:
+    """Within what a float can hold."""
+    return exp(max(-700.0, min(700.0, x)))
+
+
 def _by_case(runs: Sequence[Run]) -> dict[Name, list[RunCase | None]]:
     """For each case, what each run has of it."""
     names = dict.fromkeys((run.benchmark, name) for run in runs for name in run.cases)
@@ -207,7 +212,7 @@ def _compare_case(
     interval = p = None
     if estimate is not None:
         low_high = estimate.interval(1 - ALPHA / looks)
-        interval, p = (exp(low_high.low), exp(low_high.high)), estimate.p
+        interval, p = (_exp(low_high.low), _exp(low_high.high)), estimate.p
     elif single_run and within is not None:
         interval, p = within[0], within[1]
     return CaseResult(
@@ -217,7 +222,7 @@ def _compare_case(
         first.measure if first.measure else next(iter(measures)),
         tuple(float(case.value_s or 0) for case in timed[0]),
         tuple(float(case.value_s or 0) for case in timed[1]),
-        exp(value),
+        _exp(value),
         interval,
         within[0] if within else None,
         p,
@@ -248,7 +253,7 @@ def _within_run(timed: list[list[RunCase]], looks: int) -> tuple[tuple[float, fl
     toward = low if value > 0 else high  # the side on which 0 lies
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     p = 2 * (1 - NormalDist().cdf(abs(value) / toward * z)) if toward > 0 else float(value == 0)
-    return (exp(value - low), exp(value + high)), p
+    return (_exp(value - low), _exp(value + high)), p
 
 
 def _runs_needed(
@@ -303,7 +308,14 @@ def _geometric_mean(
     looks: int,
     margin: float,
 ) -> CaseResult | None:
-    """The mean of the log ratios. Its unit is the run as well: what hits one case hits others."""
+    """The mean of the log ratios. Its unit is the run as well: what hits one case hits others.
+
+    None where the cases are of several benchmarks, or fewer than two are in every run.
+    """
+    benchmarks = {case.benchmark for case in cases}
+    base, test = ([run for run in side if run.benchmark in benchmarks] for side in (base, test))
+    if len(benchmarks) != 1:
+        return None
     complete = [c for c in cases if (len(c.base_s), len(c.test_s)) == (len(base), len(test))]
     if len(complete) < 2:
         return None
@@ -315,7 +327,7 @@ def _geometric_mean(
     within = _mean_within_run(complete, value) if len(base) == len(test) == 1 else None
     if estimate is not None:
         low_high = estimate.interval(1 - ALPHA / looks)
-        interval, p = (exp(low_high.low), exp(low_high.high)), estimate.p
+        interval, p = (_exp(low_high.low), _exp(low_high.high)), estimate.p
     elif single_run and within is not None:
         interval, p = within
     return CaseResult(
@@ -325,7 +337,7 @@ def _geometric_mean(
         "",
         tuple(float(x) for x in np.exp(means[0])),
         tuple(float(x) for x in np.exp(means[1])),
-        exp(value),
+        _exp(value),
         interval,
         within[0] if within else None,
         p,
@@ -348,7 +360,7 @@ def _mean_within_run(
     low, high = (sqrt(square) / len(cases) for square in squares)
     toward = low if value > 0 else high
     p = 2 * (1 - NormalDist().cdf(abs(value) / toward * 1.96)) if toward > 0 else float(value == 0)
-    return (exp(value - low), exp(value + high)), p
+    return (_exp(value - low), _exp(value + high)), p
 
 
 def _decide(cases: list[CaseResult], margin: float, looks: int) -> list[CaseResult]:
@@ -429,7 +441,9 @@ def _warnings(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
     for a, b in itertools.combinations((*base, *test), 2):
         if a.digest == b.digest:
             lines.append(f"{a.path} and {b.path} hold the same run: that is one run's evidence")
-    for side, runs in (("BASE", base), ("TEST", test)):
+    for side, runs, other in (("BASE", base, "TEST"), ("TEST", test, "BASE")):
+        if len(runs) == 1 and len(base) + len(test) > 2:
+            lines.append(f"{side} is one run: it is taken to scatter as those of {other} do")
         rows = [fields(run) for run in runs]
         names = [name for name in rows[0] if any(row.get(name) != rows[0][name] for row in rows)]
         if names:

@@ -23,7 +23,9 @@ def show_ratio(ratio: float) -> str:
 
 def show_interval(interval: tuple[float, float] | None) -> str:
     """An interval of the ratio itself: over 1 is slower."""
-    return "-" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}"
+    if interval is None:
+        return "-"
+    return " to ".join(f"{end:.3f}" if end < 1000 else f"{end:.3g}" for end in interval)
 
 
 def show_time(seconds: Sequence[float]) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from math import exp, log
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,10 +71,10 @@ class History:
 
 def find_all(folder: str) -> list[str]:
     """Every *.json in the folder and those below it."""
-    found = []
+    found: list[Path] = []
     for place, _, names in os.walk(folder):
-        found += [os.path.join(place, name) for name in names if name.endswith(".json")]  # noqa: PTH118
-    return sorted(found)
+        found += [Path(place) / name for name in names if name.endswith(".json")]
+    return sorted(str(path) for path in found if path.is_file())
 
 
 def load_all(paths: Iterable[str], load: Callable[[str], Run]) -> tuple[list[Run], list[str]]:

@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common import bandwidth, cli
+from common import cli
 from common.results import are_seconds, check_document, read_json
 
 MAX_BYTES = 2**29  # 6.4 million samples, as of 1,000 cases on 64 ranks, have 75 MB
+SHORTEST_S = 1e-12  # what takes less was not timed
 TORCH_DDP = "PyTorch's DDP benchmark"
 # Which of a case's samples are compared, where it is not the first kind.
 MEASURES = {"batch_update_ps": "update"}
@@ -67,7 +68,7 @@ def find_reports(words: Sequence[str]) -> list[str]:
     paths: list[str] = []
     for word in words:
         if Path(word).is_dir():
-            found = sorted(str(path) for path in Path(word).glob("*.json"))
+            found = sorted(str(path) for path in Path(word).glob("*.json") if path.is_file())
             if not found:
                 raise ValueError(f"there is no *.json in the folder {word}")
         elif not os.path.lexists(word) and glob.has_magic(word):
@@ -142,14 +143,10 @@ def _check_size(path: str, max_bytes: int) -> None:
         raise ValueError(f"{path}, which is not a file")
     if about.st_size > max_bytes:
         raise ValueError(
-            f"{path}, which has {bandwidth.show_size(about.st_size)} bytes and may need six times "
-            f"as much memory; read up to that size with --max-size {_round_up(about.st_size)}"
+            f"{path}, which has {about.st_size / 1e6:.3g} MB, over the limit of "
+            f"{max_bytes / 1e6:.3g} MB, and may need six times as much memory; read it all the "
+            f"same with --max-size {-(-about.st_size // 2**30)}G"
         )
-
-
-def _round_up(size: int) -> str:
-    gib = -(-size // 2**30)
-    return f"{gib}G"
 
 
 def _finish(path: str, report: dict[str, Any], cases: dict[str, RunCase]) -> Run:
@@ -186,7 +183,7 @@ def _reduce(case: dict[str, Any], benchmark: str, measure: str | None) -> RunCas
     else:
         times = None
         name, value = _time_metric(case["metrics"], measure)
-    if value is not None and value > 0:
+    if value is not None and value >= SHORTEST_S:
         return RunCase(case["key"], label, name, value, times, check)
     if check == "passed":
         check = f"passed, but without {f'the time {measure!r}' if measure else 'a time'}"
@@ -364,6 +361,6 @@ def _torch_case(
     if not times:
         return RunCase(key, label, "measurements", None, None, "passed, but without a time")
     value, slowest = _slowest(np.asarray(times, np.float64).reshape(len(ranks), -1), False)
-    if value <= 0:
+    if value < SHORTEST_S:
         return RunCase(key, label, "measurements", None, None, "passed, but its time is 0")
     return RunCase(key, label, "measurements", value, slowest, "passed")

@@ -204,6 +204,23 @@ def test_geometric_mean_by_hand(tmp_path: Path) -> None:
     assert found.mean.ci95 == pytest.approx(one.ci95)
 
 
+def test_several_benchmarks_at_once(tmp_path: Path) -> None:
+    sides = []
+    for side, scale in (("b", 1.0), ("t", 1.5)):
+        times = [[scale, 2 * scale], [1.01 * scale, 2.02 * scale]]
+        mine = loaded(runs(tmp_path, side, times))
+        other = [replace(run, benchmark="collectives") for run in mine]
+        sides.append([*mine, *other])
+        extra = compare([*sides[0], replace(mine[0], benchmark="p2p_matrix")], mine)
+        assert extra.mean is not None  # over ddp_sweep, the only one on both sides
+    found = compare(*sides)
+    assert [c.label for c in found.cases] == [
+        f"{name} {c}" for name in ("ddp_sweep", "collectives") for c in "ab"
+    ]
+    assert {c.verdict for c in found.cases} == {"slower"}
+    assert found.mean is None
+
+
 def test_runs_needed(tmp_path: Path) -> None:
     """Runs that scatter by 5 % (one standard deviation) need about 2 * (1.96 * 5 / 2)^2 = 48."""
     (found,) = compared(tmp_path, [1.0, 1.05, 0.95], [1.0, 1.05, 0.95]).cases
@@ -557,7 +574,7 @@ def test_bad_reports(
         (["--history", "h", "--test", "b"], "--test has no effect with --history"),
         (["--history", "missing"], "--history missing: expected a folder of reports"),
         (["--history", "empty"], "there is no report in it that can be used"),
-        (["good.json", "--test", "big.json", "--max-size", "1K"], "has 2K bytes"),
+        (["good.json", "--test", "big.json", "--max-size", "1K"], "has 0.00205 MB, over"),
         (["good.json", "--test", "other.json"], "no case is on both sides"),
         (["good.json", "second.json", "--test", "third.json", "--single-run"], "2 and 1 runs"),
         (["good.json", "--test", "second.json", "--measure", "x"], "no case has the time 'x'"),
