@@ -155,12 +155,10 @@ def _exp(x: float) -> float:
 
 
 def _by_case(runs: Sequence[Run]) -> dict[Name, list[RunCase | None]]:
-    """For each case, what each run has of it."""
+    """For each case, what each run of its benchmark has of it."""
     names = dict.fromkeys((run.benchmark, name) for run in runs for name in run.cases)
     return {
-        (benchmark, name): [
-            run.cases.get(name) if run.benchmark == benchmark else None for run in runs
-        ]
+        (benchmark, name): [run.cases.get(name) for run in runs if run.benchmark == benchmark]
         for benchmark, name in names
     }
 
@@ -194,15 +192,17 @@ def _compare_case(
             return Unpaired(benchmark, first.key, first.label, f"{side}: {without[0].check}")
         if without:
             notes.append(f"{side}: {len(without)} of {len(row)} runs: {without[0].check}")
+        if None in row:
+            notes.append(f"{side}: {row.count(None)} of {len(row)} runs lack it")
     measures = {case.measure for case in itertools.chain(*timed)}
     if len(measures) > 1:
         reason = f"different times were kept: {', '.join(sorted(measures))}"
         return Unpaired(benchmark, first.key, first.label, reason)
     if paired:
-        pairs = [(a, b) for a, b in zip(*rows, strict=True) if a and b]
+        pairs = [(a, b) for a, b in zip(*rows, strict=False) if a and b]
         pairs = [(a, b) for a, b in pairs if a.value_s is not None and b.value_s is not None]
-        if not pairs:
-            return Unpaired(benchmark, first.key, first.label, "no pair has both")
+        if not pairs or len(rows[0]) != len(rows[1]):
+            return Unpaired(benchmark, first.key, first.label, "there is no pair with both")
         timed = [[a for a, _ in pairs], [b for _, b in pairs]]
     values = [np.log([float(case.value_s or 0) for case in side]) for side in timed]
     estimate = mean_of(values[1] - values[0]) if paired else difference_of_means(*values)

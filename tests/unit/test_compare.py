@@ -254,6 +254,17 @@ def test_a_run_that_failed_is_said_and_not_counted(tmp_path: Path) -> None:
     assert found.reason == "TEST: 1 of 4 runs: failed: out of memory"
 
 
+def test_runs_that_lack_a_case_are_said(tmp_path: Path) -> None:
+    base = loaded(runs(tmp_path, "b", [[1.0, 1.0], [1.01, 1.01], [0.99]]))
+    test = loaded(runs(tmp_path, "t", [[1.1, 1.1], [1.11, 1.11], [1.09, 1.09]]))
+    found = compare(base, test)
+    assert [len(c.base_s) for c in found.cases] == [3, 2]
+    assert [c.reason for c in found.cases] == ["", "BASE: 1 of 3 runs lack it"]
+    paired = compare(base, test, paired=True)
+    assert [len(c.test_s) for c in paired.cases] == [3, 2]
+    assert found.mean is None  # only one case is in every run
+
+
 def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     rows = [[1.0, 5.0, 1.0], [2.0, 2.0, 2.0]]
     document = report(case("a", samples_s=rows))

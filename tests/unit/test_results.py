@@ -18,6 +18,7 @@ from common.results import (
     SCHEMA,
     STATUSES,
     Report,
+    are_seconds,
     check_path,
     load,
     same_key,
@@ -544,3 +545,25 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert done.stderr.count("File too large") == 2
     assert sizes(path) == [(1, "passed")]
     assert names(tmp_path) == ["r.json"]
+
+
+@pytest.mark.parametrize(
+    ("row", "good"),
+    [
+        ([], True),
+        ([0, 0.5, 999_999_999], True),
+        ([0.1, math.nan], False),
+        ([math.nan, 0.1], False),
+        ([0.1, -math.nan, -0.1], False),
+        ([0.1, math.inf], False),
+        ([0.1, -1e-9], False),
+        ([0.1, 1e9], False),
+        ([10**400], False),
+        ([True], False),
+        (["0.1"], False),
+        ([0.1, None], False),
+        ([[0.1]], False),
+    ],
+)
+def test_are_seconds(row: list[Any], good: bool) -> None:
+    assert are_seconds(row) is good
