@@ -86,6 +86,7 @@ class Comparison:
     differences: list[Difference]
     mean: CaseResult | None  # the geometric mean over the cases that every run has
     warnings: list[str]
+    paired: bool = False
 
 
 def compare(
@@ -125,6 +126,7 @@ def compare(
         differences=differences(base, test),
         mean=decided[-1] if mean else None,
         warnings=_warnings(base, test),
+        paired=paired,
     )
 
 

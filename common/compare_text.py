@@ -85,6 +85,8 @@ def _needed(found: Comparison, margin: float) -> list[str]:
         return [] if several else ["measure several runs a side: 3 at the least, better 6"]
     middle, most = known[(len(known) - 1) // 2], known[-1]
     shown = f"{middle}" if middle == most else f"{middle} (half of the cases) to {most} (all)"
+    if any(case.ci95 is not None and case.runs_needed is None for case in undecided):
+        shown = f"{middle}, and for some cases over 1000,"
     return [f"about {shown} runs a side would narrow the intervals to +-{margin * 100:g} %"]
 
 
@@ -112,7 +114,7 @@ def heading(found: Comparison, runs: tuple[int, int], margin: float, single_run:
     if runs == (1, 1):
         unit = "within-run evidence only" if single_run else "one run a side"
     else:
-        unit = "the run is the unit"
+        unit = "the pair of runs is the unit" if found.paired else "the run is the unit"
     return f"{names}: {runs[0]} of BASE, {runs[1]} of TEST; margin {margin * 100:g} %; {unit}"
 
 

@@ -161,10 +161,13 @@ def test_within_run_interval_by_hand(tmp_path: Path) -> None:
     assert found.within_run_ci95 == pytest.approx((2 * math.exp(-low), 2 * math.exp(high)))
 
 
-def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
+def test_pairs_cancel_a_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base, test = [1.0, 1.3, 0.8, 1.1], [1.051, 1.366, 0.839, 1.156]
     assert compared(tmp_path, base, test).cases[0].verdict == "undecided"
     assert compared(tmp_path, base, test, paired=True).cases[0].verdict == "slower"
+    paths = runs(tmp_path, "p", [[time] for time in base]), runs(tmp_path, "q", [[t] for t in test])
+    assert main(*paths[0], "--test", *reversed(paths[1]), "--paired", "--fail-on", "slower") == 1
+    assert "the pair of runs is the unit" in capsys.readouterr().out
     with pytest.raises(ValueError, match="pairs need as many runs a side, got 4 and 3"):
         compared(tmp_path, base, test[:3], paired=True)
 
