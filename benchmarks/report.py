@@ -85,7 +85,16 @@ from typing import Any
 from common import markdown
 from common.figures import Figure, Section, Table
 from common.report_content import Options, constants, sections_of, shortened, tables_of
-from common.report_runs import HARDWARE, Run, environments, labels_of, load, significant, text
+from common.report_runs import (
+    HARDWARE,
+    Run,
+    environments,
+    labels_of,
+    load,
+    significant,
+    text,
+    unique,
+)
 from common.results import replace_file
 
 TONES = {"complete": "good", "running": "note", "interrupted": "note", "failed": "bad"}
@@ -129,7 +138,7 @@ def read(args: argparse.Namespace) -> list[Run]:
             cli.refuse(f"{path} and {seen[real]} are the same report; give it once")
         seen[real] = path
     try:
-        names = args.labels or labels_of(args.reports)
+        names = unique(args.labels) if args.labels else labels_of(args.reports)
         return [load(path, name) for path, name in zip(args.reports, names, strict=True)]
     except ValueError as error:
         cli.refuse(text(str(error), 1000))
@@ -214,6 +223,12 @@ def summary(runs: Sequence[Run]) -> tuple[list[dict[str, Any]], list[str]]:
     return rows, remarks
 
 
+def other_hardware(group: Sequence[Run]) -> list[str]:
+    """In what the hardware differs between reports of the same benchmark."""
+    differing = {field.name for field in environments(group) if field.differs}
+    return [name.replace("_", " ") for name in HARDWARE if name in differing]
+
+
 def failures(runs: Sequence[Run]) -> Table | None:
     bad = [(run, case) for run in runs for case in run.cases if case.check.startswith("failed")]
     rows = [[run.label, case.label, case.check.removeprefix("failed: ")] for run, case in bad][
@@ -295,7 +310,7 @@ def page(runs: Sequence[Run], args: argparse.Namespace) -> str:
         )
     fields = environments(runs)
     differing = [field.name for field in fields if field.differs]
-    hardware = [name for name in HARDWARE if name in differing]
+    hardware = [(group[0].benchmark, other_hardware(group)) for group in by_benchmark(runs)]
     rows, remarks = summary(runs)
     failed = failures(runs)
     environment = jinja2.Environment(
@@ -312,7 +327,7 @@ def page(runs: Sequence[Run], args: argparse.Namespace) -> str:
         remarks=remarks,
         failures=aligned(failed) if failed else None,
         fields=fields,
-        hardware=", ".join(name.replace("_", " ") for name in hardware),
+        hardware=[(name, ", ".join(fields)) for name, fields in hardware if fields],
         differing=f"{plural(len(differing), 'field')} of {len(fields)} differ"
         + ("s" if len(differing) == 1 else "")
         + " between the reports.",

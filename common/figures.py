@@ -20,6 +20,7 @@ class Line:
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     ideal: bool = False  # a reference: thin, dashed, without markers
+    formula: bool = False  # computed at many x, and not measured there: without markers
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Curves:
     bytes_x: bool = False  # ticks as 4K, 1M
     log_x: bool = True
     log_y: bool = True
+    x_ticks: Sequence[float] = ()  # otherwise at the x of the lines
     levels: Sequence[tuple[str, float]] = ()  # horizontal lines, as the link's limit
     marks: Sequence[tuple[str, float]] = ()  # vertical lines, as a break-even
     note: str = ""
@@ -50,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Bars:
-    """Horizontal bars, each a sum of parts."""
+    """Horizontal bars, each a sum of parts. A name may have a second line."""
 
     title: str
     summary: str

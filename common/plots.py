@@ -22,7 +22,7 @@ from common.figures import SERIES, Bars, Curves, Dots, Figure, Heat, Spreads
 from common.report_runs import significant, text
 
 WIDTH = 4.0  # inches: about as wide as a phone shows it, and letters grow with a desktop
-LETTERS = 26  # beside a bar
+LETTERS = 30  # beside a bar
 INK, MUTED, PAPER = "#010101", "#010102", "#010103"
 MARKERS = "osD^vPX*"
 DASHES = ("-", "--", "-.", ":")
@@ -119,10 +119,13 @@ def _curves(figure: Curves, new: Callable[[float], Any], number: int) -> Drawing
     for line in figure.lines:
         tint = colour(line.style)
         if line.ideal:
-            axes.plot(line.x, line.y, color=tint, linestyle=(0, (1, 2)), linewidth=1.1)
+            alone = "_" if len(line.x) == 1 else None  # a line of one point is nothing
+            axes.plot(
+                line.x, line.y, color=tint, linestyle=(0, (1, 2)), linewidth=1.1, marker=alone
+            )
             legend.append((_swatch(tint, None, "1 2"), line.label))
             continue
-        marker = MARKERS[line.style % len(MARKERS)]
+        marker = None if line.formula else MARKERS[line.style % len(MARKERS)]
         dash = DASHES[line.style // 4 % len(DASHES)]
         axes.plot(line.x, line.y, color=tint, linestyle=dash, marker=marker)
         if len(line.low) and any(a != b for a, b in zip(line.low, line.high, strict=True)):
@@ -139,7 +142,11 @@ def _curves(figure: Curves, new: Callable[[float], Any], number: int) -> Drawing
     for label, at in figure.marks:
         axes.axvline(at, color=INK, linewidth=1, linestyle=(0, (2, 2)))
         legend.append((_swatch(INK, None, "2 2"), label))
-    _ticks(axes.xaxis, xs if figure.log_x else None, show_size if figure.bytes_x else None)
+    _ticks(
+        axes.xaxis,
+        figure.x_ticks or (xs if figure.log_x else None),
+        show_size if figure.bytes_x else None,
+    )
     _ticks(axes.yaxis, _decades(*axes.get_ylim()) if figure.log_y else None, None)
     axes.set_xlabel(text(figure.x_label, 60))
     axes.set_ylabel(text(figure.y_label, 60))
@@ -147,7 +154,7 @@ def _curves(figure: Curves, new: Callable[[float], Any], number: int) -> Drawing
 
 
 def _bars(figure: Bars, new: Callable[[float], Any], number: int) -> Drawing:
-    canvas, axes = new(0.65 + 0.22 * max(2, len(figure.names)))
+    canvas, axes = new(_height(figure.names))
     left = np.zeros(len(figure.names))
     places = np.arange(len(figure.names))
     legend = []
@@ -164,7 +171,7 @@ def _bars(figure: Bars, new: Callable[[float], Any], number: int) -> Drawing:
 
 
 def _dots(figure: Dots, new: Callable[[float], Any], number: int) -> Drawing:
-    canvas, axes = new(0.65 + 0.22 * max(2, len(figure.names)))
+    canvas, axes = new(_height(figure.names))
     legend: dict[str, str] = {}
     for place, (y, limits, group) in enumerate(
         zip(figure.values, figure.intervals, figure.groups, strict=True)
@@ -260,9 +267,14 @@ def _heat(figure: Heat, new: Callable[[float], Any], number: int) -> Drawing:
 # -- axes ------------------------------------------------------------------------------------------
 
 
+def _height(names: Sequence[str]) -> float:
+    lines = max(name.count("\n") + 1 for name in names)
+    return 0.65 + (0.22 if lines == 1 else 0.34) * max(2, len(names))
+
+
 def _names(axes: Any, names: Sequence[str]) -> None:
     """Names at the left of horizontal lines, the first on top."""
-    shown = [text(name, LETTERS) for name in names]
+    shown = ["\n".join(text(part, LETTERS) for part in name.split("\n", 1)) for name in names]
     axes.set_yticks(range(len(names)), shown)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(visible=False, axis="y")

@@ -5,6 +5,7 @@ A benchmark that is not listed gets the table of everything, and the distributio
 """
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -31,11 +32,11 @@ from common.link_report import KINDS, Link, verdicts
 from common.report_runs import Case, Run, Spread, number, pair, significant, text
 
 MAX_ROWS = 200  # of a table
+MAX_METRICS = 24  # columns of a benchmark that is not known here
 MAX_BARS = 24  # of a figure, and dots
 MAX_FIGURES = 12  # of one sort for one benchmark
 MAX_BOXES = 32  # of a figure
 MAX_SPREADS = 6  # figures of distributions for one benchmark
-MAX_CELL = 26  # letters beside a bar
 LARGEST_MATRIX = 1024  # members of a heat map
 LARGEST_VERDICT = 256
 SIGMAS = 5.0  # as p2p_matrix.py has by default
@@ -116,6 +117,31 @@ WHY: list[Column] = [
     ("first iteration (ms)", value("first_iteration_s", 1e3)),
     ("memory (GiB)", value("memory_gib")),
 ]
+
+
+def breaks(case: Case) -> str:
+    """How many graph breaks."""
+    found = case.metrics.get("graph_breaks")
+    counts = [number(n) or 0 for n in found.values()] if isinstance(found, dict) else None
+    return "-" if counts is None else significant(sum(counts))
+
+
+COMPILING: list[Column] = [
+    ("times as fast as eager", value("vs_eager")),
+    ("bounds", interval("vs_eager_bounds")),
+    ("times as fast as none", value("vs_none")),
+    ("first step (s)", value("first_step_s")),
+    ("start of backend (s)", value("start_s")),
+    ("recompiles", value("recompiles")),
+    ("recompiling (s)", value("recompile_s")),
+    ("cost (s)", value("compile_cost_s")),
+    ("paid back after (steps)", value("payback_steps", 1, 7)),
+    ("graphs", value("graphs")),
+    ("graph breaks", breaks),
+    ("tflops", value("tflops")),
+    ("mfu (%)", value("mfu", 100, 3)),
+    ("memory (GiB)", value("memory_gib")),
+]
 RATIO: list[Column] = [
     ("ratio", value("ratio")),
     ("95% ci of ratio", interval("ratio_ci95")),
@@ -144,6 +170,10 @@ def _calls(variant: str) -> list[Column]:
 # The tables of each benchmark, by title. What a case is called comes from its key.
 TABLES: dict[str, dict[str, list[Column]]] = {
     "ddp_sweep": {"Step time": STEP, "Where the time goes": WHY},
+    "compile_sweep": {
+        "Step time": [*STEP, ("tokens/s", value("tokens_per_s"))],
+        "What compiling brings and costs": COMPILING,
+    },
     "collectives": {"Bandwidth": [*_busbw("out_of_place"), *_busbw("in_place")]},
     "rpc_latency": {"Round trips": _calls("round_trip"), "One way": _calls("one_way")},
     "ddp_rpc": {
@@ -186,6 +216,12 @@ HIDDEN_KEYS = {
 }
 # whose samples are shown otherwise
 NO_SPREADS = ("p2p_matrix",)
+# what these are, where it is not said by the name of the benchmark
+SAMPLES = {
+    "ddp_sweep": "Whole steps.",
+    "collectives": "In place, of the collectives that are measured so.",
+    "rpc_latency": "Round trips.",
+}
 PANEL = ("model", "dtype")  # each has a figure of its own in ddp_sweep
 
 
@@ -272,7 +308,7 @@ def all_metrics(entries: Sequence[tuple[Run, Case]]) -> list[Column]:
         return text(found, 60) if count is None else significant(count)
 
     columns: list[Column] = [("95% ci of p50", width)]
-    for name in list(names)[:24]:
+    for name in names:
         columns.append((text(name, 40), lambda case, name=name: cell(case, name)))  # type: ignore[misc]
     return columns
 
@@ -330,7 +366,7 @@ def _curves(
     owners: dict[Any, tuple[Run, tuple[tuple[str, str], ...]]] = {}
     for run, case in entries:
         at, found = number(case.key.get(x)), point(case)
-        if at is None or found is None:
+        if at is None or at <= 0 or found is None:
             continue
         y, low, high = found
         constant = rest(case, x, *left_out)
@@ -458,7 +494,7 @@ def _stacked(
         stacked = [Part(label, i, columns[i]) for i, (label, _) in enumerate(parts)]
         longest = max(range(len(chunk)), key=lambda i: sum(chunk[i][2]))
         summary = (
-            f"{title} of {len(chunk)} cases by parts. Longest: {names[longest]}: "
+            f"{title} of {len(chunk)} cases by parts. Longest: {chunk[longest][1].label}: "
             + ", ".join(f"{p.label} {significant(p.values[longest])} {unit}" for p in stacked)
         )
         rest_of = shortened(2 * MAX_BARS, len(kept), "cases") if n == len(most) - 1 else ""
@@ -477,7 +513,7 @@ def bar_names(entries: Sequence[tuple[Run, Case]]) -> list[str]:
     )
     names = [" ".join(word for word in row if word not in shared) for row in words]
     return [
-        f"{name or case.label}, {run.label}" if several else name or case.label
+        f"{name or case.label}\n{run.label}" if several else name or case.label
         for name, (run, case) in zip(names, entries, strict=True)
     ]
 
@@ -612,7 +648,7 @@ def _slow(run: Run, all_of: list[list[Any]]) -> list[str]:
         rank, node = (row.get("rank"), row.get("node")) if isinstance(row, dict) else (None, None)
         if type(rank) is int and 0 <= rank < n and type(node) is int:
             nodes[rank] = node
-    links: list[Link] = [tuple(link) for link in all_of]  # type: ignore[misc]
+    links: list[Link] = [tuple(link) for link in all_of]
     return verdicts(links, nodes, argparse.Namespace(by=by, sigmas=SIGMAS))
 
 
@@ -743,6 +779,90 @@ def updates(runs: Sequence[Run], _: Options) -> list[Section]:
     return section + ratios(runs, "Against the original")
 
 
+def break_even(runs: Sequence[Run], _: Options) -> list[Section]:
+    """compile_sweep: seconds over steps, eager and compiled; where they cross compiling pays."""
+    sections = []
+    found = dots(
+        runs, "Speed-up", "times as fast as eager", "vs_eager", "vs_eager_bounds", reference=1.0
+    )
+    if found:
+        sections.append(Section("Against eager of the same strategy", ["With bounds."], found))
+    panel = ("model", "dtype", "strategy")
+    panels = grouped(
+        runs,
+        lambda case: tuple(text(case.key.get(name), 40) for name in panel),
+        lambda case: _costs(case) is not None,
+    )
+    figures: list[Figure] = []
+    for shown, entries in list(panels.items())[:MAX_FIGURES]:
+        known = [(run, case, costs) for run, case in entries if (costs := _costs(case))][:SERIES]
+        paid = [cost / (eager - step) for _, _, (cost, eager, step) in known if eager > step]
+        last = 10.0 ** math.ceil(math.log10(max(100.0, 3 * min(max(paid, default=1000), 1e6))))
+        steps = [float(x) for x in np.geomspace(1, last, 60)]
+        names = series_labels([(run, rest(case, *panel, "optimize_ddp")) for run, case, _ in known])
+        lines: list[Line] = []
+        marks = []
+        eagers: dict[str, float] = {}
+        for i, ((run, case, (cost, eager, step)), name) in enumerate(
+            zip(known, names, strict=True)
+        ):
+            if len(known) == 1:
+                name = text(case.key.get("compile_backend"), 40)
+            eagers.setdefault(run.label, eager)
+            after = [max(cost, 0.0) + n * step for n in steps]
+            lines.append(Line(name, i, steps, after, formula=True))
+            if eager > step:
+                crossing = max(1.0, cost / (eager - step))
+                if crossing <= last:
+                    marks.append(
+                        (f"{name}: paid back after {math.ceil(crossing):,} steps", crossing)
+                    )
+        for i, (label, eager) in enumerate(eagers.items()):
+            name = f"eager, {label}" if len(eagers) > 1 else "eager"
+            lines.append(Line(name, len(known) + i, steps, [n * eager for n in steps], ideal=True))
+        title = " ".join(word for word in shown if word != "-")
+        said = "; ".join(label for label, _ in marks) or "compiling never pays here"
+        figures.append(
+            Curves(
+                title,
+                f"Break-even of {title}: {said}.",
+                "steps",
+                "seconds",
+                lines,
+                x_ticks=[10.0**k for k in range(round(math.log10(last)) + 1)],
+                marks=marks,
+                note="" if marks else "Compiling never pays here: its steps are not faster.",
+            )
+        )
+    if figures:
+        note = (
+            "Seconds after so many steps: compiling first, or not at all. A dashed line down "
+            "is where compiling has paid for itself."
+        )
+        sections.append(Section("Break-even of compiling", [note], figures))
+    reasons = [
+        [run.label, case.label, text(reason, 300), text(count, 20)]
+        for run, case in joined(runs)
+        if isinstance(case.metrics.get("graph_breaks"), dict)
+        for reason, count in case.metrics["graph_breaks"].items()
+    ]
+    if reasons:
+        note = shortened(MAX_ROWS, len(reasons), "reasons").replace("drawn", "shown")
+        header = ["report", "case", "reason", "times"]
+        table = Table("Graph breaks", header, reasons[:MAX_ROWS], note=note)
+        sections.append(Section("Why graphs break", [], [], [table]))
+    return sections
+
+
+def _costs(case: Case) -> tuple[float, float, float] | None:
+    """(seconds that compiling costs, eager step, compiled step) of a compiled case."""
+    names = ("compile_cost_s", "vs_eager", "step_time_p50_s")
+    cost, ratio, step = (number(case.metrics.get(name)) for name in names)
+    if cost is None or ratio is None or step is None or ratio <= 0 or step <= 0:
+        return None
+    return cost, ratio * step, step
+
+
 def harness(runs: Sequence[Run], _: Options) -> list[Section]:
     """calibrate: ratios that should be 1, and what a run of so many seconds can tell apart."""
     sections = ratios(runs, "Reported against a bare loop")
@@ -762,50 +882,57 @@ def harness(runs: Sequence[Run], _: Options) -> list[Section]:
     return sections
 
 
-def spreads(runs: Sequence[Run]) -> list[Section]:
-    """The samples of each rank, for the cases with the most ranks."""
+def spreads(
+    runs: Sequence[Run],
+    title: str = "Distribution by rank",
+    of: Callable[[Case], Spread | None] = lambda case: case.spread,
+    least: int = 1,
+) -> list[Section]:
+    """The samples of each rank, for the cases with the most ranks. least: so many ranks."""
     cases: dict[str, list[tuple[Run, Case, Spread]]] = {}
     for run, case in joined(runs):
-        if case.spread is not None and case.spread.iterations >= 5:
-            cases.setdefault(case.identity, []).append((run, case, case.spread))
+        spread = of(case)
+        if spread is not None and spread.iterations >= 5 and len(spread.quartiles) >= least:
+            cases.setdefault(case.identity, []).append((run, case, spread))
     if not cases:
         return []
     most = sorted(cases.values(), key=lambda entries: -len(entries[0][1].ranks))[:MAX_SPREADS]
     numbers = {id(run): i for i, run in enumerate(runs)}
     figures = []
     for entries in most:
-        label = entries[0][1].label
-        each = max(1, MAX_BOXES // len(entries))
-        middle = float(np.median([s.quartiles[:, 2].max() for _, _, s in entries]))
-        scale, unit = time_unit(middle)
+        kept = entries[:SERIES]
+        label = kept[0][1].label
+        scale, unit = time_unit(float(np.median([s.quartiles[:, 2].max() for _, _, s in kept])))
         boxes = []
         cut = False
-        for run, case, spread in entries[:SERIES]:
-            rows = _rows(spread, each)
-            cut |= len(rows) < len(case.ranks)
+        for run, case, spread in kept:
+            rows = _rows(spread, max(1, MAX_BOXES // len(kept)))
+            cut |= len(rows) < len(spread.quartiles)
             for row in rows:
                 boxes.append(
                     Box(
-                        str(case.ranks[row]),
+                        str(case.ranks[row] if len(case.ranks) == len(spread.quartiles) else row),
                         (run.label, numbers[id(run)] % SERIES),
                         (spread.quartiles[row] * scale).tolist(),
-                        _thinned(spread, row, len(rows) * len(entries), scale),
+                        _thinned(spread, row, len(rows) * len(kept), scale),
                     )
                 )
         boxes.sort(key=lambda box: (int(box.name), box.group[1]))
         medians = [box.quartiles[2] for box in boxes]
-        ranks = len(entries[0][1].ranks)
+        ranks = len(kept[0][2].quartiles)
         summary = (
-            f"Samples of {label} by rank, {ranks} ranks: medians from "
+            f"{title}: {label}, {ranks} ranks: medians from "
             f"{significant(min(medians))} to {significant(max(medians))} {unit}."
         )
-        note = f"{entries[0][2].iterations} samples a rank"
+        note = f"{kept[0][2].iterations} samples a rank"
         note += f"; the fastest, the slowest and others of {ranks} ranks." if cut else "."
+        note += " " + shortened(SERIES, len(entries), "reports") if len(entries) > SERIES else ""
         figures.append(Spreads(label, summary, "rank", unit, boxes, note))
     notes = ["Boxes hold the middle half, whiskers 5 to 95 %; dots are some of the samples."]
+    notes += [SAMPLES[runs[0].benchmark]] if runs[0].benchmark in SAMPLES and least == 1 else []
     if len(cases) > MAX_SPREADS:
         notes.append(f"{MAX_SPREADS} of {len(cases):,} cases: those with the most ranks.")
-    return [Section("Distribution by rank", notes, figures)]
+    return [Section(title, notes, figures)]
 
 
 def _rows(spread: Spread, most: int) -> list[int]:
@@ -826,6 +953,7 @@ def _thinned(spread: Spread, row: int, boxes: int, scale: float) -> list[float]:
 
 FIGURES: dict[str, Callable[[Sequence[Run], Options], list[Section]]] = {
     "ddp_sweep": scaling,
+    "compile_sweep": break_even,
     "collectives": busbw,
     "p2p_matrix": link_maps,
     "rpc_latency": calls,
@@ -849,7 +977,11 @@ def tables_of(runs: Sequence[Run]) -> list[Table]:
     found = [table for table in tables if table is not None]
     if found or benchmark == "p2p_matrix":
         return found
-    everything = case_table("Metrics", entries, all_metrics(entries), hidden)
+    columns = all_metrics(entries)
+    everything = case_table("Metrics", entries, columns[: MAX_METRICS + 1], hidden)
+    if everything and len(columns) > MAX_METRICS + 1:
+        note = f"The first {MAX_METRICS} of {len(columns) - 1:,} metrics. {everything.note}"
+        everything = dataclasses.replace(everything, note=note.strip())
     return [everything] if everything else []
 
 
@@ -866,5 +998,7 @@ def sections_of(runs: Sequence[Run], options: Options) -> list[Section]:
     sections = draw(runs, options) if draw else []
     if benchmark not in NO_SPREADS:
         sections += spreads(runs)
+        # a synchronised step makes all ranks look alike; this does not
+        sections += spreads(runs, "Local compute by rank", lambda case: case.local, least=2)
     tables = tables_of(runs)
     return [*sections, Section("Tables", [], [], tables)] if tables else sections

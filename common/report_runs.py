@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from common import results
 
 MAX_BYTES = 2**29  # of a file: 1,000 cases x 64 ranks x 100 samples of three kinds are 0.4 GiB
+LARGEST = 1e30  # of a number; a plot of larger ones would overflow
 POINTS = 40  # samples of a rank that are kept to be drawn
 QUARTILES = (5, 25, 50, 75, 95)
 
@@ -89,14 +90,11 @@ def text(value: Any, limit: int = 200, lines: bool = False) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return significant(value, 6)
+        return f"{value:.6g}"
     if isinstance(value, list | tuple) and all(isinstance(x, str | int) for x in value):
         value = ", ".join(map(str, value))
     if not isinstance(value, str):
-        try:
-            value = json.dumps(value)
-        except (TypeError, ValueError):
-            value = str(value)
+        value = canonical(value)
     cut = value if len(value) <= limit else value[: limit - 1] + "…"
     out = []
     for character in cut:
@@ -109,15 +107,21 @@ def text(value: Any, limit: int = 200, lines: bool = False) -> str:
     return "".join(out).strip(None if not lines else "\n")
 
 
+def canonical(value: Any) -> str:
+    """JSON that is the same for the same value."""
+    try:
+        return json.dumps(value, sort_keys=True)
+    except RecursionError:
+        return "nested too deeply to be shown"
+
+
 def number(value: Any) -> float | None:
-    """A finite number as a float; None for everything else."""
+    """A number of a size that something measured can have, as a float; None for all else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    try:
-        found = float(value)
-    except OverflowError:
+    if not -LARGEST <= value <= LARGEST:  # NaN as well
         return None
-    return found if math.isfinite(found) else None
+    return float(value) if abs(value) >= 1 / LARGEST else 0.0
 
 
 def pair(value: Any) -> tuple[float, float] | None:
@@ -164,7 +168,7 @@ def load(path: str, label: str, progress: Callable[[str], None] = lambda _: None
     document = results.load(path)
     started, finished = text(document["started_at"]), document.get("finished_at")
     return Run(
-        label=text(label, 60),
+        label=label,
         path=text(path),
         benchmark=text(document["benchmark"], 60),
         status=document["status"],
@@ -184,7 +188,7 @@ def _case(case: dict[str, Any]) -> Case:
     others = case.get("other_samples_s")
     return Case(
         key=key,
-        identity=json.dumps(key, sort_keys=True),
+        identity=canonical(key),
         label=name or ", ".join(text(value, 30) for value in key.values() if value is not None),
         ranks=tuple(case["ranks"]),
         metrics=case["metrics"],
@@ -199,9 +203,9 @@ def _spread(rows: Any) -> Spread | None:
     """None where these are no samples: results.validate looks at `samples_s` alone."""
     try:
         samples = np.asarray(rows, dtype=np.float64)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RecursionError):
         return None
-    if samples.ndim != 2 or samples.size == 0 or not np.isfinite(samples).all():
+    if samples.ndim != 2 or samples.size == 0 or not (abs(samples) < LARGEST).all():
         return None
     n = samples.shape[1]
     kept = np.unique(np.linspace(0, n - 1, min(n, POINTS)).astype(int))
@@ -218,16 +222,36 @@ def _between(started: Any, finished: Any) -> float | None:
 
 
 def labels_of(paths: Sequence[str]) -> list[str]:
-    """A name for each file: its stem, with as many folders before it as tell it from the others."""
+    """A name for each file: its stem, with as much before and after as tells it from the others."""
     files = [Path(path).absolute() for path in paths]
-    parts = [[*file.parts[:-1], file.stem or file.name] for file in files]
-    names = [[words[-1]] for words in parts]
-    for depth in range(2, max(map(len, parts)) + 1):
-        shown = ["/".join(name) for name in names]
-        for name, words, full in zip(names, parts, shown, strict=True):
-            if shown.count(full) > 1 and depth <= len(words):
-                name.insert(0, words[-depth])
-    return ["/".join(name) for name in names]
+    names = [[file.stem or file.name] for file in files]
+    for words, file, alike in zip(names, files, _doubles(names), strict=True):
+        if alike and any(file.parent == other.parent for other in files if other != file):
+            words[0] = file.name
+    for depth in range(2, max(len(file.parts) for file in files) + 1):
+        for words, file, alike in zip(names, files, _doubles(names), strict=True):
+            if alike and depth <= len(file.parts):
+                words.insert(0, file.parts[-depth])
+    return unique(["/".join(words) for words in names])
+
+
+def _doubles(names: Sequence[Sequence[str]]) -> list[bool]:
+    return [list(names).count(name) > 1 for name in names]
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """The names as they may be shown, the end of long ones, each another."""
+    shown: list[str] = []
+    for name in names:
+        clean = text(name, 1000)
+        clean = clean if len(clean) <= 50 else "…" + clean[-49:]
+        count = 1
+        found = clean
+        while found in shown:
+            count += 1
+            found = f"{clean} ({count})"
+        shown.append(found)
+    return shown
 
 
 # -- what a set of reports shares ------------------------------------------------------------------
@@ -262,7 +286,7 @@ def _names(tables: Iterable[dict[str, Any]]) -> list[str]:
 
 def _field(name: str, values: list[Any]) -> Field:
     shown = tuple(text(value, 300) for value in values)
-    alike = len({json.dumps(value, sort_keys=True) for value in values}) == 1
+    alike = len(set(map(canonical, values))) == 1
     return Field(name, shown, not alike)
 
 
