@@ -96,6 +96,7 @@ from common.report_runs import (
     unique,
 )
 from common.results import replace_file
+from common.runs import identity
 
 TONES = {"complete": "good", "running": "note", "interrupted": "note", "failed": "bad"}
 
@@ -131,13 +132,13 @@ def check_output(path: str) -> Path:
 
 def read(args: argparse.Namespace) -> list[Run]:
     """The reports, each once."""
-    seen: dict[str, str] = {}
-    for path in args.reports:
-        real = os.path.realpath(path) if "\0" not in path else path
-        if real in seen:
-            cli.refuse(f"{path} and {seen[real]} are the same report; give it once")
-        seen[real] = path
+    seen: dict[tuple[int, int], str] = {}
     try:
+        for path in args.reports:
+            file = identity(path)
+            if file in seen:
+                cli.refuse(f"{text(path)} and {text(seen[file])} are the same report; give it once")
+            seen[file] = path
         names = unique(args.labels) if args.labels else labels_of(args.reports)
         return [load(path, name) for path, name in zip(args.reports, names, strict=True)]
     except ValueError as error:
