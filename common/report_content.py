@@ -182,7 +182,7 @@ TABLES: dict[str, dict[str, list[Column]]] = {
             ("95% ci of p50", width),
             ("samples/s", value("samples_per_s")),
         ],
-        "Phases of a step": [
+        "Phases of a batch (means)": [
             (f"{name} (ms)", value(f"{name}_s", 1e3))
             for name in ("lookup", "forward", "backward", "exchange", "step")
         ],
@@ -222,6 +222,7 @@ SAMPLES = {
     "collectives": "In place, of the collectives that are measured so.",
     "rpc_latency": "Round trips.",
 }
+SPEED_UP = "With bounds that are wider than a 95 % interval."
 PANEL = ("model", "dtype")  # each has a figure of its own in ddp_sweep
 
 
@@ -746,15 +747,16 @@ def ratios(runs: Sequence[Run], title: str) -> list[Section]:
 
 
 def embeddings(runs: Sequence[Run], _: Options) -> list[Section]:
-    """ddp_rpc: epochs, and the phases of a step."""
+    """ddp_rpc: epochs, and the phases of a batch."""
     sections = []
-    found = dots(runs, "Samples a second", "samples/s", "samples_per_s", "")
+    found = dots(runs, "Epoch", "p50 (ms)", "epoch_time_p50_s", "epoch_time_ci95_s", 1e3)
     if found:
-        sections.append(Section("Throughput", [], found))
+        sections.append(Section("Time of an epoch", ["With 95 % intervals."], found))
     names = ("lookup", "forward", "backward", "exchange", "step")
-    stacked = _stacked(runs, "A step's phases", [(name, (f"{name}_s",)) for name in names])
+    stacked = _stacked(runs, "A batch", [(name, (f"{name}_s",)) for name in names])
     if stacked:
-        sections.append(Section("Where a step's time goes", ["Medians."], stacked))
+        note = "Means over trainers and batches, so that they add up."
+        sections.append(Section("Where a batch's time goes", [note], stacked))
     return sections + ratios(runs, "Against the original")
 
 
@@ -786,7 +788,7 @@ def break_even(runs: Sequence[Run], _: Options) -> list[Section]:
         runs, "Speed-up", "times as fast as eager", "vs_eager", "vs_eager_bounds", reference=1.0
     )
     if found:
-        sections.append(Section("Against eager of the same strategy", ["With bounds."], found))
+        sections.append(Section("Against eager of the same strategy", [SPEED_UP], found))
     panel = ("model", "dtype", "strategy")
     panels = grouped(
         runs,
@@ -874,7 +876,7 @@ def harness(runs: Sequence[Run], _: Options) -> list[Section]:
     entries = [entry for entries in grouped(runs, lambda _: 0).values() for entry in entries]
     lines = _curves(entries, "seconds", ["mode"], percent)
     if lines:
-        title = "Smallest difference seen"
+        title = "Smallest difference that one run shows"
         figure = Curves(
             title, _summary(title, lines, "%"), "seconds", "difference (%)", lines[:SERIES]
         )

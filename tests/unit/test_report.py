@@ -113,7 +113,7 @@ def test_every_benchmark_of_the_project(everything: str) -> None:
     for heading in (
         *("Scaling", "Where a step's time goes", "Distribution by rank", "Bus bandwidth", "Links"),
         *("Latency, round trip", "Latency, one way", "Resolution", "Against the original"),
-        *("Throughput", "Step time by route", "Local compute by rank"),
+        *("Throughput", "Step time by route", "Local compute by rank", "Time of an epoch"),
     ):
         assert f"<h3>{heading}</h3>" in html.unescape(text), heading
     assert "ideal: no ddp times ranks" in words
