@@ -1,0 +1,612 @@
+"""Commands run in turn, again and again: each run leaves a report and a log in a folder.
+
+    DIR/campaign.json   the commands, their variables, every run with its status, start and end
+    DIR/a-01.json       the report of the first run of side `a`
+    DIR/a-01.log        what it printed
+    DIR/lock            locked while a campaign runs in DIR
+
+`campaign.json` is replaced atomically before and after every run, so that the same campaign
+started again goes on where it was. Imports no torch: what runs is somebody else's command.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from common.results import replace_file
+from common.runs import load_run
+from common.text import printable
+
+SCHEMA = "torchrun-bench-campaign/1"
+REPORT_FLAGS = ("--json", "-J", "--output-file", "--output_file")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# How a run is ended, and how long each of these may take. torchrun gives its workers 30 s.
+ENDINGS = ((signal.SIGINT, 40.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0))
+LEFTOVER_S = 5.0  # for processes that outlive the command which started them
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
+
+
+class RunFailed(Exception):
+    """A run that left no complete report; the message says which, why, and shows its log."""
+
+    status = 1
+
+
+class Interrupted(Exception):
+    """A signal ended the campaign; `status` is the exit status that says so."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.status = 128 + number
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the commands that take turns."""
+
+    name: str
+    command: tuple[str, ...]
+    variables: dict[str, str]  # on top of this process's
+
+
+# -- what is to run --------------------------------------------------------------------------------
+
+
+def read_side(name: str, text: str, variables: Sequence[str]) -> Side:
+    """A side as the command line gives it: `--a 'COMMAND' --a-env NAME=VALUE ...`.
+
+    Raises ValueError for a command that cannot run, or that names a report of its own.
+    """
+    try:
+        command = tuple(shlex.split(text))
+    except ValueError as error:
+        raise ValueError(f"--{name}: cannot split {text!r}: {error}") from None
+    if not command:
+        raise ValueError(f"--{name} needs a command, e.g. --{name} 'python train.py'")
+    for word in command:
+        if word.split("=")[0] in REPORT_FLAGS:
+            raise ValueError(
+                f"--{name}: the command has {word.split('=')[0]}; leave it out, every run gets a "
+                "report of its own"
+            )
+    side = Side(name, command, read_variables(f"--{name}-env", variables))
+    find_program(side)
+    return side
+
+
+def read_variables(flag: str, words: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE words as a dict. Raises ValueError for anything else, and for a name twice."""
+    variables: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"{flag}: expected NAME=VALUE, got '{word}'; e.g. NCCL_ALGO=Ring")
+        if name in variables:
+            raise ValueError(f"{flag}: {name} is given twice")
+        variables[name] = value
+    return variables
+
+
+def environment_of(side: Side) -> dict[str, str]:
+    """The environment of a side's runs.
+
+    VIRTUAL_ENV=DIR does what DIR's `activate` does: DIR/bin comes first in PATH.
+    """
+    environment = {**os.environ, **side.variables}
+    if "VIRTUAL_ENV" in side.variables:
+        if "PATH" not in side.variables:
+            path = environment.get("PATH", os.defpath)
+            environment["PATH"] = f"{side.variables['VIRTUAL_ENV']}/bin{os.pathsep}{path}"
+        environment.pop("PYTHONHOME", None)
+    return environment
+
+
+def find_program(side: Side) -> str:
+    """The path of the side's program. Raises ValueError where there is none."""
+    venv = side.variables.get("VIRTUAL_ENV")
+    if venv is not None and not (Path(venv) / "bin" / "python").exists():
+        raise ValueError(
+            f"--{side.name}-env VIRTUAL_ENV={venv}: there is no {venv}/bin/python; make it with "
+            f"python3 -m venv {venv}"
+        )
+    program = side.command[0]
+    found = shutil.which(program, path=environment_of(side).get("PATH", os.defpath))
+    if found is None and Path(program).is_file():
+        raise ValueError(
+            f"--{side.name}: {program} cannot be executed; a script needs its interpreter, "
+            f"e.g. --{side.name} 'python {program}'"
+        )
+    if found is None:
+        where = "" if "/" in program else " in PATH"
+        raise ValueError(
+            f"--{side.name}: there is no program '{program}'{where}; give its full path, or "
+            f"--{side.name}-env VIRTUAL_ENV=DIR"
+        )
+    return found
+
+
+def balanced_order(sides: Sequence[str], rounds: int, first: int = 0) -> list[list[str]]:
+    """Each round has every side once, in an order that neither a drift nor a neighbour favours.
+
+    Rows of a Williams square: over n rounds (2n if n is odd) each side is equally often in each
+    place, and equally often right behind each other side (E. J. Williams 1949, "Experimental
+    designs balanced for the estimation of residual effects of treatments", Australian Journal of
+    Scientific Research A 2:149-168). Two sides take turns as A B, B A, A B, ...: ABBA.
+
+    first: the number of the first round.
+    """
+    n = len(sides)
+    zigzag = [0, *(k // 2 if k % 2 == 0 else n - k // 2 for k in range(2, n + 1))]
+    # 0, 1, n-1, 2, n-2, ...: the steps between neighbours are all different
+    square = [[sides[(step + row) % n] for step in zigzag] for row in range(n)]
+    if n % 2:
+        square += [row[::-1] for row in square]
+    return [square[number % len(square)] for number in range(first, first + rounds)]
+
+
+# -- the campaign ----------------------------------------------------------------------------------
+
+
+class Campaign:
+    """A folder of runs. As a context manager it holds the folder's lock and defers signals."""
+
+    def __init__(
+        self,
+        folder: str,
+        sides: Sequence[Side],
+        design: dict[str, Any],
+        check: Callable[[str], object],
+        timeout: float | None = None,
+    ) -> None:
+        """design: what was decided before the first run, e.g. how many there are to be.
+
+        check: raises ValueError for a path that holds no report. timeout: seconds for one run.
+        """
+        self._shown = folder
+        self.folder = Path(os.path.realpath(folder))
+        self._sides = {side.name: side for side in sides}
+        self._check = check
+        self._timeout = timeout
+        self._lock: Any = None
+        self._mask: set[int] = set()
+        self._document: dict[str, Any] = {
+            "schema": SCHEMA,
+            "status": "running",
+            "started_at": _now(),
+            "finished_at": None,
+            "directory": str(Path.cwd()),
+            "sides": {
+                side.name: {"command": list(side.command), "variables": side.variables}
+                for side in sides
+            },
+            "design": design,
+            "looked": False,  # whether a result was computed: the design must not change after it
+            "runs": [],
+        }
+
+    def __enter__(self) -> "Campaign":
+        """Raises ValueError where the folder cannot serve, with one line that says why."""
+        self._take_folder()
+        try:
+            self._resume()
+            self._write()
+        except (ValueError, OSError) as error:
+            self._lock.close()
+            if isinstance(error, OSError):
+                raise ValueError(
+                    f"--out {self._shown} cannot be written: {error.strerror}"
+                ) from None
+            raise
+        wanted = {s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, wanted | {signal.SIGCHLD})
+        # what a run leaves behind becomes a child of this process, and can be ended
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        status = "complete"
+        if isinstance(error, Interrupted):
+            status = "interrupted"
+        elif error is not None:
+            status = "failed"
+        self._document |= {"status": status, "finished_at": _now()}
+        try:
+            self._write()
+        except OSError as problem:
+            _tell(
+                f"error: cannot write {self._shown}/campaign.json: {problem.strerror}; its "
+                "previous version is intact"
+            )
+        self._lock.close()
+        if isinstance(error, Interrupted):  # further ones have nothing more to end
+            while signal.sigtimedwait(SIGNALS, 0):
+                pass
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def path(self, side: str, number: int, suffix: str = "json") -> str:
+        """Where run `number` (from 1) of a side has its report, or its log."""
+        return str(self.folder / f"{side}-{number:02d}.{suffix}")
+
+    def done(self, side: str, number: int) -> bool:
+        """Whether that run is complete."""
+        return any((run["side"], run["number"]) == (side, number) for run in self.finished())
+
+    def finished(self) -> list[dict[str, Any]]:
+        """The complete runs, as in campaign.json."""
+        return [run for run in self._document["runs"] if run["status"] == "complete"]
+
+    def note_look(self) -> None:
+        """A result is about to be computed: from now on the design is fixed."""
+        self._document["looked"] = True
+        self._write_or_fail()
+
+    def run_all(self, slots: Sequence[tuple[str, int]], planned: int) -> None:
+        """Run those of (side, number) that are not done yet, in this order; progress on stderr.
+
+        planned: how many there are to be in the end, at most.
+        """
+        for side, number in slots:
+            if self.done(side, number):
+                continue
+            seconds = self.run(side, number)
+            times = [run["seconds"] for run in self.finished()]
+            left = (planned - len(times)) * sum(times) / len(times)
+            _tell(
+                f"{side}-{number:02d} took {seconds:.1f} s; {len(times)} of {planned} runs, "
+                f"about {left / 60:.1f} min to go"
+            )
+
+    def run(self, side: str, number: int) -> float:
+        """Run a side's command once; how many seconds it took.
+
+        Raises RunFailed where it leaves no complete report, Interrupted on a signal.
+        """
+        stop_if_asked()
+        report, log = (Path(self.path(side, number, suffix)) for suffix in ("json", "log"))
+        entry: dict[str, Any] = {
+            "side": side,
+            "number": number,
+            "report": report.name,
+            "log": log.name,
+            "status": "running",
+            "exit_status": None,
+            "started_at": _now(),
+            "finished_at": None,
+            "seconds": None,
+        }
+        kept = [r for r in self._document["runs"] if (r["side"], r["number"]) != (side, number)]
+        self._document["runs"] = [*kept, entry]
+        self._write_or_fail()
+        start = time.monotonic()
+        reason: str | None = None
+        try:
+            report.unlink(missing_ok=True)  # half a one of an earlier attempt
+            status = run_command(
+                [*self._sides[side].command, "--json", str(report)],
+                environment_of(self._sides[side]),
+                log,
+                self._timeout,
+            )
+            if status is None:
+                reason = f"took longer than {self._timeout:g} s and was ended"
+            elif status != 0:
+                reason = f"ended with status {status}" if status > 0 else _by_signal(-status)
+            else:
+                reason = self._problem_of(report)
+            entry |= {"status": "failed" if reason else "complete", "exit_status": status}
+        except Interrupted:
+            entry["status"] = "interrupted"
+            raise
+        except OSError as error:  # the program has gone, the disk is full
+            entry["status"] = "failed"
+            reason = f"could not be started: {error.strerror}: {error.filename}"
+        finally:
+            entry |= {"finished_at": _now(), "seconds": round(time.monotonic() - start, 3)}
+            if entry["status"] != "interrupted":  # then the last writing is at hand
+                self._write_or_fail()
+        if reason:
+            lines = [*_last_lines(log, self._shown), *_failed_cases(report)]
+            raise RunFailed("\n".join([f"error: run {report.stem} {reason}", *lines]))
+        seconds: float = entry["seconds"]
+        return seconds
+
+    def _problem_of(self, report: Path) -> str | None:
+        if not report.exists():
+            return "wrote no report, although it ended well; does the command know --json?"
+        try:
+            self._check(str(report))
+        except ValueError as error:
+            return f"left a report of no use: {error}"
+        return None
+
+    def _take_folder(self) -> None:
+        shown = self._shown
+        if not shown:
+            raise ValueError("--out needs a folder, got ''; e.g. --out ab")
+        try:
+            if self.folder.exists() and not self.folder.is_dir():
+                raise ValueError(f"--out {shown} is not a folder; give one, e.g. --out ab")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            strangers = [path.name for path in self.folder.iterdir() if path.name != "lock"]
+            if strangers and "campaign.json" not in strangers:
+                raise ValueError(
+                    f"--out {shown} holds {sorted(strangers)[0]} but no campaign; "
+                    "give a new folder, or one whose campaign is to go on"
+                )
+            self._lock = open(self.folder / "lock", "w", encoding="utf-8")  # noqa: SIM115
+        except OSError as error:
+            raise ValueError(f"--out {shown} cannot be used: {error.strerror}") from None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.close()
+            raise ValueError(f"--out {shown}: another campaign is running there") from None
+
+    def _resume(self) -> None:
+        path = self.folder / "campaign.json"
+        if not path.exists():
+            return
+        old = load_campaign(str(path))
+        self._refuse_differences(old)
+        new = self._document
+        if old["looked"]:
+            for name in {**new["design"], **old["design"]}:
+                there, here = (design.get(name) for design in (old["design"], new["design"]))
+                if there != here:
+                    raise ValueError(
+                        f"--out {self._shown}: its result was computed with {name} {there}, and "
+                        f"now it is {here}; a plan that changes after a look has an unknown "
+                        "error rate, give a new --out"
+                    )
+        runs = []
+        for run in old["runs"]:
+            if run["status"] != "complete":
+                _tell(f"{run['side']}-{run['number']:02d} is run again, it was {run['status']}")
+                continue
+            report = self.path(run["side"], run["number"])
+            problem = self._problem_of(Path(report))
+            if problem:
+                _tell(f"{Path(report).stem} is run again: it {problem}")
+            else:
+                runs.append(run)
+        new |= {"started_at": old["started_at"], "looked": old["looked"], "runs": runs}
+        if runs:
+            _tell(f"runs that are kept: {len(runs)}")
+
+    def _refuse_differences(self, old: dict[str, Any]) -> None:
+        new = self._document
+        pairs = [("the directory it was started in", old["directory"], new["directory"])]
+        if list(old["sides"]) != list(new["sides"]):
+            pairs.append(("what is compared", ", ".join(old["sides"]), ", ".join(new["sides"])))
+        for name in [name for name in new["sides"] if name in old["sides"]]:
+            there, here = old["sides"][name], new["sides"][name]
+            pairs.append((f"--{name}", shlex.join(there["command"]), shlex.join(here["command"])))
+            pairs.append(
+                (f"--{name}-env", _show(there["variables"]), _show(here["variables"])),
+            )
+        for what, there, here in pairs:
+            if there != here:
+                raise ValueError(
+                    f"--out {self._shown} holds a campaign of something else: {what} was {there} "
+                    f"there, and is {here} now; give another --out"
+                )
+
+    def _write(self) -> None:
+        replace_file(self.folder / "campaign.json", json.dumps(self._document, indent=1) + "\n")
+
+    def _write_or_fail(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            raise RunFailed(
+                f"error: {self._shown}/campaign.json cannot be written: {error.strerror}; "
+                "its previous version is intact"
+            ) from None
+
+
+def check_report(path: str) -> None:
+    """Raise ValueError for anything but the report of a run that came to its end."""
+    run = load_run(path)
+    if run.status != "complete":
+        raise ValueError(f"{path}: its status is {run.status}")
+    if not run.cases:
+        raise ValueError(f"{path}: it has no case")
+
+
+def load_campaign(path: str) -> dict[str, Any]:
+    """The campaign.json at `path`. Raises ValueError where it is none."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ValueError(f"{path} is damaged; give another --out") from None
+    good = isinstance(document, dict) and document.get("schema") == SCHEMA
+    kinds = {
+        **{"directory": str, "sides": dict, "design": dict, "looked": bool},
+        **{"runs": list, "started_at": str},
+    }
+    good = good and all(isinstance(document.get(name), kind) for name, kind in kinds.items())
+    good = good and all(
+        isinstance(side, dict)
+        and isinstance(side.get("command"), list)
+        and all(isinstance(word, str) for word in side["command"])
+        and isinstance(side.get("variables"), dict)
+        for side in document["sides"].values()
+    )
+    good = good and all(
+        isinstance(run, dict)
+        and isinstance(run.get("side"), str)
+        and type(run.get("number")) is int
+        and isinstance(run.get("seconds"), int | float | None)
+        and isinstance(run.get("status"), str)
+        for run in document["runs"]
+    )
+    if not good:
+        raise ValueError(f"{path} is not a campaign of this program; give another --out")
+    campaign: dict[str, Any] = document
+    return campaign
+
+
+def _tell(line: str) -> None:
+    """Progress, on stderr: in a log file as on a terminal, since a campaign takes hours."""
+    with contextlib.suppress(OSError):
+        print(printable(line, 500), file=sys.stderr, flush=True)
+
+
+def _show(variables: dict[str, str]) -> str:
+    return shlex.join(f"{n}={v}" for n, v in sorted(variables.items())) or "nothing"
+
+
+def _by_signal(number: int) -> str:
+    return f"was killed by {signal.Signals(number).name}"
+
+
+def _last_lines(log: Path, shown: str, lines: int = 20) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 64 * 1024))
+            text = file.read().decode(errors="replace").rstrip().splitlines()[-lines:]
+    except OSError:
+        return []
+    if not text:
+        return ["it printed nothing"]
+    return [f"the end of {shown}/{log.name}:", *(f"    {printable(line, 300)}" for line in text)]
+
+
+def _failed_cases(report: Path) -> list[str]:
+    """What the report says itself; under torchrun the end of the log is torchrun's own."""
+    try:
+        cases = load_run(str(report)).cases.values()
+    except ValueError:
+        return []
+    failed = [case for case in cases if case.check.startswith("failed")]
+    return [printable(f"{case.label}: {case.check}", 300) for case in failed[:10]]
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+# -- one run ---------------------------------------------------------------------------------------
+
+
+def stop_if_asked() -> None:
+    """Raise Interrupted where one of the blocked SIGNALS waits."""
+    waiting = signal.sigpending() & set(SIGNALS)
+    if waiting:
+        raise Interrupted(min(waiting))
+
+
+def run_command(
+    command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None
+) -> int | None:
+    """Run a command to its end with its output in `log`; its exit status, -N if signal N ended it.
+
+    None where it took more than `timeout` seconds. SIGNALS and SIGCHLD are blocked. Raises
+    Interrupted on one of SIGNALS. However it ends, none of its processes is left.
+    """
+    older = set(_children())
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for this process, which passes it on once
+            preexec_fn=_start_of_child(os.getpid()),
+        )
+    try:
+        number = _wait(process, timeout)
+        late = number is None and process.poll() is None
+        if number is not None or late:
+            _end(process)
+    finally:
+        _end_leftovers(older)
+    if number is not None:
+        raise Interrupted(number)
+    return None if late else process.returncode
+
+
+def _start_of_child(parent: int) -> Callable[[], None]:
+    libc = ctypes.CDLL(None)
+
+    def start() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*SIGNALS, signal.SIGCHLD})
+        # where this process is killed, no run stays behind to disturb the next one
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return start
+
+
+def _wait(process: "subprocess.Popen[bytes]", seconds: float | None) -> int | None:
+    """Until the process ends or the time is up; the number of a signal that came before."""
+    limit = None if seconds is None else time.monotonic() + seconds
+    wanted = {s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN} | {signal.SIGCHLD}
+    while process.poll() is None:
+        left = 60.0 if limit is None else min(60.0, limit - time.monotonic())
+        if left <= 0:
+            return None
+        came = signal.sigtimedwait(wanted, left)
+        if came is not None and came.si_signo != signal.SIGCHLD:
+            return came.si_signo
+    return None
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a command: politely first, and at once on another Ctrl-C."""
+    for number, patience in ENDINGS:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        _wait(process, patience)
+        if process.poll() is not None:
+            return
+
+
+def _end_leftovers(older: set[int]) -> None:
+    """End what a command left running: all that is this process's child now and was not before."""
+    limit = time.monotonic() + LEFTOVER_S
+    while left := [pid for pid in _children() if pid not in older]:
+        for pid in left:
+            with contextlib.suppress(OSError):
+                if time.monotonic() > limit:
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+        if time.monotonic() > limit + LEFTOVER_S:
+            return
+        time.sleep(0.05)
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    for task in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, value)
