@@ -11,14 +11,24 @@
                   alternate in one process
     metadata      gathering the samples of a case on rank 0 and writing the report
 
+`--ab` asks the same of ab.py and compare.py: how often do they err? It starts real runs of
+ddp_sweep.py, of kinds that take turns: `a`, `b`, which is no different, and slower ones whose step
+ends in a busy-wait. Each of --campaigns compares --runs runs of `a` with as many of every other
+kind, as ab.py does. Printed is how often a case was called slower or faster; the same command goes
+on where an interrupted one was. `--slow-sweep` is such a slower ddp_sweep.py by itself.
+
     python benchmarks/calibrate.py
     torchrun --nproc-per-node 8 benchmarks/calibrate.py --json calibration.json
     torchrun --nproc-per-node 32 benchmarks/calibrate.py --modes metadata --device cpu
+    python benchmarks/calibrate.py --ab --campaigns 40 --slowed-campaigns 10 --out rates
+    python benchmarks/calibrate.py --ab --runs 4 --out rates -- --model resnet18 --max-seconds 1
+    torchrun --nproc-per-node 2 benchmarks/calibrate.py --slow-sweep 5% -- --json slow.json
 
 Written for this project. BSD-3-Clause.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -28,6 +38,7 @@ from common import bandwidth, cli
 
 MODES = ("clock", "barrier", "perturbation", "resolution", "all_reduce", "metadata")
 SIZES = [8, 2**16, 2**20, 2**24]  # bytes, of `all_reduce`
+SWEEP = ["--device", "cpu", "--model", "mobilenet_v3_small", "--iters", "12", "--warmup-iters", "2"]
 CALLS = 20  # a block of `all_reduce`, as collectives.py has by default
 
 
@@ -65,7 +76,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     cli.add_report_flags(parser)
+    add_ab_flags(parser)
     args = parser.parse_args(argv)
+    check_ab_flags(parser, args)
     if args.seconds != [1.0, 2.0, 5.0, 10.0] and "resolution" not in args.modes:
         cli.refuse("--seconds has no effect without --modes resolution")
     if args.step_ms != 1.0 and not {"perturbation", "resolution"} & set(args.modes):
@@ -79,8 +92,93 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def add_ab_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("comparisons of runs").add_argument
+    add("--ab", action="store_true", help="how often do comparisons of real runs err?")
+    add("--out", metavar="DIR", help="keep the runs here, with --ab")
+    add("--campaigns", type=cli.positive_int, metavar="N", help="(default: 40)")
+    add("--runs", type=cli.positive_int, metavar="N", help="of a kind, a campaign (default: 6)")
+    add(
+        "--slowdowns",
+        type=slowdowns,
+        metavar="P",
+        help="slower kinds, by how much; a list, or none (default: 5%%,3%%)",
+    )
+    add(
+        "--slowed-campaigns",
+        type=cli.positive_int,
+        metavar="N",
+        help="only so many have the slower kinds, evenly spread (default: all)",
+    )
+    add("--ranks", type=cli.positive_int, metavar="N", help="of a run (default: 2)")
+    add("--margin", type=cli.percentage, metavar="P", help="as of ab.py (default: 2%%)")
+    add("--slow-sweep", type=cli.percentage, metavar="P", help="ddp_sweep.py, slower by P")
+    parser.add_argument(
+        "sweep",
+        nargs="*",
+        metavar="-- FLAGS",
+        help=f"of ddp_sweep.py, with --ab (default: {' '.join(SWEEP)}) or --slow-sweep",
+    )
+
+
+def slowdowns(text: str) -> list[float]:
+    """argparse type: `5%,3%`, or none."""
+    values: list[float] = [] if text == "none" else cli.list_of(cli.percentage)(text)
+    return values
+
+
+def check_ab_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in the defaults of --ab; refuse what has no effect beside, or without it."""
+    only_ab = ("out", "campaigns", "runs", "slowdowns", "slowed_campaigns", "ranks", "margin")
+    others = ("modes", "seconds", "step_ms", "rounds", "sizes", "device", "resume")
+    given = [
+        name
+        for name in (*others, *only_ab, "json", "timeout")
+        if getattr(args, name) != parser.get_default(name)
+    ]
+
+    def refuse_given(names: tuple[str, ...], why: str) -> None:
+        for name in [name for name in given if name in names]:
+            cli.refuse(f"--{name.replace('_', '-')} has no effect {why}")
+
+    if args.slow_sweep is not None:
+        if args.ab:
+            cli.refuse("--slow-sweep has no effect with --ab, which has --slowdowns")
+        refuse_given(tuple(given), "with --slow-sweep; flags of ddp_sweep.py follow after --")
+        return
+    if not args.ab:
+        refuse_given(only_ab, "without --ab")
+        if args.sweep:
+            cli.refuse(f"'{args.sweep[0]}' has no effect without --ab or --slow-sweep")
+        return
+    refuse_given(others, "with --ab")
+    if args.out is None:
+        cli.refuse("--ab needs a folder to keep its runs in; add --out DIR")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        cli.refuse("--ab starts torchrun itself; start it with python, not with torchrun")
+    args.campaigns = args.campaigns or 40
+    args.runs = args.runs or 6
+    args.ranks = args.ranks or 2
+    args.margin = args.margin or 0.02
+    args.slowdowns = [0.05, 0.03] if args.slowdowns is None else args.slowdowns
+    if args.slowed_campaigns and not args.slowdowns:
+        cli.refuse("--slowed-campaigns has no effect with --slowdowns none")
+    args.slowed_campaigns = args.slowed_campaigns or args.campaigns
+    if args.slowed_campaigns > args.campaigns:
+        cli.refuse(f"--slowed-campaigns is more than the {args.campaigns} of --campaigns")
+    if args.runs < 2:
+        cli.refuse("--runs must be at least 2: one run a kind cannot show how much runs differ")
+    if any(word.split("=")[0] == "--json" for word in args.sweep):
+        cli.refuse("--json has no effect after --: every run gets a report of its own")
+    args.sweep = args.sweep or SWEEP
+
+
 if __name__ == "__main__":
     ARGS = parse_args()  # before the imports below, so that --help need not wait for them
+    if ARGS.ab:
+        from common import error_rates
+
+        sys.exit(error_rates.main(ARGS))
 
 import functools
 import tempfile
@@ -396,5 +494,19 @@ def main(args: argparse.Namespace) -> int:
     return sweep.status
 
 
+def run_slow_sweep(args: argparse.Namespace) -> int:
+    """ddp_sweep.py with a busy-wait in its step."""
+    import ddp_sweep  # this script's neighbour
+
+    from common.busy_wait import slow_down
+
+    flags = ddp_sweep.parse_args(args.sweep)
+    if ddp_sweep.check_args(flags)[0].type != "cpu":
+        cli.refuse("--slow-sweep slows the CPU only; add -- --device cpu")
+    slow_down(ddp_sweep, args.slow_sweep)
+    status: int = ddp_sweep.main(ddp_sweep.parse_args(args.sweep))
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(record(main)(ARGS))
+    sys.exit(record(main if ARGS.slow_sweep is None else run_slow_sweep)(ARGS))
