@@ -86,6 +86,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         help="the smallest change that matters (default: 2%%)",
     )
     add(
+        "--ignore-key",
+        type=cli.list_of(str),
+        default=[],
+        metavar="NAME",
+        help="compare cases that differ in these fields of their keys, e.g. comm_hook where A has "
+        "one and B another; a list (default: none)",
+    )
+    add(
         "--timeout",
         type=cli.positive_float,
         metavar="S",
@@ -164,7 +172,10 @@ def measure(campaign: Campaign, args: argparse.Namespace, looks: list[int]) -> R
     """Run what is planned, or until every case has a verdict."""
     for runs in [1, *looks]:
         campaign.run_all(slots(runs), 2 * looks[-1])
-        a, b = ([load_run(path) for path in paths(campaign, side, runs)] for side in ("a", "b"))
+        a, b = (
+            [load_run(path, ignore=args.ignore_key) for path in paths(campaign, side, runs)]
+            for side in ("a", "b")
+        )
         if runs == 1:  # no verdict yet, only whether there is anything to compare
             compare(a, b)
             continue

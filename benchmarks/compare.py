@@ -65,6 +65,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "metric in seconds, e.g. first_iteration_s (default: the step, call, update or link)",
     )
     add(
+        "--ignore-key",
+        type=cli.list_of(str),
+        default=[],
+        metavar="NAME",
+        help="join cases that differ in these fields of their keys, e.g. comm_hook where BASE was "
+        "measured with one and TEST with another; a list (default: none)",
+    )
+    add(
         "--fail-on",
         type=cli.list_of(str, FAILURES),
         default=[],
@@ -117,7 +125,7 @@ def load_side(paths: list[str], args: argparse.Namespace) -> list[Run]:
     """The runs of one side in the order of their start; a run that is there twice counts once."""
     runs: dict[str, Run] = {}
     for path in paths:
-        run = load_run(path, args.measure, args.max_size)
+        run = load_run(path, args.measure, args.max_size, args.ignore_key)
         if run.digest in runs:
             same = f"warning: {path} is left out: it holds the same run as {runs[run.digest].path}"
             print(printable(same, 500), file=sys.stderr)
@@ -164,7 +172,8 @@ def look_back(args: argparse.Namespace) -> tuple[str, set[str]]:
     if not Path(folder).is_dir():
         raise ValueError(f"--history {folder}: expected a folder of reports")
     runs, unread = load_all(
-        find_all(folder), lambda path: load_run(path, args.measure, args.max_size)
+        find_all(folder),
+        lambda path: load_run(path, args.measure, args.max_size, args.ignore_key),
     )
     if not runs:
         why = f"; {unread[0]}" if unread else ""

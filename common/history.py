@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from common.compare import ALPHA, Difference, differences
 from common.results import SAME_ENVIRONMENT
-from common.runs import Run, RunCase, canonical
+from common.runs import Run, RunCase, canonical, is_report_name
 from common.stats import difference_of_means, discoveries, shift
 
 # What else must agree for a report to be resumed may change over time: that is what is looked for.
@@ -73,7 +73,7 @@ def find_all(folder: str) -> list[str]:
     """Every *.json in the folder and those below it."""
     found: list[Path] = []
     for place, _, names in os.walk(folder):
-        found += [Path(place) / name for name in names if name.endswith(".json")]
+        found += [Path(place) / name for name in names if is_report_name(name)]
     return sorted(str(path) for path in found if path.is_file())
 
 

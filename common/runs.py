@@ -9,7 +9,7 @@ import json
 import os
 import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ MEASURES = {"batch_update_ps": "update"}
 # Rows of these are callers or links that go their own way: their i-th samples are not at the same
 # time, and the slowest row counts instead of the slowest of each iteration.
 UNALIGNED = ("rpc_latency", "batch_update_ps", "p2p_matrix")
+CAMPAIGN = "campaign.json"  # in a folder of ab.py's: how its reports came about
 MAX_LINKS = 5000  # of one case: 100 ranks have so many pairs; beyond, a kind has its median
 
 
@@ -68,7 +69,11 @@ def find_reports(words: Sequence[str]) -> list[str]:
     paths: list[str] = []
     for word in words:
         if Path(word).is_dir():
-            found = sorted(str(path) for path in Path(word).glob("*.json") if path.is_file())
+            found = sorted(
+                str(path)
+                for path in Path(word).iterdir()
+                if path.is_file() and is_report_name(path.name)
+            )
             if not found:
                 raise ValueError(f"there is no *.json in the folder {word}")
         elif not os.path.lexists(word) and glob.has_magic(word):
@@ -79,6 +84,11 @@ def find_reports(words: Sequence[str]) -> list[str]:
             found = [word]
         paths += found
     return list(dict.fromkeys(paths))
+
+
+def is_report_name(name: str) -> bool:
+    """Whether a file of this name in a folder is taken for a report."""
+    return name.endswith(".json") and not name.startswith(".") and name != CAMPAIGN
 
 
 def identity(path: str) -> tuple[int, int]:
@@ -94,18 +104,24 @@ def _stat(path: str) -> os.stat_result:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def load_run(path: str, measure: str | None = None, max_bytes: int = MAX_BYTES) -> Run:
+def load_run(
+    path: str,
+    measure: str | None = None,
+    max_bytes: int = MAX_BYTES,
+    ignore: Sequence[str] = (),
+) -> Run:
     """The report at `path` as a run.
 
-    measure: the samples or the metric to take instead of the first. Raises ValueError with one
-    line that starts with the path.
+    measure: the samples or the metric to take instead of the first. ignore: fields of the cases'
+    keys by which they are not told apart. Raises ValueError with one line that starts with the
+    path.
     """
     _check_size(path, max_bytes)
     document = read_json(path, max_bytes)
     if isinstance(document, dict) and "schema" not in document and "benchmark_results" in document:
         if measure is not None:
             raise ValueError(f"{path}, which as a report of {TORCH_DDP} has no '{measure}'")
-        return _torch_run(document, path)
+        return _without(_torch_run(document, path), ignore)
     report = check_document(document, path)
     if measure is not None:
         _check_measure(measure, report["cases"], path)
@@ -116,7 +132,28 @@ def load_run(path: str, measure: str | None = None, max_bytes: int = MAX_BYTES) 
             if name in cases:
                 raise ValueError(f"{path}, which has two cases of the key {name[:200]}")
             cases[name] = _reduce(part, report["benchmark"], measure)
-    return _finish(path, report, cases)
+    return _without(_finish(path, report, cases), ignore)
+
+
+def _without(run: Run, ignore: Sequence[str]) -> Run:
+    """The run with these fields left out of the keys of its cases."""
+    if not ignore:
+        return run
+    names = dict.fromkeys(name for case in run.cases.values() for name in case.key)
+    for name in ignore:
+        if run.cases and name not in names:
+            hint = cli.suggest(name, names) or f"; they have {', '.join(names)}"
+            raise ValueError(f"{run.path}, whose cases have no '{name}' in their keys{hint}")
+    cases: dict[str, RunCase] = {}
+    for case in run.cases.values():
+        key = {name: value for name, value in case.key.items() if name not in ignore}
+        if canonical(key) in cases:
+            raise ValueError(
+                f"{run.path}, in which several cases differ in {', '.join(ignore)} alone, e.g. "
+                f"{case.label}; leave that out of --ignore-key, or measure one of them a report"
+            )
+        cases[canonical(key)] = replace(case, key=key)
+    return replace(run, cases=cases)
 
 
 def _check_measure(measure: str, cases: list[dict[str, Any]], path: str) -> None:

@@ -359,6 +359,31 @@ def test_no_common_case_says_why(tmp_path: Path) -> None:
             compare([a], [test])
 
 
+def test_cases_that_differ_in_an_ignored_field_are_joined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A hook against another, say, which is a field of the key."""
+    for folder, hook, time in (("base", "none", 1.0), ("test", "bf16", 1.2)):
+        (tmp_path / folder).mkdir()
+        key = {"model": "a", "comm_hook": hook}
+        for day in range(1, 4):
+            written = case("a", time + day / 1e3) | {"key": key}
+            write(tmp_path / folder / f"{day}.json", report(written, day=day))
+        write(tmp_path / folder / "campaign.json", "{}")  # ab.py's; no report
+    sides = [str(tmp_path / "base"), "--test", str(tmp_path / "test")]
+    with pytest.raises(SystemExit, match="2"):
+        main(*sides)
+    assert "differ in comm_hook (none, bf16)" in capsys.readouterr().err
+    assert main(*sides, "--ignore-key", "comm_hook", "--fail-on", "slower") == 1
+    assert "1.20x slower" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(*sides, "--ignore-key", "com_hook")
+    assert "no 'com_hook' in their keys; did you mean comm_hook?" in capsys.readouterr().err
+    two = report(case("a"), case("b"))
+    with pytest.raises(ValueError, match=r"several cases differ in model alone, e\.g\. b"):
+        load_run(write(tmp_path / "two.json", two), ignore=["model"])
+
+
 def test_like_labels_are_told_apart(tmp_path: Path) -> None:
     cases = [case("a", key={"model": "a", "batch": n}, label="same") for n in (1, 2)]
     one = load_run(write(tmp_path / "r", report(*cases)))
