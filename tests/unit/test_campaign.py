@@ -226,7 +226,7 @@ def false_calls(monkeypatch: pytest.MonkeyPatch, corrected: bool, campaigns: int
         return compare(*args, **kwargs | {"looks": 1})
 
     monkeypatch.setattr(AB, "compare", compare if corrected else without_correction)
-    args = argparse.Namespace(margin=0.001)  # so that the margin hides nothing
+    args = argparse.Namespace(ignore_key=[], margin=0.001)  # so that the margin hides nothing
     looks = AB.planned_looks(4, 16)
     called = 0
     for _ in range(campaigns):
