@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,18 @@ def test_a_branch_on_data_is_a_break() -> None:
     facts = facts_so_far()
     assert facts.graphs == 2
     assert sum(facts.breaks.values()) >= 1
+
+
+def test_a_generator_is_left_alone_which_breaks_nothing() -> None:
+    """As those of the context managers around DDP's forward."""
+
+    def rows(x: torch.Tensor) -> Iterator[torch.Tensor]:
+        for i in range(3):
+            yield x + i
+
+    assert len(list(torch.compile(rows, backend="eager")(torch.ones(2)))) == 3
+    facts = facts_so_far()
+    assert (facts.graphs, facts.breaks) == (0, {})
 
 
 def test_recompilations_and_their_reasons() -> None:
