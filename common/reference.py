@@ -109,10 +109,10 @@ def disagreement(
 
 
 def blind(reference: Reference, tolerance: float) -> str | None:
-    """Why the losses could not have shown a wrong update, or None."""
+    """Why the losses could not have shown that the updates are missing, or None."""
     first, last = (sum(row) / len(row) for row in (reference.losses[0], reference.losses[-1]))
     moved = abs(last - first) / _scale(reference)
-    if moved > 3 * tolerance:
+    if moved > tolerance:
         return None
     return f"the losses move by {moved:.2%} only, too little to show a wrong update"
 
