@@ -330,12 +330,14 @@ def measure(
     # what all ranks refuse alike, in such words, is not there; anything else is a failure
     if error and "(rank " not in error and LACKING.search(error):
         return error
+    of_each = iter(facts)
     for key, ranks in zip(keys, sets, strict=True):
+        save = key is keys[-1]  # once for all groups: there may be thousands
         if error:
-            sweep.keep(key, label, ranks, None, {}, f"failed: {error}")
+            sweep.keep(key, label, ranks, None, {}, f"failed: {error}", save)
         else:
-            mine, facts = facts[: len(ranks)], facts[len(ranks) :]
-            sweep.keep(key, label, ranks, *derive(key, args, ranks, mine))
+            mine = list(itertools.islice(of_each, len(ranks)))
+            sweep.keep(key, label, ranks, *derive(key, args, ranks, mine), save)
     return None
 
 
@@ -363,7 +365,8 @@ def run_scan(
             continue
         for key, (_, ranks) in zip(keys, groups, strict=True):
             if absent and sweep.find(key) is None:
-                sweep.keep(key, str(scan), ranks, None, {}, f"skipped: n/a: {absent}")
+                check = f"skipped: n/a: {absent}"
+                sweep.keep(key, str(scan), ranks, None, {}, check, key is keys[-1])
         case = sweep.find_any(keys[0])
         if stream and case and not (told and not case["metrics"]):
             sweep.say(row(case, table))

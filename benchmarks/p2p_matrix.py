@@ -72,6 +72,7 @@ from common.dist import CaseGroup, choose_device, world_from_environment
 from common.link_report import all_links, plot, tables, verdicts
 from common.links import Pair
 from common.memory import available_bytes
+from common.partition import ranks_by_node
 from common.sweep import Outcome, Sweep, check_report_flags
 from common.timing import Measurement
 
@@ -250,7 +251,7 @@ def members_of(by: str, nodes: list[int]) -> Members:
     """The ranks of each member. Raises ValueError where nodes cannot meet."""
     if by == "rank":
         return [(rank,) for rank in range(len(nodes))]
-    found = [tuple(r for r, n in enumerate(nodes) if n == node) for node in dict.fromkeys(nodes)]
+    found = ranks_by_node(nodes)
     if len(found) < 2 or len({len(ranks) for ranks in found}) > 1:
         raise ValueError(
             "--by node needs at least two nodes with as many ranks each, and they have "
@@ -269,12 +270,12 @@ def main(args: argparse.Namespace) -> int:
             sweep.refuse(str(error))
         nodes_of = [nodes[ranks[0]] for ranks in members]
         flags = ("size", "latency_size", "by", "serial", "iters", "blocks")
-        schedule = links.rounds(len(members))
+        rounds = links.round_count(len(members))
         keys = [
-            {"round": i + 1, "rounds": len(schedule), "world_size": len(nodes)}
+            {"round": i + 1, "rounds": rounds, "world_size": len(nodes)}
             | {name: getattr(args, name) for name in flags}
             | {"device": device.type, "backend": sweep.ctx.backend}
-            for i in range(len(schedule))
+            for i in range(rounds)
         ]
 
         def summary() -> None:
@@ -294,12 +295,13 @@ def main(args: argparse.Namespace) -> int:
 
         known = sweep.plan(keys, summary)
         how = "one pair at a time" if args.serial else "the pairs of a round at once"
-        sweep.say(f"#\n# {len(schedule)} rounds, {how}")
+        sweep.say(f"#\n# {rounds} rounds, {how}")
         everyone = tuple(range(len(nodes)))
-        for i, (pairs, key, done) in enumerate(zip(schedule, keys, known, strict=True)):
+        for i, (key, done) in enumerate(zip(keys, known, strict=True)):
             if done:
                 continue
-            label = f"round {i + 1} of {len(schedule)}"
+            pairs = links.pairs_of(len(members), i)  # all rounds at once would be every link
+            label = f"round {i + 1} of {rounds}"
 
             def work(group: CaseGroup, pairs: list[Pair] = pairs) -> Outcome:
                 return run_round(pairs, members, args, device, group, sweep.watch.phase)

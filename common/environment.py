@@ -112,7 +112,8 @@ def refuse_shared_devices(
         if row["uuid"] and device in owners:
             raise ValueError(
                 f"ranks {owners[device]} and {row['rank']} share a device on {row['host']}, and "
-                "nccl needs one for every rank; start fewer ranks, or try "
+                "nccl needs one for every rank; start fewer ranks, give each task its own (srun "
+                "--gpus-per-node, not one CUDA_VISIBLE_DEVICES for all), or try "
                 "--distributed-backend gloo"
             )
         owners[device] = row["rank"]
@@ -215,8 +216,10 @@ def preamble(benchmark: str, environment: dict[str, Any], backend: str) -> str:
         )
     if len(env["ranks"]) > 64:
         lines.append(f"... and {_count(len(env['ranks']) - 64, 'more rank')}")
-    for text in dict.fromkeys(env["topologies"]):
-        nodes = [i for i, other in enumerate(env["topologies"]) if other == text]
+    nodes_with: dict[str, list[int]] = {}
+    for i, text in enumerate(env["topologies"]):
+        nodes_with.setdefault(text, []).append(i)
+    for text, nodes in nodes_with.items():
         lines.append(f"topology of node {_runs(nodes)}:")
         lines += text.splitlines()
     return "\n".join(f"# {line}" for line in lines)

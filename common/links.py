@@ -12,22 +12,33 @@ MAD_TO_SIGMA: Final = 1.4826
 MARGIN: Final = 0.10  # slower by less is not reported, however quiet the machine
 
 
-def rounds(n: int) -> list[list[Pair]]:
-    """A round-robin tournament of n: each pair meets once, nobody is in two pairs of a round.
+def round_count(n: int) -> int:
+    """How many rounds a round-robin tournament of n has: n - 1; n for an odd n; 0 under 2."""
+    return 0 if n < 2 else n - 1 + n % 2
 
-    n - 1 rounds for an even n; n for an odd one, where one in turn has nobody to meet. The
-    circle method: one seat stays, the others move on by one place a round.
+
+def pairs_of(n: int, number: int) -> list[Pair]:
+    """The pairs of one round, from 0, of a tournament of n: each pair of all meets once in it.
+
+    Nobody is in two pairs of a round; of an odd n one in turn has nobody to meet. The circle
+    method: one seat stays, the others move on by one place a round.
     """
-    if n < 2:
-        return []
-    seats = list(range(n + n % 2))  # the last of an odd number is nobody
+    last = round_count(n)  # of an odd number nobody has this seat
+
+    def seat(place: int) -> int:
+        return 0 if place == 0 else (place - 1 - number) % last + 1
+
     found = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        found.append([(min(p), max(p)) for p in pairs if max(p) < n])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
+    for place in range((last + 1) // 2):
+        one, other = seat(place), seat(last - place)
+        if max(one, other) < n:
+            found.append((min(one, other), max(one, other)))
     return found
+
+
+def rounds(n: int) -> list[list[Pair]]:
+    """All rounds at once: every pair of n, so for small n only."""
+    return [pairs_of(n, number) for number in range(round_count(n))]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Which ranks work together: the whole job, each node, the same place of every node, or a list."""
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Final
 
 NAMED: Final = ("world", "node", "cross")
@@ -29,8 +31,8 @@ def parse_groups(text: str) -> str | list[tuple[int, ...]]:
                 )
             ranks += range(int(low), int(last) + 1)
         groups.append(tuple(sorted(ranks)))
-    every = [rank for group in groups for rank in group]
-    twice = next((rank for rank in every if every.count(rank) > 1), None)
+    counts = Counter(rank for group in groups for rank in group)
+    twice = next((rank for rank, count in counts.items() if count > 1), None)
     if twice is not None:
         raise ValueError(
             f"rank {twice} is named twice in '{text}'; the groups run at the same time"
@@ -53,9 +55,9 @@ def partition(spec: str | list[tuple[int, ...]], nodes: list[int]) -> Partition:
         return [(f"ranks {_runs(group)}", group) for group in spec]
     if spec == "world":
         return [("world", tuple(range(world)))]
-    members = [[r for r in range(world) if nodes[r] == node] for node in dict.fromkeys(nodes)]
+    members = ranks_by_node(nodes)
     if spec == "node":
-        return [(f"node {i}", tuple(ranks)) for i, ranks in enumerate(members)]
+        return [(f"node {i}", ranks) for i, ranks in enumerate(members)]
     sizes = sorted({len(ranks) for ranks in members})
     if len(members) < 2 or len(sizes) > 1:
         raise ValueError(
@@ -63,6 +65,14 @@ def partition(spec: str | list[tuple[int, ...]], nodes: list[int]) -> Partition:
             f"{'is 1 node' if len(members) < 2 else f'are nodes of {sizes} ranks'}"
         )
     return [(f"cross {i}", ranks) for i, ranks in enumerate(zip(*members, strict=True))]
+
+
+def ranks_by_node(nodes: Sequence[int]) -> list[tuple[int, ...]]:
+    """The ranks of each node, given the node of each rank; nodes in the order of their ranks."""
+    found: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        found.setdefault(node, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
 
 
 def _runs(ranks: tuple[int, ...]) -> str:

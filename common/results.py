@@ -175,7 +175,11 @@ def _expect(condition: bool, at: str, expected: str, got: Any) -> None:
 
 def same_key(a: dict[str, Any], b: dict[str, Any]) -> bool:
     """Whether two case keys name the same case."""
-    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+    return _name(a) == _name(b)
+
+
+def _name(key: dict[str, Any]) -> str:
+    return json.dumps(key, sort_keys=True)
 
 
 class Report:
@@ -191,7 +195,8 @@ class Report:
         self._shown_path = path
         self._extras = extras
         self._lock = threading.Lock()
-        self._cases: list[tuple[Case, str]] = []  # each with its JSON, made once
+        # each with its JSON, made once, by its key: a matrix of links has a case a round
+        self._cases: dict[str, tuple[Case, str]] = {}
         self._unsaved = False
         self._head: dict[str, Any] = {
             "schema": SCHEMA,
@@ -203,10 +208,12 @@ class Report:
             "finished_at": None,
             "environment": environment,
         }
+        self._environment = _text(environment)  # it grows with the ranks: made once
 
     @property
     def cases(self) -> list[Case]:
-        return [case for case, _ in self._cases]
+        with self._lock:
+            return [case for case, _ in self._cases.values()]
 
     @property
     def finished(self) -> bool:
@@ -255,24 +262,28 @@ class Report:
                 f"{', '.join(different)} ({name}: {theirs.get(name)} there, {mine.get(name)} "
                 f"here); its numbers do not belong beside new ones, give another --json"
             )
-        self._cases = [(case, _text(case)) for case in old["cases"]]
+        self._cases = {_name(case["key"]): (case, _text(case)) for case in old["cases"]}
         self._head["started_at"] = old["started_at"]
 
     def find(self, key: dict[str, Any]) -> Case | None:
         """The complete case of this key: one whose check has not failed."""
-        for case in self.cases:
-            if same_key(case["key"], key) and not case["check"].startswith("failed"):
-                return case
-        return None
+        case = self.find_any(key)
+        return None if case is None or case["check"].startswith("failed") else case
 
-    def add(self, case: Case) -> None:
+    def find_any(self, key: dict[str, Any]) -> Case | None:
+        """The case of this key, failed or not."""
+        entry = self._cases.get(_name(key))
+        return entry and entry[0]
+
+    def add(self, case: Case, save: bool = True) -> None:
         """Add a case, in the place of an earlier failed attempt at it, and write the report."""
         _validate_case(case, "case")
         entry = (case, _text(case))
         with self._lock:
-            others = [old for old in self._cases if not same_key(old[0]["key"], case["key"])]
-            self._cases = [*others, entry]
-        self._write()
+            self._cases.pop(_name(case["key"]), None)  # the new one comes last
+            self._cases[_name(case["key"])] = entry
+        if save:
+            self._write()
 
     def finish(self, status: str, reason: str | None = None) -> bool:
         """Write the last version; False if it could not be written. A second call does nothing."""
@@ -291,9 +302,11 @@ class Report:
         if not self.path:
             return
         with self._lock:
-            fields = self._head | self._extras(self.cases)
-            head = ",\n".join(f" {json.dumps(name)}: {_text(v)}" for name, v in fields.items())
-            cases = ",\n  ".join(text for _, text in self._cases)
+            fields = self._head | self._extras([case for case, _ in self._cases.values()])
+            texts = {name: _text(v) for name, v in fields.items() if name != "environment"}
+            texts["environment"] = self._environment
+            head = ",\n".join(f" {json.dumps(name)}: {texts[name]}" for name in fields)
+            cases = ",\n  ".join(text for _, text in self._cases.values())
             try:
                 replace_file(Path(self.path), f'{{\n{head},\n "cases": [\n  {cases}\n ]\n}}\n')
                 self._unsaved = False

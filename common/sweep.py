@@ -29,7 +29,7 @@ from common.dist import (
 )
 from common.environment import collect, preamble, refuse_shared_devices
 from common.parts import WHOLE, Part
-from common.results import Case, Extras, Report, same_key
+from common.results import Case, Extras, Report
 from common.table import Progress
 from common.timing import Measurement, StopRule
 from common.watchdog import HANG, Watchdog
@@ -105,6 +105,8 @@ class Sweep:
         args.timeout = min(args.timeout, FOREVER.total_seconds())
         try:
             self.ctx: RankContext = init(device, backend, args.timeout, part.number)
+        except ValueError as error:
+            cli.refuse(str(error))
         except TimeoutError as error:
             print(error, file=sys.stderr, flush=True)
             os._exit(HANG)
@@ -315,10 +317,12 @@ class Sweep:
         measured: Measurement | None,
         metrics: dict[str, Any],
         check: str,
+        save: bool = True,
     ) -> Case:
         """Add a case that `attempt` has measured to the report; on rank 0.
 
-        measured: its samples have a row for each of the ranks.
+        measured: its samples have a row for each of the ranks. save: write the report; the last
+        of several that come at once does.
         """
         self._progress.done()
         samples = {
@@ -338,7 +342,7 @@ class Sweep:
             "check": check,
         }
         assert self.report is not None
-        self.report.add(case)
+        self.report.add(case, save)
         return case
 
     def refuse_differences(self) -> None:
@@ -375,8 +379,7 @@ class Sweep:
 
     def find_any(self, key: dict[str, Any]) -> Case | None:
         """The report's case of this key, failed or not; on rank 0."""
-        cases = self.report.cases if self.report is not None else []
-        return next((case for case in cases if same_key(case["key"], key)), None)
+        return self.report.find_any(key) if self.report is not None else None
 
     def nodes(self) -> list[int]:
         """The node of each rank; on all ranks."""

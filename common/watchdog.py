@@ -122,7 +122,9 @@ class Watchdog:
             yield
         except Exception:
             self._abort = None
-            self._post({"kind": "case-failed", "rank": self._ctx.rank})
+            attempt = self._phase["order"][0]
+            if self._first(f"failed/{attempt}"):  # not all: every rank reads every event
+                self._post({"kind": "case-failed", "attempt": attempt})
             raise
         finally:
             self._abort = None
@@ -152,10 +154,12 @@ class Watchdog:
         When a rank dies, the launcher ends the others within moments: then the run was
         interrupted. Without that it failed, and the ranks that do not answer are named.
         """
-        self._post({"kind": "roll call"})
+        first = self._first("lost")  # not all: every rank reads every event
+        if first:
+            self._post({"kind": "roll call"})
         time.sleep(GRACE_S)
         silent: list[str] = []
-        if self._ctx.rank == 0 or self._first("lost"):  # not all: it asks for every rank
+        if self._ctx.rank == 0 or first:  # not all: it asks for every rank
             silent = _in_time(self._silent) or []
         self._end(1, "failed", f"{self._tag()} lost a peer: {'; '.join(silent) or error}")
 
@@ -181,7 +185,7 @@ class Watchdog:
         """The ranks of this node whose process has gone without a word."""
         self._store.set(f"ended/{self._ctx.rank}", "")  # this one is about to go with one
         first = self._ctx.rank - self._ctx.local_rank
-        states = [self._state(self._store, first + i) for i in range(self._ctx.local_world_size)]
+        states = [_state(self._store, first + i) for i in range(self._ctx.local_world_size)]
         return [
             f"rank {state['rank']} on {state['host']} died {_where(state)}"
             for state in states
@@ -193,9 +197,7 @@ class Watchdog:
     def _silent(self) -> list[str]:
         ranks = range(self._ctx.world_size)
         states = [
-            self._state(self._store, rank)
-            for rank in ranks
-            if not self._store.check([f"answer/{rank}"])
+            _state(self._store, rank) for rank in ranks if not self._store.check([f"answer/{rank}"])
         ]
         return [_silence(state) for state in states]
 
@@ -240,8 +242,12 @@ class Watchdog:
                 self._roll_call(event["seconds"])
             if event["kind"] == "roll call":
                 self._answer()
-            if event["kind"] == "case-failed" and self._abort is not None:
-                self._abort()
+            if event["kind"] == "case-failed":
+                self._abort_case(event["attempt"])
+
+    def _abort_case(self, attempt: int) -> None:
+        if self._abort is not None and attempt == self._phase["order"][0]:
+            self._abort()
 
     def _post(self, event: dict[str, Any]) -> bool:
         try:
@@ -259,30 +265,23 @@ class Watchdog:
         self._print(f"{self._tag()} {_where(self._phase)}, stack:\n{stack}")
         self._answer()
         time.sleep(GRACE_S)
-        ranks = range(self._ctx.world_size)
-        here = [rank for rank in ranks if self._listening.check([f"answer/{rank}"])]
-        states = {rank: self._state(self._listening, rank) for rank in ranks}
-        silent = [states[rank] for rank in ranks if rank not in here]
-        neighbours = [rank for rank in here if states[rank]["host"] == self._host]
-        verdict = _verdict(seconds, silent, [states[rank] for rank in here])
-        if self._ctx.rank == here[0]:
+        # one rank reads what all have left, and the others what it makes of that: a look of each
+        # rank at every other would be millions of calls to the store in a job of thousands
+        if self._first("roll"):
+            publish_verdict(self._listening, self._ctx.world_size, seconds)
+        found = _in_time(lambda: read_verdict(self._listening, self._ctx.rank), END_S)
+        verdict, speaks, silent_here = found or (f"HANG: no progress for {seconds} s", False, [])
+        if speaks:
             self._print(verdict)
             _record_for_torchrun(TimeoutError(verdict))
-        if self._ctx.rank == neighbours[0]:
-            for state in silent:
-                if state["host"] == self._host:
-                    _dump_and_kill(state["pid"], state["started"])
+        for pid, started in silent_here:
+            _dump_and_kill(pid, started)
+        if self._ctx.rank == 0:  # its host may serve the store, which ends with it
+            _in_time(lambda: self._listening.wait(["all read"]))
         self._exit(HANG, "failed", verdict)
 
     def _answer(self) -> None:
         self._listening.set(f"answer/{self._ctx.rank}", "here")
-
-    @staticmethod
-    def _state(store: Store, rank: int) -> dict[str, Any]:
-        if not store.check([f"phase/{rank}"]):
-            return {"rank": rank, "host": "?", "case": "start", "phase": "", "order": [0, 0]}
-        state: dict[str, Any] = json.loads(store.get(f"phase/{rank}"))
-        return state
 
     # -- ending --------------------------------------------------------------------------------
 
@@ -313,6 +312,51 @@ class Watchdog:
         os.write(2, (text.rstrip("\n") + "\n").encode())  # one write: ranks do not interleave
 
 
+def _state(store: Store, rank: int) -> dict[str, Any]:
+    """What a rank has last said of itself."""
+    if not store.check([f"phase/{rank}"]):
+        return {"rank": rank, "host": "?", "case": "start", "phase": "", "order": [0, 0]}
+    state: dict[str, Any] = json.loads(store.get(f"phase/{rank}"))
+    return state
+
+
+def publish_verdict(store: Store, world_size: int, seconds: int) -> None:
+    """Put into the store who hangs, for all ranks to read; who speaks; whom to end on each host."""
+    states = [_state(store, rank) for rank in range(world_size)]
+    here = [store.check([f"answer/{rank}"]) for rank in range(world_size)]
+    silent = [state for state, answers in zip(states, here, strict=True) if not answers]
+    answering = [state for state, answers in zip(states, here, strict=True) if answers]
+    first_of: dict[str, int] = {}
+    for state in answering:
+        first_of.setdefault(state["host"], state["rank"])
+    by_host: dict[str, list[Any]] = {}
+    for state in silent:
+        if "pid" in state:
+            by_host.setdefault(state["host"], []).append([state["pid"], state["started"]])
+    for host, processes in by_host.items():
+        if host in first_of:  # nobody else can reach them
+            store.set(f"end/{first_of[host]}", json.dumps(processes))
+    store.set("text", _verdict(seconds, silent, answering))
+    speaker = answering[0]["rank"] if answering else 0
+    store.set("verdict", json.dumps({"speaker": speaker, "readers": len(answering)}))
+
+
+def read_verdict(store: Store, rank: int) -> tuple[str, bool, list[tuple[int, str]]]:
+    """What `publish_verdict` says to this rank: the verdict, whether to print it, whom to end.
+
+    The verdict is for rank 0, which writes the report, and for the one that prints it: it grows
+    with the ranks.
+    """
+    store.wait(["verdict"])
+    verdict = json.loads(store.get("verdict"))
+    speaks = verdict["speaker"] == rank
+    text = store.get("text").decode() if speaks or rank == 0 else "HANG"
+    silent = json.loads(store.get(f"end/{rank}")) if store.check([f"end/{rank}"]) else []
+    if store.add("read", 1) == verdict["readers"]:
+        store.set("all read", "")
+    return text, speaks, silent
+
+
 def _where(state: dict[str, Any]) -> str:
     return f"in case '{state['case']}', phase '{state['phase']}'"
 
@@ -331,22 +375,21 @@ def _verdict(seconds: int, silent: list[dict[str, Any]], here: list[dict[str, An
     behind = _behind(here)
     for state in behind:
         lines.append(f"rank {state['rank']} on {state['host']} did not arrive: {_where(state)}")
-    waiting = [state for state in here if state not in behind]
+    late = {state["rank"] for state in behind}
+    waiting = [state for state in here if state["rank"] not in late]
     for state in waiting[:64]:
         lines.append(f"rank {state['rank']} on {state['host']} waits {_where(state)}")
     return "\n".join(lines)
 
 
 def _behind(here: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those whom another is ahead of, as far as their orders can be compared."""
+    """Those whom another is ahead of, as far as their orders can be compared.
 
-    def is_behind(mine: list[int], other: list[int]) -> bool:
-        common = min(len(mine), len(other))
-        return mine[:common] < other[:common]
-
-    return [
-        state for state in here if any(is_behind(state["order"], other["order"]) for other in here)
-    ]
+    It is enough to look at the greatest order: who is not behind that one begins as it does, and
+    so nobody is ahead of him.
+    """
+    last: list[int] = max((state["order"] for state in here), default=[])
+    return [state for state in here if state["order"] < last[: len(state["order"])]]
 
 
 def _record_for_torchrun(error: Exception) -> None:
@@ -357,7 +400,7 @@ def _record_for_torchrun(error: Exception) -> None:
         get_error_handler().record_exception(raised)
 
 
-def _in_time(work: Callable[[], Any]) -> Any:
+def _in_time(work: Callable[[], Any], seconds: float | None = None) -> Any:
     """The result of `work`; None where the store does not answer within moments."""
     results = []
 
@@ -367,7 +410,7 @@ def _in_time(work: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(GRACE_S)
+    thread.join(GRACE_S if seconds is None else seconds)
     return results[0] if results else None
 
 

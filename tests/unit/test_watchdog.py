@@ -1,5 +1,6 @@
 """common/watchdog.py: what it says of a hang."""
 
+import json
 import os
 import subprocess
 import threading
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from common import watchdog
 from common.watchdog import _alive, _behind, _in_time, _start_time, _verdict
@@ -62,6 +64,33 @@ def test_verdict_of_a_large_job() -> None:
         str(rank) for rank in range(100, 200)
     ]
     assert len([line for line in lines if " waits " in line]) == 64
+
+
+def test_one_rank_makes_the_verdict_for_all() -> None:
+    """Ranks 0 and 1 on n0, 2 and 3 on n1, 4 on n2; 0, 3 and 4 do not answer, 4 has said nothing."""
+    store = HashStore()
+    for rank in range(4):
+        mine = state(rank, pid=100 + rank, started=str(rank))
+        store.set(f"phase/{rank}", json.dumps(mine))
+    for rank in (1, 2):
+        store.set(f"answer/{rank}", "here")
+    watchdog.publish_verdict(store, 5, 60)
+    text, speaks, silent = watchdog.read_verdict(store, 1)
+    assert speaks
+    assert silent == [[100, "0"]]  # on its host
+    assert [line.split()[1] for line in text.splitlines()[1:]] == ["0", "3", "4", "1", "2"]
+    assert not store.check(["all read"])
+    assert watchdog.read_verdict(store, 2) == ("HANG", False, [[103, "3"]])
+    assert store.check(["all read"])  # by all who answer, so that the store's host may end
+    assert watchdog.read_verdict(store, 0) == (text, False, [])  # for its report, should it wake
+
+
+def test_nobody_answers() -> None:
+    store = HashStore()
+    watchdog.publish_verdict(store, 2, 60)
+    text, _, silent = watchdog.read_verdict(store, 0)
+    assert text.count("does not answer") == 2
+    assert silent == []
 
 
 def test_start_time_names_a_process() -> None:
