@@ -450,7 +450,8 @@ def main(args: argparse.Namespace) -> int:
                 "# CPU defaults: small models at a small size, for a first look; what is measured "
                 "on GPUs: --models resnet50 --image-size 224 --batch-size 32"
             )
-        configs = plan(args, sweep.ctx.world_size, sweep.ctx.local_world_size)
+        node = sweep.share(sweep.ctx.local_world_size)  # nodes may differ, plans may not
+        configs = plan(args, sweep.ctx.world_size, node)
         keys = [case_key(config, args, sweep.ctx) for config in configs]
         known = sweep.plan(keys, summary=functools.partial(print_why, keys, args, sweep))
         names = [case_name({"key": key}, args) for key in keys]

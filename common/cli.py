@@ -1,6 +1,6 @@
 """Command line: the flags that all scripts share, and how they say no.
 
-This module imports nothing beyond the standard library, so that `--help` answers at once.
+This module needs nothing beyond the standard library, so that `--help` answers at once.
 """
 
 import argparse
@@ -14,24 +14,27 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from common import job
+
 USAGE_ERROR = 2
 BACKENDS = ("gloo", "nccl", "ucc", "mpi")
 
 
-def refuse(message: str) -> NoReturn:
+def refuse(message: str, speaks: bool | None = None, known_to_all: bool = False) -> NoReturn:
     """End the program because of a user's mistake: one line on stderr, exit status 2.
 
-    Rank 0 speaks. The other ranks wait for the launcher to end them: one that exited first would
-    have torchrun kill rank 0 before it has said why. Where nobody ends them rank 0 had no reason
-    to, and they speak themselves.
+    Rank 0 speaks, or who `speaks`. The other ranks wait for the launcher to end them: one that
+    exited first would have torchrun kill rank 0 before it has said why. Where nobody ends them
+    rank 0 had no reason to, and they speak themselves, unless it is `known_to_all`.
     """
     rank = os.environ.get("RANK", "0")
-    where = ""
-    if rank != "0":
+    speaks = job.speaks(os.environ) if speaks is None else speaks
+    if not speaks:
         time.sleep(10)
-        where = f"[rank {rank}] "
-    line = " ".join(message.split())
-    print(f"{where}{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+    if speaks or not known_to_all:
+        where = "" if rank == "0" else f"[rank {rank}] "
+        line = " ".join(message.split())
+        print(f"{where}{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
     sys.exit(USAGE_ERROR)
 
 

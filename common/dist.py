@@ -5,11 +5,9 @@ group under test is made for one case, over exactly its ranks, and carries only 
 """
 
 import contextlib
-import fcntl
 import json
 import os
-import socket
-import struct
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,12 +21,13 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
     TCPStore,
 )
-from torch.distributed.rendezvous import rendezvous
+
+from common import cli, job, preflight
+from common.network import interface_towards
 
 # Waits on the control group have no useful limit: ranks outside a case wait for all of it. A
 # hang is the watchdog's business, and it comes long before this.
 FOREVER: Final = timedelta(days=30)
-SIOCGIFADDR: Final = 0x8915  # of Linux: an interface's IPv4 address
 
 
 class PeerLost(RuntimeError):
@@ -63,21 +62,11 @@ class CaseGroup:
 def world_from_environment() -> tuple[int, int, int, int]:
     """(rank, world size, local rank, local world size) as the launcher set them.
 
-    Without a launcher this is a world of one. Raises ValueError for half an environment.
+    Without a launcher this is a world of one. Ends the program where the launcher started it
+    wrongly, such as N worlds of one. Raises ValueError for half an environment.
     """
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
-        return 0, 1, 0, 1
-    values = []
-    for name in names:
-        try:
-            values.append(int(os.environ[name]))
-        except (KeyError, ValueError):
-            raise ValueError(
-                f"expected the variables {', '.join(names)} from the launcher, "
-                f"got {name}={os.environ.get(name)!r}; start with torchrun"
-            ) from None
-    return values[0], values[1], values[2], values[3]
+    preflight.refuse_misfit()
+    return job.world(os.environ)
 
 
 def choose_device(name: str, backend: str | None) -> tuple[torch.device, str]:
@@ -116,60 +105,70 @@ def init(device: torch.device, backend: str, timeout: float = 300.0, part: int =
 
     part: of a run in several processes, which meet in the same store (see common/parts.py).
 
-    Raises TimeoutError, naming the ranks that are missing, when not all arrive in `timeout` s.
+    Ends the program where the nodes do not fit together (see common/preflight.py). Raises
+    ValueError for half an environment; TimeoutError, naming the ranks that are missing, when not
+    all arrive in `timeout` s.
     """
     rank, world_size, local_rank, local_world_size = world_from_environment()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # On one node nothing has to listen on an outside interface; on several both listen where the
-    # master is reached, and not where the host's own name happens to lead.
-    several = local_world_size < world_size
-    interface = interface_towards(os.environ.get("MASTER_ADDR", "")) if several else "lo"
-    if interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("TP_SOCKET_IFNAME", interface)
-    if part and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if part and not job.agent_serves_store(os.environ):
         # rank 0 serves the store itself, and the part before may not have closed its port yet
         os.environ["MASTER_PORT"] = str(int(os.environ.get("MASTER_PORT", "29500")) + part)
-    if world_size == 1:
-        store: Store = HashStore()
-    else:
-        store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
     # torchrun's store outlives a restart of the workers: without keys of their own the new ones
     # would dial the ports of the dead (pytorch issue 135712)
     attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{part}"
-    _await_all(PrefixStore(f"arrival/{attempt}", store), rank, world_size, timeout)
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore(f"control/{attempt}", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=FOREVER,
-    )
-    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", -(-world_size // local_world_size)))
+    store: Store = HashStore()
+    peer, num_nodes = None, 1
+    if world_size > 1:
+        preflight.check_master(timeout)
+        store = _open_store(rank, timeout)
+        row = preflight.describe_node(backend) if local_rank == 0 else None
+        arrivals = PrefixStore(f"arrival/{attempt}", store)
+        verdict = preflight.meet(arrivals, row, rank, world_size, timeout)
+        off = job.switched_off(os.environ)
+        refused = verdict["problem"] or (None if off else verdict["difference"])
+        if refused:
+            cli.refuse(refused, known_to_all=True)
+        if verdict["warning"] and rank == 0 and part == 0:
+            print(f"warning: {verdict['warning']}", file=sys.stderr, flush=True)
+        peer, num_nodes = verdict["peer"], verdict["nodes"]
+    # On one node nothing has to listen on an outside interface; on several both listen where the
+    # master is reached, and not where the host's own name happens to lead. To the master itself
+    # its name may be a loopback address (Debian's 127.0.1.1), so it takes the way to a peer.
+    interface: str | None = "lo"
+    if local_world_size < world_size:
+        interface = interface_towards(os.environ.get("MASTER_ADDR", ""))
+        interface = interface_towards(peer) if interface == "lo" and peer else interface
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("TP_SOCKET_IFNAME", interface)
+    with preflight.connecting(timeout):
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"control/{attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=FOREVER,
+        )
     return RankContext(
         rank, local_rank, world_size, local_world_size, num_nodes, device, backend, store, attempt
     )
 
 
-def interface_towards(address: str) -> str | None:
-    """The network interface whose IPv4 address the kernel sends from to reach `address`.
-
-    None where there is no such route, or the address is not known.
-    """
+def _open_store(rank: int, timeout: float) -> Store:
+    """The store at MASTER_ADDR, as `env://` opens it, but without waiting for all ranks in it."""
+    address, port = job.master(os.environ)
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing: it only chooses the route
-            own = probe.getsockname()[0]
-            for _, name in socket.if_nameindex():
-                request = struct.pack("256s", name.encode())
-                with contextlib.suppress(OSError):  # an interface without an address
-                    answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-                    if socket.inet_ntoa(answer[20:24]) == own:
-                        return name
-    except OSError:
-        return None
-    return "lo" if own.startswith("127.") else None
+        return TCPStore(
+            address,
+            port,
+            is_master=rank == 0 and not job.agent_serves_store(os.environ),
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        preflight.explain_no_store(error, timeout)
 
 
 def connect_store(ctx: RankContext, prefix: str) -> Store:
@@ -183,20 +182,6 @@ def connect_store(ctx: RankContext, prefix: str) -> Store:
     if isinstance(store, TCPStore):
         store = TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=60))
     return PrefixStore(f"{prefix}/{ctx.attempt}", store)
-
-
-def _await_all(store: Store, rank: int, world_size: int, timeout: float) -> None:
-    store.set(str(rank), "here")
-    if store.add("count", 1) == world_size:
-        store.set("all", "here")
-    try:
-        store.wait(["all"], timedelta(seconds=timeout))
-    except RuntimeError:
-        missing = [other for other in range(world_size) if not store.check([str(other)])]
-        names = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
-        raise TimeoutError(
-            f"HANG at the start: rank {names} of {world_size} did not arrive in {timeout:g} s"
-        ) from None
 
 
 def shutdown() -> None:
@@ -289,19 +274,22 @@ def gather_rows(
 def gather_json(value: Any) -> list[Any] | None:
     """Every rank's `value` on rank 0 of the job, None elsewhere; as JSON, never as pickle.
 
-    Raises PeerLost when a rank of the job has died.
+    All are sent at the length of the longest but rank 0's, which stays where it is and may grow
+    with the ranks. Raises PeerLost when a rank of the job has died.
     """
     text = json.dumps(value).encode()
     with _peers():
-        length = torch.tensor([len(text)])
+        sent = b"null" if dist.get_rank() == 0 else text
+        length = torch.tensor([len(sent)])
         if dist.get_world_size() > 1:
             dist.all_reduce(length, op=dist.ReduceOp.MAX)
         padded = torch.zeros(int(length), dtype=torch.uint8)
-        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
         rows = gather_rows(padded)
     if rows is None:
         return None
-    return [json.loads(bytes(row.tolist()).rstrip(b"\0")) for row in rows]
+    texts = [text, *(row.numpy().tobytes().rstrip(b"\0") for row in rows[1:])]
+    return [json.loads(text) for text in texts]
 
 
 def broadcast_json(value: Any) -> Any:
@@ -314,7 +302,7 @@ def broadcast_json(value: Any) -> Any:
             tensor = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         if dist.get_world_size() > 1:
             dist.broadcast(tensor, src=0)
-    return json.loads(bytes(tensor.tolist()))
+    return json.loads(tensor.numpy().tobytes())
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from common.dist import CaseGroup, RankContext, case_group, init, shutdown
 LAUNCHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_PROCID"),
+    *("SLURM_STEP_ID", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE"),
 )
 
 

@@ -10,10 +10,10 @@ from common.dist import (
     choose_device,
     gather_json,
     gather_rows,
-    interface_towards,
     reduce_max,
     world_from_environment,
 )
+from common.network import interface_towards
 
 
 def start(
