@@ -1,12 +1,11 @@
-"""p2p_matrix.py: what is made of a round, what is printed; and 512 ranks, of which one is real."""
+"""p2p_matrix.py: what is made of a round, and what is printed."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import load_script, run
+from harness import load_script
 
 from common import link_report, links
 
@@ -104,11 +103,3 @@ def test_plot(tmp_path: Path) -> None:
     args = parse("--plot", str(tmp_path / "links.png"))
     link_report.plot(healthy(6), 6, args, "six ranks")
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_512_ranks_simulated(tmp_path: Path) -> None:
-    """In a process of its own, whose only process group is the fake one."""
-    script = str(Path(__file__).with_name("simulate_512_ranks.py"))
-    done = run([sys.executable, script, str(tmp_path / "r.json")])
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "511 rounds simulated\n"
