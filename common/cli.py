@@ -4,6 +4,7 @@ This module needs nothing beyond the standard library, so that `--help` answers 
 """
 
 import argparse
+import ctypes
 import difflib
 import math
 import os
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 from common import job
 
 USAGE_ERROR = 2
+PR_SET_PDEATHSIG = 1  # of Linux
 BACKENDS = ("gloo", "nccl", "ucc", "mpi")
 
 
@@ -66,6 +68,7 @@ class Parser(argparse.ArgumentParser):
         # Until the report is open there is nothing to save: Ctrl-C ends at once, no traceback.
         if args is None:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            end_with_torchrun()
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
@@ -73,6 +76,21 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument '{name}'{suggest(name, flags)}")
         result: argparse.Namespace = parsed
         return result
+
+
+def end_with_torchrun() -> None:
+    """Have the kernel send SIGTERM when torchrun's agent, which started this process, has died.
+
+    The ranks of a killed agent would go on as orphans, and hold the devices. Linux sends it when
+    the thread ends that started this one; the agent's main thread does (torch 2.15). Without
+    torchrun this does nothing: a shell may end before what it has started.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it died meanwhile
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _hyphenated(word: str) -> str:

@@ -112,12 +112,14 @@ def init(device: torch.device, backend: str, timeout: float = 300.0, part: int =
     rank, world_size, local_rank, local_world_size = world_from_environment()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if part and not job.agent_serves_store(os.environ):
+    shared = job.agent_serves_store(os.environ)
+    if part and not shared:
         # rank 0 serves the store itself, and the part before may not have closed its port yet
         os.environ["MASTER_PORT"] = str(int(os.environ.get("MASTER_PORT", "29500")) + part)
     # torchrun's store outlives a restart of the workers: without keys of their own the new ones
-    # would dial the ports of the dead (pytorch issue 135712)
-    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{part}"
+    # would dial the ports of the dead (pytorch issue 135712). A store of rank 0's own is new each
+    # time, and the count of restarts need not be the same on all nodes then.
+    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if shared else 0}.{part}"
     store: Store = HashStore()
     peer, num_nodes = None, 1
     if world_size > 1:

@@ -22,7 +22,6 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common import cli
 
-PR_SET_PDEATHSIG = 1  # of Linux
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -66,7 +65,7 @@ def _in_child(work: Callable[[], int]) -> int:
     pid = os.fork()
     if pid == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(cli.PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os._exit(1)
         _work_and_exit(work)

@@ -203,7 +203,7 @@ class Report:
             "benchmark": benchmark,
             "status": "running",
             "argv": sys.argv,
-            "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
+            "run_id": os.environ.get("TORCHELASTIC_RUN_ID", os.environ.get("SLURM_JOB_ID")),
             "started_at": _now(),
             "finished_at": None,
             "environment": environment,

@@ -477,4 +477,6 @@ def _root_cause(errors: list[tuple[int, str]], rows: list[Any]) -> str:
 
 
 def _restarted() -> bool:
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    """Whether torchrun has started the ranks again, or Slurm the job."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    return any(int(os.environ.get(name) or 0) > 0 for name in counts)

@@ -46,6 +46,35 @@ def test_interrupted(tmp_path: Path, number: signal.Signals, target: str) -> Non
         assert not any(alive(pid) for pid in pids.values())
 
 
+def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
+    """torchrun's agent, killed, can end nobody: the kernel sends its ranks a SIGTERM."""
+    path = tmp_path / "report.json"
+    with launch(sweep(path)) as started:
+        started.wait_for("1M/1G")
+        time.sleep(1)
+        ranks = started.ranks()
+        os.kill(started.process.pid, signal.SIGKILL)
+        limit = time.monotonic() + 30
+        while any(map(alive, ranks.values())):
+            assert time.monotonic() < limit, started.output()
+            time.sleep(0.1)
+        assert started.wait() == -signal.SIGKILL
+    agent = started.process.pid
+    assert load(path)["status"] == "interrupted", started.output()
+    assert labels(path) == ["no ddp", "1M/1G"]
+    assert f", after the process that started it ({agent}) died" in "".join(started.stdout), started.output()
+
+
+def test_a_rank_whose_parent_dies_without_torchrun_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    script = shlex.join([sys.executable, SWEEP, *TINY, "--device", "cpu", "--iters", "6"])
+    assert run(["sh", "-c", f"{script} --json {path} >/dev/null 2>&1 &"]).returncode == 0
+    limit = time.monotonic() + 90
+    while not (path.exists() and load(path)["status"] == "complete"):
+        assert time.monotonic() < limit
+        time.sleep(0.2)
+
+
 def test_exit_status_of_a_signal(tmp_path: Path) -> None:
     """Without torchrun, whose own status hides it."""
     driver = str(ROOT / "tests" / "faults" / "driver.py")
