@@ -60,7 +60,7 @@ class Watchdog:
         # One connection for short calls, one for the listener, which blocks in it.
         self._store = connect_store(ctx, "watchdog")
         self._listening = connect_store(ctx, "watchdog")
-        self._parent = os.getppid()
+        self._parent = os.getppid(), _start_time(os.getppid())
         self._phase: dict[str, Any] = {"case": "start", "phase": "", "order": [0, 0]}
         self._abort: Callable[[], None] | None = None
         self._over = threading.Event()
@@ -174,8 +174,8 @@ class Watchdog:
             number = os.read(wake, 1)[0]
         self._ending.acquire()
         reason = f"{signal.Signals(number).name} on {self._tag()}"
-        if os.getppid() != self._parent:  # the kernel's signal, see cli.end_with_torchrun
-            reason += f", after the process that started it ({self._parent}) died"
+        if not _alive(*self._parent):  # the kernel's signal, see cli.end_with_torchrun
+            reason += f", after the process that started it ({self._parent[0]}) died"
         dead = _in_time(self._dead_neighbours)
         if dead:  # the launcher's signal: this is what made it send one
             reason += f", after {'; '.join(dead)}"

@@ -21,16 +21,9 @@ slurm_env_error() {
     return 2
 }
 
-# The address of the first (0), second, ... node of the step. Its name, if names can be resolved.
+# The name of the first (1) or second (2) node of the step.
 slurm_env_node() {
-    local names name address
-    names=$(scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}") || return
-    name=$(sed -n "$(($1 + 1))p" <<<"$names")
-    if [ -n "$name" ] && ! getent ahosts "$name" >/dev/null; then
-        address=$(scontrol --oneliner show node "$name" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
-        name=${address:-$name}
-    fi
-    echo "$name"
+    scontrol show hostnames "${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}" | sed -n "$1p"
 }
 
 slurm_env() {
@@ -65,7 +58,7 @@ start at $first; give srun --distribution=block, so that ranks follow the order 
         return
     fi
 
-    MASTER_ADDR=${LAUNCH_MASTER_ADDR:-$(slurm_env_node 0)}
+    MASTER_ADDR=${LAUNCH_MASTER_ADDR:-$(slurm_env_node 1)}
     if [ -z "$MASTER_ADDR" ]; then
         slurm_env_error "cannot tell the first node's name without scontrol; set LAUNCH_MASTER_ADDR"
         return
@@ -88,7 +81,7 @@ start at $first; give srun --distribution=block, so that ranks follow the order 
 slurm_env_interfaces() {
     if ((GROUP_WORLD_SIZE == 1)) || ! command -v ip >/dev/null; then return 0; fi
     local peer=$MASTER_ADDR address route device=
-    if ((GROUP_RANK == 0)); then peer=${LAUNCH_PEER:-$(slurm_env_node 1)}; fi
+    if ((GROUP_RANK == 0)); then peer=${LAUNCH_PEER:-$(slurm_env_node 2)}; fi
     address=$(getent ahosts "$peer" | sed 's/ .*//;q') || true
     route=$(ip -o route get "${address:-$peer}" 2>/dev/null) || return 0
     if [[ $route =~ \ dev\ ([^ ]+) ]]; then device=${BASH_REMATCH[1]}; fi
@@ -109,6 +102,7 @@ or give --venv or --container-image"
     fi
     if [ "$1" = torchrun ]; then
         shift
+        export -n RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE # torchrun sets its ranks' own
         # the static rendezvous gives ranks in the order of the nodes; c10d sorts by host name
         set -- torchrun --nnodes="$GROUP_WORLD_SIZE" --node-rank="$GROUP_RANK" \
             --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" "$@"

@@ -180,7 +180,8 @@ job_stop() {
     local id name
     echo "$wrapper: $1: the ranks are to end" >&2
     while read -r id name; do
-        if [ "$name" = "$step_name" ]; then scancel --signal=TERM "$id"; fi
+        # one that Slurm is ending by itself cannot be signalled any more
+        if [ "$name" = "$step_name" ]; then scancel --signal=TERM "$id" 2>/dev/null || true; fi
     done < <(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j')
 }
 

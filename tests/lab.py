@@ -22,6 +22,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,8 +35,9 @@ NETWORK = "10.77.0"
 CONTROLLER = 254  # its address
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
 CGROUPS = Path("/sys/fs/cgroup")
-# What a node finds in /etc/hosts about its own name: its address; Debian's own entry; localhost.
-HOSTS = ("plain", "debian", "loopback")
+# What a node's own name is in its /etc/hosts: its address; 127.0.1.1, as Debian has it; 127.0.0.1.
+# With none, no name of another node is known, either.
+HOSTS = ("plain", "debian", "loopback", "none")
 
 # The first process of the lab and of each node: the last line ends when the pipe closes. Bash
 # reaps the orphans meanwhile. When the first process of a pid namespace ends, so do all others.
@@ -92,7 +94,7 @@ SlurmdPidFile={folder}/run/slurmd-%n
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 GresTypes=gpu
-NodeName=node[1-{nodes}] CPUs=16 RealMemory=8000 Gres=gpu:4 State=UNKNOWN
+NodeName=node[1-{nodes}] NodeAddr={network}.[1-{nodes}] CPUs=16 RealMemory=8000 Gres=gpu:4
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -119,7 +121,9 @@ def why_not(slurm: bool = True) -> str | None:
 
 
 def search_path() -> str:
-    return os.environ.get("PATH", "") + ":/usr/sbin:/sbin:/usr/bin:/bin"
+    """Of the lab's commands: torchrun is that of this Python, and some tools are root's."""
+    paths = (str(Path(sys.executable).parent), os.environ.get("PATH", ""))
+    return ":".join((*paths, "/usr/sbin:/sbin:/usr/bin:/bin"))
 
 
 class Lab:
@@ -334,8 +338,8 @@ class Lab:
             wait_until(self._all_idle, 60, self._logs)
 
     def _stop(self) -> None:
-        for process in [self._started[0]] if 0 in self._started else []:
-            process.kill()  # unshare's: it takes the first process of the lab along
+        if 0 in self._started:
+            self._started[0].kill()  # unshare: it takes the first process of the lab along
         for process in self._started.values():
             if process.stdin:
                 process.stdin.close()
@@ -378,20 +382,16 @@ class Lab:
         assert process.stdout.readline() == b"ready\n", self._logs()
 
     def _hosts_file(self, node: int) -> str:
-        names = {other: self.name(other) for other in (0, *self.nodes) if other != node}
-        own = {"plain": self.address(node), "debian": "127.0.1.1", "loopback": "127.0.0.1"}
-        lines = [f"{self.address(other)} {name}" for other, name in names.items()]
-        # the first line with 127.0.0.1 decides what that address is called
-        loopback = "127.0.0.1 localhost" + (
-            f" {self.name(node)}" if self._is_loopback(node) else ""
+        name = self.name(node)
+        style = "plain" if node == 0 and self.hosts != "none" else self.hosts
+        # the first name on a line is what its address is called
+        lines = ["127.0.0.1 localhost" + (f" {name}" if style == "loopback" else "")]
+        lines += {"plain": [f"{self.address(node)} {name}"], "debian": [f"127.0.1.1 {name}"]}.get(
+            style, []
         )
-        lines.insert(0, loopback)
-        if not self._is_loopback(node):
-            lines.insert(1, f"{own[self.hosts if node else 'plain']} {self.name(node)}")
+        others = [other for other in (0, *self.nodes) if other != node and style != "none"]
+        lines += [f"{self.address(other)} {self.name(other)}" for other in others]
         return "\n".join(lines) + "\n"
-
-    def _is_loopback(self, node: int) -> bool:
-        return self.hosts == "loopback" and node > 0
 
     def _configure_slurm(self) -> None:
         for gpu in range(4):  # /dev/null by another name: Slurm counts them, torch sees none
@@ -412,7 +412,7 @@ class Lab:
             name: f"{self.folder}/munge/{name}" for name in ("key", "socket", "pid", "seed", "log")
         }
         files = [f"--{name}-file={at[name]}" for name in ("key", "pid", "seed", "log")]
-        self._daemon("munged", ["munged", "-F", *files, f"--socket={at['socket']}"])
+        self._daemon("munged", ["munged", "-F", "--force", *files, f"--socket={at['socket']}"])
         wait_until(lambda: Path(at["socket"]).exists(), 20, self._logs)
         self._daemon("slurmctld", ["slurmctld", "-D", "-c", "-f", f"{self.folder}/slurm.conf"])
 

@@ -1,6 +1,7 @@
 """ddp_sweep with faults planted by variables: FAIL_ON_RANK, DIVERGE_ON_RANK, LATE_RANK.
 
-Without either, all cases but the one over the whole world are cut short.
+Without either, all cases but the one over the whole world are cut short; in a job that Slurm has
+requeued that one, too.
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ run_case, stop_rule = ddp_sweep.run_case, ddp_sweep.stop_rule
 
 def faulty_case(config: Any, args: Any, sweep: Any, group: Any) -> Any:
     whole = config.world_size == sweep.ctx.world_size
+    whole &= "SLURM_RESTART_COUNT" not in os.environ
     if os.environ.get("FAIL_ON_RANK") == rank and config.world_size == 2:
         fail_in_the_third_step(config)
     elif os.environ.get("FAIL_ON_RANK"):

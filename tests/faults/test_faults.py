@@ -62,7 +62,9 @@ def test_ranks_end_with_their_agent(tmp_path: Path) -> None:
     agent = started.process.pid
     assert load(path)["status"] == "interrupted", started.output()
     assert labels(path) == ["no ddp", "1M/1G"]
-    assert f", after the process that started it ({agent}) died" in "".join(started.stdout), started.output()
+    assert f", after the process that started it ({agent}) died" in "".join(started.stdout), (
+        started.output()
+    )
 
 
 def test_a_rank_whose_parent_dies_without_torchrun_goes_on(tmp_path: Path) -> None:
