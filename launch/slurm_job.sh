@@ -106,6 +106,14 @@ job_count_ranks() {
         job_error "how many ranks a node? Give sbatch --gpus-per-node 8, or --nproc-per-node 8 to \
 this script"
     fi
+    local cpus=${SLURM_JOB_CPUS_PER_NODE:-}
+    cpus=${cpus%%[(,]*} # 16(x3),8
+    if [ -n "$cpus" ] && ((cpus < nproc)); then
+        local few="$nproc ranks a node, and the job has $cpus of a node's CPUs; give salloc or \
+sbatch --exclusive, or --cpus-per-task"
+        if [ "$wrapper" = slurm_srun.sbatch ]; then job_error "$few"; fi # Slurm would refuse it
+        echo "$wrapper: warning: $few" >&2
+    fi
 }
 
 # job_run TASKS_PER_NODE SRUN_OPTION... -- COMMAND...: one step, whose status becomes this shell's.

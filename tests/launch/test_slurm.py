@@ -110,7 +110,7 @@ def in_salloc(lab: Lab, command: str, cwd: Path = ROOT) -> tuple[int, str, str]:
 def test_dry_run(lab: Lab, tmp_path: Path) -> None:
     command = f"{ROOT}/launch/slurm_torchrun.sbatch --dry-run --nproc-per-node 2 --port 1234"
     script = "benchmarks/ddp_sweep.py --json 'a report.json'"
-    status, stdout, stderr = in_salloc(lab, f"salloc -N3 {command} {script}", tmp_path)
+    status, stdout, stderr = in_salloc(lab, f"salloc -N3 --exclusive {command} {script}", tmp_path)
     assert (status, stderr) == (0, "")
     words = shlex.split(stdout)
     at = words.index("srun")
@@ -136,7 +136,7 @@ def test_dry_run(lab: Lab, tmp_path: Path) -> None:
 def test_ranks_of_a_node(lab: Lab, job: str, want: list[str]) -> None:
     dry = "--dry-run --container-image 'my image' --container-mounts /data:/data --venv /venv"
     status, stdout, _ = in_salloc(
-        lab, f"salloc {job} launch/slurm_srun.sbatch {dry} benchmarks/ddp_sweep.py"
+        lab, f"salloc {job} --exclusive launch/slurm_srun.sbatch {dry} benchmarks/ddp_sweep.py"
     )
     assert status == 0
     words = shlex.split(stdout)
@@ -178,6 +178,11 @@ def test_mistakes_in_a_job(lab: Lab) -> None:
     status, _, stderr = in_salloc(lab, f"salloc -N2 -n3 launch/slurm_srun.sbatch {script}")
     assert status == 2
     assert "3 tasks do not spread evenly over 2 nodes" in stderr
+    status, _, stderr = in_salloc(
+        lab, f"salloc -N2 launch/slurm_srun.sbatch --nproc-per-node 2 {script}"
+    )
+    assert status == 2
+    assert "2 ranks a node, and the job has 1 of a node's CPUs; give salloc" in stderr
     missing = "env LAUNCH_VENV=/missing srun -w node1 bash launch/slurm_env.sh true"
     status, _, stderr = in_salloc(lab, missing)
     assert status == 2
@@ -325,7 +330,7 @@ def test_inside_salloc_where_a_nodes_name_is_its_loopback(tmp_path: Path) -> Non
 def test_where_no_name_is_known(tmp_path: Path) -> None:
     with Lab(tmp_path / "lab", nodes=2, hosts="none") as lab:
         dry = "--dry-run --nproc-per-node 2 benchmarks/ddp_sweep.py"
-        status, stdout, _ = in_salloc(lab, f"salloc -N2 launch/slurm_torchrun.sbatch {dry}")
+        status, stdout, _ = in_salloc(lab, f"salloc -N2 -c2 launch/slurm_torchrun.sbatch {dry}")
         assert status == 0
         assert "LAUNCH_MASTER_ADDR=10.77.0.1 LAUNCH_PEER=10.77.0.2 srun " in stdout
 
