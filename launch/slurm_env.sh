@@ -9,7 +9,8 @@
 #     srun --ntasks-per-node=1 bash launch/slurm_env.sh torchrun --nproc-per-node=8 benchmarks/ddp_sweep.py
 #
 # It sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, MASTER_ADDR
-# and MASTER_PORT; the interface for gloo and TensorPipe, where the site has not. It obeys
+# and MASTER_PORT; where the site has not: the interface for gloo and TensorPipe, and 1 thread a
+# rank (or --cpus-per-task of them). It obeys
 #
 #     LAUNCH_MASTER_ADDR   the first node's address, where its name will not do
 #     LAUNCH_PEER          the second node's: the first one finds its interface by it
@@ -67,6 +68,10 @@ start at $first; give srun --distribution=block, so that ranks follow the order 
     MASTER_PORT=${LAUNCH_MASTER_PORT:-$((10000 + (SLURM_JOB_ID * 7 + SLURM_STEP_ID) % 300 * 64))}
     export MASTER_ADDR MASTER_PORT
     slurm_env_interfaces
+    # ranks that share a node share its cores, as under torchrun
+    if ((LOCAL_WORLD_SIZE > 1)); then
+        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+    fi
     if [ -n "${LAUNCH_VENV:-}" ]; then
         if [ ! -r "$LAUNCH_VENV/bin/activate" ]; then
             slurm_env_error "no virtual environment at $LAUNCH_VENV on $(hostname)"

@@ -169,14 +169,15 @@ job_run() {
     fi
 
     # Slurm's warning comes to this shell alone (--signal=B:USR1): torchrun would die of it
-    signalled='' warned=''
+    signalled='' warned='' step_pid=$$
     trap 'signalled=yes warned=yes; job_stop "the time is nearly up"' USR1
     trap 'signalled=yes; job_stop "interrupted"' INT TERM
     "${step[@]}" &
-    local pid=$! status
+    step_pid=$!
+    local status
     while :; do
         signalled='' status=0
-        wait "$pid" || status=$?
+        wait "$step_pid" || status=$?
         if [ -z "$signalled" ]; then break; fi # else a signal has ended the wait, not the step
     done
     if [ "$status" -ne 0 ] && [ -n "$warned" ]; then job_requeue; fi
@@ -185,12 +186,18 @@ job_run() {
 
 # Have the ranks finish their reports and end.
 job_stop() {
-    local id name
+    local id name i
     echo "$wrapper: $1: the ranks are to end" >&2
-    while read -r id name; do
-        # one that Slurm is ending by itself cannot be signalled any more
-        if [ "$name" = "$step_name" ]; then scancel --signal=TERM "$id" 2>/dev/null || true; fi
-    done < <(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j')
+    for ((i = 0; i < 10; i++)); do # Slurm may be about to make the step
+        while read -r id name; do
+            if [ "$name" != "$step_name" ]; then continue; fi
+            # one that Slurm is ending by itself cannot be signalled any more
+            scancel --signal=TERM "$id" 2>/dev/null || true
+            return
+        done < <(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j')
+        if ! kill -0 "$step_pid" 2>/dev/null; then return; fi
+        sleep 0.5
+    done
 }
 
 job_requeue() {
