@@ -193,9 +193,9 @@ job_stop() {
             if [ "$name" != "$step_name" ]; then continue; fi
             # one that Slurm is ending by itself cannot be signalled any more
             scancel --signal=TERM "$id" 2>/dev/null || true
-            return
+            return 0 # in a trap a bare return has the status of what the signal broke off
         done < <(squeue --noheader --steps --jobs="$SLURM_JOB_ID" --format='%i %j')
-        if ! kill -0 "$step_pid" 2>/dev/null; then return; fi
+        if ! kill -0 "$step_pid" 2>/dev/null; then return 0; fi
         sleep 0.5
     done
 }

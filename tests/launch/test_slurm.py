@@ -1,15 +1,16 @@
 """The wrappers of launch/ on a real Slurm: what they run, in which order, and how they end."""
 
-import os
+import contextlib
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, TINY, load
-from lab import Lab, wait_until, why_not
+from harness import ROOT, TINY, environment, load
+from lab import Lab, search_path, wait_until, why_not
 
 from common import results
 
@@ -335,11 +336,24 @@ def test_where_no_name_is_known(tmp_path: Path) -> None:
         assert "LAUNCH_MASTER_ADDR=10.77.0.1 LAUNCH_PEER=10.77.0.2 srun " in stdout
 
 
-@pytest.mark.skipif("SLOW_TESTS" not in os.environ, reason="64 processes: set SLOW_TESTS=1")
 def test_64_ranks_on_4_nodes(tmp_path: Path) -> None:
-    with Lab(tmp_path / "lab", nodes=4) as lab:
+    """By one task a rank, from a process a node that has torch: see forked_python.py."""
+    stand_in = tmp_path / "bin" / "python3"
+    stand_in.parent.mkdir()
+    forked = shlex.join([sys.executable, "-S", f"{ROOT}/tests/launch/forked_python.py", "run"])
+    stand_in.write_text(f'#!/bin/sh\nexec {forked} "{tmp_path}/$(hostname)" "$@"\n')
+    stand_in.chmod(0o755)
+    serve = [sys.executable, str(ROOT / "tests/launch/forked_python.py"), "serve"]
+    with Lab(tmp_path / "lab", nodes=4) as lab, contextlib.ExitStack() as stack:
+        sockets = [tmp_path / lab.name(node) for node in lab.nodes]
+        for node, path in zip(lab.nodes, sockets, strict=True):
+            server = subprocess.Popen(lab.command(node, [*serve, str(path)]), env=environment())
+            stack.callback(server.wait, 30)
+            stack.callback(server.kill)
+        wait_until(lambda: all(path.exists() for path in sockets), 240)
         path = tmp_path / "report.json"
-        script = [*SWEEP, "--iters", "6", "--world-sizes", "1,64", "--timeout", "1200"]
-        job = submit(lab, path, "slurm_torchrun.sbatch", 4, 16, script)
+        script = [*SWEEP, "--iters", "6", "--warmup-iters", "1", "--world-sizes", "64"]
+        export = f"--export=ALL,PATH={stand_in.parent}:{search_path()}"
+        job = submit(lab, path, "slurm_srun.sbatch", 4, 16, script, export)
         report = passed(lab, job, path, 4, 16)
-        assert [case["key"]["label"] for case in report["cases"]] == ["no ddp", "1M/1G", "4M/16G"]
+        assert [case["key"]["label"] for case in report["cases"]] == ["no ddp", "4M/16G"]
