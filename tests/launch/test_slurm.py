@@ -1,6 +1,7 @@
 """The wrappers of launch/ on a real Slurm: what they run, in which order, and how they end."""
 
 import contextlib
+import os
 import shlex
 import subprocess
 import sys
@@ -336,6 +337,9 @@ def test_where_no_name_is_known(tmp_path: Path) -> None:
         assert "LAUNCH_MASTER_ADDR=10.77.0.1 LAUNCH_PEER=10.77.0.2 srun " in stdout
 
 
+@pytest.mark.skipif(
+    "SLOW_TESTS" not in os.environ, reason="64 ranks, minutes and 10 GB: set SLOW_TESTS=1"
+)
 def test_64_ranks_on_4_nodes(tmp_path: Path) -> None:
     """By one task a rank, from a process a node that has torch: see forked_python.py."""
     stand_in = tmp_path / "bin" / "python3"
