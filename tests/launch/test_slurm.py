@@ -252,7 +252,9 @@ def test_time_limit_requeue_and_resume(lab: Lab, tmp_path: Path, wrapper: str) -
     assert report["cases"] == first
     assert "the time is nearly up: the ranks are to end" in output(path)
     assert "requeued, 1 of at most 1 times" in output(path)
-    lab.run(0, ["scontrol", "update", f"jobid={job}", "TimeLimit=UNLIMITED", "StartTime=now"])
+    # Slurm waits 2 minutes; within the same second the nodes take it for the job that was stopped
+    again = ["TimeLimit=UNLIMITED", "StartTime=now+5"]
+    assert lab.run(0, ["scontrol", "update", f"jobid={job}", *again]).returncode == 0
     assert lab.wait_for_end(job, 300) == "COMPLETED", output(path)
     report = load(path)
     assert report["status"] == "complete"
