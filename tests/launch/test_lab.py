@@ -132,3 +132,12 @@ def test_the_lab_ends_with_its_process(tmp_path: Path) -> None:
         assert len(started) >= 6
         process.kill()
     wait_until(lambda: not any(map(alive, started)), 10)
+
+
+def test_what_a_lab_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert why_not(slurm=False) is None
+    with monkeypatch.context() as patch:
+        patch.setattr("lab.search_path", lambda: str(tmp_path))
+        assert "needs unshare: apt-get install" in str(why_not())
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert why_not() == "needs root, for namespaces"
