@@ -31,6 +31,7 @@ anew. BSD-3-Clause.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -134,6 +135,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 if __name__ == "__main__":
     ARGS = parse_args()  # before the imports below, so that --help need not wait for them
+    if ARGS.profile:  # the profiler's own notes about what it does not find, on every rank
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 
 import contextlib
 import dataclasses
@@ -494,7 +497,11 @@ def time_case(
         if rank == group.ranks[0]:
             write_graph(loss, model, str(trace_path(GRAPH_FILE, rank, str(config))))
 
-    return Outcome(facts | extras(config, args, sweep, profiled, draw), measurement)
+    try:
+        facts |= extras(config, args, sweep, profiled, draw)
+    except (OSError, ValueError) as error:  # a full disk costs the picture, not what is measured
+        facts["unwritten"] = f"{error} (rank {rank})"
+    return Outcome(facts, measurement)
 
 
 def extras(
@@ -549,6 +556,9 @@ def derive(
         return None if changed == config else sweep.find(case_key(changed, args, sweep.ctx))
 
     metrics |= compare(metrics, other(backend=EAGER), other(strategy="none"))
+    unwritten = next((fact["unwritten"] for fact in facts if "unwritten" in fact), None)
+    if unwritten:
+        return metrics, f"failed: {unwritten}"
     if facts[0]["reference"] is None:
         return metrics, "skipped: the whole model does not fit on one device, to compare with"
     wanted = reference.unflatten(facts[0]["reference"], CHECKED_STEPS)

@@ -29,7 +29,7 @@ def rank_metrics(facts: Sequence[dict[str, Any]], step_s: float) -> dict[str, An
         peaks = [fact["peak_flops"] for fact in facts]
         if None not in peaks:
             metrics["mfu"] = first["flops"] * len(facts) / step_s / sum(peaks)
-    if "profile" in first:
+    if all("profile" in fact for fact in facts):
         metrics["profile"] = [fact["profile"] for fact in facts]
     return metrics
 

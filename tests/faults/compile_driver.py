@@ -1,6 +1,7 @@
 """compile_sweep with faults planted by variables, in the cases of one strategy over several ranks.
 
-FAIL_ON_RANK: the third step raises there. NO_AVERAGE: the gradients are not averaged.
+FAIL_ON_RANK: the third step raises there. NO_AVERAGE: the gradients are not averaged. FULL_DISK:
+the first trace cannot be written.
 """
 
 import dataclasses
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 
 rank = os.environ.get("RANK", "0")
 create_step, strategies = compile_sweep.create_step, dict(compile_sweep.STRATEGIES)
+profile_steps = compile_sweep.profile_steps
 
 
 def failing(*parts: Any, **options: Any) -> Any:
@@ -35,6 +37,11 @@ def failing(*parts: Any, **options: Any) -> Any:
         return step()
 
     return counted
+
+
+def full_disk(*arguments: Any) -> None:
+    compile_sweep.profile_steps = profile_steps
+    raise OSError("the trace could not be written to here")
 
 
 def planted(name: str) -> Any:
@@ -57,4 +64,6 @@ if __name__ == "__main__":
     args = compile_sweep.parse_args()
     for name in ("ddp", "fsdp1", "fsdp2"):
         compile_sweep.STRATEGIES[name] = planted(name)
+    if "FULL_DISK" in os.environ:
+        compile_sweep.profile_steps = full_disk
     sys.exit(compile_sweep.record(compile_sweep.main)(args))

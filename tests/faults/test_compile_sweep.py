@@ -35,11 +35,19 @@ def test_wrong_gradients_and_wrong_results_fail(tmp_path: Path) -> None:
 
 @LONG
 def test_a_failing_rank_fails_the_case_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    """A trace that cannot be written fails its case as well, and costs no number."""
     path = tmp_path / "r.json"
     options = ["--strategies", "fsdp2,none", "--backends", "eager,aot_eager", "--json", str(path)]
-    done = run(["env", "FAIL_ON_RANK=1", *torchrun(2), DRIVER, *SHORT, *options], timeout=580)
+    options += ["--profile", "--trace-file", str(tmp_path / "{case}-{rank}.json")]
+    faults = ["env", "FAIL_ON_RANK=1", "FULL_DISK=1"]
+    done = run([*faults, *torchrun(2), DRIVER, *SHORT, *options], timeout=580)
     assert done.returncode == 1, done.stdout + done.stderr
     found = checks(path)
-    assert found["none", "eager"] == found["none", "aot_eager"] == "passed"
+    assert found["none", "aot_eager"] == "passed"
+    assert found["none", "eager"] == "failed: the trace could not be written to here (rank 0)"
+    unwritten = load(path)["cases"][0]
+    assert len(unwritten["samples_s"][0]) == 6
+    assert unwritten["metrics"]["step_time_p50_s"] > 0
+    assert unwritten["metrics"]["tflops"] > 0
     for backend in ("eager", "aot_eager"):
         assert found["fsdp2", backend] == "failed: OutOfMemoryError: no more memory (rank 1)"
