@@ -708,7 +708,9 @@ def create_cache_folder(args: argparse.Namespace, ctx: RankContext) -> Path | No
     training; None with --warm-cache."""
     if args.warm_cache or args.backends == [EAGER]:
         return None
-    own = tempfile.mkdtemp(prefix="compile_sweep-") if ctx.local_rank == 0 else ""
+    # inductor gives its compiler paths without quotes (torch 2.15): a folder without spaces
+    place = None if len(tempfile.gettempdir().split()) == 1 else "/tmp"
+    own = tempfile.mkdtemp(prefix="compile_sweep-", dir=place) if ctx.local_rank == 0 else ""
     folders = broadcast_json(gather_json(own))
     return Path(folders[ctx.rank - ctx.local_rank])
 

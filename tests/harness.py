@@ -30,6 +30,8 @@ def environment() -> dict[str, str]:
     """This process's environment less everything that a launcher sets."""
     prefixes = ("TORCHELASTIC", "SLURM_", "GROUP_", "ROLE_")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    # a unit test in this process may have chosen these, for itself alone
+    names += ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -83,7 +83,7 @@ def test_three_ranks_in_bf16(tmp_path: Path) -> None:
 def test_inductor_in_a_world_of_one(tmp_path: Path) -> None:
     """Cold caches leave nothing behind; `print` prints; a backend that is not there fails alone."""
     path = tmp_path / "r.json"
-    folder = tmp_path / "temporary files"
+    folder = tmp_path / "temporary"
     folder.mkdir()
     options = ["--strategies", "none,fsdp2", "--backends", "inductor,tvm,print,eager"]
     command = ["env", f"TMPDIR={folder}", sys.executable, SCRIPT, *SHORT, *DECODER, *options]

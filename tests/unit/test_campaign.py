@@ -220,7 +220,7 @@ class Simulated:
 def false_calls(monkeypatch: pytest.MonkeyPatch, corrected: bool, campaigns: int) -> float:
     """The share of A/A campaigns that end with B called slower or faster."""
     NOISE.seed(1)
-    monkeypatch.setattr(AB, "load_run", lambda run: run)
+    monkeypatch.setattr(AB, "load_run", lambda run, **options: run)
 
     def without_correction(*args: Any, **kwargs: Any) -> Comparison:
         return compare(*args, **kwargs | {"looks": 1})

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from torch.distributed import HashStore
 
 from common.dist import (
     CaseGroup,
-    _interface_among,
     broadcast_int,
     broadcast_json,
     choose_device,
@@ -102,24 +100,6 @@ def test_exchanges_in_a_world_of_one(group: CaseGroup) -> None:
     message = {"text": "\u00e4\u2028", "list": [1, None, 0.5]}
     assert broadcast_json(message) == message
     assert gather_json(message) == [message]
-
-
-def test_interface_among_the_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The master's own node, whose name leads to loopback, goes by a rank elsewhere."""
-    outside = {"10.0.0.1": "10.0.0.2", "127.0.1.1": "127.0.0.1", "10.0.0.2": "10.0.0.1"}
-    names = {"10.0.0.1": "eth1", "10.0.0.2": "eth0", "127.0.1.1": "lo"}
-    monkeypatch.setattr("common.dist._source_address", outside.get)
-    monkeypatch.setattr("common.dist.interface_towards", names.get)
-    store = HashStore()
-    for rank, master in ((2, "10.0.0.1"), (3, "10.0.0.1")):
-        monkeypatch.setenv("MASTER_ADDR", master)
-        assert _interface_among(store, rank, 4) == "eth1"
-    monkeypatch.setenv("MASTER_ADDR", "127.0.1.1")
-    store.set("0", "")
-    assert _interface_among(store, 1, 4) == "eth0"
-    for rank in "23":
-        store.set(rank, "")  # all on one machine
-    assert _interface_among(store, 1, 4) == "lo"
 
 
 def test_interface_towards() -> None:
