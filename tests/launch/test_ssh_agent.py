@@ -26,7 +26,11 @@ STUBBORN = "trap '' TERM; setsid bash -c 'while :; do sleep 1; done' & wait"
 
 @contextlib.contextmanager
 def agent(
-    *command: str, rank: int = 0, port: int | None = None, hurried: bool = False
+    *command: str,
+    rank: int = 0,
+    port: int | None = None,
+    hurried: bool = False,
+    variables: dict[str, str] | None = None,
 ) -> Iterator["subprocess.Popen[str]"]:
     numbers = [str(port or free_port()), str(rank)]
     start = ["-c", HURRIED, AGENT] if hurried else [AGENT, "127.0.0.1"]
@@ -36,7 +40,7 @@ def agent(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment(),
+        env=environment() | (variables or {}),
     ) as process:
         try:
             yield process
@@ -65,9 +69,9 @@ def test_status_and_variables() -> None:
         assert process.wait(30) == 128 + signal.SIGKILL
 
 
-def test_a_variable_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "mine")
-    with agent("sh", "-c", "echo $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME") as process:
+def test_a_variable_that_is_set_stays() -> None:
+    show = "echo $NCCL_SOCKET_IFNAME $GLOO_SOCKET_IFNAME"
+    with agent("sh", "-c", show, variables={"GLOO_SOCKET_IFNAME": "mine"}) as process:
         assert process.stdout is not None
         assert process.stdout.read() == "=lo mine\n"
 
