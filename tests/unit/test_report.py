@@ -117,7 +117,7 @@ def test_every_benchmark_of_the_project(everything: str) -> None:
     ):
         assert f"<h3>{heading}</h3>" in html.unescape(text), heading
     assert "ideal: no ddp times ranks" in words
-    assert "slow link 2 -&gt; 3: bandwidth 3.46x" in text
+    assert re.search(r"slow link \d -&gt; \d: bandwidth \d\.\d+x", text)
     assert "What failed" in words
     assert len(text) < 2_000_000
     assert not re.search("#0101|#0102", text)  # every placeholder became a variable
