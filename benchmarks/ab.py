@@ -245,17 +245,7 @@ def main(args: argparse.Namespace) -> int:
             f"ab.py: {end}\nthe finished runs are kept; the same command goes on", file=sys.stderr
         )
         return end.status
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        print(text, flush=True)
-    except OSError as error:  # closed, as by `| head`, or a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"ab.py: error: cannot print: {error.strerror}", file=sys.stderr)
-        return 1
-    failures = [name for name in args.fail_on if name in verdicts]
-    if failures:
-        print(f"ab.py: failed: {', '.join(failures)} (--fail-on)", file=sys.stderr)
-    return 1 if failures else 0
+    return compare_text.conclude("ab.py", text, verdicts, args.fail_on)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,6 @@ if __name__ == "__main__":
 
 import gc
 import json
-import os
 from typing import Any
 
 from common import compare_text, history_text
@@ -195,21 +194,7 @@ def main(args: argparse.Namespace) -> int:
         text, verdicts = look_back(args) if args.history is not None else compare_sides(args)
     except ValueError as error:
         cli.refuse(printable(str(error), 1000))
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    try:
-        print(text, flush=True)
-    except OSError as error:  # closed, as by `| head`, or a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"compare.py: error: cannot print: {error.strerror}", file=sys.stderr)
-        return 1
-    failures = [name for name in args.fail_on if name in verdicts]
-    if failures:
-        print(f"compare.py: failed: {', '.join(failures)} (--fail-on)", file=sys.stderr)
-    elif args.fail_on and "undecided" in verdicts:
-        print(
-            "compare.py: some cases are undecided, which --fail-on does not name", file=sys.stderr
-        )
-    return 1 if failures else 0
+    return compare_text.conclude("compare.py", text, verdicts, args.fail_on)
 
 
 if __name__ == "__main__":

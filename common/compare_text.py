@@ -1,6 +1,8 @@
 """A comparison as a table, as Markdown, and as JSON."""
 
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Collection, Sequence
 from math import exp, log
 from statistics import fmean
 from typing import Any
@@ -222,3 +224,23 @@ def _unpaired_case(case: Unpaired) -> dict[str, Any]:
         "label": case.label,
         "reason": case.reason,
     }
+
+
+def conclude(script: str, text: str, verdicts: Collection[str], fail_on: Sequence[str]) -> int:
+    """Print the result of a script; the exit status: 1 for a verdict that `fail_on` names.
+
+    Also 1 where it cannot be printed. An undecided case that is no failure is said on stderr.
+    """
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        print(text, flush=True)
+    except OSError as error:  # closed, as by `| head`, or a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{script}: error: cannot print: {error.strerror}", file=sys.stderr)
+        return 1
+    failures = [name for name in fail_on if name in verdicts]
+    if failures:
+        print(f"{script}: failed: {', '.join(failures)} (--fail-on)", file=sys.stderr)
+    elif fail_on and "undecided" in verdicts:
+        print(f"{script}: some cases are undecided, which --fail-on does not name", file=sys.stderr)
+    return 1 if failures else 0
