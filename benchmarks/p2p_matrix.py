@@ -283,7 +283,8 @@ def main(args: argparse.Namespace) -> int:
             found = all_links(cases)
             if not found:
                 return
-            lines = verdicts(found, nodes_of, args) or [
+            hosts = [sweep.host_of(ranks[0]) for ranks in members]
+            lines = verdicts(found, nodes_of, args, hosts) or [
                 "no link, rank or node is slow beyond noise"
             ]
             sweep.say(tables(found, nodes_of, args))

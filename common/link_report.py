@@ -1,6 +1,7 @@
 """What p2p_matrix.py shows of its links: matrices, the worst, heat maps, and what is slow."""
 
 import argparse
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -36,8 +37,18 @@ def directed(all_of: list[Link], kind: str) -> list[tuple[Pair, float]]:
     return found
 
 
-def verdicts(all_of: list[Link], nodes: list[int], args: argparse.Namespace) -> list[str]:
-    """A line for each member and link that is slower than its like. nodes: of each member."""
+def verdicts(
+    all_of: list[Link], nodes: list[int], args: argparse.Namespace, hosts: Sequence[str] = ()
+) -> list[str]:
+    """A line for each member and link that is slower than its like.
+
+    nodes: of each member. hosts: likewise, their names; named with the member if there are several.
+    """
+    of_node = dict(zip(nodes, hosts, strict=False)) if len(set(hosts)) > 1 else {}
+
+    def host(node: int) -> str:
+        return f" ({of_node[node]})" if node in of_node else ""
+
     lines = []
     what = args.by
     for kind in KINDS:
@@ -53,14 +64,20 @@ def verdicts(all_of: list[Link], nodes: list[int], args: argparse.Namespace) -> 
             if not inside and what == "rank":  # a node is named before its ranks
                 of_nodes = [((nodes[a], nodes[b]), cost) for (a, b), cost in like]
                 bad = links.slow_members(of_nodes, args.sigmas)
-                lines += [f"slow node {o.name[0]}: {_words(o, kind, place)}" for o in bad]
+                lines += [
+                    f"slow node {o.name[0]}{host(o.name[0])}: {_words(o, kind, place)}" for o in bad
+                ]
                 names = {o.name[0] for o in bad}
                 like = [(p, c) for p, c in like if not names & {nodes[p[0]], nodes[p[1]]}]
             slow = links.slow_members(like, args.sigmas)
-            lines += [f"slow {what} {o.name[0]}: {_words(o, kind, place)}" for o in slow]
+            lines += [
+                f"slow {what} {o.name[0]}{host(nodes[o.name[0]])}: {_words(o, kind, place)}"
+                for o in slow
+            ]
             for o in links.slow_links(like, slow, args.sigmas):
                 arrow = "->" if KINDS[kind][0][0] != KINDS[kind][0][1] else "-"
-                lines.append(f"slow link {o.name[0]} {arrow} {o.name[1]}: {_words(o, kind, place)}")
+                a, b = (f"{member}{host(nodes[member])}" for member in o.name)
+                lines.append(f"slow link {a} {arrow} {b}: {_words(o, kind, place)}")
     return lines
 
 

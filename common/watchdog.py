@@ -1,10 +1,12 @@
 """Who hangs, where, and for how long; and an orderly end on a signal.
 
 Every rank publishes what it is doing (its phase) in the rendezvous store, between timed blocks,
-never inside one. Two threads a rank watch over that, both asleep while a block is timed:
+never inside one. Three threads a rank watch over that, all asleep while a block is timed:
 
 - the timer looks now and then whether any rank has changed its phase. After `timeout` seconds
   without a change it posts an event;
+- the monitor calls nobody: it ends this process where the timer has long had no answer from the
+  store, as behind a cut link, where TCP itself would wait for a quarter of an hour;
 - the listener blocks in the store until any rank posts an event: a hang, a signal that one of
   them received, a case that failed on one of them, the end of the run. After a hang each rank
   answers the roll call and prints its stack. One that does not answer is stopped, dead, or out
@@ -30,15 +32,19 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from common import job
 from common.dist import FOREVER, PeerLost, RankContext, connect_store
 
 HANG = 3  # exit status
 GRACE_S = 2.0  # for the answers to a roll call, and for a signal that explains a lost peer
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 END_S = 10.0  # for the report and the tables, when stdout or the disk does not answer
+SHOWN = 16  # of the ranks that do not answer, in one line
+POLL_S = 2.0  # between two looks of each rank at the others' progress, for up to 1000 ranks
+CUT_OFF_S = 5.0  # longer than --timeout without the store: those who have it are to speak first
 
 # Ends the report: called once with the new status and the reason, from any thread.
 OnEnd = Callable[[str, str], None]
@@ -63,6 +69,10 @@ class Watchdog:
         self._parent = os.getppid(), _start_time(os.getppid())
         self._phase: dict[str, Any] = {"case": "start", "phase": "", "order": [0, 0]}
         self._abort: Callable[[], None] | None = None
+        self._server = _server(ctx)
+        # of thousands of ranks each looks less often: the store is to have 500 looks a second
+        self._interval = min(timeout / 10, POLL_S * max(1.0, ctx.world_size / 1000))
+        self._heard = time.monotonic()  # of the store, by the timer
         self._over = threading.Event()
         self._ending = threading.Lock()  # held by the thread that ends this process
         self.phase("")
@@ -78,6 +88,7 @@ class Watchdog:
         threads: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
             "signals": (self._handle_signals, (wake,)),
             "timer": (self._watch_progress, ()),
+            "monitor": (self._watch_store, ()),
             "listener": (self._listen, ()),
         }
         self._threads = [
@@ -99,6 +110,10 @@ class Watchdog:
         """Say what this rank does next. Two store calls: keep it out of timed code."""
         *case, last = self._phase["order"]
         self._publish(self._phase | {"phase": phase, "order": [*case, last + 1]})
+
+    def alive(self) -> None:
+        """Say that this rank waits for what is outside the job, and does not hang."""
+        self._publish(self._phase)
 
     def _publish(self, phase: dict[str, Any]) -> None:
         self._phase = phase
@@ -137,9 +152,10 @@ class Watchdog:
         """
         over = {"kind": "failed", "rank": self._ctx.rank, "reason": f"{self._tag()} {error}"}
         self._over.set()
-        with contextlib.suppress(RuntimeError):  # the store's host may have ended first
-            self._store.set(f"ended/{self._ctx.rank}", "")  # in order: nobody is to call it dead
-        self._post(over if error else {"kind": "over"})
+        # the store's host may have ended first, or be out of reach
+        ended = f"ended/{self._ctx.rank}"  # in order: nobody is to call it dead
+        _in_time(lambda: self._store.set(ended, ""), END_S)
+        _in_time(lambda: self._post(over if error else {"kind": "over"}), END_S)
         signal.set_wakeup_fd(-1)
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -155,14 +171,17 @@ class Watchdog:
         When a rank dies, the launcher ends the others within moments: then the run was
         interrupted. Without that it failed, and the ranks that do not answer are named.
         """
-        first = self._first("lost")  # not all: every rank reads every event
-        if first:
+        first = _in_time(lambda: self._store.add("lost", 1) == 1)
+        if first:  # not all: every rank reads every event
             self._post({"kind": "roll call"})
         time.sleep(GRACE_S)
-        silent: list[str] = []
-        if self._ctx.rank == 0 or first:  # not all: it asks for every rank
-            silent = _in_time(self._silent) or []
-        self._end(1, "failed", f"{self._tag()} lost a peer: {'; '.join(silent) or error}")
+        silent: list[str] | None = []
+        if self._ctx.rank == 0 or first is not False:  # not all: it asks for every rank
+            silent = _in_time(self._silent)
+        self._ending.acquire()
+        reason = f"{self._tag()} lost a peer: {'; '.join(silent or ()) or error}"
+        self._speak_for_rank_0(reason, silent)
+        self._exit(1, "failed", reason)
 
     # -- the threads ---------------------------------------------------------------------------
 
@@ -176,13 +195,33 @@ class Watchdog:
         reason = f"{signal.Signals(number).name} on {self._tag()}"
         if not _alive(*self._parent):  # the kernel's signal, see cli.end_with_torchrun
             reason += f", after the process that started it ({self._parent[0]}) died"
-        dead = _in_time(self._dead_neighbours)
-        if dead:  # the launcher's signal: this is what made it send one
-            reason += f", after {'; '.join(dead)}"
+        # where the timer waits for the store, this thread would, too
+        cut_off = time.monotonic() - self._heard > self._interval + GRACE_S
+        found = None if cut_off else _in_time(self._missing, 2 * GRACE_S)
+        missing, asks = found or (None, True)
+        if missing:  # the launcher's signal: this is what made it send one
+            reason += f", {'; '.join(missing)}"
+        if asks:
+            self._speak_for_rank_0(reason, missing)
         self._finish("interrupted", reason)
         # for the ranks that had no signal
         _in_time(lambda: self._post({"kind": "signal", "signal": number, "reason": reason}))
         os._exit(128 + number)
+
+    def _missing(self) -> tuple[list[str], bool]:
+        """At a signal: who has died on this node, else who in the job does not answer.
+
+        For the latter ask rank 0, for its report, and the first rank that had a signal; whether
+        this one does.
+        """
+        dead = self._dead_neighbours()
+        asks = self._ctx.rank == 0 or self._store.add("signalled", 1) == 1
+        if asks:
+            self._post({"kind": "roll call"})
+        self._store.set(f"answer/{self._ctx.rank}", "here")
+        if dead:
+            return [f"after {'; '.join(dead)}"], asks
+        return (self._silent(GRACE_S) if asks else []), asks
 
     def _dead_neighbours(self) -> list[str]:
         """The ranks of this node whose process has gone without a word."""
@@ -197,36 +236,73 @@ class Watchdog:
             and not self._store.check([f"ended/{state['rank']}"])
         ]
 
-    def _silent(self) -> list[str]:
-        ranks = range(self._ctx.world_size)
-        states = [
-            _state(self._store, rank) for rank in ranks if not self._store.check([f"answer/{rank}"])
-        ]
-        return [_silence(state) for state in states]
+    def _silent(self, patience: float = 0.0) -> list[str]:
+        """The ranks that have neither answered the roll call nor ended in order."""
+        ranks, limit = list(range(self._ctx.world_size)), time.monotonic() + patience
+        while True:
+            ranks = [
+                rank
+                for rank in ranks
+                if not self._store.check([f"answer/{rank}"])
+                and not self._store.check([f"ended/{rank}"])
+            ]
+            if not ranks or time.monotonic() > limit:
+                texts = [_silence(_state(self._store, rank)) for rank in ranks[:SHOWN]]
+                return texts + [f"nor do {len(ranks) - SHOWN} more"] * (len(ranks) > SHOWN)
+            time.sleep(0.05)
+
+    def _speak_for_rank_0(self, reason: str, missing: list[str] | None) -> None:
+        """Say the reason here if rank 0 cannot, which else says it with its report.
+
+        missing: as `_missing` has it; None where the store does not answer.
+        """
+        if self._ctx.rank == 0:
+            return
+        if missing is None and self._ctx.local_rank == 0:
+            where = f"this rank was {_where(self._phase)}"
+            reason += f"; the rendezvous store {self._server} does not answer; {where}"
+        elif not any("rank 0 on " in text for text in missing or ()):
+            return
+        self._print(reason if self._tag() in reason else f"{self._tag()} {reason}")
 
     def _first(self, what: str) -> bool:
         return bool(_in_time(lambda: self._store.add(what, 1)) == 1)
 
     def _watch_progress(self) -> None:
         seen, since = -1, time.monotonic()
-        interval = min(self._timeout / 10, 10.0)
-        while not self._over.wait(interval):
+        wait = self._interval
+        while not self._over.wait(wait):
             try:
                 changes = self._store.add("changes", 0)
             except RuntimeError:  # the store's host is gone, and with it the job
                 changes = seen
-            now = time.monotonic()
+            now = self._heard = time.monotonic()
             if changes != seen:
                 seen, since = changes, now
             elif now - since > self._timeout:
                 self._raise_hang(now - since)
+            wait = max(min(self._interval, since + self._timeout - now), 0.01)
 
     def _raise_hang(self, seconds: float) -> None:
         if not self._post({"kind": "hang", "seconds": round(seconds)}):
-            reason = f"HANG: no progress for {seconds:.0f} s, and the rendezvous store is gone"
-            self._print(f"{self._tag()} {reason}; {_where(self._phase)}")
-            self._end(HANG, "failed", reason)
+            self._end_without_store(f"no progress for {seconds:.0f} s, and", "is gone")
         self._over.wait(FOREVER.total_seconds())  # the listener takes over
+
+    def _watch_store(self) -> None:
+        limit = self._timeout + CUT_OFF_S
+        while not self._over.wait(max(self._heard + limit - time.monotonic(), 0.01)):
+            silence = time.monotonic() - self._heard
+            if silence > limit:
+                # a thread that is ending this process may wait for the store, too
+                if not self._ending.acquire(timeout=2 * END_S):
+                    os._exit(HANG)
+                self._end_without_store(f"no answer for {silence:.0f} s:", "is out of reach")
+
+    def _end_without_store(self, what: str, how: str) -> NoReturn:
+        """Of a rank that cannot ask who else is there; what it can say goes to its own stderr."""
+        reason = f"HANG: {what} the rendezvous store {self._server} {how}"
+        self._print(f"{self._tag()} {reason}; this rank was {_where(self._phase)}")
+        self._exit(HANG, "failed", reason)
 
     def _listen(self) -> None:
         for number in itertools.count(1):
@@ -312,7 +388,24 @@ class Watchdog:
 
     @staticmethod
     def _print(text: str) -> None:
-        os.write(2, (text.rstrip("\n") + "\n").encode())  # one write: ranks do not interleave
+        line = (text.rstrip("\n") + "\n").encode()
+
+        def write() -> None:
+            with contextlib.suppress(OSError):  # closed
+                os.write(2, line)  # at once: ranks do not interleave
+
+        _in_time(write)  # who reads it may be out of reach
+
+
+def _server(ctx: RankContext) -> str:
+    """Where the rendezvous store is."""
+    store = ctx.store
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return "of this process"
+    server = "torchrun's agent" if job.agent_serves_store(os.environ) else "rank 0"
+    return f"of {server} at {store.host}:{store.port}"
 
 
 def _state(store: Store, rank: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@
 #     LAUNCH_PEER          the second node's: the first one finds its interface by it
 #     LAUNCH_MASTER_PORT   instead of a port from the numbers of job and step
 #     LAUNCH_VENV          a virtual environment to activate
+#     LAUNCH_FAILED        HOST:FIFO; on that host a command that fails leaves word there
 
 slurm_env_error() {
     echo "slurm_env.sh: $1" >&2
@@ -112,5 +113,14 @@ or give --venv or --container-image"
         set -- torchrun --nnodes="$GROUP_WORLD_SIZE" --node-rank="$GROUP_RANK" \
             --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" --rdzv-id="$SLURM_JOB_ID" "$@"
     fi
-    exec "$@"
+    failed=${LAUNCH_FAILED:-}
+    if [ "${failed%%:*}" != "$(hostname)" ]; then exec "$@"; fi
+    trap : HUP INT TERM USR1 USR2 # Slurm sends them to the command as well: wait for its end
+    status=0
+    "$@" || status=$?
+    fifo=${failed#*:}
+    # opened in both directions it does not wait for a reader
+    if ((status)) && [ -p "$fifo" ]; then echo failed 1<>"$fifo" || true; fi
+    if ((status == 137)); then kill -KILL "$$"; fi # so that srun says it
+    exit "$status"
 fi

@@ -3,6 +3,8 @@
 # Expects `wrapper`, the name of the one that sources it, and `repository`.
 # shellcheck disable=SC2034,SC2154
 
+give_up_s=20 # after a task failed; the benchmarks' ranks end within some 5 s of each other
+
 job_error() {
     echo "${wrapper:?}: error: $1" >&2
     exit 2
@@ -172,16 +174,43 @@ job_run() {
     signalled='' warned='' step_pid=$$
     trap 'signalled=yes warned=yes; job_stop "the time is nearly up"' USR1
     trap 'signalled=yes; job_stop "interrupted"' INT TERM
-    "${step[@]}" &
+    scratch=$(mktemp -d -p /tmp)
+    mkfifo "$scratch/failed"
+    LAUNCH_FAILED=$(hostname):$scratch/failed "${step[@]}" &
     step_pid=$!
-    local status
+    job_give_up &
+    local status watch=$!
     while :; do
         signalled='' status=0
-        wait "$step_pid" || status=$?
+        wait "$step_pid" 2>/dev/null || status=$? # without the shell's own word of a killed srun
         if [ -z "$signalled" ]; then break; fi # else a signal has ended the wait, not the step
     done
+    kill -KILL "$watch" 2>/dev/null || true
+    wait "$watch" 2>/dev/null || true
+    if [ -e "$scratch/given up" ]; then warned=yes; fi # Slurm would requeue it for a dead node
+    rm -rf "$scratch"
     if [ "$status" -ne 0 ] && [ -n "$warned" ]; then job_requeue; fi
     exit "$status"
+}
+
+# End srun some time after a task of this node has failed. By itself it waits for the word of every
+# task, and that of a node out of reach never comes: until Slurm takes the node for dead
+# (SlurmdTimeout, 300 s as a rule), or for ever where the node reaches slurmctld, or this one does not.
+job_give_up() {
+    local word until helpers=()
+    trap '' INT USR1
+    exec 9<>"$scratch/failed" # both directions: it never ends
+    until read -r -t 60 word <&9; do
+        if ! kill -0 "$$" 2>/dev/null; then return 0; fi # killed, and could not end this
+    done
+    until=$((SECONDS + give_up_s))
+    while ((SECONDS < until)); do read -r -t "$((until - SECONDS))" word <&9 || true; done
+    echo "$wrapper: a task on $(hostname) failed $give_up_s s ago, and srun still waits for others: \
+given up, a node is out of reach" >&2
+    : >"$scratch/given up"
+    # and its helper, which would try to reach slurmctld as long again
+    read -ra helpers <"/proc/$step_pid/task/$step_pid/children" || true
+    kill -KILL "$step_pid" "${helpers[@]}"
 }
 
 # Have the ranks finish their reports and end.
@@ -207,6 +236,11 @@ job_requeue() {
         echo "$wrapper: not requeued again: --max-requeues is $max_requeues" >&2
         return
     fi
+    # a node that is cut off asks for minutes
+    if ! timeout 5 scontrol --oneliner show job "$SLURM_JOB_ID" | grep -q ' Requeue=1 '; then
+        echo "$wrapper: not requeued: sbatch --no-requeue, or slurmctld does not answer" >&2
+        return
+    fi
     echo "$wrapper: requeued, $((count + 1)) of at most $max_requeues times" >&2
-    scontrol requeue "$SLURM_JOB_ID"
+    timeout 60 scontrol requeue "$SLURM_JOB_ID"
 }

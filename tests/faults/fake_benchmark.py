@@ -5,7 +5,8 @@ there is no such file it makes one, prints a few lines, and ends with status 7. 
 half a report. FAKE_STATUS: the report's, instead of complete; FAKE_CHECK: that of its cases, and
 status 1; FAKE_BENCHMARK: whose report it is. FAKE_STUBBORN_FROM: the run with this
 report ignores SIGINT and SIGTERM, starts a child in a session of its own, and sleeps.
-FAKE_LOG: a file to which each run adds a line.
+FAKE_LOG: a file to which each run adds a line. FAKE_TURNS: takes so many turns with other commands,
+each a line of its own in FAKE_LOG.
 """
 
 import argparse
@@ -18,13 +19,23 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common import turns
+
 parser = argparse.ArgumentParser()
 parser.add_argument("--json")
 parser.add_argument("--cases", type=int, default=2)
 parser.add_argument("--noise", type=float, default=0.001)
 args = parser.parse_args()
 variables = os.environ
-if "FAKE_LOG" in variables:
+turn = turns.join(lambda: None, 60) if "FAKE_TURNS" in variables else None
+for _ in range(int(variables.get("FAKE_TURNS", "0")) if turn else 0):
+    with Path(variables["FAKE_LOG"]).open("a") as log:
+        log.write(f"{Path(args.json).stem} turn\n")
+    time.sleep(0.05)
+    turn.pass_on()
+if "FAKE_LOG" in variables and not turn:
     with Path(variables["FAKE_LOG"]).open("a") as log:
         log.write(f"{Path(args.json).stem} {sys.executable}\n")
 child = None
@@ -55,6 +66,7 @@ def case(number: int) -> dict[str, object]:
         "metrics": {
             "step_time_p50_s": time_s,
             "busy_wait_s": time_s * (1 - 1 / scale),
+            "plain_step_s": time_s / scale,
         },
         "check": variables.get("FAKE_CHECK", "passed"),
     }

@@ -1,6 +1,7 @@
 """Signals, dead and stopped ranks, failing cases, a full disk: what must survive each."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -9,7 +10,19 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT, SWEEP, TINY, alive, children, environment, launch, load, run, torchrun
+from harness import (
+    ROOT,
+    SWEEP,
+    TINY,
+    alive,
+    children,
+    environment,
+    launch,
+    launch_without_torchrun,
+    load,
+    run,
+    torchrun,
+)
 
 # long enough that the last case is still running when the signal comes
 LONG = [*TINY, "--device", "cpu", "--max-seconds", "30", "--target-ci", "0.01%"]
@@ -144,6 +157,23 @@ def test_a_stopped_rank_is_named(tmp_path: Path, stopped: int) -> None:
     cases = load(path)
     assert [case["key"]["label"] for case in cases["cases"]] == ["no ddp", "1M/1G", "1M/2G"]
     assert cases["status"] == ("running" if stopped == 0 else "failed")
+
+
+def test_a_stopped_rank_that_serves_the_store(tmp_path: Path) -> None:
+    """Nobody can ask who else is there; each rank ends by itself, and says what it knows."""
+    path = tmp_path / "report.json"
+    script = [str(ROOT / "tests" / "faults" / "driver.py"), *LONG, "--json", str(path)]
+    with launch_without_torchrun(2, [*script, "--timeout", "4"]) as ranks:
+        ranks[0].wait_for("1M/1G")
+        time.sleep(1)
+        os.kill(ranks[0].process.pid, signal.SIGSTOP)
+        assert ranks[1].wait(60) == 3
+        text = ranks[1].output()
+    assert re.search(r"HANG: no answer for \d+ s: the rendezvous store of rank 0 at 127", text), (
+        text
+    )
+    assert "out of reach; this rank was in case 'mobilenet_v3_small fp32 1M/2G 25MB none'" in text
+    assert labels(path) == ["no ddp", "1M/1G"]
 
 
 def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """launch/README.md: its commands parse, the files that it names exist, its messages are said."""
 
 import contextlib
+import io
 import re
 import shlex
 import shutil
@@ -76,7 +77,7 @@ def test_commands_parse(words: list[str], tmp_path: Path) -> None:
     ],
 )
 def test_the_check_above_can_fail(line: str, tmp_path: Path) -> None:
-    with pytest.raises((AssertionError, SystemExit)), contextlib.redirect_stderr(None):
+    with pytest.raises((AssertionError, SystemExit)), contextlib.redirect_stderr(io.StringIO()):
         check(shlex.split(line), tmp_path)
 
 

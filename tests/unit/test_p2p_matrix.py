@@ -73,6 +73,10 @@ def test_a_slow_direction_of_a_link_is_named() -> None:
     lines = link_report.verdicts(found, [0] * 8, parse())
     assert len(lines) == 1
     assert lines[0].startswith("slow link 2 -> 5: bandwidth 5.")
+    assert link_report.verdicts(found, [0] * 8, parse(), ["one"] * 8) == lines
+    hosts = [f"host{member}" for member in range(8)]
+    [line] = link_report.verdicts(found, list(range(8)), parse(), hosts)
+    assert line.startswith("slow link 2 (host2) -> 5 (host5): bandwidth 5.")
 
 
 def test_a_slow_node_is_named_and_not_its_ranks() -> None:
