@@ -6,7 +6,7 @@ from collections.abc import Sequence
 # Letters of any script, digits and marks that mean nothing inside a line. An underscore within a
 # word means nothing either. Everything else becomes a numeric reference, which CommonMark never
 # takes for markup: no tag, link, code span, emphasis, end of a cell.
-_PLAIN = re.compile(r"[^\W_]+(?:_+[^\W_]+)*|[ .,+%()/=…±-]|:(?=[\d ])")
+_PLAIN = re.compile(r"[^\W_]+(?:_+[^\W_]+)*|[ .,;?'+%()/=…±-]|:(?=[\d ])")
 
 
 def escape(text: str) -> str:

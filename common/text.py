@@ -1,6 +1,6 @@
 """Strings of a report on their way to a terminal or a page: they are data, whoever wrote them."""
 
-MARKDOWN = "\\`*[]<>|&~$"
+from common.markdown import escape
 
 
 def printable(text: str, limit: int = 160) -> str:
@@ -18,4 +18,4 @@ def _escaped(character: str) -> str:
 
 def markdown(text: str, limit: int = 160) -> str:
     """The text as it is in a cell of a Markdown table: no markup, no HTML, no further cell."""
-    return "".join(f"\\{c}" if c in MARKDOWN else c for c in printable(text, limit))
+    return escape(printable(text, limit))

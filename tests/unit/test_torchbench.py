@@ -1,6 +1,7 @@
 """common/torchbench.py, against a stand-in package with torchbenchmark's interface."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,16 +47,23 @@ MODELS = {
 }
 
 
+def forget() -> None:
+    """The next test's package is another one, and most tests have none."""
+    for name in [name for name in sys.modules if name.startswith("torchbenchmark")]:
+        del sys.modules[name]
+
+
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     root = tmp_path / "torchbenchmark"
     files = {"": PACKAGE, "models": ""} | {f"models/{name}": text for name, text in MODELS.items()}
     for name, text in files.items():
         (root / name).mkdir(parents=True, exist_ok=True)
         (root / name / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.startswith("torchbenchmark")]:
-        monkeypatch.delitem(sys.modules, name)
+    forget()
+    yield
+    forget()
 
 
 @pytest.mark.usefixtures("package")
