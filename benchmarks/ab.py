@@ -20,6 +20,10 @@ The commands run without a shell, in the directory in which this is started. The
 interpreter by its path; `--a-env VIRTUAL_ENV=DIR` puts DIR/bin first in PATH, as its `activate`
 does.
 
+`--interleave` is for a machine that is not yours alone: both runs of a pair start together and take
+turns, block by block, so that both see the same moments of the machine. Only one of them works at
+a time; both need their memory at once. For scripts of this project with rank 0 on this machine.
+
 The folder of `--out` holds each run's report and log, and campaign.json with the commands and every
 run's status, start and end. The same command again goes on where an interrupted or failed campaign
 was.
@@ -70,6 +74,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         default=6,
         metavar="N",
         help="runs a side; with --until-decided before the first look (default: 6)",
+    )
+    add(
+        "--interleave",
+        action="store_true",
+        help="start both runs of a pair together, and let them take turns, block by block",
     )
     add("--until-decided", action="store_true", help="stop as soon as every case has a verdict")
     add(
@@ -132,6 +141,8 @@ from common.campaign import (
     Campaign,
     Interrupted,
     RunFailed,
+    Side,
+    Slot,
     balanced_order,
     check_report,
     read_side,
@@ -153,10 +164,10 @@ def planned_looks(first: int, most: int) -> list[int]:
     return looks
 
 
-def slots(runs: int) -> list[tuple[str, int]]:
+def pairs(runs: int) -> list[list[Slot]]:
     """The first `runs` runs of each side, in ABBA order."""
     order = balanced_order(("a", "b"), runs)
-    return [(side, number) for number, row in enumerate(order, start=1) for side in row]
+    return [[(side, number) for side in row] for number, row in enumerate(order, start=1)]
 
 
 @dataclass(frozen=True)
@@ -171,7 +182,7 @@ class Result:
 def measure(campaign: Campaign, args: argparse.Namespace, looks: list[int]) -> Result:
     """Run what is planned, or until every case has a verdict."""
     for runs in [1, *looks]:
-        campaign.run_all(slots(runs), 2 * looks[-1])
+        campaign.run_all(pairs(runs), 2 * looks[-1])
         a, b = (
             [load_run(path, ignore=args.ignore_key) for path in paths(campaign, side, runs)]
             for side in ("a", "b")
@@ -181,7 +192,9 @@ def measure(campaign: Campaign, args: argparse.Namespace, looks: list[int]) -> R
             continue
         campaign.note_look()
         # the error rate is shared among all looks that are planned, taken or not
-        found = compare(a, b, args.margin, paired=True, looks=len(looks))
+        found = compare(
+            a, b, args.margin, paired=True, looks=len(looks), interleaved=args.interleave
+        )
         undecided = sum(case.verdict == "undecided" for case in found.cases)
         if len(looks) > 1:
             print(
@@ -227,6 +240,20 @@ def show(
     return f"{head}\n{compare_text.as_table(found, counts, args.margin, False)}", verdicts
 
 
+def refuse_one_port(sides: list[Side]) -> None:
+    """Two torchruns at once cannot both have torchrun's default port. Raises ValueError."""
+    for side in sides:
+        torchrun = (
+            Path(side.command[0]).name == "torchrun" or "torch.distributed.run" in side.command
+        )
+        own = ("--standalone", "--rdzv", "--master-port", "--master_port")
+        if torchrun and not any(word.startswith(own) for word in side.command):
+            raise ValueError(
+                f"--{side.name}: with --interleave two torchruns run at once, and both would take "
+                "port 29500; add --standalone, as in 'torchrun --standalone --nproc-per-node 2 ...'"
+            )
+
+
 def main(args: argparse.Namespace) -> int:
     looks = [args.runs]
     design = {"--runs": args.runs}
@@ -235,7 +262,11 @@ def main(args: argparse.Namespace) -> int:
         design |= {"--max-runs": looks[-1], "--margin": args.margin}
     try:
         sides = [read_side("a", args.a, args.a_env), read_side("b", args.b, args.b_env)]
-        with Campaign(args.out, sides, design, check_report, args.timeout) as campaign:
+        if args.interleave:
+            refuse_one_port(sides)
+        with Campaign(
+            args.out, sides, design, check_report, args.timeout, args.interleave
+        ) as campaign:
             result = measure(campaign, args, looks)
         text, verdicts = show(result, campaign, args, looks)
     except ValueError as error:

@@ -38,7 +38,8 @@ from common import bandwidth, cli
 
 MODES = ("clock", "barrier", "perturbation", "resolution", "all_reduce", "metadata")
 SIZES = [8, 2**16, 2**20, 2**24]  # bytes, of `all_reduce`
-SWEEP = ["--device", "cpu", "--model", "mobilenet_v3_small", "--iters", "12", "--warmup-iters", "2"]
+SWEEP = ["--device", "cpu", "--model", "mobilenet_v3_small", "--no-breakdown", "--iters", "24"]
+SWEEP += ["--bind-cores"]
 CALLS = 20  # a block of `all_reduce`, as collectives.py has by default
 
 
@@ -110,6 +111,7 @@ def add_ab_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="only so many have the slower kinds, evenly spread (default: all)",
     )
+    add("--interleave", action="store_true", help="as of ab.py: the kinds take turns, by blocks")
     add("--ranks", type=cli.positive_int, metavar="N", help="of a run (default: 2)")
     add("--margin", type=cli.percentage, metavar="P", help="as of ab.py (default: 2%%)")
     add("--slow-sweep", type=cli.percentage, metavar="P", help="ddp_sweep.py, slower by P")
@@ -129,7 +131,8 @@ def slowdowns(text: str) -> list[float]:
 
 def check_ab_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Fill in the defaults of --ab; refuse what has no effect beside, or without it."""
-    only_ab = ("out", "campaigns", "runs", "slowdowns", "slowed_campaigns", "ranks", "margin")
+    only_ab = ("out", "campaigns", "runs", "slowdowns", "slowed_campaigns", "interleave", "ranks")
+    only_ab += ("margin",)
     others = ("modes", "seconds", "step_ms", "rounds", "sizes", "device", "resume")
     given = [
         name
@@ -476,7 +479,7 @@ def main(args: argparse.Namespace) -> int:
             key = {"mode": mode, "step_ms": args.step_ms, "rounds": args.rounds}
             plan.append((key, mode, runs[mode]))
     with Sweep("calibrate", args, device, backend) as sweep:
-        args.progress = sweep.watch.phase
+        args.progress = sweep.next_block
         known = sweep.plan([key for key, _, _ in plan])
         everyone = tuple(range(sweep.ctx.world_size))
         hosts = sweep.share([sweep.host_of(rank) for rank in everyone] if sweep.report else None)

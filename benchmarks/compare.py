@@ -54,6 +54,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "the pair is the unit, and a drift of the machine cancels",
     )
     add(
+        "--interleaved",
+        action="store_true",
+        help="as --paired, of runs that ab.py --interleave has made: their blocks are compared",
+    )
+    add(
         "--single-run",
         action="store_true",
         help="with one run a side decide by its iterations, as if runs differed in nothing else",
@@ -92,15 +97,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     usage = "e.g. compare.py base.json --test test.json"
     if args.history is not None:
         given = {"BASE": args.base, "--test": args.test, "--single-run": args.single_run}
-        for name, value in (given | {"--paired": args.paired}).items():
+        given |= {"--paired": args.paired, "--interleaved": args.interleaved}
+        for name, value in given.items():
             if value:
                 cli.refuse(f"{name} has no effect with --history, which compares over time")
     elif not args.base:
         cli.refuse(f"expected reports before --test, got none; {usage}")
     elif not args.test:
         cli.refuse(f"expected --test and the reports to compare with BASE, got none; {usage}")
+    args.paired |= args.interleaved
     if args.single_run and args.paired:
-        cli.refuse("--single-run has no effect with --paired; give one of them")
+        name = "--interleaved" if args.interleaved else "--paired"
+        cli.refuse(f"--single-run has no effect with {name}; give one of them")
     if args.max_size < 1:
         cli.refuse("--max-size must be at least one byte; e.g. --max-size 1G")
     return args
@@ -116,17 +124,18 @@ from typing import Any
 from common import compare_text, history_text
 from common.compare import compare
 from common.history import find_all, load_all, parse_time, study
-from common.runs import Run, find_reports, identity, load_run
+from common.runs import Run, find_reports, identity, load_run, load_runs
 from common.text import printable
 
 
-def load_side(paths: list[str], args: argparse.Namespace) -> list[Run]:
+def one_side(found: list[Run]) -> list[Run]:
     """The runs of one side in the order of their start; a run that is there twice counts once."""
     runs: dict[str, Run] = {}
-    for path in paths:
-        run = load_run(path, args.measure, args.max_size, args.ignore_key)
+    for run in found:
         if run.digest in runs:
-            same = f"warning: {path} is left out: it holds the same run as {runs[run.digest].path}"
+            same = (
+                f"warning: {run.path} is left out: it holds the same run as {runs[run.digest].path}"
+            )
             print(printable(same, 500), file=sys.stderr)
         runs.setdefault(run.digest, run)
     return sorted(runs.values(), key=lambda run: parse_time(run.started_at) or 0.0)
@@ -147,14 +156,16 @@ def find_sides(args: argparse.Namespace) -> list[list[str]]:
 
 def compare_sides(args: argparse.Namespace) -> tuple[str, set[str]]:
     """The text to print, and the verdicts in it."""
-    sides = [load_side(paths, args) for paths in find_sides(args)]
+    base, test = find_sides(args)
+    runs = load_runs([*base, *test], args.measure, args.max_size, args.ignore_key)
+    sides = [one_side(runs[: len(base)]), one_side(runs[len(base) :])]
     counts = (len(sides[0]), len(sides[1]))
     if args.single_run and counts != (1, 1):
         raise ValueError(
             f"--single-run has no effect with {counts[0]} and {counts[1]} runs, which tell how "
             "much runs differ; leave it out"
         )
-    found = compare(*sides, args.margin, args.single_run, args.paired)
+    found = compare(*sides, args.margin, args.single_run, args.paired, interleaved=args.interleaved)
     verdicts = {case.verdict for case in [*found.cases, *([found.mean] if found.mean else [])]}
     if found.only_base or any(case.reason.startswith("TEST") for case in found.not_compared):
         verdicts.add("missing")

@@ -471,7 +471,7 @@ def time_case(
     for parameters in optimizer.param_groups:
         parameters["lr"] = 0.0  # costs the same, and no number of steps makes the weights grow
     step = create_step(*parts, update=not args.no_optimizer)
-    measurement = measure({"step": step}, group, device, stop_rule(args), sweep.watch.phase)
+    measurement = measure({"step": step}, group, device, stop_rule(args), sweep.next_block)
     later = Counter(facts_so_far().recompiles) - Counter(first.recompiles)
     facts = {
         "first_step_s": first_step_s,

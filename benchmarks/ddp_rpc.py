@@ -463,7 +463,7 @@ def time_epochs(
         run_epoch()
     trainer.phases.clear()
     rule = dataclasses.replace(stop_rule(args), warmup_iters=1)
-    measured = measure({"epoch": run_epoch}, group, sweep.ctx.device, rule, sweep.watch.phase)
+    measured = measure({"epoch": run_epoch}, group, sweep.ctx.device, rule, sweep.next_block)
     return measured, trainer
 
 

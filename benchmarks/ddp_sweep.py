@@ -87,8 +87,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--channels-last", action="store_true", help="images and weights in NHWC")
     add("--gradient-as-bucket-view", action="store_true", help="DDP's option")
     add("--static-graph", action="store_true", help="DDP's option")
+    add("--no-breakdown", action="store_true", help="time the step alone, in a third of the time")
     add("--distributed-backend", choices=cli.BACKENDS, help="(default: nccl on CUDA, CPU gloo)")
     add("--strict-topology", action="store_true", help="refuse to run on nodes that differ")
+    add("--bind-cores", action="store_true", help="bind each rank to its share of the cores")
     cli.add_measurement_flags(parser)
     cli.add_report_flags(parser)
     args = parser.parse_args(argv)
@@ -244,12 +246,13 @@ def run_case(config: Config, args: argparse.Namespace, sweep: Sweep, group: Case
             with ddp.no_sync():
                 local_step()
 
-        steps["local compute"] = local_compute
-        if config.world_size > 1 and config.comm_hook != "noop":
+        if not args.no_breakdown:
+            steps["local compute"] = local_compute
+        if not args.no_breakdown and config.world_size > 1 and config.comm_hook != "noop":
             steps["communication"] = communication
 
     first = time_block(steps["step"], comm_hooks.SETTLING_STEPS, device)
-    measurement = measure(steps, group, device, stop_rule(args), sweep.watch.phase)
+    measurement = measure(steps, group, device, stop_rule(args), sweep.next_block)
     facts = {
         "first_iteration_s": first[0],
         "memory_gib": peak_gib(device, memory),
@@ -305,6 +308,7 @@ def case_key(config: Config, args: argparse.Namespace, ctx: RankContext) -> dict
         {name: value for name, value in dataclasses.asdict(config).items()}
         | {name: getattr(args, name) for name in (*options, "static_graph")}
         | {"device": ctx.device.type, "backend": ctx.backend}
+        | ({"bind_cores": True} if args.bind_cores else {})
     )
 
 
@@ -387,7 +391,7 @@ def why_columns(args: argparse.Namespace, memory: str) -> Columns:
         place = f"{metrics['straggler_rank']} ({metrics['straggler_host']})"
         return f"{place} {metrics['straggler_factor']:.2f}x"
 
-    return {
+    columns: Columns = {
         "": functools.partial(case_name, args=args),
         "samples/s": metric("samples_per_s", digits=1),
         "efficiency\n(%)": metric("efficiency", 100, 1),
@@ -400,6 +404,10 @@ def why_columns(args: argparse.Namespace, memory: str) -> Columns:
         "slowest\nrank": slowest,
         f"{memory}\n(GiB)": metric("memory_gib"),
     }
+    if args.no_breakdown:
+        timed = ("", "samples/s", "efficiency\n(%)", "step\n(ms)", f"{memory}\n(GiB)")
+        return {name: column for name, column in columns.items() if name in timed}
+    return columns
 
 
 def print_why(keys: list[dict[str, Any]], args: argparse.Namespace, sweep: Sweep) -> None:

@@ -528,7 +528,7 @@ def train(
     state.reset()
     log.clear()
     rule = dataclasses.replace(stop_rule(args), warmup_iters=SHORT_WARMUP)
-    measurement = measure({"step": step}, group, device, rule, sweep.watch.phase)
+    measurement = measure({"step": step}, group, device, rule, sweep.next_block)
 
     timed = timed_steps(measurement.rounds, SHORT_WARMUP)
     facts = {

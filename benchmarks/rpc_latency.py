@@ -339,7 +339,7 @@ def run_case(
 
     steps = {"round trip": round_trip, "one way": one_way}
     dist.barrier(group.control)  # the tally is there
-    measured = measure(steps, group, device, stop_rule(args), sweep.watch.phase)
+    measured = measure(steps, group, device, stop_rule(args), sweep.next_block)
     dist.barrier(group.control)  # all calls are counted
     sweep.watch.phase("check")
     facts = {

@@ -140,6 +140,7 @@ def time_blocks(
     seconds: dict[str, float] = {}
     for name, timed in variants.items():
         progress(f"{name}, warm-up")
+        dist.barrier(together)  # `progress` may wait on one rank for all
         if rule.warmup:
             timed.runner(feeds[name], rule.warmup)()
         leads[name] = timed.runner(feeds[name], timed.lead_in)

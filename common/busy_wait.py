@@ -9,54 +9,40 @@ from time import perf_counter
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-import torch.distributed as dist
-
-from common.comm_hooks import SETTLING_STEPS
-from common.dist import broadcast_int
-
-TIMED_STEPS = 10
-
 Step = Callable[[], None]
 
 
 class BusyWait:
-    """Waits at the end of a step, for `share` of what the step takes without.
+    """Waits at the end of each step, for `share` of what this very step took without.
 
-    That is measured once, in the last of the case's settling steps, which nobody times; by the
-    group's first rank, for all, so that every rank waits alike.
+    So it is the same share at a slow moment of the machine as at a fast one. Ranks that end a step
+    together wait alike.
     """
 
-    def __init__(self, share: float, group: dist.ProcessGroup) -> None:
+    def __init__(self, share: float) -> None:
         self._share = share
-        self._group = group
-        self._calls = 0
-        self.seconds = 0.0
-        self.plain_step_s = 0.0
+        self._steps = 0
+        self._step_s = 0.0
+        self._wait_s = 0.0
 
     def add_to(self, step: Step) -> Step:
-        """The step with the wait at its end. The first one given is the one that is measured."""
-        measured = self._calls == 0 and self.seconds == 0.0
+        """The step with the wait at its end."""
 
         def slowed() -> None:
-            if self.seconds == 0.0 and measured:
-                self._calls += 1
-                if self._calls == SETTLING_STEPS:
-                    self._measure(step)
+            start = perf_counter()
             step()
-            spin(self.seconds)
+            middle = perf_counter()
+            spin(self._share * (middle - start))
+            self._steps += 1
+            self._step_s += middle - start
+            self._wait_s += perf_counter() - middle
 
         return slowed
 
-    def _measure(self, step: Step) -> None:
-        times = []
-        for _ in range(TIMED_STEPS):
-            start = perf_counter()
-            step()
-            times.append(perf_counter() - start)
-        median_ns = broadcast_int(round(float(np.median(times)) * 1e9), self._group)
-        self.plain_step_s = median_ns / 1e9
-        self.seconds = self._share * self.plain_step_s
+    def facts(self) -> dict[str, float]:
+        """The means over all steps so far: of the wait, and of the step without it. In seconds."""
+        steps = max(1, self._steps)
+        return {"busy_wait_s": self._wait_s / steps, "plain_step_s": self._step_s / steps}
 
 
 def spin(seconds: float) -> None:
@@ -69,17 +55,17 @@ def spin(seconds: float) -> None:
 def slow_down(ddp_sweep: ModuleType, share: float) -> None:
     """Slow the training step of the module ddp_sweep by `share` of itself, from now on.
 
-    The step without synchronisation waits as long. The reports' metrics say how long, and for
-    which step: `busy_wait_s`, `plain_step_s`.
+    The step without synchronisation waits as well. The reports' metrics say how long, and for how
+    long a step, on the mean of rank 0: `busy_wait_s`, `plain_step_s`. For the CPU: a step that
+    only queues its work, as on CUDA, ends before it has run.
     """
     create_step, run_case, derive = ddp_sweep.create_step, ddp_sweep.run_case, ddp_sweep.derive
 
     def slowed_case(config: Any, args: Any, sweep: Any, group: Any) -> Any:
-        wait = BusyWait(share, group.control)
+        wait = BusyWait(share)
         ddp_sweep.create_step = lambda *a: wait.add_to(create_step(*a))  # type: ignore[attr-defined]
         outcome = run_case(config, args, sweep, group)
-        facts = {"busy_wait_s": wait.seconds, "plain_step_s": wait.plain_step_s}
-        return dataclasses.replace(outcome, facts=outcome.facts | facts)
+        return dataclasses.replace(outcome, facts=outcome.facts | wait.facts())
 
     def slowed_derive(config: Any, args: Any, sweep: Any, measured: Any, facts: list[Any]) -> Any:
         metrics, check = derive(config, args, sweep, measured, facts)

@@ -24,13 +24,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 from common.results import replace_file
 from common.runs import load_run
 from common.text import printable
+from common.turns import Turns
 
 SCHEMA = "torchrun-bench-campaign/1"
 REPORT_FLAGS = ("--json", "-J", "--output-file", "--output_file")
@@ -53,6 +55,9 @@ class Interrupted(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")
         self.status = 128 + number
+
+
+Slot = tuple[str, int]  # a side, and the number of its run, from 1
 
 
 @dataclass(frozen=True)
@@ -172,16 +177,19 @@ class Campaign:
         design: dict[str, Any],
         check: Callable[[str], object],
         timeout: float | None = None,
+        interleave: bool = False,
     ) -> None:
         """design: what was decided before the first run, e.g. how many there are to be.
 
         check: raises ValueError for a path that holds no report. timeout: seconds for one run.
+        interleave: runs that are to be compared run together and take turns, see common/turns.py.
         """
         self._shown = folder
         self.folder = Path(os.path.realpath(folder))
         self._sides = {side.name: side for side in sides}
         self._check = check
         self._timeout = timeout
+        self._interleave = interleave
         self._lock: Any = None
         self._mask: set[int] = set()
         self._document: dict[str, Any] = {
@@ -190,6 +198,7 @@ class Campaign:
             "started_at": _now(),
             "finished_at": None,
             "directory": str(Path.cwd()),
+            "interleave": interleave,
             "sides": {
                 side.name: {"command": list(side.command), "variables": side.variables}
                 for side in sides
@@ -260,75 +269,108 @@ class Campaign:
         self._document["looked"] = True
         self._write_or_fail()
 
-    def run_all(self, slots: Sequence[tuple[str, int]], planned: int) -> None:
-        """Run those of (side, number) that are not done yet, in this order; progress on stderr.
+    def run_all(self, rounds: Sequence[Sequence[Slot]], planned: int) -> None:
+        """Run what is not done yet, in this order; progress on stderr.
 
-        planned: how many there are to be in the end, at most.
+        rounds: of runs that are to be compared, as (side, number). In an interleaved campaign
+        those of a round run together; where one of them is not done, all run.
+        planned: how many runs there are to be in the end, at most.
         """
-        for side, number in slots:
-            if self.done(side, number):
+        rows = rounds if self._interleave else [[slot] for row in rounds for slot in row]
+        for row in rows:
+            if all(self.done(*slot) for slot in row):
                 continue
-            seconds = self.run(side, number)
+            seconds = self.run(row)
             times = [run["seconds"] for run in self.finished()]
-            left = (planned - len(times)) * sum(times) / len(times)
+            left = (planned - len(times)) * sum(times) / len(times) / len(row)
+            names = ", ".join(f"{side}-{number:02d}" for side, number in row)
             _tell(
-                f"{side}-{number:02d} took {seconds:.1f} s; {len(times)} of {planned} runs, "
+                f"{names} took {seconds:.1f} s; {len(times)} of {planned} runs, "
                 f"about {left / 60:.1f} min to go"
             )
 
-    def run(self, side: str, number: int) -> float:
-        """Run a side's command once; how many seconds it took.
+    def run(self, row: Sequence[Slot]) -> float:
+        """Run the command of each (side, number) once, all together; how many seconds it took.
 
-        Raises RunFailed where it leaves no complete report, Interrupted on a signal.
+        Several take turns, each from block to block. Raises RunFailed where one leaves no complete
+        report, Interrupted on a signal.
         """
         stop_if_asked()
-        report, log = (Path(self.path(side, number, suffix)) for suffix in ("json", "log"))
-        entry: dict[str, Any] = {
-            "side": side,
-            "number": number,
-            "report": report.name,
-            "log": log.name,
-            "status": "running",
-            "exit_status": None,
-            "started_at": _now(),
-            "finished_at": None,
-            "seconds": None,
-        }
-        kept = [r for r in self._document["runs"] if (r["side"], r["number"]) != (side, number)]
-        self._document["runs"] = [*kept, entry]
+        reports = [Path(self.path(*slot)) for slot in row]
+        logs = [Path(self.path(*slot, "log")) for slot in row]
+        entries: list[dict[str, Any]] = [
+            {
+                "side": side,
+                "number": number,
+                "report": report.name,
+                "log": log.name,
+                "status": "running",
+                "exit_status": None,
+                "started_at": _now(),
+                "finished_at": None,
+                "seconds": None,
+            }
+            for (side, number), report, log in zip(row, reports, logs, strict=True)
+        ]
+        kept = [r for r in self._document["runs"] if (r["side"], r["number"]) not in row]
+        self._document["runs"] = [*kept, *entries]
         self._write_or_fail()
         start = time.monotonic()
-        reason: str | None = None
+        reasons: list[str | None] = [None] * len(row)
         try:
-            report.unlink(missing_ok=True)  # half a one of an earlier attempt
-            status = run_command(
-                [*self._sides[side].command, "--json", str(report)],
-                environment_of(self._sides[side]),
-                log,
-                self._timeout,
-            )
-            if status is None:
-                reason = f"took longer than {self._timeout:g} s and was ended"
-            elif status != 0:
-                reason = f"ended with status {status}" if status > 0 else _by_signal(-status)
-            else:
-                reason = self._problem_of(report)
-            entry |= {"status": "failed" if reason else "complete", "exit_status": status}
+            with Turns([side for side, _ in row] if len(row) > 1 else []) as turns:
+                commands = []
+                for (side, _), report, log in zip(row, reports, logs, strict=True):
+                    report.unlink(missing_ok=True)  # half a one of an earlier attempt
+                    variables = turns.variables(side) if len(row) > 1 else {}
+                    words = [*self._sides[side].command, "--json", str(report)]
+                    environment = environment_of(self._sides[side]) | variables
+                    commands.append(Command(side, words, environment, log))
+                statuses = run_commands(commands, self._timeout, turns.over)
+            for i, (side, _) in enumerate(row):
+                reasons[i] = self._why_failed(statuses[i], reports[i])
+                if len(row) > 1:
+                    entries[i]["turns"] = turns.taken[side]
+                    if not reasons[i] and not turns.taken[side]:
+                        reasons[i] = (
+                            "took no turn: only this project's scripts can, and rank 0 has to be "
+                            "on this machine; run it without --interleave"
+                        )
+                stopped = statuses[i] is STOPPED
+                status = "stopped" if stopped else "failed" if reasons[i] else "complete"
+                number = statuses[i] if isinstance(statuses[i], int) else None
+                entries[i] |= {"status": status, "exit_status": number}
         except Interrupted:
-            entry["status"] = "interrupted"
+            for entry in entries:
+                entry["status"] = "interrupted"
             raise
         except OSError as error:  # the program has gone, the disk is full
-            entry["status"] = "failed"
-            reason = f"could not be started: {error.strerror}: {error.filename}"
+            for entry in entries:
+                entry["status"] = "failed"
+            reasons[0] = f"could not be started: {error.strerror}: {error.filename}"
         finally:
-            entry |= {"finished_at": _now(), "seconds": round(time.monotonic() - start, 3)}
-            if entry["status"] != "interrupted":  # then the last writing is at hand
+            for entry in entries:
+                entry |= {"finished_at": _now(), "seconds": round(time.monotonic() - start, 3)}
+            if entries[0]["status"] != "interrupted":  # then the last writing is at hand
                 self._write_or_fail()
-        if reason:
-            lines = [*_last_lines(log, self._shown), *_failed_cases(report)]
-            raise RunFailed("\n".join([f"error: run {report.stem} {reason}", *lines]))
-        seconds: float = entry["seconds"]
+        for report, log, reason in zip(reports, logs, reasons, strict=True):
+            if reason:
+                lines = [*_last_lines(log, self._shown), *_failed_cases(report)]
+                raise RunFailed("\n".join([f"error: run {report.stem} {reason}", *lines]))
+        if len(row) > 1 and max(turns.taken.values()) < 2:
+            _tell("warning: none was interrupted by another's turn: this script has no blocks")
+        seconds: float = entries[0]["seconds"]
         return seconds
+
+    def _why_failed(self, status: "Status", report: Path) -> str | None:
+        if status is LATE:
+            return f"took longer than {self._timeout:g} s and was ended"
+        if status is STOPPED:
+            return None
+        assert isinstance(status, int)
+        if status != 0:
+            return f"ended with status {status}" if status > 0 else _by_signal(-status)
+        return self._problem_of(report)
 
     def _problem_of(self, report: Path) -> str | None:
         if not report.exists():
@@ -396,6 +438,7 @@ class Campaign:
     def _refuse_differences(self, old: dict[str, Any]) -> None:
         new = self._document
         pairs = [("the directory it was started in", old["directory"], new["directory"])]
+        pairs.append(("--interleave", old.get("interleave", False), new["interleave"]))
         if list(old["sides"]) != list(new["sides"]):
             pairs.append(("what is compared", ", ".join(old["sides"]), ", ".join(new["sides"])))
         for name in [name for name in new["sides"] if name in old["sides"]]:
@@ -518,35 +561,77 @@ def stop_if_asked() -> None:
         raise Interrupted(min(waiting))
 
 
-def run_command(
-    command: Sequence[str], environment: dict[str, str], log: Path, timeout: float | None
-) -> int | None:
-    """Run a command to its end with its output in `log`; its exit status, -N if signal N ended it.
+@dataclass(frozen=True)
+class Command:
+    """A command to run, and where its output goes."""
 
-    None where it took more than `timeout` seconds. SIGNALS and SIGCHLD are blocked. Raises
-    Interrupted on one of SIGNALS. However it ends, none of its processes is left.
+    name: str
+    words: Sequence[str]
+    environment: dict[str, str]
+    log: Path
+
+
+class Ended(Enum):
+    """How a run came to an end that is not its own."""
+
+    LATE = "took too long"
+    STOPPED = "another one that ran with it failed"
+
+
+LATE, STOPPED = Ended.LATE, Ended.STOPPED
+Status = int | Ended  # an exit status, -N where signal N ended it
+
+
+def run_commands(
+    commands: Sequence[Command],
+    timeout: float | None,
+    over: Callable[[str], None] = lambda name: None,
+) -> list[Status]:
+    """Run commands at once, each to its end with its output in its log.
+
+    After `timeout` seconds all that still run are ended; where one fails, the others are. `over`
+    is called with the name of each that has ended. SIGNALS and SIGCHLD are blocked. Raises
+    Interrupted on one of SIGNALS. However it ends, none of their processes is left.
     """
     older = set(_children())
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,  # Ctrl-C is for this process, which passes it on once
-            preexec_fn=_start_of_child(os.getpid()),
-        )
+    processes: list[subprocess.Popen[bytes]] = []
+    ended: dict[int, Ended] = {}
+    number = None
     try:
-        number = _wait(process, timeout)
-        late = number is None and process.poll() is None
-        if number is not None or late:
-            _end(process)
+        for command in commands:
+            with command.log.open("wb") as output:
+                processes.append(_start(command, output))
+        limit = None if timeout is None else time.monotonic() + timeout
+        running = list(zip(commands, processes, strict=True))
+        while running and number is None and not ended:
+            number, late = _wait_for_any([process for _, process in running], limit)
+            for command, process in running:
+                if process.poll() is not None:
+                    over(command.name)
+            running = [pair for pair in running if pair[1].poll() is None]
+            failed = any(process.returncode for process in processes)
+            if late or failed:
+                ended = {process.pid: LATE if late else STOPPED for _, process in running}
     finally:
+        for process in processes:
+            if process.poll() is None:
+                _end(process)
         _end_leftovers(older)
     if number is not None:
         raise Interrupted(number)
-    return None if late else process.returncode
+    return [ended.get(process.pid, process.returncode) for process in processes]
+
+
+def _start(command: Command, output: BinaryIO) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command.words,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=command.environment,
+        start_new_session=True,  # Ctrl-C is for this process, which passes it on once
+        preexec_fn=_start_of_child(os.getpid()),
+    )
 
 
 def _start_of_child(parent: int) -> Callable[[], None]:
@@ -562,18 +647,22 @@ def _start_of_child(parent: int) -> Callable[[], None]:
     return start
 
 
-def _wait(process: "subprocess.Popen[bytes]", seconds: float | None) -> int | None:
-    """Until the process ends or the time is up; the number of a signal that came before."""
-    limit = None if seconds is None else time.monotonic() + seconds
+def _wait_for_any(
+    processes: Sequence["subprocess.Popen[bytes]"], limit: float | None
+) -> tuple[int | None, bool]:
+    """Until one of the processes ends, or a signal comes, or it is later than `limit`.
+
+    The signal's number, and whether it is too late. limit: of time.monotonic, in seconds.
+    """
     wanted = {s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN} | {signal.SIGCHLD}
-    while process.poll() is None:
+    while all(process.poll() is None for process in processes):
         left = 60.0 if limit is None else min(60.0, limit - time.monotonic())
         if left <= 0:
-            return None
+            return None, True
         came = signal.sigtimedwait(wanted, left)
         if came is not None and came.si_signo != signal.SIGCHLD:
-            return came.si_signo
-    return None
+            return came.si_signo, False
+    return None, False
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -581,7 +670,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     for number, patience in ENDINGS:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        _wait(process, patience)
+        _wait_for_any([process], time.monotonic() + patience)
         if process.poll() is not None:
             return
 

@@ -157,7 +157,7 @@ def run_case(
         replays=max(1, args.cudagraph),
     )
     timed = {v: blocks.Timed(runner, p.calls, width) for v, p in prepared.items()}
-    times, stop = blocks.time_blocks(timed, group.together, device, rule, sweep.watch.phase)
+    times, stop = blocks.time_blocks(timed, group.together, device, rule, sweep.next_block)
     facts: dict[str, Any] = {"times": times, "stop": stop, "skew": {}, "wrong": {}}
     if args.skew:
         sweep.watch.phase("clock offsets")

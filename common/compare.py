@@ -12,6 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.runs import Run as Run  # part of this module's interface
 from common.runs import RunCase as RunCase
@@ -26,6 +27,7 @@ from common.stats import (
 )
 
 ALPHA = 0.05
+MIN_BLOCKS = 6  # of a pair of runs that took turns; with fewer their medians count
 VERDICTS = ("slower", "faster", "same", "undecided")
 # Where these differ another machine was measured, whatever else was changed.
 HARDWARE = ("devices", "cpus", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
@@ -40,6 +42,7 @@ class CaseResult:
     ci95 is None where the runs say nothing about the scatter between runs; within_run_ci95 is
     what the iterations of one run a side say, and is no evidence about anything but these runs.
     p: of no difference. runs_needed: about how many a side would narrow the interval to +-margin.
+    pair_ratios: of runs that are compared pair by pair; ratio is then their geometric mean.
     """
 
     benchmark: str
@@ -55,6 +58,7 @@ class CaseResult:
     verdict: str
     reason: str
     runs_needed: int | None = None
+    pair_ratios: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Comparison:
     mean: CaseResult | None  # the geometric mean over the cases that every run has
     warnings: list[str]
     paired: bool = False
+    interleaved: bool = False
 
 
 def compare(
@@ -96,12 +101,14 @@ def compare(
     single_run: bool = False,
     paired: bool = False,
     looks: int = 1,
+    interleaved: bool = False,
 ) -> Comparison:
     """Compare every case that both sides have.
 
     margin: the smallest relative change that matters. single_run: where there is one run a side,
     decide by its iterations, as if two runs differed in nothing else. paired: base[i] and test[i]
     were measured one after the other, and their ratio is the unit, so that a drift cancels.
+    interleaved: the runs of a pair took turns, so that their blocks make pairs as well.
     looks: how often the data is looked at as it grows, to stop once decided: the error rate is
     shared among the looks. Raises ValueError where no case is on both sides.
     """
@@ -112,7 +119,9 @@ def compare(
     if not both:
         raise ValueError(_nothing_in_common(base, test))
     results = [
-        _compare_case(name[0], [side[name] for side in sides], single_run, paired, looks, margin)
+        _compare_case(
+            name[0], [side[name] for side in sides], single_run, paired, interleaved, looks, margin
+        )
         for name in both
     ]
     compared = _labelled([result for result in results if isinstance(result, CaseResult)])
@@ -127,6 +136,7 @@ def compare(
         mean=decided[-1] if mean else None,
         warnings=_warnings(base, test),
         paired=paired,
+        interleaved=interleaved,
     )
 
 
@@ -181,6 +191,7 @@ def _compare_case(
     rows: list[list[RunCase | None]],
     single_run: bool,
     paired: bool,
+    interleaved: bool,
     looks: int,
     margin: float,
 ) -> CaseResult | Unpaired:
@@ -206,9 +217,12 @@ def _compare_case(
         if not pairs or len(rows[0]) != len(rows[1]):
             return Unpaired(benchmark, first.key, first.label, "there is no pair with both")
         timed = [[a for a, _ in pairs], [b for _, b in pairs]]
+        ratios = np.array([_log_ratio(a, b, interleaved) for a, b in pairs])
     values = [np.log([float(case.value_s or 0) for case in side]) for side in timed]
-    estimate = mean_of(values[1] - values[0]) if paired else difference_of_means(*values)
-    value = float(values[1].mean() - values[0].mean())
+    if paired:
+        estimate, value = mean_of(ratios), float(ratios.mean())
+    else:
+        estimate, value = difference_of_means(*values), float(values[1].mean() - values[0].mean())
     within = _within_run(timed, looks) if len(values[0]) == len(values[1]) == 1 else None
     reason = "; ".join(notes)
     interval = p = None
@@ -231,7 +245,28 @@ def _compare_case(
         "",
         reason,
         _runs_needed(estimate, len(values[0]), len(values[1]), paired, margin),
+        tuple(map(_exp, ratios)) if paired else (),
     )
+
+
+def _log_ratio(a: RunCase, b: RunCase, interleaved: bool) -> float:
+    """log(b / a) of a pair of runs: of their medians or, where they took turns, the median over
+    blocks that were neighbours in time. A slow moment hits both of those, or is an outlier.
+    """
+    assert a.value_s is not None
+    assert b.value_s is not None
+    if interleaved and a.times_s is not None and b.times_s is not None:
+        blocks = [_block_medians(case.times_s, case.rounds) for case in (a, b)]
+        common = min(map(len, blocks))
+        if common >= MIN_BLOCKS and min(block.min() for block in blocks) > 0:
+            return float(np.median(np.log(blocks[1][:common]) - np.log(blocks[0][:common])))
+    return log(b.value_s) - log(a.value_s)
+
+
+def _block_medians(times: NDArray[np.float64] | None, rounds: Sequence[int]) -> NDArray[np.float64]:
+    if times is None or not rounds:
+        return np.empty(0)
+    return np.array([np.median(block) for block in np.split(times, np.cumsum(rounds)[:-1])])
 
 
 def _within_run(timed: list[list[RunCase]], looks: int) -> tuple[tuple[float, float], float] | None:
@@ -323,8 +358,11 @@ def _geometric_mean(
         return None
     values = [np.log([c.base_s for c in complete]), np.log([c.test_s for c in complete])]
     means = [side.mean(axis=0) for side in values]  # of each run
-    estimate = mean_of(means[1] - means[0]) if paired else difference_of_means(*means)
-    value = float(means[1].mean() - means[0].mean())
+    ratios = np.log([c.pair_ratios for c in complete]).mean(axis=0) if paired else np.empty(0)
+    if paired:
+        estimate, value = mean_of(ratios), float(ratios.mean())
+    else:
+        estimate, value = difference_of_means(*means), float(means[1].mean() - means[0].mean())
     interval = p = None
     within = _mean_within_run(complete, value) if len(base) == len(test) == 1 else None
     if estimate is not None:
@@ -346,6 +384,7 @@ def _geometric_mean(
         "",
         "",
         _runs_needed(estimate, len(base), len(test), paired, margin),
+        tuple(map(_exp, ratios)),
     )
 
 

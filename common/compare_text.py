@@ -117,6 +117,7 @@ def heading(found: Comparison, runs: tuple[int, int], margin: float, single_run:
         unit = "within-run evidence only" if single_run else "one run a side"
     else:
         unit = "the pair of runs is the unit" if found.paired else "the run is the unit"
+        unit += ", their blocks took turns" * found.interleaved
     return f"{names}: {runs[0]} of BASE, {runs[1]} of TEST; margin {margin * 100:g} %; {unit}"
 
 
@@ -214,6 +215,7 @@ def _case(case: CaseResult) -> dict[str, Any]:
         "runs_needed": case.runs_needed,
         "base_s": case.base_s,
         "test_s": case.test_s,
+        "pair_ratios": case.pair_ratios,
     }
 
 

@@ -69,6 +69,23 @@ def world_from_environment() -> tuple[int, int, int, int]:
     return job.world(os.environ)
 
 
+def bind_cores() -> None:
+    """Bind this process to its share of the cores that it may use, and what it starts as well.
+
+    Each rank of a node has equally many, side by side, and none of another's; a rest stays idle.
+    Call it before anything starts threads. Raises ValueError where there are more ranks than cores.
+    """
+    _, _, local_rank, local_world_size = world_from_environment()
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // local_world_size
+    if not share:
+        raise ValueError(
+            f"--bind-cores needs a core for each rank of a node; here are {len(cores)} for "
+            f"{local_world_size} ranks, e.g. start with --nproc-per-node {len(cores)}"
+        )
+    os.sched_setaffinity(0, cores[local_rank * share : (local_rank + 1) * share])
+
+
 def choose_device(name: str, backend: str | None) -> tuple[torch.device, str]:
     """This rank's device and the backend under test. Touches neither: it only decides.
 

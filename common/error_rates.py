@@ -20,7 +20,15 @@ import numpy as np
 import tabulate
 
 from common import cli, results
-from common.campaign import Campaign, Interrupted, RunFailed, Side, balanced_order, check_report
+from common.campaign import (
+    Campaign,
+    Interrupted,
+    RunFailed,
+    Side,
+    Slot,
+    balanced_order,
+    check_report,
+)
 from common.compare import Comparison, compare, load_run
 from common.stats import Interval
 from common.text import printable
@@ -109,41 +117,45 @@ def name_of(share: float) -> str:
     return f"slow{share * 100:g}" if share else "b"
 
 
-def plan(args: argparse.Namespace) -> list[list[tuple[str, int]]]:
-    """For each campaign its runs, as (side, number)."""
+Rounds = list[list[Slot]]  # of a campaign: in each, one run of every kind
+
+
+def plan(args: argparse.Namespace) -> list[Rounds]:
+    """For each campaign its rounds."""
     campaigns = []
     for index in range(args.campaigns):
         slowed = is_slowed(index, args.slowed_campaigns, args.campaigns)
         names = ["a", "b", *(name_of(share) for share in args.slowdowns if slowed)]
         first = index * args.runs
         rows = balanced_order(names, args.runs, first)
-        campaigns.append([(name, first + i) for i, row in enumerate(rows, start=1) for name in row])
+        campaigns.append([[(name, first + i) for name in row] for i, row in enumerate(rows, 1)])
     return campaigns
 
 
 def find_comparisons(
-    campaign: Campaign, runs: list[list[tuple[str, int]]], share: float, margin: float
+    campaign: Campaign, planned: list[Rounds], share: float, margin: float, interleaved: bool
 ) -> list[Comparison]:
     """Runs of `a` against those of one kind, in every campaign that is finished and has it."""
     found = []
-    for slots in runs:
+    for rounds in planned:
+        slots = [slot for row in rounds for slot in row]
         other = name_of(share)
         numbers = sorted(number for name, number in slots if name == other)
         if numbers and all(campaign.done(*slot) for slot in slots):
             a, b = ([load_run(campaign.path(n, i)) for i in numbers] for n in ("a", other))
-            found.append(compare(a, b, margin, paired=True))
+            found.append(compare(a, b, margin, paired=True, interleaved=interleaved))
     return found
 
 
-def injected(campaign: Campaign, runs: list[list[tuple[str, int]]], share: float) -> float | None:
-    """The busy-wait over the step as it was otherwise: the median over runs and cases."""
+def injected(campaign: Campaign, planned: list[Rounds], share: float) -> float | None:
+    """The busy-wait over the step without it: the median over runs and cases."""
     name = name_of(share)
     found = []
-    for slot in [slot for slots in runs for slot in slots if slot[0] == name]:
+    for slot in [slot for rounds in planned for row in rounds for slot in row if slot[0] == name]:
         if campaign.done(*slot):
             for case in json.loads(Path(campaign.path(*slot)).read_text("utf-8"))["cases"]:
                 m = case["metrics"]
-                found.append(m["busy_wait_s"] / (m["step_time_p50_s"] - m["busy_wait_s"]))
+                found.append(m["busy_wait_s"] / m["plain_step_s"])
     return float(np.median(found)) if found else None
 
 
@@ -209,14 +221,16 @@ def render(kinds: dict[str, dict[str, Any]]) -> str:
 
 
 def conclude(
-    campaign: Campaign, runs: list[list[tuple[str, int]]], args: argparse.Namespace
+    campaign: Campaign, planned: list[Rounds], args: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
     """The metrics of every kind of comparison, from the campaigns that are finished."""
     kinds = {}
     for share in (0.0, *args.slowdowns):
-        metrics = tally(find_comparisons(campaign, runs, share, args.margin), share)
+        metrics = tally(
+            find_comparisons(campaign, planned, share, args.margin, args.interleave), share
+        )
         if share:
-            metrics["injected"] = injected(campaign, runs, share)
+            metrics["injected"] = injected(campaign, planned, share)
         kinds[f"{share * 100:g} % slower" if share else "A/A"] = metrics
     return kinds
 
@@ -235,6 +249,7 @@ def write_report(
     report.open(resume=False)
     for name, metrics in kinds.items():
         key = {"mode": "ab", "comparison": name, "runs": args.runs, "margin": args.margin}
+        key["interleave"] = args.interleave
         report.add(
             {
                 "key": key | {"ranks": args.ranks, "sweep": args.sweep},
@@ -251,8 +266,9 @@ def write_report(
 
 def main(args: argparse.Namespace) -> int:
     """`calibrate.py --ab`."""
-    runs = plan(args)
-    slots = [slot for campaign in runs for slot in campaign]
+    planned = plan(args)
+    rounds = [row for rounds in planned for row in rounds]
+    count = sum(map(len, rounds))
     design = {
         "--runs": args.runs,
         "--slowdowns": ",".join(f"{share * 100:g}%" for share in args.slowdowns) or "none",
@@ -263,10 +279,10 @@ def main(args: argparse.Namespace) -> int:
         if args.json:
             results.check_path(args.json, resume=False)
         sides = sides_of(args)
-        campaign = Campaign(args.out, sides, design, check_report, args.timeout)
+        campaign = Campaign(args.out, sides, design, check_report, args.timeout, args.interleave)
         with campaign:
-            print(f"# {len(slots)} runs of {shlex.join(sides[0].command)}", flush=True)
-            campaign.run_all(slots, len(slots))
+            print(f"# {count} runs of {shlex.join(sides[0].command)}", flush=True)
+            campaign.run_all(rounds, count)
     except ValueError as error:
         cli.refuse(printable(str(error), 1000))
     except (RunFailed, Interrupted) as end:
@@ -274,7 +290,7 @@ def main(args: argparse.Namespace) -> int:
         status = end.status
     if not campaign.finished():
         return status
-    kinds = conclude(campaign, runs, args)
+    kinds = conclude(campaign, planned, args)
     times = durations(campaign)
     print(
         f"# a run takes {times['run_p50_s']:.1f} s (p50), {times['start_up_mean_s']:.1f} s of it "

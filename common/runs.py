@@ -3,12 +3,17 @@
 Reads this project's reports, and those of PyTorch's own benchmarks/distributed/ddp/benchmark.py.
 """
 
+import functools
 import glob
 import hashlib
 import json
+import multiprocessing
 import os
+import signal
 import stat
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,7 @@ from common import cli
 from common.results import are_seconds, check_document, read_json
 
 MAX_BYTES = 2**29  # 6.4 million samples, as of 1,000 cases on 64 ranks, have 75 MB
+LARGE_BYTES = 2**24  # reading so much JSON takes half a second
 SHORTEST_S = 1e-12  # what takes less was not timed
 TORCH_DDP = "PyTorch's DDP benchmark"
 # Which of a case's samples are compared, where it is not the first kind.
@@ -41,6 +47,7 @@ class RunCase:
     value_s: float | None  # the run's time: its median; None where there is none
     times_s: NDArray[np.float64] | None  # [iterations], where samples were kept
     check: str  # passed, failed: ... or skipped: ...; or why there is no time
+    rounds: tuple[int, ...] = ()  # how many of times_s each block has, where that is known
 
 
 @dataclass(frozen=True)
@@ -135,6 +142,31 @@ def load_run(
     return _without(_finish(path, report, cases), ignore)
 
 
+def load_runs(
+    paths: Sequence[str],
+    measure: str | None = None,
+    max_bytes: int = MAX_BYTES,
+    ignore: Sequence[str] = (),
+) -> list[Run]:
+    """load_run of each; where there are large ones, two at a time: reading JSON fills one core."""
+    load = functools.partial(load_run, measure=measure, max_bytes=max_bytes, ignore=ignore)
+    files = [path for path in paths if Path(path).is_file()]
+    large = [path for path in files if Path(path).stat().st_size > LARGE_BYTES]
+    if len(large) < 2:
+        return [load(path) for path in paths]
+    fork = multiprocessing.get_context("fork")
+    # Ctrl-C is for this process
+    quiet = (signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ProcessPoolExecutor(2, fork, initializer=signal.signal, initargs=quiet) as pool:
+            return list(pool.map(load, paths))
+    except BrokenProcessPool:
+        raise ValueError(
+            f"{large[0]}, or a report after it: the process that read it was killed, as happens "
+            "where memory is short"
+        ) from None
+
+
 def _without(run: Run, ignore: Sequence[str]) -> Run:
     """The run with these fields left out of the keys of its cases."""
     if not ignore:
@@ -221,10 +253,17 @@ def _reduce(case: dict[str, Any], benchmark: str, measure: str | None) -> RunCas
         times = None
         name, value = _time_metric(case["metrics"], measure)
     if value is not None and value >= SHORTEST_S:
-        return RunCase(case["key"], label, name, value, times, check)
+        return RunCase(case["key"], label, name, value, times, check, _rounds(case, times))
     if check == "passed":
         check = f"passed, but without {f'the time {measure!r}' if measure else 'a time'}"
     return RunCase(case["key"], label, name, None, None, check)
+
+
+def _rounds(case: dict[str, Any], times: NDArray[np.float64] | None) -> tuple[int, ...]:
+    rounds = case.get("rounds")
+    if not isinstance(rounds, list) or not all(type(n) is int and n > 0 for n in rounds):
+        return ()
+    return tuple(rounds) if times is not None and sum(rounds) == len(times) else ()
 
 
 def _samples(

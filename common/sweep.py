@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from common import cli, results
+from common import cli, results, turns
 from common.dist import (
     FOREVER,
     CaseGroup,
     PeerLost,
     RankContext,
     all_agree,
+    bind_cores,
     broadcast_json,
     close_groups,
     gather_json,
@@ -31,9 +32,10 @@ from common.environment import collect, preamble, refuse_shared_devices
 from common.parts import WHOLE, Part
 from common.results import Case, Extras, Report
 from common.table import Progress
-from common.timing import Measurement, StopRule
+from common.timing import ROUNDS, Measurement, StopRule
 from common.watchdog import HANG, Watchdog
 
+TURNS = 24  # rounds of a case whose blocks take turns with those of other commands
 # What a failed rank's peers see of it. The reason of a case is somebody else's error.
 PEER_ERRORS = ("Connection closed by peer", "Connection reset", "aborted", "Broken pipe")
 
@@ -82,6 +84,7 @@ def stop_rule(args: argparse.Namespace) -> StopRule:
         args.target_ci,
         args.max_seconds,
         max_block_s=args.timeout / 4,  # a block is one phase to the watchdog
+        rounds=TURNS if turns.taken_here() else ROUNDS,
     )
 
 
@@ -104,6 +107,8 @@ class Sweep:
         """tested: the ranks that the groups under test may hold; None for all."""
         args.timeout = min(args.timeout, FOREVER.total_seconds())
         try:
+            if getattr(args, "bind_cores", False):
+                bind_cores()
             self.ctx: RankContext = init(device, backend, args.timeout, part.number)
         except ValueError as error:
             cli.refuse(str(error))
@@ -116,6 +121,7 @@ class Sweep:
         self._tested = tested
         self._part = part
         self._attempts = 0
+        self._turn: turns.Turn | None = None
         self._printed = True
         self._on_loss: Callable[[], object] | None = None
         self.outside = "not part of"  # how the watchdog calls what ranks outside a case do
@@ -129,15 +135,20 @@ class Sweep:
 
     def __enter__(self) -> "Sweep":
         self.watch = Watchdog(self.ctx, self._args.timeout, self._on_end)
-        environment = self._contained(lambda: collect(self.ctx))
         problem = None
+        if self.ctx.rank == 0:
+            try:
+                self._turn = turns.join(self.watch.alive, min(5.0, self._args.timeout / 3))
+            except ConnectionError as error:
+                problem = str(error)
+        environment = self._contained(lambda: collect(self.ctx))
         if environment is not None:
             self.report = Report(self._args.json, self._benchmark, environment, self._extras)
             try:
                 refuse_shared_devices(environment, self.ctx.backend, self._tested)
                 self.report.open(self._args.resume, _restarted() or self._part.number > 0)
             except (ValueError, OSError) as error:
-                problem = str(error)
+                problem = problem or str(error)
         problem = self._contained(lambda: broadcast_json(problem))
         if problem:
             self.watch.stop()
@@ -189,6 +200,8 @@ class Sweep:
         self._attempts += 1
         member = self.ctx.rank in ranks
         try:
+            if self._turn is not None:
+                self._turn.meet()
             if member:
                 self.watch.enter(label, (self._attempts, 0, 0), "set up")
             else:  # neither ahead of the ranks in the case nor behind them
@@ -345,6 +358,15 @@ class Sweep:
         self.report.add(case, save)
         return case
 
+    def next_block(self, phase: str) -> None:
+        """Before a block, which starts with a barrier: say which one comes next.
+
+        Where ab.py runs other commands at the same time, they have their turns first.
+        """
+        if self._turn is not None:
+            self._turn.pass_on()
+        self.watch.phase(phase)
+
     def refuse_differences(self) -> None:
         """End the run where nodes differ, on all ranks."""
         lines = self.share(self.report and self.report.environment["differences"])
@@ -417,6 +439,8 @@ class Sweep:
             self.watch.stop("" if isinstance(error, SystemExit) else describe(error))
             return
         self.status = 0
+        if self._turn is not None:
+            self._turn.close()
         if self.report is not None:
             failed = any(self.report.find(key) is None for key in self._planned)
             saved = self.report.saved

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from common.dist import CaseGroup, broadcast_int, gather_rows, reduce_max
 from common.stats import relative_ci95
 
-ROUNDS = 12  # planned within the budget
+ROUNDS = 12  # planned within the budget, if the rule has no other number
 MIN_ROUNDS = 6  # fewer give no 95 % interval of the differences between the steps
 LEAD_IN = 1  # untimed iterations that start a block: caches and queues as the step leaves them
 
@@ -38,6 +38,7 @@ class StopRule:
     target_ci: float  # half the 95 % interval of the median over the median
     max_seconds: float
     max_block_s: float = 75.0  # longer blocks are cut, so that the watchdog sees progress
+    rounds: int = ROUNDS  # planned within the budget, or for `iters`
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def measure(
     called between blocks, never within one.
     """
     warmup = {
-        name: _warm_up(name, step, rule.warmup_iters, device, progress)
+        name: _warm_up(name, step, rule.warmup_iters, group, device, progress)
         for name, step in steps.items()
     }
     seconds_a_round = sum(min(times[1:] or times) for times in warmup.values())
@@ -96,20 +97,22 @@ def measure(
     rounds: list[int] = []
     primary = next(iter(steps))
     stop: dict[str, Any] = {}
-    start = perf_counter()
+    spent = 0.0  # not in `progress`, which may wait for other commands
     with without_garbage_collection():
         while block:
             order = list(steps) if len(rounds) % 2 == 0 else list(reversed(steps))
             for name in order:
                 progress(f"{name}, block {len(rounds) + 1}")
+                begin = perf_counter()
                 dist.barrier(group.control)
                 for _ in range(LEAD_IN):
                     steps[name]()
                 samples[name] += time_block(steps[name], block, device)
+                spent += perf_counter() - begin
             rounds.append(block)
             newest = torch.tensor(samples[primary][-block:], dtype=torch.float64)
             slowest += reduce_max(newest, group.control).tolist()
-            stop = _decide(slowest, len(rounds), perf_counter() - start, rule)
+            stop = _decide(slowest, len(rounds), spent, rule)
             left = rule.iters - len(slowest) if rule.iters else block
             block = broadcast_int(0 if stop["rule"] else min(block, left), group.control)
     progress("gather")
@@ -121,22 +124,28 @@ def measure(
 
 
 def _warm_up(
-    name: str, step: Step, iters: int, device: torch.device, progress: Callable[[str], None]
+    name: str,
+    step: Step,
+    iters: int,
+    group: CaseGroup,
+    device: torch.device,
+    progress: Callable[[str], None],
 ) -> list[float]:
     times = []
     for i in range(iters):
         progress(f"{name}, warm-up {i + 1}")
+        dist.barrier(group.control)  # `progress` may wait on one rank for all
         times += time_block(step, 1, device)
     return times
 
 
 def _block_length(seconds_a_round: float, rule: StopRule) -> int:
-    """Iterations a block, so that ROUNDS rounds fill the budget and reach the minimum."""
+    """Iterations a block, so that the planned rounds fill the budget and reach the minimum."""
     longest = max(1, int(rule.max_block_s / max(seconds_a_round, 1e-9)))
     if rule.iters:
-        return min(longest, -(-rule.iters // ROUNDS))
-    affordable = rule.max_seconds / ROUNDS / max(seconds_a_round, 1e-9) - LEAD_IN
-    return min(longest, max(-(-rule.min_iters // ROUNDS), min(int(affordable), 1000)))
+        return min(longest, -(-rule.iters // rule.rounds))
+    affordable = rule.max_seconds / rule.rounds / max(seconds_a_round, 1e-9) - LEAD_IN
+    return min(longest, max(-(-rule.min_iters // rule.rounds), min(int(affordable), 1000)))
 
 
 def _decide(slowest: list[float], rounds: int, elapsed: float, rule: StopRule) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """ddp_sweep through the real torchrun on gloo, and its report."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,9 +72,15 @@ def test_options_on_two_ranks(tmp_path: Path) -> None:
     options = ["--iters", "6", "--json", str(path), "--world-sizes", "2", "--bucket-size", "1"]
     options += ["--comm-hook", "none,bf16", "--dtype", "fp32,fp16", "--device", "cpu"]
     options += ["--gradient-as-bucket-view", "--static-graph"]
-    done = run([*torchrun(2), SWEEP, *TINY, *options])
+    bind = ["--bind-cores"] if len(os.sched_getaffinity(0)) >= 2 else []
+    done = run([*torchrun(2), SWEEP, *TINY, *options, *bind])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [case["check"] for case in load(path)["cases"]] == ["passed"] * 6
+    report = load(path)
+    assert [case["check"] for case in report["cases"]] == ["passed"] * 6
+    if bind:
+        share = len(os.sched_getaffinity(0)) // 2
+        assert [row["cores"] for row in report["environment"]["ranks"]] == [share] * 2
+        assert all(case["key"]["bind_cores"] for case in report["cases"])
 
 
 def test_a_hook_that_gloo_cannot_do_fails_its_cases_and_the_sweep_goes_on(tmp_path: Path) -> None:

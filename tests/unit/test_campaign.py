@@ -207,7 +207,7 @@ class Simulated:
         }
         self.looked = 0
 
-    def run_all(self, slots: Any, planned: int) -> None:
+    def run_all(self, rounds: Any, planned: int) -> None:
         pass
 
     def note_look(self) -> None:
@@ -226,7 +226,9 @@ def false_calls(monkeypatch: pytest.MonkeyPatch, corrected: bool, campaigns: int
         return compare(*args, **kwargs | {"looks": 1})
 
     monkeypatch.setattr(AB, "compare", compare if corrected else without_correction)
-    args = argparse.Namespace(ignore_key=[], margin=0.001)  # so that the margin hides nothing
+    args = argparse.Namespace(
+        ignore_key=[], margin=0.001, interleave=False
+    )  # so that the margin hides nothing
     looks = AB.planned_looks(4, 16)
     called = 0
     for _ in range(campaigns):
@@ -292,9 +294,11 @@ def test_the_plan_of_calibrate() -> None:
         ["--ab", "--out=x", "--campaigns=4", "--runs=2", "--slowed-campaigns=2", "--slowdowns=5%"]
     )
     campaigns = error_rates.plan(args)
-    assert campaigns[0] == [("a", 1), ("b", 1), ("b", 2), ("a", 2)]
-    assert sorted(campaigns[1]) == [(kind, n) for kind in ("a", "b", "slow5") for n in (3, 4)]
-    flat = [slot for runs in campaigns for slot in runs]
+    assert campaigns[0] == [[("a", 1), ("b", 1)], [("b", 2), ("a", 2)]]
+    assert [sorted(row) for row in campaigns[1]] == [
+        [(kind, n) for kind in ("a", "b", "slow5")] for n in (3, 4)
+    ]
+    flat = [slot for rounds in campaigns for row in rounds for slot in row]
     assert len(flat) == len(set(flat)) == 4 * 4 + 2 * 2
     slow = error_rates.sides_of(args)[2].command
     assert slow[slow.index("--slow-sweep") :] == ("--slow-sweep", "5%", "--", *args.sweep)
@@ -325,26 +329,24 @@ def test_calibrate_refuses_flags_without_effect(
     assert message in capsys.readouterr().err
 
 
-def test_the_busy_wait_is_measured_once_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_busy_wait_is_a_share_of_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(
         busy_wait, "perf_counter", lambda: clock.__setitem__(0, clock[0] + 1e-6) or clock[0]
     )
-    monkeypatch.setattr(busy_wait, "broadcast_int", lambda value, group: value)
+    durations = iter([0.1, 0.2, 0.6])
 
     def step() -> None:
-        clock[0] += 0.1
+        clock[0] += next(durations)
 
-    wait = busy_wait.BusyWait(0.5, None)  # type: ignore[arg-type]
-    slowed, local = wait.add_to(step), wait.add_to(step)
+    wait = busy_wait.BusyWait(0.5)
+    slowed = wait.add_to(step)
 
-    def seconds(step: Any) -> float:
+    def seconds() -> float:
         start = clock[0]
-        step()
+        slowed()
         return clock[0] - start
 
-    settling = [seconds(slowed) for _ in range(busy_wait.SETTLING_STEPS)]
-    assert settling[:-1] == pytest.approx([0.1] * (busy_wait.SETTLING_STEPS - 1), abs=1e-4)
-    assert settling[-1] > 0.1 * busy_wait.TIMED_STEPS
-    assert wait.seconds == pytest.approx(0.05, abs=1e-4)
-    assert [seconds(slowed), seconds(local)] == pytest.approx([0.15, 0.15], abs=1e-4)
+    assert [seconds() for _ in range(3)] == pytest.approx([0.15, 0.3, 0.9], abs=1e-4)
+    facts = wait.facts()
+    assert facts == pytest.approx({"busy_wait_s": 0.15, "plain_step_s": 0.3}, abs=1e-4)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ import numpy as np
 import pytest
 from harness import ROOT, load_script, run
 
+from common import runs as reports
 from common.compare import Comparison, compare
-from common.runs import TORCH_DDP, Run, find_reports, load_run
+from common.runs import TORCH_DDP, Run, RunCase, find_reports, load_run
 from common.text import markdown, printable
 
 SCRIPT = str(ROOT / "benchmarks" / "compare.py")
@@ -99,6 +101,64 @@ def main(*words: str) -> int:
 
 
 # -- the verdict on one case -----------------------------------------------------------------------
+
+
+def taking_turns(number: int, ratio: float, blocks: int = 24) -> list[Run]:
+    """A pair of runs with two iterations a block, on a machine that is slow for half of the time.
+
+    Neighbouring blocks mostly see the same speed; how many are slow differs from pair to pair.
+    """
+    random = np.random.default_rng(number)
+    slow = np.repeat(random.random(blocks // 3) < random.uniform(0.2, 0.8), 3)
+    runs = []
+    for scale in (1.0, ratio):
+        late = slow ^ (random.random(blocks) < 0.05)
+        times = 0.05 * scale * np.where(late, 1.5, 1.0) * random.lognormal(0, 0.02, blocks)
+        times = np.repeat(times, 2) * random.lognormal(0, 0.01, 2 * blocks)
+        one = RunCase(
+            {}, "case", "samples", float(np.median(times)), times, "passed", (2,) * blocks
+        )
+        runs.append(Run("", "fake", "complete", {}, "", {"{}": one}, f"{number} {scale}"))
+    return runs
+
+
+def test_runs_that_took_turns_are_compared_block_by_block() -> None:
+    def verdicts(ratio: float, interleaved: bool) -> list[tuple[str, bool]]:
+        found = []
+        for campaign in range(100):
+            pairs = [taking_turns(10 * campaign + i, ratio) for i in range(4)]
+            base, test = zip(*pairs, strict=True)
+            (one,) = compare(base, test, paired=True, interleaved=interleaved).cases
+            assert one.ci95 is not None
+            assert one.ratio == pytest.approx(np.exp(np.log(one.pair_ratios).mean()))
+            found.append((one.verdict, one.ci95[0] <= ratio <= one.ci95[1]))
+        return found
+
+    by_block, by_median = verdicts(1.05, True), verdicts(1.05, False)
+    assert sum(verdict == "slower" for verdict, _ in by_block) >= 95
+    assert sum(verdict == "slower" for verdict, _ in by_median) <= 75
+    assert sum(inside for _, inside in by_block) >= 90
+    alike = verdicts(1.0, True)
+    assert sum(verdict in ("slower", "faster") for verdict, _ in alike) <= 5
+
+
+def test_few_or_unknown_blocks_leave_the_medians() -> None:
+    (base, test) = taking_turns(1, 1.1)
+    (a,), (b,) = base.cases.values(), test.cases.values()
+    for rounds in [(), (12,) * 4]:
+        few = replace(test, cases={"{}": replace(b, rounds=rounds)})
+        (one,) = compare([base], [few], paired=True, interleaved=True).cases
+        assert one.pair_ratios == pytest.approx([b.value_s / a.value_s])
+    (one,) = compare([base], [test], paired=True, interleaved=True).cases
+    assert one.pair_ratios != pytest.approx([b.value_s / a.value_s])
+
+
+def test_the_blocks_of_a_report(tmp_path: Path) -> None:
+    for rounds, wanted in [([3, 4], (3, 4)), ([3, 3], ()), ("x", ()), ([7, 0], ()), (None, ())]:
+        path = tmp_path / "report.json"
+        path.write_text(json.dumps(report(case("a", rounds=rounds))))
+        (found,) = load_run(str(path)).cases.values()
+        assert found.rounds == wanted
 
 
 @pytest.mark.parametrize(
@@ -613,6 +673,8 @@ def test_bad_reports(
         (["a", "--test", "b", "--format", "html"], "invalid choice: 'html'"),
         (["a", "--test", "b", "--histroy", "c"], "unknown argument '--histroy'; did you mean"),
         (["a", "--test", "b", "--single-run", "--paired"], "no effect with --paired"),
+        (["a", "--test", "b", "--single-run", "--interleaved"], "no effect with --interleaved"),
+        (["--history", "h", "--interleaved"], "--interleaved has no effect with --history"),
         (["--history", "h", "--test", "b"], "--test has no effect with --history"),
         (["--history", "missing"], "--history missing: expected a folder of reports"),
         (["--history", "empty"], "there is no report in it that can be used"),
@@ -697,7 +759,7 @@ def test_nothing_of_a_report_reaches_the_terminal(
 def test_text() -> None:
     assert printable("a\x1b[1mb\u202ec\nd\té") == "a\\x1b[1mb\\u202ec\\nd\\té"
     assert printable("x" * 200, 10) == "xxxxxxx..."
-    assert markdown("a|b`c`<d>\\") == "a\\|b\\`c\\`\\<d\\>\\\\"
+    assert markdown("a|b`c`<d>\\ it's; 1") == "a&#124;b&#96;c&#96;&#60;d&#62;&#92; it's; 1"
 
 
 # -- as a program ----------------------------------------------------------------------------------
@@ -775,3 +837,35 @@ def test_equal_runs_are_rarely_called_different_and_slower_ones_are_found() -> N
     assert np.mean(abs(alike) == 1) < 0.05
     slower = simulation.verdicts(0.01, 4, [1.05] * 6, 50, rng)
     assert np.mean(slower == 1) > 0.9
+
+
+def test_large_reports_are_read_two_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = []
+    for day in range(1, 5):
+        paths.append(str(tmp_path / f"{day}.json"))
+        Path(paths[-1]).write_text(json.dumps(report(case("a", 0.1 * day), day=day)))
+    one_by_one = reports.load_runs(paths)
+    readers: list[int] = []
+    pool = reports.ProcessPoolExecutor
+    monkeypatch.setattr(
+        reports,
+        "ProcessPoolExecutor",
+        lambda n, *args, **more: readers.append(n) or pool(n, *args, **more),
+    )
+    monkeypatch.setattr(reports, "LARGE_BYTES", 10)
+    together = reports.load_runs(paths)
+    assert readers == [2]
+    assert [run.digest for run in together] == [run.digest for run in one_by_one]
+    assert [run.path for run in together] == paths
+    Path(paths[2]).write_text('{"half": ')
+    with pytest.raises(ValueError, match=r"3\.json"):
+        reports.load_runs(paths)
+    monkeypatch.setattr(
+        reports, "read_json", lambda path, limit: os.kill(os.getpid(), signal.SIGKILL)
+    )
+    with pytest.raises(
+        ValueError, match=r"1\.json, or a report after it: the process that read it"
+    ):
+        reports.load_runs(paths)

@@ -148,6 +148,8 @@ def test_parse_args_defaults(script: ModuleType) -> None:
         "static_graph": False,
         "distributed_backend": None,
         "strict_topology": False,
+        "no_breakdown": False,
+        "bind_cores": False,
         "device": "auto",
         "warmup_iters": 5,
         "iters": None,

@@ -1,10 +1,13 @@
 """common/dist.py: who this process is and which device is its own, before any group."""
 
+import os
+
 import pytest
 import torch
 
 from common.dist import (
     CaseGroup,
+    bind_cores,
     broadcast_int,
     broadcast_json,
     choose_device,
@@ -106,3 +109,16 @@ def test_interface_towards() -> None:
     assert interface_towards("127.0.0.1") == "lo"
     assert interface_towards("127.0.0.53") == "lo"
     assert interface_towards("no such host.invalid") is None
+
+
+def test_ranks_are_bound_to_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[list[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 3, 5, 8})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    for local_rank in range(2):
+        start(monkeypatch, local_rank=local_rank, local=2)
+        bind_cores()
+    assert bound == [[0, 2], [3, 5]]
+    start(monkeypatch, local=6)
+    with pytest.raises(ValueError, match="a core for each rank of a node; here are 5 for 6 ranks"):
+        bind_cores()
