@@ -7,6 +7,7 @@ group under test is made for one case, over exactly its ranks, and carries only 
 import contextlib
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -136,12 +137,16 @@ def init(device: torch.device, backend: str, timeout: float = 300.0, part: int =
     # torchrun's store outlives a restart of the workers: without keys of their own the new ones
     # would dial the ports of the dead (pytorch issue 135712). A store of rank 0's own is new each
     # time, and the count of restarts need not be the same on all nodes then.
-    attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if shared else 0}.{part}"
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if shared else 0
+    attempt = f"{restarts}.{part}"
     store: Store = HashStore()
     peer, num_nodes = None, 1
     if world_size > 1:
         preflight.check_master(timeout)
         store = _open_store(rank, timeout)
+        store.set(f"part/{restarts}", str(part))
+        if restarts and local_rank == 0:
+            _end_attempt(restarts - 1, store)
         row = preflight.describe_node(backend) if local_rank == 0 else None
         arrivals = PrefixStore(f"arrival/{attempt}", store)
         verdict = preflight.meet(arrivals, row, rank, world_size, timeout)
@@ -188,6 +193,22 @@ def _open_store(rank: int, timeout: float) -> Store:
         )
     except RuntimeError as error:
         preflight.explain_no_store(error, timeout)
+
+
+def _end_attempt(restarts: int, store: Store) -> None:
+    """End the ranks of other nodes which do not know yet that this node's were started again.
+
+    They may wait in the store for a rank that died, which no connection tells them.
+    """
+    if store.check([f"part/{restarts}"]):
+        attempt = f"{restarts}.{store.get(f'part/{restarts}').decode()}"
+        reason = f"torchrun has started the ranks of {socket.gethostname()} again"
+        post_event(PrefixStore(f"watchdog/{attempt}", store), {"kind": "failed", "reason": reason})
+
+
+def post_event(store: Store, event: dict[str, Any]) -> None:
+    """Tell all ranks' watchdogs. store: as they have it. Raises RuntimeError where it is gone."""
+    store.set(f"event/{store.add('events', 1)}", json.dumps(event))
 
 
 def connect_store(ctx: RankContext, prefix: str) -> Store:

@@ -36,7 +36,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common import job
-from common.dist import FOREVER, PeerLost, RankContext, connect_store
+from common.dist import FOREVER, PeerLost, RankContext, connect_store, post_event
 
 HANG = 3  # exit status
 GRACE_S = 2.0  # for the answers to a roll call, and for a signal that explains a lost peer
@@ -330,8 +330,7 @@ class Watchdog:
 
     def _post(self, event: dict[str, Any]) -> bool:
         try:
-            number = self._store.add("events", 1)
-            self._store.set(f"event/{number}", json.dumps(event))
+            post_event(self._store, event)
         except RuntimeError:  # the store is gone: its host ended first
             return False
         return True

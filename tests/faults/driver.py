@@ -1,12 +1,13 @@
-"""ddp_sweep with faults planted by variables: FAIL_ON_RANK, DIVERGE_ON_RANK, LATE_RANK.
+"""ddp_sweep with faults planted by variables.
 
-Without either, all cases but the one over the whole world are cut short; in a job that Slurm has
-requeued that one, too.
+FAIL_ON_RANK, DIVERGE_ON_RANK, LATE_RANK, DIE_ON_RANK: the rank. All cases but the one over the
+whole world are cut short; in a job that Slurm has requeued that one, too.
 """
 
 import dataclasses
 import importlib.util
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -21,6 +22,8 @@ sys.modules["ddp_sweep"] = ddp_sweep
 spec.loader.exec_module(ddp_sweep)
 
 import torch  # noqa: E402
+
+import common.sweep  # noqa: E402
 
 rank = os.environ.get("RANK", "0")
 run_case, stop_rule = ddp_sweep.run_case, ddp_sweep.stop_rule
@@ -61,7 +64,19 @@ def fail_in_the_third_step(config: Any) -> None:
     ddp_sweep.create_step = failing
 
 
+open_groups = common.sweep.open_groups
+
+
+def dying_open_groups(groups: Any, ctx: Any) -> Any:
+    """Die where no connection tells the peers: they wait in the store for this rank."""
+    if len(groups[0]) == ctx.world_size:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return open_groups(groups, ctx)
+
+
 if __name__ == "__main__":
+    if os.environ.get("DIE_ON_RANK") == rank and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        common.sweep.open_groups = dying_open_groups
     args = ddp_sweep.parse_args()
     if os.environ.get("LATE_RANK") == rank:
         time.sleep(60)

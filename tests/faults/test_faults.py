@@ -17,6 +17,7 @@ from harness import (
     alive,
     children,
     environment,
+    free_port,
     launch,
     launch_without_torchrun,
     load,
@@ -105,7 +106,7 @@ def test_exit_status_of_a_signal(tmp_path: Path) -> None:
 
 def test_a_killed_rank_is_restarted_and_the_sweep_resumed(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    with launch(sweep(path, "--max-restarts", "2")) as started:
+    with launch([*sweep(path, "--max-restarts", "2"), "--max-seconds", "10"]) as started:
         started.wait_for("1M/1G")
         time.sleep(1)
         first = load(path)
@@ -116,6 +117,20 @@ def test_a_killed_rank_is_restarted_and_the_sweep_resumed(tmp_path: Path) -> Non
     assert labels(path) == ["no ddp", "1M/1G", "1M/2G"]
     assert report["cases"][:2] == first["cases"]  # kept, not measured again
     assert report["started_at"] == first["started_at"]
+
+
+def test_two_agents_restart_together(tmp_path: Path) -> None:
+    """Also where rank 0 waits for the dead rank in the store, for as long as --timeout."""
+    path = tmp_path / "report.json"
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max-restarts", "1"]
+    agent += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    driver = str(ROOT / "tests" / "faults" / "driver.py")
+    script = [driver, *TINY, "--device", "cpu", "--iters", "6", "--json", str(path)]
+    command = ["env", "GLOO_SOCKET_IFNAME=lo", "DIE_ON_RANK=1", *agent, "--node-rank"]
+    with launch([*command, "0", *script]) as first, launch([*command, "1", *script]) as second:
+        assert first.wait() == 0, first.output()
+        assert second.wait() == 0, second.output()
+    assert labels(path) == ["no ddp", "1M/1G", "2M/1G"]
 
 
 def test_a_restart_leaves_the_report_of_another_job_alone(tmp_path: Path) -> None:

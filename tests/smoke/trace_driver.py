@@ -1,6 +1,7 @@
 """Profiles a decoder under DDP and under FSDP2: trace_driver.py PATH, where {rank} and {case}."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -39,5 +40,6 @@ for case in ("ddp", "fsdp2"):
     step()
     path = trace_path(sys.argv[1], dist.get_rank(), case)
     summary = profile_steps(step, 3, torch.device("cpu"), path)
-    print(json.dumps({"case": case, "rank": dist.get_rank(), **summary}), flush=True)
+    line = json.dumps({"case": case, "rank": dist.get_rank(), **summary}) + "\n"
+    os.write(1, line.encode())  # at once: ranks do not interleave
 dist.destroy_process_group()
