@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from harness import environment
+from harness import children, environment
 
 NETWORK = "10.77.0"
 CONTROLLER = 254  # its address
@@ -220,13 +220,14 @@ class Lab:
 
     def ranks(self, node: int) -> dict[int, int]:
         """The pid on this machine of each global rank that runs on a node."""
-        found: dict[int, int] = {}
-        for pid in sorted(self.processes(node)):
+        found: dict[int, int] = {}  # of each pid the rank; a rank's children have it too
+        for pid in self.processes(node):
             with contextlib.suppress(OSError):
                 for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                    if variable.startswith(b"RANK="):  # a rank's children have it too
-                        found.setdefault(int(variable.partition(b"=")[2]), pid)
-        return found
+                    if variable.startswith(b"RANK="):
+                        found[pid] = int(variable.partition(b"=")[2])
+        started = {child for pid in found for child in children(pid)}
+        return {rank: pid for pid, rank in found.items() if pid not in started}
 
     # -- faults ------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import ROOT, SWEEP, TINY, Launch, launch, load
+from harness import ROOT, SWEEP, TINY, Launch, children, launch, load
 from lab import Lab, search_path, wait_until, why_not
 
 SSHD = shutil.which("sshd", path=search_path())
@@ -66,14 +66,15 @@ class Hosts:
         return self.lab.command(node, [*variables, WRAPPER, *given, *words], cwd)
 
     def wrapper(self) -> int:
-        """The pid of the one that runs."""
-        found = [
+        """The pid of the one that runs, and not of a shell that it started."""
+        found = {
             pid
             for node in (0, *self.lab.nodes)
             for pid, words in self.lab.processes(node).items()
             if words[:2] == ["bash", WRAPPER]
-        ]
-        return min(found)
+        }
+        (first,) = found - {child for pid in found for child in children(pid)}
+        return first
 
     def left(self) -> list[list[str]]:
         """What runs on the nodes, but for the lab's own."""
