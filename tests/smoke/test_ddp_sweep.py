@@ -1,6 +1,7 @@
 """ddp_sweep through the real torchrun on gloo, and its report."""
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,12 @@ def test_sweep(tmp_path: Path, world_size: int, labels: list[str]) -> None:
 def test_world_of_one_without_torchrun_and_every_option(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     options = ["--iters", "6", "--json", str(path), "--comm_hook", "none,fp16,bf16,noop"]
-    options += ["--dtype", "fp32,bf16", "--bucket_size", "1,25", "--channels-last"]
+    options += ["--dtype", "fp32,bf16", "--bucket_size", "1", "--channels-last"]
     options += ["--gradient-as-bucket-view", "--static-graph", "--device=cpu"]
-    import sys
-
     done = run([sys.executable, SWEEP, *TINY, *options], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = load(path)
-    assert len(report["cases"]) == 2 * (1 + 2 * 4)
+    assert len(report["cases"]) == 2 * (1 + 4)
     noop = [case for case in report["cases"] if case["key"]["comm_hook"] == "noop"]
     assert {case["check"] for case in noop} == {"skipped: the noop hook does not average gradients"}
 
@@ -98,7 +97,8 @@ def test_a_hook_that_gloo_cannot_do_fails_its_cases_and_the_sweep_goes_on(tmp_pa
 
 def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    command = [*torchrun(2), SWEEP, *TINY, "--iters", "6", "--device", "cpu", "--json", str(path)]
+    options = ["--iters", "6", "--no-breakdown", "--device", "cpu", "--json", str(path)]
+    command = [*torchrun(2), SWEEP, *TINY, *options]
     first = run([*command, "--world-sizes", "1"])
     assert first.returncode == 0, first.stderr
     before = {case["key"]["label"]: case for case in load(path)["cases"]}
