@@ -84,7 +84,8 @@ from typing import Any
 
 from common import markdown
 from common.figures import Figure, Section, Table
-from common.report_content import Options, constants, sections_of, shortened, tables_of
+from common.report_content import sections_of
+from common.report_figures import Options, shortened
 from common.report_runs import (
     HARDWARE,
     Run,
@@ -95,6 +96,7 @@ from common.report_runs import (
     text,
     unique,
 )
+from common.report_tables import constants, tables_of
 from common.results import replace_file
 from common.runs import identity
 

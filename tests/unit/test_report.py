@@ -18,7 +18,14 @@ import pytest
 from harness import ROOT, load_script, run
 from hostile import PAYLOADS, RESULTS, mutated, poisoned, report, write
 
-from common import plots, report_content, report_runs
+from common import (
+    plots,
+    report_communication,
+    report_content,
+    report_figures,
+    report_runs,
+    report_training,
+)
 from common.figures import Bars, Curves, Heat, Line, Part, Spreads
 
 pytest.importorskip("jinja2")
@@ -198,7 +205,7 @@ def test_scaling_by_hand(tmp_path: Path) -> None:
             "step_time_ci95_s": bounds,
         }
     found = report_runs.load(str(write(tmp_path / "r.json", document)), "a")
-    figure = report_content.scaling([found], report_content.Options())[0].figures[0]
+    figure = report_training.scaling([found], report_figures.Options())[0].figures[0]
     assert isinstance(figure, Curves)
     ideal, line = figure.lines
     assert (list(ideal.x), list(ideal.y)) == ([1, 2], [100, 200])
@@ -212,7 +219,7 @@ def test_breakdown_by_hand(tmp_path: Path) -> None:
     parts = {"local_compute_p50_s": 0.2, "exposed_communication_s": -0.01}
     document["cases"][2]["metrics"] |= parts
     found = report_runs.load(str(write(tmp_path / "r.json", document)), "a")
-    figure = report_content.scaling([found], report_content.Options())[1].figures[0]
+    figure = report_training.scaling([found], report_figures.Options())[1].figures[0]
     assert isinstance(figure, Bars)
     assert figure.names[1] == "resnet18 1M/2G"
     assert [part.values[1] for part in figure.parts] == [200.0, 0.0]
@@ -223,7 +230,8 @@ def test_heat_by_hand(tmp_path: Path) -> None:
     document["cases"] = document["cases"][:1]
     document["cases"][0]["metrics"]["links"] = [[0, 2, 5.0, 1.0, 2.0, 3.0], [1, 1, 1, 1, 1, 1]]
     found = report_runs.load(str(write(tmp_path / "r.json", document)), "a")
-    latency, bandwidth, _ = report_content.link_maps([found], report_content.Options())[0].figures
+    (section,) = report_communication.link_maps([found], report_figures.Options())
+    latency, bandwidth, _ = section.figures
     assert isinstance(latency, Heat)
     assert isinstance(bandwidth, Heat)
     assert (latency.values[0][2], latency.values[2][0]) == (5.0, 5.0)
@@ -239,10 +247,10 @@ def test_many_ranks_are_cut_to_the_fastest_and_the_slowest(tmp_path: Path) -> No
     rows = [[1.0 + rank / 1000] * 10 for rank in ranks]
     document["cases"][0] |= {"ranks": ranks, "samples_s": rows}
     found = report_runs.load(str(write(tmp_path / "r.json", document)), "a")
-    figure = report_content.spreads([found])[0].figures[0]
+    figure = report_figures.spreads([found])[0].figures[0]
     assert isinstance(figure, Spreads)
     names = [box.name for box in figure.boxes]
-    assert len(names) == report_content.MAX_BOXES
+    assert len(names) == report_figures.MAX_BOXES
     assert names[0] == "0"
     assert names[-1] == "99"
     assert "100 ranks" in figure.note
@@ -286,7 +294,7 @@ def test_odd_values_never_break_a_page(script: ModuleType, tmp_path: Path, path:
         files = [write(tmp_path / f"{k}.json", mutated(document, 10 * seed + k)) for k in (0, 1)]
         runs = script.read(script.parse_args([*map(str, files), "--markdown"]))
         script.markdown_of(runs)
-        report_content.sections_of(runs, report_content.Options())
+        report_content.sections_of(runs, report_figures.Options())
     check(made(script, tmp_path / "r.html", files))
 
 
