@@ -137,17 +137,10 @@ import shlex
 from dataclasses import dataclass
 
 from common import compare_text
-from common.campaign import (
-    Campaign,
-    Interrupted,
-    RunFailed,
-    Side,
-    Slot,
-    balanced_order,
-    check_report,
-    read_side,
-)
+from common.campaign import Campaign, RunFailed, Slot, check_report
+from common.commands import Interrupted
 from common.compare import Comparison, compare, load_run
+from common.sides import Side, balanced_order, read_side
 from common.text import markdown, printable
 
 

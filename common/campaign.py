@@ -10,37 +10,37 @@ started again goes on where it was. Imports no torch: what runs is somebody else
 """
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
-import re
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
+from common.commands import (
+    LATE,
+    STOPPED,
+    Command,
+    Interrupted,
+    Status,
+    defer_signals,
+    restore_signals,
+    run_commands,
+    stop_if_asked,
+)
 from common.results import replace_file
 from common.runs import load_run
+from common.sides import Side, environment_of
 from common.text import printable
 from common.turns import Turns
 
 SCHEMA = "torchrun-bench-campaign/1"
-REPORT_FLAGS = ("--json", "-J", "--output-file", "--output_file")
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# How a run is ended, and how long each of these may take. torchrun gives its workers 30 s.
-ENDINGS = ((signal.SIGINT, 40.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0))
-LEFTOVER_S = 5.0  # for processes that outlive the command which started them
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
 
 
 class RunFailed(Exception):
@@ -49,122 +49,7 @@ class RunFailed(Exception):
     status = 1
 
 
-class Interrupted(Exception):
-    """A signal ended the campaign; `status` is the exit status that says so."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"interrupted by {signal.Signals(number).name}")
-        self.status = 128 + number
-
-
 Slot = tuple[str, int]  # a side, and the number of its run, from 1
-
-
-@dataclass(frozen=True)
-class Side:
-    """One of the commands that take turns."""
-
-    name: str
-    command: tuple[str, ...]
-    variables: dict[str, str]  # on top of this process's
-
-
-# -- what is to run --------------------------------------------------------------------------------
-
-
-def read_side(name: str, text: str, variables: Sequence[str]) -> Side:
-    """A side as the command line gives it: `--a 'COMMAND' --a-env NAME=VALUE ...`.
-
-    Raises ValueError for a command that cannot run, or that names a report of its own.
-    """
-    try:
-        command = tuple(shlex.split(text))
-    except ValueError as error:
-        raise ValueError(f"--{name}: cannot split {text!r}: {error}") from None
-    if not command:
-        raise ValueError(f"--{name} needs a command, e.g. --{name} 'python train.py'")
-    for word in command:
-        if word.split("=")[0] in REPORT_FLAGS:
-            raise ValueError(
-                f"--{name}: the command has {word.split('=')[0]}; leave it out, every run gets a "
-                "report of its own"
-            )
-    side = Side(name, command, read_variables(f"--{name}-env", variables))
-    find_program(side)
-    return side
-
-
-def read_variables(flag: str, words: Sequence[str]) -> dict[str, str]:
-    """NAME=VALUE words as a dict. Raises ValueError for anything else, and for a name twice."""
-    variables: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ValueError(f"{flag}: expected NAME=VALUE, got '{word}'; e.g. NCCL_ALGO=Ring")
-        if name in variables:
-            raise ValueError(f"{flag}: {name} is given twice")
-        variables[name] = value
-    return variables
-
-
-def environment_of(side: Side) -> dict[str, str]:
-    """The environment of a side's runs.
-
-    VIRTUAL_ENV=DIR does what DIR's `activate` does: DIR/bin comes first in PATH.
-    """
-    environment = {**os.environ, **side.variables}
-    if "VIRTUAL_ENV" in side.variables:
-        if "PATH" not in side.variables:
-            path = environment.get("PATH", os.defpath)
-            environment["PATH"] = f"{side.variables['VIRTUAL_ENV']}/bin{os.pathsep}{path}"
-        environment.pop("PYTHONHOME", None)
-    return environment
-
-
-def find_program(side: Side) -> str:
-    """The path of the side's program. Raises ValueError where there is none."""
-    venv = side.variables.get("VIRTUAL_ENV")
-    if venv is not None and not (Path(venv) / "bin" / "python").exists():
-        raise ValueError(
-            f"--{side.name}-env VIRTUAL_ENV={venv}: there is no {venv}/bin/python; make it with "
-            f"python3 -m venv {venv}"
-        )
-    program = side.command[0]
-    found = shutil.which(program, path=environment_of(side).get("PATH", os.defpath))
-    if found is None and Path(program).is_file():
-        raise ValueError(
-            f"--{side.name}: {program} cannot be executed; a script needs its interpreter, "
-            f"e.g. --{side.name} 'python {program}'"
-        )
-    if found is None:
-        where = "" if "/" in program else " in PATH"
-        raise ValueError(
-            f"--{side.name}: there is no program '{program}'{where}; give its full path, or "
-            f"--{side.name}-env VIRTUAL_ENV=DIR"
-        )
-    return found
-
-
-def balanced_order(sides: Sequence[str], rounds: int, first: int = 0) -> list[list[str]]:
-    """Each round has every side once, in an order that neither a drift nor a neighbour favours.
-
-    Rows of a Williams square: over n rounds (2n if n is odd) each side is equally often in each
-    place, and equally often right behind each other side (E. J. Williams 1949, "Experimental
-    designs balanced for the estimation of residual effects of treatments", Australian Journal of
-    Scientific Research A 2:149-168). Two sides take turns as A B, B A, A B, ...: ABBA.
-
-    first: the number of the first round.
-    """
-    n = len(sides)
-    zigzag = [0, *(k // 2 if k % 2 == 0 else n - k // 2 for k in range(2, n + 1))]
-    # 0, 1, n-1, 2, n-2, ...: the steps between neighbours are all different
-    square = [[sides[(step + row) % n] for step in zigzag] for row in range(n)]
-    if n % 2:
-        square += [row[::-1] for row in square]
-    return [square[number % len(square)] for number in range(first, first + rounds)]
-
-
-# -- the campaign ----------------------------------------------------------------------------------
 
 
 class Campaign:
@@ -221,10 +106,7 @@ class Campaign:
                     f"--out {self._shown} cannot be written: {error.strerror}"
                 ) from None
             raise
-        wanted = {s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, wanted | {signal.SIGCHLD})
-        # what a run leaves behind becomes a child of this process, and can be ended
-        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._mask = defer_signals()
         return self
 
     def __exit__(
@@ -247,10 +129,7 @@ class Campaign:
                 "previous version is intact"
             )
         self._lock.close()
-        if isinstance(error, Interrupted):  # further ones have nothing more to end
-            while signal.sigtimedwait(SIGNALS, 0):
-                pass
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        restore_signals(self._mask, drop=isinstance(error, Interrupted))
 
     def path(self, side: str, number: int, suffix: str = "json") -> str:
         """Where run `number` (from 1) of a side has its report, or its log."""
@@ -549,153 +428,3 @@ def _failed_cases(report: Path) -> list[str]:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
-
-
-# -- one run ---------------------------------------------------------------------------------------
-
-
-def stop_if_asked() -> None:
-    """Raise Interrupted where one of the blocked SIGNALS waits."""
-    waiting = signal.sigpending() & set(SIGNALS)
-    if waiting:
-        raise Interrupted(min(waiting))
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command to run, and where its output goes."""
-
-    name: str
-    words: Sequence[str]
-    environment: dict[str, str]
-    log: Path
-
-
-class Ended(Enum):
-    """How a run came to an end that is not its own."""
-
-    LATE = "took too long"
-    STOPPED = "another one that ran with it failed"
-
-
-LATE, STOPPED = Ended.LATE, Ended.STOPPED
-Status = int | Ended  # an exit status, -N where signal N ended it
-
-
-def run_commands(
-    commands: Sequence[Command],
-    timeout: float | None,
-    over: Callable[[str], None] = lambda name: None,
-) -> list[Status]:
-    """Run commands at once, each to its end with its output in its log.
-
-    After `timeout` seconds all that still run are ended; where one fails, the others are. `over`
-    is called with the name of each that has ended. SIGNALS and SIGCHLD are blocked. Raises
-    Interrupted on one of SIGNALS. However it ends, none of their processes is left.
-    """
-    older = set(_children())
-    processes: list[subprocess.Popen[bytes]] = []
-    ended: dict[int, Ended] = {}
-    number = None
-    try:
-        for command in commands:
-            with command.log.open("wb") as output:
-                processes.append(_start(command, output))
-        limit = None if timeout is None else time.monotonic() + timeout
-        running = list(zip(commands, processes, strict=True))
-        while running and number is None and not ended:
-            number, late = _wait_for_any([process for _, process in running], limit)
-            for command, process in running:
-                if process.poll() is not None:
-                    over(command.name)
-            running = [pair for pair in running if pair[1].poll() is None]
-            failed = any(process.returncode for process in processes)
-            if late or failed:
-                ended = {process.pid: LATE if late else STOPPED for _, process in running}
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                _end(process)
-        _end_leftovers(older)
-    if number is not None:
-        raise Interrupted(number)
-    return [ended.get(process.pid, process.returncode) for process in processes]
-
-
-def _start(command: Command, output: BinaryIO) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(
-        command.words,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=command.environment,
-        start_new_session=True,  # Ctrl-C is for this process, which passes it on once
-        preexec_fn=_start_of_child(os.getpid()),
-    )
-
-
-def _start_of_child(parent: int) -> Callable[[], None]:
-    libc = ctypes.CDLL(None)
-
-    def start() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {*SIGNALS, signal.SIGCHLD})
-        # where this process is killed, no run stays behind to disturb the next one
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return start
-
-
-def _wait_for_any(
-    processes: Sequence["subprocess.Popen[bytes]"], limit: float | None
-) -> tuple[int | None, bool]:
-    """Until one of the processes ends, or a signal comes, or it is later than `limit`.
-
-    The signal's number, and whether it is too late. limit: of time.monotonic, in seconds.
-    """
-    wanted = {s for s in SIGNALS if signal.getsignal(s) != signal.SIG_IGN} | {signal.SIGCHLD}
-    while all(process.poll() is None for process in processes):
-        left = 60.0 if limit is None else min(60.0, limit - time.monotonic())
-        if left <= 0:
-            return None, True
-        came = signal.sigtimedwait(wanted, left)
-        if came is not None and came.si_signo != signal.SIGCHLD:
-            return came.si_signo, False
-    return None, False
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a command: politely first, and at once on another Ctrl-C."""
-    for number, patience in ENDINGS:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        _wait_for_any([process], time.monotonic() + patience)
-        if process.poll() is not None:
-            return
-
-
-def _end_leftovers(older: set[int]) -> None:
-    """End what a command left running: all that is this process's child now and was not before."""
-    limit = time.monotonic() + LEFTOVER_S
-    while left := [pid for pid in _children() if pid not in older]:
-        for pid in left:
-            with contextlib.suppress(OSError):
-                if time.monotonic() > limit:
-                    os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, os.WNOHANG)
-        if time.monotonic() > limit + LEFTOVER_S:
-            return
-        time.sleep(0.05)
-
-
-def _children() -> list[int]:
-    found: list[int] = []
-    for task in Path("/proc/self/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            found += map(int, task.read_text().split())
-    return found
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None).prctl(option, value)

@@ -20,16 +20,10 @@ import numpy as np
 import tabulate
 
 from common import cli, results
-from common.campaign import (
-    Campaign,
-    Interrupted,
-    RunFailed,
-    Side,
-    Slot,
-    balanced_order,
-    check_report,
-)
+from common.campaign import Campaign, RunFailed, Slot, check_report
+from common.commands import Interrupted
 from common.compare import Comparison, compare, load_run
+from common.sides import Side, balanced_order
 from common.stats import Interval
 from common.text import printable
 

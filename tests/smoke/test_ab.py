@@ -26,7 +26,7 @@ from harness import (
 )
 
 from common import error_rates
-from common.campaign import Side
+from common.sides import Side
 
 AB = str(ROOT / "benchmarks" / "ab.py")
 FAKE = str(ROOT / "tests" / "faults" / "fake_benchmark.py")

@@ -15,16 +15,10 @@ import pytest
 from harness import load_script
 
 from common import busy_wait, error_rates
-from common.campaign import (
-    Campaign,
-    Side,
-    balanced_order,
-    environment_of,
-    load_campaign,
-    read_side,
-)
+from common.campaign import Campaign, load_campaign
 from common.compare import Comparison, Run, RunCase, compare
 from common.error_rates import is_slowed, share_interval, tally
+from common.sides import Side, balanced_order, environment_of, read_side
 
 # -- the order -------------------------------------------------------------------------------------
 
