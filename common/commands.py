@@ -86,7 +86,7 @@ def run_commands(
     is called with the name of each that has ended. SIGNALS and SIGCHLD are blocked. Raises
     Interrupted on one of SIGNALS. However it ends, none of their processes is left.
     """
-    older = set(children())
+    older = set(_children())
     processes: list[subprocess.Popen[bytes]] = []
     ended: dict[int, Ended] = {}
     number = None
@@ -171,7 +171,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 def _end_leftovers(older: set[int]) -> None:
     """End what a command left running: all that is this process's child now and was not before."""
     limit = time.monotonic() + LEFTOVER_S
-    while left := [pid for pid in children() if pid not in older]:
+    while left := [pid for pid in _children() if pid not in older]:
         for pid in left:
             with contextlib.suppress(OSError):
                 if time.monotonic() > limit:
@@ -182,7 +182,7 @@ def _end_leftovers(older: set[int]) -> None:
         time.sleep(0.05)
 
 
-def children() -> list[int]:
+def _children() -> list[int]:
     found: list[int] = []
     for task in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):
