@@ -28,15 +28,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common import job
 from common.dist import FOREVER, PeerLost, RankContext, connect_store, post_event
+from common.hang import publish_verdict, read_verdict, silence, state_of, where
+from common.process import alive, dump_and_kill, start_time
 
 HANG = 3  # exit status
 GRACE_S = 2.0  # for the answers to a roll call, and for a signal that explains a lost peer
@@ -62,11 +63,11 @@ class Watchdog:
         self._on_end = on_end
         self._host = socket.gethostname()
         pid = os.getpid()
-        self._who = {"rank": ctx.rank, "host": self._host, "pid": pid, "started": _start_time(pid)}
+        self._who = {"rank": ctx.rank, "host": self._host, "pid": pid, "started": start_time(pid)}
         # One connection for short calls, one for the listener, which blocks in it.
         self._store = connect_store(ctx, "watchdog")
         self._listening = connect_store(ctx, "watchdog")
-        self._parent = os.getppid(), _start_time(os.getppid())
+        self._parent = os.getppid(), start_time(os.getppid())
         self._phase: dict[str, Any] = {"case": "start", "phase": "", "order": [0, 0]}
         self._abort: Callable[[], None] | None = None
         self._server = _server(ctx)
@@ -193,7 +194,7 @@ class Watchdog:
             number = os.read(wake, 1)[0]
         self._ending.acquire()
         reason = f"{signal.Signals(number).name} on {self._tag()}"
-        if not _alive(*self._parent):  # the kernel's signal, see cli.end_with_torchrun
+        if not alive(*self._parent):  # the kernel's signal, see cli.end_with_torchrun
             reason += f", after the process that started it ({self._parent[0]}) died"
         # where the timer waits for the store, this thread would, too
         cut_off = time.monotonic() - self._heard > self._interval + GRACE_S
@@ -227,12 +228,12 @@ class Watchdog:
         """The ranks of this node whose process has gone without a word."""
         self._store.set(f"ended/{self._ctx.rank}", "")  # this one is about to go with one
         first = self._ctx.rank - self._ctx.local_rank
-        states = [_state(self._store, first + i) for i in range(self._ctx.local_world_size)]
+        states = [state_of(self._store, first + i) for i in range(self._ctx.local_world_size)]
         return [
-            f"rank {state['rank']} on {state['host']} died {_where(state)}"
+            f"rank {state['rank']} on {state['host']} died {where(state)}"
             for state in states
             if "pid" in state
-            and not _alive(state["pid"], state["started"])
+            and not alive(state["pid"], state["started"])
             and not self._store.check([f"ended/{state['rank']}"])
         ]
 
@@ -247,7 +248,7 @@ class Watchdog:
                 and not self._store.check([f"ended/{rank}"])
             ]
             if not ranks or time.monotonic() > limit:
-                texts = [_silence(_state(self._store, rank)) for rank in ranks[:SHOWN]]
+                texts = [silence(state_of(self._store, rank)) for rank in ranks[:SHOWN]]
                 return texts + [f"nor do {len(ranks) - SHOWN} more"] * (len(ranks) > SHOWN)
             time.sleep(0.05)
 
@@ -259,8 +260,8 @@ class Watchdog:
         if self._ctx.rank == 0:
             return
         if missing is None and self._ctx.local_rank == 0:
-            where = f"this rank was {_where(self._phase)}"
-            reason += f"; the rendezvous store {self._server} does not answer; {where}"
+            reason += f"; the rendezvous store {self._server} does not answer; "
+            reason += f"this rank was {where(self._phase)}"
         elif not any("rank 0 on " in text for text in missing or ()):
             return
         self._print(reason if self._tag() in reason else f"{self._tag()} {reason}")
@@ -301,7 +302,7 @@ class Watchdog:
     def _end_without_store(self, what: str, how: str) -> NoReturn:
         """Of a rank that cannot ask who else is there; what it can say goes to its own stderr."""
         reason = f"HANG: {what} the rendezvous store {self._server} {how}"
-        self._print(f"{self._tag()} {reason}; this rank was {_where(self._phase)}")
+        self._print(f"{self._tag()} {reason}; this rank was {where(self._phase)}")
         self._exit(HANG, "failed", reason)
 
     def _listen(self) -> None:
@@ -340,7 +341,7 @@ class Watchdog:
     def _roll_call(self, seconds: int) -> NoReturn:
         self._ending.acquire()  # a signal from the launcher must not cut this short
         stack = "".join(traceback.format_stack(sys._current_frames()[_main_thread_id()]))
-        self._print(f"{self._tag()} {_where(self._phase)}, stack:\n{stack}")
+        self._print(f"{self._tag()} {where(self._phase)}, stack:\n{stack}")
         self._answer()
         time.sleep(GRACE_S)
         # one rank reads what all have left, and the others what it makes of that: a look of each
@@ -353,7 +354,7 @@ class Watchdog:
             self._print(verdict)
             _record_for_torchrun(TimeoutError(verdict))
         for pid, started in silent_here:
-            _dump_and_kill(pid, started)
+            dump_and_kill(pid, started)
         if self._ctx.rank == 0:  # its host may serve the store, which ends with it
             _in_time(lambda: self._listening.wait(["all read"]))
         self._exit(HANG, "failed", verdict)
@@ -407,86 +408,6 @@ def _server(ctx: RankContext) -> str:
     return f"of {server} at {store.host}:{store.port}"
 
 
-def _state(store: Store, rank: int) -> dict[str, Any]:
-    """What a rank has last said of itself."""
-    if not store.check([f"phase/{rank}"]):
-        return {"rank": rank, "host": "?", "case": "start", "phase": "", "order": [0, 0]}
-    state: dict[str, Any] = json.loads(store.get(f"phase/{rank}"))
-    return state
-
-
-def publish_verdict(store: Store, world_size: int, seconds: int) -> None:
-    """Put into the store who hangs, for all ranks to read; who speaks; whom to end on each host."""
-    states = [_state(store, rank) for rank in range(world_size)]
-    here = [store.check([f"answer/{rank}"]) for rank in range(world_size)]
-    silent = [state for state, answers in zip(states, here, strict=True) if not answers]
-    answering = [state for state, answers in zip(states, here, strict=True) if answers]
-    first_of: dict[str, int] = {}
-    for state in answering:
-        first_of.setdefault(state["host"], state["rank"])
-    by_host: dict[str, list[Any]] = {}
-    for state in silent:
-        if "pid" in state:
-            by_host.setdefault(state["host"], []).append([state["pid"], state["started"]])
-    for host, processes in by_host.items():
-        if host in first_of:  # nobody else can reach them
-            store.set(f"end/{first_of[host]}", json.dumps(processes))
-    store.set("text", _verdict(seconds, silent, answering))
-    speaker = answering[0]["rank"] if answering else 0
-    store.set("verdict", json.dumps({"speaker": speaker, "readers": len(answering)}))
-
-
-def read_verdict(store: Store, rank: int) -> tuple[str, bool, list[tuple[int, str]]]:
-    """What `publish_verdict` says to this rank: the verdict, whether to print it, whom to end.
-
-    The verdict is for rank 0, which writes the report, and for the one that prints it: it grows
-    with the ranks.
-    """
-    store.wait(["verdict"])
-    verdict = json.loads(store.get("verdict"))
-    speaks = verdict["speaker"] == rank
-    text = store.get("text").decode() if speaks or rank == 0 else "HANG"
-    silent = json.loads(store.get(f"end/{rank}")) if store.check([f"end/{rank}"]) else []
-    if store.add("read", 1) == verdict["readers"]:
-        store.set("all read", "")
-    return text, speaks, silent
-
-
-def _where(state: dict[str, Any]) -> str:
-    return f"in case '{state['case']}', phase '{state['phase']}'"
-
-
-def _silence(state: dict[str, Any]) -> str:
-    return (
-        f"rank {state['rank']} on {state['host']} does not answer "
-        f"(stopped, dead or out of reach); last seen {_where(state)}"
-    )
-
-
-def _verdict(seconds: int, silent: list[dict[str, Any]], here: list[dict[str, Any]]) -> str:
-    lines = [f"HANG: no progress for {seconds} s"]
-    for state in silent:
-        lines.append(_silence(state))
-    behind = _behind(here)
-    for state in behind:
-        lines.append(f"rank {state['rank']} on {state['host']} did not arrive: {_where(state)}")
-    late = {state["rank"] for state in behind}
-    waiting = [state for state in here if state["rank"] not in late]
-    for state in waiting[:64]:
-        lines.append(f"rank {state['rank']} on {state['host']} waits {_where(state)}")
-    return "\n".join(lines)
-
-
-def _behind(here: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those whom another is ahead of, as far as their orders can be compared.
-
-    It is enough to look at the greatest order: who is not behind that one begins as it does, and
-    so nobody is ahead of him.
-    """
-    last: list[int] = max((state["order"] for state in here), default=[])
-    return [state for state in here if state["order"] < last[: len(state["order"])]]
-
-
 def _record_for_torchrun(error: Exception) -> None:
     """Put the error into the summary that torchrun prints; without torchrun this does nothing."""
     try:
@@ -507,35 +428,6 @@ def _in_time(work: Callable[[], Any], seconds: float | None = None) -> Any:
     thread.start()
     thread.join(GRACE_S if seconds is None else seconds)
     return results[0] if results else None
-
-
-def _dump_and_kill(pid: int, started: str) -> None:
-    """Have a silent process of this host dump its stacks, then end it."""
-    if not started or _start_time(pid) != started:  # ended meanwhile: the pid may be another's
-        return
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGUSR2)  # faulthandler's
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.5)
-        os.kill(pid, signal.SIGKILL)
-
-
-def _start_time(pid: int) -> str:
-    """The kernel's start time of a process, which with the pid names it for good."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[19]
-
-
-def _alive(pid: int, started: str) -> bool:
-    """Whether it runs; one that waits to be reaped does not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return fields[19] == started and fields[0] != "Z"
 
 
 def _main_thread_id() -> int:

@@ -31,10 +31,11 @@ from harness import load_script  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from common import dist as common_dist  # noqa: E402
-from common import environment, links, preflight, sweep, watchdog  # noqa: E402
+from common import environment, links, preflight, sweep  # noqa: E402
 from common.collective_case import derive as derive_collective  # noqa: E402
 from common.collective_case import scans  # noqa: E402
 from common.dist import CaseGroup, RankContext, gather_json  # noqa: E402
+from common.hang import publish_verdict, read_verdict  # noqa: E402
 from common.partition import partition  # noqa: E402
 from common.results import Report  # noqa: E402
 from common.sweep import Sweep  # noqa: E402
@@ -339,8 +340,8 @@ def hang(meter: Meter) -> None:
             store.set(f"phase/{rank}", json.dumps(who | phase | {"order": order}))
             if rank != 5:
                 store.set(f"answer/{rank}", "here")
-        watchdog.publish_verdict(store, meter.ranks, 300)
-        seen = [watchdog.read_verdict(store, rank) for rank in range(meter.ranks) if rank != 5]
+        publish_verdict(store, meter.ranks, 300)
+        seen = [read_verdict(store, rank) for rank in range(meter.ranks) if rank != 5]
         assert [speaks for _, speaks, _ in seen].count(True) == 1
         assert [silent for _, _, silent in seen if silent] == [[[1, "1"]]]
         assert "rank 9 on node-0001 did not arrive" in seen[0][0]

@@ -11,7 +11,9 @@ import pytest
 from torch.distributed import HashStore
 
 from common import watchdog
-from common.watchdog import _alive, _behind, _in_time, _start_time, _verdict
+from common.hang import behind_of, publish_verdict, read_verdict, verdict_of
+from common.process import alive, start_time
+from common.watchdog import _in_time
 
 
 def state(rank: int, changes: int = 3, case: str = "resnet 1M/2G", **more: Any) -> dict[str, Any]:
@@ -38,13 +40,13 @@ def state(rank: int, changes: int = 3, case: str = "resnet 1M/2G", **more: Any) 
     ],
 )
 def test_behind(states: list[dict[str, Any]], ranks: list[int]) -> None:
-    assert [found["rank"] for found in _behind(states)] == ranks
+    assert [found["rank"] for found in behind_of(states)] == ranks
 
 
 def test_verdict() -> None:
     gone = {"rank": 3, "host": "n1", "case": "vgg", "phase": "gather", "order": [0]}
     unknown = {"rank": 4, "host": "?", "case": "before the start", "phase": ""}
-    text = _verdict(300, [gone, unknown], [state(0), state(1, 2), state(2)])
+    text = verdict_of(300, [gone, unknown], [state(0), state(1, 2), state(2)])
     gone_text = "does not answer (stopped, dead or out of reach); last seen in case"
     assert text.splitlines() == [
         "HANG: no progress for 300 s",
@@ -59,7 +61,7 @@ def test_verdict() -> None:
 def test_verdict_of_a_large_job() -> None:
     """Who waits is shortened to 64 lines; who did not arrive is not."""
     states = [state(rank, 2 if rank >= 100 else 3) for rank in range(200)]
-    lines = _verdict(60, [], states).splitlines()
+    lines = verdict_of(60, [], states).splitlines()
     assert [line.split()[1] for line in lines if "did not arrive" in line] == [
         str(rank) for rank in range(100, 200)
     ]
@@ -74,21 +76,21 @@ def test_one_rank_makes_the_verdict_for_all() -> None:
         store.set(f"phase/{rank}", json.dumps(mine))
     for rank in (1, 2):
         store.set(f"answer/{rank}", "here")
-    watchdog.publish_verdict(store, 5, 60)
-    text, speaks, silent = watchdog.read_verdict(store, 1)
+    publish_verdict(store, 5, 60)
+    text, speaks, silent = read_verdict(store, 1)
     assert speaks
     assert silent == [[100, "0"]]  # on its host
     assert [line.split()[1] for line in text.splitlines()[1:]] == ["0", "3", "4", "1", "2"]
     assert not store.check(["all read"])
-    assert watchdog.read_verdict(store, 2) == ("HANG", False, [[103, "3"]])
+    assert read_verdict(store, 2) == ("HANG", False, [[103, "3"]])
     assert store.check(["all read"])  # by all who answer, so that the store's host may end
-    assert watchdog.read_verdict(store, 0) == (text, False, [])  # for its report, should it wake
+    assert read_verdict(store, 0) == (text, False, [])  # for its report, should it wake
 
 
 def test_nobody_answers() -> None:
     store = HashStore()
-    watchdog.publish_verdict(store, 2, 60)
-    text, _, silent = watchdog.read_verdict(store, 0)
+    publish_verdict(store, 2, 60)
+    text, _, silent = read_verdict(store, 0)
     assert text.count("does not answer") == 2
     assert silent == []
 
@@ -97,8 +99,8 @@ def test_start_time_names_a_process() -> None:
     ticks = os.sysconf("SC_CLK_TCK")
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     with subprocess.Popen(["sleep", "60"]) as child:
-        mine, its = int(_start_time(os.getpid())), int(_start_time(child.pid))
-        assert its == int(_start_time(child.pid))
+        mine, its = int(start_time(os.getpid())), int(start_time(child.pid))
+        assert its == int(start_time(child.pid))
         child.kill()
     assert mine <= its
     assert its / ticks == pytest.approx(uptime, abs=5)  # in ticks since the machine started
@@ -106,10 +108,10 @@ def test_start_time_names_a_process() -> None:
 
 def test_start_time_whatever_the_name_of_the_process() -> None:
     name = Path("/proc/self/comm")
-    before, plain = name.read_text(), _start_time(os.getpid())
+    before, plain = name.read_text(), start_time(os.getpid())
     try:
         name.write_text("a) S 1 2 (b")
-        assert _start_time(os.getpid()) == plain != ""
+        assert start_time(os.getpid()) == plain != ""
     finally:
         name.write_text(before.rstrip("\n"))
 
@@ -117,18 +119,18 @@ def test_start_time_whatever_the_name_of_the_process() -> None:
 def test_start_time_of_no_process() -> None:
     with subprocess.Popen(["true"]) as child:
         pass
-    assert _start_time(child.pid) == ""
+    assert start_time(child.pid) == ""
 
 
 def test_alive() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        started = _start_time(child.pid)
-        assert _alive(child.pid, started)
-        assert not _alive(child.pid, started + "1")  # the pid is another's by now
+        started = start_time(child.pid)
+        assert alive(child.pid, started)
+        assert not alive(child.pid, started + "1")  # the pid is another's by now
         child.kill()
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert not _alive(child.pid, started)  # ended, though not yet reaped
-    assert not _alive(child.pid, started)
+        assert not alive(child.pid, started)  # ended, though not yet reaped
+    assert not alive(child.pid, started)
 
 
 def test_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
