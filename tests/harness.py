@@ -15,6 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = str(ROOT / "benchmarks" / "ddp_sweep.py")
 CALIBRATE = str(ROOT / "benchmarks" / "calibrate.py")
@@ -22,6 +24,8 @@ COLLECTIVES = str(ROOT / "benchmarks" / "collectives.py")
 P2P_MATRIX = str(ROOT / "benchmarks" / "p2p_matrix.py")
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 READERS = ("ab", "compare", "report")  # those that torchrun does not start: they measure nothing
+SLOW = "SLOW_TESTS" in os.environ
+slow = pytest.mark.skipif(not SLOW, reason="set SLOW_TESTS=1")  # what others nearly show
 # the smallest sweep that still trains a real model
 TINY = ["--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2"]
 

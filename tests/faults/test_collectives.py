@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import COLLECTIVES, P2P_MATRIX, ROOT, launch, load, run, torchrun
+from harness import COLLECTIVES, P2P_MATRIX, ROOT, launch, load, run, slow, torchrun
 
 from common.bandwidth import COLLECTIVES as NAMES
 
@@ -37,7 +37,7 @@ def test_one_wrong_value_is_counted_in_every_operation(tmp_path: Path) -> None:
     assert "exitcode  : 1" in done.stderr
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=slow)])
 def test_a_size_that_fails_on_one_rank(tmp_path: Path, rank: int) -> None:
     """The groups are made anew, and the scan goes on."""
     path = tmp_path / "r.json"

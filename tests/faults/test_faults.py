@@ -22,6 +22,7 @@ from harness import (
     launch_without_torchrun,
     load,
     run,
+    slow,
     torchrun,
 )
 
@@ -39,8 +40,17 @@ def labels(path: Path) -> list[str]:
     return [case["key"]["label"] for case in load(path)["cases"]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("target", ["torchrun", "rank 0", "rank 1"])
+@pytest.mark.parametrize(
+    ("target", "number"),
+    [
+        ("torchrun", signal.SIGINT),
+        ("torchrun", signal.SIGTERM),
+        ("rank 0", signal.SIGINT),
+        pytest.param("rank 0", signal.SIGTERM, marks=slow),
+        pytest.param("rank 1", signal.SIGINT, marks=slow),
+        ("rank 1", signal.SIGTERM),
+    ],
+)
 def test_interrupted(tmp_path: Path, number: signal.Signals, target: str) -> None:
     path = tmp_path / "report.json"
     with launch(sweep(path)) as started:
@@ -201,7 +211,7 @@ def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=slow), 1])
 def test_a_case_that_fails_on_one_rank(tmp_path: Path, rank: int) -> None:
     """Its peers sit in a collective; they must not wait for ever, and the sweep must go on."""
     path = tmp_path / "report.json"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, TINY, load
+from harness import ROOT, TINY, load, slow
 from lab import Lab, wait_until, why_not
 
 pytestmark = [
@@ -108,9 +108,7 @@ TRIED = [
         name,
         wrapper,
         id=f"{name}, {wrapper.split('_')[1].split('.')[0]}",
-        marks=[]
-        if (name, wrapper) in FAST
-        else pytest.mark.skipif("SLOW_TESTS" not in os.environ, reason="set SLOW_TESTS=1"),
+        marks=[] if (name, wrapper) in FAST else slow,
     )
     for name in FAULTS
     for wrapper in (TORCHRUN, SRUN)
@@ -226,7 +224,7 @@ def test_a_fault(lab: Lab, tmp_path: Path, name: str, wrapper: str) -> None:
         assert report["status"] in ("running", "interrupted")
 
 
-@pytest.mark.skipif("SLOW_TESTS" not in os.environ, reason="set SLOW_TESTS=1")
+@slow
 @pytest.mark.parametrize("name", ["node killed", "packets lost, sweep"])
 def test_requeued_and_resumed(lab: Lab, tmp_path: Path, name: str) -> None:
     """By Slurm, once it takes the node for dead; by the wrapper, where it never does."""

@@ -1,7 +1,6 @@
 """The wrappers of launch/ on a real Slurm: what they run, in which order, and how they end."""
 
 import contextlib
-import os
 import shlex
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, TINY, environment, load
+from harness import ROOT, SLOW, TINY, environment, load, slow
 from lab import Lab, search_path, wait_until, why_not
 
 from common import results
@@ -39,7 +38,6 @@ COLLECTIVES = (
     "--max-seconds 0.001 --cache-warm --device cpu"
 )
 WRAPPERS = ("slurm_torchrun.sbatch", "slurm_srun.sbatch")
-SLOW = "SLOW_TESTS" in os.environ
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +239,7 @@ def nothing_left(lab: Lab) -> bool:
     "wrapper",
     [
         WRAPPERS[0],
-        pytest.param(WRAPPERS[1], marks=pytest.mark.skipif(not SLOW, reason="set SLOW_TESTS=1")),
+        pytest.param(WRAPPERS[1], marks=slow),
     ],
 )
 def test_time_limit_requeue_and_resume(lab: Lab, tmp_path: Path, wrapper: str) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import COLLECTIVES, load, run, torchrun
+from harness import COLLECTIVES, load, run, slow, torchrun
 
 from common import results
 from common.bandwidth import COLLECTIVES as NAMES
@@ -22,7 +22,7 @@ def scan(path: Path, nproc: int, *options: str) -> tuple[str, list[dict[str, Any
     return done.stdout, report["cases"]
 
 
-@pytest.mark.parametrize("nproc", [1, 2, 3, 4])
+@pytest.mark.parametrize("nproc", [1, 2, 3, pytest.param(4, marks=slow)])
 def test_every_operation(tmp_path: Path, nproc: int) -> None:
     options = ["--collective", "all", "-r", str(nproc - 1)]
     stdout, cases = scan(tmp_path / "a report.json", nproc, *options)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from harness import ROOT, load, run, torchrun
+from harness import ROOT, load, run, slow, torchrun
 
 from common import results
 
@@ -37,7 +37,10 @@ def test_ddp_rpc_in_every_way(tmp_path: Path) -> None:
     assert load(path)["cases"] == report["cases"]
 
 
-@pytest.mark.parametrize(("nproc", "trainers", "servers"), [(6, 3, 2), (3, 1, 1), (6, 1, 4)])
+@pytest.mark.parametrize(
+    ("nproc", "trainers", "servers"),
+    [(6, 3, 2), pytest.param(3, 1, 1, marks=slow), pytest.param(6, 1, 4, marks=slow)],
+)
 def test_ddp_rpc_in_any_ratio(tmp_path: Path, nproc: int, trainers: int, servers: int) -> None:
     path = tmp_path / "report.json"
     options = ["--number_trainers", str(trainers), "--number-ps", str(servers), "--sparse"]
@@ -47,7 +50,7 @@ def test_ddp_rpc_in_any_ratio(tmp_path: Path, nproc: int, trainers: int, servers
     assert [case["check"] for case in load(path)["cases"]] == ["passed"] * 2
 
 
-@pytest.mark.parametrize(("nproc", "size"), [(4, 3), (5, 2), (2, 1)])
+@pytest.mark.parametrize(("nproc", "size"), [pytest.param(4, 3, marks=slow), (5, 2), (2, 1)])
 def test_batch_update_ps(tmp_path: Path, nproc: int, size: int) -> None:
     path = tmp_path / "a report.json"
     options = ["--batch-update-size", str(size), "--iters", "40", "--device", "cpu"]
