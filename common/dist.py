@@ -7,7 +7,6 @@ group under test is made for one case, over exactly its ranks, and carries only 
 import contextlib
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from common import cli, job, preflight
 from common.network import interface_towards
+from common.restarts import connection, count_restarts, end_attempt, unless_started_again
 
 # Waits on the control group have no useful limit: ranks outside a case wait for all of it. A
 # hang is the watchdog's business, and it comes long before this.
@@ -134,19 +134,31 @@ def init(device: torch.device, backend: str, timeout: float = 300.0, part: int =
     if part and not shared:
         # rank 0 serves the store itself, and the part before may not have closed its port yet
         os.environ["MASTER_PORT"] = str(int(os.environ.get("MASTER_PORT", "29500")) + part)
-    # torchrun's store outlives a restart of the workers: without keys of their own the new ones
-    # would dial the ports of the dead (pytorch issue 135712). A store of rank 0's own is new each
-    # time, and the count of restarts need not be the same on all nodes then.
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if shared else 0
-    attempt = f"{restarts}.{part}"
     store: Store = HashStore()
-    peer, num_nodes = None, 1
+    attempt = f"0.{part}"
     if world_size > 1:
         preflight.check_master(timeout)
         store = _open_store(rank, timeout)
+    if world_size > 1 and shared:
+        # torchrun's store outlives a restart of the workers: without keys of their own the new
+        # ones would dial the ports of the dead (pytorch issue 135712). One of rank 0's is new.
+        restarts = count_restarts(rank, store)
+        attempt = f"{restarts}.{part}"
         store.set(f"part/{restarts}", str(part))
         if restarts and local_rank == 0:
-            _end_attempt(restarts - 1, store)
+            end_attempt(restarts - 1, store)
+    with unless_started_again(attempt, store):
+        num_nodes = _join(attempt, store, backend, timeout)
+    return RankContext(
+        rank, local_rank, world_size, local_world_size, num_nodes, device, backend, store, attempt
+    )
+
+
+def _join(attempt: str, store: Store, backend: str, timeout: float) -> int:
+    """Compare the nodes, and make the control group; how many nodes there are."""
+    rank, world_size, local_rank, local_world_size = world_from_environment()
+    peer, num_nodes = None, 1
+    if world_size > 1:
         row = preflight.describe_node(backend) if local_rank == 0 else None
         arrivals = PrefixStore(f"arrival/{attempt}", store)
         verdict = preflight.meet(arrivals, row, rank, world_size, timeout)
@@ -154,7 +166,7 @@ def init(device: torch.device, backend: str, timeout: float = 300.0, part: int =
         refused = verdict["problem"] or (None if off else verdict["difference"])
         if refused:
             cli.refuse(refused, known_to_all=True)
-        if verdict["warning"] and rank == 0 and part == 0:
+        if verdict["warning"] and rank == 0 and attempt.endswith(".0"):
             print(f"warning: {verdict['warning']}", file=sys.stderr, flush=True)
         peer, num_nodes = verdict["peer"], verdict["nodes"]
     # On one node nothing has to listen on an outside interface; on several both listen where the
@@ -175,9 +187,7 @@ def init(device: torch.device, backend: str, timeout: float = 300.0, part: int =
             world_size=world_size,
             timeout=FOREVER,
         )
-    return RankContext(
-        rank, local_rank, world_size, local_world_size, num_nodes, device, backend, store, attempt
-    )
+    return num_nodes
 
 
 def _open_store(rank: int, timeout: float) -> Store:
@@ -195,33 +205,12 @@ def _open_store(rank: int, timeout: float) -> Store:
         preflight.explain_no_store(error, timeout)
 
 
-def _end_attempt(restarts: int, store: Store) -> None:
-    """End the ranks of other nodes which do not know yet that this node's were started again.
-
-    They may wait in the store for a rank that died, which no connection tells them.
-    """
-    if store.check([f"part/{restarts}"]):
-        attempt = f"{restarts}.{store.get(f'part/{restarts}').decode()}"
-        reason = f"torchrun has started the ranks of {socket.gethostname()} again"
-        post_event(PrefixStore(f"watchdog/{attempt}", store), {"kind": "failed", "reason": reason})
-
-
-def post_event(store: Store, event: dict[str, Any]) -> None:
-    """Tell all ranks' watchdogs. store: as they have it. Raises RuntimeError where it is gone."""
-    store.set(f"event/{store.add('events', 1)}", json.dumps(event))
-
-
 def connect_store(ctx: RankContext, prefix: str) -> Store:
     """A connection of its own to the rendezvous store: a blocked one takes no second call.
 
     What a restart by torchrun finds there of the attempt before is under another prefix.
     """
-    store = ctx.store
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        store = TCPStore(store.host, store.port, is_master=False, timeout=timedelta(seconds=60))
-    return PrefixStore(f"{prefix}/{ctx.attempt}", store)
+    return PrefixStore(f"{prefix}/{ctx.attempt}", connection(ctx.store))
 
 
 def shutdown() -> None:

@@ -95,6 +95,11 @@ def agent_serves_store(variables: Variables) -> bool:
     return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def may_restart(variables: Variables) -> bool:
+    """Whether torchrun starts the ranks again where one fails."""
+    return int(variables.get("TORCHELASTIC_MAX_RESTARTS") or 0) > 0
+
+
 # -- Slurm and MPI ---------------------------------------------------------------------------------
 
 

@@ -5,12 +5,15 @@ import json
 import os
 import re
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from common.process import start_time
 
 SCHEMA = "torchrun-bench/1"
 STATUSES = ("running", "complete", "interrupted", "failed")
@@ -28,6 +31,8 @@ SAME_ENVIRONMENT = (
     "cpus",
     "threads_per_rank",
 )
+
+_LAUNCHER = os.getppid()  # of the run's first process, from which its parts are forked
 
 Case = dict[str, Any]
 # Further top-level keys, computed from the cases.
@@ -203,7 +208,7 @@ class Report:
             "benchmark": benchmark,
             "status": "running",
             "argv": sys.argv,
-            "run_id": os.environ.get("TORCHELASTIC_RUN_ID", os.environ.get("SLURM_JOB_ID")),
+            "run_id": _run_id(),
             "started_at": _now(),
             "finished_at": None,
             "environment": environment,
@@ -347,6 +352,15 @@ def _temporary(path: Path) -> Path:
 
 def _text(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
+
+
+def _run_id() -> str | None:
+    """Of this job, and the same after a restart by the launcher; None without one."""
+    given = os.environ.get("TORCHELASTIC_RUN_ID", os.environ.get("SLURM_JOB_ID"))
+    if given != "none":
+        return given
+    # torchrun's default is the same for all jobs; this job's agent is not
+    return f"{socket.gethostname()}-{_LAUNCHER}-{start_time(_LAUNCHER)}"
 
 
 def _now() -> str:

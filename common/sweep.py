@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from common import cli, results, turns
+from common import cli, job, results, turns
 from common.dist import (
     FOREVER,
     CaseGroup,
@@ -146,7 +146,8 @@ class Sweep:
             self.report = Report(self._args.json, self._benchmark, environment, self._extras)
             try:
                 refuse_shared_devices(environment, self.ctx.backend, self._tested)
-                self.report.open(self._args.resume, _restarted() or self._part.number > 0)
+                again = _restarted() or not self.ctx.attempt.startswith("0.")
+                self.report.open(self._args.resume, again or self._part.number > 0)
             except (ValueError, OSError) as error:
                 problem = problem or str(error)
         problem = self._contained(lambda: broadcast_json(problem))
@@ -452,6 +453,8 @@ class Sweep:
                 saved = self.report.finish(status, self._problem)
                 self._summary()
             self.status = 0 if saved and self._printed and not failed else 1
+        if job.may_restart(os.environ):  # then all agents are to start their ranks again, or none
+            self.status = self._contained(lambda: self.share(self.status))
         self._contained(shutdown)
         self.watch.stop()
 
@@ -501,6 +504,6 @@ def _root_cause(errors: list[tuple[int, str]], rows: list[Any]) -> str:
 
 
 def _restarted() -> bool:
-    """Whether torchrun has started the ranks again, or Slurm the job."""
+    """Whether torchrun has started the ranks again, or Slurm the job, as far as they count it."""
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
     return any(int(os.environ.get(name) or 0) > 0 for name in counts)

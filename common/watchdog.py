@@ -35,9 +35,10 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common import job
-from common.dist import FOREVER, PeerLost, RankContext, connect_store, post_event
+from common.dist import FOREVER, PeerLost, RankContext, connect_store
 from common.hang import publish_verdict, read_verdict, silence, state_of, where
 from common.process import alive, dump_and_kill, start_time
+from common.restarts import post_event
 
 HANG = 3  # exit status
 GRACE_S = 2.0  # for the answers to a roll call, and for a signal that explains a lost peer

@@ -129,18 +129,37 @@ def test_a_killed_rank_is_restarted_and_the_sweep_resumed(tmp_path: Path) -> Non
     assert report["started_at"] == first["started_at"]
 
 
-def test_two_agents_restart_together(tmp_path: Path) -> None:
-    """Also where rank 0 waits for the dead rank in the store, for as long as --timeout."""
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_agents_restart_together(tmp_path: Path, rendezvous: str) -> None:
+    """Although rank 0 waits for the dead rank in the store, for as long as --timeout.
+
+    With c10d one agent restarts for the other one's sake, and does not count that.
+    """
     path = tmp_path / "report.json"
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max-restarts", "1"]
-    agent += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--max-restarts", "2"]
+    port = free_port()
+    if rendezvous == "static":
+        agent += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--node-rank"]
+    else:
+        agent += [
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"127.0.0.1:{port}",
+            "--rdzv-id",
+            "x",
+        ]
+        agent += ["--local-addr", "127.0.0.1", "--monitor-interval"]
     driver = str(ROOT / "tests" / "faults" / "driver.py")
     script = [driver, *TINY, "--device", "cpu", "--iters", "6", "--json", str(path)]
-    command = ["env", "GLOO_SOCKET_IFNAME=lo", "DIE_ON_RANK=1", *agent, "--node-rank"]
+    command = ["env", "GLOO_SOCKET_IFNAME=lo", "DIE_ON_RANK=1", *agent]
+    # the last word is the node's number, or c10d's interval in seconds
     with launch([*command, "0", *script]) as first, launch([*command, "1", *script]) as second:
-        assert first.wait() == 0, first.output()
-        assert second.wait() == 0, second.output()
+        assert first.wait(200) == 0, first.output()  # --timeout is 300
+        assert second.wait(200) == 0, second.output()
     assert labels(path) == ["no ddp", "1M/1G", "2M/1G"]
+    assert load(path)["status"] == "complete"
+    assert not (tmp_path / "report.json.bak").exists()  # it was resumed
 
 
 def test_a_restart_leaves_the_report_of_another_job_alone(tmp_path: Path) -> None:
@@ -148,9 +167,12 @@ def test_a_restart_leaves_the_report_of_another_job_alone(tmp_path: Path) -> Non
     path = tmp_path / "report.json"
     options = ["--device", "cpu", "--iters", "6", "--no-breakdown", "--json", str(path)]
     command = [SWEEP, *TINY, *options]
-    assert run([*torchrun(1), *command]).returncode == 0
+    # not --standalone: torchrun's default id of a run is the same for all
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    assert run([*agent, "--master-port", str(free_port()), *command]).returncode == 0
     first = load(path)
-    again = run(["env", "TORCHELASTIC_RESTART_COUNT=1", sys.executable, *command])
+    restarted = ["env", "TORCHELASTIC_RESTART_COUNT=1", "TORCHELASTIC_RUN_ID=none"]
+    again = run([*restarted, sys.executable, *command])
     assert again.returncode == 0, again.stderr
     assert load(path)["cases"] != first["cases"]
     assert load(tmp_path / "report.json.bak") == first
@@ -159,7 +181,7 @@ def test_a_restart_leaves_the_report_of_another_job_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named(tmp_path: Path, stopped: int) -> None:
     path = tmp_path / "report.json"
-    with launch([*sweep(path, nproc=3), "--timeout", "6"]) as started:
+    with launch([*sweep(path, nproc=3), "--timeout", "15"]) as started:
         started.wait_for("1M/2G")
         time.sleep(1)
         ranks = started.ranks()
@@ -189,7 +211,7 @@ def test_a_stopped_rank_that_serves_the_store(tmp_path: Path) -> None:
     """Nobody can ask who else is there; each rank ends by itself, and says what it knows."""
     path = tmp_path / "report.json"
     script = [str(ROOT / "tests" / "faults" / "driver.py"), *LONG, "--json", str(path)]
-    with launch_without_torchrun(2, [*script, "--timeout", "4"]) as ranks:
+    with launch_without_torchrun(2, [*script, "--timeout", "10"]) as ranks:
         ranks[0].wait_for("1M/1G")
         time.sleep(1)
         os.kill(ranks[0].process.pid, signal.SIGSTOP)
@@ -204,9 +226,9 @@ def test_a_stopped_rank_that_serves_the_store(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    done = run(["env", "LATE_RANK=2", *sweep(path, nproc=3), "--timeout", "4"])
+    done = run(["env", "LATE_RANK=2", *sweep(path, nproc=3), "--timeout", "12"])
     assert done.returncode != 0
-    assert "HANG at the start: rank 2 of 3 did not arrive in 4 s" in done.stderr
+    assert "HANG at the start: rank 2 of 3 did not arrive in 12 s" in done.stderr
     assert "exitcode  : 3" in done.stderr
     assert not path.exists()
 

@@ -198,6 +198,21 @@ def test_mistakes_in_a_job(lab: Lab) -> None:
     assert "SLURM_JOB_ID is not set; start this with srun" in done.stderr
 
 
+def test_preflight_under_srun(lab: Lab) -> None:
+    """The layout; and without what makes one job of the tasks, that each is a world of one."""
+    alone = "python -m common.preflight"
+    words = f"salloc -N2 --ntasks-per-node=2 srun bash -c '. launch/slurm_env.sh && {alone}'"
+    status, stdout, stderr = in_salloc(lab, words)
+    assert status == 0, stderr
+    assert "4 ranks on 2 nodes, backend gloo: all met, nothing is wrong" in stdout
+    rows = [line.split() for line in stdout.splitlines() if line[:1].isdigit()][-4:]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert [row[2] for row in rows] == ["node1", "node1", "node2", "node2"], stdout
+    status, _, stderr = in_salloc(lab, f"salloc -N2 srun {alone}")
+    assert status == 2
+    assert "2 worlds of one" in stderr
+
+
 def test_the_variables_of_a_task(lab: Lab) -> None:
     """Of an uneven step, and sourced; what the site has set stays; a wrong order is refused."""
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE MASTER_ADDR"
