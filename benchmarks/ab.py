@@ -136,12 +136,14 @@ import json
 import shlex
 from dataclasses import dataclass
 
-from common import compare_text
-from common.campaign import Campaign, RunFailed, Slot, check_report
-from common.commands import Interrupted
-from common.compare import Comparison, compare, load_run
-from common.sides import Side, balanced_order, read_side
-from common.text import markdown, printable
+from common.commands import Interrupted, signals_blocked
+
+with signals_blocked():
+    from common import compare_text
+    from common.campaign import Campaign, RunFailed, Slot, check_report
+    from common.compare import Comparison, compare, load_run, missing_in_test
+    from common.sides import Side, balanced_order, read_side
+    from common.text import markdown, printable
 
 
 def planned_looks(first: int, most: int) -> list[int]:
@@ -210,7 +212,7 @@ def show(
     """The text to print in the format asked for, and the verdicts in it."""
     found, counts = result.comparison, (result.runs, result.runs)
     verdicts = {case.verdict for case in [*found.cases, *([found.mean] if found.mean else [])]}
-    if found.only_base or found.not_compared:
+    if missing_in_test(found):
         verdicts.add("missing")
     if args.format == "json":
         files = (paths(campaign, "a", result.runs), paths(campaign, "b", result.runs))

@@ -174,12 +174,17 @@ def check_ab_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     if any(word.split("=")[0] == "--json" for word in args.sweep):
         cli.refuse("--json has no effect after --: every run gets a report of its own")
     args.sweep = args.sweep or SWEEP
+    if args.ab and args.timeout == parser.get_default("timeout"):
+        args.timeout = None  # there it is the limit of a whole run
 
 
 if __name__ == "__main__":
     ARGS = parse_args()  # before the imports below, so that --help need not wait for them
     if ARGS.ab:
-        from common import error_rates
+        from common.commands import signals_blocked
+
+        with signals_blocked():
+            from common import error_rates
 
         sys.exit(error_rates.main(ARGS))
 

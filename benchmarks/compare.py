@@ -24,6 +24,7 @@ Written for this project. BSD-3-Clause.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -122,7 +123,7 @@ import json
 from typing import Any
 
 from common import compare_text, history_text
-from common.compare import compare
+from common.compare import compare, missing_in_test
 from common.history import find_all, load_all, parse_time, study
 from common.runs import Run, find_reports, identity, load_run, load_runs
 from common.text import printable
@@ -167,7 +168,7 @@ def compare_sides(args: argparse.Namespace) -> tuple[str, set[str]]:
         )
     found = compare(*sides, args.margin, args.single_run, args.paired, interleaved=args.interleaved)
     verdicts = {case.verdict for case in [*found.cases, *([found.mean] if found.mean else [])]}
-    if found.only_base or any(case.reason.startswith("TEST") for case in found.not_compared):
+    if missing_in_test(found):
         verdicts.add("missing")
     if args.format == "json":
         paths = ([run.path for run in sides[0]], [run.path for run in sides[1]])
@@ -179,12 +180,13 @@ def compare_sides(args: argparse.Namespace) -> tuple[str, set[str]]:
 def look_back(args: argparse.Namespace) -> tuple[str, set[str]]:
     """The same for a folder of reports over time."""
     folder = args.history
-    if not Path(folder).is_dir():
+    if not os.path.isdir(folder):
         raise ValueError(f"--history {folder}: expected a folder of reports")
+    files, closed = find_all(folder)
     runs, unread = load_all(
-        find_all(folder),
-        lambda path: load_run(path, args.measure, args.max_size, args.ignore_key),
+        files, lambda path: load_run(path, args.measure, args.max_size, args.ignore_key)
     )
+    unread = [*closed, *unread]
     if not runs:
         why = f"; {unread[0]}" if unread else ""
         raise ValueError(f"--history {folder}: there is no report in it that can be used{why}")
@@ -205,6 +207,8 @@ def main(args: argparse.Namespace) -> int:
         text, verdicts = look_back(args) if args.history is not None else compare_sides(args)
     except ValueError as error:
         cli.refuse(printable(str(error), 1000))
+    except MemoryError:
+        cli.refuse("there is not enough memory for these reports; give fewer at a time")
     return compare_text.conclude("compare.py", text, verdicts, args.fail_on)
 
 

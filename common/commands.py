@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -28,6 +28,19 @@ class Interrupted(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"interrupted by {signal.Signals(number).name}")
         self.status = 128 + number
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """For the import of numpy: its threads then leave the signals to those who wait for them.
+
+    OpenBLAS starts them at import, and does not block signals in them itself.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*SIGNALS, signal.SIGCHLD})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def defer_signals() -> set[int]:

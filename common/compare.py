@@ -69,6 +69,7 @@ class Unpaired:
     key: dict[str, Any]
     label: str
     reason: str
+    in_test: bool  # whether TEST has a time of it
 
 
 @dataclass(frozen=True)
@@ -129,8 +130,8 @@ def compare(
     decided = _decide([*compared, mean] if mean else compared, margin, looks)
     return Comparison(
         cases=decided[: len(compared)],
-        only_base=_alone(sides[0], sides[1]),
-        only_test=_alone(sides[1], sides[0]),
+        only_base=_alone(sides[0], sides[1], in_test=False),
+        only_test=_alone(sides[1], sides[0], in_test=True),
         not_compared=[result for result in results if isinstance(result, Unpaired)],
         differences=differences(base, test),
         mean=decided[-1] if mean else None,
@@ -175,14 +176,20 @@ def _by_case(runs: Sequence[Run]) -> dict[Name, list[RunCase | None]]:
     }
 
 
+def missing_in_test(found: Comparison) -> bool:
+    """Whether TEST lacks the time of a case."""
+    lost = (*found.only_base, *found.not_compared)
+    return any(not case.in_test for case in lost)
+
+
 def _alone(
-    mine: dict[Name, list[RunCase | None]], others: dict[Name, list[RunCase | None]]
+    mine: dict[Name, list[RunCase | None]], others: dict[Name, list[RunCase | None]], in_test: bool
 ) -> list[Unpaired]:
     found = []
     for name, row in mine.items():
         if name not in others:
             case = next(case for case in row if case is not None)
-            found.append(Unpaired(name[0], case.key, case.label, case.check))
+            found.append(Unpaired(name[0], case.key, case.label, case.check, in_test))
     return found
 
 
@@ -202,7 +209,8 @@ def _compare_case(
     for side, row, good in zip(("BASE", "TEST"), rows, timed, strict=True):
         without = [case for case in row if case and case.value_s is None]
         if not good:
-            return Unpaired(benchmark, first.key, first.label, f"{side}: {without[0].check}")
+            reason = f"{side}: {without[0].check}"
+            return Unpaired(benchmark, first.key, first.label, reason, bool(timed[1]))
         if without:
             notes.append(f"{side}: {len(without)} of {len(row)} runs: {without[0].check}")
         if None in row:
@@ -210,12 +218,13 @@ def _compare_case(
     measures = {case.measure for case in itertools.chain(*timed)}
     if len(measures) > 1:
         reason = f"different times were kept: {', '.join(sorted(measures))}"
-        return Unpaired(benchmark, first.key, first.label, reason)
+        return Unpaired(benchmark, first.key, first.label, reason, True)
     if paired:
         pairs = [(a, b) for a, b in zip(*rows, strict=False) if a and b]
         pairs = [(a, b) for a, b in pairs if a.value_s is not None and b.value_s is not None]
         if not pairs or len(rows[0]) != len(rows[1]):
-            return Unpaired(benchmark, first.key, first.label, "there is no pair with both")
+            reason = "there is no pair with both"
+            return Unpaired(benchmark, first.key, first.label, reason, True)
         timed = [[a for a, _ in pairs], [b for _, b in pairs]]
         ratios = np.array([_log_ratio(a, b, interleaved) for a, b in pairs])
     values = [np.log([float(case.value_s or 0) for case in side]) for side in timed]

@@ -69,12 +69,14 @@ class History:
     unread: list[str]  # why; each starts with its path
 
 
-def find_all(folder: str) -> list[str]:
-    """Every *.json in the folder and those below it."""
+def find_all(folder: str) -> tuple[list[str], list[str]]:
+    """Every *.json in the folder and those below it; and why others of these cannot be read."""
     found: list[Path] = []
-    for place, _, names in os.walk(folder):
+    closed: list[OSError] = []
+    for place, _, names in os.walk(folder, onerror=closed.append):
         found += [Path(place) / name for name in names if is_report_name(name)]
-    return sorted(str(path) for path in found if path.is_file())
+    unread = [f"{error.filename}: {error.strerror}" for error in closed]
+    return sorted(str(path) for path in found if os.path.isfile(path)), unread
 
 
 def load_all(paths: Iterable[str], load: Callable[[str], Run]) -> tuple[list[Run], list[str]]:
@@ -159,6 +161,8 @@ def _series(runs: Sequence[Run]) -> list[Series]:
         if own[-1] is not runs[-1]:
             last = runs[-1].cases.get(name)
             missing = "not measured" if last is None else last.check
+            if last is not None and last.value_s is not None:
+                missing = f"measured as {last.measure}"
         key, label = case.key, case.label
         series.append(
             Series(

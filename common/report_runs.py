@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from common import results
 
 MAX_BYTES = 2**29  # of a file: 1,000 cases x 64 ranks x 100 samples of three kinds are 0.4 GiB
+ESCAPED = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of Unicode
 LARGEST = 1e30  # of a number; a plot of larger ones would overflow
 POINTS = 40  # samples of a rank that are kept to be drawn
 QUARTILES = (5, 25, 50, 75, 95)
@@ -82,8 +83,8 @@ class Run:
 def text(value: Any, limit: int = 200, lines: bool = False) -> str:
     """Any value as one line (or `lines`) of characters that only show themselves.
 
-    Control characters, half surrogates and marks that turn the direction of the text around
-    become their escapes: they would end the file, or make a page say what it does not.
+    Control characters, half surrogates, marks that turn the direction of the text around, and what
+    XML forbids become their escapes: they would end the file, or make a page say what it does not.
     """
     if value is None:
         return "-"
@@ -100,7 +101,7 @@ def text(value: Any, limit: int = 200, lines: bool = False) -> str:
     for character in cut:
         if character in "\t\n\r":
             out.append(character if lines and character == "\n" else " ")
-        elif unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        elif unicodedata.category(character) in ESCAPED or character in "\ufffe\uffff":
             out.append(character.encode("unicode_escape").decode("ascii"))
         else:
             out.append(character)

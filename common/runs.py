@@ -3,6 +3,7 @@
 Reads this project's reports, and those of PyTorch's own benchmarks/distributed/ddp/benchmark.py.
 """
 
+import ctypes
 import functools
 import glob
 import hashlib
@@ -75,12 +76,12 @@ def find_reports(words: Sequence[str]) -> list[str]:
     """
     paths: list[str] = []
     for word in words:
-        if Path(word).is_dir():
-            found = sorted(
-                str(path)
-                for path in Path(word).iterdir()
-                if path.is_file() and is_report_name(path.name)
-            )
+        if os.path.isdir(word):
+            try:
+                inside = [path for path in Path(word).iterdir() if is_report_name(path.name)]
+            except OSError as error:
+                raise ValueError(f"{word}: {error.strerror}") from None
+            found = sorted(str(path) for path in inside if os.path.isfile(path))
             if not found:
                 raise ValueError(f"there is no *.json in the folder {word}")
         elif not os.path.lexists(word) and glob.has_magic(word):
@@ -150,21 +151,27 @@ def load_runs(
 ) -> list[Run]:
     """load_run of each; where there are large ones, two at a time: reading JSON fills one core."""
     load = functools.partial(load_run, measure=measure, max_bytes=max_bytes, ignore=ignore)
-    files = [path for path in paths if Path(path).is_file()]
-    large = [path for path in files if Path(path).stat().st_size > LARGE_BYTES]
+    files = [path for path in paths if os.path.isfile(path)]
+    large = [path for path in files if _stat(path).st_size > LARGE_BYTES]
     if len(large) < 2:
         return [load(path) for path in paths]
     fork = multiprocessing.get_context("fork")
-    # Ctrl-C is for this process
-    quiet = (signal.SIGINT, signal.SIG_IGN)
     try:
-        with ProcessPoolExecutor(2, fork, initializer=signal.signal, initargs=quiet) as pool:
+        with ProcessPoolExecutor(2, fork, _start_reader, (os.getpid(),)) as pool:
             return list(pool.map(load, paths))
     except BrokenProcessPool:
         raise ValueError(
             f"{large[0]}, or a report after it: the process that read it was killed, as happens "
             "where memory is short"
         ) from None
+
+
+def _start_reader(parent: int) -> None:
+    """In a process that reads for `parent`: Ctrl-C is for that one, and both end together."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(cli.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _without(run: Run, ignore: Sequence[str]) -> Run:

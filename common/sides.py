@@ -72,14 +72,14 @@ def environment_of(side: Side) -> dict[str, str]:
 def find_program(side: Side) -> str:
     """The path of the side's program. Raises ValueError where there is none."""
     venv = side.variables.get("VIRTUAL_ENV")
-    if venv is not None and not (Path(venv) / "bin" / "python").exists():
+    if venv is not None and not os.path.exists(Path(venv) / "bin" / "python"):
         raise ValueError(
             f"--{side.name}-env VIRTUAL_ENV={venv}: there is no {venv}/bin/python; make it with "
             f"python3 -m venv {venv}"
         )
     program = side.command[0]
     found = shutil.which(program, path=environment_of(side).get("PATH", os.defpath))
-    if found is None and Path(program).is_file():
+    if found is None and os.path.isfile(program):
         raise ValueError(
             f"--{side.name}: {program} cannot be executed; a script needs its interpreter, "
             f"e.g. --{side.name} 'python {program}'"

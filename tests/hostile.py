@@ -21,6 +21,7 @@ PAYLOADS = (
     "$\\frac{owned}{$ &lt;b&gt; &#60;i>",
     "a | b ` c | [d](javascript:alert(1)) **e** https://example.org www.example.org",
     "\x00\x1b[31m\r\n\u2028\ud800\u202edlrow",
+    "\ufffe\uffff\U0001ffff",
     "Ω " * 400,
 )
 KEPT = {"schema", "status", "benchmark", "check", "mode", "by"}

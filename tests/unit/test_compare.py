@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from harness import ROOT, load_script, run
+from harness import ROOT, alive, children, launch, load_script, run
+from lab import wait_until
 
 from common import runs as reports
 from common.compare import Comparison, compare
@@ -593,6 +594,39 @@ def test_fail_on_missing(tmp_path: Path) -> None:
     assert main(*test, "--test", *base, "--fail-on", "missing") == 0
 
 
+@pytest.mark.parametrize(
+    ("base_s", "test_s", "status"), [(0.1, None, 1), (None, 0.1, 0), (None, None, 1)]
+)
+def test_missing_is_what_test_has_no_time_of(
+    tmp_path: Path, base_s: float | None, test_s: float | None, status: int
+) -> None:
+    paths = []
+    for side, time in (("base", base_s), ("test", test_s)):
+        failed = {"check": "failed: no memory", "samples_s": []}
+        second = case("b") | failed if time is None else case("b", time)
+        paths.append(write(tmp_path / f"{side}.json", report(case("a"), second, argv=[side])))
+    assert main(paths[0], "--test", paths[1], "--fail-on", "missing") == status
+
+
+def test_whoever_reads_large_reports_ends_with_compare(tmp_path: Path) -> None:
+    """By Ctrl-C and by SIGKILL, in the middle: the pipe that stands for the first never ends."""
+    large = [
+        write(
+            tmp_path / f"{name}.json", json.dumps(report(case("a"))).ljust(reports.LARGE_BYTES + 1)
+        )
+        for name in ("one", "two")
+    ]
+    os.mkfifo(tmp_path / "pipe")
+    for number in (signal.SIGINT, signal.SIGKILL):
+        command = [sys.executable, SCRIPT, str(tmp_path / "pipe"), large[0], "--test", large[1]]
+        with launch(command) as started:
+            wait_until(lambda pid=started.process.pid: len(children(pid)) == 2, 60)  # type: ignore[misc]
+            readers = children(started.process.pid)
+            started.process.send_signal(number)
+            assert started.wait(20) == -number
+            wait_until(lambda pids=readers: not any(map(alive, pids)), 20)  # type: ignore[misc]
+
+
 def test_folders_patterns_and_links(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for side in ("old [1]", "new"):
         (tmp_path / side).mkdir()
@@ -677,6 +711,8 @@ def test_bad_reports(
         (["--history", "h", "--interleaved"], "--interleaved has no effect with --history"),
         (["--history", "h", "--test", "b"], "--test has no effect with --history"),
         (["--history", "missing"], "--history missing: expected a folder of reports"),
+        (["x" * 300, "--test", "good.json"], "x: File name too long"),
+        (["--history", "x" * 300], "x: expected a folder of reports"),
         (["--history", "empty"], "there is no report in it that can be used"),
         (["good.json", "--test", "big.json", "--max-size", "1K"], "has 0.00205 MB, over"),
         (["good.json", "--test", "other.json"], "no case is on both sides"),

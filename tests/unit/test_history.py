@@ -212,7 +212,7 @@ def main(*words: str) -> int:
 
 def test_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_folder(tmp_path)
-    runs, unread = load_all(find_all(str(tmp_path)), load_run)
+    runs, unread = load_all(find_all(str(tmp_path))[0], load_run)
     assert [run.started_at[8:10] for run in runs] == [f"{day + 1:02}" for day in range(12)]
     assert len(unread) == 4
     assert main("--history", str(tmp_path)) == 0
