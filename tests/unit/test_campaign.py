@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import load_script
+from harness import ROOT, load_script, run
 
 from common import busy_wait, error_rates
 from common.campaign import Campaign, load_campaign
+from common.commands import SIGNALS
 from common.compare import Comparison, Run, RunCase, compare
 from common.error_rates import is_slowed, share_interval, tally
 from common.sides import Side, balanced_order, environment_of, read_side
@@ -344,3 +345,22 @@ def test_the_busy_wait_is_a_share_of_each_step(monkeypatch: pytest.MonkeyPatch) 
     assert [seconds() for _ in range(3)] == pytest.approx([0.15, 0.3, 0.9], abs=1e-4)
     facts = wait.facts()
     assert facts == pytest.approx({"busy_wait_s": 0.15, "plain_step_s": 0.3}, abs=1e-4)
+
+
+def test_the_threads_of_numpy_leave_signals_alone() -> None:
+    """Else a Ctrl-C could reach one of them, and end ab.py where it sits."""
+    code = """
+import runpy, sys
+from pathlib import Path
+runpy.run_path(sys.argv[1])
+assert "numpy" in sys.modules
+for task in Path("/proc/self/task").iterdir():
+    fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
+    print(fields["SigBlk"].strip())
+"""
+    variables = ["env", "-u", "OMP_NUM_THREADS", "-u", "OPENBLAS_NUM_THREADS"]
+    done = run([*variables, sys.executable, "-c", code, str(ROOT / "benchmarks" / "ab.py")])
+    assert done.returncode == 0, done.stderr
+    main, *threads = (int(mask, 16) for mask in done.stdout.split())
+    assert main == 0
+    assert all(mask >> (number - 1) & 1 for mask in threads for number in SIGNALS)
