@@ -350,11 +350,12 @@ def test_the_busy_wait_is_a_share_of_each_step(monkeypatch: pytest.MonkeyPatch) 
 def test_the_threads_of_numpy_leave_signals_alone() -> None:
     """Else a Ctrl-C could reach one of them, and end ab.py where it sits."""
     code = """
-import runpy, sys
+import os, runpy, sys
 from pathlib import Path
 runpy.run_path(sys.argv[1])
 assert "numpy" in sys.modules
-for task in Path("/proc/self/task").iterdir():
+tasks = sorted(Path("/proc/self/task").iterdir(), key=lambda task: int(task.name) != os.getpid())
+for task in tasks:
     fields = dict(line.split(":", 1) for line in (task / "status").read_text().splitlines())
     print(fields["SigBlk"].strip())
 """
