@@ -149,12 +149,12 @@ def test_two_agents_restart_together(tmp_path: Path, rendezvous: str) -> None:
             "--rdzv-id",
             "x",
         ]
-        agent += ["--local-addr", "127.0.0.1", "--monitor-interval"]
+        agent += ["--local-addr", "127.0.0.1", "--monitor-interval"]  # in seconds
     driver = str(ROOT / "tests" / "faults" / "driver.py")
     script = [driver, *TINY, "--device", "cpu", "--iters", "6", "--json", str(path)]
     command = ["env", "GLOO_SOCKET_IFNAME=lo", "DIE_ON_RANK=1", *agent]
-    # the last word is the node's number, or c10d's interval in seconds
-    with launch([*command, "0", *script]) as first, launch([*command, "1", *script]) as second:
+    last = "0" if rendezvous == "static" else "1"
+    with launch([*command, last, *script]) as first, launch([*command, "1", *script]) as second:
         assert first.wait(200) == 0, first.output()  # --timeout is 300
         assert second.wait(200) == 0, second.output()
     assert labels(path) == ["no ddp", "1M/1G", "2M/1G"]

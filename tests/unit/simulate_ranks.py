@@ -11,6 +11,7 @@ With --json PATH the figures go there: a test compares two worlds.
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import sys
@@ -302,6 +303,7 @@ def p2p_matrix(meter: Meter, folder: Path) -> None:
                 links.pairs_of(ranks, number), members, args, torch.device("cpu"), group, print_none
             )
             met.add(outcome.facts["peer"])
+            gc.collect()  # not the memory of two rounds, whenever that is done by itself
         assert len(met) == len(numbers)
         sent = len(json.dumps(outcome.facts))
         assert sent < 500
