@@ -86,7 +86,7 @@ def mutated(document: dict[str, Any], seed: int) -> dict[str, Any]:
         case["key"] = {name: walk(v) for name, v in case["key"].items()}
         case["metrics"] = {name: walk(v) for name, v in case["metrics"].items()}
         for name in ("label", "other_samples_s", "rounds"):
-            case[name] = walk(case[name])
+            case[name] = walk(case.get(name))
         case["stop"] = {name: walk(v) for name, v in case["stop"].items()}
     found["environment"] = {name: walk(v) for name, v in found["environment"].items()}
     for name in ("finished_at", "reason", "run_id"):

@@ -129,7 +129,7 @@ def test_a_killed_rank_is_restarted_and_the_sweep_resumed(tmp_path: Path) -> Non
     assert report["started_at"] == first["started_at"]
 
 
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+@pytest.mark.parametrize("rendezvous", [pytest.param("static", marks=slow), "c10d"])
 def test_two_agents_restart_together(tmp_path: Path, rendezvous: str) -> None:
     """Although rank 0 waits for the dead rank in the store, for as long as --timeout.
 
@@ -261,7 +261,7 @@ def test_parameters_that_differ_fail_the_case(tmp_path: Path) -> None:
     assert "the parameters of rank 1 differ from rank 0's" in checks["1M/2G"]
 
 
-@pytest.mark.parametrize("sink", ["> /dev/full", "| head -n 1"])
+@pytest.mark.parametrize("sink", ["> /dev/full", pytest.param("| head -n 1", marks=slow)])
 def test_without_a_stdout_the_report_is_still_complete(tmp_path: Path, sink: str) -> None:
     path = tmp_path / "report.json"
     options = [*TINY, "--device", "cpu", "--iters", "6", "--json", str(path)]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import P2P_MATRIX, ROOT, free_port, launch, load, run, torchrun
+from harness import P2P_MATRIX, ROOT, free_port, launch, load, run, slow, torchrun
 
 from common import results
 
@@ -15,7 +15,9 @@ def links(report: dict[str, Any]) -> list[list[float]]:
     return [link for case in report["cases"] for link in case["metrics"]["links"]]
 
 
-@pytest.mark.parametrize(("nproc", "serial"), [(2, False), (3, True), (16, False)])
+@pytest.mark.parametrize(
+    ("nproc", "serial"), [pytest.param(2, False, marks=slow), (3, True), (16, False)]
+)
 def test_every_pair(tmp_path: Path, nproc: int, serial: bool) -> None:
     path = tmp_path / "a report.json"
     options = [*QUICK, "--json", str(path), *(["--serial"] if serial else [])]
