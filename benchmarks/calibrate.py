@@ -78,8 +78,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     cli.add_report_flags(parser)
     add_ab_flags(parser)
+    parser.set_defaults(timeout=None)
     args = parser.parse_args(argv)
     check_ab_flags(parser, args)
+    if not args.ab:  # there it is the limit of a whole run, and none by default
+        args.timeout = args.timeout or cli.TIMEOUT_S
     if args.seconds != [1.0, 2.0, 5.0, 10.0] and "resolution" not in args.modes:
         cli.refuse("--seconds has no effect without --modes resolution")
     if args.step_ms != 1.0 and not {"perturbation", "resolution"} & set(args.modes):
@@ -95,7 +98,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def add_ab_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("comparisons of runs").add_argument
-    add("--ab", action="store_true", help="how often do comparisons of real runs err?")
+    about_ab = (
+        "how often do comparisons of real runs err? (--timeout: of a whole run; default: none)"
+    )
+    add("--ab", action="store_true", help=about_ab)
     add("--out", metavar="DIR", help="keep the runs here, with --ab")
     add("--campaigns", type=cli.positive_int, metavar="N", help="(default: 40)")
     add("--runs", type=cli.positive_int, metavar="N", help="of a kind, a campaign (default: 6)")
@@ -174,8 +180,6 @@ def check_ab_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
     if any(word.split("=")[0] == "--json" for word in args.sweep):
         cli.refuse("--json has no effect after --: every run gets a report of its own")
     args.sweep = args.sweep or SWEEP
-    if args.ab and args.timeout == parser.get_default("timeout"):
-        args.timeout = None  # there it is the limit of a whole run
 
 
 if __name__ == "__main__":

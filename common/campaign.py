@@ -17,6 +17,7 @@ import shlex
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -160,11 +161,13 @@ class Campaign:
             if all(self.done(*slot) for slot in row):
                 continue
             seconds = self.run(row)
-            times = [run["seconds"] for run in self.finished()]
-            left = (planned - len(times)) * sum(times) / len(times) / len(row)
+            done = self.finished()
+            together = Counter(run["number"] for run in done) if self._interleave else {}
+            spent = sum(run["seconds"] / together.get(run["number"], 1) for run in done)
+            left = (planned - len(done)) * spent / len(done)
             names = ", ".join(f"{side}-{number:02d}" for side, number in row)
             _tell(
-                f"{names} took {seconds:.1f} s; {len(times)} of {planned} runs, "
+                f"{names} took {seconds:.1f} s; {len(done)} of {planned} runs, "
                 f"about {left / 60:.1f} min to go"
             )
 

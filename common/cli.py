@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 from common import job
 
 USAGE_ERROR = 2
+TIMEOUT_S = 300.0  # --timeout
 PR_SET_PDEATHSIG = 1  # of Linux
 BACKENDS = ("gloo", "nccl", "ucc", "mpi")
 
@@ -326,7 +327,7 @@ def add_report_flags(
         *timeout,
         dest="timeout",
         type=positive_float,
-        default=300.0,
+        default=TIMEOUT_S,
         metavar="S",
         help="after S seconds without progress name who hangs, and end (default: 300)",
     )

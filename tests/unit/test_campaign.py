@@ -365,3 +365,10 @@ for task in tasks:
     main, *threads = (int(mask, 16) for mask in done.stdout.split())
     assert main == 0
     assert all(mask >> (number - 1) & 1 for mask in threads for number in SIGNALS)
+
+
+def test_a_run_has_no_limit_of_time_unless_one_is_given() -> None:
+    parse = load_script("calibrate").parse_args
+    assert parse([]).timeout == 300
+    assert parse(["--ab", "--out", "x"]).timeout is None
+    assert parse(["--ab", "--out", "x", "--timeout", "300"]).timeout == 300
