@@ -1,122 +1,188 @@
-"""What the numbers were measured on: versions, devices, topology, launcher."""
+"""What the numbers were measured on, and whether the ranks and nodes fit together."""
 
-import hashlib
 import os
 import platform
 import re
 import socket
 import subprocess
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import psutil
 import torch
 
-from common.dist import RankContext, gather_json
+from common.dist import Job, gather
 
-PREFIXES = ("NCCL_", "GLOO_", "TP_", "OMP_", "MKL_", "TORCH_", "CUDA_", "SLURM_JOB_", "KMP_")
+# variables that change what is measured, or that tell runs apart
+PREFIXES = (
+    *("NCCL_", "GLOO_", "TP_", "OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_TF32"),
+    *("CUBLAS_", "CUDNN_", "TRITON_", "UCX_", "FI_", "NVSHMEM_", "SLURM_JOB_"),
+)
+PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")  # these tell nothing
+GPU_STATE = (
+    *("index", "uuid", "pci.bus_id", "name", "driver_version", "mig.mode.current"),
+    *("ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "power.limit"),
+    *("clocks.current.sm", "clocks.max.sm", "clocks.current.memory", "temperature.gpu"),
+    "clocks_event_reasons.active",
+)
+# bits of clocks_event_reasons.active that slow a GPU down: NVML's nvmlClocksEventReasons
+THROTTLED = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
 
 
-def collect(ctx: RankContext) -> dict[str, Any] | None:
-    """The report's `environment`, on rank 0; None elsewhere. All ranks must call it.
+def collect(job: Job) -> dict[str, Any] | None:
+    """The report's environment, on rank 0; None elsewhere. All ranks call it.
 
-    `ranks[]` has rank, local_rank, node, host, device, cores and threads of each rank;
-    `topologies[]` has the text of each node, by node.
+    `ranks` has a row for each rank; `gpus` and `topologies` an entry for each node.
     """
-    mine = _this_rank(ctx)
-    rows = gather_json(mine)
+    cuda = job.device.type == "cuda"
+    first = job.local_rank == 0
+    p = torch.cuda.get_device_properties(job.device) if cuda else None
+    rows = gather(
+        {
+            "rank": job.rank,
+            "local_rank": job.local_rank,
+            "host": socket.gethostname(),
+            "device": p.name if p else cpu_model(),
+            "uuid": str(p.uuid) if p else "",
+            "cores": len(os.sched_getaffinity(0)),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
+            "topology": topology(cuda) if first else "",
+            "gpus": gpu_state() if first and cuda else [],
+        }
+    )
     if rows is None:
         return None
     leaders = [row for row in rows if row["local_rank"] == 0]
-    cuda = any(row["cuda"] for row in rows)  # servers may be on the CPU and trainers not
-    for node, leader in enumerate(leaders):
-        last = leaders[node + 1]["rank"] if node + 1 < len(leaders) else len(rows)
-        for row in rows[leader["rank"] : last]:
-            row["node"] = node
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "nccl": next((row["nccl"] for row in rows if row["nccl"]), None),
-        "driver": _driver() if cuda else None,
+        "nccl": rows[0]["nccl"] or None,
+        # torch 2.15 has a second implementation of NCCL's backend, and makes it the default
+        "nccl_backend": os.environ.get("TORCH_DIST_USE_NCCL2", "default") if cuda else None,
         "python": platform.python_version(),
-        "numpy": np.__version__,
         "os": platform.platform(),
         "launcher": launcher(),
-        "world_size": ctx.world_size,
-        "local_world_size": ctx.local_world_size,
-        "num_nodes": ctx.num_nodes,
+        "backend": job.backend,
+        "world_size": job.world_size,
+        "local_world_size": job.local_world_size,
+        "num_nodes": len(leaders),
         "hosts": [leader["host"] for leader in leaders],
         "devices": sorted({row["device"] for row in rows}),
-        "cpus": sorted({leader["cpu"]["model"] for leader in leaders}),
-        "threads_per_rank": sorted({row["threads"] for row in rows}),
-        "ranks": [
-            {
-                name: row[name]
-                for name in (
-                    "rank",
-                    "local_rank",
-                    "node",
-                    "host",
-                    "device",
-                    "uuid",
-                    "cores",
-                    "threads",
-                )
-            }
-            for row in rows
-        ],
         "topologies": [leader["topology"] for leader in leaders],
-        "differences": _differences(leaders),
+        "gpus": [leader["gpus"] for leader in leaders],
+        "ranks": [{k: v for k, v in row.items() if k not in ("topology", "gpus")} for row in rows],
+        "differences": differences(leaders),
         "variables": {
-            name: os.environ[name] for name in sorted(os.environ) if name.startswith(PREFIXES)
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(PREFIXES) and name not in PER_RUN
         },
     }
 
 
-def _this_rank(ctx: RankContext) -> dict[str, Any]:
-    cuda = ctx.device.type == "cuda"
-    cpu = _cpu()
-    leader = ctx.local_rank == 0
-    return {
-        "rank": ctx.rank,
-        "local_rank": ctx.local_rank,
-        "cuda": cuda,
-        "host": socket.gethostname(),
-        "device": torch.cuda.get_device_name(ctx.device) if cuda else cpu["model"],
-        "uuid": str(getattr(torch.cuda.get_device_properties(ctx.device), "uuid", ""))
-        if cuda
-        else "",
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "cpu": cpu,
-        "torch": torch.__version__,
-        "nccl": _nccl_version() if cuda else None,
-        "topology": _topology(cuda, cpu) if leader else None,
-    }
+def gpus_after(job: Job) -> list[list[dict[str, str]]] | None:
+    """The state of the GPUs of each node at the end, on rank 0. All ranks call it."""
+    rows = gather(gpu_state() if job.local_rank == 0 and job.device.type == "cuda" else None)
+    return [row for row in rows if row] if rows else None
 
 
-def refuse_shared_devices(
-    environment: dict[str, Any], backend: str, tested: Sequence[int] | None = None
-) -> None:
-    """Raise ValueError where two ranks of a node have one device, which nccl cannot serve.
+def problem(found: dict[str, Any], tested: range | None = None) -> str | None:
+    """What must not be measured: ranks that share a GPU under NCCL, nodes with another torch.
 
-    tested: the ranks that nccl is used on; None for all.
+    tested: the ranks that the groups under test may hold; None for all.
     """
-    owners: dict[tuple[int, str], int] = {}
-    for row in environment["ranks"] if backend == "nccl" else []:
-        if tested is not None and row["rank"] not in tested:
+    for name in ("torch", "nccl"):
+        counts = Counter(row[name] for row in found["ranks"])
+        if len(counts) > 1:
+            odd = counts.most_common()[-1][0]
+            host = next(row["host"] for row in found["ranks"] if row[name] == odd)
+            return f"{name} is {odd} on {host}, {counts.most_common(1)[0][0]} elsewhere"
+    shared = sharing(found, tested)
+    if shared and found["backend"] == "nccl":
+        return (
+            f"{shared}, which nccl cannot; start fewer ranks, give each task its own device (srun "
+            "--gpus-per-node), or try --backend gloo"
+        )
+    return None
+
+
+def sharing(found: dict[str, Any], tested: range | None = None) -> str | None:
+    """`ranks 0 and 1 share a GPU on host`; None where each has its own."""
+    owners: dict[tuple[str, str], int] = {}
+    for row in found["ranks"]:
+        if not row["uuid"] or (tested is not None and row["rank"] not in tested):
             continue
-        device = (row["node"], row["uuid"])
-        if row["uuid"] and device in owners:
-            raise ValueError(
-                f"ranks {owners[device]} and {row['rank']} share a device on {row['host']}, and "
-                "nccl needs one for every rank; start fewer ranks, give each task its own (srun "
-                "--gpus-per-node, not one CUDA_VISIBLE_DEVICES for all), or try "
-                "--distributed-backend gloo"
-            )
-        owners[device] = row["rank"]
+        other = owners.setdefault((row["host"], row["uuid"]), row["rank"])
+        if other != row["rank"]:
+            return f"ranks {other} and {row['rank']} share a GPU on {row['host']}"
+    return None
+
+
+def warnings(found: dict[str, Any]) -> list[str]:
+    """What a reader of the numbers should know: nodes that differ, throttled GPUs, few cores."""
+    lines = list(found["differences"])
+    if shared := sharing(found):
+        lines.append(f"{shared}: their times include each other's turns")
+    for row in found["ranks"]:
+        if row["uuid"] and row["cores"] == 1:
+            lines.append(f"rank {row['rank']} has 1 core for its GPU; see srun --cpus-per-task")
+            break
+    return lines + throttled(found["hosts"], found["gpus"])
+
+
+def throttled(hosts: list[str], gpus: list[list[dict[str, str]]]) -> list[str]:
+    """A line for each GPU that runs slower than it could, with the reason. gpus: by node."""
+    lines = []
+    for host, node in zip(hosts, gpus, strict=False):
+        for gpu in node:
+            text = gpu["clocks_event_reasons.active"]
+            bits = int(text, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", text) else 0
+            if reasons := [name for bit, name in THROTTLED.items() if bits & bit]:
+                lines.append(f"GPU {gpu['index']} of {host} is throttled: {', '.join(reasons)}")
+    return lines
+
+
+def differences(leaders: list[dict[str, Any]]) -> list[str]:
+    """A line for each node that is unlike most of the others."""
+    lines = []
+    for name in ("device", "cores", "topology"):
+        usual, _ = Counter(str(leader[name]) for leader in leaders).most_common(1)[0]
+        for leader in leaders:
+            if (value := str(leader[name])) != usual:
+                texts = (value, usual) if len(value + usual) < 120 else ("another one", "this one")
+                lines.append(f"{name} of {leader['host']} is {texts[0]}, elsewhere {texts[1]}")
+    return lines
+
+
+def preamble(name: str, found: dict[str, Any]) -> str:
+    """The `#` lines above the tables: versions, a line a rank up to 64, each topology once."""
+    cuda = f", CUDA {found['cuda']}, NCCL {found['nccl']}" if found["cuda"] else ""
+    count, nodes = found["world_size"], found["num_nodes"]
+    lines = [
+        f"torchrun-bench {name}",
+        f"PyTorch {found['torch']}{cuda}, Python {found['python']}, backend {found['backend']}",
+        f"{count} rank{'s' * (count > 1)} on {nodes} node{'s' * (nodes > 1)}, started by "
+        f"{found['launcher']}",
+    ]
+    for row in found["ranks"][:64]:
+        lines.append(
+            f"rank {row['rank']}: {row['host']}, {row['device']}, {row['cores']} cores, "
+            f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
+        )
+    if count > 64:
+        lines.append(f"... and {count - 64} more ranks")
+    for text in dict.fromkeys(found["topologies"]):
+        lines += text.splitlines()
+    return "\n".join(f"# {line}" for line in lines)
 
 
 def launcher() -> str:
@@ -126,115 +192,31 @@ def launcher() -> str:
     return "srun" if "SLURM_PROCID" in os.environ and "RANK" in os.environ else "python"
 
 
-def _cpu() -> dict[str, Any]:
-    """Model, sockets, physical cores, logical CPUs and NUMA nodes of this host, from Linux."""
-    text = Path("/proc/cpuinfo").read_text()
-    found = re.search(r"^model name\s*: (.+)$", text, re.MULTILINE)
-    model = found[1].strip() if found else platform.machine()
-    places: list[tuple[str, str]] = []
-    for block in text.split("\n\n"):
-        ids = dict(re.findall(r"^(physical id|core id)\s*: (\d+)$", block, re.MULTILINE))
-        if block.strip():
-            places.append((ids.get("physical id", "0"), ids.get("core id", str(len(places)))))
-    nodes = list(Path("/sys/devices/system/node").glob("node[0-9]*"))
-    return {
-        "model": model,
-        "sockets": len({socket_id for socket_id, _ in places}) or 1,
-        "cores": len(set(places)),
-        "cpus": len(places) or os.cpu_count(),
-        "numa_nodes": len(nodes) or 1,
-    }
-
-
-def _topology(cuda: bool, cpu: dict[str, Any]) -> str:
+def topology(cuda: bool) -> str:
     """How the devices of this node hang together, as text."""
-    if cuda:
-        text = _run(["nvidia-smi", "topo", "-m"])
-        if text:
-            return re.sub(r"\x1b\[[0-9;]*m", "", text)  # it underlines its header
-    return (
-        f"{cpu['model']}: {_count(cpu['sockets'], 'socket')}, {_count(cpu['cores'], 'core')}, "
-        f"{_count(cpu['cpus'], 'CPU')}, {_count(cpu['numa_nodes'], 'NUMA node')}"
-    )
+    if cuda and (text := run(["nvidia-smi", "topo", "-m"])):
+        return re.sub(r"\x1b\[[0-9;]*m", "", text)  # it underlines its header
+    numa = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
+    cores, cpus = psutil.cpu_count(logical=False) or "?", psutil.cpu_count()
+    return f"{cpu_model()}: {cores} cores, {cpus} CPUs, {numa} NUMA node{'s' * (numa > 1)}"
 
 
-def _nccl_version() -> str:
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+def gpu_state() -> list[dict[str, str]]:
+    """What nvidia-smi says of each GPU of this node; empty where it says nothing."""
+    text = run(["nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader"])
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [dict(zip(GPU_STATE, row, strict=True)) for row in rows if len(row) == len(GPU_STATE)]
 
 
-def _driver() -> str | None:
-    text = _run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return text.splitlines()[0].strip() if text else None
+def cpu_model() -> str:
+    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
-def _run(command: list[str]) -> str | None:
-    """The command's output, or None where it is absent, slow or failing."""
+def run(command: list[str]) -> str:
+    """A command's output; nothing where it is absent, slow or failing."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
-
-
-def _differences(leaders: list[dict[str, Any]]) -> list[str]:
-    """One line for each node that is unlike most of the others, naming what differs."""
-    lines = []
-    for name in ("device", "cpu", "torch", "nccl", "topology"):
-        values = [str(leader[name]) for leader in leaders]
-        usual, _ = Counter(values).most_common(1)[0]
-        for node, (leader, value) in enumerate(zip(leaders, values, strict=True)):
-            if value != usual:
-                lines.append(
-                    f"node {node} ({leader['host']}): {name} differs: {_short(value)}, "
-                    f"others have {_short(usual)}"
-                )
-    return lines
-
-
-def _short(text: str) -> str:
-    if len(text) <= 60 and "\n" not in text:
-        return text
-    return f"text with digest {hashlib.sha256(text.encode()).hexdigest()[:8]}"
-
-
-def preamble(benchmark: str, environment: dict[str, Any], backend: str) -> str:
-    """The `#` lines over the tables: versions, one line a rank up to 64, each topology once."""
-    env = environment
-    cuda = (
-        f", CUDA {env['cuda']}, NCCL {env['nccl']}, driver {env['driver']}" if env["cuda"] else ""
-    )
-    lines = [
-        f"torchrun-bench {benchmark}",
-        f"PyTorch {env['torch']}{cuda}, Python {env['python']}, backend {backend}",
-        f"{_count(env['world_size'], 'rank')} on {_count(env['num_nodes'], 'node')}, "
-        f"started by {env['launcher']}",
-    ]
-    for row in env["ranks"][:64]:
-        lines.append(
-            f"rank {row['rank']}: {row['host']}, {row['device']}, "
-            f"{_count(row['cores'], 'core')}, {_count(row['threads'], 'thread')}"
-        )
-    if len(env["ranks"]) > 64:
-        lines.append(f"... and {_count(len(env['ranks']) - 64, 'more rank')}")
-    nodes_with: dict[str, list[int]] = {}
-    for i, text in enumerate(env["topologies"]):
-        nodes_with.setdefault(text, []).append(i)
-    for text, nodes in nodes_with.items():
-        lines.append(f"topology of node {_runs(nodes)}:")
-        lines += text.splitlines()
-    return "\n".join(f"# {line}" for line in lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _runs(numbers: list[int]) -> str:
-    """`0-3,7` for [0, 1, 2, 3, 7]; the numbers ascend."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+        return ""
+    return done.stdout.strip()

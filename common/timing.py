@@ -1,14 +1,8 @@
-"""The timed loop: warm-up, interleaved blocks, and the rule that ends them.
-
-A case is timed in rounds. A round has one block of each step to be compared (say: the training
-step, the same without communication, the communication alone), forwards in one round and
-backwards in the next, so that a drift of the machine hits all of them alike.
-"""
+"""The timed loop of all scripts: alternating blocks of the steps to compare, and when to stop."""
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -18,157 +12,194 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from common.dist import CaseGroup, broadcast_int, gather_rows, reduce_max
+from common.dist import Group
 from common.stats import relative_ci95
 
-ROUNDS = 12  # planned within the budget, if the rule has no other number
-MIN_ROUNDS = 6  # fewer give no 95 % interval of the differences between the steps
-LEAD_IN = 1  # untimed iterations that start a block: caches and queues as the step leaves them
-
 Step = Callable[[], object]
+
+ROUNDS = 12  # that a case's budget is planned for
+MIN_ROUNDS = 6  # fewer give no 95 % interval of a difference between steps
+LEAD_IN = 1  # untimed iterations that start a block: caches and queues as the step leaves them
 
 
 @dataclass(frozen=True)
 class StopRule:
-    """When a case has been timed for long enough."""
+    """When a case has been timed for long enough; see the flags of common/cli.py.
 
-    warmup_iters: int
-    iters: int | None  # exactly so many; the other three are then unused
-    min_iters: int
-    target_ci: float  # half the 95 % interval of the median over the median
-    max_seconds: float
-    max_block_s: float = 75.0  # longer blocks are cut, so that the watchdog sees progress
-    rounds: int = ROUNDS  # planned within the budget, or for `iters`
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What a group measured, in seconds. Samples and stop are empty but on its first rank."""
-
-    samples: dict[str, NDArray[np.float64]]  # per step: [ranks, iterations]
-    own: dict[str, list[float]]  # per step: this rank's iterations
-    rounds: list[int]  # iterations of each round, alike for all steps and ranks
-    warmup: dict[str, list[float]]  # per step: this rank's iterations before the timed ones
-    stop: dict[str, Any]  # rule, iterations, ci95_rel
-
-
-def time_block(step: Step, iters: int, device: torch.device) -> list[float]:
-    """Seconds of each of `iters` successive calls of `step`.
-
-    On CUDA: the time between events on the current stream, with one synchronize at the end, so
-    that launches stay as asynchronous as in training. On the CPU: perf_counter.
+    rounds: if given, exactly so many. longest_block_s: a block is one phase to the watchdog.
     """
-    if device.type == "cuda":
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(iters + 1)]  # type: ignore[no-untyped-call]
-        events[0].record()
-        for event in events[1:]:
-            step()
-            event.record()
-        torch.cuda.synchronize(device)
-        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
-    stamps = [perf_counter()]
+
+    warmup_iters: int = 5
+    iters: int | None = None
+    min_iters: int = 20
+    target_ci: float = 0.02
+    max_seconds: float = 5.0
+    rounds: int | None = None
+    longest_block_s: float = 75.0
+
+
+@dataclass
+class Timing:
+    """samples_s: for each step [ranks, iterations], on the group's first rank alone.
+
+    launch_share: on CUDA, for each step, how much of the device's time the host took to launch it.
+    """
+
+    samples_s: dict[str, NDArray[np.float64]]
+    rounds: list[int]
+    stop: str
+    launch_share: dict[str, float] = field(default_factory=dict)
+
+
+def time_block(
+    step: Step, iters: int, device: torch.device, calls: int = 1
+) -> tuple[list[float], float]:
+    """Seconds of each of `iters` samples, and of the host until all were launched.
+
+    A sample is the mean of `calls` successive calls. On CUDA it is the time between two events on
+    the current stream, with one synchronize at the end, so that launches stay asynchronous.
+    """
+    cuda = device.type == "cuda"
+
+    def stamp() -> Any:
+        if not cuda:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    start = perf_counter()
+    stamps = [stamp()]
     for _ in range(iters):
-        step()
-        stamps.append(perf_counter())
-    return [b - a for a, b in pairwise(stamps)]
+        for _ in range(calls):
+            step()
+        stamps.append(stamp())
+    host_s = perf_counter() - start
+    if cuda:
+        torch.cuda.synchronize(device)
+        return [a.elapsed_time(b) / 1e3 / calls for a, b in pairwise(stamps)], host_s
+    return [(b - a) / calls for a, b in pairwise(stamps)], host_s
 
 
-def measure(
+def time_steps(
     steps: dict[str, Step],
-    group: CaseGroup,
+    group: Group,
     device: torch.device,
     rule: StopRule,
+    calls: int = 1,
     progress: Callable[[str], None] = lambda phase: None,
-) -> Measurement:
-    """Time the steps in interleaved blocks; the first of them decides when to stop.
+) -> Timing:
+    """Time the steps in alternating blocks; the first one's slowest rank decides when to stop.
 
-    Its time per iteration is the maximum over the group's ranks. The group's first rank decides
-    after every round and tells the others, so that all ranks run the same count. `progress` is
-    called between blocks, never within one.
+    Forwards in one round and backwards in the next: a drift of the machine hits all steps alike.
+    The group's first rank decides after each round, so that all ranks run the same count. Its
+    members call it together; `progress` is called before each block, never within one.
     """
-    warmup = {
-        name: _warm_up(name, step, rule.warmup_iters, group, device, progress)
-        for name, step in steps.items()
-    }
-    seconds_a_round = sum(min(times[1:] or times) for times in warmup.values())
-    block = broadcast_int(_block_length(seconds_a_round, rule), group.control)
+    round_s = sum(warm_up(n, steps[n], group, device, rule, calls, progress) for n in steps)
+    block = agree(block_length(round_s, rule), group)
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    slowest: list[float] = []  # of the first step: the maximum over ranks
+    host_s = dict.fromkeys(steps, 0.0)
+    slowest: list[float] = []  # of the first step
     rounds: list[int] = []
-    primary = next(iter(steps))
-    stop: dict[str, Any] = {}
-    spent = 0.0  # not in `progress`, which may wait for other commands
-    with without_garbage_collection():
-        while block:
-            order = list(steps) if len(rounds) % 2 == 0 else list(reversed(steps))
-            for name in order:
+    spent, stop = 0.0, ""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()  # a collection within one rank's block would stop all ranks
+    try:
+        while not stop:
+            for name in list(steps)[:: 1 if len(rounds) % 2 == 0 else -1]:
                 progress(f"{name}, block {len(rounds) + 1}")
-                begin = perf_counter()
+                start = perf_counter()
                 dist.barrier(group.control)
-                for _ in range(LEAD_IN):
+                for _ in range(LEAD_IN * calls):
                     steps[name]()
-                samples[name] += time_block(steps[name], block, device)
-                spent += perf_counter() - begin
+                times, host = time_block(steps[name], block, device, calls)
+                samples[name] += times
+                host_s[name] += host
+                spent += perf_counter() - start
             rounds.append(block)
-            newest = torch.tensor(samples[primary][-block:], dtype=torch.float64)
-            slowest += reduce_max(newest, group.control).tolist()
-            stop = _decide(slowest, len(rounds), spent, rule)
-            left = rule.iters - len(slowest) if rule.iters else block
-            block = broadcast_int(0 if stop["rule"] else min(block, left), group.control)
+            newest = torch.tensor(samples[next(iter(steps))][-block:], dtype=torch.float64)
+            dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=group.control)
+            slowest += newest.tolist()
+            stop = STOPS[agree(decide(slowest, len(rounds), spent, rule), group)]
+            if rule.iters:
+                block = max(1, min(block, rule.iters - len(slowest)))
+    finally:
+        if enabled:
+            gc.enable()
     progress("gather")
-    rows = gather_rows(torch.tensor(list(samples.values()), dtype=torch.float64), group.control)
+    mine = torch.tensor([[*samples[n], host_s[n]] for n in steps], dtype=torch.float64)
+    first = dist.get_rank(group.control) == 0
+    rows = [torch.empty_like(mine) for _ in group.ranks] if first else None
+    dist.gather(mine, rows, group_dst=0, group=group.control)
     if rows is None:
-        return Measurement({}, samples, rounds, warmup, {})
-    gathered = {name: rows[:, i].numpy() for i, name in enumerate(samples)}
-    return Measurement(gathered, samples, rounds, warmup, stop)
+        return Timing({}, rounds, stop)
+    table = torch.stack(rows).numpy()  # [ranks, steps, iterations + 1]
+    times_s = {name: table[:, i, :-1] for i, name in enumerate(steps)}
+    shares = {}
+    if device.type == "cuda":
+        device_s = table[:, :, :-1].sum(axis=2) * calls
+        ratios = (table[:, :, -1] / np.maximum(device_s, 1e-9)).max(axis=0)
+        shares = {name: round(float(ratios[i]), 3) for i, name in enumerate(steps)}
+    return Timing(times_s, rounds, stop, shares)
 
 
-def _warm_up(
+def warm_up(
     name: str,
     step: Step,
-    iters: int,
-    group: CaseGroup,
+    group: Group,
     device: torch.device,
+    rule: StopRule,
+    calls: int,
     progress: Callable[[str], None],
-) -> list[float]:
-    times = []
-    for i in range(iters):
-        progress(f"{name}, warm-up {i + 1}")
-        dist.barrier(group.control)  # `progress` may wait on one rank for all
-        times += time_block(step, 1, device)
-    return times
+) -> float:
+    """Seconds of a warm sample. Slow steps get fewer iterations: a quarter of the budget."""
+    times: list[float] = []
+    start, more = perf_counter(), 1
+    while more:
+        progress(f"{name}, warm-up {len(times) + 1}")
+        dist.barrier(group.control)
+        times += time_block(step, 1, device, calls)[0]
+        over = perf_counter() - start > rule.max_seconds / 4 and not rule.iters
+        more = agree(int(len(times) < rule.warmup_iters and not over), group)
+    return min(times[1:] or times) * calls
 
 
-def _block_length(seconds_a_round: float, rule: StopRule) -> int:
-    """Iterations a block, so that the planned rounds fill the budget and reach the minimum."""
-    longest = max(1, int(rule.max_block_s / max(seconds_a_round, 1e-9)))
+STOPS = ("", "iters", "rounds", "target-ci", "max-seconds")
+
+
+def block_length(round_s: float, rule: StopRule) -> int:
+    """Iterations a block, so that the planned rounds fill the budget. round_s: one of each step."""
+    rounds = rule.rounds or ROUNDS
+    round_s = max(round_s, 1e-9)
+    longest = max(1, int(rule.longest_block_s / round_s))
     if rule.iters:
-        return min(longest, -(-rule.iters // rule.rounds))
-    affordable = rule.max_seconds / rule.rounds / max(seconds_a_round, 1e-9) - LEAD_IN
-    return min(longest, max(-(-rule.min_iters // rule.rounds), min(int(affordable), 1000)))
+        return min(longest, -(-rule.iters // rounds))
+    affordable = max(1, min(int(rule.max_seconds / rounds / round_s - LEAD_IN), 1000))
+    if affordable == 1:  # --max-seconds comes before --min-iters
+        return 1
+    return min(longest, max(-(-rule.min_iters // rounds), affordable))
 
 
-def _decide(slowest: list[float], rounds: int, elapsed: float, rule: StopRule) -> dict[str, Any]:
+def decide(slowest: list[float], rounds: int, spent_s: float, rule: StopRule) -> int:
+    """0 to go on, else the index in STOPS of the rule that was reached.
+
+    slowest: the first step's samples so far, in seconds.
+    """
+    if rule.iters:
+        return 1 if len(slowest) >= rule.iters else 0
+    if rule.rounds:
+        return 2 if rounds >= rule.rounds else 0
+    if rounds < MIN_ROUNDS:
+        return 0
     ci = relative_ci95(slowest)
-    reached = ""
-    if rule.iters:
-        reached = "iters" if len(slowest) >= rule.iters else ""
-    elif len(slowest) >= rule.min_iters and rounds >= MIN_ROUNDS:
-        if ci is not None and ci <= rule.target_ci:
-            reached = "target-ci"
-        elif elapsed >= rule.max_seconds:
-            reached = "max-seconds"
-    return {"rule": reached, "iterations": len(slowest), "ci95_rel": ci}
+    if len(slowest) >= rule.min_iters and ci is not None and ci <= rule.target_ci:
+        return 3
+    return 4 if spent_s >= rule.max_seconds else 0
 
 
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """A collection inside one rank's timed block would stop all ranks."""
-    gc.collect()
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+def agree(value: int, group: Group) -> int:
+    """The value of the group's first rank, on all of them."""
+    tensor = torch.tensor([value])
+    dist.broadcast(tensor, group_src=0, group=group.control)
+    return int(tensor)

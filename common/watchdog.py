@@ -1,24 +1,21 @@
-"""Who hangs, where, and for how long; and an orderly end on a signal.
+"""Who hangs, and where; who failed; an orderly end on a signal.
 
-Every rank publishes what it is doing (its phase) in the rendezvous store, between timed blocks,
-never inside one. Three threads a rank watch over that, all asleep while a block is timed:
+Each rank leaves in the store what it does (its phase), between timed blocks and never inside one.
+A thread looks there, twice a second in a small job, whatever the main thread waits for:
 
-- the timer looks now and then whether any rank has changed its phase. After `timeout` seconds
-  without a change it posts an event;
-- the monitor calls nobody: it ends this process where the timer has long had no answer from the
-  store, as behind a cut link, where TCP itself would wait for a quarter of an hour;
-- the listener blocks in the store until any rank posts an event: a hang, a signal that one of
-  them received, a case that failed on one of them, the end of the run. After a hang each rank
-  answers the roll call and prints its stack. One that does not answer is stopped, dead, or out
-  of reach; if it is on this host, its stack is dumped from outside and it is ended.
+- no rank has changed its phase for `timeout` seconds: a hang. Every thread answers a roll call. A
+  rank that does not is stopped, dead or out of reach; of those that do, the ones behind the
+  others did not arrive. Stacks are printed, silent ranks of this host are killed, status 3.
+- a rank of the case has failed: the process group is aborted here as well, so that this rank does
+  not wait for ever in a collective that the other one has left.
 
-None of this uses the backend under test. Signals reach a thread through a pipe, because the
-main thread may sit in a collective that never returns to Python.
+Where even that is impossible (the store's host is gone, Python is stuck in a C call)
+faulthandler's own timer ends the process. docs/reliability.md shows each fault.
 """
 
 import contextlib
+import ctypes
 import faulthandler
-import itertools
 import json
 import os
 import signal
@@ -27,411 +24,205 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from common import job
-from common.dist import FOREVER, PeerLost, RankContext, connect_store
-from common.hang import publish_verdict, read_verdict, silence, state_of, where
-from common.process import alive, dump_and_kill, start_time
-from common.restarts import post_event
+from common.cli import HANG
+from common.dist import Group, Job, abort_group
 
-HANG = 3  # exit status
-GRACE_S = 2.0  # for the answers to a roll call, and for a signal that explains a lost peer
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-END_S = 10.0  # for the report and the tables, when stdout or the disk does not answer
-SHOWN = 16  # of the ranks that do not answer, in one line
-POLL_S = 2.0  # between two looks of each rank at the others' progress, for up to 1000 ranks
-CUT_OFF_S = 5.0  # longer than --timeout without the store: those who have it are to speak first
-
-# Ends the report: called once with the new status and the reason, from any thread.
-OnEnd = Callable[[str, str], None]
+GRACE_S = 2.0  # for the answers to a roll call
+PR_SET_PDEATHSIG = 1  # of Linux
 
 
 class Watchdog:
-    """Watches over one rank of a job; `stop()` it when the run is over.
+    """Start it once the ranks have met; `stop` it before the process leaves the job."""
 
-    on_end: called with ("interrupted" | "failed", reason) before this process is ended.
-    """
-
-    def __init__(self, ctx: RankContext, timeout: float, on_end: OnEnd) -> None:
-        self._ctx = ctx
-        self._timeout = timeout
-        self._on_end = on_end
-        self._host = socket.gethostname()
-        pid = os.getpid()
-        self._who = {"rank": ctx.rank, "host": self._host, "pid": pid, "started": start_time(pid)}
-        # One connection for short calls, one for the listener, which blocks in it.
-        self._store = connect_store(ctx, "watchdog")
-        self._listening = connect_store(ctx, "watchdog")
-        self._parent = os.getppid(), start_time(os.getppid())
-        self._phase: dict[str, Any] = {"case": "start", "phase": "", "order": [0, 0]}
-        self._abort: Callable[[], None] | None = None
-        self._server = _server(ctx)
-        # of thousands of ranks each looks less often: the store is to have 500 looks a second
-        self._interval = min(timeout / 10, POLL_S * max(1.0, ctx.world_size / 1000))
-        self._heard = time.monotonic()  # of the store, by the timer
-        self._over = threading.Event()
-        self._ending = threading.Lock()  # held by the thread that ends this process
-        self.phase("")
-
-        # Dumps all stacks from C: works in a process whose main thread never yields.
+    def __init__(self, job: Job, timeout_s: float, on_signal: Callable[[], str]) -> None:
+        """on_signal: what rank 0 adds to its last line when a signal ends the run."""
+        self.job, self.timeout_s, self.on_signal = job, timeout_s, on_signal
+        prefix = "watchdog"
+        self.store = dist.PrefixStore(prefix, job.store)  # the main thread's
+        self.other = dist.PrefixStore(prefix, job.store.clone())  # the watching thread's
+        self.over = threading.Event()
+        self.poll_s = max(0.5, job.world_size / 200)  # a few hundred calls a second in all
+        self.case, self.order = 0, 0
+        self.group: Group | None = None
+        self.main = threading.get_ident()
         faulthandler.register(signal.SIGUSR2, all_threads=True)
-        wake, self._wakeup = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:  # as nohup has SIGHUP
-                signal.signal(number, lambda number, frame: None)  # the pipe's reader acts
-        threads: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {
-            "signals": (self._handle_signals, (wake,)),
-            "timer": (self._watch_progress, ()),
-            "monitor": (self._watch_store, ()),
-            "listener": (self._listen, ()),
-        }
-        self._threads = [
-            threading.Thread(target=target, args=args, name=name, daemon=True)
-            for name, (target, args) in threads.items()
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.store.set(f"answer/{job.rank}", "")
+        self.phase("start", "")
+        self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.thread.start()
+        self._end_on_signals()
 
-    def enter(self, case: str, order: tuple[int, ...], phase: str) -> None:
-        """Say which case this rank enters.
+    # -- what the main thread says -------------------------------------------------------------
 
-        order: how far this rank is, to be compared with the others'; where one has fewer numbers
-        only those count. Each further phase of the case adds 1 to the last.
-        """
-        self._publish({"case": case, "order": list(order), "phase": phase})
+    def begin(self, label: str, member: bool) -> None:
+        """A new case; ranks outside it wait, and are neither ahead of its ranks nor behind."""
+        self.case, self.order = self.case + 1, 0
+        self.group = None
+        self.phase(label, "set up" if member else "not part of it")
 
-    def phase(self, phase: str) -> None:
-        """Say what this rank does next. Two store calls: keep it out of timed code."""
-        *case, last = self._phase["order"]
-        self._publish(self._phase | {"phase": phase, "order": [*case, last + 1]})
+    def phase(self, label: str, phase: str) -> None:
+        """Say what comes next. It calls the store: keep it out of timed code."""
+        self.order += 1
+        self.now = dict(
+            rank=self.job.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            case=label,
+            phase=phase,
+            order=[self.case, self.order if phase != "not part of it" else None],
+        )
+        self.store.set(f"phase/{self.job.rank}", json.dumps(self.now))
+        self.store.add("changes", 1)
+        # the last resort, in C: it needs neither Python nor the store
+        faulthandler.dump_traceback_later(self.timeout_s * 1.5 + 20, exit=True)
 
-    def alive(self) -> None:
-        """Say that this rank waits for what is outside the job, and does not hang."""
-        self._publish(self._phase)
+    def guard(self, group: Group) -> None:
+        """Abort this group when a rank of the case fails."""
+        self.group = group
 
-    def _publish(self, phase: dict[str, Any]) -> None:
-        self._phase = phase
-        try:
-            self._store.set(f"phase/{self._ctx.rank}", json.dumps(self._who | phase))
-            self._store.add("changes", 1)
-        except RuntimeError as error:
-            raise PeerLost(f"the rendezvous store is gone: {error}") from error
+    def fail(self, reason: str) -> None:
+        """This rank's case failed. The first reason counts: the others follow from it."""
+        self.store.compare_set(f"failed/{self.case}", "", reason)
+        self.store.add("changes", 1)
 
-    @contextlib.contextmanager
-    def guard(self, group: dist.ProcessGroup) -> Iterator[None]:
-        """Abort the group here when the case fails on another rank, and the other way round.
+    def reason(self) -> str | None:
+        """Why the case failed, on any rank; None if it did not."""
+        key = f"failed/{self.case}"
+        return self.store.get(key).decode() if self.store.check([key]) else None
 
-        For NCCL, whose kernels wait for a failed peer for ever. gloo needs no help: its peers
-        notice that the failed rank has closed its sockets.
-        """
-        if dist.get_backend(group) != "nccl":
-            yield
-            return
-        self._abort = getattr(group, "abort", None)  # not in every version
-        try:
-            yield
-        except Exception:
-            self._abort = None
-            attempt = self._phase["order"][0]
-            if self._first(f"failed/{attempt}"):  # not all: every rank reads every event
-                self._post({"kind": "case-failed", "attempt": attempt})
-            raise
-        finally:
-            self._abort = None
+    def stop(self) -> None:
+        self.over.set()
+        faulthandler.cancel_dump_traceback_later()
+        self.thread.join(4 * self.poll_s)
 
-    def stop(self, error: str = "") -> None:
-        """End the watch: on every rank after the last barrier, or on one after an error.
+    # -- the watching thread -------------------------------------------------------------------
 
-        The error ends the other ranks.
-        """
-        over = {"kind": "failed", "rank": self._ctx.rank, "reason": f"{self._tag()} {error}"}
-        self._over.set()
-        # the store's host may have ended first, or be out of reach
-        ended = f"ended/{self._ctx.rank}"  # in order: nobody is to call it dead
-        _in_time(lambda: self._store.set(ended, ""), END_S)
-        _in_time(lambda: self._post(over if error else {"kind": "over"}), END_S)
-        signal.set_wakeup_fd(-1)
-        for number in SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
-        os.write(self._wakeup, b"\0")
-        # a thread left inside the store would take the interpreter down with it at exit
-        for thread in self._threads:
-            thread.join(timeout=10)
-
-    def lost_peer(self, error: BaseException) -> NoReturn:
-        """End this process after the job broke, leaving the word to a signal that explains it.
-
-        When a rank dies, the launcher ends the others within moments: then the run was
-        interrupted. Without that it failed, and the ranks that do not answer are named.
-        """
-        first = _in_time(lambda: self._store.add("lost", 1) == 1)
-        if first:  # not all: every rank reads every event
-            self._post({"kind": "roll call"})
-        time.sleep(GRACE_S)
-        silent: list[str] | None = []
-        if self._ctx.rank == 0 or first is not False:  # not all: it asks for every rank
-            silent = _in_time(self._silent)
-        self._ending.acquire()
-        reason = f"{self._tag()} lost a peer: {'; '.join(silent or ()) or error}"
-        self._speak_for_rank_0(reason, silent)
-        self._exit(1, "failed", reason)
-
-    # -- the threads ---------------------------------------------------------------------------
-
-    def _handle_signals(self, wake: int) -> None:
-        number = os.read(wake, 1)[0]
-        while number not in SIGNALS:
-            if number == 0:  # from stop()
-                return
-            number = os.read(wake, 1)[0]
-        self._ending.acquire()
-        reason = f"{signal.Signals(number).name} on {self._tag()}"
-        if not alive(*self._parent):  # the kernel's signal, see cli.end_with_torchrun
-            reason += f", after the process that started it ({self._parent[0]}) died"
-        # where the timer waits for the store, this thread would, too
-        cut_off = time.monotonic() - self._heard > self._interval + GRACE_S
-        found = None if cut_off else _in_time(self._missing, 2 * GRACE_S)
-        missing, asks = found or (None, True)
-        if missing:  # the launcher's signal: this is what made it send one
-            reason += f", {'; '.join(missing)}"
-        if asks:
-            self._speak_for_rank_0(reason, missing)
-        self._finish("interrupted", reason)
-        # for the ranks that had no signal
-        _in_time(lambda: self._post({"kind": "signal", "signal": number, "reason": reason}))
-        os._exit(128 + number)
-
-    def _missing(self) -> tuple[list[str], bool]:
-        """At a signal: who has died on this node, else who in the job does not answer.
-
-        For the latter ask rank 0, for its report, and the first rank that had a signal; whether
-        this one does.
-        """
-        dead = self._dead_neighbours()
-        asks = self._ctx.rank == 0 or self._store.add("signalled", 1) == 1
-        if asks:
-            self._post({"kind": "roll call"})
-        self._store.set(f"answer/{self._ctx.rank}", "here")
-        if dead:
-            return [f"after {'; '.join(dead)}"], asks
-        return (self._silent(GRACE_S) if asks else []), asks
-
-    def _dead_neighbours(self) -> list[str]:
-        """The ranks of this node whose process has gone without a word."""
-        self._store.set(f"ended/{self._ctx.rank}", "")  # this one is about to go with one
-        first = self._ctx.rank - self._ctx.local_rank
-        states = [state_of(self._store, first + i) for i in range(self._ctx.local_world_size)]
-        return [
-            f"rank {state['rank']} on {state['host']} died {where(state)}"
-            for state in states
-            if "pid" in state
-            and not alive(state["pid"], state["started"])
-            and not self._store.check([f"ended/{state['rank']}"])
-        ]
-
-    def _silent(self, patience: float = 0.0) -> list[str]:
-        """The ranks that have neither answered the roll call nor ended in order."""
-        ranks, limit = list(range(self._ctx.world_size)), time.monotonic() + patience
-        while True:
-            ranks = [
-                rank
-                for rank in ranks
-                if not self._store.check([f"answer/{rank}"])
-                and not self._store.check([f"ended/{rank}"])
-            ]
-            if not ranks or time.monotonic() > limit:
-                texts = [silence(state_of(self._store, rank)) for rank in ranks[:SHOWN]]
-                return texts + [f"nor do {len(ranks) - SHOWN} more"] * (len(ranks) > SHOWN)
-            time.sleep(0.05)
-
-    def _speak_for_rank_0(self, reason: str, missing: list[str] | None) -> None:
-        """Say the reason here if rank 0 cannot, which else says it with its report.
-
-        missing: as `_missing` has it; None where the store does not answer.
-        """
-        if self._ctx.rank == 0:
-            return
-        if missing is None and self._ctx.local_rank == 0:
-            reason += f"; the rendezvous store {self._server} does not answer; "
-            reason += f"this rank was {where(self._phase)}"
-        elif not any("rank 0 on " in text for text in missing or ()):
-            return
-        self._print(reason if self._tag() in reason else f"{self._tag()} {reason}")
-
-    def _first(self, what: str) -> bool:
-        return bool(_in_time(lambda: self._store.add(what, 1)) == 1)
-
-    def _watch_progress(self) -> None:
+    def _watch(self) -> None:
         seen, since = -1, time.monotonic()
-        wait = self._interval
-        while not self._over.wait(wait):
+        while not self.over.wait(self.poll_s):
             try:
-                changes = self._store.add("changes", 0)
-            except RuntimeError:  # the store's host is gone, and with it the job
-                changes = seen
-            now = self._heard = time.monotonic()
-            if changes != seen:
-                seen, since = changes, now
-            elif now - since > self._timeout:
-                self._raise_hang(now - since)
-            wait = max(min(self._interval, since + self._timeout - now), 0.01)
+                changes = self.other.add("changes", 0)
+                if changes == seen:
+                    if time.monotonic() - since > self.timeout_s:
+                        self.other.set("hang", "")
+                        self.other.add("changes", 1)
+                    continue
+                seen, since = changes, time.monotonic()
+                if self.other.check(["hang"]):
+                    self._roll_call()
+                if self.group is not None and self.other.check([f"failed/{self.case}"]):
+                    abort_group(self.group)
+                    self.group = None
+            except RuntimeError:  # the store is gone: its host has died, or the run is over
+                if not self.over.wait(10):
+                    end(1, f"{where(self.now)}: the rendezvous store is gone")
 
-    def _raise_hang(self, seconds: float) -> None:
-        if not self._post({"kind": "hang", "seconds": round(seconds)}):
-            self._end_without_store(f"no progress for {seconds:.0f} s, and", "is gone")
-        self._over.wait(FOREVER.total_seconds())  # the listener takes over
-
-    def _watch_store(self) -> None:
-        limit = self._timeout + CUT_OFF_S
-        while not self._over.wait(max(self._heard + limit - time.monotonic(), 0.01)):
-            silence = time.monotonic() - self._heard
-            if silence > limit:
-                # a thread that is ending this process may wait for the store, too
-                if not self._ending.acquire(timeout=2 * END_S):
-                    os._exit(HANG)
-                self._end_without_store(f"no answer for {silence:.0f} s:", "is out of reach")
-
-    def _end_without_store(self, what: str, how: str) -> NoReturn:
-        """Of a rank that cannot ask who else is there; what it can say goes to its own stderr."""
-        reason = f"HANG: {what} the rendezvous store {self._server} {how}"
-        self._print(f"{self._tag()} {reason}; this rank was {where(self._phase)}")
-        self._exit(HANG, "failed", reason)
-
-    def _listen(self) -> None:
-        for number in itertools.count(1):
-            try:
-                self._listening.wait([f"event/{number}"], FOREVER)
-                event = json.loads(self._listening.get(f"event/{number}"))
-            except RuntimeError:
-                return  # the store ended; the timer and the main thread see to the rest
-            if event["kind"] == "over" or self._over.is_set():
-                return
-            if event["kind"] == "failed":
-                self._end(1, "failed", event["reason"])
-            if event["kind"] == "signal":
-                self._end(128 + event["signal"], "interrupted", event["reason"])
-            if event["kind"] == "hang":
-                self._roll_call(event["seconds"])
-            if event["kind"] == "roll call":
-                self._answer()
-            if event["kind"] == "case-failed":
-                self._abort_case(event["attempt"])
-
-    def _abort_case(self, attempt: int) -> None:
-        if self._abort is not None and attempt == self._phase["order"][0]:
-            self._abort()
-
-    def _post(self, event: dict[str, Any]) -> bool:
-        try:
-            post_event(self._store, event)
-        except RuntimeError:  # the store is gone: its host ended first
-            return False
-        return True
-
-    # -- after a hang --------------------------------------------------------------------------
-
-    def _roll_call(self, seconds: int) -> NoReturn:
-        self._ending.acquire()  # a signal from the launcher must not cut this short
-        stack = "".join(traceback.format_stack(sys._current_frames()[_main_thread_id()]))
-        self._print(f"{self._tag()} {where(self._phase)}, stack:\n{stack}")
-        self._answer()
+    def _roll_call(self) -> NoReturn:
+        frame = sys._current_frames()[self.main]
+        stack = "".join(traceback.format_stack(frame))
+        write(f"{where(self.now)}{last_collective()}\n{stack}")
+        self.other.set(f"answer/{self.job.rank}", "here")
         time.sleep(GRACE_S)
-        # one rank reads what all have left, and the others what it makes of that: a look of each
-        # rank at every other would be millions of calls to the store in a job of thousands
-        if self._first("roll"):
-            publish_verdict(self._listening, self._ctx.world_size, seconds)
-        found = _in_time(lambda: read_verdict(self._listening, self._ctx.rank), END_S)
-        verdict, speaks, silent_here = found or (f"HANG: no progress for {seconds} s", False, [])
-        if speaks:
-            self._print(verdict)
-            _record_for_torchrun(TimeoutError(verdict))
-        for pid, started in silent_here:
-            dump_and_kill(pid, started)
-        if self._ctx.rank == 0:  # its host may serve the store, which ends with it
-            _in_time(lambda: self._listening.wait(["all read"]))
-        self._exit(HANG, "failed", verdict)
+        ranks = range(self.job.world_size)
+        states = [json.loads(x) for x in self.other.multi_get([f"phase/{r}" for r in ranks])]
+        answers = self.other.multi_get([f"answer/{r}" for r in ranks])
+        silent = [state for state, answer in zip(states, answers, strict=True) if not answer]
+        if self.other.add("speaker", 1) == 1:
+            write(verdict(states, silent, self.timeout_s))
+            self.other.set("said", "")
+        with contextlib.suppress(RuntimeError):  # nobody ends before it has been said
+            self.other.wait(["said"])
+        for state in silent:
+            if state["host"] == socket.gethostname():
+                dump_and_kill(state["pid"])
+        end(HANG)
 
-    def _answer(self) -> None:
-        self._listening.set(f"answer/{self._ctx.rank}", "here")
+    # -- signals ---------------------------------------------------------------------------------
 
-    # -- ending --------------------------------------------------------------------------------
+    def _end_on_signals(self) -> None:
+        """End in order on Ctrl-C and SIGTERM although the main thread may wait in C.
 
-    def _end(self, status: int, report_status: str, reason: str) -> NoReturn:
-        """End this process; the first thread that comes here does it."""
-        self._ending.acquire()
-        self._exit(status, report_status, reason)
+        Python runs a handler in the main thread only; the pipe tells a thread of ours at once.
+        """
+        read, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks end with it, however it ends
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
-    def _exit(self, status: int, report_status: str, reason: str) -> NoReturn:
-        self._finish(report_status, reason)
-        os._exit(status)
+        def wait() -> None:
+            number = os.read(read, 1)[0]
+            while number not in (signal.SIGINT, signal.SIGTERM):
+                number = os.read(read, 1)[0]
+            name = signal.Signals(number).name
+            end(128 + number, f"{name}: {self.on_signal()}" if self.job.rank == 0 else "")
 
-    def _finish(self, report_status: str, reason: str) -> None:
-        def finish() -> None:
-            with contextlib.suppress(Exception):  # nothing may keep the process from ending
-                self._on_end(report_status, reason)
-                sys.stdout.flush()
-
-        thread = threading.Thread(target=finish, daemon=True)
-        thread.start()
-        thread.join(END_S)
-
-    def _tag(self) -> str:
-        return f"[rank {self._ctx.rank} {self._host}]"
-
-    @staticmethod
-    def _print(text: str) -> None:
-        line = (text.rstrip("\n") + "\n").encode()
-
-        def write() -> None:
-            with contextlib.suppress(OSError):  # closed
-                os.write(2, line)  # at once: ranks do not interleave
-
-        _in_time(write)  # who reads it may be out of reach
+        threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def _server(ctx: RankContext) -> str:
-    """Where the rendezvous store is."""
-    store = ctx.store
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, TCPStore):
-        return "of this process"
-    server = "torchrun's agent" if job.agent_serves_store(os.environ) else "rank 0"
-    return f"of {server} at {store.host}:{store.port}"
+def verdict(states: list[dict[str, Any]], silent: list[dict[str, Any]], seconds: float) -> str:
+    """Who does not answer, who did not arrive, and who waits for them. states: of all ranks."""
+    lines = [f"HANG: no progress for {seconds:g} s"]
+    for state in silent:
+        lines.append(f"{where(state)}: does not answer (stopped, dead or out of reach)")
+    here = [state for state in states if state not in silent]
+    newest = max((state["order"][0] for state in here), default=0)
+    order = [s["order"][1] for s in here if s["order"][0] == newest and s["order"][1] is not None]
+    for state in here:
+        case, at = state["order"]
+        late = case < newest or (at is not None and at < max(order, default=0))
+        if late:
+            lines.append(f"{where(state)}: did not arrive")
+    waiting = [where(state) for state in here if not any(where(state) in x for x in lines)]
+    return "\n".join([*lines, *(f"{text}: waits" for text in waiting[:64])])
 
 
-def _record_for_torchrun(error: Exception) -> None:
-    """Put the error into the summary that torchrun prints; without torchrun this does nothing."""
-    try:
-        raise error
-    except Exception as raised:
-        get_error_handler().record_exception(raised)
+def where(state: dict[str, Any]) -> str:
+    return f"rank {state['rank']} on {state['host']}, case '{state['case']}', {state['phase']}"
 
 
-def _in_time(work: Callable[[], Any], seconds: float | None = None) -> Any:
-    """The result of `work`; None where the store does not answer within moments."""
-    results = []
+def last_collective() -> str:
+    """What the flight recorder holds of this rank's newest collective; nothing if it is empty."""
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's and NCCL's
+        with contextlib.suppress(Exception):  # private interfaces, and the run is over anyway
+            entries += json.loads(getattr(torch._C._distributed_c10d, name)())["entries"]
+    if not entries:
+        return ""
+    e = max(entries, key=lambda e: e["time_created_ns"])
+    sizes = "x".join(map(str, e["input_sizes"][0])) if e.get("input_sizes") else "nothing"
+    return (
+        f"; last collective {e['profiling_name']} of {sizes}, number "
+        f"{e.get('collective_seq_id')} of group {e['process_group'][0]}: {e['state']}"
+    )
 
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            results.append(work())
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(GRACE_S if seconds is None else seconds)
-    return results[0] if results else None
+def dump_and_kill(pid: int) -> None:
+    """Have a silent process of this host print its stacks, then end it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGUSR2)  # faulthandler's
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
 
 
-def _main_thread_id() -> int:
-    ident = threading.main_thread().ident
-    assert ident is not None
-    return ident
+def end(status: int, text: str = "") -> NoReturn:
+    """Leave at once, whatever the main thread does."""
+    if text:
+        write(text)
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)
+
+
+def write(text: str) -> None:
+    with contextlib.suppress(OSError):  # one call: the ranks' lines do not mix
+        os.write(2, (text.rstrip("\n") + "\n").encode())

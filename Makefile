@@ -1,0 +1,13 @@
+# Tests by what they need; `python -m pytest` alone runs the quick part.
+PYTEST = python -m pytest -n 3 --dist worksteal -rs
+
+quick:
+	$(PYTEST)
+smoke faults launch gpu:
+	$(PYTEST) -m $@
+all: quick smoke faults launch
+lint:
+	ruff check .
+	ruff format --check .
+	mypy common benchmarks analysis examples tests
+.PHONY: quick smoke faults launch gpu all lint

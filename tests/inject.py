@@ -1,0 +1,132 @@
+"""Runs a script with one fault in torch itself: inject.py FAULT SCRIPT FLAGS...
+
+A fault patches what torch offers, never the project: what the project's checks and its watchdog
+say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it says otherwise.
+"""
+
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+RANK = int(os.environ.get("RANK", "0"))
+FAULTS: dict[str, Callable[[], None]] = {}
+
+
+def fault(function: Callable[[], None]) -> Callable[[], None]:
+    FAULTS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+@fault
+def step_raises() -> None:
+    """The 30th optimizer step of rank 1 raises, as a kernel would that a GPU does not have."""
+    real, calls = torch.optim.SGD.step, [0]
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 30 and RANK == 1:
+            raise RuntimeError("injected: no kernel for this step")
+        return real(self, *args, **kwargs)
+
+    torch.optim.SGD.step = step  # type: ignore[method-assign]
+
+
+@fault
+def build_raises() -> None:
+    """Rank 1 runs out of memory in its first model."""
+    import torchvision
+
+    real, calls = torchvision.models.get_model, [0]
+
+    def get_model(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 1 and RANK == 1:
+            raise torch.OutOfMemoryError("injected: out of memory")
+        return real(*args, **kwargs)
+
+    torchvision.models.get_model = get_model
+
+
+@fault
+def wrong_average() -> None:
+    """DDP's gradients are summed over the ranks and divided by one too many."""
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    real = DDP.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        size = dist.get_world_size(kwargs.get("process_group"))
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p: p.grad.mul_(size / (size + 1)) if size > 1 else None
+            )
+
+    DDP.__init__ = init  # type: ignore[method-assign]
+
+
+@fault
+def drifting_replica() -> None:
+    """Rank 1's optimizer moves one weight by the smallest step that there is."""
+    real = torch.optim.SGD.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = real(self, *args, **kwargs)
+        if RANK == 1:
+            weight = self.param_groups[0]["params"][0].data.view(-1)
+            weight[0] = torch.nextafter(weight[0], weight[0] + 1)
+        return result
+
+    torch.optim.SGD.step = step  # type: ignore[method-assign]
+
+
+@fault
+def slow_rank() -> None:
+    """Rank 1 waits 30 ms in each optimizer step."""
+    real = torch.optim.SGD.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if RANK == 1:
+            end = time.perf_counter() + 0.03
+            while time.perf_counter() < end:
+                pass
+        return real(self, *args, **kwargs)
+
+    torch.optim.SGD.step = step  # type: ignore[method-assign]
+
+
+@fault
+def never_arrives() -> None:
+    """Rank 1 does not join the job."""
+    if RANK == 1:
+        time.sleep(600)
+
+
+@fault
+def stuck_in_build() -> None:
+    """Rank 1 waits for ever where it makes its first model."""
+    import torchvision
+
+    real = torchvision.models.get_model
+
+    def get_model(*args: Any, **kwargs: Any) -> Any:
+        if RANK == 1:
+            time.sleep(600)
+        return real(*args, **kwargs)
+
+    torchvision.models.get_model = get_model
+
+
+if __name__ == "__main__":
+    name, script = sys.argv[1:3]
+    sys.argv = sys.argv[2:]
+    sys.path[0] = str(Path(script).resolve().parent)
+    FAULTS[name]()
+    runpy.run_path(script, run_name="__main__")
