@@ -6,7 +6,6 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -61,7 +60,7 @@ class Process:
     def __init__(self, commands: list[list[str]], folder: Path, env: dict[str, str]) -> None:
         self.folder = folder
         self.files = [
-            (open(folder / f"out{i}", "wb"), open(folder / f"err{i}", "wb"))
+            ((folder / f"out{i}").open("wb"), (folder / f"err{i}").open("wb"))
             for i in range(len(commands))
         ]
         self.parts = [
@@ -89,7 +88,7 @@ class Process:
 
     def ranks(self) -> dict[int, psutil.Process]:
         """The rank processes, by RANK."""
-        found = {}
+        found: dict[int, psutil.Process] = {}
         for process in self.tree():
             try:
                 rank = process.environ().get("RANK")
