@@ -10,6 +10,7 @@ from common.report import Case
 
 Columns = dict[str, Callable[[Case], str]]  # a column's header -> a case's cell
 tabulate.MIN_PADDING = 0  # or each header gets two blanks
+tqdm.monitor_interval = 0  # no thread beside the timed ones
 
 
 def render(columns: Columns, cases: Sequence[Case]) -> str:

@@ -126,20 +126,22 @@ class Watchdog:
     def _roll_call(self) -> NoReturn:
         frame = sys._current_frames()[self.main]
         stack = "".join(traceback.format_stack(frame))
-        write(f"{where(self.now)}{last_collective()}\n{stack}")
-        self.other.set(f"answer/{self.job.rank}", "here")
+        newest = last_collective()
+        write(f"{where(self.now)}; {newest.get('text', 'no collective so far')}\n{stack}")
+        self.other.set(f"answer/{self.job.rank}", json.dumps(newest))
         time.sleep(GRACE_S)
         ranks = range(self.job.world_size)
         states = [json.loads(x) for x in self.other.multi_get([f"phase/{r}" for r in ranks])]
         answers = self.other.multi_get([f"answer/{r}" for r in ranks])
-        silent = [state for state, answer in zip(states, answers, strict=True) if not answer]
+        for state, answer in zip(states, answers, strict=True):
+            state["newest"] = json.loads(answer) if answer else None
         if self.other.add("speaker", 1) == 1:
-            write(verdict(states, silent, self.timeout_s))
+            write(verdict(states, self.timeout_s))
             self.other.set("said", "")
         with contextlib.suppress(RuntimeError):  # nobody ends before it has been said
             self.other.wait(["said"])
-        for state in silent:
-            if state["host"] == socket.gethostname():
+        for state in states:
+            if state["newest"] is None and state["host"] == socket.gethostname():
                 dump_and_kill(state["pid"])
         end(HANG)
 
@@ -168,41 +170,51 @@ class Watchdog:
         threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def verdict(states: list[dict[str, Any]], silent: list[dict[str, Any]], seconds: float) -> str:
-    """Who does not answer, who did not arrive, and who waits for them. states: of all ranks."""
-    lines = [f"HANG: no progress for {seconds:g} s"]
-    for state in silent:
-        lines.append(f"{where(state)}: does not answer (stopped, dead or out of reach)")
-    here = [state for state in states if state not in silent]
-    newest = max((state["order"][0] for state in here), default=0)
-    order = [s["order"][1] for s in here if s["order"][0] == newest and s["order"][1] is not None]
-    for state in here:
-        case, at = state["order"]
-        late = case < newest or (at is not None and at < max(order, default=0))
-        if late:
-            lines.append(f"{where(state)}: did not arrive")
-    waiting = [where(state) for state in here if not any(where(state) in x for x in lines)]
-    return "\n".join([*lines, *(f"{text}: waits" for text in waiting[:64])])
+def verdict(states: list[dict[str, Any]], seconds: float) -> str:
+    """Who does not answer, who did not arrive, and who waits for them.
+
+    states: what each rank has last said of itself; `newest` is its newest collective, None if it
+    does not answer. A rank did not arrive that is behind another one: in the case's phases, or in
+    the same phase in the collectives of a group.
+    """
+    here = [state for state in states if state["newest"] is not None]
+    order = max((s["order"] for s in here if s["order"][1]), default=[0, 0])
+    numbers: dict[str, int] = {}
+    for s in here:
+        group, number = s["newest"].get("group", ""), s["newest"].get("number", 0)
+        numbers[group] = max(number, numbers.get(group, 0))
+
+    def fate(s: dict[str, Any]) -> tuple[int, str]:
+        if s["newest"] is None:
+            return 0, "does not answer (stopped, dead or out of reach)"
+        if s["order"][1] and s["order"] < order:
+            return 1, "did not arrive"
+        behind = s["newest"].get("number", 0) < numbers[s["newest"].get("group", "")]
+        return (1, "did not arrive") if s["order"][1] and behind else (2, "waits")
+
+    lines = sorted((*fate(s), where(s)) for s in states)
+    shown = [f"{place}: {what}" for number, what, place in lines if number < 2]
+    shown += [f"{place}: {what}" for number, what, place in lines if number == 2][:64]
+    return "\n".join([f"HANG: no progress for {seconds:g} s", *shown])
 
 
 def where(state: dict[str, Any]) -> str:
     return f"rank {state['rank']} on {state['host']}, case '{state['case']}', {state['phase']}"
 
 
-def last_collective() -> str:
-    """What the flight recorder holds of this rank's newest collective; nothing if it is empty."""
+def last_collective() -> dict[str, Any]:
+    """This rank's newest collective, as torch's flight recorder has it: group, number, text."""
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's and NCCL's
         with contextlib.suppress(Exception):  # private interfaces, and the run is over anyway
             entries += json.loads(getattr(torch._C._distributed_c10d, name)())["entries"]
     if not entries:
-        return ""
+        return {}
     e = max(entries, key=lambda e: e["time_created_ns"])
+    group, number = e["process_group"][0], e.get("collective_seq_id") or 0
     sizes = "x".join(map(str, e["input_sizes"][0])) if e.get("input_sizes") else "nothing"
-    return (
-        f"; last collective {e['profiling_name']} of {sizes}, number "
-        f"{e.get('collective_seq_id')} of group {e['process_group'][0]}: {e['state']}"
-    )
+    text = f"newest collective {e['profiling_name']} of {sizes}, number {number} of group {group}"
+    return {"group": group, "number": number, "text": text}
 
 
 def dump_and_kill(pid: int) -> None:

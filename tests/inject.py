@@ -6,6 +6,7 @@ say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it
 
 import os
 import runpy
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -24,18 +25,50 @@ def fault(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-@fault
-def step_raises() -> None:
-    """The 30th optimizer step of rank 1 raises, as a kernel would that a GPU does not have."""
+def in_step(number: int, then: Callable[[], None], rank: int = 1) -> None:
+    """Have `then` called in the number-th optimizer step of a rank: by then blocks are timed."""
     real, calls = torch.optim.SGD.step, [0]
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 30 and RANK == 1:
-            raise RuntimeError("injected: no kernel for this step")
+        if calls[0] == number and rank == RANK:
+            then()
         return real(self, *args, **kwargs)
 
     torch.optim.SGD.step = step  # type: ignore[method-assign]
+
+
+@fault
+def step_raises() -> None:
+    """An optimizer step of rank 1 raises, as a kernel would that a GPU does not have."""
+
+    def no_kernel() -> None:
+        raise RuntimeError("injected: no kernel for this step")
+
+    in_step(12, no_kernel)
+
+
+@fault
+def stops() -> None:
+    """Rank 1 is stopped in a step, as by SIGSTOP or a debugger."""
+    in_step(12, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@fault
+def dies() -> None:
+    """Rank 1 is killed in a step, as by the kernel when memory runs out."""
+    in_step(12, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@fault
+def waits() -> None:
+    """Rank 1 waits for ever in a step, after it has made the file $MARKER."""
+
+    def wait() -> None:
+        Path(os.environ["MARKER"]).touch()
+        time.sleep(600)
+
+    in_step(12, wait)
 
 
 @fault
@@ -66,7 +99,7 @@ def wrong_average() -> None:
         size = dist.get_world_size(kwargs.get("process_group"))
         for parameter in self.parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda p: p.grad.mul_(size / (size + 1)) if size > 1 else None
+                lambda p: None if size == 1 else p.grad.mul_(size / (size + 1)) and None
             )
 
     DDP.__init__ = init  # type: ignore[method-assign]

@@ -1,0 +1,251 @@
+"""What is promised when things go wrong (docs/reliability.md), each once, on the real torchrun."""
+
+import os
+import pty
+import resource
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from common.report import load
+from tests.conftest import ROOT, command_of, environment
+
+SCRIPT = "benchmarks/ddp_sweep.py"
+SMALL = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
+SHORT = (*SMALL, "--iters", "6", "--warmup-iters", "1", "--world-sizes", "2")
+pytestmark = pytest.mark.faults
+
+
+def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "--timeout", "6", inject="stops", timeout=60)
+    assert run.status != 0
+    _, stopped, waiting = run.err[run.err.index("HANG") :].splitlines()[:3]
+    assert stopped.startswith("rank 1 on ")
+    assert "does not answer" in stopped
+    assert "1M/2G" in stopped
+    assert ", block " in stopped
+    assert waiting.startswith("rank 0 on ")
+    assert "waits" in waiting
+    assert "in time_steps" in run.err  # a stack
+    assert "newest collective gloo:" in run.err
+    assert "exitcode  : 3" in run.err
+    assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
+    assert run.report.status == "interrupted"
+
+
+def test_a_rank_that_waits_in_python_did_not_arrive(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "--timeout", "6", inject="stuck-in-build", timeout=60)
+    hang = run.err[run.err.index("HANG") :]
+    assert "rank 1" in hang.splitlines()[1]
+    assert "did not arrive" in hang.splitlines()[1]
+    assert "rank 0" in hang.splitlines()[2]
+    assert "waits" in hang.splitlines()[2]
+
+
+def test_a_killed_rank_ends_the_run_and_resume_goes_on(bench: Callable[..., Any]) -> None:
+    killed = bench(SCRIPT, *SHORT, inject="dies", timeout=60)
+    assert killed.status != 0
+    assert "rank      : 1" in killed.err  # torchrun's summary
+    assert [case.key["label"] for case in killed.report.cases] == ["no ddp"]
+    resumed = bench(SCRIPT, *SHORT, "--resume")
+    assert resumed.status == 0, resumed.err
+    assert [case.key["label"] for case in resumed.report.cases] == ["no ddp", "1M/2G"]
+    assert resumed.report.status == "complete"
+
+
+def test_everything_is_killed_and_resume_goes_on(
+    start: Callable[..., Any], bench: Callable[..., Any], tmp_path: Path
+) -> None:
+    marker = tmp_path / "marker"
+    path = tmp_path / "a folder" / "report.jsonl"
+    path.parent.mkdir()
+    flags = (*SHORT, "--json", str(path))
+    process = start(SCRIPT, *flags, inject="waits", MARKER=str(marker))
+    process.until(marker.exists)
+    process.stop()
+    with path.open("a") as file:
+        file.write('{"key": {"cut": ')  # as a crash leaves it in the middle of a line
+    run = bench(SCRIPT, *SHORT, "--resume")
+    assert run.status == 0, run.err
+    assert [case.key["label"] for case in run.report.cases] == ["no ddp", "1M/2G"]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+def test_a_signal_to_the_ranks(
+    start: Callable[..., Any], tmp_path: Path, number: int, status: int
+) -> None:
+    marker, path = tmp_path / "marker", tmp_path / "report.jsonl"
+    flags = (*SHORT, "--json", str(path))
+    process = start(SCRIPT, *flags, inject="waits", MARKER=str(marker))
+    process.until(marker.exists)
+    ranks = process.ranks()
+    for rank in ranks.values():
+        rank.send_signal(number)
+    assert process.wait(45) != 0
+    line = next(line for line in process.err.splitlines() if line.startswith("SIG"))
+    assert "1 cases are measured and in " in line
+    assert f"exitcode  : {status}" in process.err
+    assert not any(rank.is_running() for rank in ranks.values())
+    assert load(str(path)).status == "interrupted"
+
+
+def test_ctrl_c_in_a_terminal_twice(tmp_path: Path) -> None:
+    """The whole foreground group has the signal at once: torchrun and the ranks."""
+    marker, path = tmp_path / "marker", tmp_path / "report.jsonl"
+    command = command_of(SCRIPT, *SHORT, "--json", str(path), inject="waits")[0]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(command[0], command, environment(MARKER=str(marker)))
+    said = b""
+
+    def listen() -> bool:
+        nonlocal said
+        if not select.select([terminal], [], [], 0.2)[0]:
+            return True
+        try:
+            said += os.read(terminal, 65536)
+        except OSError:  # closed: all have ended
+            return False
+        return True
+
+    children: list[psutil.Process] = []
+    while not marker.exists():
+        assert listen(), said.decode()
+    children = psutil.Process(pid).children(recursive=True)
+    os.write(terminal, b"\x03")
+    os.write(terminal, b"\x03")
+    while listen():
+        pass
+    os.close(terminal)
+    _, ended = os.waitpid(pid, 0)
+    assert ended != 0
+    assert b"SIGINT: 1 cases are measured and in " in said
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    assert len(load(str(path)).cases) == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("build-raises", "OutOfMemoryError: injected: out of memory (rank 1)"),
+        ("step-raises", "RuntimeError: injected: no kernel for this step (rank 1)"),
+    ],
+)
+def test_a_case_that_fails_on_one_rank_is_a_row(
+    bench: Callable[..., Any], fault: str, reason: str
+) -> None:
+    hooks = ("--comm-hook", "none,allreduce")
+    run = bench(SCRIPT, *SHORT, *hooks, inject=fault, timeout=90)
+    checks = {case.key["comm_hook"]: case.check for case in run.report.cases}
+    assert checks == {None: "passed", "none": f"failed: {reason}", "allreduce": "passed"}
+    assert f"1M/2G none  failed: {reason}" in run.out
+    assert run.status != 0
+    assert run.report.status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("wrong-average", "averaged gradients are off by"),
+        ("drifting-replica", "after the steps the parameters of rank 1 differ from rank 0's"),
+    ],
+)
+def test_a_wrong_result_fails_its_case(bench: Callable[..., Any], fault: str, words: str) -> None:
+    run = bench(SCRIPT, *SHORT, "--no-breakdown", inject=fault)
+    assert run.status != 0
+    assert words in run.report.cases[-1].check
+
+
+def test_a_slow_rank_is_named(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SMALL, "--iters", "24", "--world-sizes", "2", inject="slow-rank")
+    last = run.report.cases[-1]
+    assert last.metrics["straggler_rank"] == 1
+    assert last.metrics["late_s"] > 0
+
+
+def test_a_full_disk(start: Callable[..., Any], tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk; /dev/full cannot be appended to."""
+    path = tmp_path / "report.jsonl"
+    code = (
+        "import resource, signal, os, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, {resource.RLIM_INFINITY})); "
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = command_of(SCRIPT, *SHORT, "--json", str(path))[0]
+    # room for the first line, about 3,000 bytes, and for `no ddp`; not for the samples of two ranks
+    whole = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert whole.returncode == 0, whole.stderr
+    lines = path.read_bytes().splitlines(keepends=True)
+    limit = str(len(lines[0] + lines[1]) + 300)
+    path.unlink()
+    python = [sys.executable, "-c", code.replace("LIMIT", limit), *command]
+    full = subprocess.run(python, env=environment(), capture_output=True, text=True, timeout=120)
+    assert full.returncode != 0
+    line = next(x for x in full.stderr.splitlines() if x.startswith("ddp_sweep.py: error: "))
+    assert line.endswith("File too large; it holds the cases before this one")
+    assert "Traceback" not in full.stderr.split("ChildFailedError")[0].split(line)[0]
+    assert [case.key["label"] for case in load(str(path)).cases] == ["no ddp"]
+
+
+def test_a_rank_that_never_arrives(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "--timeout", "5", inject="never-arrives", timeout=60)
+    assert "HANG: no sign of rank 1 in 5 s" in run.out + run.err
+    assert run.status != 0
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_worlds_of_one(bench: Callable[..., Any], name: str) -> None:
+    run = bench(SCRIPT, *SHORT, ranks=0, **{name: "4"})
+    assert run.status == 2
+    assert f"{name} says 4 tasks, but each would run by itself" in run.err
+
+
+def test_a_killed_agent_leaves_no_ranks(start: Callable[..., Any], tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    process = start(SCRIPT, *SHORT, inject="waits", MARKER=str(marker))
+    process.until(marker.exists)
+    ranks = list(process.ranks().values())
+    process.parts[0].kill()
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert not alive
+
+
+def test_nothing_listens_beyond_loopback(start: Callable[..., Any], tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    process = start(SCRIPT, *SHORT, inject="waits", MARKER=str(marker))
+    process.until(marker.exists)
+    for rank in process.ranks().values():
+        for connection in rank.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                assert connection.laddr.ip in ("127.0.0.1", "::1"), connection
+
+
+def test_two_agents_on_one_host(bench: Callable[..., Any]) -> None:
+    flags = SHORT[:-2]
+    run = bench(SCRIPT, *flags, "--no-breakdown", ranks=2, nodes=2)
+    assert run.status == 0, run.err
+    labels = [case.key["label"] for case in run.report.cases]
+    assert labels == ["no ddp", "1M/1G", "1M/2G", "2M/2G"]
+
+
+def test_a_read_only_folder_and_python_without_its_path(tmp_path: Path) -> None:
+    folder = tmp_path / "read only"
+    folder.mkdir(mode=0o555)
+    variables = environment()
+    del variables["OMP_NUM_THREADS"]
+    command = [sys.executable, "-P", str(ROOT / SCRIPT), *SHORT[:-2], "--no-breakdown"]
+    done = subprocess.run(
+        command, env=variables, cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "1M/1G" in done.stdout
