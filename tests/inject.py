@@ -5,6 +5,7 @@ say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it
 """
 
 import os
+import resource
 import runpy
 import signal
 import sys
@@ -61,6 +62,18 @@ def dies() -> None:
 
 
 @fault
+def full_disk() -> None:
+    """From rank 0's 25th step on its files cannot grow: by then `no ddp` is in the report."""
+
+    def limit() -> None:
+        size = os.path.getsize(sys.argv[sys.argv.index("--json") + 1])
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, resource.RLIM_INFINITY))
+
+    in_step(25, limit, rank=0)
+
+
+@fault
 def waits() -> None:
     """Rank 1 waits for ever in a step, after it has made the file $MARKER."""
 
@@ -97,10 +110,13 @@ def wrong_average() -> None:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
         size = dist.get_world_size(kwargs.get("process_group"))
+
+        def shrink(parameter: torch.Tensor) -> None:
+            if size > 1 and parameter.grad is not None:
+                parameter.grad.mul_(size / (size + 1))
+
         for parameter in self.parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda p: None if size == 1 else p.grad.mul_(size / (size + 1)) and None
-            )
+            parameter.register_post_accumulate_grad_hook(shrink)
 
     DDP.__init__ = init  # type: ignore[method-assign]
 

@@ -2,7 +2,6 @@
 
 import os
 import pty
-import resource
 import select
 import signal
 import subprocess
@@ -173,28 +172,14 @@ def test_a_slow_rank_is_named(bench: Callable[..., Any]) -> None:
     assert last.metrics["late_s"] > 0
 
 
-def test_a_full_disk(start: Callable[..., Any], tmp_path: Path) -> None:
-    """A limit on the size of files stands for the disk; /dev/full cannot be appended to."""
-    path = tmp_path / "report.jsonl"
-    code = (
-        "import resource, signal, os, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, {resource.RLIM_INFINITY})); "
-        "os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    command = command_of(SCRIPT, *SHORT, "--json", str(path))[0]
-    # room for the first line, about 3,000 bytes, and for `no ddp`; not for the samples of two ranks
-    whole = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
-    assert whole.returncode == 0, whole.stderr
-    lines = path.read_bytes().splitlines(keepends=True)
-    limit = str(len(lines[0] + lines[1]) + 300)
-    path.unlink()
-    python = [sys.executable, "-c", code.replace("LIMIT", limit), *command]
-    full = subprocess.run(python, env=environment(), capture_output=True, text=True, timeout=120)
-    assert full.returncode != 0
-    line = next(x for x in full.stderr.splitlines() if x.startswith("ddp_sweep.py: error: "))
+def test_a_full_disk(bench: Callable[..., Any]) -> None:
+    """A limit on the size of rank 0's files stands for the disk."""
+    run = bench(SCRIPT, *SHORT, inject="full-disk")
+    assert run.status != 0
+    line = next(x for x in run.err.splitlines() if x.startswith("ddp_sweep.py: error: "))
     assert line.endswith("File too large; it holds the cases before this one")
-    assert "Traceback" not in full.stderr.split("ChildFailedError")[0].split(line)[0]
-    assert [case.key["label"] for case in load(str(path)).cases] == ["no ddp"]
+    assert "Traceback" not in run.err[: run.err.index(line)]
+    assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
 
 
 def test_a_rank_that_never_arrives(bench: Callable[..., Any]) -> None:
