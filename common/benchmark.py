@@ -104,13 +104,19 @@ class Benchmark:
         return None
 
     def measure(
-        self, key: dict[str, Any], build: Build, derive: Derive, ranks: Sequence[int] | None = None
+        self,
+        key: dict[str, Any],
+        build: Build,
+        derive: Derive,
+        ranks: Sequence[int] | None = None,
+        teams: Sequence[Sequence[int]] | None = None,
     ) -> Case | None:
         """Measure a case on `ranks` (by default all). The case on rank 0, None elsewhere.
 
         All ranks of the job call it, with the same key and ranks. build makes the workload on
         each rank of the case; derive turns the samples and each rank's facts into metrics and a
-        check. A case that the resumed report holds is shown, not measured.
+        check. A case that the resumed report holds is shown, not measured. teams: parts of the
+        ranks that do the same at the same time, each in a group of its own.
         """
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         if key in self.done:
@@ -121,7 +127,7 @@ class Benchmark:
         self.watchdog.begin(label, self.job.rank in ranks)
         group, facts, failed = None, None, False
         try:
-            if (group := open_group(ranks, self.job)) is not None:
+            if (group := open_group(ranks, self.job, teams)) is not None:
                 self.watchdog.guard(group)
                 facts = self.time(case, build(group), group, label)
         except PeerLost as lost:

@@ -5,7 +5,7 @@ group under test is made for each case, over exactly its ranks, and carries noth
 workload.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,24 +37,33 @@ class Job:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a case. control: gloo, for barriers and decisions between timed blocks."""
+    """The ranks of a case. control: gloo, for barriers and decisions between timed blocks.
+
+    test: the group under test; where several work at the same time, the one of this rank.
+    """
 
     ranks: tuple[int, ...]
     test: dist.ProcessGroup
     control: dist.ProcessGroup
 
 
-def open_group(ranks: tuple[int, ...], job: Job) -> Group | None:
+def open_group(
+    ranks: tuple[int, ...], job: Job, teams: Sequence[Sequence[int]] | None = None
+) -> Group | None:
     """The groups of a case; None on a rank outside it. All ranks of the job call it together.
+
+    teams: parts of the ranks, each of which has a group under test of its own.
 
     The group under test is connected here: NCCL connects in its first collective, and what fails
     before that could not be aborted. Raises PeerLost if gloo cannot connect the control group.
     """
     control: Any
-    test: Any
+    test: Any = None
     with peers():
         control = dist.new_group(list(ranks), backend="gloo", timeout=FOREVER)
-    test = dist.new_group(list(ranks), backend=job.backend, timeout=FOREVER)
+    for team in teams or [ranks]:
+        group = dist.new_group(list(team), backend=job.backend, timeout=FOREVER)
+        test = group if job.rank in team else test
     if job.rank not in ranks:
         return None
     dist.all_reduce(torch.ones(1, device=job.device), group=test)

@@ -89,6 +89,18 @@ def collect(job: Job) -> dict[str, Any] | None:
     }
 
 
+def node_of_each(found: dict[str, Any]) -> list[int]:
+    """The node of each rank, from 0. A host may run several: there local ranks start anew."""
+    seen: Counter[tuple[str, int]] = Counter()
+    numbers: dict[tuple[str, int], int] = {}
+    nodes = []
+    for row in found["ranks"]:
+        seen[row["host"], row["local_rank"]] += 1
+        node = row["host"], seen[row["host"], row["local_rank"]]
+        nodes.append(numbers.setdefault(node, len(numbers)))
+    return nodes
+
+
 def gpus_after(job: Job) -> list[list[dict[str, str]]] | None:
     """The state of the GPUs of each node at the end, on rank 0. All ranks call it."""
     rows = gather(gpu_state() if job.local_rank == 0 and job.device.type == "cuda" else None)

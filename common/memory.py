@@ -1,4 +1,4 @@
-"""Peak memory of a case on one rank."""
+"""Memory of a case on one rank: its peak, and how much there is."""
 
 import contextlib
 import ctypes
@@ -6,6 +6,7 @@ import gc
 import re
 from pathlib import Path
 
+import psutil
 import torch
 
 GIB = 2**30
@@ -38,6 +39,19 @@ def peak(device: torch.device, start: int) -> dict[str, float]:
             "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
         }
     return {"memory_gib": max(0, status_bytes("VmHWM") - start) / GIB}
+
+
+def available_bytes(device: torch.device) -> int:
+    """What this host can still give to all its ranks, or this CUDA device to all that share it."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    available = int(psutil.virtual_memory().available)
+    with contextlib.suppress(OSError, ValueError):  # no cgroup of ours, or no limit: `max`
+        limit, used = (
+            int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current")
+        )
+        available = min(available, max(0, limit - used))
+    return available
 
 
 def status_bytes(name: str) -> int:
