@@ -124,7 +124,7 @@ def random_text(config: DecoderConfig, batch_size: int, seed: int) -> tuple[Tens
 
 
 def flops_per_token(config: DecoderConfig) -> int:
-    """Of forward and backward with sequences of `context` tokens (PaLM, arXiv 2204.02311, app. B)."""
+    """Of forward and backward with texts of `context` tokens (PaLM, arXiv 2204.02311, app. B)."""
     # 6 for each weight of a matrix product; attention in full, although causality halves it
     weights = config.layers * 12 * config.width**2 + config.vocab * config.width
     return 6 * weights + 12 * config.layers * config.width * config.context
