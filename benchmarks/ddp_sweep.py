@@ -9,8 +9,8 @@ trains on one batch of random images. Three things are timed in alternating bloc
     step            the step; of each iteration the slowest rank counts
     local compute   the same step without averaging gradients (DDP's no_sync)
     alone           DDP's gradient buckets averaged by themselves, by the same hook
-    exposed       = step - local compute: communication that computing does not hide. The slowest
-                    rank counts on both sides, so a late rank cancels out of it
+    exposed       = step - local compute: communication that computing does not hide. A late
+                    rank is on both sides and cancels out
     late          = local compute of the slowest rank - of the median rank
     overlap       = 1 - exposed / alone;   efficiency = step of `no ddp` / step
     ex/sec/dev    = batch size / step;     samples/s = ranks * batch size / step
@@ -95,35 +95,18 @@ SETTLING_STEPS = 4
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    cuda = torch.cuda.is_available()
-    defaults = f"{','.join(CUDA_MODELS)} on CUDA, {','.join(CPU_MODELS)} on the CPU"
-    add("--models", "--model", type=list_of(str), metavar="NAME", help=f"(default: {defaults})")
+    models = f"a list (default: {','.join(CUDA_MODELS)} on CUDA, {','.join(CPU_MODELS)} on the CPU)"
+    add("--models", "--model", type=list_of(str), metavar="NAME", help=models)
     add("--batch-size", type=positive_int, metavar="N", help="of a rank (default: 32, CPU 8)")
     add("--image-size", type=positive_int, metavar="PX", help="(default: 224, CPU 64)")
     sizes = "ranks beside `no ddp` (default: 1, 2, 4, ... of one node, then of nodes, and all)"
     add("--world-sizes", type=list_of(positive_int), metavar="N", help=sizes)
-    add(
-        "--bucket-size",
-        type=list_of(positive_float),
-        default=[25.0],
-        metavar="MB",
-        help="DDP's bucket_cap_mb (default: 25)",
-    )
-    add(
-        "--comm-hook",
-        type=list_of(str, tuple(HOOKS)),
-        default=["none"],
-        metavar="HOOK",
-        help=f"how gradients are averaged: {', '.join(HOOKS)} (default: none, DDP's own); "
-        "quantize_per_channel launches a kernel for each 512 elements",
-    )
-    add(
-        "--dtype",
-        type=list_of(str, DTYPES),
-        default=["fp32"],
-        metavar="DTYPE",
-        help="fp32, tf32 for its multiplications, autocast to bf16, or to fp16 with a GradScaler",
-    )
+    sizes = "DDP's bucket_cap_mb (default: 25)"
+    add("--bucket-size", type=list_of(positive_float), default=[25.0], metavar="MB", help=sizes)
+    hooks = f"how gradients are averaged, of {', '.join(HOOKS)} (default: none, DDP's own)"
+    add("--comm-hook", type=list_of(str, tuple(HOOKS)), default=["none"], metavar="H", help=hooks)
+    dtypes = "fp32, tf32, autocast to bf16, or to fp16 with a GradScaler (default: fp32)"
+    add("--dtype", type=list_of(str, DTYPES), default=["fp32"], metavar="DTYPE", help=dtypes)
     add("--channels-last", action="store_true", help="images and weights in NHWC")
     add("--gradient-as-bucket-view", action="store_true", help="DDP's option")
     add("--static-graph", action="store_true", help="DDP's option")
@@ -132,7 +115,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bind-cores", action="store_true", help="bind each rank to its share of the cores")
     add_common_flags(parser)
     args = parser.parse_args(argv)
-    cuda = cuda and args.device != "cpu"
+    cuda = torch.cuda.is_available() and args.device != "cpu"
     args.models = args.models or (CUDA_MODELS if cuda else CPU_MODELS)
     args.batch_size = args.batch_size or (32 if cuda else 8)
     args.image_size = args.image_size or (224 if cuda else 64)
@@ -227,18 +210,6 @@ def register_hook(name: str, ddp: DistributedDataParallel) -> Callable[[], None]
     return alone
 
 
-def create_model(name: str, image_size: int) -> nn.Module:
-    """A torchvision model with random weights; input [batch, 3, image_size, image_size]."""
-    options: dict[str, Any] = {}
-    if name.startswith("vit_"):
-        options = {"image_size": image_size}
-    elif name.startswith("maxvit"):
-        options = {"input_size": (image_size, image_size)}
-    elif name in ("googlenet", "inception_v3"):  # their second head would need a second loss
-        options = {"aux_logits": False, "init_weights": True}
-    return torchvision.models.get_model(name, weights=None, **options)
-
-
 def build(key: dict[str, Any], args: argparse.Namespace, job: Job, group: Group) -> Workload:
     """What a rank measures in a case: the step, and the parts that it is made of."""
     if key["dtype"] == "tf32" and job.device.type != "cuda":
@@ -249,7 +220,8 @@ def build(key: dict[str, Any], args: argparse.Namespace, job: Job, group: Group)
     memory = start_peak(job.device)
     torch.manual_seed(job.rank)
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
-    model = create_model(key["model"], args.image_size).to(job.device).to(memory_format=layout)
+    model = torchvision.models.get_model(key["model"], weights=None).to(job.device)
+    model = model.to(memory_format=layout)
     images = torch.rand(args.batch_size, 3, args.image_size, args.image_size, device=job.device)
     images = images.to(memory_format=layout)
     targets = torch.randint(1000, (args.batch_size,), device=job.device)
@@ -429,7 +401,6 @@ def main() -> int:
                 f"there are; e.g. torchrun --nproc-per-node {max(args.world_sizes)} ..."
             )
         node = bench.share(job.local_world_size)  # nodes may differ, plans may not
-        negative = False
         for model, dtype in itertools.product(args.models, args.dtype):
             title = f"{model}, batch size {args.batch_size}, {args.image_size} px, {dtype}"
             bench.begin_table(title, columns(args), ["1M/2G 25MB none", "+-10.0%"])
@@ -446,16 +417,10 @@ def main() -> int:
             whole = [case for case in cases if not case.failed]
             if whole:
                 bench.print(f"\nWhy: {title}\n\n{render(why_columns(args, job), whole)}")
-                negative |= any((case.metrics.get("overlap") or 0) < 0 for case in whole)
-        if cases and not args.no_breakdown:
+        if not args.no_breakdown:
             bench.print(
-                "\n# exposed: a median of differences within rounds, so not the difference of the"
-                "\n# two columns before it"
-            )
-        if negative:
-            bench.print(
-                "# overlap under 0: inside the step communication costs more than alone, because "
-                "it shares\n# the cores with computing"
+                "\n# exposed: a median of differences within rounds, not the difference of the two"
+                "\n# medians before it; overlap under 0: communication costs more inside the step"
             )
     return bench.status
 

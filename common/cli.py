@@ -159,56 +159,22 @@ def add_common_flags(
     """Device and backend; for how long a case is timed; the report; the watchdog."""
     add = parser.add_argument_group("flags of all scripts").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
-    backends = ("gloo", "nccl", "ucc", "mpi")
-    add(
-        *("--distributed-backend", "--backend"),
-        dest="backend",
-        choices=backends,
-        help="(default: nccl on CUDA, gloo on the CPU)",
-    )
-    add(
-        "--warmup-iters",
-        type=number(int, 0),
-        default=5,
-        metavar="N",
-        help="untimed iterations of each step (default: 5)",
-    )
-    add(
-        "--iters",
-        type=positive_int,
-        metavar="N",
-        help="time exactly N iterations, whatever the next three say",
-    )
-    add(
-        "--min-iters",
-        type=positive_int,
-        default=min_iters,
-        metavar="N",
-        help=f"time at least N, as far as --max-seconds lets (default: {min_iters})",
-    )
-    add(
-        "--target-ci",
-        type=fraction,
-        default=0.02,
-        metavar="P",
-        help="stop once the 95%% interval of the median is within +-P (default: 2%%)",
-    )
-    add(
-        "--max-seconds",
-        type=positive_float,
-        default=max_seconds,
-        metavar="S",
-        help=f"or once a case was timed for S seconds (default: {max_seconds:g})",
-    )
+    backend = "gloo, nccl, ucc or mpi (default: nccl on CUDA, gloo on the CPU)"
+    add("--distributed-backend", "--backend", dest="backend", metavar="NAME", help=backend)
+    warm = "untimed iterations of each step (default: 5)"
+    add("--warmup-iters", type=number(int, 0), default=5, metavar="N", help=warm)
+    exactly = "time exactly N iterations, whatever the next three say"
+    add("--iters", type=positive_int, metavar="N", help=exactly)
+    least = f"time at least N, as far as --max-seconds lets (default: {min_iters})"
+    add("--min-iters", type=positive_int, default=min_iters, metavar="N", help=least)
+    target = "stop once the 95%% interval of the median is within +-P (default: 2%%)"
+    add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
+    most = f"or once a case was timed for S seconds (default: {max_seconds:g})"
+    add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
     add("--json", metavar="PATH", help="append every finished case to this report")
     add("--resume", action="store_true", help="skip the cases that the report holds already")
-    add(
-        "--timeout",
-        type=positive_float,
-        default=300.0,
-        metavar="S",
-        help="after S seconds without progress name who hangs, and end (default: 300)",
-    )
+    hang = "after S seconds without progress name who hangs, and end (default: 300)"
+    add("--timeout", type=positive_float, default=300.0, metavar="S", help=hang)
 
 
 def check_common_flags(args: argparse.Namespace) -> None:
