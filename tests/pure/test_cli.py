@@ -1,0 +1,118 @@
+"""Flags: what is accepted, and the one line that says no."""
+
+import argparse
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from common import cli
+from tests.conftest import ROOT
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (cli.size, "8", 8),
+        (cli.size, "64K", 65536),
+        (cli.size, "1.5M", 1572864),
+        (cli.size, "1g", 2**30),
+        (cli.fraction, "5%", 0.05),
+        (cli.fraction, "0.05", 0.05),
+        (cli.positive_int, "3", 3),
+        (cli.positive_float, "0.5", 0.5),
+        (cli.number(int, 0), "0", 0),
+        (cli.list_of(str, ("a", "b")), "all", ["a", "b"]),
+        (cli.list_of(cli.positive_int), "4, 2,4", [4, 2]),
+    ],
+)
+def test_types(kind: Any, text: str, value: Any) -> None:
+    assert kind(text) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        (cli.size, "8Q", "expected a size in bytes, got '8Q'; e.g. 8, 64K"),
+        (cli.size, "0.5", "expected a size"),
+        (cli.size, "-1", "expected a size"),
+        (cli.size, "", "expected a size"),
+        (cli.size, "inf", "expected a size"),
+        (cli.fraction, "5", "between 0 and 1, got '5'; e.g. 5% or 0.05"),
+        (cli.positive_int, "0", "a whole number of at least 1, got '0'"),
+        (cli.positive_int, "2.5", "a whole number"),
+        (cli.positive_float, "0", "a number above 0"),
+        (cli.positive_float, "nan", "a number above 0"),
+        (cli.positive_float, "inf", "a number above 0"),
+        (cli.list_of(str, ("fp32", "bf16")), "fp23", "some of fp32, bf16, got 'fp23'; did you"),
+        (cli.list_of(cli.positive_int), "1,x", "a whole number"),
+    ],
+)
+def test_types_refuse(kind: Any, text: str, words: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError) as caught:
+        kind(text)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 1024, 65536, 3 * 2**20, 2**34])
+def test_show_size_is_what_size_reads(count: int) -> None:
+    assert cli.size(cli.show_size(count)) == pytest.approx(count, rel=1e-3)
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = cli.Parser("A script.")
+    parser.add_argument("--batch-size", type=cli.positive_int)
+    cli.add_common_flags(parser)
+    return parser.parse_args(words)
+
+
+def test_underscores_and_values_with_equals() -> None:
+    assert parse("--batch_size", "3").batch_size == 3
+    assert parse("--batch_size=4").batch_size == 4
+    assert parse("--json=a_b.jsonl").json == "a_b.jsonl"
+    assert parse("--distributed_backend", "gloo").backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--batch-siez", "3"], "unknown argument '--batch-siez'; did you mean --batch-size?"),
+        (["--batch", "3"], "unknown argument '--batch'"),  # no abbreviations
+        (["--batch-size", "x"], "argument --batch-size: expected a whole number"),
+        (["--target-ci", "2"], "argument --target-ci: expected a share between 0 and 1"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    words: list[str], line: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as caught:
+        parse(*words)
+    assert caught.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+
+
+@pytest.mark.parametrize("words", [["--resume"], ["--json", ""]])
+def test_resume_needs_a_report(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.check_common_flags(parse(*words))
+    assert "expected --json PATH" in capsys.readouterr().err
+
+
+def test_no_flag_is_an_ambiguous_prefix_of_torchruns() -> None:
+    """Before Python 3.12 argparse takes flags after the script for abbreviations of its own."""
+    from torch.distributed.run import get_args_parser
+
+    theirs = {s for a in get_args_parser()._actions for s in a.option_strings}
+    for script in sorted((ROOT / "benchmarks").glob("*.py")):
+        text = subprocess.run(
+            [sys.executable, str(script), "--help"], capture_output=True, text=True, timeout=60
+        )
+        assert text.returncode == 0, text.stderr
+        ours = {word.strip("[],") for word in text.stdout.split() if word.startswith(("--", "[--"))}
+        for flag in ours:
+            found = {name for name in theirs if name.startswith(flag) and flag != name}
+            assert len({name.replace("_", "-") for name in found}) < 2 or flag in theirs, flag

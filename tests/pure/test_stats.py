@@ -1,0 +1,109 @@
+"""common/stats.py against numbers worked by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from common import stats
+
+
+def test_percentiles_and_p99_from_100_samples_on() -> None:
+    assert stats.percentiles([4, 1, 3, 2, 5], "step") == pytest.approx(
+        {"step_p50_s": 3, "step_p75_s": 4, "step_p90_s": 4.6, "step_p95_s": 4.8}
+    )
+    assert "step_p99_s" not in stats.percentiles(range(99), "step")
+    assert stats.percentiles(range(101), "step")["step_p99_s"] == 99
+
+
+def test_autocorrelation_time() -> None:
+    assert stats.autocorrelation_time([1, 2, 3]) == 1  # too few
+    assert stats.autocorrelation_time([5.0] * 50) == 1  # no variance
+    assert stats.autocorrelation_time([1, -1] * 50) == 1  # swings: at least 1
+    # blocks of ten alike: tau of repeated independent values is about the length of a block
+    rng = np.random.default_rng(0)
+    blocks = np.repeat(rng.normal(size=400), 10)
+    assert 8 < stats.autocorrelation_time(blocks) < 12
+    # by hand, x = -1.5 -0.5 0.5 1.5, sum of squares 5: lag 0 pairs (5 + 1.25) / 5 = 1.25, and the
+    # loop ends at lag n // 2 - 1 = 1, so tau = -1 + 2 * 1.25
+    assert stats.autocorrelation_time([1, 2, 3, 4]) == pytest.approx(1.5)
+
+
+def test_median_interval() -> None:
+    assert stats.median_interval([]) is None
+    assert stats.median_interval([1, 2, 3, 4, 5]) is None
+    # n = 16 that swing: 8 - 1.96 * 4 / 2 = 4.08, the 4th and the 13th of the sorted ones
+    swing = [1, 16, 2, 15, 3, 14, 4, 13, 5, 12, 6, 11, 7, 10, 8, 9]
+    assert stats.median_interval(swing) == (4, 13)
+    low, high = stats.median_interval(swing, 0.5) or (0, 0)  # 8 - 0.674 * 2 = 6.65
+    assert (low, high) == (7, 10)
+
+
+def test_the_interval_covers_the_median_also_of_correlated_samples() -> None:
+    rng = np.random.default_rng(1)
+    for repeat in (1, 4):
+        hits = 0
+        for _ in range(400):
+            found = stats.median_interval(np.repeat(rng.exponential(size=60), repeat))
+            assert found is not None
+            hits += found[0] <= math.log(2) <= found[1]
+        assert 0.90 <= hits / 400 <= 0.99
+
+
+def test_relative_ci95() -> None:
+    assert stats.relative_ci95([1, 2]) is None
+    swing = [1, 16, 2, 15, 3, 14, 4, 13, 5, 12, 6, 11, 7, 10, 8, 9]
+    assert stats.relative_ci95(swing) == pytest.approx(4.5 / 8.5)
+
+
+def test_difference_within_rounds_takes_a_drift_off() -> None:
+    # three rounds of 2, 2 and 1 iterations; the machine is 10 s slower in the last one
+    a = [3, 5, 4, 6, 17]
+    b = [1, 3, 3, 3, 12]
+    shift, interval = stats.difference(a, b, [2, 2, 1])
+    assert shift == 2  # of 2, 2, 5
+    assert interval is None
+    many, interval = stats.difference([2.0] * 8, [1.0] * 8, [1] * 8)
+    assert (many, interval) == (1, (1, 1))
+
+
+def test_straggler() -> None:
+    rng = np.random.default_rng(2)
+    alike = rng.normal(1, 0.01, size=(4, 50))
+    assert stats.straggler(alike) is None
+    slow = alike.copy()
+    slow[2] *= 1.5
+    row, factor = stats.straggler(slow) or (None, 0)
+    assert row == 2
+    assert factor == pytest.approx(1.5, rel=0.02)
+    assert stats.straggler(alike[:1]) is None
+    assert stats.straggler(np.empty((3, 0))) is None
+    # one fast rank of three makes no other one slow: the upper median of the others counts
+    fast = alike[:3].copy()
+    fast[0] *= 0.5
+    assert stats.straggler(fast) is None
+    # within the margin of 5 %
+    near = alike.copy()
+    near[1] *= 1.03
+    assert stats.straggler(near) is None
+
+
+def test_step_metrics() -> None:
+    m = stats.step_metrics([[1, 2, 3], [2, 1, 5]], 8)  # the slowest: 2, 2, 5
+    assert m["step_time_p50_s"] == 2
+    assert m["samples_per_s"] == 4
+    assert m["step_time_ci95_s"] is None
+
+
+def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
+    # rank 1 computes for 4 s instead of 3 s; the step waits for it and communicates for 1 s
+    step, local = [[5.0] * 9, [5.0] * 9], [[3.0] * 9, [4.0] * 9]
+    m = stats.breakdown_metrics(step, local, [[2.0] * 9] * 2, [1] * 9)
+    assert m["exposed_communication_s"] == 1
+    assert m["exposed_communication_ci95_s"] == (1, 1)
+    assert m["overlap"] == 0.5
+    assert m["late_s"] == 0.5  # above the median of 3 and 4
+    assert (m["straggler_rank"], m["straggler_factor"]) == (1, pytest.approx(4 / 3))
+    alone = stats.breakdown_metrics(step[:1], local[:1], None, [1] * 9)
+    assert "overlap" not in alone
+    assert alone["late_s"] == 0

@@ -1,0 +1,115 @@
+"""The stop rule by hand, and the timed loop in a world of one."""
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from common.dist import Group
+from common.timing import STOPS, Step, StopRule, block_length, decide, time_block, time_steps
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("round_s", "rule", "expected"),
+    [
+        (1e-3, StopRule(), 415),  # 5 s / 12 rounds / 1 ms - the lead-in of 1
+        (1e-6, StopRule(), 1000),  # at most
+        (1e-3, StopRule(max_seconds=0.05), 3),  # 3.17
+        (0.1, StopRule(), 3),  # 4.17 - 1
+        (0.1, StopRule(min_iters=60), 5),  # 60 / 12
+        (1.4, StopRule(), 1),  # --max-seconds comes before --min-iters
+        (1e-3, StopRule(iters=30), 3),
+        (1e-3, StopRule(iters=5), 1),
+        (2.0, StopRule(iters=600, longest_block_s=6), 3),
+        (1e-3, StopRule(rounds=24), 207),
+    ],
+)
+def test_block_length(round_s: float, rule: StopRule, expected: int) -> None:
+    assert block_length(round_s, rule) == expected
+
+
+SWING = [1.0, 1.2] * 10  # 20 samples, an interval of 1.0 to 1.2
+SAME = [1.0] * 20
+
+
+@pytest.mark.parametrize(
+    ("slowest", "rounds", "spent", "rule", "expected"),
+    [
+        (SAME, 5, 99, StopRule(), ""),  # 6 rounds at least
+        (SAME, 6, 0, StopRule(), "target-ci"),
+        (SAME[:19], 6, 0, StopRule(), ""),  # --min-iters
+        (SAME[:6], 6, 5, StopRule(), "max-seconds"),  # which --max-seconds overrules
+        (SWING, 6, 4.9, StopRule(), ""),
+        (SWING, 6, 5, StopRule(), "max-seconds"),
+        (SWING, 6, 0, StopRule(target_ci=0.1), "target-ci"),  # 0.1 / 1.1
+        (SWING, 6, 0, StopRule(target_ci=0.09), ""),
+        (SWING, 1, 0, StopRule(iters=20), "iters"),
+        (SAME, 9, 99, StopRule(iters=21), ""),
+        (SAME, 23, 99, StopRule(rounds=24), ""),
+        (SAME, 24, 0, StopRule(rounds=24), "rounds"),
+    ],
+)
+def test_decide(
+    slowest: list[float], rounds: int, spent: float, rule: StopRule, expected: str
+) -> None:
+    assert STOPS[decide(slowest, rounds, spent, rule)] == expected
+
+
+def test_a_block_calls_so_often_and_divides_by_calls() -> None:
+    calls: list[int] = []
+    times, host_s = time_block(lambda: calls.append(1), 3, CPU, calls=4)
+    assert len(calls) == 12
+    assert len(times) == 3
+    assert sum(times) * 4 <= host_s
+
+
+@pytest.fixture
+def group() -> Any:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=9))
+    world: Any = dist.group.WORLD
+    yield Group((0,), world, world)
+    dist.destroy_process_group()
+
+
+def test_steps_alternate_and_turn_around(group: Group) -> None:
+    order: list[str] = []
+    steps: dict[str, Step] = {name: partial(order.append, name) for name in "ab"}
+    phases: list[str] = []
+    rule = StopRule(warmup_iters=1, iters=14)
+    timing = time_steps(steps, group, CPU, rule, progress=phases.append)
+    assert timing.stop == "iters"
+    assert timing.rounds == [2, 2, 2, 2, 2, 2, 2]
+    assert timing.samples_s["a"].shape == (1, 14)
+    assert "".join(order[:2]) == "ab"  # warm-up
+    # a lead-in and two timed, forwards and then backwards
+    assert "".join(order[2:14]) == "aaabbbbbbaaa"
+    assert phases[:2] == ["a, warm-up 1", "b, warm-up 1"]
+    assert phases[2:6] == ["a, block 1", "b, block 1", "b, block 2", "a, block 2"]
+
+
+def test_the_last_block_is_cut_to_the_count(group: Group) -> None:
+    timing = time_steps({"a": lambda: None}, group, CPU, StopRule(iters=13, warmup_iters=0))
+    assert timing.rounds == [2] * 6 + [1]
+
+
+def test_collection_of_garbage_is_off_within_blocks_and_on_after_an_error(group: Group) -> None:
+    import gc
+
+    seen: list[bool] = []
+
+    def step() -> None:
+        seen.append(gc.isenabled())
+        if len(seen) == 9:
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        time_steps({"a": step}, group, CPU, StopRule(iters=20, warmup_iters=1))
+    assert seen[0]
+    assert not any(seen[1:])
+    assert gc.isenabled()
