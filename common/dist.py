@@ -62,14 +62,20 @@ def open_group(
     with peers():
         control = dist.new_group(list(ranks), backend="gloo", timeout=FOREVER)
     for team in teams or [ranks]:
-        group = dist.new_group(list(team), backend=job.backend, timeout=FOREVER)
-        test = group if job.rank in team else test
+        new = dist.new_group(list(team), backend=job.backend, timeout=FOREVER)
+        test = new if job.rank in team else test
     if job.rank not in ranks:
         return None
-    dist.all_reduce(torch.ones(1, device=job.device), group=test)
-    if job.device.type == "cuda":
-        torch.cuda.synchronize(job.device)
-    return Group(ranks, test, control)
+    group = Group(ranks, test, control)
+    try:
+        dist.all_reduce(torch.ones(1, device=job.device), group=test)
+        if job.device.type == "cuda":
+            torch.cuda.synchronize(job.device)
+    except RuntimeError:
+        abort_group(group)
+        close_group(group)
+        raise
+    return group
 
 
 def abort_group(group: Group) -> None:
