@@ -24,6 +24,7 @@ MARKS = {
     "faults": "kills, stops and starves ranks",
     "launch": "starts a cluster: Slurm, ssh, Kubernetes",
     "gpu": "needs CUDA",
+    "oldest": "each script once, for the oldest torch that is claimed",
 }
 INJECT = str(ROOT / "tests" / "inject.py")
 
