@@ -3,11 +3,11 @@ PYTEST = python -m pytest -n 3 --dist worksteal -rs
 
 quick:
 	$(PYTEST)
-smoke faults launch gpu:
+smoke faults launch gpu oldest:
 	$(PYTEST) -m $@
 all: quick smoke faults launch
 lint:
 	ruff check .
 	ruff format --check .
 	mypy common benchmarks analysis examples tests
-.PHONY: quick smoke faults launch gpu all lint
+.PHONY: quick smoke faults launch gpu oldest all lint

@@ -1,17 +1,24 @@
-"""ddp_sweep.py as its user runs it, and its arithmetic by hand."""
+"""ddp_sweep.py as its user runs it. What the core promises is in test_faults.py."""
 
+import shutil
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import ddp_sweep
+from tests.conftest import ROOT, command_of, environment
+
 SCRIPT = "benchmarks/ddp_sweep.py"
 SMALL = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
 SHORT = (*SMALL, "--iters", "6", "--warmup-iters", "1")
+smoke = pytest.mark.smoke
 
 
-@pytest.mark.smoke
-def test_two_ranks(bench: Callable[..., Any]) -> None:
+@smoke
+def test_two_ranks_then_resume(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, ranks=2)
     assert run.status == 0, run.err
     assert [case.key["label"] for case in run.report.cases] == ["no ddp", "1M/1G", "1M/2G"]
@@ -20,4 +27,122 @@ def test_two_ranks(bench: Callable[..., Any]) -> None:
     assert last.check == "passed"
     assert list(last.samples_s) == ["step", "local compute", "alone"]
     assert [len(rows) for rows in last.samples_s["step"]] == [6, 6]
-    assert "1M/2G" in run.out
+    p50 = last.metrics["step_time_p50_s"]
+    row = next(line for line in run.out.splitlines() if line.startswith("1M/2G"))
+    assert f"{p50:.4f}" in row
+    assert f"{2 / p50:.1f}" in row  # ex/sec/dev: the batch of a rank
+    assert last.metrics["samples_per_s"] == pytest.approx(2 * 2 / p50)
+    base = run.report.cases[0].metrics["step_time_p50_s"]
+    assert last.metrics["efficiency"] == pytest.approx(base / p50)
+    found = run.report.environment
+    assert (found["world_size"], len(found["ranks"])) == (2, 2)
+    assert found["variables"]["OMP_NUM_THREADS"] == "1"
+
+    again = bench(SCRIPT, *SHORT, "--resume", ranks=2)
+    assert again.status == 0, again.err
+    assert row in again.out  # shown from the report
+    assert len(again.path.read_text().splitlines()) == len(run.path.read_text().splitlines()) + 1
+    other = bench(SCRIPT, *SHORT, "--resume", ranks=1)
+    assert other.status != 0
+    assert "numbers that do not belong together" in other.err
+
+
+@smoke
+@pytest.mark.parametrize(
+    ("ranks", "labels"),
+    [
+        (0, ["no ddp", "1M/1G"]),  # plain python
+        (3, ["no ddp", "1M/1G", "1M/2G", "1M/3G"]),
+        (5, ["no ddp", "1M/1G", "1M/2G", "1M/4G", "1M/5G"]),
+    ],
+)
+def test_odd_worlds(bench: Callable[..., Any], ranks: int, labels: list[str]) -> None:
+    run = bench(SCRIPT, *SHORT, "--no-breakdown", ranks=ranks)
+    assert run.status == 0, run.err
+    assert [case.key["label"] for case in run.report.cases] == labels
+    assert {case.check for case in run.report.cases} == {"passed"}
+
+
+@smoke
+def test_hooks_and_dtypes(bench: Callable[..., Any]) -> None:
+    hooks = "none,allreduce,fp16,bf16,noop,powersgd"
+    flags = ("--comm-hook", hooks, "--bucket-size", "1,25", "--dtype", "bf16,tf32")
+    run = bench(SCRIPT, *SMALL, *flags, "--iters", "2", "--world-sizes", "2", ranks=2)
+    checks = {
+        (c.key["dtype"], c.key["comm_hook"], c.key["bucket_size_mb"]): c.check
+        for c in run.report.cases
+    }
+    for hook in ("none", "allreduce", "fp16", "bf16"):
+        assert checks["bf16", hook, 1.0] == checks["bf16", hook, 25.0] == "passed"
+    assert checks["bf16", "noop", 25.0].startswith("skipped: ")
+    assert "deadlocks gloo" in checks["bf16", "powersgd", 1.0]
+    assert "tf32 is a mode of CUDA" in checks["tf32", "none", 1.0]
+    assert run.status != 0
+
+
+@smoke
+def test_from_a_path_with_a_space(tmp_path: Path) -> None:
+    copy = tmp_path / "a checkout"
+    copy.mkdir()
+    for folder in ("benchmarks", "common"):
+        shutil.copytree(ROOT / folder, copy / folder)
+    flags = (*SHORT, "--no-breakdown", "--world-sizes", "2", "--json", "a report.jsonl")
+    command = command_of(str(copy / SCRIPT), *flags)[0]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a report.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--modle", "resnet50"), "unknown argument '--modle'; did you mean --model"),
+        (("--model", "resnet5"), "unknown model 'resnet5'; did you mean resnet50"),
+        (("--model", "fcn_resnet50"), "unknown model 'fcn_resnet50'"),  # no classifier
+        (("--batch-size", "0"), "--batch-size: expected a whole number of at least 1, got '0'"),
+        (("--bucket-size", "25,x"), "--bucket-size: expected a number above 0, got 'x'"),
+        (("--comm-hook", "bf61"), "got 'bf61'; did you mean bf16?"),
+        (("--dtype", "int8"), "expected some of fp32, tf32, bf16, fp16, got 'int8'"),
+        (("--device", "cuda:1"), "--device: invalid choice: 'cuda:1'"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    flags: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        ddp_sweep.parse_args(list(flags))
+    assert caught.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+
+
+@smoke
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--world-sizes", "4"), "is more than the 1 ranks there are"),
+        (("--json", "/nowhere/r.jsonl"), "cannot be written: No such file or directory"),
+        (("--json", __file__), "--json would replace"),
+        (("--backend", "smoke"), "--backend smoke: this torch was built without it"),
+    ],
+)
+def test_a_mistake_that_the_running_job_shows(
+    bench: Callable[..., Any], flags: tuple[str, ...], line: str
+) -> None:
+    before = Path(__file__).read_bytes()
+    run = bench(SCRIPT, *SHORT, *flags, ranks=0, json=False)
+    assert run.status == 2
+    (said,) = run.err.splitlines()
+    assert said.startswith("ddp_sweep.py: error: ")
+    assert line in said
+    assert Path(__file__).read_bytes() == before
+
+
+def test_labels_and_sets_of_ranks() -> None:
+    assert ddp_sweep.world_sizes(1, 1) == [1]
+    assert ddp_sweep.world_sizes(5, 5) == [1, 2, 4, 5]
+    assert ddp_sweep.world_sizes(24, 8) == [1, 2, 4, 8, 16, 24]
+    labels = [ddp_sweep.label_of(size, 8) for size in (1, 8, 16, 12)]
+    assert labels == ["1M/1G", "1M/8G", "2M/8G", "2M/12G in all"]
