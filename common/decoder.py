@@ -1,0 +1,130 @@
+"""A decoder-only transformer in plain torch: the language model of the training benchmarks.
+
+RMSNorm, rotary positions, no biases, no dropout. Parallelism is applied from outside:
+
+    tensor, sequence   attention.{q,k,v,o}, mlp.{up,down} and the norms; heads are counted by width
+    pipeline           model.blocks = model.blocks[2:4]; tokens, norm, head become nn.Identity()
+    context            attention.attend is replaced; model.rotation holds the rank's own positions
+    expert             a block's mlp is replaced: [batch, sequence, width] -> the same
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    layers: int
+    heads: int
+    width: int  # of the residual stream; a head has width / heads of it, an even number
+    vocab: int
+    context: int  # the longest sequence, in tokens
+
+
+# The large ones have the layers, widths and number of parameters of GPT-2 small and GPT-3 XL, with
+# half of GPT-2's vocabulary and a head of its own, which pipeline stages need.
+DECODERS = {
+    "decoder-tiny": DecoderConfig(layers=8, heads=8, width=64, vocab=256, context=128),
+    "decoder-10m": DecoderConfig(layers=8, heads=8, width=320, vocab=256, context=256),
+    "decoder-124m": DecoderConfig(layers=12, heads=12, width=768, vocab=25600, context=1024),
+    "decoder-1.3b": DecoderConfig(layers=24, heads=16, width=2048, vocab=25600, context=2048),
+}
+
+
+class Attention(nn.Module):
+    """Each token attends to itself and to those before it. [batch, sequence, width]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        width, self.head_width = config.width, config.width // config.heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        # three of [batch, heads of this rank, sequence, head width]
+        split = (-1, self.head_width)
+        q, k, v = [f(x).unflatten(-1, split).transpose(1, 2) for f in (self.q, self.k, self.v)]
+        y = self.attend(rotate(q, rotation), rotate(k, rotation), v)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class MLP(nn.Module):
+    """[batch, sequence, width] -> the same."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each on a normalised copy and added to the stream."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width)
+        self.mlp = MLP(config.width)
+
+    def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nn.Module):
+    """Embedding, blocks, norm, head. Tokens [batch, sequence] int64 -> logits [..., vocab]."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens: nn.Module = nn.Embedding(config.vocab, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm: nn.Module = nn.RMSNorm(config.width)
+        self.head: nn.Module = nn.Linear(config.width, config.vocab, bias=False)
+        # [context, head width]: cosines, then sines (Su et al. 2021, arXiv 2104.09864)
+        pairs = config.width // config.heads // 2
+        speeds = 10000.0 ** -(torch.arange(pairs) / pairs)
+        angles = torch.outer(torch.arange(config.context), speeds)
+        rotation = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        self.register_buffer("rotation", rotation, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = block(x, self.rotation)
+        return self.head(self.norm(x))
+
+
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn each pair of x [batch, heads, sequence, head width] by its position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = rotation[: x.shape[-2]].chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy of logits [batch, sequence, vocab] and targets [batch, sequence]."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def random_text(config: DecoderConfig, batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and the ones that follow them, [batch, context] each, on the CPU."""
+    source = torch.Generator().manual_seed(seed)
+    text = torch.randint(config.vocab, (batch_size, config.context + 1), generator=source)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def flops_per_token(config: DecoderConfig) -> int:
+    """Of forward and backward with texts of `context` tokens (PaLM, arXiv 2204.02311, app. B)."""
+    # 6 for each weight of a matrix product; attention in full, although causality halves it
+    weights = config.layers * 12 * config.width**2 + config.vocab * config.width
+    return 6 * weights + 12 * config.layers * config.width * config.context

@@ -1,0 +1,92 @@
+"""The decoder: sizes, causality, positions, FLOPs by hand and by torch's counter."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from common.decoder import (
+    DECODERS,
+    Decoder,
+    DecoderConfig,
+    flops_per_token,
+    next_token_loss,
+    random_text,
+)
+
+SMALL = DecoderConfig(layers=2, heads=2, width=8, vocab=16, context=6)
+
+
+def small() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        # layers * (12 * width^2 + 2 norms * width) + norm + 2 * vocab * width
+        ("decoder-tiny", 8 * (12 * 64**2 + 128) + 64 + 2 * 256 * 64),
+        ("decoder-10m", 9_999_680),
+        ("decoder-124m", 124_275_456),
+        ("decoder-1.3b", 1_312_917_504),
+    ],
+)
+def test_sizes_are_as_their_names_say(name: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = Decoder(DECODERS[name])
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+def test_a_token_sees_itself_and_those_before_it() -> None:
+    model = small()
+    tokens = random_text(SMALL, 1, seed=0)[0]
+    changed = tokens.clone()
+    changed[0, 3] = (changed[0, 3] + 1) % SMALL.vocab
+    same = torch.isclose(model(tokens), model(changed)).all(dim=-1)[0]
+    assert same.tolist() == [True, True, True, False, False, False]
+
+
+def test_positions_count() -> None:
+    """The same two tokens before the last one, in the other order, give another answer."""
+    model = small()
+    one, other = torch.tensor([[1, 2, 3]]), torch.tensor([[2, 1, 3]])
+    assert not torch.allclose(model(one)[0, -1], model(other)[0, -1])
+
+
+def test_stages_one_after_the_other_are_the_model() -> None:
+    """What the docstring says of pipelines."""
+    whole, first, last = small(), small(), small()
+    first.blocks, first.norm, first.head = first.blocks[:1], nn.Identity(), nn.Identity()
+    last.tokens, last.blocks = nn.Identity(), last.blocks[1:]
+    tokens = random_text(SMALL, 2, seed=0)[0]
+    assert torch.equal(last(first(tokens)), whole(tokens))
+
+
+def test_text_is_shifted_by_one_and_the_same_for_a_seed() -> None:
+    tokens, targets = random_text(SMALL, 3, seed=1)
+    assert tokens.shape == targets.shape == (3, 6)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert torch.equal(tokens, random_text(SMALL, 3, seed=1)[0])
+    assert not torch.equal(tokens, random_text(SMALL, 3, seed=2)[0])
+
+
+def test_loss_of_equal_logits_is_the_logarithm_of_the_vocabulary() -> None:
+    targets = torch.zeros(2, 6, dtype=torch.int64)
+    loss = next_token_loss(torch.zeros(2, 6, 16), targets)
+    assert float(loss) == pytest.approx(2.772589)  # ln 16
+
+
+def test_flops_per_token_by_hand() -> None:
+    # weights: 2 layers * (4 + 8) * 8^2 + 16 * 8 = 1664, 6 FLOPs each: 9984
+    # attention: 2 products * 2 FLOPs * width 8 * 6 tokens, three times, 2 layers: 1152
+    assert flops_per_token(SMALL) == 9984 + 1152
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    model, (tokens, targets) = small(), random_text(SMALL, 3, seed=0)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        next_token_loss(model(tokens), targets).backward()
+    # a batch of 3 texts of 6 tokens; the gradient of the embedding is no matrix product
+    assert counter.get_total_flops() == 18 * flops_per_token(SMALL)
