@@ -7,7 +7,7 @@ workload.
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -37,11 +37,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a case. control: gloo, for barriers and decisions between timed blocks."""
+    """The ranks of a case. control: gloo, for barriers and decisions between timed blocks.
+
+    more: groups that the workload makes itself, e.g. a DeviceMesh's; they end with the case's.
+    """
 
     ranks: tuple[int, ...]
     test: dist.ProcessGroup
     control: dist.ProcessGroup
+    more: list[dist.ProcessGroup] = field(default_factory=list)
 
 
 def open_group(ranks: tuple[int, ...], job: Job) -> Group | None:
@@ -64,18 +68,19 @@ def open_group(ranks: tuple[int, ...], job: Job) -> Group | None:
 
 
 def abort_group(group: Group) -> None:
-    """End what is in flight on the group under test; safe from another thread, and twice.
+    """End what is in flight on the groups under test; safe from another thread, and twice.
 
     NCCL's peers then fail as well. gloo's do once the group is closed and nothing refers to it.
     """
-    with suppress(RuntimeError):
-        group.test.abort()
+    for each in (group.test, *group.more):
+        with suppress(RuntimeError):
+            each.abort()
 
 
 def close_group(group: Group) -> None:
     """Its members call it, each for itself."""
-    dist.destroy_process_group(group.test)
-    dist.destroy_process_group(group.control)
+    for each in (*group.more, group.test, group.control):
+        dist.destroy_process_group(each)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
