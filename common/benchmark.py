@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from common import environment
 from common.cli import check_common_flags, refuse
-from common.dist import Group, PeerLost, abort_group, close_group, gather, open_group, share
+from common.dist import Group, PeerLost, close_group, gather, open_group, share
 from common.join import join
 from common.report import Case, Report
 from common.table import Columns, Progress, Table
@@ -140,8 +141,8 @@ class Benchmark:
         if failed and group is not None:
             # gloo's peers notice once the sockets are closed, which is when nothing refers to the
             # group; the traceback, which held the model and its group, is gone by now
-            abort_group(group)
-            close_group(group)
+            gc.collect()
+            close_group(group, failed=True)
             group = None
             gc.collect()
         if self.job.rank in ranks:
@@ -152,12 +153,11 @@ class Benchmark:
         except PeerLost as lost:
             self.lost(lost)
         if group is not None:
-            if problem:  # others have left the collectives that this rank may still be in
-                abort_group(group)
-            close_group(group)
+            close_group(group, failed=problem is not None)  # its peers may have left collectives
         gc.collect()
         if problem and self.job.device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # after an error that lasts it would hide the reason
+                torch.cuda.empty_cache()
         if problem and problem.startswith("--json"):
             self.end(problem)
         return self.show(case) if rows is not None else None

@@ -7,7 +7,7 @@ workload.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -39,12 +39,14 @@ class Job:
 class Group:
     """The ranks of a case. control: gloo, for barriers and decisions between timed blocks.
 
-    test: the group under test; where several work at the same time, the one of this rank.
+    test: the group under test; where several work at the same time, the one of this rank. more:
+    groups that the workload makes itself, e.g. a DeviceMesh's; they end with the case's.
     """
 
     ranks: tuple[int, ...]
     test: dist.ProcessGroup
     control: dist.ProcessGroup
+    more: list[dist.ProcessGroup] = field(default_factory=list)
 
 
 def open_group(
@@ -72,24 +74,30 @@ def open_group(
         if job.device.type == "cuda":
             torch.cuda.synchronize(job.device)
     except RuntimeError:
-        abort_group(group)
-        close_group(group)
+        close_group(group, failed=True)
         raise
     return group
 
 
 def abort_group(group: Group) -> None:
-    """End what is in flight on the group under test; safe from another thread, and twice.
+    """End what is in flight on the groups under test; safe from another thread, and twice.
 
     NCCL's peers then fail as well. gloo's do once the group is closed and nothing refers to it.
     """
-    with suppress(RuntimeError):
-        group.test.abort()
+    for each in (group.test, *group.more):
+        with suppress(RuntimeError):
+            each.abort()
 
 
-def close_group(group: Group) -> None:
-    """Its members call it, each for itself."""
-    dist.destroy_process_group(group.test)
+def close_group(group: Group, failed: bool = False) -> None:
+    """Its members call it, each for itself.
+
+    failed: with work in flight. Destroying an NCCL group would wait for that, for ever; an aborted
+    one is only dropped (pytorch/pytorch#141510).
+    """
+    drop = dist.distributed_c10d._abort_process_group if failed else dist.destroy_process_group
+    for each in (*group.more, group.test):
+        drop(each)
     dist.destroy_process_group(group.control)
 
 

@@ -66,8 +66,7 @@ def collect(job: Job) -> dict[str, Any] | None:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": rows[0]["nccl"] or None,
-        # torch 2.15 has a second implementation of NCCL's backend, and makes it the default
-        "nccl_backend": os.environ.get("TORCH_DIST_USE_NCCL2", "default") if cuda else None,
+        "nccl_backend": nccl_backend() if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
         "launcher": launcher(),
@@ -99,6 +98,12 @@ def node_of_each(found: dict[str, Any]) -> list[int]:
         node = row["host"], seen[row["host"], row["local_rank"]]
         nodes.append(numbers.setdefault(node, len(numbers)))
     return nodes
+
+
+def nccl_backend() -> str:
+    """torch 2.15 has a second implementation of NCCL's process group, and takes it by default."""
+    new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
+    return "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
 
 
 def gpus_after(job: Job) -> list[list[dict[str, str]]] | None:
