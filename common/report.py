@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -145,40 +146,41 @@ class Report:
 SAME = ("torch", "nccl", "world_size", "local_world_size", "devices", "backend")
 
 
-def load(path: str) -> Report:
+def load(path: str, each: Callable[[Report, Case], None] = lambda report, case: None) -> Report:
     """The report at `path`. Raises ValueError, naming the file and the line, if it is none.
 
-    A last line without its end is the one that a crash cut short: it does not count.
+    A last line without its end is the one that a crash cut short: it does not count. each: called
+    with every case as soon as it is read, e.g. to drop samples of which only a median is needed.
     """
     report: Report | None = None
-    try:
-        text = Path(path).read_text("utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    lines = text.splitlines()
-    cut = bool(lines) and not text.endswith("\n")
     cases: dict[str, Case] = {}
-    for number, line in enumerate(lines, 1):
-        try:
-            content = json.loads(line, parse_constant=refuse_constant)
-            expect(isinstance(content, dict), "the line", "an object", content)
-            if report is None:
-                report = Report(**head(content), path=path)
-            elif "status" in content:
-                report.status = content.pop("status")
-                report.finished_at = content.pop("finished_at", None)
-                report.end = content
-            else:
-                case = Case(**content)
-                name = json.dumps(case.key, sort_keys=True)
-                cases.pop(name, None)
-                cases[name] = case
-                report.status = "interrupted"  # of a report that was resumed, until its end
-        except (ValueError, TypeError, RecursionError) as error:
-            if cut and number == len(lines) and report is not None:
-                break
+    number, line = 0, ""
+    try:
+        with open(path, encoding="utf-8") as file:
+            for line in file:
+                number += 1
+                content = json.loads(line, parse_constant=refuse_constant)
+                expect(isinstance(content, dict), "the line", "an object", content)
+                if report is None:
+                    report = Report(**head(content), path=path)
+                elif "status" in content:
+                    report.status = content.pop("status")
+                    report.finished_at = content.pop("finished_at", None)
+                    report.end = content
+                else:
+                    case = Case(**content)
+                    each(report, case)
+                    name = json.dumps(case.key, sort_keys=True)
+                    cases.pop(name, None)
+                    cases[name] = case
+                    report.status = "interrupted"  # of a report that was resumed, until its end
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except (ValueError, TypeError, RecursionError) as error:
+        if report is None or line.endswith("\n"):  # else it is the line that a crash cut short
             reason = str(error).replace("Case.__init__() ", "").replace("Report.__init__() ", "")
-            raise ValueError(f"{path}:{number} is no line of a report: {reason}") from None
+            at = f"{path}:{number}" if number else path
+            raise ValueError(f"{at} is no line of a report: {reason}") from None
     if report is None:
         raise ValueError(f"{path} is empty; a report is what a script writes with --json PATH")
     report.cases = list(cases.values())
