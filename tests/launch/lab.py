@@ -1,0 +1,310 @@
+"""A real Slurm on this machine: nodes with a network, a host name and processes of their own.
+
+    with Lab(folder, nodes=3) as lab:
+        lab.run(1, "hostname").stdout                  # node1
+        job = lab.sbatch("-N2", "--wrap", "srun hostname")
+
+Nodes are sets of Linux namespaces (network, host name, mounts, processes); node 0 is the
+controller with munged, slurmctld and the bridge, 10.77.0.1 is node1. Nothing touches the machine's
+own network. The machine's files are the shared file system. All of it ends with the process that
+started it: the first process of a node reads from a pipe that then closes, and takes the others
+along. Needs root.
+"""
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NETWORK, CONTROLLER = "10.77.0", 254
+NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
+TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip", "tc", "iptables")
+PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+# what a node's own name leads to in its /etc/hosts: its address, as Debian has it 127.0.1.1, or
+# 127.0.0.1; with `none` no node knows any name
+HOSTS = {"plain": "{address} {name}", "debian": "127.0.1.1 {name}", "loopfqdn": "", "none": ""}
+OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+# the first process of a node: bash, which reaps orphans. It ends with its stdin, and the node too
+FIRST = r"""
+set -eu
+folder=$1 name=$2 address=$3
+hostname "$name"
+mount --bind "$folder/hosts-$name" /etc/hosts
+mount -t tmpfs tmpfs /dev/shm
+ip link set lo up
+if [ "$name" = ctl ]; then
+    mount -t tmpfs -o size=1m tmpfs "$folder/disk"
+    ip link add eth0 type bridge
+else
+    until ip link show eth0 >/dev/null 2>&1; do sleep .01; done
+fi
+ip address add "$address/24" dev eth0
+ip link set eth0 up
+if [ "$name" = ctl ]; then
+    m=$folder/munge
+    munged -F --force --key-file="$m/key" --pid-file="$m/pid" --seed-file="$m/seed" \
+        --log-file="$m/log" --socket="$m/socket" </dev/null >"$folder/log/munged" 2>&1 &
+    until [ -S "$m/socket" ]; do sleep .02; done
+    slurmctld -D -c </dev/null >"$folder/log/slurmctld" 2>&1 &
+else
+    slurmd -D -N "$name" </dev/null >"$folder/log/slurmd-$name" 2>&1 &
+fi
+echo ready
+read -r _
+"""
+
+SLURM_CONF = """
+ClusterName=lab
+SlurmctldHost=ctl({network}.{controller})
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/affinity
+TaskPluginParam=None
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/builtin
+SchedulerParameters=batch_sched_delay=0
+SwitchType=switch/none
+SlurmdParameters=config_overrides
+ReturnToService=2
+SlurmctldTimeout=30
+SlurmdTimeout=10
+KillWait=10
+MessageTimeout=5
+JobRequeue=1
+SlurmctldPidFile={folder}/log/slurmctld.pid
+SlurmdPidFile={folder}/log/slurmd-%n.pid
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+NodeName=node[1-{nodes}] NodeAddr={network}.[1-{nodes}] CPUs=16 RealMemory=8000
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def need(*tools: str, root: bool = False) -> None:
+    """Skip the test where a tool is missing, and say which; in CI that is a failure."""
+    missing = [tool for tool in tools if not shutil.which(tool, path=PATH)]
+    reason = f"needs {', '.join(missing)} (.ci/packages.txt)" if missing else ""
+    if root and os.geteuid() != 0:
+        reason = "needs root, for namespaces"
+    if reason:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
+
+
+def until(what: Callable[[], Any], seconds: float, explain: Callable[[], str]) -> Any:
+    """What `what` returns once that is true; fails the test where it never is."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := what():
+            return found
+        time.sleep(0.1)
+    pytest.fail(f"not within {seconds:g} s\n{explain()}")
+
+
+class Lab:
+    """The cluster. `disk` is a folder on all nodes with room for 1 MB; look there with `run`."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.folder, self.disk = folder, folder / "disk"
+        self.nodes = range(1, nodes + 1)
+        self.started: dict[int, subprocess.Popen[bytes]] = {}
+        self.first: dict[int, int] = {}  # of each node the first process, by this machine's pids
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PYTEST"))}
+        self.env |= {"PATH": PATH, "SLURM_CONF": f"{folder}/slurm.conf", "OMP_NUM_THREADS": "1"}
+
+    def __enter__(self) -> "Lab":
+        for name in ("log", "munge", "state", "disk", *(f"spool/node{n}" for n in self.nodes)):
+            (self.folder / name).mkdir(parents=True)
+        for path in (self.folder, self.folder / "munge"):
+            path.chmod(0o755)  # munged insists
+        (self.folder / "munge/key").write_bytes(secrets.token_bytes(128))
+        (self.folder / "munge/key").chmod(0o600)
+        facts = {"nodes": len(self.nodes), "network": NETWORK, "controller": CONTROLLER}
+        (self.folder / "slurm.conf").write_text(SLURM_CONF.format(folder=self.folder, **facts))
+        try:
+            self.names("plain")
+            for node in (0, *self.nodes):
+                self.start(node)
+            self.until_idle()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.started.values():
+            process.kill()  # unshare, which takes the node's first process along
+            process.wait(10)
+
+    # -- nodes -------------------------------------------------------------------------------------
+
+    def name(self, node: int) -> str:
+        return f"node{node}" if node else "ctl"
+
+    def names(self, style: str) -> None:
+        """How the nodes' /etc/hosts look from now on; one of HOSTS."""
+        addresses = {n: f"{NETWORK}.{n or CONTROLLER}" for n in (0, *self.nodes)}
+        for node in addresses:
+            lines = ["127.0.0.1 localhost" + f" {self.name(node)}" * (style == "loopfqdn")]
+            for other, address in addresses.items() if style != "none" or not node else ():
+                own = HOSTS[style] if other == node and node else HOSTS["plain"]
+                lines.append(own.format(address=address, name=self.name(other)))
+            # in place: the nodes have mounted this very file
+            (self.folder / f"hosts-{self.name(node)}").write_text("\n".join(lines) + "\n")
+
+    def start(self, node: int) -> None:
+        """Start a node, the first time or after a power cut."""
+        enter = self.enter(0) if node else ["setpriv", "--pdeathsig", "KILL"]
+        words = [str(self.folder), self.name(node), f"{NETWORK}.{node or CONTROLLER}"]
+        unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "bash", "-c"]
+        with (self.folder / "log" / f"first-{self.name(node)}").open("ab") as log:
+            process = self.started[node] = subprocess.Popen(
+                [*enter, *unshare, FIRST, "first", *words],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self.env,
+            )
+
+        def first() -> int | None:  # nsenter starts unshare, unshare starts bash
+            pid: int | None = process.pid
+            for _ in range(2 if node else 1):
+                pid = only_child(pid) if pid else None
+            return pid
+
+        pid = self.first[node] = until(first, 10, self.logs)
+        if node:
+            with contextlib.suppress(subprocess.CalledProcessError):  # what a power cut left
+                self.network(0, "ip", "link", "del", f"veth{node}")
+            address = f"02:00:00:00:00:{node:02x}"  # outlives a restart, as a machine's does
+            peer = ("peer", "name", "eth0", "address", address, "netns", str(pid))
+            self.network(0, "ip", "link", "add", f"veth{node}", "type", "veth", *peer)
+            self.network(0, "ip", "link", "set", f"veth{node}", "master", "eth0", "up")
+        assert process.stdout
+        assert process.stdout.readline() == b"ready\n", self.logs()
+
+    def enter(self, node: int) -> list[str]:
+        return ["nsenter", "--target", str(self.first[node]), *NAMESPACES, "--wdns=/"]
+
+    def run(
+        self, node: int, *command: str, cwd: str | Path = "/", timeout: float = 60, **env: str
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a node to its end."""
+        inside = ["env", "-C", str(cwd), *(f"{k}={v}" for k, v in env.items())]
+        die = ["setpriv", "--pdeathsig", "KILL"]
+        return subprocess.run(
+            [*self.enter(node), *die, *inside, *command],
+            env=self.env,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout,
+        )
+
+    def network(self, node: int, *command: str) -> None:
+        """Run a command of this machine in a node's network."""
+        enter = ["nsenter", "--target", str(self.first[node]), "--net"]
+        subprocess.run([*enter, *command], check=True, capture_output=True, env=self.env)
+
+    def processes(self, node: int) -> dict[int, dict[str, str]]:
+        """What runs on a node beside its daemons: the pid on this machine, and the variables."""
+        space = os.readlink(f"/proc/{self.first[node]}/ns/pid")
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):  # ended meanwhile
+                words = (path / "cmdline").read_bytes().decode().split("\0")
+                daemon = words[0].split("/")[-1].startswith(("slurm", "munged"))
+                if os.readlink(path / "ns/pid") == space and words[0] and not daemon:
+                    pairs = (path / "environ").read_bytes().decode(errors="replace").split("\0")
+                    found[int(path.name)] = dict(pair.partition("=")[::2] for pair in pairs)
+        del found[self.first[node]]
+        return found
+
+    def ranks(self, node: int) -> dict[int, int]:
+        """The pid on this machine of each rank on a node."""
+        pids = {}
+        for pid, env in self.processes(node).items():
+            with contextlib.suppress(OSError):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                if "RANK" in env and any(word.endswith(".py") for word in words[1:3]):
+                    pids[int(env["RANK"])] = pid
+        return pids
+
+    # -- faults -------------------------------------------------------------------------------------
+
+    def power_cut(self, node: int) -> None:
+        os.kill(self.first[node], signal.SIGKILL)
+        self.started.pop(node).wait(10)
+
+    def link_down(self, node: int) -> None:
+        self.network(0, "ip", "link", "set", f"veth{node}", "down")
+
+    def drop(self, node: int, peer: int) -> None:
+        """Lose all packets between two nodes, and tell neither."""
+        for way in (("INPUT", "-s"), ("OUTPUT", "-d")):
+            self.network(node, "iptables", "-A", *way, f"{NETWORK}.{peer}", "-j", "DROP")
+
+    def heal(self) -> None:
+        """Undo the three above, and wait until Slurm has all nodes again."""
+        for node in self.nodes:
+            if node not in self.started:
+                self.start(node)
+            self.network(0, "ip", "link", "set", f"veth{node}", "up")
+            self.network(node, "iptables", "-F")
+        self.until_idle()
+
+    # -- Slurm --------------------------------------------------------------------------------------
+
+    def sbatch(self, *arguments: str, cwd: str | Path = "/", **env: str) -> str:
+        """Submit a job from the controller; its id."""
+        done = self.run(0, "sbatch", "--parsable", *arguments, cwd=cwd, **env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def state(self, job: str) -> str:
+        text = self.run(0, "scontrol", "-o", "show", "job", job).stdout
+        return text.partition("JobState=")[2].partition(" ")[0]
+
+    def until_over(self, job: str, seconds: float, explain: Callable[[], str]) -> str:
+        """How a job ended, once it has: one of OVER."""
+        until(lambda: self.state(job) in OVER, seconds, lambda: f"{self.state(job)}\n{explain()}")
+        return self.state(job)
+
+    def until_idle(self) -> None:
+        """Wait until all nodes are there and no job runs."""
+
+        def idle() -> bool:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the controller is not there yet
+                states = self.run(0, "sinfo", "-hNo", "%T", timeout=3).stdout.split()
+                return states == ["idle"] * len(self.nodes)
+            return False
+
+        until(idle, 90, self.logs)
+
+    def logs(self) -> str:
+        files = sorted(path for path in (self.folder / "log").iterdir() if path.suffix != ".pid")
+        return "\n".join(f"-- {f.name}\n{f.read_text(errors='replace')[-600:]}" for f in files)
+
+
+def only_child(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return int(children[0]) if children else None
+    return None
