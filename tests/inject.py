@@ -173,6 +173,33 @@ def stuck_in_build() -> None:
     torchvision.models.get_model = get_model
 
 
+@fault
+def unaveraged_gradients() -> None:
+    """Each rank keeps its own gradients, under DDP and under fully_shard."""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    real = DDP.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.register_comm_hook(None, noop_hook)
+
+    def own_share(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
+        output.copy_(input.chunk(input.numel() // output.numel())[RANK]).mul_(2)
+
+    DDP.__init__ = init  # type: ignore[method-assign]
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # 2.11's, and newer ones'
+        setattr(dist, name, own_share)
+
+
+@fault
+def compiler_fails() -> None:
+    """Rank 1's C++ compiler fails, as on a node where its headers are missing."""
+    if RANK == 1:
+        os.environ["CXX"] = "false"
+
+
 if __name__ == "__main__":
     name, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]

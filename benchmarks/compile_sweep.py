@@ -1,0 +1,506 @@
+#!/usr/bin/env python3
+"""Does torch.compile help a data-parallel model, under which strategy, and what does it cost?
+
+Times whole training steps (forward, loss, backward, optimizer step, zero_grad) of one model:
+
+    strategies   none (rank 0 alone), ddp, fsdp1 (FullyShardedDataParallel), fsdp2 (fully_shard)
+    backends     eager (not compiled), inductor, aot_eager, cudagraphs, any other that dynamo
+                 knows, and print, which prints the graphs; dynamo's own `eager` is dynamo_eager
+
+The model is compiled as it is wrapped, the loss and the optimizer are not. Caches are cold: an
+empty folder for each case and rank. What compiling costs is measured apart from the steps:
+
+    first step   the first one, with everything that compiles in it
+    payback      (start of the backend + first three steps - first three steps of eager)
+                 / (step of eager - step), in steps
+    fwd+bwd      the step without the optimizer's, in alternating blocks with the whole one
+    vs eager     step of the same strategy, not compiled / step
+    vs none      step of `none` with the same backend / step: one process, one batch
+    tflops       FLOPs of the model in a rank's step / step;  mfu = tflops / the device's peak
+
+    torchrun --nproc-per-node 2 benchmarks/compile_sweep.py
+    torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --dtype bf16 --json report.jsonl
+    torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --models decoder-1.3b --strategies fsdp2
+
+Does what PyTorch's benchmarks/dynamo/distributed.py did, with its flags, written anew.
+BSD-3-Clause. docs/compile_sweep.md shows how to read the tables.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import itertools
+import math
+import sys
+import tempfile
+from argparse import SUPPRESS, BooleanOptionalAction, Namespace
+from collections import Counter
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchvision
+from torch import Tensor, nn
+from torch._dynamo import utils as dynamo
+from torch._inductor.utils import fresh_cache
+from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile, record_function
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli
+from common.benchmark import Benchmark, Workload
+from common.check import CHECKED_STEPS, compare_training, sgd, train_alone, verdict
+from common.decoder import DECODERS, Decoder, flops_per_token, random_text
+from common.dist import Group, share
+from common.memory import peak, start_peak
+from common.peaks import peak_flops
+from common.report import Case
+from common.stats import step_metrics
+from common.table import Columns, metric, relative, render
+from common.timing import time_block
+
+Key = dict[str, Any]
+STRATEGIES = ("none", "ddp", "fsdp1", "fsdp2")
+TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; the first are the original's
+TOLERANCES = {"fp32": 2e-3, "tf32": 5e-3, "bf16": 3e-2}  # of a loss, over the first one
+BATCHES = 8  # different ones; more ranks share them, so that the reference costs no more
+
+
+def parse_args(argv: list[str] | None = None) -> Namespace:
+    parser = cli.Parser(__doc__)
+    one, number, names = parser.add_mutually_exclusive_group(), cli.positive_int, cli.list_of(str)
+    text = (
+        f"{', '.join([*TOYS, *DECODERS])}, or torchvision's (default: decoder-124m, CPU toy-small)"
+    )
+    one.add_argument("--models", "--model", type=names, metavar="NAME", help=text)
+    one.add_argument("--toy-model", dest="models", action="store_const", const=["toy"])
+    one.add_argument("--torchbench-model", metavar="NAME", help="of an installed torchbenchmark")
+    one, some = parser.add_mutually_exclusive_group(), cli.list_of(str, STRATEGIES)
+    text = f"{', '.join(STRATEGIES)}, or all (default: all, CPU none,ddp,fsdp2)"
+    one.add_argument("--strategies", type=some, metavar="NAME", help=text)
+    one.add_argument("--ddp", dest="strategies", action="store_const", const=["ddp"])
+    one.add_argument("--fsdp", dest="strategies", action="store_const", const=["fsdp1"])
+    add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
+    add("--backends", "--dynamo", type=names, metavar="NAME", help="(default: eager,inductor)")
+    add("--batch-size", type=number, metavar="N", help="of a rank (default: 8)")
+    add("--image-size", type=number, metavar="PX", help="(default: 224, CPU 64)")
+    add("--sequence-length", type=number, metavar="N", help="(default: the decoder's)")
+    text = "fp32, tf32, or bf16 by autocast (none, ddp) or FSDP's mixed precision (default: fp32)"
+    dtypes = cli.list_of(str, tuple(TOLERANCES))
+    add("--dtype", type=dtypes, default=["fp32"], metavar="DTYPE", help=text)
+    text = "each block is a unit of FSDP (default: yes), or the whole model is one"
+    add("--fsdp-wrap", action=BooleanOptionalAction, default=True, help=text)
+    switch("--fsdp-checkpoint", help="recompute each block's activations, under every strategy")
+    switch("--dynamo-no-optimize-ddp", help="do not split graphs at the borders of DDP's buckets")
+    switch("--warm-cache", help="use the compilers' own caches, not empty ones")
+    switch("--no-breakdown", help="time the step alone, in half the time")
+    switch("--profile", help="write a trace of five steps of each case and rank")
+    text = "of --profile; case and rank are added to its name (default: profile.json)"
+    add("--trace-file", type=Path, default=Path("profile.json"), metavar="PATH", help=text)
+    switch("--torchviz", help="write each case's autograd graph to torchviz-*.dot")
+    switch("--verbose", help="print the models and turn on dynamo's logs")
+    text = "the same as --iters"
+    add("--repeat", dest="iters", type=number, default=SUPPRESS, metavar="N", help=text)
+    cli.add_common_flags(parser)
+    args = parser.parse_args(argv)
+    cuda = torch.cuda.is_available() and args.device != "cpu"
+    bench = [args.torchbench_model] if args.torchbench_model else []
+    args.models = bench or args.models or ["decoder-124m" if cuda else "toy-small"]
+    args.strategies = args.strategies or (list(STRATEGIES) if cuda else ["none", "ddp", "fsdp2"])
+    args.backends = args.backends or ["eager", "inductor"]
+    args.strategies.sort(key=STRATEGIES.index)  # what others are compared with comes first
+    args.backends.sort(key=lambda name: name != "eager")
+    args.batch_size = args.batch_size or (None if bench else 8)
+    args.image_size = args.image_size or (224 if cuda else 64)
+    models = [*TOYS, *DECODERS, *bench, *torchvision.models.list_models(torchvision.models)]
+    backends = ["eager", "dynamo_eager", "print", *torch.compiler.list_backends(exclude_tags=())]
+    for kind, chosen, known in ("model", args.models, models), ("backend", args.backends, backends):
+        for name in set(chosen) - set(known):
+            cli.refuse(f"unknown {kind} '{name}'{cli.suggest(name, known)}")
+    for flag, package in (args.torchviz, "torchviz"), (bench, "torchbenchmark"):
+        if flag and importlib.util.find_spec(package) is None:
+            cli.refuse(f"expected the package {package}, which is not installed")
+    if args.profile and not args.trace_file.parent.is_dir():
+        cli.refuse(f"--trace-file {args.trace_file}: there is no folder {args.trace_file.parent}")
+    return args
+
+
+# -- what is trained: plain torch ------------------------------------------------------------------
+
+
+class Layer(nn.Linear):
+    """The toy's block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(super().forward(x))
+
+
+class Toy(nn.Sequential):
+    """Dynamo starts at a forward like this one, never at torch.nn's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+def create(
+    name: str, args: Namespace, device: torch.device, count: int
+) -> tuple[nn.Module, list[Any], Callable[[nn.Module, Any], Tensor], int | None]:
+    """A model, `count` batches, its loss, the FLOPs of a step unless they must be counted.
+
+    The same on every rank, and without dropout: losses can be compared.
+    """
+    torch.manual_seed(0)
+    size, flops = args.batch_size, None
+    if args.torchbench_model:  # of github.com/pytorch/benchmark; it has one batch only
+        found = importlib.import_module("torchbenchmark").load_model_by_name(name)
+        model, batch = found(test="train", device=device.type, batch_size=size).get_module()
+        batches = [batch] * count
+    elif name in DECODERS:
+        length = args.sequence_length or DECODERS[name].context
+        config = dataclasses.replace(DECODERS[name], context=length)
+        with device:
+            model = Decoder(config)
+        batches = [random_text(config, size, i) for i in range(count)]
+        flops = size * length * flops_per_token(config)
+    else:
+        shape, classes = [3, args.image_size, args.image_size], 1000
+        if name in TOYS:
+            (wide, narrow), shape, classes = TOYS[name], [10], 5
+            widths = itertools.pairwise([*shape, wide, wide, wide, *[narrow] * 8])
+            model = Toy(*[Layer(a, b) for a, b in widths], nn.Linear(narrow, classes))
+        else:
+            model = torchvision.models.get_model(name, weights=None)
+        targets = torch.randint(classes, (count, size))
+        batches = list(zip(torch.rand(count, size, *shape), targets, strict=True))
+    for module, rate in itertools.product(model.modules(), ("p", "dropout", "attention_dropout")):
+        if isinstance(getattr(module, rate, None), float):
+            setattr(module, rate, 0.0)
+    batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
+    loss_of = output_loss if args.torchbench_model else cross_entropy
+    return model.to(device), batches, loss_of, flops
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
+    x, targets = batch
+    return F.cross_entropy(model(x).flatten(0, -2).float(), targets.flatten())
+
+
+def output_loss(model: nn.Module, batch: Any) -> Tensor:
+    leaves = tree_leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
+    return next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()).float().mean()
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of the model's own classes (not torch.nn's) that come repeatedly."""
+    own = [m for m in model.modules() if not type(m).__module__.startswith("torch.nn.")]
+    counts = Counter(map(type, own))
+    repeated = [m for m in own if counts[type(m)] > 1 and m is not model]
+    within = {inner for m in repeated for inner in m.modules() if inner is not m}
+    return [m for m in repeated if m not in within]
+
+
+def wrap(model: nn.Module, key: Key, device: torch.device, group: dist.ProcessGroup) -> nn.Module:
+    strategy, units = key["strategy"], blocks_of(model)
+    if key["fsdp_checkpoint"]:
+        checkpoint.apply_activation_checkpointing(model, check_fn=lambda m: m in units)
+        units = [m for m in model.modules() if isinstance(m, checkpoint.CheckpointWrapper)]
+    units = units if key["fsdp_wrap"] else []
+    low, high = (torch.bfloat16, torch.float32) if key["dtype"] == "bf16" else (None, None)
+    if strategy == "ddp":
+        return DistributedDataParallel(model, process_group=group)
+    if strategy == "fsdp1":
+        return fsdp.FullyShardedDataParallel(
+            model,
+            process_group=group,
+            auto_wrap_policy=fsdp.wrap.CustomPolicy(lambda m: m in units),
+            mixed_precision=fsdp.MixedPrecision(low, high),
+            device_id=device,
+            use_orig_params=True,  # torch.compile needs it
+        )
+    if strategy == "fsdp2":
+        mesh = DeviceMesh.from_group(group, device.type)
+        for module in [*units, model]:
+            fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(low, high))
+    return model
+
+
+# -- what compilers do -----------------------------------------------------------------------------
+
+
+def print_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+    if dist.get_rank() == 0:
+        print(f"# graph of the backend print\n{graph.graph}", flush=True)
+    return graph.forward
+
+
+@cache
+def start_backend(backend: Any, device: torch.device) -> float:
+    """Seconds to compile next to nothing: imports, worker processes, a look at the compiler."""
+    x, compiled = torch.ones(64, device=device), torch.compile(torch.square, backend=backend)
+    return time_block(lambda: compiled(x), 1, device)[0][0]
+
+
+def start_counting() -> None:
+    torch.compiler.reset()
+    dynamo.counters.clear()
+    dynamo.set_compilation_metrics_limit(10_000)  # it would keep 64
+    dynamo.clear_compilation_metrics()
+
+
+def count() -> dict[str, int]:
+    """Graphs, frames that left one (a break), frames that were compiled again (id 3/1 after 3/0).
+
+    The context manager in DDP's forward breaks nothing.
+    """
+    counters: Any = dynamo.counters
+    left = [*counters["graph_break"].items(), *counters["unimplemented"].items()]
+    breaks = sum(times for why, times in left if "enerator" not in why)
+    ids = {str(record.compile_id) for record in dynamo.get_compilation_metrics()}
+    again = sum(not name.endswith("/0") for name in ids)
+    graphs = counters["stats"]["unique_graphs"]
+    return {"graphs": graphs, "graph_breaks": breaks, "recompiles": again}
+
+
+# -- one case --------------------------------------------------------------------------------------
+
+
+def train_reference(key: Key, args: Namespace, device: torch.device) -> Any:
+    """(Reference, FLOPs of a rank's step) of one eager process on the batches of all ranks.
+
+    None for both where the model does not fit on the device as a whole.
+    """
+    ranks = max(1, key["world_size"])
+    weights = [len(range(i, ranks, BATCHES)) / ranks for i in range(min(ranks, BATCHES))]
+    try:
+        model, batches, loss_of, flops = create(key["model"], args, device, len(weights))
+        if flops is None:
+            with FlopCounterMode(display=False) as counter:
+                loss_of(model, batches[0]).backward()
+            flops = counter.get_total_flops()
+        with torch.autocast(device.type, torch.bfloat16, enabled=key["dtype"] == "bf16"):
+            return train_alone(model, batches, loss_of, weights), flops
+    except torch.OutOfMemoryError:
+        return None, None
+
+
+def build(
+    args: Namespace, bench: Benchmark, references: dict[Any, Any], key: Key, group: Group
+) -> Workload:
+    device, rank, backend = bench.job.device, bench.job.rank, key["compiler"]
+    name = f"{key['model']}-{key['dtype']}-{key['strategy']}-{backend}"
+    if device.type == "cpu" and (key["dtype"] == "tf32" or backend == "cudagraphs"):
+        raise ValueError("tf32 and cudagraphs need CUDA; try --dtype fp32 or --backends inductor")
+    torch.set_float32_matmul_precision("high" if key["dtype"] == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = key["dtype"] == "tf32"
+    same = (key["model"], key["dtype"], key["world_size"])
+    if rank == 0 and same not in references:
+        references[same] = train_reference(key, args, device)
+    wanted, flops = share(references.get(same), group.control)
+    memory = start_peak(device)
+    model, batches, task_loss, _ = create(
+        key["model"], args, device, min(len(group.ranks), BATCHES)
+    )
+    model = wrap(model, key, device, group.test)
+    start_peak(device)  # the shards count, not the whole model that FSDP has cut them from
+    if args.verbose:
+        bench.print(f"# {name}\n{model}")
+    start_counting()
+    compiled: Any = model
+    start_s = 0.0
+    if backend != "eager":
+        chosen: Any = {"dynamo_eager": "eager", "print": print_graph}.get(backend) or backend
+        start_s = start_backend(chosen, device)
+        start_counting()
+        compiled = torch.compile(model, backend=chosen)
+    optimizer = sgd(model, wanted.lr if wanted else 0.0)
+    low = key["dtype"] == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
+
+    def loss_of(model: nn.Module) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=low):
+            return task_loss(model, batches[rank % BATCHES])
+
+    def step(update: bool = True) -> Tensor:
+        with record_function("forward"):
+            loss = loss_of(compiled)
+        with record_function("backward"):
+            loss.backward()
+        with record_function("update"):
+            if update:
+                optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    losses: list[Tensor] = []
+    first_s: list[float] = []
+    counts: list[dict[str, int]] = []
+    for i in range(CHECKED_STEPS):
+        bench.watchdog.phase(name, f"step {i + 1} (the first one compiles)")
+        dist.barrier(group.control)
+        first_s += time_block(lambda: losses.append(step()), 1, device)[0]
+        counts.append(count())
+    optimizer.param_groups[0]["lr"] = 0.0  # costs the same, and the weights stay finite
+    gib = peak(device, memory)
+
+    def facts() -> dict[str, Any]:
+        found = {"first_step_s": first_s[0], "first_steps_s": sum(first_s), "start_s": start_s}
+        found |= count() | gib
+        found["recompiles"] -= counts[0]["recompiles"]  # those after the first step
+        if args.profile:
+            with profile() as profiler:
+                time_block(step, 5, device)
+            file = args.trace_file.with_stem(f"{args.trace_file.stem}-{name}-{rank}")
+            profiler.export_chrome_trace(str(file))
+        if args.torchviz:
+            torchviz, parameters = (
+                importlib.import_module("torchviz"),
+                dict(model.named_parameters()),
+            )
+            graph = torchviz.make_dot(loss_of(model), parameters, show_attrs=True, show_saved=True)
+            graph.save(f"torchviz-{name}-{rank}.dot")
+        seen = [float(loss) for loss in losses]
+        peak_s = peak_flops(device, key["dtype"])
+        return {"max": found, "losses": seen, "wanted": wanted, "flops": flops, "peak": peak_s}
+
+    steps: dict[str, Callable[[], object]] = {"step": step}
+    if not args.no_breakdown:
+        steps["fwd+bwd"] = partial(step, update=False)
+    return Workload(steps, facts=facts)
+
+
+# -- what rank 0 makes of it -----------------------------------------------------------------------
+
+
+def derive(args: Namespace, cases: dict[Any, Case], case: Case, facts: list[Any]) -> None:
+    """Fill in the metrics and the check. cases: those before this one, of the same model."""
+    m, key, first = case.metrics, case.key, facts[0]
+    m |= step_metrics(case.samples_s["step"], len(facts) * (args.batch_size or 0))
+    m |= {name: max(fact["max"][name] for fact in facts) for name in first["max"]}
+    step_s, eager = m["step_time_p50_s"], cases.get((key["strategy"], "eager"))
+    if "fwd+bwd" in case.samples_s:
+        m["fwd_bwd_p50_s"] = float(np.median(np.max(case.samples_s["fwd+bwd"], axis=0)))
+    if first["flops"]:
+        m["tflops"] = first["flops"] / step_s / 1e12
+        if all(fact["peak"] for fact in facts):
+            m["mfu"] = first["flops"] / step_s / np.mean([fact["peak"] for fact in facts])
+    for name, base in ("eager", eager), ("none", cases.get(("none", key["compiler"]))):
+        if base:
+            a, b = base.metrics["step_time_ci95_s"], m["step_time_ci95_s"]
+            m[f"vs_{name}"] = base.metrics["step_time_p50_s"] / step_s
+            m[f"vs_{name}_bounds"] = [a[0] / b[1], a[1] / b[0]] if a and b else None
+    if eager and (gain_s := eager.metrics["step_time_p50_s"] - step_s) > 0:
+        cost_s = m["start_s"] + m["first_steps_s"] - eager.metrics["first_steps_s"]
+        m["payback_steps"] = max(0, math.ceil(cost_s / gain_s))
+    if first["wanted"] is None:
+        case.check = "skipped: the whole model does not fit on one device, to compare with"
+        return
+    problems, tolerance = [], TOLERANCES[key["dtype"]]
+    for rank, fact in enumerate(facts):
+        want = [row[rank % BATCHES] for row in first["wanted"].losses]
+        name = f"the loss of rank {rank}"
+        problems.append(compare_training(name, fact["losses"], want, tolerance))
+    case.check = verdict(next(filter(None, problems), None))
+    if not case.failed and not compare_training("", want[-1:], want[:1], tolerance):
+        case.check = "skipped: the losses stay as they are: a wrong gradient would not show"
+
+
+def name_of(case: Case) -> str:
+    return f"{case.key['strategy']} {case.key['compiler']}"
+
+
+def faster(name: str) -> Callable[[Case], str]:
+    """A cell with a ratio of medians; `?` where their intervals do not tell them apart."""
+
+    def cell(case: Case) -> str:
+        low, high = case.metrics.get(f"{name}_bounds") or (0, math.inf)
+        ratio = case.metrics.get(name)
+        return f"{ratio:.2f}x{'?' if low <= 1 <= high else ' '}" if ratio else "-"
+
+    return cell
+
+
+COLUMNS: Columns = {
+    "": name_of,
+    "95% ci\nof p50": relative("step_time_ci95_rel"),
+    **{f"p{q}\nsec/step": metric(f"step_time_p{q}_s", digits=4) for q in (50, 75, 90, 95)},
+    "samples/s": metric("samples_per_s", digits=1),
+    "vs\neager": faster("vs_eager"),
+    "vs\nnone": faster("vs_none"),
+}
+COSTS: Columns = {
+    "": name_of,
+    "first\nstep (s)": metric("first_step_s"),
+    "start of\nbackend (s)": metric("start_s"),
+    "payback\n(steps)": metric("payback_steps", digits=0),
+    "recom-\npiles": metric("recompiles", digits=0),
+    "graphs": metric("graphs", digits=0),
+    "graph\nbreaks": metric("graph_breaks", digits=0),
+    "fwd+bwd\n(ms)": metric("fwd_bwd_p50_s", 1e3),
+    "memory\n(GiB)": metric("memory_gib"),
+    "tflops": metric("tflops", digits=3),
+    "mfu\n(%)": metric("mfu", 100, 1),
+}
+NOTES = """
+# ?: the intervals of the two medians do not tell them apart
+# TORCH_LOGS=graph_breaks says where graphs break, TORCH_LOGS=recompiles why frames recompile"""
+TRACES = """
+# traces: open one in https://ui.perfetto.dev or chrome://tracing; those of all ranks of a case
+# together in HTA (github.com/facebookresearch/HolisticTraceAnalysis)"""
+
+
+def main() -> int:
+    args = parse_args()
+    torch._dynamo.config.optimize_ddp = not args.dynamo_no_optimize_ddp
+    if args.verbose:
+        torch._logging.set_logs(graph_breaks=True, recompiles=True)
+    with Benchmark("compile_sweep", args) as bench:
+        job, references = bench.job, dict[Any, Any]()
+        sizes = ("batch_size", "image_size", "sequence_length")
+        options = ("fsdp_wrap", "fsdp_checkpoint", "dynamo_no_optimize_ddp", "warm_cache")
+        fixed = {name: getattr(args, name) for name in (*sizes, *options)}
+        fixed |= {"device": job.device.type, "backend": job.backend}
+        # inductor gives its compiler paths without quotes: a folder without spaces
+        folder = "/tmp" if " " in tempfile.gettempdir() else None
+        for model, dtype in itertools.product(args.models, args.dtype):
+            title = f"{model}, batch size {args.batch_size or 'of the model'}, {dtype}"
+            bench.begin_table(title, COLUMNS, ["fsdp2 dynamo_eager", "+-10.0%"])
+            cases: dict[tuple[str, str], Case] = {}
+            for strategy, compiler in itertools.product(args.strategies, args.backends):
+                size = 0 if strategy == "none" else job.world_size
+                key = dict(model=model, dtype=dtype, strategy=strategy, compiler=compiler)
+                key |= {"world_size": size} | fixed
+                warm = args.warm_cache or compiler == "eager"
+                with contextlib.nullcontext() if warm else fresh_cache(dir=folder):
+                    case = bench.measure(
+                        key,
+                        partial(build, args, bench, references, key),
+                        partial(derive, args, cases),
+                        range(max(1, size)),
+                    )
+                    torch.compiler.reset()  # it holds the model
+                if case and not case.failed:
+                    cases[strategy, compiler] = case
+            if cases:
+                bench.print(f"\nCost: {title}\n\n{render(COSTS, list(cases.values()))}")
+                for case in cases.values():
+                    if case.check != "passed":
+                        bench.print(f"# {name_of(case)}: {case.check}")
+        bench.print(NOTES + TRACES * args.profile)
+    return bench.status
+
+
+if __name__ == "__main__":
+    sys.exit(record(main)())
