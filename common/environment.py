@@ -1,5 +1,6 @@
 """What the numbers were measured on, and whether the ranks and nodes fit together."""
 
+import contextlib
 import os
 import platform
 import re
@@ -104,6 +105,36 @@ def nccl_backend() -> str:
     """torch 2.15 has a second implementation of NCCL's process group, and takes it by default."""
     new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
     return "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
+
+
+def partition(spec: str, nodes: list[int]) -> list[list[int]]:
+    """Groups of ranks, of one size and disjoint. nodes: of each rank.
+
+    `world`, `rank` (each by itself), `node`, `cross` (the first ranks of all nodes, the second
+    ones, ...), or ranks as `0,1/2,3` and `0-3/4-7`. Raises ValueError.
+    """
+    everyone = range(len(nodes))
+    members = [[r for r in everyone if nodes[r] == node] for node in range(max(nodes) + 1)]
+    groups: list[list[int]] = []
+    with contextlib.suppress(ValueError):  # what is wrong is found below
+        if spec == "cross":
+            groups = [list(ranks) for ranks in zip(*members, strict=True)]
+        elif spec in ("world", "rank", "node"):
+            named = {"world": [list(everyone)], "rank": [[r] for r in everyone], "node": members}
+            groups = named[spec]
+        else:
+            for part in spec.split("/"):
+                spans = (word.partition("-") for word in part.split(","))
+                group = [r for a, _, b in spans for r in range(int(a), int(b or a) + 1)]
+                groups.append(sorted(group))
+    ranks = [rank for group in groups for rank in group]
+    one_size = len({len(group) for group in groups}) == 1
+    if not one_size or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):
+        raise ValueError(
+            f"expected world, node, cross or disjoint groups of one size among ranks 0 to "
+            f"{everyone[-1]}, e.g. 0,1/2,3 or 0-3/4-7, got {spec} on {len(members)} nodes"
+        )
+    return groups
 
 
 def gpus_after(job: Job) -> list[list[dict[str, str]]] | None:

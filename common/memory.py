@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from common.dist import Job
+
 GIB = 2**30
 
 
@@ -39,6 +41,19 @@ def peak(device: torch.device, start: int) -> dict[str, float]:
             "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
         }
     return {"memory_gib": max(0, status_bytes("VmHWM") - start) / GIB}
+
+
+def too_much(needed: int, job: Job, flag: str) -> str | None:
+    """Why a rank cannot have buffers of `needed` bytes, whose size `flag` gives; None if it can."""
+    cuda = job.device.type == "cuda"
+    sharing = job.local_world_size / (torch.cuda.device_count() if cuda else 1)
+    needed = int(needed * max(1, sharing))
+    if needed <= (available := available_bytes(job.device)):
+        return None
+    whose = "device" if cuda else "host"
+    return (
+        f"the buffers need {needed:,} bytes of this {whose}, {available:,} are free; lower {flag}"
+    )
 
 
 def available_bytes(device: torch.device) -> int:
