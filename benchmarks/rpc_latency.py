@@ -116,7 +116,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_rpc_flags(parser)
     add_common_flags(parser, min_iters=6, max_seconds=0.4)
     args = parser.parse_args(argv)
-    args.backend = args.backend or "gloo"  # callers meet on it between blocks; what is timed goes over RPC
+    args.backend = (
+        args.backend or "gloo"
+    )  # callers meet on it between blocks; what is timed goes over RPC
     return args
 
 
