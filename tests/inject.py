@@ -4,12 +4,14 @@ A fault patches what torch offers, never the project: what the project's checks 
 say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it says otherwise.
 """
 
+import copy
 import os
 import resource
 import runpy
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +200,83 @@ def compiler_fails() -> None:
     """Rank 1's C++ compiler fails, as on a node where its headers are missing."""
     if RANK == 1:
         os.environ["CXX"] = "false"
+
+
+def on_server(change: Callable[[Any, Callable[[], Any]], Any]) -> None:
+    """Have the last rank run the functions that RPC asks it for by `change(function, run)`."""
+    from torch.distributed.rpc import internal
+
+    real = internal._run_function
+
+    def run(call: Any) -> Any:
+        return change(getattr(call, "func", None), lambda: real(call))
+
+    if int(os.environ["WORLD_SIZE"]) - 1 == RANK:
+        internal._run_function = run
+
+
+@fault
+def wrong_reply() -> None:
+    """Tensors that the last rank answers by RPC are a little off in their last element."""
+
+    def off(value: Any) -> Any:
+        if isinstance(value, torch.futures.Future):
+            return value.then(lambda future: off(future.value()))
+        if isinstance(value, torch.nn.Module):
+            copied = copy.deepcopy(value)
+            for parameter in copied.parameters():
+                parameter.data = off(parameter.data)
+            return copied
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value = value.clone()
+            value.view(-1)[-1] *= 1.01
+        return value
+
+    on_server(lambda function, run: off(run()))
+
+
+@fault
+def lost_call() -> None:
+    """The last rank answers None to the tenth call by RPC of each function, and does not run it."""
+    calls: Counter[Any] = Counter()
+
+    def lose(function: Any, run: Callable[[], Any]) -> Any:
+        calls[function] += 1
+        return None if calls[function] == 10 else run()
+
+    on_server(lose)
+
+
+@fault
+def trainer_raises() -> None:
+    """The 60th call by RPC of rank 1 raises."""
+    from torch.distributed import rpc
+
+    real, calls = rpc.rpc_sync, [0]
+
+    def rpc_sync(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 60 and RANK == 1:
+            raise MemoryError("injected: no room for the gradients")
+        return real(*args, **kwargs)
+
+    rpc.rpc_sync = rpc_sync
+
+
+@fault
+def slow_trainer() -> None:
+    """The 60th call by RPC of rank 1 comes 5 s late."""
+    from torch.distributed import rpc
+
+    real, calls = rpc.rpc_sync, [0]
+
+    def rpc_sync(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 60 and RANK == 1:
+            time.sleep(5)
+        return real(*args, **kwargs)
+
+    rpc.rpc_sync = rpc_sync
 
 
 if __name__ == "__main__":
