@@ -1,0 +1,231 @@
+"""RPC over TensorPipe: who does what, device maps, settings, an orderly start and end.
+
+    roles = split_roles(world_size, servers=1)
+    place(args, roles)                               # this rank's device, by its role
+    with Benchmark("x", args, tested=roles.trainers) as bench:
+        with rpc_workers(bench, roles, rpc_options(args, bench)):
+            bench.measure(key, build, derive, ranks=roles.trainers)
+
+Servers and the master answer calls while they wait for the end of a case. What a server keeps
+between calls is made there by `make`; the functions that are called there find it by `hosted`.
+"""
+
+import argparse
+import os
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from common.benchmark import Benchmark
+from common.cli import list_of, number, positive_float, refuse
+from common.dist import FOREVER, gather, peers, share
+
+SCHEME = "torchrun-bench"  # of the init_method that leads to the job's own store
+TRANSPORTS = ("auto", "shm", "uv", "ibv")
+CHANNELS = ("auto", "basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Global ranks by role: trainers first, then servers, then the master if there is one."""
+
+    trainers: range
+    servers: range
+    master: int | None = None
+    cuda: frozenset[int] = frozenset()  # the ranks on CUDA; the others are on the CPU
+
+    def name(self, rank: int) -> str:
+        """`trainer0`, `server0` (numbered within the role) or `master`."""
+        if rank in self.trainers:
+            return f"trainer{rank}"
+        return "master" if rank == self.master else f"server{rank - self.servers[0]}"
+
+    def on_cuda(self, trainers: int, servers: int) -> "Roles":
+        """The same roles with the last so many trainers and servers on CUDA."""
+        ranks = [*self.trainers[::-1][:trainers], *self.servers[::-1][:servers]]
+        return replace(self, cuda=frozenset(ranks))
+
+    def device_maps(self, rank: int, devices: list[str]) -> dict[str, dict[str, str]]:
+        """Where tensors that this rank sends arrive: {callee: {own device: the callee's}}.
+
+        devices: of every rank, with its index on its node. Servers need maps as well: in
+        distributed autograd they call the trainers.
+        """
+        if rank not in self.cuda:
+            return {}
+        peers = self.servers if rank in self.trainers else self.trainers
+        return {self.name(p): {devices[rank]: devices[p]} for p in peers if p in self.cuda}
+
+
+def split_roles(
+    world_size: int,
+    trainers: int | None = None,
+    servers: int | None = None,
+    master: bool = False,
+    share: int = 2,
+) -> Roles:
+    """The roles of a world, all on the CPU: what is given, by default a server for `share` ranks.
+
+    Ends the run, with the number of processes that would do, where it does not come out.
+    """
+    rest = world_size - master
+    if servers is None:
+        servers = max(1, rest // share if trainers is None else rest - trainers)
+    trainers = max(1, rest - servers) if trainers is None else trainers
+    total = trainers + servers + master
+    if total != world_size or min(trainers, servers) < 1:
+        parts = f"{trainers} trainers, {servers} servers" + (" and a master" if master else "")
+        refuse(
+            f"{parts} are {total} processes, and there are {world_size}; e.g. torchrun "
+            f"--nproc-per-node {max(total, 2 + master)} {sys.argv[0]}"
+        )
+    first, last = trainers, trainers + servers
+    return Roles(range(first), range(first, last), last if master else None)
+
+
+def wants_cuda(device: str) -> bool:
+    """Whether `--device` means CUDA here."""
+    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
+
+
+def place(args: argparse.Namespace, roles: Roles) -> None:
+    """Make --device and --backend this rank's own, before it joins the job.
+
+    The backend is that of the groups among trainers: by default nccl if all are on CUDA.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    if roles.cuda and not torch.cuda.is_available():
+        refuse("trainers or servers on CUDA: torch sees no CUDA device here; try --device cpu")
+    all_cuda = roles.cuda.issuperset(roles.trainers)
+    backend = args.backend or ("nccl" if all_cuda else "gloo")
+    if backend == "nccl" and not all_cuda:
+        refuse("--backend nccl needs all trainers on CUDA; try --backend gloo")
+    args.device = "cuda" if rank in roles.cuda else "cpu"
+    args.backend = backend if rank in roles.trainers else "gloo"
+
+
+@dataclass(frozen=True)
+class RpcOptions:
+    """TensorPipe's settings. Transports and channels: none for all that TensorPipe finds."""
+
+    threads: int
+    timeout_s: float
+    transports: tuple[str, ...] = ()
+    channels: tuple[str, ...] = ()
+
+    def key(self) -> dict[str, Any]:
+        """What of them identifies a case."""
+        names = {"rpc_transports": self.transports, "rpc_channels": self.channels}
+        return {"rpc_threads": self.threads} | {k: "+".join(v) or "auto" for k, v in names.items()}
+
+
+def add_rpc_flags(parser: argparse.ArgumentParser) -> None:
+    """Add TensorPipe's settings."""
+    threads = "worker threads a process (default: its share of the cores, 2 to 16)"
+    timeout = "a call fails after S seconds (default: twice --timeout: the watchdog comes first)"
+    transports = """TensorPipe may choose among shm (one host; its thread polls), uv (TCP), ibv
+        (InfiniBand), or auto, all (default: auto, but uv where there are more ranks than cores)"""
+    channels = """and for tensors among basic (any), cma (one host, needs permission for ptrace),
+        mpt_uv (TCP), on CUDA cuda_basic (any), cuda_ipc (one host, peer access, no expandable
+        segments), cuda_gdr (InfiniBand), cuda_xth (one process), or auto, all. TensorPipe ends a
+        process that finds none: keep basic and cuda_basic (default: auto)"""
+    add = parser.add_argument_group("RPC").add_argument
+    add("--rpc-threads", type=number(int, 1), metavar="N", help=threads)
+    add("--rpc-timeout", type=positive_float, metavar="S", help=timeout)
+    add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=transports)
+    add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=channels)
+
+
+def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
+    """The settings of the flags, by the cores of rank 0's node; alike on all ranks.
+
+    TensorPipe itself takes 16 threads whatever the machine. 1 would be too few: a function that
+    makes a call of its own would wait for its own thread. shm's thread polls: where ranks
+    outnumber the cores it takes them from those that have something to do.
+    """
+    cores, ranks = len(os.sched_getaffinity(0)), bench.job.local_world_size
+    transports = args.rpc_transports or (["uv"] if ranks > cores else [])
+    mine = RpcOptions(
+        args.rpc_threads or min(16, max(2, cores // ranks)),
+        min(args.rpc_timeout or 2 * args.timeout, FOREVER.total_seconds()),
+        () if "auto" in transports else tuple(transports),
+        () if "auto" in (args.rpc_channels or ()) else tuple(args.rpc_channels or ()),
+    )
+    return share(mine)
+
+
+@contextmanager
+def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[None]:
+    """All ranks of the job are RPC workers, named by their roles, until all leave together."""
+    job = bench.job
+    devices: list[str] = share(gather(str(job.device)))
+    allocator = [os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("", "CUDA_")]
+    if roles.cuda and "expandable_segments:True" in " ".join(allocator):
+        bench.print(
+            "# warning: CUDA IPC cannot share expandable segments: keep --rpc-channels basic"
+        )
+
+    def handler(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        yield job.store.clone(), job.rank, job.world_size  # no ports of our own
+
+    with suppress(RuntimeError):  # registered by an earlier start in this process
+        register_rendezvous_handler(SCHEME, handler)
+    maps: Any = roles.device_maps(job.rank, devices)
+    settings = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=options.threads,
+        rpc_timeout=options.timeout_s,
+        init_method=f"{SCHEME}://",
+        device_maps=maps,
+        _transports=list(options.transports) or None,
+        _channels=list(options.channels) or None,
+    )
+    bench.watchdog.begin("RPC start", True)
+    try:
+        with warnings.catch_warnings():  # torch's own use of a group that it deprecates
+            warnings.filterwarnings("ignore", message="You are using a Backend")
+            rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        if "not in use by this listener" in reason:
+            bench.end(
+                f"--rpc-transports: TensorPipe finds none here: {', '.join(options.transports)}"
+            )
+        raise RuntimeError(f"RPC did not start on {socket.gethostname()}: {reason}") from error
+    try:
+        yield
+    except BaseException:
+        rpc.shutdown(graceful=False)
+        raise
+    failed = bench.share(any(case.failed for case in bench.report.cases))
+    bench.watchdog.begin("RPC end", True)
+    with peers():
+        dist.barrier()  # nobody leaves while others still call
+    # after a failed case calls may be left that nobody answers: no waiting for them
+    rpc.shutdown(graceful=not failed)
+    _objects.clear()
+
+
+_objects: list[Any] = []
+
+
+def make(worker: str, factory: Callable[..., Any], *args: Any) -> None:
+    """Have a worker make `factory(*args)` and keep it, in the place of an older one."""
+    rpc.rpc_sync(worker, _make, args=(factory, args))
+
+
+def _make(factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    _objects[:] = [factory(*args)]
+
+
+def hosted() -> Any:
+    """What `make` has made on this worker. Raises IndexError where it has not."""
+    return _objects[0]
