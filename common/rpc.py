@@ -164,8 +164,8 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
 
 
 @contextmanager
-def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[None]:
-    """All ranks of the job are RPC workers, named by their roles, until all leave together."""
+def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
+    """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
     job = bench.job
     devices: list[str] = share(gather(str(job.device)))
     allocator = [os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("", "CUDA_")]
@@ -201,7 +201,7 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
             )
         raise RuntimeError(f"RPC did not start on {socket.gethostname()}: {reason}") from error
     try:
-        yield
+        yield devices
     except BaseException:
         rpc.shutdown(graceful=False)
         raise
