@@ -1,7 +1,7 @@
 """Tables by tabulate, row by row as the cases come, and what is being done on a terminal."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import tabulate
 from tqdm import tqdm
@@ -38,10 +38,11 @@ class Table:
         return "\n".join([*(header if self.rows == 1 else []), line.rstrip()])
 
 
-def layout(columns: Columns, rows: Sequence[Sequence[str]]) -> str:
-    align = ("left",) + ("right",) * (len(columns) - 1)
+def layout(headers: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
+    headers = list(headers)
+    align = ("left",) + ("right",) * (len(headers) - 1)
     return tabulate.tabulate(
-        rows, list(columns), tablefmt="simple", colalign=align, disable_numparse=True
+        rows, headers, tablefmt="simple", colalign=align, disable_numparse=True
     )
 
 

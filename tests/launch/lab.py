@@ -247,7 +247,7 @@ class Lab:
                     pids[int(env["RANK"])] = pid
         return pids
 
-    # -- faults -------------------------------------------------------------------------------------
+    # -- faults ------------------------------------------------------------------------------------
 
     def power_cut(self, node: int) -> None:
         os.kill(self.first[node], signal.SIGKILL)
@@ -270,7 +270,7 @@ class Lab:
             self.network(node, "iptables", "-F")
         self.until_idle()
 
-    # -- Slurm --------------------------------------------------------------------------------------
+    # -- Slurm -------------------------------------------------------------------------------------
 
     def sbatch(self, *arguments: str, cwd: str | Path = "/", **env: str) -> str:
         """Submit a job from the controller; its id."""

@@ -1,0 +1,720 @@
+#!/usr/bin/env python3
+"""What does it cost to average gradients through parameter servers instead of an all-reduce?
+
+Times whole training steps (zero_grad, forward, loss, backward with gradient averaging, optimizer
+step) of an embedding and dense layers under DistributedDataParallel, whose gradient buckets go
+one of four routes:
+
+    allreduce    every bucket by all-reduce
+    hybrid       sparse buckets by all-reduce over gloo, dense ones over nccl (CPU: a second gloo)
+    rpc          every bucket through a parameter server, by RPC
+    sparse_rpc   sparse buckets through a server, dense ones by all-reduce
+
+Servers: `running` adds gradients up as they arrive, `batch` keeps all and then reduces. Each
+answers all its trainers when the last gradient of a bucket is in. Placement: `grouped`, a server
+averages over its own share of the trainers; `sharded`, bucket i goes to server i modulo their
+number and is averaged over all trainers. Not timed: making the data, warm-up, and the checks.
+
+    step        per iteration the slowest trainer counts;  samples/s = trainers * batch size / step
+    hook        from a step's first bucket launched to its last one averaged, slowest trainer
+    MB/step     what a trainer sends and receives in a step, mean over trainers; of a bucket of S
+                bytes and n trainers: server S + answer; all-reduce 2 * 2(n-1)/n * S; a sparse
+                all-reduce, which gathers, 2(n-1) * S
+    GB/s        MB/step over the hook's time
+
+Ranks: trainers, then servers (of each the CPU's first, then CUDA's), and last the master.
+
+    torchrun --nproc-per-node 5 benchmarks/parameter_server.py --nserver 2
+    torchrun --nproc-per-node 11 benchmarks/parameter_server.py --ncudatrainer 8 --nserver 2
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+        benchmarks/parameter_server.py --routes allreduce,rpc --placement sharded
+
+Does what PyTorch's benchmarks/distributed/rpc/parameter_server did, written anew. BSD-3-Clause.
+docs/parameter_server.md shows how to read the tables.
+"""
+
+import argparse
+import itertools
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.rpc as rpc
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.benchmark import Benchmark, Workload, describe
+from common.check import compare_replicas, digest, relative_error, verdict
+from common.cli import (
+    Parser,
+    add_common_flags,
+    list_of,
+    number,
+    positive_float,
+    positive_int,
+    refuse,
+)
+from common.dist import Group, Job
+from common.join import world
+from common.phases import Phases, phase_table, pool, summaries, timed
+from common.report import Case
+from common.rpc import (
+    Roles,
+    add_rpc_flags,
+    hosted,
+    make,
+    place,
+    rpc_options,
+    rpc_workers,
+    split_roles,
+    wants_cuda,
+)
+from common.stats import step_metrics
+from common.table import Columns, metric, percentile_columns, relative
+
+ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
+KINDS = ("running", "batch")
+PLACEMENTS = ("grouped", "sharded")
+ROLES = {
+    "--ntrainer": "trainers on the CPU",
+    "--ncudatrainer": "trainers on CUDA",
+    "--nserver": "servers on the CPU (default: one for four ranks)",
+    "--ncudaserver": "servers on CUDA",
+}
+SIZES = {  # flag: (on CUDA, on the CPU, help)
+    "num_embeddings": (1024, 256, "rows of the embedding"),
+    "embedding_dim": (1024, 256, "its columns"),
+    "dense_layers": (8, 4, "linear layers after it"),
+    "dense_size": (1024, 256, "features between them"),
+    "classes": (1024, 256, "features of the last one"),
+    "sample_count": (1024, 1024, "samples of an epoch; batches that are not full are left out"),
+    "sample_length": (1024, 16, "rows that a sample looks up"),
+    "batch_size": (32, 8, "samples of a trainer's step"),
+}
+CHECK_STEPS = 4  # DDP rebuilds its buckets after the first
+TOLERANCE = 1e-4  # fp32 sums in another order, relative to the largest value of a tensor
+
+Key = dict[str, Any]
+Batch = tuple[torch.Tensor, torch.Tensor]
+Parts = list[torch.Tensor]  # a gradient as it travels: [dense], or [indices, values, size]
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(__doc__, conflict_handler="resolve")  # --backend has other choices here
+    add_common_flags(parser)
+    add_rpc_flags(parser)
+    add = parser.add_argument
+    names = [*ROUTES, *(f"{name}_hook" for name in ROUTES)]  # PyTorch's names
+    routes = list_of(lambda name: name.removesuffix("_hook"), names)
+    add("--routes", "--ddp-hook", type=routes, metavar="NAME", help="a list (default: all)")
+    for flag, choices in (("--servers", KINDS), ("--placement", PLACEMENTS)):
+        text = f"some of {', '.join(choices)} (default: both)"
+        add(flag, type=list_of(str, choices), default=[*choices], metavar="NAME", help=text)
+    for flag, text in ROLES.items():
+        add(flag, type=number(int), default=0, metavar="N", help=text)
+    text = "of the trainers; multi: nccl, and gloo for what is sparse (default: by device)"
+    backends = ("gloo", "nccl", "multi")
+    add("--distributed-backend", "--backend", dest="backend", choices=backends, help=text)
+    for name, (cuda, cpu, text) in SIZES.items():
+        text += f" (default: {cuda}, CPU {cpu})"
+        add(f"--{name.replace('_', '-')}", type=positive_int, metavar="N", help=text)
+    add("--max-val", type=positive_int, metavar="N", help="(default: --num-embeddings)")
+    text = "of the rows under --max-val P %% are looked up by no sample (default: 20)"
+    add("--sparsity-percentage", type=int, choices=range(100), default=20, metavar="P", help=text)
+    add("--dense-embedding", action="store_true", help="EmbeddingBag's sparse=False")
+    text = "DDP's bucket_cap_mb (default: 25, CPU 0.25)"
+    add("--bucket-size", type=positive_float, metavar="MB", help=text)
+    text = "of the model, and of a CPU trainer's data (default: 0)"
+    add("--torch-seed", type=number(int), default=0, metavar="N", help=text)
+    add("--cuda-seed", type=number(int), default=0, metavar="N", help="of a CUDA trainer's data")
+    add("--epochs", type=positive_int, metavar="N", help="as --iters, in passes through the data")
+    return parser.parse_args(argv)
+
+
+# -- a server --------------------------------------------------------------------------------------
+
+
+def pack(gradient: torch.Tensor, device: torch.device) -> Parts:
+    if not gradient.is_sparse:
+        return [gradient.to(device)]
+    gradient = gradient.coalesce()
+    size = torch.tensor(gradient.shape)
+    return [gradient.indices().to(device), gradient.values().to(device), size]
+
+
+def unpack(parts: Parts, device: torch.device) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0].to(device)
+    indices, values, size = parts[0].to(device), parts[1].to(device), parts[2].tolist()
+    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True)
+
+
+def bytes_of(parts: Parts) -> int:
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+@dataclass
+class Bucket:
+    """A bucket of one step whose gradients are coming in."""
+
+    answer: Future[Parts | str]  # the average, or why there is none
+    first_s: float  # when the first gradient was there
+    kept: list[torch.Tensor] = field(default_factory=list)
+    arrived: int = 0
+    averaging_s: float = 0.0
+
+
+class Server:
+    """Averages each bucket over `trainers` and answers all of them when the last gradient is in.
+
+    Its methods run on the threads of RPC, for several buckets and steps at once. On CUDA each call
+    has streams of its own, which a lock does not order: it waits for its stream before it lets go.
+    """
+
+    def __init__(self, name: str, kind: str, trainers: int, device: str) -> None:
+        self.name, self.kind, self.trainers = name, kind, trainers
+        self.device = torch.device(device)
+        self.times: dict[int, list[dict[str, list[float]]]] = defaultdict(list)  # of each step
+        self.failed = ""
+        self.buckets: dict[tuple[int, int], Bucket] = {}
+        self.lock = threading.Lock()
+
+    def add(self, step: int, index: int, parts: Parts) -> Future[Parts | str]:
+        """Take a trainer's gradient of a bucket; the answer comes as the same kind of parts."""
+        try:
+            gradient = unpack(parts, self.device)
+            self.finish()  # what counts is when it is here
+            with self.lock:
+                now = perf_counter()
+                if self.failed:
+                    raise RuntimeError(self.failed)
+                bucket = self.buckets.setdefault((step, index), Bucket(self.future(), now))
+                if self.kind == "running" and bucket.kept:
+                    bucket.kept[0].add_(gradient)
+                else:
+                    bucket.kept.append(gradient)
+                self.finish()
+                bucket.arrived += 1
+                bucket.averaging_s += perf_counter() - now
+                last = bucket.arrived == self.trainers
+            if last:
+                self.average(step, index, bucket, now)
+            answer = bucket.answer
+        except Exception as error:  # or the other trainers would wait for this one
+            self.give_up(f"{self.name}: {describe(error)}")
+            answer = self.future()
+            answer.set_result(self.failed)
+        return answer.then(partial(on_device, parts[0].device))
+
+    def average(self, step: int, index: int, bucket: Bucket, last_s: float) -> None:
+        start = perf_counter()
+        parts = pack(reduce(torch.add, bucket.kept) / self.trainers, self.device)
+        self.finish()
+        done = perf_counter()
+        with self.lock:
+            if self.buckets.pop((step, index), None) is None:
+                return  # given up meanwhile, and answered
+            took = {"straggler": last_s - bucket.first_s, "batch": done - bucket.first_s}
+            took["averaging"] = bucket.averaging_s + done - start
+            self.times[step].append({name: [seconds] for name, seconds in took.items()})
+        bucket.answer.set_result(parts)
+
+    def give_up(self, reason: str) -> None:
+        """Answer every trainer that waits, or that comes later, with the reason."""
+        with self.lock:
+            self.failed = self.failed or reason
+            waiting, self.buckets = list(self.buckets.values()), {}
+        for bucket in waiting:
+            bucket.answer.set_result(self.failed)
+
+    def future(self) -> Future[Parts | str]:
+        return Future(devices=[self.device] if self.device.type == "cuda" else None)
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def on_device(device: torch.device, answer: Future[Parts | str]) -> Parts | str:
+    parts = answer.value()
+    return parts if isinstance(parts, str) else [part.to(device) for part in parts]
+
+
+@rpc.functions.async_execution  # the thread is free while the other gradients come
+def add_gradient(step: int, index: int, parts: Parts) -> Future[Parts | str]:
+    answer: Future[Parts | str] = hosted().add(step, index, parts)
+    return answer
+
+
+def give_up(reason: str) -> None:
+    hosted().give_up(reason)
+
+
+def step_times() -> dict[int, dict[str, list[float]]]:
+    """What each step's buckets took here."""
+    return {step: pool(buckets) for step, buckets in hosted().times.items()}
+
+
+# what the master does for trainer 0: it calls all servers
+
+
+def start_servers(kind: str, servers: list[tuple[str, int, str]]) -> None:
+    """servers: name, number of trainers, and device of each."""
+    for name, trainers, device in servers:
+        make(name, Server, name, kind, trainers, device)
+
+
+def collect_times(names: list[str]) -> dict[str, dict[int, dict[str, list[float]]]]:
+    return {name: rpc.rpc_sync(name, step_times) for name in names}
+
+
+# -- the routes, as DDP communication hooks --------------------------------------------------------
+
+
+class Log:
+    """What the buckets of this trainer cost.
+
+    It refers to no group: where a future's callback held the last reference to one, gloo's own
+    thread would destroy the group, and with it itself ("Resource deadlock avoided").
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.phases = device, Phases(device)
+        self.moved: dict[int, list[float]] = defaultdict(list)  # bytes sent and received, by step
+        self.errors: list[str] = []
+        self.first: Any = None  # stamp of the step's first bucket
+
+    @property
+    def step(self) -> int:
+        return len(self.phases.steps) - 1
+
+    def launch(self, bucket: dist.GradBucket) -> Callable[[Callable[[Any], Any], Any], Any]:
+        """Stamp now. What it returns takes the averaged gradient out of a future, and stamps."""
+        start = self.phases.now()
+        self.first = first = self.first if bucket.index() else start
+        name = "hook sparse" if bucket.buffer().is_sparse else "hook dense"
+
+        def arrived(take: Callable[[Any], torch.Tensor], future: Any) -> torch.Tensor:
+            try:
+                gradient = take(future)
+            except Exception as error:  # every future that it passes wraps it into more text
+                self.errors.append(str(error).strip().splitlines()[0])
+                raise
+            end = self.phases.now()
+            self.phases.add(name, start, end)
+            self.phases.add("hook", first, end)
+            return gradient
+
+        return arrived
+
+
+def by_collective(
+    group: dist.ProcessGroup, log: Log, bucket: dist.GradBucket
+) -> Future[torch.Tensor]:
+    arrived, gradient, n = log.launch(bucket), bucket.buffer(), group.size()
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()  # as gloo would
+        moved = 1.0 * (n - 1) * bytes_of([gradient.indices(), gradient.values()])  # it gathers
+    else:
+        moved = 2 * (n - 1) / n * bytes_of([gradient])  # a ring; nccl-tests, doc/PERFORMANCE.md
+    log.moved[log.step].append(2 * moved)  # there and back
+    work = dist.all_reduce(gradient.div_(n), group=group, async_op=True)
+    return work.get_future().then(partial(arrived, lambda done: done.value()[0]))
+
+
+def by_server(
+    servers: list[tuple[str, torch.device]], log: Log, bucket: dist.GradBucket
+) -> Future[torch.Tensor]:
+    """servers: names, of bucket i the i-th, counted round; and on which device gradients travel."""
+    arrived, step = log.launch(bucket), log.step
+    name, wire = servers[bucket.index() % len(servers)]
+    parts = pack(bucket.buffer(), wire)
+    log.moved[step].append(bytes_of(parts))
+    call = rpc.rpc_async(name, add_gradient, args=(step, bucket.index(), parts))
+
+    def average(call: Future[Parts | str]) -> torch.Tensor:
+        try:
+            answer = call.value()
+        except RuntimeError as error:  # it took too long, or the server is gone
+            raise RuntimeError(f"{name}: {describe(error)}") from error
+        if isinstance(answer, str):
+            raise RuntimeError(answer)
+        log.moved[step].append(bytes_of(answer))
+        return unpack(answer, log.device)
+
+    if log.device.type == "cpu":
+        return call.then(partial(arrived, average))
+    # the call's own future may hold no CUDA tensor where the server is on the CPU
+    placed: Future[Any] = Future(devices=[log.device])
+
+    def place_on_device(call: Future[Parts | str]) -> None:
+        try:
+            placed.set_result(average(call))
+        except Exception as error:
+            placed.set_exception(error)
+
+    call.add_done_callback(place_on_device)
+    # wait() raises what DDP would take for a tensor
+    return placed.then(partial(arrived, lambda placed: placed.wait()))
+
+
+# -- the workload: plain torch ---------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Embedding, linear layers, softmax. Input: [batch, sample length] row numbers."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(
+            args.num_embeddings, args.embedding_dim, sparse=not args.dense_embedding
+        )
+        sizes = [args.embedding_dim, *[args.dense_size] * (args.dense_layers - 1), args.classes]
+        self.dense = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(self.dense(self.embedding(rows)), dim=1)
+
+
+def create_model(args: argparse.Namespace, device: torch.device) -> Model:
+    torch.manual_seed(args.torch_seed)
+    return Model(args).to(device)
+
+
+def create_batches(
+    args: argparse.Namespace, trainers: int, trainer: int, device: torch.device
+) -> list[Batch]:
+    """A trainer's shard, every `trainers`-th batch; each follows from the seed and its number."""
+    generator = torch.Generator(device)
+    first = args.cuda_seed if device.type == "cuda" else args.torch_seed
+    draw = partial(torch.randint, generator=generator, device=device)
+    generator.manual_seed(first)
+    looked_up = max(1, args.max_val * (100 - args.sparsity_percentage) // 100)
+    rows = torch.randperm(args.max_val, generator=generator, device=device)[:looked_up]
+    batches = []
+    for i in range(trainer, args.sample_count // args.batch_size, trainers):
+        generator.manual_seed((first + 1) * 1_000_003 + i)
+        inputs = rows[draw(looked_up, (args.batch_size, args.sample_length))]
+        batches.append((inputs, draw(args.classes, (args.batch_size,))))
+    return batches
+
+
+def training_step(ddp: nn.Module, batches: Iterator[Batch], phases: Phases) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    loss_fn = nn.CrossEntropyLoss()
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        start = phases.begin()
+        optimizer.zero_grad()
+        loss = loss_fn(ddp(inputs), targets)
+        phases.mark("forward")
+        loss.backward()
+        phases.mark("backward")
+        optimizer.step()
+        phases.add("batch", start, phases.now())
+
+    return step
+
+
+def build(
+    key: Key, args: argparse.Namespace, roles: Roles, devices: list[str], job: Job, group: Group
+) -> Workload:
+    """devices: of all ranks."""
+    rank, device, route = job.rank, job.device, key["route"]
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
+    shares = trainers_of(key["placement"], roles)
+    if rank == 0 and shares:
+        new = [(roles.name(home), len(own), devices[home]) for home, own in shares.items()]
+        rpc.rpc_sync("master", start_servers, args=(key["server"], new))
+    dist.barrier(group.control)
+    homes = [home for home, own in shares.items() if rank in own]
+    wires = [device if home in roles.cuda else torch.device("cpu") for home in homes]
+    servers = list(zip(map(roles.name, homes), wires, strict=True))
+    # nccl has no sparse all-reduce; the second group is the control group, idle within a block
+    multi = key["backend"] == "multi"
+    sparse_group = group.control if multi or route == "hybrid" else group.test
+    dense_group = group.control if multi and route == "allreduce" else group.test
+    log = Log(device)
+
+    def hook(state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        sparse = bucket.buffer().is_sparse
+        if route == "rpc" or (route == "sparse_rpc" and sparse):
+            return by_server(servers, log, bucket)
+        return by_collective(sparse_group if sparse else dense_group, log, bucket)
+
+    model = create_model(args, device)
+    size = args.bucket_size
+    ddp = DistributedDataParallel(model, process_group=group.test, bucket_cap_mb=size)
+    ddp.register_comm_hook(None, hook)
+    batches = itertools.cycle(create_batches(args, len(roles.trainers), rank, device))
+
+    @contextmanager
+    def failing_together() -> Iterator[None]:
+        """Where this trainer fails the servers tell the others, which wait for its gradients."""
+        try:
+            yield
+        except Exception as error:
+            reason = log.errors[0] if log.errors else f"{roles.name(rank)}: {describe(error)}"
+            with suppress(RuntimeError):  # as where RPC itself has failed
+                for server, _ in servers:
+                    rpc.rpc_async(server, give_up, args=(reason,))
+            raise RuntimeError(reason) from error
+
+    wrong = None
+    with failing_together():
+        over = averaged_over(key, roles, rank)
+        plain = plain_ddp(create_model(args, device), over, size, group.control)
+        for _ in range(CHECK_STEPS):
+            same = itertools.repeat(next(batches))
+            training_step(plain, same, Phases(device))()
+            training_step(ddp, same, log.phases)()
+            wrong = wrong or difference(model, plain.module)
+    train = training_step(ddp, batches, log.phases)
+
+    def step() -> None:
+        with failing_together():
+            train()
+
+    def facts() -> dict[str, Any]:
+        steps = range(len(log.phases.steps))
+        names = [roles.name(home) for home in shares if rank == 0]
+        times = rpc.rpc_sync("master", collect_times, args=(names,)) if names else {}
+        return {
+            "wrong": wrong,
+            "digests": {part: digest(child) for part, child in model.named_children()},
+            "phases": log.phases.durations(),
+            "moved": [sum(log.moved[i]) for i in steps],
+            "servers": {name: [rows.get(i, {}) for i in steps] for name, rows in times.items()},
+        }
+
+    return Workload({"step": step}, facts=facts)
+
+
+# -- who averages with whom, and the checks --------------------------------------------------------
+
+
+def trainers_of(placement: str | None, roles: Roles) -> dict[int, list[int]]:
+    """The trainers that each server averages over; no servers where there is no placement.
+
+    `grouped`: runs that differ by one trainer at most. CUDA trainers go to CUDA servers and the
+    others to the others, if there are both kinds of servers.
+    """
+    if placement != "grouped":
+        return {server: list(roles.trainers) for server in roles.servers if placement}
+    found: dict[int, list[int]] = {server: [] for server in roles.servers}
+    kinds = {server in roles.cuda for server in roles.servers}
+    for kind in kinds:
+        servers = [r for r in roles.servers if (r in roles.cuda) == kind]
+        trainers = [r for r in roles.trainers if len(kinds) == 1 or (r in roles.cuda) == kind]
+        for i, trainer in enumerate(trainers):
+            found[servers[i * len(servers) // len(trainers)]].append(trainer)
+    return found
+
+
+def averaged_over(key: Key, roles: Roles, trainer: int) -> dict[str, list[int]]:
+    """With which trainers this one's gradients are averaged, of the embedding and of the rest."""
+    everyone = list(roles.trainers)
+    shares = trainers_of(key["placement"], roles).values()
+    own = next((share for share in shares if trainer in share), everyone)
+    return {"embedding": own, "dense": own if key["route"] == "rpc" else everyone}
+
+
+def plain_ddp(
+    model: nn.Module, over: dict[str, list[int]], bucket_mb: float, group: dist.ProcessGroup
+) -> DistributedDataParallel:
+    """The reference: DDP by itself, over gloo.
+
+    Where a server averages over some of the trainers, a hook gathers the gradients of all and
+    averages those of the same ones.
+    """
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb)
+
+    def average_of_some(state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        mine = bucket.buffer()
+        rows = [torch.empty(mine.shape, device=mine.device) for _ in range(group.size())]
+        dist.all_gather(rows, mine.to_dense(), group=group)
+        some = over["embedding" if mine.is_sparse else "dense"]
+        average = torch.stack([rows[rank] for rank in some]).mean(0)
+        done: Future[torch.Tensor] = Future()
+        done.set_result(average.to_sparse(1) if mine.is_sparse else average)
+        return done
+
+    if len(over["embedding"]) < group.size():
+        ddp.register_comm_hook(None, average_of_some)
+    return ddp
+
+
+def difference(model: nn.Module, plain: nn.Module) -> str | None:
+    """The first gradient or value that differs by more than TOLERANCE, or None."""
+    pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+    for (name, got), want in pairs:
+        assert got.grad is not None
+        assert want.grad is not None
+        for what, a, b in (("gradient", got.grad, want.grad), ("value", got, want)):
+            if not (error := relative_error(a, b)) <= TOLERANCE:
+                return f"the {what} of {name} is off plain DDP's by {error:.2g}"
+    return None
+
+
+def compare_all(key: Key, roles: Roles, digests: list[dict[str, str]]) -> str | None:
+    """What is wrong with the trainers' digests, or None.
+
+    Bit for bit, wherever gradients are averaged together on one kind of device: a CPU and a GPU
+    round the same step differently.
+    """
+    for rank in roles.trainers:
+        for part, over in averaged_over(key, roles, rank).items():
+            alike = [r for r in over if (r in roles.cuda) == (rank in roles.cuda)]
+            if wrong := compare_replicas([digests[r][part] for r in alike], alike):
+                return f"{part}: {wrong}"
+    return None
+
+
+# -- what rank 0 makes of it -----------------------------------------------------------------------
+
+
+def derive(roles: Roles, case: Case, facts: list[dict[str, Any]]) -> None:
+    """Fill in the metrics and the check."""
+    m = case.metrics
+    m |= step_metrics(case.samples_s["step"], case.key["samples_per_step"])
+    phases = [timed(fact["phases"], case.rounds) for fact in facts]
+    hooks = np.array([[max(step.pop("hook")) for step in steps] for steps in phases])
+    m["hook_p50_s"] = float(np.median(hooks.max(axis=0)))
+    m["bytes_per_step"] = float(np.mean([timed(fact["moved"], case.rounds) for fact in facts]))
+    m["gb_per_s"] = m["bytes_per_step"] / m["hook_p50_s"] / 1e9
+    m["trainers"] = summaries(
+        {roles.name(rank): pool(steps) for rank, steps in zip(case.ranks, phases, strict=True)}
+    )
+    if servers := facts[0]["servers"]:
+        m["servers"] = summaries({n: pool(timed(rows, case.rounds)) for n, rows in servers.items()})
+    wrong = [
+        f"{f['wrong']} (rank {r})" for r, f in zip(case.ranks, facts, strict=True) if f["wrong"]
+    ]
+    digests = [fact["digests"] for fact in facts]
+    case.check = verdict(wrong[0] if wrong else compare_all(case.key, roles, digests))
+
+
+def label_of(key: Key) -> str:
+    return " ".join(key[name] for name in ("route", "server", "placement") if key[name])
+
+
+COLUMNS: Columns = {
+    "": lambda case: label_of(case.key),
+    "95% ci\nof p50": relative("step_time_ci95_rel"),
+    **percentile_columns("step_time", "sec/step", "samples/s", lambda c: c.key["samples_per_step"]),
+    "hook\n(ms)": metric("hook_p50_s", 1e3),
+    "MB/step": metric("bytes_per_step", 1e-6),
+    "GB/s": metric("gb_per_s", digits=3),
+}
+
+
+# -- the run ---------------------------------------------------------------------------------------
+
+
+def set_up(args: argparse.Namespace) -> Roles:
+    """The ranks' roles; fill in the defaults that depend on them, and refuse what cannot run."""
+    counts = args.ntrainer + args.ncudatrainer, args.nserver + args.ncudaserver
+    roles = split_roles(world()[2], counts[0] or None, counts[1] or None, master=True, share=4)
+    trainers, sparse = len(roles.trainers), not args.dense_embedding
+    cuda = args.ncudatrainer if counts[0] else wants_cuda(args.device) * trainers
+    roles = roles.on_cuda(cuda, args.ncudaserver)
+    for name, defaults in SIZES.items():
+        setattr(args, name, getattr(args, name) or defaults[0 if cuda else 1])
+    args.bucket_size = args.bucket_size or (25.0 if cuda else 0.25)
+    args.max_val = args.max_val or args.num_embeddings
+    args.routes = args.routes or [n for n in ROUTES if sparse or n in ("allreduce", "rpc")]
+    if not sparse and {"hybrid", "sparse_rpc"} & set(args.routes):
+        refuse("--dense-embedding: no bucket is sparse; try --routes allreduce,rpc")
+    if args.max_val > args.num_embeddings:
+        refuse(f"--max-val: there are {args.num_embeddings} rows; try more --num-embeddings")
+    if (batches := args.sample_count // args.batch_size) < trainers:
+        refuse(
+            f"--sample-count {args.sample_count} makes {batches} batches of {args.batch_size} for "
+            f"{trainers} trainers; try --sample-count {args.batch_size * trainers}"
+        )
+    for server, own in trainers_of("grouped", roles).items():
+        if "grouped" in args.placement and not own:
+            refuse(f"{roles.name(server)} would have no trainer; try --placement sharded")
+    if args.epochs:
+        args.iters = args.epochs * epoch_steps(args, roles)
+    args.multi = args.backend == "multi" or (sparse and not args.backend and cuda == trainers)
+    if args.backend == "nccl" and sparse and {"allreduce", "hybrid"} & set(args.routes):
+        refuse("nccl has no sparse all-reduce; try --backend multi, or --dense-embedding")
+    args.backend = "nccl" if args.multi else args.backend
+    place(args, roles)
+    return roles
+
+
+def epoch_steps(args: argparse.Namespace, roles: Roles) -> int:
+    """Steps of an epoch, for all trainers alike: as many as the longest shard has batches.
+
+    Trainers with a shorter one start it again, since DDP hangs where one of them stops early.
+    """
+    return -(-(args.sample_count // args.batch_size) // len(roles.trainers))
+
+
+def heading(args: argparse.Namespace, roles: Roles) -> str:
+    trainers, batches = len(roles.trainers), args.sample_count // args.batch_size
+    steps = epoch_steps(args, roles)
+    short = trainers * steps - batches
+    return (
+        f"# {trainers} trainers, {len(roles.servers)} servers, {len(roles.cuda)} of them on CUDA\n"
+        f"# embedding {args.num_embeddings} x {args.embedding_dim}, {args.dense_layers} linear "
+        f"layers of {args.dense_size}, {args.classes} classes, buckets of {args.bucket_size:g} MB\n"
+        f"# an epoch is {steps} steps of {args.batch_size} samples"
+        + f"; {short} of the trainers have a step less and start again" * (short > 0)
+        + "\n# grouped: replicas of different servers drift apart" * (len(roles.servers) > 1)
+    )
+
+
+def main() -> int:
+    args = parse_args()
+    roles = set_up(args)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default; said, it does not warn
+    names = [*SIZES, *(flag[2:] for flag in ROLES), "max_val", "sparsity_percentage"]
+    names += ["dense_embedding", "bucket_size", "torch_seed", "cuda_seed"]
+    fixed = {name: getattr(args, name) for name in names}
+    fixed |= {"trainers": len(roles.trainers), "server_count": len(roles.servers)}
+    fixed["samples_per_step"] = len(roles.trainers) * args.batch_size
+    with Benchmark("parameter_server", args, tested=roles.trainers) as bench:
+        options = rpc_options(args, bench)
+        fixed["backend"] = bench.share("multi" if args.multi else bench.job.backend)
+        bench.begin_table(heading(args, roles), COLUMNS, ["sparse_rpc running grouped", "+-10.0%"])
+        cases = []
+        placements = args.placement if len(roles.servers) > 1 else args.placement[:1]
+        for route in args.routes:
+            through = itertools.product(args.servers, placements)
+            for kind, placement in through if "rpc" in route else [(None, None)]:
+                key = {"route": route, "server": kind, "placement": placement} | fixed
+                key |= options.key() if kind else {}
+                # an all-reduce is timed without RPC beside it, whose threads may poll
+                serving = kind and key not in bench.done
+                none: AbstractContextManager[list[str]] = nullcontext([])
+                with rpc_workers(bench, roles, options) if serving else none as devices:
+                    work = partial(build, key, args, roles, devices, bench.job)
+                    case = bench.measure(key, work, partial(derive, roles), roles.trainers)
+                cases += [case] if case and not case.failed else []
+        for case in cases:
+            found = [role for role in ("trainers", "servers") if role in case.metrics]
+            tables = [phase_table(role, case.metrics[role]) for role in found]
+            bench.print("\n\n".join([f"\n{label_of(case.key)}", *tables]))
+    return bench.status
+
+
+if __name__ == "__main__":
+    sys.exit(record(main)())
