@@ -18,7 +18,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from analysis.load import Run, frame
-from analysis.show import canonical, case_names, clean, interval_of, is_number, show_time
+from analysis.show import (
+    canonical,
+    case_names,
+    clean,
+    interval_of,
+    is_interval,
+    is_number,
+    show_time,
+)
 from common.cli import show_size
 from common.report import Report
 
@@ -133,6 +141,7 @@ def curves(
             ax.plot([1, most], [one, one * most], "--", color=INK, lw=1, label="no ddp times ranks")
         if x.endswith("_bytes"):
             ax.set(xscale="log", yscale="log")
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ticks = sorted(set(rows[x]))
             ax.set_xticks(ticks[:: -(-len(ticks) // 8)])
             ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_size(value)))
@@ -142,7 +151,8 @@ def curves(
         if any(ax.get_legend_handles_labels()[1]):
             ax.legend(fontsize=8)
         if ax.lines or ax.containers:
-            drawing.note = "Bars are 95 % intervals." if ax.containers else ""
+            some = any(bounds(present(rows, y), y, 1).any() for y in ys.values())
+            drawing.note = "Bars are 95 % intervals." if some else ""
             yield drawing
 
 
@@ -218,6 +228,21 @@ def default(table: pd.DataFrame) -> Iterator[Drawing]:
 
 
 MODEL = ("model", "dtype")
+
+
+def scaling(table: pd.DataFrame) -> Iterator[Drawing]:
+    """ddp_sweep: samples/s over ranks; the rates at both ends of the step's interval."""
+    rows = present(table, "samples_per_s")
+    if "step_time_ci95_s" in rows:
+        work = rows["samples_per_s"] * rows["step_time_p50_s"]
+        ends = zip(work, rows["step_time_ci95_s"], strict=True)
+        rates = [
+            [w / ci[1], w / ci[0]] if is_interval(ci) and ci[0] > 0 else None for w, ci in ends
+        ]
+        rows = rows.assign(samples_per_s_ci95=rates)
+    return curves(rows, "world_size", {"": "samples_per_s"}, "samples/s", MODEL, ideal=True)
+
+
 BUSBW = {
     "out of place": "out_of_place_busbw_gb_per_s",
     "in place": "in_place_busbw_gb_per_s",
@@ -230,10 +255,7 @@ SAVE = {"blocked": "blocked_s", "stall": "stall_s"}
 ROUND_TRIP = {"": "round_trip_p50_s"}
 Figures = Callable[[pd.DataFrame], Iterator[Drawing]]
 FIGURES: dict[str, list[Figures]] = {
-    "ddp_sweep": [
-        lambda t: curves(t, "world_size", {"": "samples_per_s"}, "samples/s", MODEL, ideal=True),
-        lambda t: bars(t, "Where a step's time goes", STEP, MODEL),
-    ],
+    "ddp_sweep": [scaling, lambda t: bars(t, "Where a step's time goes", STEP, MODEL)],
     "collectives": [lambda t: curves(t, "size_bytes", BUSBW, "busbw (GB/s)", ("collective",))],
     "nccl-tests": [lambda t: curves(t, "size_bytes", BUSBW, "busbw (GB/s)", ("collective",))],
     "compile_sweep": [lambda t: dots(t, "step_time_p50_s", MODEL)],

@@ -100,10 +100,11 @@ def summary(runs: dict[str, Run]) -> Table:
         if "failed" in checks or run.report.status != "complete":
             bad.add(i)
         e = run.report.environment
-        where = f"{e.get('world_size', '?')} ranks on {e.get('num_nodes', '?')} nodes"
+        where = f"ranks: {e.get('world_size', '?')}, nodes: {e.get('num_nodes', '?')}"
         devices = clean(fields(run).get("devices", ""), 80)
         about = [run.report.benchmark, run.report.status, ", ".join(counts) or "no case"]
-        rest = [f"{where}, {devices}", e.get("torch", "-"), run.report.started_at, took(run)]
+        started = run.report.started_at[:16].replace("T", " ")
+        rest = [f"{where}, {devices}", e.get("torch", "-"), started, took(run)]
         rows.append([label, *(clean(cell, 100) for cell in (*about, *rest))])
     header = ["report", "benchmark", "status", "cases", "where", "PyTorch", "started", "took"]
     return Table("Reports", header, rows, marked=bad)
