@@ -257,7 +257,7 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
         machine = {name: value for name, value in fields(run).items() if name in HARDWARE}
         groups.setdefault(f"{run.report.benchmark} {machine}", []).append(run)
     if args.plot:
-        from analysis.report import plot_history  # matplotlib takes a second to import
+        from analysis.figures import plot_history  # matplotlib takes a second to import
 
         plot_history(list(groups.values()), args.plot)
     groups = {name: runs for name, runs in groups.items() if len(runs) > 1}

@@ -57,7 +57,7 @@ class Row:
 
 @dataclass
 class Run:
-    """One report: what it says of the run, and its cases as rows, by their canonical keys."""
+    """One report, its cases without their samples, and those as rows, by their canonical keys."""
 
     report: Report
     rows: dict[str, Row] = field(default_factory=dict)
@@ -128,12 +128,11 @@ def read(task: tuple[str, str | None, tuple[str, ...]]) -> Run:
         rows[canonical(case.key)] = reduce(case, report.benchmark, measure)
         case.samples_s = {}
 
-    report = read_foreign(path)
-    if report is None:
+    if report := read_foreign(path):
+        for case in report.cases:
+            keep(report, case)
+    else:
         report = report_file.load(path, keep)
-    for case in report.cases if not rows else ():
-        keep(report, case)
-    report.cases = []
     if measure and rows and not any(row.measure for row in rows.values()):
         hint = suggest(measure, times) or f"; it has {', '.join(times) or 'none'}"
         raise ValueError(f"{path}: no case has the time '{measure}'{hint}")

@@ -1,0 +1,347 @@
+#!/usr/bin/env python3
+"""Is B slower than A? Runs two commands in turn and compares their reports.
+
+The commands alternate as A B, B A, A B, ...: a drift of the machine hits both alike, and two runs
+that are neighbours in time make a pair. Every run writes a report of its own (`--json` is added
+to the command), and the run is the unit of evidence: see compare.py for the verdicts.
+
+    python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
+        --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
+        --b 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py'
+    python analysis/ab.py --out versions --until-decided --max-runs 24 \\
+        --a '/opt/torch-2.14/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py' \\
+        --b '/opt/torch-2.15/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py'
+
+--interleave is for a machine that is not yours alone: both runs of a pair start together and take
+turns, block by block, so that both see the same moments of the machine. Only one of them works at
+a time; both need their memory at once. For scripts of this project with rank 0 on this machine.
+
+OUT/a and OUT/b hold the reports and logs, OUT/ab.json the plan. The same command again goes on
+where it was interrupted: runs with a complete report are skipped.
+
+--until-decided looks at the result after --runs runs a side, then after a third more each time,
+and stops once every case has a verdict. Who looks K times at 5 % errs more often, so the 5 % are
+shared among the looks, all planned before the first run (Bonferroni; Jennison and Turnbull 1989).
+
+Exit status: 0; 1 where a run fails, or for what --fail-on names; 2 bad usage; 130 after Ctrl-C.
+BSD-3-Clause.
+"""
+
+import argparse
+import json
+import os
+import select
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from analysis.compare import add_verdict_flags, conclude, show
+from analysis.load import PLAN, load
+from analysis.show import clean
+from analysis.verdicts import Comparison, Design, compare
+from common import report
+from common.cli import Parser, positive_float, positive_int, refuse
+
+TURN = "TORCHRUN_BENCH_TURN"  # the two named pipes of a command: common/benchmark.py, class Turn
+REPORT_FLAGS = ("--json", "-J", "--output-file", "--output_file")
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("--a", required=True, metavar="COMMAND", help="the base, as one word: quote it")
+    add("--b", required=True, metavar="COMMAND", help="what is compared with it")
+    for side in ("a", "b"):
+        words = f"variables of {side.upper()}'s runs alone"
+        add(
+            f"--{side}-env",
+            nargs="+",
+            action="extend",
+            default=[],
+            metavar="NAME=VALUE",
+            help=words,
+        )
+    add("--out", required=True, metavar="DIR", help="keep plan, reports and logs here")
+    add("--runs", type=positive_int, default=6, metavar="N", help="runs a side (default: 6)")
+    add("--interleave", action="store_true", help="both runs of a pair at once, block by block")
+    add("--until-decided", action="store_true", help="stop once every case has a verdict")
+    most = "at most so many runs a side, with --until-decided (default: 4 times --runs)"
+    add("--max-runs", type=positive_int, metavar="N", help=most)
+    limit = "end a run that takes longer than S seconds (default: no limit)"
+    add("--timeout", type=positive_float, metavar="S", help=limit)
+    add_verdict_flags(parser)
+    args = parser.parse_args(argv)
+    if args.runs < 2:
+        refuse("--runs must be at least 2: one run a side does not show how much runs differ")
+    if args.max_runs and (not args.until_decided or args.max_runs < args.runs):
+        refuse(
+            "--max-runs needs --until-decided and is at least --runs, e.g. --runs 6 --max-runs 24"
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        refuse("this starts the commands itself; start it with python, not with torchrun")
+    return args
+
+
+class Side:
+    """One of the two commands."""
+
+    def __init__(self, name: str, text: str, variables: Sequence[str], folder: Path) -> None:
+        """Raises ValueError for a command that cannot run, or that names a report of its own."""
+        try:
+            self.words = shlex.split(text)
+        except ValueError as error:
+            raise ValueError(f"--{name}: cannot split {text!r}: {error}") from None
+        self.name, self.folder = name, folder / name
+        pairs = [word.partition("=") for word in variables]
+        for (key, equals, _), word in zip(pairs, variables, strict=True):
+            if not equals or not key.isidentifier():
+                raise ValueError(f"--{name}-env: expected NAME=VALUE, got '{word}'")
+        self.variables = {key: value for key, _, value in pairs}
+        path = (os.environ | self.variables).get("PATH", os.defpath)
+        if not self.words or shutil.which(self.words[0], path=path) is None:
+            program = self.words[0] if self.words else ""
+            raise ValueError(f"--{name}: there is no program '{program}', e.g. 'python train.py'")
+        for word in self.words:
+            if word.split("=")[0] in REPORT_FLAGS:
+                raise ValueError(f"--{name}: leave out {word}; every run gets a report of its own")
+
+    def report(self, number: int) -> Path:
+        return self.folder / f"{number:02d}.jsonl"
+
+    def why_no_report(self, number: int) -> str | None:
+        """Why a run's report is of no use; None where it is complete."""
+        if not self.report(number).exists():
+            return "it wrote no report; does the command know --json?"
+        try:
+            found = report.load(str(self.report(number)), lambda _, case: case.samples_s.clear())
+        except ValueError as error:
+            return str(error)
+        failed = [case.check for case in found.cases if case.failed]
+        return None if found.status == "complete" and found.cases else (failed or [found.status])[0]
+
+    def start(self, number: int, variables: dict[str, str]) -> psutil.Popen:
+        path = self.report(number)
+        path.unlink(missing_ok=True)  # half a one, of an earlier attempt
+        with path.with_suffix(".log").open("wb") as log:
+            return psutil.Popen(
+                [*self.words, "--json", str(path)],
+                env=os.environ | self.variables | variables,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for this process, which ends the commands
+            )
+
+
+class Pipes:
+    """The two pipes over which a command gets its turn and passes it on. `turns` counts them."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.grant, self.release = folder / f"{name}.grant", folder / f"{name}.release"
+        for path in (self.grant, self.release):
+            os.mkfifo(path)
+        self.reader = os.open(self.release, os.O_RDONLY | os.O_NONBLOCK)
+        self.writer: int | None = None
+        self.turns = 0
+
+    def has_arrived(self) -> bool:
+        """Whether the command waits for its first turn: a pipe opens only once it is read."""
+        if self.writer is None:
+            try:
+                self.writer = os.open(self.grant, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:  # ENXIO: nobody reads
+                return False
+        return True
+
+    def take_turn(self, process: psutil.Popen, deadline: float) -> bool:
+        """Let the command have a turn; False where it has ended instead of passing it on."""
+        try:
+            os.write(self.writer or -1, b".")
+        except OSError:
+            return False
+        self.turns += 1
+        while not select.select([self.reader], [], [], 0.5)[0]:
+            if process.poll() is not None or time.monotonic() > deadline:
+                return False
+        return os.read(self.reader, 1) != b""  # empty: rank 0 is gone
+
+    def close(self) -> None:
+        for number in (self.reader, self.writer):
+            if number is not None:
+                os.close(number)
+
+
+def run_one(side: Side, number: int, timeout: float | None) -> str | None:
+    """Run one command. What went wrong, or None."""
+    process = side.start(number, {})
+    try:
+        return judge(side, number, process.wait(timeout))
+    except psutil.TimeoutExpired:
+        return f"{side.name} {number} took longer than --timeout {timeout:g} s"
+    finally:
+        end(process)
+
+
+def run_pair(sides: Sequence[Side], number: int, timeout: float | None) -> str | None:
+    """Run both commands at once, each in its turn. What went wrong, or None."""
+    deadline = time.monotonic() + (timeout or float("inf"))
+    started: list[tuple[Side, psutil.Popen, Pipes]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for side in sides:
+                pipes = Pipes(Path(folder), side.name)
+                process = side.start(number, {TURN: f"{pipes.grant}:{pipes.release}"})
+                started.append((side, process, pipes))
+            for _, process, pipes in started:  # until all have imported torch and met
+                while not pipes.has_arrived() and process.poll() is None:
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(0.02)
+            alive = list(started)
+            while alive:
+                alive = [row for row in alive if row[2].take_turn(row[1], deadline)]
+            for side, process, pipes in started:
+                try:
+                    problem = judge(side, number, process.wait(max(1, deadline - time.monotonic())))
+                except psutil.TimeoutExpired:
+                    problem = f"{side.name} {number} took longer than --timeout {timeout:g} s"
+                if not problem and pipes.turns < 2:
+                    problem = f"{side.name} {number} took no turns: only this project's scripts can"
+                if problem:
+                    return problem
+            return None
+        finally:
+            for _, process, pipes in started:
+                end(process)
+                pipes.close()
+
+
+def judge(side: Side, number: int, status: int) -> str | None:
+    """What is wrong with a run that has ended, with the end of its log; None if nothing is."""
+    problem = f"exit status {status}" if status else side.why_no_report(number)
+    if problem is None:
+        return None
+    if status and side.report(number).exists():
+        problem += f"; {side.why_no_report(number) or 'its report is complete'}"
+    log = side.report(number).with_suffix(".log")
+    lines = log.read_text(errors="replace").splitlines()[-15:]
+    tail = "".join(f"\n    {clean(line)}" for line in lines)
+    return f"{side.name} {number}: {clean(problem, 500)}; the end of {log}:{tail}"
+
+
+def end(process: psutil.Popen) -> None:
+    """End a command and all that it started; politely first."""
+    try:
+        tree = [*process.children(recursive=True), process]
+    except psutil.NoSuchProcess:
+        return
+    for number, patience in ((signal.SIGTERM, 40), (signal.SIGKILL, 10)):
+        for part in tree if number == signal.SIGKILL else [process]:
+            if part.is_running():
+                part.send_signal(number)
+        _, tree = psutil.wait_procs(tree, patience)
+
+
+def planned_looks(first: int, most: int) -> list[int]:
+    """After how many runs a side the result is looked at: by a third more each time, and even.
+
+    Even, since ABBA balances a drift over two pairs. The last is `most`; one right before it, with
+    15 % fewer runs or less, would not be worth its share of the error rate.
+    """
+    looks = [first]
+    while looks[-1] < most:
+        following = 2 * -(-max(4 * looks[-1], 3 * looks[-1] + 3) // 6)
+        looks.append(most if following * 1.15 >= most else following)
+    return looks
+
+
+def open_folder(args: argparse.Namespace, looks: list[int]) -> list[Side]:
+    """The sides; the plan is written. Raises ValueError where the folder holds another plan."""
+    folder = Path(args.out)
+    sides = [Side("a", args.a, args.a_env, folder), Side("b", args.b, args.b_env, folder)]
+    plan = {"--a": args.a, "--a-env": args.a_env, "--b": args.b, "--b-env": args.b_env}
+    plan |= {"--interleave": args.interleave, "looks after runs": looks}
+    path = folder / PLAN
+    try:
+        for side in sides:
+            side.folder.mkdir(parents=True, exist_ok=True)
+        old = json.loads(path.read_text()) if path.exists() else plan
+        for name in plan:
+            if old.get(name) != plan[name]:
+                raise ValueError(
+                    f"--out {folder} holds another comparison: {name} was {old.get(name)} and is "
+                    f"now {plan[name]}; give another --out, then compare.py on both folders"
+                )
+        path.write_text(json.dumps(plan, indent=1) + "\n")
+    except (OSError, json.JSONDecodeError, AttributeError) as error:
+        raise ValueError(f"--out {folder} cannot be used: {error}") from None
+    return sides
+
+
+def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Comparison:
+    """Run what is planned, or until every case has a verdict. Raises RuntimeError."""
+    design = Design(args.margin, True, args.interleave, len(looks))
+    for number in range(1, looks[-1] + 1):
+        order = sides if number % 2 else sides[::-1]
+        todo = [side for side in order if side.why_no_report(number)]
+        began = time.monotonic()
+        if args.interleave and todo:
+            problems = (run_pair(s, number, args.timeout) for s in [order])
+        else:
+            problems = (run_one(side, number, args.timeout) for side in todo)
+        if found := next((problem for problem in problems if problem), None):
+            raise RuntimeError(found)
+        took = f"took {time.monotonic() - began:.1f} s" if todo else "is there already"
+        print(f"pair {number} of {looks[-1]} {took}", file=sys.stderr, flush=True)
+        if number not in (1, *looks):
+            continue
+        words = [str(side.report(n)) for side in sides for n in range(1, number + 1)]
+        runs = load(words, ignore=args.ignore_key)
+        result = compare(runs[:number], runs[number:], design)  # after the first: do keys meet?
+        undecided = sum(case.verdict == "undecided" for case in result.cases)
+        if number in looks and not undecided:
+            break
+    return result
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)  # once is enough: the commands are being ended
+    raise KeyboardInterrupt(128 + number)
+
+
+def main() -> int:
+    args = parse_args()
+    most = args.max_runs or 4 * args.runs
+    looks = planned_looks(args.runs, most) if args.until_decided else [args.runs]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    try:
+        found = measure(args, open_folder(args, looks), looks)
+    except ValueError as error:
+        refuse(clean(error, 1000))
+    except (RuntimeError, KeyboardInterrupt) as problem:
+        stopped = isinstance(problem, KeyboardInterrupt)
+        print(f"ab.py: {'interrupted' if stopped else problem}", file=sys.stderr)
+        print("the finished runs are kept; the same command goes on", file=sys.stderr)
+        return int(problem.args[0]) if stopped else 1
+    text = show(found, args.format)
+    if len(looks) > 1 and args.format != "json":
+        look = looks.index(len(found.base)) + 1
+        share = 100 - 5 / len(looks)
+        text += f"\n\nlook {look} of at most {len(looks)}: each interval holds with {share:g} %"
+    return conclude(text, found.verdicts, args.fail_on)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
