@@ -254,7 +254,8 @@ def main() -> int:
     moved = args.backend == "gloo" and args.device != "cpu" and torch.cuda.is_available()
     args.device = "cpu" if moved else args.device
     with Benchmark("p2p_matrix", args) as bench:
-        job, found, links = bench.job, bench.share(bench.report.environment), []
+        job, found = bench.job, bench.share(bench.report.environment)
+        links: list[Link] = []
         if moved:
             bench.print("# gloo sends no CUDA tensors: these are the links of the CPU")
         args.size = args.size or (2**28 if job.device.type == "cuda" else 2**20)
