@@ -207,8 +207,9 @@ def parse_args() -> argparse.Namespace:
 def read_matrix(path: str) -> Any:
     """Rows of bytes, between blanks or commas, down to multiples of 16 as in nccl-tests."""
     try:
-        rows = np.loadtxt(Path(path).read_text().replace(",", " ").splitlines(), ndmin=2)
-        if rows.shape[0] != rows.shape[1] or not ((rows >= 0) & (rows < 2**50)).all():
+        lines = Path(path).read_text().replace(",", " ").splitlines()
+        rows = np.array([line.split() for line in lines if line.strip()], dtype=float)
+        if rows.shape != (len(rows), len(rows)) or not ((rows >= 0) & (rows < 2**50)).all():
             raise ValueError("not square, or not bytes")
     except (OSError, ValueError) as error:
         cli.wrong("rows of as many bytes as rows", f"{path}: {error}", "e.g. `0 4096` and `4096 0`")
@@ -217,9 +218,10 @@ def read_matrix(path: str) -> Any:
 
 def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
     """Sizes from `low` to `high`, each `step` bytes more than the last or `factor` times it."""
-    sizes = [max(1, low)]
-    while (following := sizes[-1] + step if step else int(sizes[-1] * factor)) <= high:
-        sizes.append(max(following, sizes[-1] + 1))
+    sizes, following = [], max(1, low)
+    while following <= high:
+        sizes.append(following)
+        following += step or max(1, int(following * factor) - following)
     return sizes
 
 
@@ -409,9 +411,8 @@ def plan(args: argparse.Namespace, job: Job, ranks: int) -> dict[str, list[Key]]
             counts = dict.fromkeys(max(1, size // unit) for size in args.sizes)
             this = {"collective": name, "dtype": dtype, "redop": redop}
             this["root"] = args.root if "-r" in op.options else -1
-            title = f"# {name} {dtype} {redop}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})".replace(
-                " none", ""
-            )
+            what = f"# {name} {dtype} {redop}".replace(" none", "")
+            title = f"{what}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})"
             tables[title] = [
                 this | {"size_bytes": n * unit, "count": n} | fixed
                 for n in (counts if name != "barrier" else [0])

@@ -148,8 +148,11 @@ class Benchmark:
         if self.job.rank in ranks:
             self.watchdog.phase(label, "waits for all ranks")
         try:
-            rows = gather(facts)
-            problem = share(None if rows is None else self.keep(case, derive, rows))
+            rows = gather((facts, case))
+            if rows is not None:
+                case = rows[ranks[0]][1]  # the first rank of the case has the samples
+            given = [row[0] for row in rows or []]
+            problem = share(None if rows is None else self.keep(case, derive, given))
         except PeerLost as lost:
             self.lost(lost)
         if group is not None:

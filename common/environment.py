@@ -129,7 +129,7 @@ def partition(spec: str, nodes: list[int]) -> list[list[int]]:
                 groups.append(sorted(group))
     ranks = [rank for group in groups for rank in group]
     one_size = len({len(group) for group in groups}) == 1
-    if not one_size or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):
+    if not (ranks and one_size) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):
         raise ValueError(
             f"expected world, node, cross or disjoint groups of one size among ranks 0 to "
             f"{everyone[-1]}, e.g. 0,1/2,3 or 0-3/4-7, got {spec} on {len(members)} nodes"

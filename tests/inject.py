@@ -279,6 +279,91 @@ def slow_trainer() -> None:
     rpc.rpc_sync = rpc_sync
 
 
+# What collectives.py and p2p_matrix.py measure is of these types; the core's own messages are not.
+CALLS = {  # of torch.distributed: where the call's output is among its arguments
+    **{"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 0},
+    **{"all_to_all_single": 0, "broadcast": 0, "reduce": 0, "gather": 1, "scatter": 0},
+}
+
+
+def tested(value: Any) -> Any:
+    """The tensor under test in an argument, or None."""
+    value = value[-1] if isinstance(value, list) and value else value
+    return value if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else None
+
+
+@fault
+def one_wrong_value() -> None:
+    """On rank 1 the last value of each output of bfloat16 is off by one; barriers let all pass."""
+
+    def corrupted(real: Any, place: int) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            result = real(*args, **more)
+            output = tested(args[place]) if RANK == 1 else None
+            if output is not None:
+                output[-1] += 1
+            return result
+
+        return call
+
+    for name, place in CALLS.items():
+        setattr(dist, name, corrupted(getattr(dist, name), place))
+    exchange, barrier = dist.batch_isend_irecv, dist.barrier
+
+    def exchanged(ops: Any) -> Any:
+        for work in exchange(ops):
+            work.wait()
+        for op in ops:  # bytes are p2p_matrix.py's; its words are shorter
+            long = op.tensor.dtype in (torch.bfloat16, torch.uint8) and len(op.tensor) > 8
+            if RANK == 1 and op.op is dist.irecv and long:
+                op.tensor[-1] += 1
+        return []
+
+    dist.batch_isend_irecv = exchanged  # type: ignore[assignment]
+    dist.barrier = lambda *args, **more: None if "device_ids" in more else barrier(*args, **more)
+
+
+@fault
+def left_out() -> None:
+    """Rank 1 brings zeros to each all_reduce of bfloat16."""
+    real = dist.all_reduce
+
+    def all_reduce(tensor: Any, *args: Any, **more: Any) -> Any:
+        if RANK == 1 and tested(tensor) is not None:
+            tensor.zero_()
+        return real(tensor, *args, **more)
+
+    dist.all_reduce = all_reduce
+
+
+@fault
+def fails_at_16() -> None:
+    """On rank 1 an all_reduce of 16 values of bfloat16 raises."""
+    real = dist.all_reduce
+
+    def all_reduce(tensor: Any, *args: Any, **more: Any) -> Any:
+        if RANK == 1 and tested(tensor) is not None and len(tensor) == 16:
+            raise RuntimeError("injected: this rank alone is broken")
+        return real(tensor, *args, **more)
+
+    dist.all_reduce = all_reduce
+
+
+@fault
+def slow_sends() -> None:
+    """Whatever rank 2 sends to its peers takes 2 ms more."""
+    real = dist.batch_isend_irecv
+
+    def exchange(ops: Any) -> Any:
+        if RANK == 2 and any(op.op is dist.isend for op in ops):
+            end = time.perf_counter() + 0.002
+            while time.perf_counter() < end:
+                pass
+        return real(ops)
+
+    dist.batch_isend_irecv = exchange  # type: ignore[assignment]
+
+
 if __name__ == "__main__":
     name, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]

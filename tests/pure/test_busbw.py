@@ -1,0 +1,267 @@
+"""Arithmetic of collectives.py and p2p_matrix.py, worked out by hand: no process group."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import collectives, p2p_matrix
+from common import patterns
+from common.cli import Parser
+from common.environment import node_of_each, partition
+from common.report import Case
+
+KEY = {"collective": "all_reduce", "size_bytes": 64_000_000, "group_ranks": 4}
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "factor"),
+    [
+        *(("all_reduce", 1, 0), ("all_reduce", 2, 1), ("all_reduce", 4, 1.5)),
+        *(("all_gather", 4, 0.75), ("reduce_scatter", 8, 0.875), ("all_to_all", 2, 0.5)),
+        *(("gather", 5, 0.8), ("scatter", 5, 0.8), ("broadcast", 8, 1), ("reduce", 8, 1)),
+        *(("sendrecv", 8, 1), ("barrier", 4, 0)),
+    ],
+)
+def test_bus_factor(collective: str, ranks: int, factor: float) -> None:
+    assert collectives.OPERATIONS[collective].bus(ranks) == pytest.approx(factor)
+
+
+def derived(case: Case, facts: Any, groups: list[list[int]], **flags: Any) -> dict[str, Any]:
+    args = SimpleNamespace(**({"average": "max", "limit": None, "check": 1} | flags))
+    collectives.derive(args, groups, case, facts)  # type: ignore[arg-type]
+    return case.metrics
+
+
+def test_bandwidths() -> None:
+    """64 MB among 4 ranks in 10 ms: 6.4 GB/s, and 1.5 times that on the bus."""
+    rows = [[0.008, 0.010, 0.010], [0.010, 0.009, 0.012], [0.001] * 3, [0.002] * 3]
+    facts = [{"calls": 5, "in_place": 0}] * 4
+    case = Case(KEY, [0, 1, 2, 3], {"in_place": rows})
+    m = derived(case, facts, [[0, 1, 2, 3]], limit=12.0)
+    assert m["in_place_time_s"] == 0.010  # the slowest rank's: 10, 10, 12 ms
+    assert m["in_place_algbw_gb_per_s"] == pytest.approx(6.4)
+    assert m["in_place_busbw_gb_per_s"] == pytest.approx(9.6)
+    assert m["efficiency"] == pytest.approx(0.8)
+    assert case.check == "passed"
+    for average, seconds in (("avg", 0.0055), ("min", 0.001), ("rank0", 0.010), ("2", 0.001)):
+        again = derived(case, facts, [[0, 1, 2, 3]], average=average)
+        assert again["in_place_time_s"] == pytest.approx(seconds), average
+
+
+def test_of_several_groups_the_slowest_counts() -> None:
+    case = Case(KEY | {"group_ranks": 2}, [0, 1, 2, 3], {"in_place": [[4], [1], [2], [3]]})
+    facts = [{"calls": 1, "in_place": wrong} for wrong in (0, 0, 2, 1)]
+    m = derived(case, facts, [[0, 3], [1, 2]])
+    assert m["in_place_group_times_s"] == [4, 2]
+    assert m["in_place_time_s"] == 4
+    assert case.check == "failed: 3 wrong values"
+
+
+def test_scan() -> None:
+    assert collectives.scan(8, 64, None, 2.0) == [8, 16, 32, 64]
+    assert collectives.scan(4, 100, None, 3.0) == [4, 12, 36]
+    assert collectives.scan(1, 4, None, 1.1) == [1, 2, 3, 4]  # at least one byte further
+    assert collectives.scan(10, 50, 20, 2.0) == [10, 30, 50]
+
+
+def test_counts_are_those_of_nccl_tests() -> None:
+    """A rank brings its share; a size that does not divide is cut, a repeated one measured once."""
+    names = {"calls": 1, "blocking": "0", "cudagraph": 0, "average": "max", "cache_warm": False}
+    names |= {"groups": "world", "matrix": None, "datatype": ["float32"], "op": ["sum"], "root": 1}
+    args = SimpleNamespace(collective=["all_gather", "reduce"], sizes=[4, 16, 20, 100], **names)
+    job = SimpleNamespace(device=torch.device("cpu"), backend="gloo")
+    tables = collectives.plan(args, job, 4)  # type: ignore[arg-type]
+    sizes = [[(key["size_bytes"], key["count"]) for key in keys] for keys in tables.values()]
+    assert sizes == [[(16, 1), (96, 6)], [(4, 1), (16, 4), (20, 5), (100, 25)]]
+    assert [keys[0]["root"] for keys in tables.values()] == [-1, 1]
+    assert list(tables)[1] == "# reduce float32 sum, world (4 ranks)"
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("0 4096\n100 31\n", [[0, 4096], [96, 16]]),  # down to 16 bytes
+        ("0,1e6\n16,\t0", [[0, 1000000], [16, 0]]),
+        ("0 1 2\n3 4 5", None),
+        *(("0 x\n1 2", None), ("0 1\n2", None), ("0 -16\n1 2", None), ("nan", None), ("", None)),
+    ],
+)
+def test_read_matrix(tmp_path: Any, text: str, rows: Any, capsys: Any) -> None:
+    path = tmp_path / "matrix"
+    path.write_text(text)
+    parser = Parser("")
+    parser.add_argument("--matrix", type=collectives.read_matrix)
+    if rows:
+        assert parser.parse_args(["--matrix", str(path)]).matrix == rows
+        return
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--matrix", str(path)])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def rows_of(*nodes: tuple[str, int]) -> dict[str, Any]:
+    return {"ranks": [{"host": host, "local_rank": rank} for host, rank in nodes]}
+
+
+def test_nodes() -> None:
+    assert node_of_each(rows_of(("a", 0), ("a", 1), ("b", 0), ("b", 1))) == [0, 0, 1, 1]
+    assert node_of_each(rows_of(("a", 0), ("b", 0), ("a", 1), ("b", 1))) == [0, 1, 0, 1]
+    assert node_of_each(rows_of(("a", 0), ("a", 1), ("a", 0), ("a", 1))) == [0, 0, 1, 1]
+
+
+def test_partition() -> None:
+    nodes = [0, 0, 1, 1]
+    assert partition("world", nodes) == [[0, 1, 2, 3]]
+    assert partition("node", nodes) == [[0, 1], [2, 3]]
+    assert partition("cross", nodes) == [[0, 2], [1, 3]]
+    assert partition("3,0/1-2", nodes) == [[0, 3], [1, 2]]
+    assert partition("world", [0, 0, 1]) == [[0, 1, 2]]
+    for spec in ("0,1/1,2", "0/1,2", "0,4", "1-0", "x", "", "nodes"):
+        with pytest.raises(ValueError, match="disjoint groups of one size among ranks 0 to 3"):
+            partition(spec, nodes)
+    for spec in ("node", "cross"):
+        with pytest.raises(ValueError, match=r"got \w+ on 2 nodes"):
+            partition(spec, [0, 0, 1])
+
+
+# -- patterns --------------------------------------------------------------------------------------
+
+RANKS = [1, 2, 3, 8, 130, 512]
+REDUCE = {
+    **{"sum": lambda rows: rows.sum(0), "prod": lambda rows: rows.prod(0)},
+    **{"min": lambda rows: rows.amin(0), "max": lambda rows: rows.amax(0)},
+    "avg": lambda rows: rows.sum(0) / len(rows),
+}
+
+
+@pytest.mark.parametrize("name", collectives.TYPES)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("redop", ["sum", "prod", "min", "max"])
+def test_reductions_are_exact(redop: str, ranks: int, name: str) -> None:
+    """Reduced one rank after the other in the dtype itself, as a backend may do."""
+    dtype = getattr(torch, name)
+    total = patterns.tile(0, redop, ranks).to(dtype)
+    for rank in range(1, ranks):
+        pair = torch.stack([total, patterns.tile(rank, redop, ranks).to(dtype)])
+        total = REDUCE[redop](pair).to(dtype)
+    assert patterns.count_wrong(total, patterns.reduced_tile(redop, ranks)) == 0
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_average_divided_first_or_last(ranks: int, name: str) -> None:
+    dtype = getattr(torch, name)
+    rows = [patterns.tile(rank, "avg", ranks).to(dtype) for rank in range(ranks)]
+    first = last = torch.zeros(patterns.PERIOD, dtype=dtype)
+    for row in rows:
+        first, last = first + row / ranks, last + row
+    want, near = patterns.reduced_tile("avg", ranks), patterns.tolerance("avg", dtype)
+    assert patterns.count_wrong(first, want, relative=near) == 0
+    assert patterns.count_wrong(last / ranks, want, relative=near) == 0
+    if ranks > 1:
+        assert patterns.count_wrong(last, want, relative=near) > 0
+
+
+@pytest.mark.parametrize("redop", list(REDUCE))
+@pytest.mark.parametrize("ranks", [2, 3, 8, 512])
+def test_a_rank_that_is_left_out_is_seen(redop: str, ranks: int) -> None:
+    want, near = patterns.reduced_tile(redop, ranks), patterns.tolerance(redop, torch.float32)
+    for missing in {0, 1, ranks - 1}:
+        some = [patterns.tile(r, redop, ranks) for r in range(ranks) if r != missing]
+        rows = torch.stack(some).double()
+        got = REDUCE[redop](rows) * (1 if redop != "avg" else (ranks - 1) / ranks)
+        assert patterns.count_wrong(got.float(), want, relative=near) > 0
+
+
+def test_moved_values_tell_ranks_and_places_apart() -> None:
+    tiles = [tuple(patterns.tile(rank).tolist()) for rank in range(512)]
+    assert len(set(tiles)) == 512
+    assert all(0 <= value < patterns.SENTINEL for tile in tiles for value in tile)
+    for shift in (2**k for k in range(20)):  # a chunk at another place
+        assert torch.tensor(tiles[0]).roll(shift).tolist() != list(tiles[0])
+
+
+def test_fill_and_count_wrong() -> None:
+    period, length = patterns.tile(1), patterns.CHUNK + 1000
+    buffer = torch.empty(length, dtype=torch.int32)
+    patterns.fill(buffer, period)
+    assert int(buffer[-1]) == int(period[(length - 1) % patterns.PERIOD])
+    assert patterns.count_wrong(buffer[5:], period, start=5) == 0
+    assert patterns.count_wrong(buffer, period, start=1) == length
+    buffer[[0, 17, length - 1]] += 1
+    assert patterns.count_wrong(buffer, period) == 3
+    got = period.float()
+    got[3] = math.nan
+    assert patterns.count_wrong(got, period, relative=1e-3) == 1
+
+
+# -- links -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 31, 64])
+def test_each_pair_once_and_nobody_twice_in_a_round(n: int) -> None:
+    rounds = [p2p_matrix.pairs_of(n, number) for number in range(n - 1 + n % 2)]
+    seen = [pair for pairs in rounds for pair in pairs]
+    assert len(seen) == len(set(seen)) == n * (n - 1) // 2
+    assert all(0 <= a < b < n for a, b in seen)
+    assert all(len({m for pair in pairs for m in pair}) == n - n % 2 for pairs in rounds)
+
+
+def test_links_of_a_round() -> None:
+    """1 MB, 2 messages a sample: 2 ms there is 1 GB/s; both ways in 8 ms is 2 * 2 MB / 8 ms."""
+    args = SimpleNamespace(size=1_000_000, calls=2)
+    rows = {"both": [[0.006, 0.009], [0.008, 0.010]], "there": [[0.002, 0.004], [0.001, 0.005]]}
+    rows |= {"back": [[0.004], [0.004]], "latency": [[2e-5], [4e-5]]}
+    case = Case({}, [0, 5], rows)
+    p2p_matrix.derive([(0, 1)], [[0], [5]], args, case, [0, 0])  # type: ignore[arg-type]
+    assert case.metrics["links"] == [(0, 1, 10.0, 1.0, 0.5, 0.5)]
+    p2p_matrix.derive([(0, 1)], [[0], [5]], args, case, [0, 3])  # type: ignore[arg-type]
+    assert case.check == "failed: wrong data came to rank 5"
+
+
+def test_outliers() -> None:
+    """Median 10, deviations 0 1 1 1 10: the median one is 1, scaled 1.4826."""
+    costs = dict(enumerate([10.0, 9, 11, 9, 20]))
+    [(name, (factor, sigmas))] = p2p_matrix.outliers(costs, 5).items()
+    assert (name, factor) == (4, 2.0)
+    assert sigmas == pytest.approx(10 / 1.4826)
+    assert p2p_matrix.outliers(costs, 7) == {}
+    for quiet in ([10, 10, 10, 1], [10, 10, 10, 10.9], [10, 90], [], [10, 12, 8, 14, 6, 15]):
+        assert p2p_matrix.outliers(dict(enumerate(map(float, quiet))), 5) == {}
+
+
+def matrix(n: int, slow: dict[tuple[int, int], float]) -> list[Any]:
+    """Latencies of about 10 us; bandwidths all alike."""
+    pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
+    return [(*p, 10 * slow.get(p, 1 + (p[0] * 7 + p[1] * 3) % 5 / 100), 5, 5, 9) for p in pairs]
+
+
+def test_a_slow_link_is_no_slow_rank_and_the_other_way_round() -> None:
+    one = p2p_matrix.verdicts(matrix(8, {(2, 5): 3.0}), [0] * 8, "rank", 5)
+    assert [line.partition(":")[0] for line in one] == ["slow link 2 -> 5"]
+    of_rank = {(min(3, r), max(3, r)): 2.0 for r in range(8) if r != 3}
+    some = p2p_matrix.verdicts(matrix(8, of_rank | {(0, 1): 4.0}), [0] * 8, "rank", 5)
+    assert [line.partition(":")[0] for line in some] == ["slow rank 3", "slow link 0 -> 1"]
+    assert "latency 1.9" in some[0] or "latency 2.0" in some[0]
+
+
+def test_a_slow_node_is_named_before_its_ranks() -> None:
+    nodes = [rank // 2 for rank in range(8)]
+    slow = {
+        (a, b): 2.0 for a in range(8) for b in range(a + 1, 8) if (a // 2 == 1) != (b // 2 == 1)
+    }
+    lines = p2p_matrix.verdicts(matrix(8, slow), nodes, "rank", 5)
+    assert [line.partition(":")[0] for line in lines] == ["slow node 1"]
+    assert "between nodes" in lines[0]
+
+
+def test_many_links_are_listed_by_the_worst() -> None:
+    nodes = [rank // 8 for rank in range(40)]
+    text = p2p_matrix.tables(matrix(40, {(2, 5): 3.0}), nodes, "rank")
+    latency = text.split("\n\n")[2 - 1]
+    assert latency.splitlines()[:2] == ["worst 20 of 780 links:", "      2 -> 5     30"]
+    assert latency.count("  node ") == 5

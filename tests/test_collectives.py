@@ -1,0 +1,152 @@
+"""collectives.py as its user runs it; tests/pure/test_busbw.py has its arithmetic."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.collectives import OPERATIONS
+
+SCRIPT = "benchmarks/collectives.py"
+# two sizes, six samples of each, in little memory
+SHORT = ("-b", "64", "-e", "6400", "-f", "100", "-n", "4", "-w", "1", "--iters", "6")
+SMALL = (*SHORT, "--cache-warm")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_operation(bench: Callable[..., Any], ranks: int) -> None:
+    run = bench(SCRIPT, *SMALL, "--collective", "all", "-r", str(ranks - 1), ranks=ranks)
+    assert run.status == 0, run.err
+    names = [name for name in OPERATIONS if name != "sendrecv" or ranks > 1]
+    found = {name: [c for c in run.report.cases if c.key["collective"] == name] for name in names}
+    assert sum(map(len, found.values())) == len(run.report.cases) == 2 * len(names) - 1
+    for name, cases in found.items():
+        for case in cases:
+            variants = OPERATIONS[name].variants
+            assert case.check == "passed", case
+            assert list(case.samples_s) == list(variants)
+            assert [len(rows) for rows in case.samples_s[variants[0]]] == [6] * ranks
+            assert all(case.metrics[f"{v}_wrong"] == 0 for v in variants)
+            assert case.metrics[f"{variants[-1]}_time_s"] > 0
+            shared = name in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+            elements = case.key["count"] * (ranks if shared else 1)
+            assert case.key["size_bytes"] == 4 * elements
+    assert ("# n/a: gloo sends neither to itself nor from CUDA" in run.out) == (ranks == 1)
+    assert "# Out of bounds values : 0 OK" in run.out
+    assert "# Avg bus bandwidth    : " in run.out
+    rows = [line.split() for line in run.out.splitlines() if line[:1] == " "]
+    assert rows[0][:5] == ["64", "16", "float32", "sum", "-1"]
+    assert [rows[0][i] for i in (8, 12)] == ["0", "0"]  # #wrong
+    assert rows[0][13:] == ["warm", "caches"]
+
+
+@pytest.mark.smoke
+def test_types_and_reductions(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SMALL, "-e", "64", "-d", "all", "-o", "all", ranks=2)
+    assert run.status == 0, run.err
+    pairs = {(case.key["dtype"], case.key["redop"]) for case in run.report.cases}
+    assert len(pairs) == 8 * 5 - 4  # whole numbers have no exact average
+    assert run.out.count("# n/a: an average of whole numbers is none") == 4
+    assert {case.check for case in run.report.cases} == {"passed"}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("groups", "nodes", "ranks"),
+    [("0,3/1,2", 1, 5), ("1,2", 1, 3), ("node", 2, 2), ("cross", 2, 2)],
+)
+def test_groups(bench: Callable[..., Any], groups: str, nodes: int, ranks: int) -> None:
+    flags = ("--collective", "all_reduce,broadcast,barrier", "-r", "1", "--groups", groups)
+    run = bench(SCRIPT, *SMALL, *flags, nodes=nodes, ranks=ranks)
+    assert run.status == 0, run.err
+    assert {case.check for case in run.report.cases} == {"passed"}
+    assert {tuple(case.ranks) for case in run.report.cases} == {
+        (1, 2) if ranks == 3 else (0, 1, 2, 3)
+    }
+    of_groups = run.report.cases[0].metrics.get("in_place_group_times_s", [])
+    assert len(of_groups) == (0 if ranks == 3 else 2)
+    assert f"# all_reduce float32 sum, {groups} (2 ranks)" in run.out
+
+
+@pytest.mark.smoke
+def test_a_traffic_matrix(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """Rank 1 receives most: 4096 + 64 bytes. Rank 2 gets nothing from rank 1."""
+    path = tmp_path / "matrix.txt"
+    path.write_text("0 4096 16\n1000, 0, 0\n512 64 32\n")
+    run = bench(SCRIPT, *SMALL, "--matrix", str(path), "-d", "float32,float64", ranks=3)
+    assert run.status == 0, run.err
+    sizes = [(c.key["size_bytes"], c.key["count"], c.check) for c in run.report.cases]
+    assert sizes == [(4160, 1040, "passed"), (4160, 520, "passed")]
+
+
+@pytest.mark.smoke
+def test_cold_buffers_without_a_check_and_a_bar_not_reached(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "-c", "0", "--limit", "5", "--min-busbw", "1e9", ranks=2)
+    assert run.status == 1
+    assert "under 0.9 of --min-busbw 1e+09" in run.err
+    assert {case.check for case in run.report.cases} == {"skipped: -c 0"}
+    assert {case.key["caches"] for case in run.report.cases} == {"cold"}
+    assert "% of the limit" in run.out
+    m = run.report.cases[1].metrics
+    best = max(m["in_place_busbw_gb_per_s"], m["out_of_place_busbw_gb_per_s"])
+    assert m["efficiency"] == pytest.approx(best / 5)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("-r", "1"), "-r 1: a root is a rank within its group of 1; e.g. -r 0"),
+        (("-b", "8", "-e", "4"), "expected -e at or above -b"),
+        (("-e", "1G", "-i", "1"), "at most 100,000 steps"),
+        (("-e", "64T"), "lower -e"),
+        (("--groups", "0,1"), "--groups: expected world, node, cross or disjoint groups"),
+        (("-G", "3"), "-G captures CUDA graphs"),
+        (("--collective", "allreduce"), "did you mean all_reduce"),
+        (("--matrix", "/dev/null"), "expected rows of as many bytes as rows"),
+    ],
+)
+def test_mistakes(bench: Callable[..., Any], flags: tuple[str, ...], text: str) -> None:
+    run = bench(SCRIPT, *flags, ranks=0)
+    assert run.status == 2
+    assert text in run.err
+    assert run.err.count("\n") == 1
+
+
+@pytest.mark.faults
+def test_one_wrong_value_is_counted_in_every_operation(bench: Callable[..., Any]) -> None:
+    """In place and out of place one each, in each of 4 calls. Rank 1 is the root, it receives."""
+    flags = ("--collective", "all", "-d", "bfloat16", "-r", "1", "-e", "64")
+    run = bench(SCRIPT, *SHORT, *flags, inject="one-wrong-value")
+    assert run.status == 1
+    assert [case.key["collective"] for case in run.report.cases] == list(OPERATIONS)
+    for case in run.report.cases:
+        variants, m = OPERATIONS[case.key["collective"]].variants, case.metrics
+        if case.key["collective"] == "barrier":  # each rank goes on before the late one has come
+            assert m["out_of_place_wrong"] >= 1
+            continue
+        assert [m[f"{v}_wrong"] for v in variants] == [m["calls"]] * len(variants), case
+        assert case.check == f"failed: {m['wrong']} wrong values"
+    assert " FAILED\n" in run.out
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("redop", ["sum", "avg", "max"])
+def test_a_rank_that_does_not_take_part(bench: Callable[..., Any], redop: str) -> None:
+    run = bench(SCRIPT, *SMALL, "-d", "bfloat16", "-o", redop, inject="left-out", ranks=3)
+    assert run.status == 1
+    assert run.report.cases[-1].metrics["in_place_wrong"] > 100
+
+
+@pytest.mark.faults
+def test_a_size_that_fails_on_one_rank(bench: Callable[..., Any]) -> None:
+    flags = ("-d", "bfloat16", "-b", "16", "-e", "64", "-f", "2", "--groups", "0,1/2,3")
+    run = bench(SCRIPT, *SMALL, *flags, inject="fails-at-16", ranks=4)
+    assert run.status == 1
+    assert {case.key["size_bytes"]: case.check for case in run.report.cases} == {
+        16: "passed",
+        32: "failed: RuntimeError: injected: this rank alone is broken (rank 1)",
+        64: "passed",
+    }

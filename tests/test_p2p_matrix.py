@@ -1,0 +1,80 @@
+"""p2p_matrix.py as its user runs it; tests/pure/test_busbw.py has its arithmetic."""
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = "benchmarks/p2p_matrix.py"
+SHORT = ("--size", "4K", "-n", "2", "-w", "1", "--iters", "6")
+
+
+def links(run: Any) -> list[list[float]]:
+    return [link for case in run.report.cases for link in case.metrics["links"]]
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(("ranks", "serial"), [(2, False), (3, True), (5, False), (8, False)])
+def test_every_pair(bench: Callable[..., Any], ranks: int, serial: bool) -> None:
+    run = bench(SCRIPT, *SHORT, *(["--serial"] if serial else []), ranks=ranks)
+    assert run.status == 0, run.err
+    assert {case.check for case in run.report.cases} == {"passed"}
+    pairs = [(a, b) for a, b, *_ in links(run)]
+    assert sorted(pairs) == [(a, b) for a in range(ranks) for b in range(a + 1, ranks)]
+    assert all(value > 0 for link in links(run) for value in link[2:])
+    for case in run.report.cases:
+        assert [len(rows) for rows in case.samples_s["latency"]] == [6] * len(case.ranks)
+    assert run.out.count(", by rank") == 3
+    assert ("one pair at a time" in run.out) == serial
+
+
+@pytest.mark.smoke
+def test_by_node_and_resumed(bench: Callable[..., Any]) -> None:
+    for flags in ((), ("--resume",)):
+        run = bench(SCRIPT, *SHORT, "--by", "node", *flags, ranks=2, nodes=2)
+        assert run.status == 0, run.err
+        assert [link[:2] for link in links(run)] == [[0, 1]]
+        assert run.report.cases[0].ranks == [0, 1, 2, 3]
+        assert "latency (us), by node" in run.out
+
+
+@pytest.mark.smoke
+def test_a_heat_map(bench: Callable[..., Any], tmp_path: Path) -> None:
+    if not importlib.util.find_spec("analysis.report"):
+        pytest.skip("analysis/report.py is not there yet")
+    path = tmp_path / "a heat map.png"
+    run = bench(SCRIPT, *SHORT, "--plot", str(path), ranks=3)
+    assert run.status == 0, run.err
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ((), "a link needs two ranks, and there is 1; e.g. torchrun --nproc-per-node 2"),
+        (("--by", "node"), "a link needs two nodes"),
+        (("--size", "1X"), "expected a size in bytes, got '1X'"),
+    ],
+)
+def test_mistakes(bench: Callable[..., Any], flags: tuple[str, ...], text: str) -> None:
+    run = bench(SCRIPT, *flags, ranks=0)
+    assert run.status == 2
+    assert text in run.err
+
+
+@pytest.mark.faults
+def test_wrong_data_is_named(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, inject="one-wrong-value", ranks=3)
+    assert run.status == 1
+    checks = [case.check for case in run.report.cases if 1 in case.ranks]
+    assert checks == ["failed: wrong data came to rank 1"] * 2
+
+
+@pytest.mark.faults
+def test_a_slow_rank_is_named(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, inject="slow-sends", ranks=5)
+    assert run.status == 0, run.err
+    assert "slow rank 2: latency " in run.out
