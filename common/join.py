@@ -64,6 +64,9 @@ def world() -> tuple[int, int, int, int]:
         tasks = os.environ.get(name, "1")
         single = "RANK" not in os.environ or os.environ.get("GROUP_WORLD_SIZE") == "1"
         if tasks != "1" and single:
+            if os.environ.get("RANK", "0") == "0":  # of all these worlds the first one speaks
+                tellers = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+                os.environ["RANK"] = next((os.environ[n] for n in tellers if n in os.environ), "0")
             refuse(
                 f"{name} says {tasks} tasks, but each would run by itself; start them with "
                 "launch/slurm_torchrun.sbatch (torchrun on each node, one job) or "

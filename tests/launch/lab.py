@@ -204,7 +204,7 @@ class Lab:
         return ["nsenter", "--target", str(self.first[node]), *NAMESPACES, "--wdns=/"]
 
     def run(
-        self, node: int, *command: str, cwd: str | Path = "/", timeout: float = 60, **env: str
+        self, node: int, *command: str, cwd: str | Path = "/", **env: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a node to its end."""
         inside = ["env", "-C", str(cwd), *(f"{k}={v}" for k, v in env.items())]
@@ -215,7 +215,7 @@ class Lab:
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=timeout,
+            timeout=60,
         )
 
     def network(self, node: int, *command: str) -> None:
@@ -291,10 +291,9 @@ class Lab:
         """Wait until all nodes are there and no job runs."""
 
         def idle() -> bool:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # the controller is not there yet
-                states = self.run(0, "sinfo", "-hNo", "%T", timeout=3).stdout.split()
-                return states == ["idle"] * len(self.nodes)
-            return False
+            # it waits for a minute while the controller is not there yet
+            states = self.run(0, "timeout", "2", "sinfo", "-hNo", "%T").stdout.split()
+            return states == ["idle"] * len(self.nodes)
 
         until(idle, 90, self.logs)
 

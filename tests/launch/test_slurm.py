@@ -4,7 +4,6 @@ The jobs run from a checkout whose path holds a space. `ALL_FAULTS=1` plays each
 wrappers, and `-rP` prints the seconds: docs/reliability.md quotes them.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -243,7 +242,8 @@ FAULTS: dict[str, tuple[Callable[[Lab], object], str]] = {  # what happens, what
     "killed rank": (lambda lab: signal_rank(lab, signal.SIGKILL), r"node2: task 1: Killed"),
     "killed agent": (kill_agent, r"node2: task 1: Killed"),
     "stopped rank": (lambda lab: signal_rank(lab, signal.SIGSTOP), SILENT),
-    "power cut": (lambda lab: lab.power_cut(2), r"rank 0 lost a peer: .*10\.77\.0\.2"),
+    # found where rank 1 is called next: by gloo's connection, or by the roll call
+    "power cut": (lambda lab: lab.power_cut(2), rf"rank 0 lost a peer: .*10\.77\.0\.2|{SILENT}"),
     "first node's power cut": (lambda lab: lab.power_cut(1), r"rank 1 (on node2.*store|lost a)"),
     "link cut": (lambda lab: lab.link_down(2), SILENT),
     "dropped packets": (lambda lab: lab.drop(2, 1), SILENT),
@@ -268,7 +268,6 @@ def test_a_fault_ends_the_job(
     place = {"report": lab.disk / "a report.jsonl"} if name == "full disk" else {}
     job = submit(wrapper, f"{LONG} --resume --timeout {timeout}", GIVE_UP_S="10", **place)
     before = job.until_cases(2)
-    left = {1: True, 2: True}
     begun, named, gone = time.monotonic(), 0.0, dict[int, float]()
     strike(lab)
     left = {node for node in (1, 2) if node in lab.started}
@@ -290,6 +289,5 @@ def test_a_fault_ends_the_job(
         assert job.end() == "CANCELLED"
     elif "power" not in name and "link" not in name:  # Slurm takes its time with a lost node
         assert job.end() == "FAILED"
-    with contextlib.suppress(FileNotFoundError):
-        print(job.text)
+    print(job.text)
     lab.run(1, "rm", "-f", f"{lab.disk}/full")

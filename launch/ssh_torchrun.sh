@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# Run a script under torchrun on several hosts that ssh reaches, without a scheduler.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: launch/ssh_torchrun.sh HOSTFILE SCRIPT [FLAG...]
+
+    launch/ssh_torchrun.sh hosts benchmarks/ddp_sweep.py --json ddp.jsonl --resume
+
+HOSTFILE has a host on each line, as ssh knows it, with its number of ranks; # begins a comment:
+
+    node1 slots=8
+    user@node2 slots=8
+
+Starts a torchrun on each, in the same folder as here, and prints what they print behind the host's
+name. The first host's ranks are the first ones. When one fails, the others have 10 s to say why;
+then, as on Ctrl-C or when this script is killed, their ranks get SIGTERM. The exit status is that
+of the first host that failed.
+
+Variables: SSH_ARGS (e.g. "-p 2222"), PYTHON (of all hosts; default: the active virtual
+environment's), MASTER_ADDR (of the first host, for the others; default: where ssh finds it),
+MASTER_PORT (29400), DRY_RUN=1 (print the commands). OMP_NUM_THREADS, CUDA_VISIBLE_DEVICES, NCCL_*,
+GLOO_*, TP_*, TORCH_*, UCX_* and FI_* are passed on.
+TEXT
+}
+
+refuse() {
+    echo "ssh_torchrun.sh: error: $1" >&2
+    exit 2
+}
+
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+    usage
+    exit 0
+fi
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 501)); then refuse "needs bash 5.1, this is $BASH_VERSION"; fi
+if [[ $# -lt 2 ]]; then refuse "expected HOSTFILE SCRIPT; see launch/ssh_torchrun.sh --help"; fi
+if [[ ! -r $1 ]]; then refuse "cannot read a host file '$1'"; fi
+if [[ ! -e $2 ]]; then refuse "no script '$2' here, e.g. benchmarks/ddp_sweep.py"; fi
+
+hosts=() slots=() number=0
+while read -r host ranks rest || [[ -n $host ]]; do
+    number=$((number + 1))
+    if [[ -z $host ]]; then continue; fi
+    if ! [[ $host != -* && $ranks =~ ^slots=[1-9][0-9]*$ && -z $rest ]]; then
+        refuse "$1:$number: expected a host and its ranks, e.g. node1 slots=8, got '$host $ranks $rest'"
+    fi
+    hosts+=("$host") slots+=("${ranks#slots=}")
+done < <(sed 's/#.*//' "$1")
+if [[ ${#hosts[@]} -eq 0 ]]; then refuse "$1 names no host; expected lines like: node1 slots=8"; fi
+shift
+
+# keepalives: a host that is out of reach for 30 s has failed
+read -ra ssh <<<"ssh -T ${SSH_ARGS:-} -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10"
+master=${MASTER_ADDR:-$("${ssh[@]}" -G -- "${hosts[0]}" | sed -n 's/^hostname //p')}
+python=${PYTHON:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/}python3}
+variables=()
+while IFS= read -r name; do
+    variables+=("$name=${!name}")
+done < <(compgen -e | grep -E '^(OMP_NUM_THREADS$|CUDA_VISIBLE_DEVICES$|(NCCL|GLOO|TP|TORCH|UCX|FI)_)')
+
+# What a host runs. Its stdin is a life line, since sshd lets a command go on when ssh has ended.
+# Without line breaks, which a login shell other than bash might take ill.
+# shellcheck disable=SC2016 # expanded there
+remote='exec 3<&0; cd "$0" || exit 1; env "$@" 3<&- & torchrun=$!; '
+# shellcheck disable=SC2016
+remote+='{ read -r -u 3 _ || kill -TERM "$torchrun"; } 2>/dev/null & '
+# shellcheck disable=SC2016
+remote+='wait "$torchrun"; status=$?; kill "$!" 2>/dev/null; exit "$status"'
+
+commands=()
+for i in "${!hosts[@]}"; do
+    words=("${variables[@]}" "$python" -m torch.distributed.run --nnodes="${#hosts[@]}"
+        --node-rank="$i" --nproc-per-node="${slots[i]}" --master-addr="$master"
+        --master-port="${MASTER_PORT:-29400}" "$@")
+    commands+=("exec bash -c ${remote@Q} ${PWD@Q} ${words[*]@Q}") # the shell there splits it anew
+    if [[ -n ${DRY_RUN:-} ]]; then echo "[${hosts[i]}] cd ${PWD@Q}; ${words[*]@Q}"; fi
+done
+if [[ -n ${DRY_RUN:-} ]]; then exit 0; fi
+
+scratch=$(mktemp -d)
+mkfifo "$scratch/life"
+exec {life}<>"$scratch/life" # all hosts read from it, and nobody else has it open
+timer=
+trap 'rm -rf "$scratch"; kill $timer 2>/dev/null || true' EXIT
+
+# Runs in the background: ssh, with what it prints behind the host's name.
+follow() {
+    {
+        "${ssh[@]}" -- "$1" "$2" <"$scratch/life" 2>&1 >&3 3>&- {life}>&- |
+            sed -u "s|^|[$1] |" >&2 3>&- {life}>&-
+    } 3>&1 | sed -u "s|^|[$1] |" {life}>&-
+}
+
+end_all() {
+    if [[ -n $life ]]; then exec {life}>&-; fi
+    life=
+}
+
+# shellcheck disable=SC2317 # traps call it
+interrupt() {
+    if [[ -z $life ]]; then exit "$2"; fi # the second time
+    echo "ssh_torchrun.sh: $1: ending the ranks on all hosts; once more to leave them to it" >&2
+    if ((status == 0)); then status=$2; fi
+    end_all
+}
+
+status=0
+trap 'interrupt SIGINT 130' INT
+trap 'interrupt SIGTERM 143' TERM
+trap 'interrupt SIGHUP 129' HUP
+declare -A running=() # the host of each process
+for i in "${!hosts[@]}"; do
+    follow "${hosts[i]}" "${commands[i]}" {life}>&- &
+    running[$!]=${hosts[i]}
+done
+while ((${#running[@]})); do
+    ended='' code=0
+    wait -n -p ended "${!running[@]}" $timer || code=$?
+    if [[ -z $ended ]]; then continue; fi # a signal: its trap has seen to it
+    if [[ $ended == "$timer" ]]; then
+        timer=
+        end_all
+        continue
+    fi
+    if ((code && status == 0)); then
+        status=$code
+        echo "ssh_torchrun.sh: ${running[$ended]}: status $code (255: no connection)" >&2
+        sleep 10 &
+        timer=$!
+    fi
+    unset "running[$ended]"
+done
+exit "$status"
