@@ -9,9 +9,18 @@ import pytest
 from tests.conftest import ROOT
 
 TIMES = ("--iters", "6", "--warmup-iters", "1")
+RPC = ("--max-seconds", "0.5")
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp_sweep": (2, ("--model", "mobilenet_v3_small", "--image-size", "32", *TIMES)),
     "calibrate": (2, ("--modes", "barrier,resolution", "--seconds", "1")),
+    "collectives": (2, ("--collective", "all", "-b", "64", "-e", "64", "-n", "2", *TIMES)),
+    "p2p_matrix": (3, ("--size", "4K", "-n", "2", *TIMES)),
+    "compile_sweep": (2, ("--toy-model", "--strategies", "ddp,fsdp2", "--backends", "eager")),
+    "rpc_latency": (2, ("--sizes", "4,64K", *RPC)),
+    "batch_update_ps": (3, RPC),
+    "ddp_rpc": (3, ("--epochs", "2", "--warmup-cycles", "1")),
+    "parameter_server": (4, ("--nserver", "1", "--epochs", "6")),
+    "parallel_sweep": (2, ("--mesh", "dp2,tp2,pp2:1f1b", *TIMES)),
 }
 
 
