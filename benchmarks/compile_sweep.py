@@ -13,7 +13,8 @@ empty folder for each case and rank. What compiling costs is measured apart from
     first step   the first one, with everything that compiles in it
     payback      (start of the backend + first three steps - first three steps of eager)
                  / (step of eager - step), in steps
-    fwd+bwd      the step without the optimizer's, in alternating blocks with the whole one
+    fwd+bwd      the step without the optimizer's, in alternating blocks with the whole one, where
+                 both fit into --max-seconds
     vs eager     step of the same strategy, not compiled / step
     vs none      step of `none` with the same backend / step: one process, one batch
     tflops       FLOPs of the model in a rank's step / step;  mfu = tflops / the device's peak
@@ -94,7 +95,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     one.add_argument("--fsdp", dest="strategies", action="store_const", const=["fsdp1"])
     add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--backends", "--dynamo", type=names, metavar="NAME", help="(default: eager,inductor)")
-    add("--batch-size", type=number, metavar="N", help="of a rank (default: 8)")
+    add("--batch-size", type=number, metavar="N", help="of a rank (default: 8, CPU 4)")
     add("--image-size", type=number, metavar="PX", help="(default: 224, CPU 64)")
     add("--sequence-length", type=number, metavar="N", help="(default: the decoder's)")
     text = "fp32, tf32, or bf16 by autocast (none, ddp) or FSDP's mixed precision (default: fp32)"
@@ -122,7 +123,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     args.backends = args.backends or ["eager", "inductor"]
     args.strategies.sort(key=STRATEGIES.index)  # what others are compared with comes first
     args.backends.sort(key=lambda name: name != "eager")
-    args.batch_size = args.batch_size or (None if bench else 8)
+    args.batch_size = args.batch_size or (None if bench else 8 if cuda else 4)
     args.image_size = args.image_size or (224 if cuda else 64)
     models = [*TOYS, *DECODERS, *bench, *torchvision.models.list_models(torchvision.models)]
     backends = ["eager", "dynamo_eager", "print", *torch.compiler.list_backends(exclude_tags=())]
@@ -261,7 +262,7 @@ def start_counting() -> None:
     dynamo.clear_compilation_metrics()
 
 
-def count() -> dict[str, int]:
+def compilations() -> dict[str, int]:
     """Graphs, frames that left one (a break), frames that were compiled again (id 3/1 after 3/0).
 
     The context manager in DDP's forward breaks nothing.
@@ -279,10 +280,7 @@ def count() -> dict[str, int]:
 
 
 def train_reference(key: Key, args: Namespace, device: torch.device) -> Any:
-    """(Reference, FLOPs of a rank's step) of one eager process on the batches of all ranks.
-
-    None for both where the model does not fit on the device as a whole.
-    """
+    """Reference and FLOPs of a rank's step: one eager process with the batches of all ranks."""
     ranks = max(1, key["world_size"])
     weights = [len(range(i, ranks, BATCHES)) / ranks for i in range(min(ranks, BATCHES))]
     try:
@@ -293,7 +291,7 @@ def train_reference(key: Key, args: Namespace, device: torch.device) -> Any:
             flops = counter.get_total_flops()
         with torch.autocast(device.type, torch.bfloat16, enabled=key["dtype"] == "bf16"):
             return train_alone(model, batches, loss_of, weights), flops
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # the whole model does not fit
         return None, None
 
 
@@ -311,9 +309,8 @@ def build(
         references[same] = train_reference(key, args, device)
     wanted, flops = share(references.get(same), group.control)
     memory = start_peak(device)
-    model, batches, task_loss, _ = create(
-        key["model"], args, device, min(len(group.ranks), BATCHES)
-    )
+    count = min(len(group.ranks), BATCHES)
+    model, batches, task_loss, _ = create(key["model"], args, device, count)
     model = wrap(model, key, device, group.test)
     start_peak(device)  # the shards count, not the whole model that FSDP has cut them from
     if args.verbose:
@@ -351,13 +348,13 @@ def build(
         bench.watchdog.phase(name, f"step {i + 1} (the first one compiles)")
         dist.barrier(group.control)
         first_s += time_block(lambda: losses.append(step()), 1, device)[0]
-        counts.append(count())
+        counts.append(compilations())
     optimizer.param_groups[0]["lr"] = 0.0  # costs the same, and the weights stay finite
     gib = peak(device, memory)
 
     def facts() -> dict[str, Any]:
         found = {"first_step_s": first_s[0], "first_steps_s": sum(first_s), "start_s": start_s}
-        found |= count() | gib
+        found |= compilations() | gib
         found["recompiles"] -= counts[0]["recompiles"]  # those after the first step
         if args.profile:
             with profile() as profiler:
@@ -365,18 +362,18 @@ def build(
             file = args.trace_file.with_stem(f"{args.trace_file.stem}-{name}-{rank}")
             profiler.export_chrome_trace(str(file))
         if args.torchviz:
-            torchviz, parameters = (
-                importlib.import_module("torchviz"),
-                dict(model.named_parameters()),
-            )
-            graph = torchviz.make_dot(loss_of(model), parameters, show_attrs=True, show_saved=True)
+            make_dot = importlib.import_module("torchviz").make_dot
+            parameters = dict(model.named_parameters())
+            graph = make_dot(loss_of(model), parameters, show_attrs=True, show_saved=True)
             graph.save(f"torchviz-{name}-{rank}.dot")
         seen = [float(loss) for loss in losses]
         peak_s = peak_flops(device, key["dtype"])
         return {"max": found, "losses": seen, "wanted": wanted, "flops": flops, "peak": peak_s}
 
     steps: dict[str, Callable[[], object]] = {"step": step}
-    if not args.no_breakdown:
+    # two steps are timed in at least 6 rounds, each with an untimed iteration before
+    fits = share(first_s[-1], group.control) * 2 * 6 * 2 <= args.max_seconds or args.iters
+    if fits and not args.no_breakdown:
         steps["fwd+bwd"] = partial(step, update=False)
     return Workload(steps, facts=facts)
 
@@ -392,6 +389,8 @@ def derive(args: Namespace, cases: dict[Any, Case], case: Case, facts: list[Any]
     step_s, eager = m["step_time_p50_s"], cases.get((key["strategy"], "eager"))
     if "fwd+bwd" in case.samples_s:
         m["fwd_bwd_p50_s"] = float(np.median(np.max(case.samples_s["fwd+bwd"], axis=0)))
+    if not args.batch_size:
+        del m["samples_per_s"]  # torchbenchmark chooses the size
     if first["flops"]:
         m["tflops"] = first["flops"] / step_s / 1e12
         if all(fact["peak"] for fact in facts):
@@ -498,6 +497,8 @@ def main() -> int:
                 for case in cases.values():
                     if case.check != "passed":
                         bench.print(f"# {name_of(case)}: {case.check}")
+                    if not case.metrics["graphs"] and case.key["compiler"] != "eager":
+                        bench.print(f"# {name_of(case)}: there was nothing to compile, it ran eager")
         bench.print(NOTES + TRACES * args.profile)
     return bench.status
 

@@ -1,0 +1,277 @@
+"""compile_sweep.py as its user runs it, its faults, and its numbers by hand."""
+
+import json
+import math
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+
+from benchmarks import compile_sweep
+from common.check import Reference
+from common.decoder import DECODERS, Decoder, flops_per_token
+from common.report import Case
+
+SCRIPT = "benchmarks/compile_sweep.py"
+SHORT = ("--iters", "6", "--warmup-iters", "1")
+SINGLE = (*SHORT, "--no-breakdown")
+smoke, faults = pytest.mark.smoke, pytest.mark.faults
+
+# stands in for github.com/pytorch/benchmark, which has no package to install
+TORCHBENCHMARK = '''
+import torch
+
+class Model(torch.nn.Module):
+    """Breaks its graph once, and is compiled again for every longer input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop, self.calls = torch.nn.Linear(4, 4), torch.nn.Dropout(0.9), 0
+
+    def forward(self, x):
+        y = self.layer(x)
+        torch._dynamo.graph_break()
+        self.calls += 1
+        return {"loss": self.drop(y).square().mean(), "calls": self.calls}
+
+class Benchmark:
+    def __init__(self, test, device, batch_size):
+        self.size = batch_size or 3
+
+    def get_module(self):
+        return Model(), {"x": torch.ones(self.size, 4)}
+
+def load_model_by_name(name):
+    return Benchmark
+'''
+
+
+@smoke
+def test_every_strategy_eager_and_compiled(bench: Callable[..., Any]) -> None:
+    flags = ("--strategies", "all", "--backends", "aot_eager,eager", *SHORT)
+    run = bench(SCRIPT, *flags, ranks=2)
+    assert run.status == 0, run.err
+    cases = {(c.key["strategy"], c.key["compiler"]): c for c in run.report.cases}
+    assert list(cases) == [(s, b) for s in compile_sweep.STRATEGIES for b in ("eager", "aot_eager")]
+    assert {case.check for case in cases.values()} == {"passed"}
+    # forward, gradient of the weights and of the inputs, but the data needs none of the last
+    weights = 10 * 1000 + 2 * 1000**2 + 1000 * 100 + 7 * 100**2 + 100 * 5
+    flops = 4 * (6 * weights - 2 * 10 * 1000)
+    for (strategy, backend), case in cases.items():
+        m, p50 = case.metrics, case.metrics["step_time_p50_s"]
+        ranks = 1 if strategy == "none" else 2
+        assert [len(rows) for rows in case.samples_s["fwd+bwd"]] == [6] * ranks
+        assert m["tflops"] == pytest.approx(flops / p50 / 1e12)
+        assert m["samples_per_s"] == pytest.approx(4 * ranks / p50)
+        assert m["memory_gib"] > 0
+        assert "mfu" not in m  # of a CPU nobody knows
+        assert (m["graphs"] > 0) == (m["start_s"] > 0) == (backend == "aot_eager")
+        assert m["recompiles"] == 0
+        none = cases["none", backend].metrics["step_time_p50_s"]
+        assert m.get("vs_none", 1) == pytest.approx(none / p50)
+        if backend == "aot_eager":
+            eager = cases[strategy, "eager"].metrics
+            assert m["vs_eager"] == pytest.approx(eager["step_time_p50_s"] / p50)
+        assert f"{strategy} {backend}" in run.out.split("Cost: ")[1]
+    assert cases["none", "aot_eager"].metrics["graph_breaks"] == 0
+
+    again = bench(SCRIPT, *flags, "--resume", ranks=2)
+    assert again.status == 0, again.err
+    assert len(again.path.read_text().splitlines()) == len(run.path.read_text().splitlines()) + 1
+
+
+@smoke
+@pytest.mark.parametrize("ranks", [0, 3])  # 0: plain python
+def test_odd_worlds(bench: Callable[..., Any], ranks: int) -> None:
+    flags = ("--strategies", "ddp,fsdp2", "--backends", "eager", "--fsdp-checkpoint", *SINGLE)
+    run = bench(SCRIPT, *flags, "--no-fsdp-wrap", ranks=ranks)
+    assert run.status == 0, run.err
+    assert [len(case.ranks) for case in run.report.cases] == [max(1, ranks)] * 2
+    assert {case.check for case in run.report.cases} == {"passed"}
+    assert "fwd+bwd" not in run.report.cases[0].samples_s
+
+
+@smoke
+def test_a_decoder_and_a_classifier_in_two_precisions(bench: Callable[..., Any]) -> None:
+    flags = ("--models", "decoder-tiny,resnet18", "--dtype", "fp32,bf16", "--batch-size", "2")
+    sizes = ("--sequence-length", "16", "--image-size", "32", "--backends", "eager")
+    run = bench(SCRIPT, *flags, *sizes, "--strategies", "all", *SINGLE, ranks=2)
+    assert run.status == 0, run.err + run.out
+    assert len(run.report.cases) == 16
+    assert {case.check for case in run.report.cases} == {"passed"}
+    config = compile_sweep.dataclasses.replace(DECODERS["decoder-tiny"], context=16)
+    m = run.report.cases[0].metrics
+    flops = 2 * 16 * flops_per_token(config)
+    assert m["tflops"] * m["step_time_p50_s"] == pytest.approx(flops / 1e12)
+
+
+@smoke
+def test_traces_graphs_and_models(bench: Callable[..., Any], tmp_path: Path) -> None:
+    flags = ("--ddp", "--dynamo", "print", "--profile", "--verbose", *SINGLE)
+    run = bench(SCRIPT, *flags, "--trace-file", str(tmp_path / "t.json"), ranks=2)
+    assert run.status == 0, run.err
+    assert "# traces: open one in https://ui.perfetto.dev" in run.out
+    assert "# graph of the backend print\ngraph():" in run.out
+    assert "Layer(in_features=10, out_features=1000, bias=True)" in run.out
+    names = sorted(path.name for path in tmp_path.glob("*.json"))
+    assert names == [f"t-toy-small-fp32-ddp-print-{rank}.json" for rank in (0, 1)]
+    events = json.loads((tmp_path / names[1]).read_text())["traceEvents"]
+    for part in ("forward", "backward", "update"):
+        assert sum(e["name"] == part and e.get("cat") == "user_annotation" for e in events) == 5
+
+
+@smoke
+def test_torchviz(bench: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("torchviz")
+    monkeypatch.chdir(tmp_path)
+    run = bench(SCRIPT, "--backends", "eager", "--torchviz", *SINGLE, ranks=2)
+    assert run.status == 0, run.err
+    assert "layers" in (tmp_path / "torchviz-toy-small-fp32-none-eager-0.dot").read_text()
+
+
+@smoke
+def test_a_model_of_torchbenchmark(bench: Callable[..., Any], tmp_path: Path) -> None:
+    package = tmp_path / "torchbenchmark"
+    package.mkdir()
+    (package / "__init__.py").write_text(TORCHBENCHMARK)
+    flags = ("--torchbench-model", "stand_in", "--strategies", "none,ddp", "--dynamo", "aot_eager")
+    run = bench(SCRIPT, *flags, *SINGLE, ranks=2, PYTHONPATH=str(tmp_path))
+    assert run.status == 0, run.err
+    alone, ddp = run.report.cases
+    assert (alone.check, ddp.check) == ("passed", "passed")
+    assert alone.metrics["graph_breaks"] == 1
+    assert alone.metrics["graphs"] == 2
+    assert "samples_per_s" not in alone.metrics
+
+
+@smoke
+def test_caches_are_cold_unless_asked_for(bench: Callable[..., Any], tmp_path: Path) -> None:
+    temporary, warm = tmp_path / "with a space", tmp_path / "warm"
+    temporary.mkdir()
+    flags = ("--strategies", "none", "--backends", "inductor", *SINGLE)
+    variables = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(warm)}
+    run = bench(SCRIPT, *flags, ranks=1, **variables)
+    assert run.status == 0, run.err
+    assert not warm.exists()
+    run = bench(SCRIPT, *flags, "--warm-cache", ranks=1, **variables)
+    assert run.status == 0, run.err
+    assert list(warm.iterdir())
+
+
+@faults
+def test_gradients_that_are_not_averaged(bench: Callable[..., Any]) -> None:
+    flags = ("--strategies", "all", "--backends", "eager", *SINGLE)
+    run = bench(SCRIPT, *flags, ranks=2, inject="unaveraged-gradients")
+    assert run.status == 1
+    none, *others = run.report.cases
+    assert none.check == "passed"
+    for case in others:
+        assert case.check.startswith("failed: the loss of rank 0 in step 2 is "), case.check
+
+
+@faults
+def test_a_compiler_that_fails_on_one_rank(bench: Callable[..., Any]) -> None:
+    flags = ("--strategies", "ddp,fsdp2", *SINGLE)
+    run = bench(SCRIPT, *flags, ranks=2, inject="compiler-fails")
+    assert run.status == 1
+    checks = [case.check for case in run.report.cases]
+    assert checks[0] == checks[2] == "passed"
+    for check in (checks[1], checks[3]):
+        assert "No working C++ compiler" in check
+        assert check.endswith("(rank 1)")
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--models", "decoder-10k"), "unknown model 'decoder-10k'; did you mean decoder-10m"),
+        (("--backends", "eager,inducter"), "unknown backend 'inducter'; did you mean inductor?"),
+        (("--strategies", "dpp"), "got 'dpp'; did you mean ddp"),
+        (("--ddp", "--fsdp"), "argument --fsdp: not allowed with argument --ddp"),
+        (("--torchbench-model", "BERT"), "expected the package torchbenchmark"),
+        (("--profile", "--trace-file", "/nowhere/t.json"), "there is no folder /nowhere"),
+        (("--dtype", "fp16"), "expected some of fp32, tf32, bf16"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    flags: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        compile_sweep.parse_args(list(flags))
+    assert caught.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+
+
+def test_flags_of_the_program_it_replaces() -> None:
+    args = compile_sweep.parse_args(
+        ["--toy_model", "--fsdp", "--dynamo=inductor", "--repeat=10", "--batch_size=3"]
+    )
+    assert (args.models, args.strategies, args.backends) == (["toy"], ["fsdp1"], ["inductor"])
+    assert (args.iters, args.batch_size) == (10, 3)
+    usual = compile_sweep.parse_args(["--device", "cpu"])
+    assert (usual.models, usual.strategies) == (["toy-small"], ["none", "ddp", "fsdp2"])
+    assert usual.backends == ["eager", "inductor"]
+    assert usual.iters is None
+
+
+def case_of(backend: str, step_s: float, first_s: float, start_s: float, losses: Any) -> Any:
+    key = {"model": "toy", "dtype": "fp32", "strategy": "ddp", "compiler": backend}
+    samples = {"step": [[step_s] * 12, [step_s / 2] * 12]}
+    found = {"first_step_s": first_s, "first_steps_s": first_s, "start_s": start_s}
+    wanted = Reference(0.1, [[4.0, 2.0], [3.6, 1.8], [3.2, 1.6]], [1.0, 1.0, 1.0])
+    facts = [
+        {
+            "max": found,
+            "losses": loss,
+            "wanted": wanted,
+            "flops": 6e9,
+            "peak": 1e12 if rank else 2e12,
+        }
+        for rank, loss in enumerate(losses)
+    ]
+    return Case(key, [0, 1], samples, [12]), facts
+
+
+def test_numbers_by_hand() -> None:
+    """Two ranks, a batch of 8: the slower one takes 20 ms eager and 15 ms compiled."""
+    args = Namespace(batch_size=8)
+    good = [[4.0, 3.6, 3.2], [2.0, 1.8, 1.6]]
+    cases: dict[Any, Case] = {}
+    eager, facts = case_of("eager", 0.020, 0.1, 0.0, good)
+    compile_sweep.derive(args, cases, eager, facts)
+    cases["ddp", "eager"] = eager
+    case, facts = case_of("inductor", 0.015, 4.1, 1.0, good)
+    compile_sweep.derive(args, cases, case, facts)
+    m = case.metrics
+    assert m["samples_per_s"] == pytest.approx(16 / 0.015)
+    assert m["vs_eager"] == pytest.approx(4 / 3)
+    assert m["payback_steps"] == math.ceil((1.0 + 4.1 - 0.1) / 0.005)  # 1000
+    assert m["tflops"] == pytest.approx(0.4)  # 6 GFLOP in 15 ms
+    assert m["mfu"] == pytest.approx(12e9 / 0.015 / 3e12)  # of both ranks, over both peaks
+    assert "vs_none" not in m
+    assert case.check == "passed"
+
+    case, facts = case_of("inductor", 0.030, 4.1, 1.0, [good[0], [2.0, 1.9, 1.6]])
+    compile_sweep.derive(args, cases, case, facts)
+    assert "payback_steps" not in case.metrics  # it never pays
+    assert case.check.startswith(
+        "failed: the loss of rank 1 in step 2 is 1.9, in one eager process 1.8"
+    )
+
+    case, facts = case_of("eager", 0.020, 0.1, 0.0, good)
+    facts[0]["wanted"] = None
+    compile_sweep.derive(args, {}, case, facts)
+    assert case.check.startswith("skipped: the whole model does not fit")
+
+
+def test_blocks() -> None:
+    with torch.device("meta"):
+        models = [Decoder(DECODERS["decoder-tiny"]), torchvision.models.resnet18()]
+        models.append(torchvision.models.vgg11())
+    kinds = [[type(block).__name__ for block in compile_sweep.blocks_of(m)] for m in models]
+    assert kinds == [["Block"] * 8, ["BasicBlock"] * 8, []]
