@@ -5,19 +5,15 @@ The server (the last rank) keeps the model. Each trainer (the other ranks) compu
 its own batch, sends them, and waits. Once `--batch-update-size` gradients are there the server
 averages them, makes one step of SGD, and answers all who wait with the new parameters.
 
-    step        = compute gradients, send them, wait for the new parameters; on the slowest trainer
+    step        = compute gradients, send them, wait for the new parameters
+    latency     = of that, from sending to having the answer; both of the slowest trainer
     gradients/s = gradients of all trainers / seconds from the common start of each block of steps
                   until the last trainer is done with it
     updates/s   = gradients/s / gradients of an update, on average
-    latency     = from sending gradients to having the answer, on the slowest trainer
     MB/s        = gradients/s * 2 * bytes of the parameters: there and back, without pickle's own
 
-Where fewer gradients make an update than there are trainers, one is also made of fewer once every
-trainer that has sent less than another waits: the others may have nothing more to send.
-
-Payloads: `module` sends a list of gradients and receives the pickled module, as the tutorial does;
-`tensors` sends and receives one flat tensor. Before the timing the server's log of the first 20
-steps is computed again by one process, and must come to the same parameters.
+Where an update takes fewer gradients than there are trainers it is also made of fewer still, once
+all trainers that have sent less than another one wait: the others may have nothing more to send.
 
     torchrun --nproc-per-node 4 benchmarks/batch_update_ps.py
     torchrun --nproc-per-node 9 benchmarks/batch_update_ps.py --in-features 4096 --out-features 4096
@@ -25,7 +21,7 @@ steps is computed again by one process, and must come to the same parameters.
         benchmarks/batch_update_ps.py --batch-update-size 5 --json report.jsonl
 
 Does what PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions" and
-its parameter_server_test.py did, written anew: `--payload module --rpc-threads 16 --rpc-transports
+its parameter_server_test.py did, written anew. `--payload module --rpc-threads 16 --rpc-transports
 auto` are their settings. BSD-3-Clause. docs/batch_update_ps.md shows how to read the table.
 """
 
@@ -33,7 +29,6 @@ import argparse
 import copy
 import sys
 import threading
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -53,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int, refuse
-from common.dist import Group, share
+from common.dist import Group, gather, share
 from common.join import world
 from common.report import Case
 from common.rpc import (
@@ -77,31 +72,20 @@ TOLERANCE = 1e-4  # of what the updates change; a lost gradient is 1 in 20 * tra
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    for name, default, text in (
-        ("--in-features", 100, "of nn.Linear"),
-        ("--out-features", 30, "of nn.Linear"),
-        ("--batch-size", 20, "a trainer's"),
-        ("--num-batches", 4, "a trainer's, again and again"),
-    ):
-        add(name, type=positive_int, default=default, help=f"{text} (default: {default})")
-    text = "gradients of an update (default: as many as trainers)"
-    add("--batch-update-size", type=positive_int, metavar="N", help=text)
-    add(
-        "--payload",
-        type=list_of(str, PAYLOADS),
-        default=list(PAYLOADS),
-        metavar="NAME",
-        help="of module, tensors (default: both)",
-    )
-    add(
-        "--straggler-timeout",
-        type=positive_float,
-        default=10.0,
-        metavar="S",
-        help="a step that waits S seconds fails its case, and names who is missing (default: 10)",
-    )
-    text = "where the server keeps the model (default: cpu)"
-    add("--server-device", choices=("cpu", "cuda"), default="cpu", help=text)
+    for name, default in (("--in-features", 100), ("--out-features", 30)):
+        add(name, type=positive_int, default=default, help=f"of nn.Linear (default: {default})")
+    add("--batch-size", type=positive_int, default=20, help="a trainer's (default: 20)")
+    add("--num-batches", type=positive_int, default=4, help="a trainer's, in turn (default: 4)")
+    size = "gradients of an update (default: as many as trainers)"
+    add("--batch-update-size", type=positive_int, metavar="N", help=size)
+    payload = """module: a list of gradients there and the pickled module back, as the tutorial
+        does; tensors: a flat tensor each way (default: both)"""
+    kinds = list_of(str, PAYLOADS)
+    add("--payload", type=kinds, default=list(PAYLOADS), metavar="NAME", help=payload)
+    patience = "a step that waits S seconds fails, and names who is missing (default: 10)"
+    add("--straggler-timeout", type=positive_float, default=10.0, metavar="S", help=patience)
+    place = "where the server keeps the model (default: cpu)"
+    add("--server-device", choices=("cpu", "cuda"), default="cpu", help=place)
     add_rpc_flags(parser)
     add_common_flags(parser)
     args = parser.parse_args(argv)
@@ -109,7 +93,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-# -- the model, and what travels -------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 def create_model(key: dict[str, Any]) -> nn.Module:
@@ -123,22 +107,24 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def create_batches(key: dict[str, Any], trainer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A trainer's own data: inputs [batch, in_features] and labels [batch, out_features]."""
-    generator = torch.Generator().manual_seed(trainer)
-    shape, zeros = (key["batch_size"], key["in_features"]), (key["batch_size"], key["out_features"])
-    inputs = [torch.randn(shape, generator=generator) for _ in range(key["num_batches"])]
-    return [(x, torch.zeros(zeros)) for x in inputs]
+    rows, generator = key["batch_size"], torch.Generator().manual_seed(trainer)
+    shape, labels = (rows, key["in_features"]), torch.zeros(rows, key["out_features"])
+    return [(torch.randn(shape, generator=generator), labels) for _ in range(key["num_batches"])]
 
 
-def compute_gradients(
-    model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor
-) -> list[torch.Tensor]:
+def gradients_of(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> list[Any]:
     model.zero_grad()
     nn.functional.l1_loss(model(inputs), labels).backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
+    return [p.grad for p in model.parameters()]
 
 
 def flat(tensors: Any) -> torch.Tensor:
     return parameters_to_vector(tensors).detach()
+
+
+def split(vector: torch.Tensor, like: list[Any]) -> list[torch.Tensor]:
+    parts = vector.split([x.numel() for x in like])
+    return [part.view_as(x) for part, x in zip(parts, like, strict=True)]
 
 
 # -- the server ------------------------------------------------------------------------------------
@@ -147,43 +133,39 @@ def flat(tensors: Any) -> torch.Tensor:
 class BatchUpdateServer:
     """Collects gradients, steps once enough are there, and answers all who sent them.
 
-    Its methods are called by RPC, from several threads at once. device: of the model; wire: where
-    tensors are that it sends.
+    RPC calls its methods from several threads at once. device: of the model; wire: of what it
+    sends.
     """
 
     def __init__(self, key: dict[str, Any], device: str, wire: str) -> None:
-        self.key, self.device, self.wire = key, torch.device(device), wire
+        self.key, self.device, self.wire = key, torch.device(device), torch.device(wire)
         self.model = create_model(key).to(device)
         self.optimizer = sgd(self.model)
         for p in self.model.parameters():
             p.grad = torch.zeros_like(p)
+        self.gradients: list[Any] = [p.grad for p in self.model.parameters()]
         self.lock = threading.Lock()
         self.future = self.new_future()
-        self.members: list[int] = []  # trainers of the next update
-        self.versions = [0] * key["trainers"]  # of the parameters that each trainer has
+        self.waiting: list[int] = []  # the trainers of the next update
         self.sent = [0] * key["trainers"]  # gradients of each trainer
-        self.updates: list[list[tuple[int, int]]] = []  # (trainer, version that it had)
+        self.updates: list[list[int]] = []  # the log: the trainers of each update
 
     def new_future(self) -> Future[Any]:
-        return Future(devices=[self.device] if self.wire != "cpu" else [])
+        return Future(devices=[self.device] if self.wire.type == "cuda" else [])
 
-    def update(self, trainer: int, gradients: Any) -> Future[Any]:
+    def update(self, trainer: int, sent: Any) -> Future[Any]:
         """Add a trainer's gradients. The future has the parameters after the update."""
         answer = None
         with self.lock:  # `+=` reads and writes: two threads at once would lose gradients
-            if self.key["payload"] == "tensors":
-                like = list(self.model.parameters())
-                parts = gradients.split([p.numel() for p in like])
-                gradients = [part.view_as(p) for part, p in zip(parts, like, strict=True)]
-            for p, g in zip(self.model.parameters(), gradients, strict=True):
-                assert p.grad is not None
-                p.grad += g.to(p.device)
-            self.members.append(trainer)
-            self.sent[trainer] += 1
             future = self.future
-            if len(self.members) >= self.key["batch_update_size"] or not self.missing():
-                answer = self.step()
-                self.future = self.new_future()
+            if self.key["payload"] == "tensors":
+                sent = split(sent, self.gradients)
+            for mine, theirs in zip(self.gradients, sent, strict=True):
+                mine += theirs.to(self.device)
+            self.waiting.append(trainer)
+            self.sent[trainer] += 1
+            if len(self.waiting) == self.key["batch_update_size"] or not self.missing():
+                answer, self.future = self.step(), self.new_future()
             if self.device.type == "cuda":  # each request has a stream of its own
                 torch.cuda.current_stream(self.device).synchronize()
         if answer is not None:
@@ -192,27 +174,23 @@ class BatchUpdateServer:
 
     def missing(self) -> list[int]:
         """Trainers that are behind the foremost and do not wait: their gradients are to come."""
-        most = max(self.sent)
-        behind = [t for t, sent in enumerate(self.sent) if sent < most]
-        return [t for t in behind if t not in self.members]
+        behind = [t for t, sent in enumerate(self.sent) if sent < max(self.sent)]
+        return [t for t in behind if t not in self.waiting]
 
     def step(self) -> Any:
-        """Make an update of the gradients that are there. What those who wait are sent."""
-        for p in self.model.parameters():
-            assert p.grad is not None
-            p.grad /= len(self.members)
+        """Make an update of the gradients that are there. The answer to those who wait."""
+        for g in self.gradients:
+            g /= len(self.waiting)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=False)
-        self.updates.append([(t, self.versions[t]) for t in self.members])
-        for trainer in self.members:
-            self.versions[trainer] = len(self.updates)
-        self.members = []
+        self.updates.append(self.waiting)
+        everybody = len(self.waiting) == self.key["trainers"]
+        self.waiting = []
         if self.key["payload"] == "tensors":
             return flat(self.model.parameters()).to(self.wire)
-        alone = self.key["batch_update_size"] == self.key["trainers"]
-        same = next(self.model.parameters()).device == torch.device(self.wire)
-        # others may update the model while it is being sent, unless all wait for it
-        return self.model if alone and same else copy.deepcopy(self.model).to(self.wire)
+        if everybody and self.device == self.wire:
+            return self.model  # nobody updates it while it is being sent
+        return copy.deepcopy(self.model).to(self.wire)
 
 
 @rpc.functions.async_execution
@@ -220,8 +198,8 @@ def update_and_fetch(trainer: int, gradients: Any) -> Future[Any]:
     return hosted().update(trainer, gradients)
 
 
-def get_log() -> tuple[list[list[tuple[int, int]]], torch.Tensor]:
-    """The trainers of each update, with the version they had; and the parameters."""
+def get_log() -> tuple[list[list[int]], torch.Tensor]:
+    """The trainers of each update, and the parameters."""
     return hosted().updates, flat(hosted().model.parameters()).cpu()
 
 
@@ -235,127 +213,133 @@ def get_missing() -> list[int]:
 def build(
     key: dict[str, Any], args: argparse.Namespace, bench: Benchmark, server: str, group: Group
 ) -> Workload:
-    """What a trainer measures; before that, the check. server: the device of the server."""
+    """What a trainer measures; before that, the check. server: its device."""
     trainer, device = bench.job.rank, bench.job.device
-    both = device.type == "cuda" and server != "cpu"  # then tensors travel from GPU to GPU
+    wire = str(device) if device.type == "cuda" and server != "cpu" else "cpu"
     if trainer == 0:
-        make("server0", BatchUpdateServer, key, server, server if both else "cpu")
+        make("server0", BatchUpdateServer, key, server, "cpu" if wire == "cpu" else server)
     dist.barrier(group.control)  # the server has its model, the same as ours
-    wire = device if both else torch.device("cpu")
     batches = [(x.to(device), y.to(device)) for x, y in create_batches(key, trainer)]
     model = create_model(key).to(device)
     latencies: list[float] = []
 
     def step() -> None:
         nonlocal model
-        gradients: Any = compute_gradients(model, *batches[len(latencies) % len(batches)])
+        gradients = gradients_of(model, *batches[len(latencies) % len(batches)])
         start = perf_counter()
         if key["payload"] == "tensors":
-            answer = send(flat(gradients).to(wire))
+            answer = send(trainer, flat(gradients).to(wire), args.straggler_timeout)
             vector_to_parameters(answer.to(device), model.parameters())
         else:
-            model = send([g.to(wire) for g in gradients]).to(device)
+            answer = send(trainer, [g.to(wire) for g in gradients], args.straggler_timeout)
+            model = answer.to(device)
         latencies.append(perf_counter() - start)
-
-    def send(gradients: Any) -> Any:
-        patience = args.straggler_timeout
-        try:
-            return rpc.rpc_sync("server0", update_and_fetch, (trainer, gradients), timeout=patience)
-        except RuntimeError as error:
-            if "ran for more than" not in str(error):
-                raise
-            late = ", ".join(f"trainer{t}" for t in rpc.rpc_sync("server0", get_missing))
-            text = f"trainer{trainer} waited {patience:g} s (--straggler-timeout) for an update"
-            raise TimeoutError(f"{text}; missing: {late or 'nobody, the server is slow'}") from None
 
     for _ in range(CHECKED_STEPS):
         step()
-    dist.barrier(group.control)
-    problem = compare_with_replay(key, *rpc.rpc_sync("server0", get_log)) if trainer == 0 else None
-    problem = share(problem, group.control)
-    if problem:
+    theirs = gather(flat(model.parameters()).cpu(), group.control)
+    problem = None
+    if theirs:
+        problem = compare_with_replay(key, theirs, rpc.rpc_sync("server0", get_log))
+    if problem := share(problem, group.control):
         raise ValueError(problem)
-    latencies.clear()
 
     def facts() -> dict[str, Any]:  # all trainers are done: their times are gathered
-        updates = rpc.rpc_sync("server0", get_log)[0] if trainer == 0 else []
-        members = [len(members) for members in updates]
-        return {
-            "latency": percentiles(latencies[args.warmup_iters :], "latency"),
-            "sent": len(latencies) + CHECKED_STEPS,
-            "received": sum(members),
-            "updates": len(members),
-        }
+        timed = latencies[CHECKED_STEPS + args.warmup_iters :]
+        found = {"latency": percentiles(timed, "latency"), "sent": len(latencies)}
+        if trainer == 0:
+            found["updates"] = [len(trainers) for trainers in rpc.rpc_sync("server0", get_log)[0]]
+        return found
 
     return Workload({"step": step}, facts=facts)
 
 
-def compare_with_replay(
-    key: dict[str, Any], updates: list[list[tuple[int, int]]], parameters: torch.Tensor
-) -> str | None:
-    """What is wrong with the server's parameters after these updates; None if nothing is.
+def send(trainer: int, gradients: Any, patience_s: float) -> Any:
+    """The new parameters. Raises TimeoutError, with those who are missing, where none come."""
+    try:
+        return rpc.rpc_sync("server0", update_and_fetch, (trainer, gradients), timeout=patience_s)
+    except RuntimeError as error:
+        if "ran for more than" not in str(error):
+            raise
+        missing = ", ".join(f"trainer{t}" for t in rpc.rpc_sync("server0", get_missing))
+        raise TimeoutError(
+            f"trainer{trainer} waited {patience_s:g} s for an update (--straggler-timeout); "
+            f"missing: {missing or 'nobody, the server is slow'}"
+        ) from None
 
-    One process alone computes every gradient of the log again, one after the other.
+
+def compare_with_replay(
+    key: dict[str, Any], trainers: list[torch.Tensor], log: tuple[list[list[int]], torch.Tensor]
+) -> str | None:
+    """What is wrong with the parameters after these updates; None if nothing is.
+
+    One process computes every gradient of the server's log again, one after the other. trainers:
+    the parameters that each of them has.
     """
+    updates, server = log
     model, worker = create_model(key), create_model(key)
     optimizer = sgd(model)
     batches = [create_batches(key, trainer) for trainer in range(key["trainers"])]
+    has = [flat(model.parameters())] * key["trainers"]
     sent = [0] * key["trainers"]
-    versions = [flat(model.parameters())]
+    first = has[0]
     for members in updates:
-        optimizer.zero_grad()
-        for trainer, version in members:
-            vector_to_parameters(versions[version], worker.parameters())
+        total = torch.zeros_like(first)
+        for trainer in members:
+            vector_to_parameters(has[trainer], worker.parameters())
             batch = batches[trainer][sent[trainer] % key["num_batches"]]
-            for p, g in zip(model.parameters(), compute_gradients(worker, *batch), strict=True):
-                p.grad = g / len(members) + (0 if p.grad is None else p.grad)
+            total += flat(gradients_of(worker, *batch))
             sent[trainer] += 1
+        parameters = list(model.parameters())
+        for p, g in zip(parameters, split(total / len(members), parameters), strict=True):
+            p.grad = g
         optimizer.step()
-        versions.append(flat(model.parameters()))
-    change = float((versions[-1] - versions[0]).abs().max())
-    error = float((parameters - versions[-1]).abs().max()) / change
-    if error < TOLERANCE:
-        return None
-    return (
-        f"after {len(updates)} updates the server's parameters are {error:.2g} of their change "
-        f"away from what one process makes of its log (at most {TOLERANCE:g})"
-    )
+        for trainer in members:
+            has[trainer] = flat(model.parameters())
+    wanted = flat(model.parameters())
+    change = (wanted - first).abs().max()
+    pairs = {"server0": (server, wanted)}
+    pairs |= {f"trainer{t}": pair for t, pair in enumerate(zip(trainers, has, strict=True))}
+    for name, (got, wanted) in pairs.items():
+        error = float((got - wanted).abs().max() / change)
+        if not error < TOLERANCE:
+            return (
+                f"after {len(updates)} updates the parameters of {name} are {error:.2g} of their "
+                f"change away from what one process makes of the log (at most {TOLERANCE:g})"
+            )
+    return None
 
 
 # -- what rank 0 makes of it -----------------------------------------------------------------------
 
 
 def derive(case: Case, facts: list[dict[str, Any]]) -> None:
-    """Fill in the metrics and the check."""
-    key, steps = case.key, np.array(case.samples_s["step"])
-    m = case.metrics
-    m |= step_metrics(steps, case.rounds, facts[0]["received"] / facts[0]["updates"])
-    parameters = (key["in_features"] + 1) * key["out_features"]
-    m["mb_per_s"] = m["gradients_per_s"] * 2 * parameters * 4 / 1e6
-    for name in facts[0]["latency"]:
-        m[name] = max(fact["latency"][name] for fact in facts)
-    sent, received = sum(fact["sent"] for fact in facts), facts[0]["received"]
-    lost = f"the trainers sent {sent} gradients, the server's log has {received}"
-    case.check = verdict(lost if sent != received else None)
-
-
-def step_metrics(steps: Any, rounds: Sequence[int], gradients_per_update: float) -> dict[str, Any]:
-    """Of the steps of all trainers [trainers, n], seconds; rounds: steps of each block."""
-    blocks = np.split(steps, np.cumsum(rounds)[:-1], axis=1)
-    seconds = [float(block.sum(axis=1).max()) for block in blocks]
-    rates = [b.size / gradients_per_update / s for b, s in zip(blocks, seconds, strict=True)]
+    """Fill in the metrics and the check. Blocks: what the trainers start together."""
+    key, updates = case.key, facts[0]["updates"]
+    steps = np.array(case.samples_s["step"])  # [trainers, n]
     each = [percentiles(row, "step_time") for row in steps]
-    return {
+    blocks = np.split(steps, np.cumsum(case.rounds)[:-1], axis=1)
+    seconds = [block.sum(axis=1).max() for block in blocks]
+    rates = [block.size / s for block, s in zip(blocks, seconds, strict=True)]
+    size, per_s = sum(updates) / len(updates), steps.size / sum(seconds)
+    interval = median_interval(rates)
+    parameters = (key["in_features"] + 1) * key["out_features"]
+    case.metrics |= {
         **{name: max(trainer[name] for trainer in each) for name in each[0]},
-        "gradients_per_update": gradients_per_update,
-        "gradients_per_s": steps.size / sum(seconds),
-        "updates_per_s": steps.size / sum(seconds) / gradients_per_update,
-        "updates_per_s_ci95": median_interval(rates),
+        **{name: max(fact["latency"][name] for fact in facts) for name in facts[0]["latency"]},
+        "gradients_per_s": per_s,
+        "gradients_per_update": size,
+        "updates_per_s": per_s / size,
+        "updates_per_s_ci95": interval and [rate / size for rate in interval],
+        "mb_per_s": per_s * 2 * parameters * 4 / 1e6,
     }
+    sent = sum(fact["sent"] for fact in facts)
+    lost = f"the trainers sent {sent} gradients, the server's log has {sum(updates)}"
+    case.check = verdict(lost if sent != sum(updates) else None)
 
 
 def interval(case: Case) -> str:
-    ci = case.metrics["updates_per_s_ci95"]
+    ci = case.metrics.get("updates_per_s_ci95")
     return f"{ci[0]:.0f} to {ci[1]:.0f}" if ci else "-"
 
 
@@ -371,16 +355,12 @@ COLUMNS: Columns = {
 WIDEST = ["tensors", "100.000", "10000.0", "10000 to 10000", "10000.0", "1000.00"]
 
 
-# -- the run ---------------------------------------------------------------------------------------
-
-
 def main() -> int:
     args = parse_args()
-    world_size = world()[2]
-    cuda = wants_cuda(args.device)
-    roles = split_roles(world_size, servers=1)
-    roles = roles.on_cuda(cuda * world_size, int(args.server_device == "cuda"))
+    cuda, server_cuda = wants_cuda(args.device), args.server_device == "cuda"
+    roles = split_roles(world()[2], servers=1)
     trainers = len(roles.trainers)
+    roles = roles.on_cuda(trainers * cuda, int(server_cuda))
     size = args.batch_update_size or trainers
     if size > trainers:
         refuse(f"--batch-update-size {size}: there are {trainers} trainers; try {trainers}")
@@ -388,21 +368,20 @@ def main() -> int:
     with Benchmark("batch_update_ps", args, tested=roles.trainers) as bench:
         options = rpc_options(args, bench)
         names = ("in_features", "out_features", "batch_size", "num_batches", "server_device")
-        fixed = {"trainers": trainers, "batch_update_size": size}
-        fixed |= {name: getattr(args, name) for name in names}
-        fixed |= {"device": "cuda" if cuda else "cpu"} | options.key()
-        settings = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in options.key().items())
-        bench.begin_table(
-            f"Linear({args.in_features}, {args.out_features}), {trainers} trainers, "
-            f"{size} gradients an update, {settings}",
-            COLUMNS,
-            WIDEST,
-        )
+        key = {name: getattr(args, name) for name in names} | options.key()
+        key |= {
+            "trainers": trainers,
+            "batch_update_size": size,
+            "device": "cuda" if cuda else "cpu",
+        }
+        model = f"Linear({args.in_features}, {args.out_features})"
+        title = f"{model}, {trainers} trainers, {size} gradients an update; {options}"
+        bench.begin_table(title, COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
             for payload in args.payload:
-                key = {"payload": payload} | fixed
-                work = partial(build, key, args, bench, devices[roles.servers[0]])
-                bench.measure(key, work, derive, roles.trainers)
+                case = {"payload": payload} | key
+                work = partial(build, case, args, bench, devices[roles.servers[0]])
+                bench.measure(case, work, derive, roles.trainers)
     return bench.status
 
 

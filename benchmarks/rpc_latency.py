@@ -44,7 +44,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
@@ -55,12 +54,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
-from common.cli import Parser, add_common_flags, list_of, positive_int, refuse, show_size, size
+from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
 from common.dist import Group
 from common.join import world
+from common.memory import available_bytes
 from common.report import Case
 from common.rpc import (
-    RpcOptions,
     add_rpc_flags,
     hosted,
     make,
@@ -70,8 +69,8 @@ from common.rpc import (
     split_roles,
     wants_cuda,
 )
-from common.stats import median_interval, percentiles
-from common.table import Columns, metric
+from common.stats import percentiles, relative_ci95
+from common.table import Columns, metric, relative
 
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
 SIZES = [4, 2**12, 2**16, 2**20, 2**23, 2**26]
@@ -89,36 +88,18 @@ def payload_size(text: str) -> int:
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add(
-        "--ops",
-        type=list_of(str, OPERATIONS),
-        default=list(OPERATIONS),
-        metavar="OP",
-        help=f"of {', '.join(OPERATIONS)} (default: all)",
-    )
-    add(
-        "--sizes",
-        type=list_of(payload_size),
-        default=SIZES,
-        metavar="BYTES",
-        help="of the payload (default: 4,4K,64K,1M,8M,64M)",
-    )
-    add(
-        "--in-flight",
-        type=list_of(positive_int),
-        default=[8],
-        metavar="N",
-        help="calls that rpc_async starts at once, or as many as make 128M (default: 8)",
-    )
-    devices = ("auto", "cpu", "cuda")
-    text = "the callee's (default: as the callers')"
-    add("--server-device", choices=devices, default="auto", help=text)
+    kinds, ops = list_of(str, OPERATIONS), f"of {', '.join(OPERATIONS)} (default: all)"
+    add("--ops", type=kinds, default=list(OPERATIONS), metavar="OP", help=ops)
+    sizes = "of the payload (default: 4,4K,64K,1M,8M,64M)"
+    add("--sizes", type=list_of(payload_size), default=SIZES, metavar="BYTES", help=sizes)
+    many = "calls that rpc_async starts at once, or as many as make 128M (default: 8)"
+    add("--in-flight", type=list_of(positive_int), default=[8], metavar="N", help=many)
+    place = "the callee's (default: as the callers')"
+    add("--server-device", choices=("auto", "cpu", "cuda"), default="auto", help=place)
     add_rpc_flags(parser)
     add_common_flags(parser, min_iters=6, max_seconds=0.4)
     args = parser.parse_args(argv)
-    args.backend = (
-        args.backend or "gloo"
-    )  # callers meet on it between blocks; what is timed goes over RPC
+    args.backend = args.backend or "gloo"  # callers meet on it; what is timed goes over RPC
     return args
 
 
@@ -201,6 +182,10 @@ def call(
 def build(key: dict[str, Any], bench: Benchmark, callee_device: str, group: Group) -> Workload:
     """What a caller measures in a case."""
     device, rank = bench.job.device, bench.job.rank
+    # of each call: what the callee got, what the caller got, and the caller's result before that
+    needed = bench.job.local_world_size * key["size_bytes"] * (1 + 3 * key["in_flight"])
+    if needed > (there := available_bytes(torch.device("cpu"))):
+        raise MemoryError(f"the calls need {needed / 2**30:.1f} GiB, {there / 2**30:.1f} are free")
     if rank == group.ranks[0]:
         make("server0", Tally, callee_device)
     seed = key["size_bytes"] + 7919 * (10 * rank + OPERATIONS.index(key["operation"]))
@@ -224,8 +209,7 @@ def build(key: dict[str, Any], bench: Benchmark, callee_device: str, group: Grou
         return {
             "sunk": sunk,
             "received": rpc.rpc_sync("server0", received) if rank == group.ranks[0] else None,
-            "echoes": len(echoed),
-            "wrong_echoes": sum(not torch.equal(result, payload) for result in echoed),
+            "wrong": sum(not torch.equal(result, payload) for result in echoed),
         }
 
     dist.barrier(group.control)  # the tally is there
@@ -259,7 +243,7 @@ def call_metrics(batches: Any, rounds: list[int], in_flight: int, prefix: str) -
     seconds = sum(float(block.sum(axis=1).max()) for block in blocks)
     return {
         **{name: max(caller[name] for caller in each) for name in each[0]},
-        f"{prefix}_p50_ci95_s": median_interval(batches[slowest] / in_flight),
+        f"{prefix}_p50_ci95_rel": relative_ci95(batches[slowest]),
         f"{prefix}_slowest_caller": slowest,
         f"{prefix}_calls_per_s": batches.size * in_flight / seconds,
     }
@@ -268,19 +252,12 @@ def call_metrics(batches: Any, rounds: list[int], in_flight: int, prefix: str) -
 def problem(size_bytes: int, facts: list[dict[str, Any]]) -> str | None:
     """What is wrong with what arrived; None if nothing is. facts: of each caller."""
     for caller, fact in enumerate(facts):
-        if fact["wrong_echoes"]:
-            return (
-                f"{fact['wrong_echoes']} of the last {fact['echoes']} echoes to caller {caller} "
-                "are not what it sent"
-            )
-    sent = sum(fact["sunk"] for fact in facts)
+        if fact["wrong"]:
+            return f"{fact['wrong']} of the last echoes to caller {caller} are not what it sent"
     calls, total = facts[0]["received"]
-    if (calls, total) == (sent, sent * size_bytes):
-        return None
-    return (
-        f"the callers sent {sent} calls with {sent * size_bytes} bytes one way, the callee "
-        f"received {calls} with {total}"
-    )
+    sent = sum(fact["sunk"] for fact in facts)
+    arrived = f"the callee received {calls} calls with {total} bytes one way"
+    return None if (calls, total) == (sent, sent * size_bytes) else f"{arrived}, of {sent} sent"
 
 
 def name_of(case: Case) -> str:
@@ -289,16 +266,10 @@ def name_of(case: Case) -> str:
     return f"{key['operation']}{many} {show_size(key['size_bytes'])}"
 
 
-def half_interval(case: Case) -> str:
-    """Half the width of the median's interval, in percent of it."""
-    interval, p50 = case.metrics["round_trip_p50_ci95_s"], case.metrics["round_trip_p50_s"]
-    return "-" if interval is None else f"+-{(interval[1] - interval[0]) / 2 / p50:.1%}"
-
-
 COLUMNS: Columns = {
     "": name_of,
     "p50\n(us)": metric("round_trip_p50_s", 1e6, 1),
-    "95% ci\nof p50": half_interval,
+    "95% ci\nof p50": relative("round_trip_p50_ci95_rel"),
     "p95\n(us)": metric("round_trip_p95_s", 1e6, 1),
     "p99\n(us)": metric("round_trip_p99_s", 1e6, 1),
     "\ncalls/s": metric("round_trip_calls_per_s", 1, 1),
@@ -325,39 +296,23 @@ def plan(args: argparse.Namespace, fixed: dict[str, Any]) -> list[dict[str, Any]
     return found
 
 
-def refuse_memory(keys: list[dict[str, Any]], callers: int) -> None:
-    """Refuse where the largest batch has no room on this host."""
-    # of each call: what the callee got, what the caller got, and the caller's result before that
-    needed = callers * max(key["size_bytes"] * (1 + 3 * key["in_flight"]) for key in keys)
-    there = psutil.virtual_memory().available
-    if needed > there:
-        refuse(
-            f"--sizes {show_size(max(key['size_bytes'] for key in keys))} from {callers} callers "
-            f"needs about {needed / 2**30:.1f} GiB, and {there / 2**30:.1f} GiB are free; try 1M"
-        )
-
-
 def main() -> int:
     args = parse_args()
-    _, _, world_size, local_world_size = world()
     cuda = wants_cuda(args.device)
     server_cuda = cuda if args.server_device == "auto" else args.server_device == "cuda"
-    roles = split_roles(world_size, servers=1).on_cuda(cuda * world_size, int(server_cuda))
-    refuse_memory(plan(args, {}), min(len(roles.trainers), local_world_size))
+    roles = split_roles(world()[2], servers=1)
+    callers = len(roles.trainers)
+    roles = roles.on_cuda(callers * cuda, int(server_cuda))
     place(args, roles)
     with Benchmark("rpc_latency", args, tested=roles.trainers) as bench:
-        options: RpcOptions = rpc_options(args, bench)
-        fixed = options.key() | {
-            "callers": len(roles.trainers),
-            "device": "cuda" if cuda else "cpu",
-            "server_device": "cuda" if server_cuda else "cpu",
-        }
-        settings = ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in options.key().items())
-        title = f"{len(roles.trainers)} callers, {settings}; round trips, then one way"
+        options = rpc_options(args, bench)
+        fixed = options.key() | {"callers": callers, "device": "cuda" if cuda else "cpu"}
+        fixed["server_device"] = "cuda" if server_cuda else "cpu"
+        title = f"{callers} callers of rank {callers}; {options}"
         bench.begin_table(title, COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
             for key in plan(args, fixed):
-                work = partial(build, key, bench, devices[roles.servers[0]])
+                work = partial(build, key, bench, devices[callers])
                 bench.measure(key, work, derive, roles.trainers)
     return bench.status
 

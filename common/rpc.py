@@ -1,18 +1,13 @@
 """RPC over TensorPipe: who does what, device maps, settings, an orderly start and end.
 
-    roles = split_roles(world_size, servers=1)
-    place(args, roles)                               # this rank's device, by its role
-    with Benchmark("x", args, tested=roles.trainers) as bench:
-        with rpc_workers(bench, roles, rpc_options(args, bench)):
-            bench.measure(key, build, derive, ranks=roles.trainers)
+    with rpc_workers(bench, roles, rpc_options(args, bench)) as devices:
+        bench.measure(key, build, derive, ranks=roles.trainers)
 
-Servers and the master answer calls while they wait for the end of a case. What a server keeps
-between calls is made there by `make`; the functions that are called there find it by `hosted`.
+Servers and the master answer calls while they wait for the end of a case.
 """
 
 import argparse
 import os
-import socket
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -84,10 +79,8 @@ def split_roles(
     total = trainers + servers + master
     if total != world_size or min(trainers, servers) < 1:
         parts = f"{trainers} trainers, {servers} servers" + (" and a master" if master else "")
-        refuse(
-            f"{parts} are {total} processes, and there are {world_size}; e.g. torchrun "
-            f"--nproc-per-node {max(total, 2 + master)} {sys.argv[0]}"
-        )
+        more = f"e.g. torchrun --nproc-per-node {max(total, 2 + master)} {sys.argv[0]}"
+        refuse(f"{parts} are {total} processes, and there are {world_size}; {more}")
     first, last = trainers, trainers + servers
     return Roles(range(first), range(first, last), last if master else None)
 
@@ -105,10 +98,7 @@ def place(args: argparse.Namespace, roles: Roles) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if roles.cuda and not torch.cuda.is_available():
         refuse("trainers or servers on CUDA: torch sees no CUDA device here; try --device cpu")
-    all_cuda = roles.cuda.issuperset(roles.trainers)
-    backend = args.backend or ("nccl" if all_cuda else "gloo")
-    if backend == "nccl" and not all_cuda:
-        refuse("--backend nccl needs all trainers on CUDA; try --backend gloo")
+    backend = args.backend or ("nccl" if roles.cuda.issuperset(roles.trainers) else "gloo")
     args.device = "cuda" if rank in roles.cuda else "cpu"
     args.backend = backend if rank in roles.trainers else "gloo"
 
@@ -127,6 +117,9 @@ class RpcOptions:
         names = {"rpc_transports": self.transports, "rpc_channels": self.channels}
         return {"rpc_threads": self.threads} | {k: "+".join(v) or "auto" for k, v in names.items()}
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.key().items())
+
 
 def add_rpc_flags(parser: argparse.ArgumentParser) -> None:
     """Add TensorPipe's settings."""
@@ -142,7 +135,8 @@ def add_rpc_flags(parser: argparse.ArgumentParser) -> None:
     add("--rpc-threads", type=number(int, 1), metavar="N", help=threads)
     add("--rpc-timeout", type=positive_float, metavar="S", help=timeout)
     add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=transports)
-    add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=channels)
+    kinds = list_of(str, CHANNELS)
+    add("--rpc-channels", type=kinds, default=["auto"], metavar="NAME", help=channels)
 
 
 def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
@@ -153,14 +147,11 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     outnumber the cores it takes them from those that have something to do.
     """
     cores, ranks = len(os.sched_getaffinity(0)), bench.job.local_world_size
-    transports = args.rpc_transports or (["uv"] if ranks > cores else [])
-    mine = RpcOptions(
-        args.rpc_threads or min(16, max(2, cores // ranks)),
-        min(args.rpc_timeout or 2 * args.timeout, FOREVER.total_seconds()),
-        () if "auto" in transports else tuple(transports),
-        () if "auto" in (args.rpc_channels or ()) else tuple(args.rpc_channels or ()),
-    )
-    return share(mine)
+    threads = args.rpc_threads or min(16, max(2, cores // ranks))
+    timeout_s = min(args.rpc_timeout or 2 * args.timeout, FOREVER.total_seconds())
+    transports = args.rpc_transports or (["uv"] if ranks > cores else ["auto"])
+    lists = [() if "auto" in x else tuple(x) for x in (transports, args.rpc_channels)]
+    return share(RpcOptions(threads, timeout_s, *lists))
 
 
 @contextmanager
@@ -168,11 +159,10 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
     """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
     job = bench.job
     devices: list[str] = share(gather(str(job.device)))
-    allocator = [os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("", "CUDA_")]
-    if roles.cuda and "expandable_segments:True" in " ".join(allocator):
-        bench.print(
-            "# warning: CUDA IPC cannot share expandable segments: keep --rpc-channels basic"
-        )
+    both = roles.cuda.intersection(roles.trainers) and roles.cuda.intersection(roles.servers)
+    allocator = (os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("", "CUDA_"))
+    if both and any("expandable_segments:True" in text for text in allocator):
+        bench.print("# warning: CUDA IPC fails on expandable segments; unset PYTORCH_ALLOC_CONF")
 
     def handler(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
         yield job.store.clone(), job.rank, job.world_size  # no ports of our own
@@ -194,12 +184,9 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
             warnings.filterwarnings("ignore", message="You are using a Backend")
             rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        if "not in use by this listener" in reason:
-            bench.end(
-                f"--rpc-transports: TensorPipe finds none here: {', '.join(options.transports)}"
-            )
-        raise RuntimeError(f"RPC did not start on {socket.gethostname()}: {reason}") from error
+        if "not in use by this listener" in str(error):
+            bench.end(f"--rpc-transports {','.join(options.transports)}: there is none here")
+        raise
     try:
         yield devices
     except BaseException:

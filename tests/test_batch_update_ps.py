@@ -1,0 +1,152 @@
+"""batch_update_ps.py as its user runs it, its faults, its formulas by hand."""
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import batch_update_ps
+from common.report import Case
+
+SCRIPT = "benchmarks/batch_update_ps.py"
+SHORT = ("--iters", "20", "--warmup-iters", "1", "--device", "cpu")
+# two cases of at least 3 s each: the second one is measured once the first is in the report
+LONG = ("--device", "cpu", "--max-seconds", "3", "--target-ci", "0.0001%")
+smoke, faults = pytest.mark.smoke, pytest.mark.faults
+
+
+def cases_in(path: Path) -> int:
+    return len(path.read_text().splitlines()) - 1 if path.exists() else 0
+
+
+@smoke
+@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (4, 3), (5, 2), (7, 5)])
+def test_any_number_of_trainers(bench: Callable[..., Any], ranks: int, size: int) -> None:
+    run = bench(SCRIPT, *SHORT, "--batch-update-size", str(size), ranks=ranks)
+    assert run.status == 0, run.err
+    assert [case.key["payload"] for case in run.report.cases] == ["module", "tensors"]
+    for case in run.report.cases:
+        assert case.check == "passed"
+        assert [len(row) for row in case.samples_s["step"]] == [20] * (ranks - 1)
+        m = case.metrics
+        assert 1 <= m["gradients_per_update"] <= size
+        assert size < ranks - 1 or m["gradients_per_update"] == size  # all trainers
+        assert m["updates_per_s"] == pytest.approx(m["gradients_per_s"] / m["gradients_per_update"])
+        assert m["latency_p50_s"] > 0
+        assert f"{m['updates_per_s']:.1f}" in run.out
+
+
+@faults
+def test_a_wrong_answer_of_the_server_fails_the_check(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, ranks=3, inject="wrong-reply")
+    assert run.status == 1
+    for case in run.report.cases:
+        assert re.search(r"failed: .*after 20 updates the parameters of trainer0 are", case.check)
+    assert "module  failed: " in run.out
+
+
+@faults
+def test_who_is_missing_is_named_and_the_run_goes_on(bench: Callable[..., Any]) -> None:
+    flags = (*SHORT, "--iters", "60", "--straggler-timeout", "2")
+    run = bench(SCRIPT, *flags, ranks=4, inject="slow-trainer")
+    assert run.status == 1
+    first, second = run.report.cases
+    late = r"failed: TimeoutError: trainer[02] waited 2 s for an update .*missing: trainer1 "
+    assert re.match(late, first.check), first.check
+    assert second.check == "passed"
+
+
+@faults
+def test_a_trainer_that_raises_fails_its_case_alone(bench: Callable[..., Any]) -> None:
+    flags = (*SHORT, "--iters", "60", "--straggler-timeout", "2")
+    run = bench(SCRIPT, *flags, ranks=4, inject="trainer-raises")
+    assert run.status == 1
+    first, second = run.report.cases
+    assert first.check == "failed: MemoryError: injected: no room for the gradients (rank 1)"
+    assert second.check == "passed"
+
+
+@faults
+@pytest.mark.parametrize("rank", [1, 3])  # a trainer, the server
+def test_a_killed_rank_is_named(start: Callable[..., Any], tmp_path: Path, rank: int) -> None:
+    path = tmp_path / "report.jsonl"
+    process = start(SCRIPT, *LONG, "--timeout", "20", "--json", str(path), ranks=4)
+    process.until(lambda: cases_in(path) == 1)
+    there = process.tree()
+    process.ranks()[rank].kill()
+    assert process.wait(40) != 0
+    assert re.search(rf"rank +: {rank} .*\n.*exitcode +: -9 ", process.err), process.err
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in there)
+    assert cases_in(path) == 1  # what was measured is kept
+
+
+@faults
+def test_a_stopped_server_is_named(start: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "report.jsonl"
+    process = start(SCRIPT, *LONG, "--timeout", "6", "--json", str(path), ranks=3)
+    process.until(lambda: cases_in(path) == 1)
+    there = process.tree()
+    process.ranks()[2].send_signal(signal.SIGSTOP)
+    assert process.wait(40) != 0
+    assert "HANG: no progress for 6 s" in process.err
+    assert re.search(r"rank 2 on .*case 'tensors .*: does not answer", process.err), process.err
+    assert re.search(r"rank 0 on .*case 'tensors .*step, block \d+: waits", process.err)
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in there)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "1 trainers, 1 servers are 2 processes, and there are 1; e.g. torchrun"),
+        (["--payload", "modul"], "did you mean module"),
+        (["--in-features", "0"], "expected a whole number of at least 1, got '0'"),
+        (["--straggler-timeout", "0"], "expected a number above 0, got '0'"),
+        (["--ntrainers", "3"], "unknown argument '--ntrainers'"),
+    ],
+)
+def test_refused(
+    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("sys.argv", [SCRIPT, *flags])
+    with pytest.raises(SystemExit) as refused:
+        batch_update_ps.main()
+    assert refused.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_more_gradients_than_trainers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for name, value in dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.argv", [SCRIPT, "--batch-update-size", "3"])
+    with pytest.raises(SystemExit) as refused:
+        batch_update_ps.main()
+    assert refused.value.code == 2
+    assert "--batch-update-size 3: there are 2 trainers; try 2" in capsys.readouterr().err
+
+
+def test_rates_by_hand() -> None:
+    """Blocks of two steps: max(1 + 1, 1.5 + 1.5) + max(2 + 2, 1 + 1) = 7 s for 8 gradients."""
+    key = {"in_features": 9, "out_features": 10, "trainers": 2}
+    steps = [[1.0, 1.0, 2.0, 2.0], [1.5, 1.5, 1.0, 1.0]]
+    case = Case(key, [0, 1], {"step": steps}, [2, 2])
+    latencies = [{"latency_p50_s": 0.5}, {"latency_p50_s": 0.75}]
+    facts = [{"latency": each, "sent": 6, "updates": [2, 2, 2, 2, 2, 1, 1]} for each in latencies]
+    batch_update_ps.derive(case, facts)
+    m = case.metrics
+    assert m["step_time_p50_s"] == 1.5  # trainer 0's
+    assert m["latency_p50_s"] == 0.75
+    assert m["gradients_per_s"] == pytest.approx(8 / 7)
+    assert m["gradients_per_update"] == pytest.approx(12 / 7)
+    assert m["updates_per_s"] == pytest.approx(8 / 12)
+    assert m["mb_per_s"] == pytest.approx(8 / 7 * 2 * 100 * 4 / 1e6)
+    assert m["updates_per_s_ci95"] is None  # of two blocks
+    assert case.check == "passed"
+    facts[1]["sent"] = 7
+    batch_update_ps.derive(case, facts)
+    assert case.check == "failed: the trainers sent 13 gradients, the server's log has 12"

@@ -1,0 +1,168 @@
+"""rpc_latency.py as its user runs it, its sockets, its faults, its formulas by hand."""
+
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from benchmarks import rpc_latency
+
+SCRIPT = "benchmarks/rpc_latency.py"
+SHORT = ("--iters", "6", "--warmup-iters", "1", "--device", "cpu")
+# two cases of at least 3 s each: the second one is measured once the first is in the report
+LONG = ("--ops", "rpc_sync", "--sizes", "4,64K", "--max-seconds", "3", "--target-ci", "0.0001%")
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+smoke, faults = pytest.mark.smoke, pytest.mark.faults
+
+
+def cases_in(path: Path) -> int:
+    return len(path.read_text().splitlines()) - 1 if path.exists() else 0
+
+
+@smoke
+def test_every_operation_with_two_callers(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "--sizes", "4,64K", "--in-flight", "3", ranks=3)
+    assert run.status == 0, run.err
+    assert {case.check for case in run.report.cases} == {"passed"}
+    names = [(case.key["operation"], case.key["in_flight"]) for case in run.report.cases]
+    many = {"rpc_async": 3}
+    assert names == [(op, many.get(op, 1)) for op in rpc_latency.OPERATIONS for _ in range(2)]
+    assert [case.key["size_bytes"] for case in run.report.cases] == [4, 65536] * 4
+    for case in run.report.cases:
+        assert case.ranks == [0, 1]  # the callers
+        assert list(case.samples_s) == ["round trip", "one way"]
+        assert [len(row) for row in case.samples_s["round trip"]] == [6, 6]
+        assert case.key["callers"] == 2
+        assert case.metrics["one_way_calls_per_s"] > 0
+        # a round trip carries the payload twice
+        rate = case.metrics["round_trip_calls_per_s"]
+        bytes_per_s = rate * case.key["size_bytes"] * 2
+        assert case.metrics["round_trip_gb_per_s"] == pytest.approx(bytes_per_s / 1e9)
+    assert len(re.findall(r"^rpc_async x3 64K  ", run.out, re.MULTILINE)) == 1
+
+
+@smoke
+def test_settings_are_in_the_key_and_a_transport_that_is_not_there_is_one_line(
+    bench: Callable[..., Any],
+) -> None:
+    some = (*SHORT, "--ops", "rpc_sync", "--sizes", "4")
+    flags = ("--rpc-threads", "3", "--rpc-transports", "uv,shm", "--rpc-channels", "basic")
+    run = bench(SCRIPT, *some, *flags)
+    assert run.status == 0, run.err
+    settings = ("rpc_threads", "rpc_transports", "rpc_channels")
+    key = run.report.cases[0].key
+    assert [key[name] for name in settings] == [3, "uv+shm", "basic"]
+    refused = bench(SCRIPT, *some, "--rpc-transports", "ibv")
+    assert refused.status != 0
+    assert "rpc_latency.py: error: --rpc-transports ibv: there is none here" in refused.err
+
+
+@smoke
+def test_two_nodes(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "--ops", "rpc_sync,remote", "--sizes", "4,1M", ranks=1, nodes=2)
+    assert run.status == 0, run.err
+    assert run.report.environment["num_nodes"] == 2
+    assert {case.check for case in run.report.cases} == {"passed"}
+
+
+@smoke
+@pytest.mark.parametrize("transport", ["auto", "uv"])
+def test_on_one_node_no_rank_listens_beyond_loopback(
+    start: Callable[..., Any], tmp_path: Path, transport: str
+) -> None:
+    path = tmp_path / "report.jsonl"
+    channels = ("--rpc-channels", "mpt_uv,basic", "--rpc-transports", transport)
+    process = start(SCRIPT, *LONG, *channels, "--json", str(path), ranks=2)
+    process.until(lambda: cases_in(path) == 1)
+    ranks = process.ranks()
+    assert sorted(ranks) == [0, 1]  # torchrun's own agent listens on all interfaces
+    for rank in ranks.values():
+        found = rank.net_connections("inet")
+        addresses = {x.laddr.ip for x in found if x.status == psutil.CONN_LISTEN}
+        assert addresses  # the looking finds what there is
+        assert addresses <= LOOPBACK
+
+
+@faults
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("wrong-reply", "failed: 1 of the last echoes to caller 0 are not what it sent"),
+        ("lost-call", "failed: the callee received "),
+    ],
+)
+def test_what_goes_wrong_on_the_way_fails_the_case(
+    bench: Callable[..., Any], fault: str, expected: str
+) -> None:
+    ops = ("--ops", "rpc_sync,async_execution", "--sizes", "8")
+    run = bench(SCRIPT, *SHORT, *ops, inject=fault)
+    assert run.status == 1
+    assert all(case.check.startswith(expected) for case in run.report.cases), run.out
+    assert "rpc_sync 8  failed: " in run.out
+
+
+@faults
+@pytest.mark.parametrize("rank", [1, 2])  # a caller, the callee
+def test_a_killed_rank_is_named(start: Callable[..., Any], tmp_path: Path, rank: int) -> None:
+    path = tmp_path / "report.jsonl"
+    process = start(SCRIPT, *LONG, "--timeout", "20", "--json", str(path), ranks=3)
+    process.until(lambda: cases_in(path) == 1)
+    there = process.tree()
+    process.ranks()[rank].kill()
+    assert process.wait(40) != 0
+    assert re.search(rf"rank +: {rank} .*\n.*exitcode +: -9 ", process.err), process.err
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in there)
+    assert cases_in(path) == 1  # what was measured is kept
+
+
+@faults
+def test_a_stopped_callee_is_named(start: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "report.jsonl"
+    process = start(SCRIPT, *LONG, "--timeout", "6", "--json", str(path))
+    process.until(lambda: cases_in(path) == 1)
+    there = process.tree()
+    process.ranks()[1].send_signal(signal.SIGSTOP)
+    assert process.wait(40) != 0
+    assert "HANG: no progress for 6 s" in process.err
+    assert re.search(r"rank 1 on .*case 'rpc_sync .*: does not answer", process.err), process.err
+    assert re.search(r"rank 0 on .*case 'rpc_sync .*(round trip|one way), .*: waits", process.err)
+    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in there)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], "1 trainers, 1 servers are 2 processes, and there are 1; e.g. torchrun"),
+        (["--ops", "rpc_snyc"], "did you mean rpc_sync"),
+        (["--sizes", "6"], "expected a multiple of 4 bytes (float32), got '6'"),
+        (["--rpc-transports", "smh"], "did you mean shm"),
+        (["--rpc-threads", "0"], "expected a whole number of at least 1, got '0'"),
+        (["--server-device", "cuda"], "processes"),
+    ],
+)
+def test_refused(
+    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("sys.argv", [SCRIPT, *flags])
+    with pytest.raises(SystemExit) as refused:
+        rpc_latency.main()
+    assert refused.value.code == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_percentiles_of_the_slowest_caller_and_calls_of_all() -> None:
+    """Calls of 1, 1, 1, 9 and 2, 2, 2, 2 us in blocks of two: max(2, 4) + max(10, 4) us."""
+    batches = np.array([[1, 1, 1, 9], [2, 2, 2, 2]]) * 1e-6
+    found = rpc_latency.call_metrics(batches, [2, 2], 1, "one_way")
+    assert found["one_way_p50_s"] == pytest.approx(2e-6)
+    assert found["one_way_p95_s"] == pytest.approx(7.8e-6)  # the other caller's
+    assert found["one_way_slowest_caller"] == 1
+    assert found["one_way_calls_per_s"] == pytest.approx(8 / 14e-6)
+    in_flight = rpc_latency.call_metrics(batches, [2, 2], 2, "one_way")
+    assert in_flight["one_way_p50_s"] == pytest.approx(1e-6)
+    assert in_flight["one_way_calls_per_s"] == pytest.approx(16 / 14e-6)
