@@ -11,10 +11,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 import yaml
-from kubeflow_trainer_api import models
+from kubeflow_trainer_api import models  # type: ignore[import-untyped]
 from pydantic import ValidationError
 
 from tests.launch.lab import need
