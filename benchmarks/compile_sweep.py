@@ -498,7 +498,9 @@ def main() -> int:
                     if case.check != "passed":
                         bench.print(f"# {name_of(case)}: {case.check}")
                     if not case.metrics["graphs"] and case.key["compiler"] != "eager":
-                        bench.print(f"# {name_of(case)}: there was nothing to compile, it ran eager")
+                        bench.print(
+                            f"# {name_of(case)}: there was nothing to compile, it ran eager"
+                        )
         bench.print(NOTES + TRACES * args.profile)
     return bench.status
 
