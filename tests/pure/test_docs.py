@@ -1,0 +1,80 @@
+"""README and docs: links resolve, commands parse, the tables are those of docs/results."""
+
+import importlib
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import ddp_sweep
+from common.report import load
+from common.table import render
+from tests.conftest import ROOT
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve_and_lines_fit(page: Path) -> None:
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.M)
+    for link in links:
+        if not link.startswith(("http://", "https://")):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+    assert [line for line in text.splitlines() if len(line) > 120] == []
+
+
+def commands() -> list[str]:
+    """Each command of a script in README, docs and the scripts' own help, on one line."""
+    found = []
+    for page in [*PAGES, *(ROOT / "benchmarks").glob("*.py")]:
+        text = re.sub(r"\\+\n\s*", " ", page.read_text())
+        for line in text.splitlines():
+            if match := re.match(
+                r"^    (?:[A-Z_]+=\S+ )*(torchrun .*|python benchmarks/.*)$", line
+            ):
+                found.append(match[1].split("  #")[0].split(" && ")[0].split(" | ")[0])
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their flags are ones that the script takes; what needs a running job is not reached."""
+    words = shlex.split(command)
+    place = next((i for i, w in enumerate(words) if w.endswith(".py")), None)
+    if place is None or "inject.py" in words[place] or words[place].startswith("examples/"):
+        return
+    assert (ROOT / words[place]).exists(), command
+    script = importlib.import_module(f"benchmarks.{Path(words[place]).stem}")
+    monkeypatch.setattr(sys, "argv", words[place:])
+    script.parse_args()
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_results_are_complete(path: Path) -> None:
+    report = load(str(path))
+    assert report.status == "complete"
+    assert report.cases
+
+
+def test_readme_shows_its_report() -> None:
+    report = load(str(ROOT / "docs" / "results" / "ddp_sweep_cpu_2ranks.jsonl"))
+    args = ddp_sweep.parse_args(["--device", "cpu"])
+    cases = [case for case in report.cases if case.key["model"] == "mobilenet_v3_small"]
+    job: Any = type("Job", (), {"device": type("Device", (), {"type": "cpu"})})
+    readme = (ROOT / "README.md").read_text()
+    for table in (ddp_sweep.columns(args), ddp_sweep.why_columns(args, job)):
+        for row in render(table, cases).splitlines()[-len(cases) :]:
+            assert re.sub(r" +", " ", row.strip()) in re.sub(r" +", " ", readme)
