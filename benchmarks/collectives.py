@@ -95,14 +95,6 @@ def ring(src: torch.Tensor, dst: torch.Tensor, at: Place) -> None:
         work.wait()
 
 
-def gathered(at: Place) -> list[Piece]:
-    return [(rank, 0, at.count) for rank in range(at.ranks)]
-
-
-def exchanged(at: Place) -> list[Piece]:
-    return [(s, sum(row[: at.rank]), row[at.rank]) for s, row in enumerate(at.matrix)]
-
-
 @dataclass(frozen=True)
 class Operation:
     sends: int  # times `count` elements; N: a part for each rank
@@ -121,12 +113,14 @@ OPERATIONS = {
         lambda s, d, at: dist.all_reduce(copied(s, d), REDOPS[at.redop], at.group.test),
         lambda at: [(None, 0, at.count)]),
     "all_gather": Operation(1, N, lambda n: (n - 1) / n, VARIANTS, "",
-        lambda s, d, at: dist.all_gather_into_tensor(d, s, at.group.test), gathered),
+        lambda s, d, at: dist.all_gather_into_tensor(d, s, at.group.test),
+        lambda at: [(rank, 0, at.count) for rank in range(at.ranks)]),
     "reduce_scatter": Operation(N, 1, lambda n: (n - 1) / n, VARIANTS, "-o",
         lambda s, d, at: dist.reduce_scatter_tensor(d, s, REDOPS[at.redop], at.group.test),
         lambda at: [(None, at.rank * at.count, at.count)]),
     "all_to_all": Operation(N, N, lambda n: (n - 1) / n, VARIANTS[:1], "",
-        lambda s, d, at: dist.all_to_all_single(d, s, *at.splits, group=at.group.test), exchanged),
+        lambda s, d, at: dist.all_to_all_single(d, s, *at.splits, group=at.group.test),
+        lambda at: [(s, sum(row[: at.rank]), row[at.rank]) for s, row in enumerate(at.matrix)]),
     "broadcast": Operation(1, 1, lambda n: 1.0, VARIANTS[::-1], "-r",
         lambda s, d, at: dist.broadcast(
             copied(s, d, at.rank == at.root), group=at.group.test, group_src=at.root),
@@ -137,7 +131,7 @@ OPERATIONS = {
         lambda at: [(None, 0, at.count)] if at.rank == at.root else []),
     "gather": Operation(1, N, lambda n: (n - 1) / n, VARIANTS, "-r",
         lambda s, d, at: dist.gather(s, at.parts(d), group=at.group.test, group_dst=at.root),
-        lambda at: gathered(at) if at.rank == at.root else []),
+        lambda at: [(rank, 0, at.count) for rank in range(at.ranks) if at.rank == at.root]),
     "scatter": Operation(N, 1, lambda n: (n - 1) / n, VARIANTS, "-r",
         lambda s, d, at: dist.scatter(d, at.parts(s), group=at.group.test, group_src=at.root),
         lambda at: [(at.root, at.rank * at.count, at.count)]),
@@ -265,7 +259,8 @@ def buffers(op: Operation, at: Place, variant: str, cold: bool, device: torch.de
     if at.splits[0]:
         recv, send = map(sum, at.splits)
     need = max(send, recv) if variant == "in_place" else send + recv
-    step = max(64, -(-need // 64) * 64)
+    most = 2 * at.count if at.splits[0] else need  # all ranks have as many buffers
+    step = max(64, -(-most // 64) * 64)
     length = max(step, 2 * cache_bytes(device) // at.dtype.itemsize if cold else 0)
     memory = torch.ones(length, dtype=at.dtype, device=device)  # drives other data out of the cache
     number = min(length // step, MAX_BUFFERS)
@@ -292,12 +287,9 @@ def step_of(calls: Sequence[Call], n: int, args: argparse.Namespace, device: tor
         replay = cuda_graph(lambda: [next(feed)() for _ in range(n)], device)
         return lambda: replay() if next(count) % n == 0 else None
 
-    def call_and_wait() -> None:
-        next(feed)()
-        torch.cuda.synchronize(device)
-
     waits = args.blocking == "1" and device.type == "cuda"
-    return call_and_wait if waits else lambda: next(feed)()
+    wait: Call = torch.cuda.synchronize if waits else lambda: None
+    return lambda: (next(feed)(), wait())
 
 
 def count_wrong(op: Operation, at: Place, places: Buffers, step: Call) -> int:
