@@ -62,8 +62,7 @@ WORST = 20
 def parse_args() -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    default = "(default: 1M, on CUDA 256M)"
-    add("--size", type=cli.size, metavar="SIZE", help=f"for bandwidth {default}")
+    add("--size", type=cli.size, metavar="SIZE", help="(default: 1M, on CUDA 256M)")
     add("--latency-size", type=cli.size, default=8, metavar="SIZE", help="(default: 8)")
     add("-n", "--calls", type=cli.positive_int, default=10, metavar="N", help="in a sample (10)")
     add("--by", choices=("rank", "node"), default="rank", help="(default: rank)")
@@ -175,9 +174,8 @@ def directed(links: list[Link], kind: str) -> dict[Pair, float]:
 def outliers(costs: dict[Any, float], sigmas: float) -> dict[Any, tuple[float, float]]:
     """What costs more than the median by `sigmas` deviations and MARGIN -> factor, deviations.
 
-    The deviation is the median absolute one, scaled: neither it nor the median moves with the few
-    that are slow (Hampel 1974, "The influence curve and its role in robust estimation"). Under 3
-    there is nothing to compare with.
+    The deviation is the median absolute one, scaled: the few that are slow move neither (Hampel
+    1974, "The influence curve and its role in robust estimation"). Under 3 nothing is compared.
     """
     if len(costs) < 3:
         return {}
@@ -224,16 +222,14 @@ def tables(links: list[Link], node_of: list[int], by: str) -> str:
         lines.append(f"\n{kind} ({unit}), by {by}\n")
         values = directed(links, kind)
         if n <= LARGEST_MATRIX:
-            cells = {pair[::-1]: f"{value:.4g}" for pair, value in values.items()}
-            cells |= {pair: f"{value:.4g}" for pair, value in values.items()}
-            width = max([7, *(len(cell) + 1 for cell in cells.values())])
-            lines.append(" " * 5 + "".join(f"{b:>{width}}" for b in range(n)))
+            full = {pair[::-1]: value for pair, value in values.items()} | values
+            lines.append(" " * 5 + "".join(f"{b:>9}" for b in range(n)))
             for a in range(n):
-                row = (f"{cells.get((a, b), '-'):>{width}}" for b in range(n))
+                row = (f"{full[a, b]:>9.4g}" if (a, b) in full else f"{'-':>9}" for b in range(n))
                 lines.append(f"{a:>4} {''.join(row)}")
             continue
         worst = sorted(values, key=lambda pair: values[pair] * (-1 if less else 1))[:WORST]
-        lines += [f"worst {WORST} of {len(values)} links:"]
+        lines.append(f"worst {WORST} of {len(values)} links:")
         lines += [f"  {a:>5} -> {b:<5} {values[a, b]:.4g}" for a, b in worst]
         lines.append("median of each node's links, within it and to others:")
         for node in sorted(set(node_of)):
@@ -241,8 +237,8 @@ def tables(links: list[Link], node_of: list[int], by: str) -> str:
             for (a, b), value in values.items():
                 if node in (node_of[a], node_of[b]):
                     parts[node_of[a] == node_of[b]].append(value)
-            cells_of = (f"{median(some):.4g}" if some else "-" for some in parts.values())
-            lines.append(f"  node {node:<5} {'  '.join(cells_of)}")
+            cells = (f"{median(some):.4g}" if some else "-" for some in parts.values())
+            lines.append(f"  node {node:<5} {'  '.join(cells)}")
     return "\n".join(lines)
 
 
