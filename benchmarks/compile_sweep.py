@@ -494,11 +494,11 @@ def main() -> int:
                     cases[strategy, compiler] = case
             if cases:
                 bench.print(f"\nCost: {title}\n\n{render(COSTS, list(cases.values()))}")
-                for case in cases.values():
+                for (strategy, compiler), case in cases.items():
                     if case.check != "passed":
-                        bench.print(f"# {name_of(case)}: {case.check}")
-                    if not case.metrics["graphs"] and case.key["compiler"] != "eager":
-                        bench.print(f"# {name_of(case)}: there was nothing to compile, it ran eager")
+                        bench.print(f"# {strategy} {compiler}: {case.check}")
+                    if compiler != "eager" and not case.metrics["graphs"]:
+                        bench.print(f"# {strategy} {compiler}: it found nothing to compile")
         bench.print(NOTES + TRACES * args.profile)
     return bench.status
 
