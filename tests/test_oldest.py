@@ -11,6 +11,7 @@ from tests.conftest import ROOT
 TIMES = ("--iters", "6", "--warmup-iters", "1")
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp_sweep": (2, ("--model", "mobilenet_v3_small", "--image-size", "32", *TIMES)),
+    "compile_sweep": (2, ("--strategies", "all", "--backends", "eager,inductor", *TIMES)),
     "calibrate": (2, ("--modes", "barrier,resolution", "--seconds", "1")),
 }
 
