@@ -82,9 +82,7 @@ BATCHES = 8  # different ones; more ranks share them, so that the reference cost
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = cli.Parser(__doc__)
     one, number, names = parser.add_mutually_exclusive_group(), cli.positive_int, cli.list_of(str)
-    text = (
-        f"{', '.join([*TOYS, *DECODERS])}, or torchvision's (default: decoder-124m, CPU toy-small)"
-    )
+    text = f"{', '.join([*TOYS, *DECODERS])}, resnet50, ... (decoder-124m, CPU toy-small)"
     one.add_argument("--models", "--model", type=names, metavar="NAME", help=text)
     one.add_argument("--toy-model", dest="models", action="store_const", const=["toy"])
     one.add_argument("--torchbench-model", metavar="NAME", help="of an installed torchbenchmark")
@@ -112,8 +110,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--trace-file", type=Path, default=Path("profile.json"), metavar="PATH", help=text)
     switch("--torchviz", help="write each case's autograd graph to torchviz-*.dot")
     switch("--verbose", help="print the models and turn on dynamo's logs")
-    text = "the same as --iters"
-    add("--repeat", dest="iters", type=number, default=SUPPRESS, metavar="N", help=text)
+    add("--repeat", dest="iters", type=number, default=SUPPRESS, metavar="N", help="see --iters")
     cli.add_common_flags(parser)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available() and args.device != "cpu"
@@ -320,7 +317,7 @@ def build(
     start_s = 0.0
     if backend != "eager":
         chosen: Any = {"dynamo_eager": "eager", "print": print_graph}.get(backend) or backend
-        start_s = start_backend(chosen, device)
+        start_s = 0.0 if backend == "print" else start_backend(chosen, device)
         start_counting()
         compiled = torch.compile(model, backend=chosen)
     optimizer = sgd(model, wanted.lr if wanted else 0.0)
@@ -494,13 +491,19 @@ def main() -> int:
                     cases[strategy, compiler] = case
             if cases:
                 bench.print(f"\nCost: {title}\n\n{render(COSTS, list(cases.values()))}")
-                for case in cases.values():
+                for (strategy, compiler), case in cases.items():
                     if case.check != "passed":
+<<<<<<< HEAD
                         bench.print(f"# {name_of(case)}: {case.check}")
                     if not case.metrics["graphs"] and case.key["compiler"] != "eager":
                         bench.print(
                             f"# {name_of(case)}: there was nothing to compile, it ran eager"
                         )
+=======
+                        bench.print(f"# {strategy} {compiler}: {case.check}")
+                    if compiler != "eager" and not case.metrics["graphs"]:
+                        bench.print(f"# {strategy} {compiler}: it found nothing to compile")
+>>>>>>> 7d7f59b529c510d45d80dda1a79596aad4e57c82
         bench.print(NOTES + TRACES * args.profile)
     return bench.status
 

@@ -14,6 +14,7 @@ def test_percentiles_and_p99_from_100_samples_on() -> None:
     )
     assert "step_p99_s" not in stats.percentiles(range(99), "step")
     assert stats.percentiles(range(101), "step")["step_p99_s"] == 99
+    assert "step_p99_s" in stats.percentiles(range(100), "step")
 
 
 def test_autocorrelation_time() -> None:
@@ -82,6 +83,12 @@ def test_straggler() -> None:
     fast = alike[:3].copy()
     fast[0] *= 0.5
     assert stats.straggler(fast) is None
+    # of an even number of others the upper median: 3 over 2, not over 1.5
+    assert stats.straggler(np.outer([3.0, 1.0, 2.0], np.ones(20))) == (0, 1.5)
+    # over the margin, but not surely so: half of the iterations lie below it
+    unsure = np.ones((2, 40))
+    unsure[1] = [1.0, 1.2] * 20
+    assert stats.straggler(unsure) is None
     # within the margin of 5 %
     near = alike.copy()
     near[1] *= 1.03
@@ -98,7 +105,7 @@ def test_step_metrics() -> None:
 def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
     # rank 1 computes for 4 s instead of 3 s; the step waits for it and communicates for 1 s
     step, local = [[5.0] * 9, [5.0] * 9], [[3.0] * 9, [4.0] * 9]
-    m = stats.breakdown_metrics(step, local, [[2.0] * 9] * 2, [1] * 9)
+    m = stats.breakdown_metrics(step, local, [[1.0] * 9, [2.0] * 9], [1] * 9)
     assert m["exposed_communication_s"] == 1
     assert m["exposed_communication_ci95_s"] == (1, 1)
     assert m["overlap"] == 0.5
@@ -107,3 +114,5 @@ def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
     alone = stats.breakdown_metrics(step[:1], local[:1], None, [1] * 9)
     assert "overlap" not in alone
     assert alone["late_s"] == 0
+    free = stats.breakdown_metrics(step, local, [[0.0] * 9] * 2, [1] * 9)
+    assert free["overlap"] is None
