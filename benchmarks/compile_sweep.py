@@ -493,17 +493,9 @@ def main() -> int:
                 bench.print(f"\nCost: {title}\n\n{render(COSTS, list(cases.values()))}")
                 for (strategy, compiler), case in cases.items():
                     if case.check != "passed":
-<<<<<<< HEAD
-                        bench.print(f"# {name_of(case)}: {case.check}")
-                    if not case.metrics["graphs"] and case.key["compiler"] != "eager":
-                        bench.print(
-                            f"# {name_of(case)}: there was nothing to compile, it ran eager"
-                        )
-=======
                         bench.print(f"# {strategy} {compiler}: {case.check}")
                     if compiler != "eager" and not case.metrics["graphs"]:
                         bench.print(f"# {strategy} {compiler}: it found nothing to compile")
->>>>>>> 7d7f59b529c510d45d80dda1a79596aad4e57c82
         bench.print(NOTES + TRACES * args.profile)
     return bench.status
 
