@@ -5,6 +5,7 @@ say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it
 """
 
 import copy
+import inspect
 import os
 import resource
 import runpy
@@ -151,6 +152,70 @@ def slow_rank() -> None:
         return real(self, *args, **kwargs)
 
     torch.optim.SGD.step = step  # type: ignore[method-assign]
+
+
+@fault
+def slow_axis() -> None:
+    """Each collective of a mesh's axis $AXIS takes 5 ms more; their number goes to $CALLS.
+
+    On all ranks, and only where the axis has a real backend. Rank 0 writes how many there were
+    in the fullest optimizer step.
+    """
+    from torch.distributed import _functional_collectives as funcol
+
+    axis, count, most, nested = os.environ["AXIS"], [0], [0], [False]
+    step = torch.optim.SGD.step
+
+    def counting_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        most[0], count[0] = max(most[0], count[0]), 0
+        if RANK == 0:
+            Path(os.environ["CALLS"]).write_text(str(most[0]))
+        return step(self, *args, **kwargs)
+
+    torch.optim.SGD.step = counting_step  # type: ignore[method-assign]
+
+    def delay(real: Any) -> Any:
+        names = inspect.signature(real).parameters
+
+        def delayed(*args: Any, **kwargs: Any) -> Any:
+            group = (dict(zip(names, args, strict=False)) | kwargs).get("group")
+            if isinstance(group, tuple):
+                group = group[0].get_group(group[1])  # of a mesh and a dimension
+            mine = group is not None and group.group_desc.startswith(f"mesh_{axis} of ")
+            if mine and not nested[0] and dist.get_backend(group) != "fake":
+                count[0] += 1
+                time.sleep(0.005)
+            before, nested[0] = nested[0], True  # functions of torch that call each other
+            try:
+                return real(*args, **kwargs)
+            finally:
+                nested[0] = before
+
+        return delayed
+
+    collectives = ("all_gather_", "reduce_scatter_", "all_reduce", "all_to_all_single")
+    for module in (dist, funcol):
+        for name in dir(module):
+            function = getattr(module, name)
+            if name.startswith(collectives) and inspect.isfunction(function):
+                setattr(module, name, delay(function))
+
+
+@fault
+def wrong_axis() -> None:
+    """FSDP's gradients are summed over the ranks of a shard's group, not averaged."""
+    from torch.distributed.fsdp import FSDPModule
+
+    fsdp: Any = torch.distributed.fsdp
+    real = fsdp.fully_shard
+
+    def fully_shard(module: Any, **kwargs: Any) -> FSDPModule:
+        made: FSDPModule = real(module, **kwargs)
+        made.set_gradient_divide_factor(1.0)
+        made.set_force_sum_reduction_for_comms(True)
+        return made
+
+    fsdp.fully_shard = fully_shard
 
 
 @fault

@@ -1,0 +1,101 @@
+"""parallel_sweep.py as its user runs it: every kind of mesh, its check, and a planted delay."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = "benchmarks/parallel_sweep.py"
+SMALL = ("--sequence-length", "32", "--global-batch", "8", "--warmup-iters", "1", "--iters", "6")
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        ("dp4", "dp2x2", "ddp4", "tp4", "dp2tp2"),
+        ("cp4", "dp2cp2", "cp2tp2", "pp2tp2:gpipe", "dp2pp2:1f1b"),
+        ("ep4", "dp2ep2", "pp2ep2:1f1b"),
+    ],
+    ids=["weights", "tokens", "experts"],
+)
+def test_meshes_pass_their_check(bench: Callable[..., Any], meshes: tuple[str, ...]) -> None:
+    run = bench(SCRIPT, *SMALL, "--mesh", ",".join(meshes), ranks=4, timeout=240)
+    assert run.status == 0, run.out + run.err
+    assert run.report.status == "complete"
+    assert [case.key["mesh"] for case in run.report.cases] == list(meshes)
+    for case in run.report.cases:
+        m, axes = case.metrics, {"dp", "tp", "pp", "cp", "ep"}
+        assert case.check == "passed"
+        found = {axis for axis in axes if f"exposed_{axis}_s" in m}
+        # what shares weights is a rank of dp: those of cp and ep too
+        wanted = {axis for axis in axes if axis in case.key["mesh"]}
+        assert found == wanted | ({"dp"} if {"cp", "ep"} & wanted else set())
+        assert m["tokens_per_s"] == pytest.approx(8 * 32 / m["step_time_p50_s"])
+        assert m["compute_s"] > 0
+        assert len(m["compute_ci95_s"]) == 2
+        assert ("pipeline_idle" in m) == ("pp" in found)
+    assert "# best: " in run.out
+
+
+@pytest.mark.smoke
+def test_every_schedule(bench: Callable[..., Any]) -> None:
+    schedules = ("gpipe", "1f1b", "interleaved", "bfs", "izb", "zbv", "dualpipev")
+    meshes = ",".join(f"pp2:{schedule}" for schedule in schedules)
+    run = bench(SCRIPT, *SMALL, "--mesh", meshes, timeout=240)
+    assert run.status == 0, run.out + run.err
+    cases = run.report.cases
+    assert [case.check for case in cases] == ["passed"] * len(schedules)
+    assert cases[1].metrics["pipeline_idle_theory"] == pytest.approx(1 / 5)  # 2 stages, 4 parts
+    assert "# pp2:1f1b: stages compute " in run.out
+
+
+@pytest.mark.smoke
+def test_what_a_backend_lacks_is_a_row_and_what_does_not_fit_is_refused(
+    bench: Callable[..., Any],
+) -> None:
+    run = bench(SCRIPT, *SMALL, "--mesh", "cp2:ring,dp2", timeout=120)
+    assert run.status == 1
+    ring, dp = run.report.cases
+    assert ring.check.startswith("failed: ValueError: ring attention (context_parallel) needs CUDA")
+    assert dp.check == "passed"
+    refused = bench(SCRIPT, "--mesh", "dp2,tp4", json=False)
+    assert refused.status != 0
+    assert "error: mesh tp4 has 4 ranks, this job 2; e.g. dp2" in refused.err
+
+
+@pytest.mark.faults
+def test_a_wrong_average_fails_its_mesh_and_no_other(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SMALL, "--mesh", "dp2,tp2", inject="wrong-axis", timeout=120)
+    assert run.status == 1
+    dp, tp = run.report.cases
+    assert dp.check.startswith("failed: the gradient's norm in step 1 is ")
+    assert tp.check == "passed"
+
+
+@pytest.mark.faults
+def test_a_rank_that_raises_fails_its_case_and_no_other(bench: Callable[..., Any]) -> None:
+    """The other ranks wait for it in the groups of the mesh, which are aborted."""
+    run = bench(SCRIPT, *SMALL, "--mesh", "dp2tp2,dp4", inject="step-raises", ranks=4, timeout=120)
+    assert run.status == 1
+    first, second = run.report.cases
+    assert first.check == "failed: RuntimeError: injected: no kernel for this step (rank 1)"
+    assert second.check == "passed"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("axis", "other"), [("cp", "dp"), ("dp", "cp")])
+def test_a_planted_delay_is_found_on_its_axis(
+    bench: Callable[..., Any], tmp_path: Path, axis: str, other: str
+) -> None:
+    """5 ms more for each collective of an axis; on two ranks, so that two cores are enough."""
+    calls, flags = tmp_path / "calls", (*SMALL, "--iters", "24", "--mesh", "cp2")
+    usual = bench(SCRIPT, *flags, timeout=120).report.cases[0].metrics
+    run = bench(SCRIPT, *flags, inject="slow-axis", AXIS=axis, CALLS=str(calls), timeout=120)
+    assert run.status == 0, run.out + run.err
+    found = run.report.cases[0].metrics
+    planted = int(calls.read_text()) * 0.005
+    more = {name: found[f"exposed_{name}_s"] - usual[f"exposed_{name}_s"] for name in (axis, other)}
+    assert more[axis] == pytest.approx(planted, rel=0.2)
+    assert abs(more[other]) < 0.2 * planted
