@@ -60,7 +60,7 @@ class Benchmark:
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)  # until the watchdog
         self.args, self.status = args, 1
         bind_cores = getattr(args, "bind_cores", False)
-        self.job = join(args.device, args.backend, args.timeout, bind_cores)
+        self.job = join(args.device, args.backend, args.timeout, bind_cores, tested)
         self.turn = Turn() if self.job.rank == 0 and TURN in os.environ else None
         self.rule = StopRule(
             args.warmup_iters,

@@ -17,8 +17,16 @@ from common.cli import HANG, refuse
 from common.dist import FOREVER, Job
 
 
-def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = False) -> Job:
+def join(
+    device: str,
+    backend: str | None,
+    timeout_s: float,
+    bind_cores: bool = False,
+    tested: range | None = None,
+) -> Job:
     """Join the job and take a device: `cuda:LOCAL_RANK` by what is visible, or the CPU.
+
+    tested: the ranks that the groups under test may hold; None for all of them.
 
     Without torchrun this is a world of one. Ends the run, in one line, where the launcher's
     environment does not make one job, or where not all ranks arrive within `timeout_s`.
@@ -33,9 +41,11 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
         refuse("--backend nccl needs CUDA devices, this run is on the CPU; try --backend gloo")
     if not dist.is_backend_available(backend):
         refuse(f"--backend {backend}: this torch was built without it; try --backend gloo")
-    if backend == "nccl" and 1 < count < local_world_size:
+    local = range(rank - local_rank, rank - local_rank + local_world_size)
+    members = len(local if tested is None else set(local) & set(tested))
+    if backend == "nccl" and 1 < count < members:
         refuse(
-            f"nccl needs a device for each rank: {local_world_size} ranks on this node, {count} "
+            f"nccl needs a device for each rank: {members} ranks on this node, {count} "
             f"devices; try --nproc-per-node {count}, or --backend gloo to share them"
         )
     place = torch.device("cuda", local_rank % count) if cuda else torch.device("cpu")
