@@ -144,87 +144,73 @@ class Side:
             )
 
 
-class Pipes:
-    """The two pipes over which a command gets its turn and passes it on. `turns` counts them."""
+class Turns:
+    """The two pipes over which a command gets its turns and passes them on; `count` of them."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self.grant, self.release = folder / f"{name}.grant", folder / f"{name}.release"
-        for path in (self.grant, self.release):
+    def __init__(self, folder: str, name: str) -> None:
+        self.grant, release = f"{folder}/{name}.grant", f"{folder}/{name}.release"
+        for path in (self.grant, release):
             os.mkfifo(path)
-        self.reader = os.open(self.release, os.O_RDONLY | os.O_NONBLOCK)
-        self.writer: int | None = None
-        self.turns = 0
+        self.variables = {TURN: f"{self.grant}:{release}"}
+        self.reader = os.open(release, os.O_RDONLY | os.O_NONBLOCK)
+        self.writer, self.count = -1, 0
 
-    def has_arrived(self) -> bool:
-        """Whether the command waits for its first turn: a pipe opens only once it is read."""
-        if self.writer is None:
+    def wait_for_start(self, process: psutil.Popen, deadline: float) -> None:
+        """Until the command waits for its first turn: a pipe can be written once it is read."""
+        while self.writer < 0 and process.poll() is None and time.monotonic() < deadline:
             try:
                 self.writer = os.open(self.grant, os.O_WRONLY | os.O_NONBLOCK)
             except OSError:  # ENXIO: nobody reads
-                return False
-        return True
+                time.sleep(0.02)
 
-    def take_turn(self, process: psutil.Popen, deadline: float) -> bool:
-        """Let the command have a turn; False where it has ended instead of passing it on."""
+    def hand_out(self, process: psutil.Popen, deadline: float) -> bool:
+        """Let the command have a turn; False where it ends instead of passing it on."""
         try:
-            os.write(self.writer or -1, b".")
-        except OSError:
+            os.write(self.writer, b".")
+        except OSError:  # it never asked for turns, or is gone
             return False
-        self.turns += 1
+        self.count += 1
         while not select.select([self.reader], [], [], 0.5)[0]:
             if process.poll() is not None or time.monotonic() > deadline:
                 return False
         return os.read(self.reader, 1) != b""  # empty: rank 0 is gone
 
     def close(self) -> None:
-        for number in (self.reader, self.writer):
-            if number is not None:
-                os.close(number)
+        os.close(self.reader)
+        if self.writer >= 0:
+            os.close(self.writer)
 
 
-def run_one(side: Side, number: int, timeout: float | None) -> str | None:
-    """Run one command. What went wrong, or None."""
-    process = side.start(number, {})
-    try:
-        return judge(side, number, process.wait(timeout))
-    except psutil.TimeoutExpired:
-        return f"{side.name} {number} took longer than --timeout {timeout:g} s"
-    finally:
-        end(process)
-
-
-def run_pair(sides: Sequence[Side], number: int, timeout: float | None) -> str | None:
-    """Run both commands at once, each in its turn. What went wrong, or None."""
-    deadline = time.monotonic() + (timeout or float("inf"))
-    started: list[tuple[Side, psutil.Popen, Pipes]] = []
+def run(sides: Sequence[Side], number: int, timeout: float | None) -> str | None:
+    """Run a command, or several at once that take turns. What went wrong, or None."""
+    deadline = time.monotonic() + (timeout or 1e6)
+    started: list[tuple[psutil.Popen, Turns]] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             for side in sides:
-                pipes = Pipes(Path(folder), side.name)
-                process = side.start(number, {TURN: f"{pipes.grant}:{pipes.release}"})
-                started.append((side, process, pipes))
-            for _, process, pipes in started:  # until all have imported torch and met
-                while not pipes.has_arrived() and process.poll() is None:
-                    if time.monotonic() > deadline:
-                        break
-                    time.sleep(0.02)
-            alive = list(started)
-            while alive:
-                alive = [row for row in alive if row[2].take_turn(row[1], deadline)]
-            for side, process, pipes in started:
+                turns = Turns(folder, side.name)
+                variables = turns.variables if len(sides) > 1 else {}
+                started.append((side.start(number, variables), turns))
+            if len(sides) > 1:
+                for process, turns in started:  # until all have imported torch and met
+                    turns.wait_for_start(process, deadline)
+                alive = list(started)
+                while alive:
+                    alive = [row for row in alive if row[1].hand_out(row[0], deadline)]
+            for side, (process, turns) in zip(sides, started, strict=True):
                 try:
-                    problem = judge(side, number, process.wait(max(1, deadline - time.monotonic())))
+                    status = process.wait(max(1.0, deadline - time.monotonic()))
                 except psutil.TimeoutExpired:
-                    problem = f"{side.name} {number} took longer than --timeout {timeout:g} s"
-                if not problem and pipes.turns < 2:
-                    problem = f"{side.name} {number} took no turns: only this project's scripts can"
-                if problem:
+                    return f"{side.name} {number} took longer than --timeout {timeout:g} s"
+                if problem := judge(side, number, status):
                     return problem
+                if len(sides) > 1 and turns.count < 2:
+                    return f"{side.name} {number} took no turns; only this project's scripts can"
             return None
         finally:
-            for _, process, pipes in started:
+            for process, turns in started:
                 end(process)
-                pipes.close()
+                turns.close()
 
 
 def judge(side: Side, number: int, status: int) -> str | None:
@@ -296,12 +282,10 @@ def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Co
         order = sides if number % 2 else sides[::-1]
         todo = [side for side in order if side.why_no_report(number)]
         began = time.monotonic()
-        if args.interleave and todo:
-            problems = (run_pair(s, number, args.timeout) for s in [order])
-        else:
-            problems = (run_one(side, number, args.timeout) for side in todo)
-        if found := next((problem for problem in problems if problem), None):
-            raise RuntimeError(found)
+        rows = [order] if args.interleave and todo else [[side] for side in todo]
+        for row in rows:
+            if problem := run(row, number, args.timeout):
+                raise RuntimeError(problem)
         took = f"took {time.monotonic() - began:.1f} s" if todo else "is there already"
         print(f"pair {number} of {looks[-1]} {took}", file=sys.stderr, flush=True)
         if number not in (1, *looks):

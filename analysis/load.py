@@ -267,7 +267,8 @@ def read_foreign(path: str) -> Report | None:
                     f"{type(error).__name__} {str(error)[:80]}"
                 ) from None
     if "schema" in document:
-        report_file.head(document)
+        version = f"this version reads {report_file.SCHEMA}"
+        raise ValueError(f"{path} is of another version of torchrun-bench; {version}")
     return None
 
 

@@ -1,0 +1,63 @@
+"""Reports for the tests of analysis/: written here, by hand or by a small command."""
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def case(label: str, times: Sequence[float] = (0.1,), **changes: Any) -> dict[str, Any]:
+    """A case of one rank whose step took these seconds."""
+    line = {
+        "key": {"label": label, "model": "resnet18", "batch_size": 8},
+        "ranks": [0],
+        "samples_s": {"step": [list(times)]},
+        "rounds": [len(times)],
+        "stop": "iters",
+        "metrics": {"step_time_p50_s": sorted(times)[len(times) // 2]},
+        "check": "passed",
+    }
+    return line | changes
+
+
+def write(path: Path, *cases: dict[str, Any], **changes: Any) -> str:
+    """A complete report of ddp_sweep at `path`; `changes` of its first line, or its status."""
+    status = changes.pop("status", "complete")
+    head = {
+        "schema": "torchrun-bench/2",
+        "benchmark": "ddp_sweep",
+        "argv": ["benchmarks/ddp_sweep.py"],
+        "started_at": "2026-01-01T00:00:00+00:00",
+        "environment": {"torch": "2.15.0", "world_size": 2, "devices": ["a CPU"], "hosts": ["vm"]},
+    }
+    lines = [head | changes, *cases]
+    if status:
+        lines.append({"status": status, "finished_at": "2026-01-01T00:01:00+00:00"})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def runs(folder: Path, times: Sequence[float], label: str = "no ddp", **changes: Any) -> str:
+    """A folder of reports, one a time in seconds, started an hour apart."""
+    for i, seconds in enumerate(times):
+        start = {"started_at": f"2026-01-01T{i:02}:00:00+00:00"}
+        write(folder / f"{i:02}.jsonl", case(label, [seconds] * 5), **(start | changes))
+    return str(folder)
+
+
+def alike(count: int, seconds: float, seed: int, scatter: float = 0.01) -> list[float]:
+    """Times of runs that differ by a standard deviation of `scatter`."""
+    rng = random.Random(seed)
+    return [seconds * (1 + rng.gauss(0, scatter)) for _ in range(count)]
+
+
+def run(script: str, *words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """A script of analysis/ as its user runs it."""
+    command = [sys.executable, str(ROOT / "analysis" / script), *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)

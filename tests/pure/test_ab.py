@@ -1,0 +1,169 @@
+"""analysis/ab.py with small python commands that write reports, in turn or taking turns."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from analysis.ab import planned_looks
+from tests.pure.reports import ROOT, run
+
+# writes a report of 24 blocks to --json; takes its turns where there are any
+COMMAND = """
+import json, os, sys, time
+seconds, mode = float(sys.argv[1]), sys.argv[2]
+path = sys.argv[sys.argv.index("--json") + 1]
+number = int(os.path.basename(path)[:2])
+lines = [
+    {"schema": "torchrun-bench/2", "benchmark": "fake", "argv": sys.argv,
+     "started_at": f"2026-01-01T{number:02}:00:00+00:00",
+     "environment": {"variables": {"FAKE": os.environ.get("FAKE", "unset")}}}]
+if mode == "hang":
+    time.sleep(1000)
+if mode == "fail":
+    print("a reason to fail")
+    sys.exit(7)
+pipes = os.environ.get("TORCHRUN_BENCH_TURN", "")
+if pipes and mode != "no turns":
+    grant, release = (os.open(p, f) for p, f in zip(pipes.split(":"), (os.O_RDONLY, os.O_WRONLY)))
+    os.read(grant, 1)
+log = open(os.path.dirname(os.path.dirname(path)) + "/order", "a")
+times = []
+for block in range(24):
+    print(sys.argv[1], "begins", file=log, flush=True)
+    times += [seconds * (1 + 0.001 * ((7 * number + block) % 5))] * 2
+    print(sys.argv[1], "ends", file=log, flush=True)
+    if mode == "dies" and block == 3:
+        os._exit(9)
+    if pipes and mode != "no turns":
+        os.write(release, b".")
+        if not os.read(grant, 1):
+            sys.exit("nobody hands out turns")
+case = {"key": {"label": "x"}, "ranks": [0], "samples_s": {"step": [times]}, "rounds": [2] * 24}
+lines += [case, {"status": "complete", "finished_at": "2026-01-01"}]
+with open(path, "w") as file:
+    file.write("".join(json.dumps(line) + "\\n" for line in lines))
+"""
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> Path:
+    (tmp_path / "fake.py").write_text(COMMAND)
+    return tmp_path
+
+
+def words(folder: Path, a: str, b: str, *more: str) -> list[str]:
+    command = f"{sys.executable} {folder}/fake.py"
+    return ["--a", f"{command} {a}", "--b", f"{command} {b}", "--out", str(folder / "out"), *more]
+
+
+def test_abba_and_resume(sides: Path) -> None:
+    more = ("--runs", "3", "--b-env", "FAKE=B")
+    done = run("ab.py", *words(sides, "0.1 x", "0.11 x", *more))
+    assert done.returncode == 0, done.stderr
+    assert "1.10x slower" in done.stdout
+    assert "# environment: variables.FAKE: unset in BASE, B in TEST" in done.stdout
+    order = (sides / "out" / "order").read_text().split()[0::2]
+    assert order == [*["0.1"] * 48, *["0.11"] * 96, *["0.1"] * 96, *["0.11"] * 48]  # AB BA AB
+    (sides / "out" / "b" / "02.jsonl").unlink()
+    again = run("ab.py", *words(sides, "0.1 x", "0.11 x", *more))
+    assert again.stdout == done.stdout
+    assert "pair 1 of 3 is there already" in again.stderr
+    assert "pair 2 of 3 took" in again.stderr
+    assert len((sides / "out" / "order").read_text().split()[0::2]) == 288 + 48
+    other = run("ab.py", *words(sides, "0.1 x", "0.12 x", *more))
+    assert other.returncode == 2
+    assert "holds another comparison: --b was" in other.stderr
+
+
+def test_commands_that_take_turns(sides: Path) -> None:
+    done = run("ab.py", *words(sides, "0.1 x", "0.11 x", "--runs", "2", "--interleave"))
+    assert done.returncode == 0, done.stderr
+    assert "their blocks took turns" in done.stdout
+    lines = (sides / "out" / "order").read_text().splitlines()
+    first = lines[: len(lines) // 2]  # of the first pair: one works at a time, in strict turn
+    assert first == ["0.1 begins", "0.1 ends", "0.11 begins", "0.11 ends"] * 24
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("dies", "b 1: exit status 9; "),
+        ("fail", "a reason to fail"),
+        ("no turns", "took no turns; only this project's scripts can"),
+    ],
+)
+def test_a_command_that_fails_ends_the_pair(sides: Path, mode: str, message: str) -> None:
+    done = run("ab.py", *words(sides, "0.1 x", f"0.1 '{mode}'", "--interleave"))
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "the same command goes on" in done.stderr
+    assert (sides / "out" / "a" / "01.jsonl").exists()  # the other one came to its end
+
+
+def test_a_run_that_takes_too_long(sides: Path) -> None:
+    done = run("ab.py", *words(sides, "0.1 hang", "0.1 x", "--timeout", "1"))
+    assert done.returncode == 1
+    assert "a 1 took longer than --timeout 1 s" in done.stderr
+
+
+@pytest.mark.parametrize("interleave", [(), ("--interleave",)])
+def test_an_interrupt_leaves_no_process(sides: Path, interleave: tuple[str, ...]) -> None:
+    script = str(ROOT / "analysis/ab.py")
+    flags = words(sides, "0.1 hang", "0.1 hang", *interleave)
+    process = psutil.Popen([sys.executable, script, *flags], stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 30
+    while len(process.children()) < 1 + len(interleave) and time.monotonic() < end:
+        time.sleep(0.05)
+    started = process.children()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert errors == "ab.py: interrupted\nthe finished runs are kept; the same command goes on\n"
+    assert started
+    assert not any(child.is_running() for child in started)
+
+
+def test_until_decided(sides: Path) -> None:
+    more = ("--runs", "2", "--until-decided", "--max-runs", "8", "--format", "json")
+    done = run("ab.py", *words(sides, "0.1 x", "0.2 x", *more))
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert len(document["base"]) == 2  # decided at the first look
+    assert document["design"]["looks"] == len(planned_looks(2, 8))
+
+
+def test_looks_are_even_and_grow_by_a_third() -> None:
+    assert planned_looks(6, 24) == [6, 8, 12, 16, 24]
+    assert planned_looks(6, 6) == [6]
+    assert planned_looks(2, 8) == [2, 4, 6, 8]
+
+
+def test_refusals(sides: Path) -> None:
+    for change, message in (
+        ({"--a": "no-such-program x"}, "there is no program 'no-such-program'"),
+        ({"--b": "python3 x.py --json y"}, "leave out --json"),
+        ({"--a": "python3 'x"}, "cannot split"),
+        ({"--runs": "1"}, "must be at least 2"),
+        ({"--max-runs": "9"}, "needs --until-decided"),
+        ({"--a-env": "FAKE"}, "expected NAME=VALUE, got 'FAKE'"),
+        ({"--out": str(sides / "fake.py")}, "cannot be used"),
+    ):
+        flags = {"--a": "python3 x.py", "--b": "python3 x.py", "--out": str(sides / "o")} | change
+        done = run("ab.py", *(word for pair in flags.items() for word in pair))
+        assert done.returncode == 2, change
+        assert message in done.stderr, change
+        assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_torchrun_is_refused(sides: Path) -> None:
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
+    done = run("ab.py", *words(sides, "0.1 x", "0.1 x"), env=environment)
+    assert done.returncode == 2
+    assert "start it with python, not with torchrun" in done.stderr

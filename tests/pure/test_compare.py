@@ -1,0 +1,255 @@
+"""analysis/compare.py: verdicts by hand-worked numbers, what it prints, and how it says no."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from analysis.load import load
+from analysis.verdicts import Comparison, Design, compare, discoveries
+from tests.pure.reports import ROOT, alike, case, run, runs, write
+
+
+def compared(folder: Path, base: list[float], test: list[float], **design: Any) -> Comparison:
+    sides = [runs(folder / "base", base), runs(folder / "test", test)]
+    return compare(*(load([side]) for side in sides), Design(**design))
+
+
+@pytest.mark.parametrize(
+    ("base", "test", "verdict"),
+    [
+        ([1.00, 1.01, 0.99, 1.0], [1.10, 1.11, 1.09, 1.1], "slower"),
+        ([1.10, 1.11, 1.09, 1.1], [1.00, 1.01, 0.99, 1.0], "faster"),
+        ([1.000, 1.001, 0.999, 1.0], [1.000, 1.001, 0.999, 1.0], "same"),
+        ([1.0, 1.3, 0.8], [1.1, 1.4, 0.9], "undecided"),
+    ],
+)
+def test_verdict(tmp_path: Path, base: list[float], test: list[float], verdict: str) -> None:
+    (found,) = compared(tmp_path, base, test).cases
+    assert found.verdict == verdict
+
+
+def test_interval_by_hand(tmp_path: Path) -> None:
+    # logs -0.01, 0.01 and 0.09, 0.11: s = 0.01414, t(2) = 4.303, half = t * s = 0.06085
+    base, test = ([math.exp(x) for x in side] for side in ((-0.01, 0.01), (0.09, 0.11)))
+    (found,) = compared(tmp_path, base, test).cases
+    assert found.ratio == pytest.approx(math.exp(0.1))
+    assert found.ci95 == pytest.approx((math.exp(0.1 - 0.06085), math.exp(0.1 + 0.06085)), rel=1e-4)
+    # t = 0.1 / 0.01414 = 7.071; two-sided for 2 degrees of freedom: 1 - t / sqrt(t^2 + 2) = 0.01942
+    assert found.p == pytest.approx(0.01942, abs=2e-5)
+
+
+def test_unequal_numbers_take_the_wider_interval(tmp_path: Path) -> None:
+    # Welch: variances 0.0002 / 2 and 0.02 / 3, so error 0.0822 at 2.06 degrees of freedom
+    logs = [(-0.01, 0.01), (0.0, 0.1414, 0.2828)]
+    (found,) = compared(tmp_path, *([math.exp(x) for x in side] for side in logs)).cases
+    assert found.ci95 is not None
+    assert math.log(found.ci95[1] / (found.ratio or 0)) == pytest.approx(4.18 * 0.0822, rel=0.01)
+
+
+def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
+    base = [1.0, 1.2, 1.5, 1.9]
+    test = [time * (1.05 + 0.001 * (-1) ** i) for i, time in enumerate(base)]
+    (alone,) = compared(tmp_path / "a", base, test).cases
+    (paired,) = compared(tmp_path / "b", base, test, paired=True).cases
+    assert (alone.verdict, paired.verdict) == ("undecided", "slower")
+    assert paired.pair_ratios == pytest.approx([1.051, 1.049, 1.051, 1.049])
+    with pytest.raises(ValueError, match="pairs need as many runs a side, got 4 and 3"):
+        compared(tmp_path / "c", base, test[:3], paired=True)
+
+
+def test_runs_that_took_turns_are_compared_block_by_block(tmp_path: Path) -> None:
+    # blocks of 40, 60, 41 against 42, 66, 60 ms: 1.05, 1.10, 1.46, so 1.10; the medians alone 1.46
+    blocks = {"a": [40.0, 60, 41] * 2, "b": [42.0, 66, 60] * 2}
+    for side, times in blocks.items():
+        for i in range(2):
+            line = case("x", [t for t in times for _ in range(3)], rounds=[3] * 6)
+            write(tmp_path / side / f"{i}.jsonl", line, started_at=f"2026-01-01T0{i}:00:00")
+    sides = [load([str(tmp_path / side)]) for side in blocks]
+    (found,) = compare(*sides, Design(paired=True, interleaved=True)).cases
+    assert found.pair_ratios == pytest.approx([1.10, 1.10])
+    (medians,) = compare(*sides, Design(paired=True)).cases
+    assert medians.pair_ratios == pytest.approx([60 / 41, 60 / 41])
+
+
+def test_two_single_reports_are_never_called_different(tmp_path: Path) -> None:
+    (found,) = compared(tmp_path, [1.0], [3.0]).cases
+    assert found.verdict == "undecided"
+    assert found.ci95 is None
+    assert found.reason == "one run a side: how much runs differ is unknown"
+
+
+def test_the_newest_of_several_scatters_as_they_do(tmp_path: Path) -> None:
+    found = compared(tmp_path, [1.0, 1.01, 0.99, 1.0], [1.2])
+    assert found.cases[0].verdict == "slower"
+    assert found.warnings == ["TEST is one run: it is taken to scatter as those of BASE do"]
+
+
+def test_false_discoveries_by_hand() -> None:
+    # Benjamini and Hochberg at 5 %: 0.01 <= 0.0125 and 0.02 <= 0.025, 0.04 > 0.0375, 0.2 > 0.05
+    assert discoveries([0.04, 0.01, 0.2, 0.02], 0.05) == [False, True, False, True]
+    assert discoveries([], 0.05) == []
+
+
+def test_looking_more_often_needs_more_evidence(tmp_path: Path) -> None:
+    base, test = [1.0, 1.01, 0.99, 1.0], [1.03, 1.04, 1.02, 1.03]
+    widths = []
+    for looks in (1, 5):
+        (found,) = compared(tmp_path, base, test, looks=looks).cases
+        assert found.ci95 is not None
+        widths.append(math.log(found.ci95[1] / found.ci95[0]))
+    # t of 6 degrees of freedom at 99 % against 95 %
+    assert widths[1] / widths[0] == pytest.approx(3.707 / 2.447, rel=1e-3)
+
+
+def test_runs_needed_by_hand(tmp_path: Path) -> None:
+    # runs differ by s = 0.02 about: smallest n with t(2n - 2) * s * sqrt(2 / n) <= ln 1.02
+    logs = [-0.02, 0.0, 0.02]
+    side = [math.exp(x) for x in logs]
+    (found,) = compared(tmp_path, side, side).cases
+    assert found.runs_needed == 10  # t(18) = 2.101: 0.01879 <= 0.0198; n = 9: 0.01999
+
+
+def test_geometric_mean_by_hand(tmp_path: Path) -> None:
+    for side, factor in (("a", 1.0), ("b", 1.1)):
+        for i in range(3):
+            lines = [case("x", [factor * (1 + i / 1000)]), case("y", [2 * factor * factor])]
+            write(tmp_path / side / f"{i}.jsonl", *lines, started_at=f"2026-01-01T0{i}:00:00")
+    mean = compare(load([str(tmp_path / "a")]), load([str(tmp_path / "b")]), Design()).mean
+    assert mean is not None
+    assert mean.ratio == pytest.approx(1.1**1.5)
+    assert mean.label == "geometric mean of 2 cases"
+
+
+def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+    failed = case("x", check="failed: out of memory", samples_s={}, rounds=[])
+    write(tmp_path / "base.jsonl", case("x"), case("y"), case("z"))
+    write(tmp_path / "test.jsonl", failed, case("y"), case("new"))
+    found = compare(*(load([str(tmp_path / f"{s}.jsonl")]) for s in ("base", "test")), Design())
+    verdicts = {c.label: (c.verdict, c.reason) for c in found.cases}
+    assert verdicts["x"] == ("missing", "TEST: 1 of 1 runs: failed: out of memory")
+    assert verdicts["z"][0] == "missing"
+    assert verdicts["new"][0] == "new"
+    done = run(
+        *("compare.py", str(tmp_path / "base.jsonl"), "--test", str(tmp_path / "test.jsonl")),
+        *("--fail-on", "missing"),
+    )
+    assert done.returncode == 1
+    assert "failed: missing (--fail-on)" in done.stderr
+
+
+def test_environment_and_hardware(tmp_path: Path) -> None:
+    def environment(device: str, torch: str) -> dict[str, Any]:
+        return {"devices": [device], "torch": torch, "variables": {"OMP_NUM_THREADS": "1"}}
+
+    base = runs(tmp_path / "a", [1.0, 1.0], environment=environment("H100", "2.14"))
+    test = runs(tmp_path / "b", [1.0, 1.0], environment=environment("A100", "2.15"))
+    done = run("compare.py", base, "--test", test)
+    assert "# THE HARDWARE DIFFERS: devices: H100 in BASE, A100 in TEST" in done.stdout
+    assert "# environment: torch: 2.14 in BASE, 2.15 in TEST" in done.stdout
+    assert "OMP_NUM_THREADS" not in done.stdout
+
+
+def test_table_json_markdown_and_status(tmp_path: Path) -> None:
+    base = runs(tmp_path / "a", alike(6, 0.100, 1))
+    test = runs(tmp_path / "b", alike(6, 0.110, 2))
+    done = run("compare.py", base, "--test", test, "--fail-on", "slower")
+    assert done.returncode == 1
+    assert "6 of BASE, 6 of TEST; margin 2 %; the run is the unit" in done.stdout
+    assert "1.10x slower" in done.stdout
+    assert "failed: slower" in done.stderr
+    document = json.loads(run("compare.py", base, "--test", test, "--format", "json").stdout)
+    assert document["schema"] == "torchrun-bench-compare/2"
+    assert document["cases"][0]["verdict"] == "slower"
+    assert len(document["cases"][0]["base_s"]) == 6
+    text = run("compare.py", base, "--test", test, "--format", "markdown").stdout
+    assert text.startswith("**1 slower**")
+    assert "| no ddp |" in text
+
+
+def test_history_compares_the_newest_run(tmp_path: Path) -> None:
+    folder = runs(tmp_path, [*alike(8, 0.1, 3), 0.12])
+    plot = tmp_path / "history.svg"
+    done = run("compare.py", "--history", folder, "--plot", str(plot))
+    assert done.returncode == 0, done.stderr
+    assert "8 of BASE, 1 of TEST" in done.stdout
+    assert "slower" in done.stdout
+    assert "<svg" in plot.read_text()
+    fewer = run("compare.py", "--history", folder, "--last", "3")
+    assert "3 of BASE, 1 of TEST" in fewer.stdout
+
+
+def test_a_copy_is_no_evidence(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", case("x", [1.0] * 5))
+    copy = write(tmp_path / "copy.jsonl", case("x", [1.0] * 5))
+    b = write(tmp_path / "b.jsonl", case("x", [1.1] * 5), started_at="2026-01-02")
+    done = run("compare.py", a, copy, "--test", b)
+    assert "copy.jsonl is left out: it holds the same run" in done.stderr
+    assert "1 of BASE, 1 of TEST" in done.stdout
+    across = run("compare.py", a, "--test", copy)
+    assert "hold the same run: that is one run's evidence" in across.stdout
+
+
+def test_refusals(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.jsonl", case("x"))
+    other = write(tmp_path / "b.jsonl", case("x"), benchmark="collectives")
+    no_cases = write(tmp_path / "c.jsonl")
+    for words, message in (
+        ([a], "expected reports and --test reports, e.g."),
+        ([a, "--test", a], "is the same file as"),
+        ([a, "--test", other], "BASE has reports of ddp_sweep, TEST of collectives"),
+        ([a, "--test", no_cases], "the reports of TEST have none"),
+        ([a, "--test", other, "--margin", "200%"], "expected a share between 0 and 1"),
+        ([a, "--tset", other], "did you mean --test"),
+        (["--history", str(tmp_path), "--test", a], "--history compares over time"),
+        ([a, "--test", other, "--plot", "x.svg"], "add --history DIR"),
+    ):
+        done = run("compare.py", *words)
+        assert done.returncode == 2, words
+        assert message in done.stderr, words
+        assert done.stderr.count("\n") == 1, done.stderr
+        assert done.stdout == ""
+
+
+def test_nothing_of_a_report_reaches_the_terminal(tmp_path: Path) -> None:
+    bad = "\x1b[31m<b>|`x`\n"
+    for side in ("a", "b"):
+        line = case(bad, check=f"failed: {bad}" if side == "b" else "passed")
+        environment = {"torch": bad + side, bad: bad + side}
+        write(tmp_path / f"{side}.jsonl", line, case("x"), benchmark=bad, environment=environment)
+    words = (str(tmp_path / "a.jsonl"), "--test", str(tmp_path / "b.jsonl"))
+    for style in ("table", "markdown"):
+        done = run("compare.py", *words, "--format", style)
+        assert done.returncode == 0, done.stderr
+        assert "\x1b" not in done.stdout
+    assert "<b>" not in done.stdout
+
+
+def test_a_closed_pipe_is_one_line(tmp_path: Path) -> None:
+    a, b = (write(tmp_path / f"{n}.jsonl", case("x")) for n in "ab")
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, str(ROOT / "analysis/compare.py"), a, "--test", b]
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    assert "cannot print: No space left on device" in done.stderr
+
+
+def test_large_reports_are_read_two_at_a_time(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        rows = [(0.1 * (1 + rng.normal(0, 0.01, 2000))).round(9).tolist() for _ in range(8)]
+        lines = [
+            case(f"case {i}", samples_s={"step": rows}, ranks=list(range(8)), rounds=[2000])
+            for i in range(100)
+        ]
+        write(tmp_path / f"{name}.jsonl", *lines)
+    assert (tmp_path / "a.jsonl").stat().st_size > 2**24
+    found = load([str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    assert [len(each.rows) for each in found] == [100, 100]

@@ -1,0 +1,121 @@
+"""analysis/export.py: each format as its reader wants it."""
+
+import csv
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pure.reports import case, run, write
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> str:
+    def ddp(label: str, ranks: int, **metrics: Any) -> dict[str, Any]:
+        key = {"model": "resnet18", "dtype": "fp32", "label": label, "world_size": ranks}
+        key |= {"batch_size": 8, "backend": "gloo", "bucket_size_mb": 25.0 if ranks else None}
+        rows = [[0.1 + rank, 0.2 + rank] for rank in range(max(1, ranks))]
+        about = {"ranks": list(range(len(rows))), "rounds": [2]}
+        return case(label, key=key, samples_s={"step": rows}, metrics=metrics, **about)
+
+    first = {"step_time_p50_s": 0.15, "step_time_ci95_s": [0.1, 0.2], "samples_per_s": 53.3}
+    cases = ddp("no ddp", 0, **first), ddp('1M/2G "quoted"\n', 2, step_time_p50_s=1.15)
+    failed = ddp("1M/4G", 4, step_time_p50_s=9.0) | {"check": "failed: out of memory"}
+    return write(tmp_path / "ddp.jsonl", *cases, failed)
+
+
+def export(*words: str) -> str:
+    done = run("export.py", *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_csv(report: str) -> None:
+    rows = list(csv.DictReader(io.StringIO(export(report, "--to", "csv"))))
+    assert len(rows) == 3  # two metrics and one; a failed case has none
+    row = rows[0]
+    assert row["case"] == "no ddp"
+    assert row["key.model"] == "resnet18"
+    assert [row[n] for n in ("metric", "value", "ci_low", "ci_high", "n")] == [
+        *("step_time_p50_s", "0.15", "0.1", "0.2", "2")
+    ]
+
+
+def test_bencher(report: str) -> None:
+    """https://bencher.dev/bmf.json: objects of objects, `value` required, all numbers."""
+    document = json.loads(export(report, "--to", "bmf"))
+    assert document["ddp_sweep/no ddp"] == {
+        "step_time_p50_s": {"value": 0.15, "lower_value": 0.1, "upper_value": 0.2},
+        "samples_per_s": {"value": 53.3},
+    }
+
+
+def test_github_action_benchmark(report: str) -> None:
+    """Its extract.ts: name, unit and value, and perhaps range and extra, all in one direction."""
+    rows = json.loads(export(report, "--to", "gha"))
+    assert rows[0] == {
+        "name": "ddp_sweep/no ddp/step_time_p50_s",
+        "unit": "s",
+        "value": 0.15,
+        "range": "± 0.05",
+        "extra": "2 iterations",
+    }
+    assert {row["unit"] for row in rows} == {"s"}
+    rates = json.loads(export(report, "--to", "gha", "--metric", "samples_per_s"))
+    assert [row["unit"] for row in rates] == ["1/s"]
+
+
+def test_pytorch_records(report: str) -> None:
+    """test-infra's oss_ci_benchmark_v3: extra_info maps strings to strings."""
+    rows = json.loads(export(report, "--to", "records"))
+    record = rows[0]
+    assert record["benchmark"]["name"] == "ddp_sweep"
+    assert record["benchmark"]["dtype"] == "fp32"
+    assert record["model"] == {"name": "resnet18", "type": "", "backend": "gloo"}
+    assert record["metric"] == {"name": "step_time_p50_s", "benchmark_values": [0.15]}
+    assert all(isinstance(v, str) for v in record["benchmark"]["extra_info"].values())
+
+
+def test_prometheus(report: str) -> None:
+    lines = export(report, "--to", "prometheus").splitlines()
+    assert lines[0] == "# TYPE torchrun_bench_step_time_p50_seconds gauge"
+    sample = r'[a-zA-Z_:][a-zA-Z0-9_:]*\{([a-zA-Z_]\w*="([^"\\]|\\["n\\])*",?)*\} [0-9.e+-]+'
+    assert all(re.fullmatch(sample, line) for line in lines if not line.startswith("#"))
+    assert '1M/2G \\"quoted\\"' in lines[2]
+    names = [line.split("{")[0] for line in lines if not line.startswith("#")]
+    assert names == sorted(names, key=names.index)  # the samples of a metric stand together
+
+
+def test_pytorchs_own_report(report: str, tmp_path: Path) -> None:
+    """What its diff.py reads; load.py reads it back to the same times."""
+    text = export(report, "--to", "pytorch")
+    document = json.loads(text)
+    (entry,) = document["benchmark_results"]
+    assert (entry["model"], entry["batch_size"]) == ("resnet18", 8)
+    assert [len(result["ranks"]) for result in entry["result"]] == [1, 2]
+    assert entry["result"][1]["measurements"] == [0.1, 0.2, 1.1, 1.2]  # rank after rank
+    assert document["bucket_size"] == 25.0
+    back = tmp_path / "torch.json"
+    back.write_text(text)
+    rows = list(csv.DictReader(io.StringIO(export(str(back), "--to", "csv"))))
+    assert [float(row["value"]) for row in rows] == pytest.approx([0.15, 1.15])
+
+
+def test_refusals(report: str, tmp_path: Path) -> None:
+    other = write(tmp_path / "other.jsonl", case("no ddp"), benchmark="collectives")
+    copy = write(tmp_path / "copy.jsonl", case("no ddp"), case("x"))
+    again = write(tmp_path / "again.jsonl", case("no ddp"), case("y"))
+    for words, message in (
+        ([report, "--to", "xml"], "invalid choice: 'xml'"),
+        ([other, "--to", "pytorch"], "needs a report of ddp_sweep.py"),
+        ([report, other, "--to", "pytorch"], "takes one report, got 2"),
+        ([copy, again, "--to", "bmf"], "holds one value of it"),
+        ([report, "--to", "csv", "--metric", "step_time_p5_s"], "did you mean step_time_p50_s"),
+    ):
+        done = run("export.py", *words)
+        assert (done.returncode, done.stdout) == (2, ""), words
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1

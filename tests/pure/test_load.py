@@ -1,0 +1,230 @@
+"""analysis/load.py: reports of three programs as rows, and what is wrong with a file in one line."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.load import frame, load
+from analysis.show import case_names
+from tests.pure.reports import ROOT, case, write
+
+
+def test_a_row_a_case(tmp_path: Path) -> None:
+    two_ranks = {"samples_s": {"step": [[0.1, 0.3, 0.2], [0.2, 0.1, 0.1]]}, "ranks": [0, 1]}
+    path = write(
+        tmp_path / "a.jsonl", case("no ddp", [1, 3, 2]), case("2 ranks", **two_ranks, rounds=[3])
+    )
+    table = frame(load([path]))
+    assert table["case"].tolist() == ["no ddp", "2 ranks"]
+    # of each iteration the slowest rank counts: 0.2, 0.3, 0.2
+    assert table["time_s"].tolist() == [2, 0.2]
+    assert table["n"].tolist() == [3, 3]
+    assert table["model"].tolist() == ["resnet18"] * 2
+
+
+def test_callers_that_go_their_own_way(tmp_path: Path) -> None:
+    rows = {"samples_s": {"step": [[1, 1, 1, 9], [2, 2, 2, 2]]}, "ranks": [0, 1], "rounds": [4]}
+    path = write(tmp_path / "a.jsonl", case("x", **rows), benchmark="rpc_latency")
+    assert frame(load([path]))["time_s"].tolist() == [2]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "measure", "seconds"),
+    [
+        ({"first_s": 9.0, "call_p50_s": 2.0}, "call_p50_s", 2.0),
+        ({"updates_per_s": 4.0}, "1 / updates_per_s", 0.25),
+        ({"rate": 4.0, "first_s": 9.0}, "first_s", 9.0),
+    ],
+)
+def test_a_case_without_samples_has_a_metric(
+    tmp_path: Path, metrics: dict[str, float], measure: str, seconds: float
+) -> None:
+    path = write(tmp_path / "a.jsonl", case("x", samples_s={}, metrics=metrics, rounds=[]))
+    (row,) = load([path])[0].rows.values()
+    assert (row.measure, row.time_s) == (measure, seconds)
+
+
+def test_measure_and_ignore_key(tmp_path: Path) -> None:
+    steps = {"samples_s": {"step": [[1.0]], "local compute": [[0.5]]}, "rounds": [1]}
+    path = write(tmp_path / "a.jsonl", case("x", **steps))
+    (row,) = load([path], "local_compute", ["model"])[0].rows.values()
+    assert row.time_s == 0.5
+    assert "model" not in row.key
+    with pytest.raises(ValueError, match="no case has the time 'locl'"):
+        load([path], "locl")
+    with pytest.raises(ValueError, match="has no 'modl' in its key; did you mean model"):
+        load([path], ignore=["modl"])
+    two = write(tmp_path / "b.jsonl", case("x"), case("y"))
+    with pytest.raises(ValueError, match="several cases differ in label alone"):
+        load([two], ignore=["label"])
+
+
+def test_links_are_cases_of_their_own(tmp_path: Path) -> None:
+    links = {"links": [[0, 1, 100.0, 2.0, 4.0, 5.0]]}
+    key = {"round": 1, "by": "rank"}
+    line = case("", key=key, samples_s={}, metrics=links, rounds=[])
+    table = frame(load([write(tmp_path / "a.jsonl", line, benchmark="p2p_matrix")]))
+    assert dict(zip(table["link"], table["time_s"], strict=True)) == pytest.approx(
+        {"0 - 1 latency": 1e-4, "0 -> 1": 0.5, "1 -> 0": 0.25, "0 <-> 1": 0.2}
+    )
+
+
+def test_names_hold_what_tells_cases_apart() -> None:
+    keys: list[dict[str, Any]] = [
+        {"operation": "all_reduce", "size_bytes": 8, "count": 2, "dtype": "fp32"},
+        {"operation": "all_reduce", "size_bytes": 4 << 20, "count": 1 << 20, "dtype": "fp32"},
+        {"operation": "broadcast", "size_bytes": 8, "count": 2, "dtype": "fp32"},
+    ]
+    assert list(case_names(keys).values()) == ["all_reduce, 8", "all_reduce, 4M", "broadcast"]
+    labelled = [{"label": "no ddp", "bucket_mb": None}, {"label": "2G", "bucket_mb": 25.0}]
+    assert list(case_names(labelled).values()) == ["no ddp", "2G"]
+    buckets = [{"label": "2G", "bucket_mb": size} for size in (25.0, 100.0)]
+    assert list(case_names(buckets).values()) == ["2G, bucket 25 MB", "2G, bucket 100 MB"]
+
+
+def test_folders_and_patterns(tmp_path: Path) -> None:
+    for name in ("b", "a"):
+        write(tmp_path / f"{name}.jsonl", case("x"))
+    (tmp_path / "ab.json").write_text("{}")  # the plan of ab.py
+    (tmp_path / "notes.txt").write_text("no report")
+    found = [Path(r.path).name for r in load([str(tmp_path)])]
+    assert found == ["a.jsonl", "b.jsonl"]
+    assert len(load([f"{tmp_path}/*.jsonl"])) == 2
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match="is the same file as"):
+        load([str(tmp_path)])
+
+
+def torch_report() -> dict[str, Any]:
+    """As benchmarks/distributed/ddp/benchmark.py writes it: rank after rank."""
+    results = [
+        {"ranks": [0], "measurements": [0.1, 0.1]},
+        {"ranks": [0], "measurements": [0.2, 0.2]},
+        {"ranks": [0, 1], "measurements": [0.3, 0.5, 0.4, 0.1]},
+    ]
+    entry = {"model": "resnet50", "batch_size": 32, "result": results}
+    about = {"pytorch_version": "1.4.0", "cuda_version": "10.1", "distributed_backend": "nccl"}
+    return about | {"bucket_size": 25, "benchmark_results": [entry]}
+
+
+def test_pytorchs_report(tmp_path: Path) -> None:
+    path = tmp_path / "torch.json"
+    path.write_text(json.dumps(torch_report()))
+    table = frame(load([str(path)]))
+    assert table["case"].tolist() == ["no ddp", "1 rank", "2 ranks"]
+    assert table["time_s"].tolist() == [0.1, 0.2, pytest.approx(0.45)]
+
+
+def nccl_report() -> dict[str, Any]:
+    """As src/util.cu of nccl-tests writes it."""
+    device = {"rank": 0, "hostname": "node1", "device": 0, "device_info": "NVIDIA H100"}
+    body = {"time": 25.5, "alg_bw": 0.04, "bus_bw": 0.07, "nwrong": 0.0}
+    sizes: list[dict[str, Any]] = [
+        {"size": 1024, "count": 256, "type": "float", "redop": "sum", "root": "    -1"},
+        {"size": 2048, "count": 512, "type": "float", "redop": "sum", "root": "    -1"},
+    ]
+    results = [size | {"out_of_place": body, "in_place": dict(body)} for size in sizes]
+    results[1]["in_place"]["nwrong"] = 3.0
+    return {
+        "version": 2,
+        "start_time": "2026-01-01 10:00:00",
+        "args": ["./build/all_reduce_perf", "-J", "out.json"],
+        "env": ["NCCL_ALGO=Ring", "SECRET=hunter2"],
+        "nccl_version": 22703,
+        "config": {"nthreads": 1, "ngpus": 2, "devices": [device, device | {"rank": 1}]},
+        "results": results,
+        "out_of_bounds": {"count": 0, "okay": "true"},
+        "end_time": "2026-01-01 10:00:09",
+    }
+
+
+def test_nccl_tests_report(tmp_path: Path) -> None:
+    path = tmp_path / "nccl.json"
+    path.write_text(json.dumps(nccl_report()))
+    (found,) = load([str(path)])
+    table = frame([found])
+    assert table["case"].tolist() == ["1K", "2K"]
+    assert table["time_s"].tolist()[0] == pytest.approx(25.5e-6)
+    assert table["in_place_busbw_gb_per_s"].tolist()[0] == 0.07
+    assert table["check"].tolist() == ["passed", "failed: 3 wrong values in place"]
+    assert found.report.environment["nccl"] == "2.27.3"
+    assert found.report.environment["variables"] == {"NCCL_ALGO": "Ring"}  # and no secret
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (torch_report, ["benchmark_results", 0, "result", 0, "measurements"]),
+        (torch_report, ["benchmark_results", 0]),
+        (nccl_report, ["results", 0]),
+        (nccl_report, ["config"]),
+    ],
+)
+def test_damaged_reports_of_others(tmp_path: Path, make: Any, path: list[Any]) -> None:
+    document = make()
+    place = document
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = "nonsense"
+    file = tmp_path / "x.json"
+    file.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"x\.json looks like a report of .*, but does not fit"):
+        load([str(file)])
+
+
+HEAD = {"schema": "torchrun-bench/2", "benchmark": "x", "argv": [], "started_at": ""}
+BAD: dict[str, tuple[str, str]] = {
+    "empty": ("", "is empty"),
+    "foreign": ("a,b\n1,2\n", "is no line of a report"),
+    "other JSON": ('{"a": 1}\n', "schema is None"),
+    "newer": ('{"schema": "torchrun-bench/3"}\n', "another version of torchrun-bench"),
+    "older": ('{\n "schema": "torchrun-bench/1"\n}\n', "another version of torchrun-bench"),
+    "NaN": (json.dumps(case("x", [float("nan")])), "NaN is not a number in JSON"),
+    "negative": (json.dumps(case("x", [-1.0])), "samples_s.step: expected lists of seconds"),
+    "word": (json.dumps(case("x", ["fast"])), "samples_s.step: expected lists of seconds"),  # type: ignore[list-item]
+    "ragged": (json.dumps(case("x", samples_s={"step": [[1], [1, 2]]}, ranks=[0, 1])), "length"),
+    "deep": ("[" * 5000, "is no line of a report"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_one_line(tmp_path: Path, name: str) -> None:
+    text, message = BAD[name]
+    if text.startswith('{"key"'):
+        text = json.dumps(HEAD | {"environment": {}}) + "\n" + text + "\n"
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        load([str(path)])
+    assert "bad.jsonl" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_truncated_line_is_left_out(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.jsonl", case("x"), case("y"), status=None))
+    path.write_text(path.read_text()[:-20])
+    (found,) = load([str(path)])
+    assert [row.key["label"] for row in found.rows.values()] == ["x"]
+    assert found.report.status == "interrupted"
+
+
+def test_what_is_no_file(tmp_path: Path) -> None:
+    for word, message in (
+        (str(tmp_path / "absent.jsonl"), "No such file"),
+        (str(tmp_path), "no report"),
+        (f"{tmp_path}/*.jsonl", "no file matches"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load([word])
+
+
+def test_torch_is_never_imported() -> None:
+    scripts = ("load", "compare", "ab", "export", "report", "figures", "show", "verdicts")
+    code = "".join(f"import analysis.{name}\n" for name in scripts)
+    code += "import sys\nassert 'torch' not in sys.modules\n"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

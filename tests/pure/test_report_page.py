@@ -1,0 +1,203 @@
+"""analysis/report.py: a page that a browser can be trusted with, and Markdown."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.figures import link_heatmap
+from common.report import load
+from tests.pure.reports import case, run, write
+
+BAD = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&\"'{{7*7}}$x^2$\x1b[31m"
+VOID = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page; fails where tags are not closed in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def page(folder: Path, *reports: str, flags: tuple[str, ...] = ()) -> tuple[Page, str]:
+    path = folder / "page.html"
+    done = run("report.py", *reports, "-o", str(path), *flags)
+    assert done.returncode == 0, done.stderr
+    text = path.read_text()
+    found = Page(text)
+    assert len(set(found.ids)) == len(found.ids)
+    names = {name for name, _ in found.attributes}
+    assert not {name for name in names if name.startswith("on")}
+    assert not {"script", "link", "iframe", "object", "embed", "form"} & set(found.tags)
+    # nothing is fetched: no address but the names of XML's formats
+    addresses = [v for n, v in found.attributes if n in ("href", "src", "xlink:href") and v]
+    assert all(value.startswith(("#", "data:image/png")) for value in addresses)
+    return found, text
+
+
+def metrics(seconds: float, **more: Any) -> dict[str, Any]:
+    interval = [seconds * 0.99, seconds * 1.02]
+    return {"step_time_p50_s": seconds, "step_time_ci95_s": interval} | more
+
+
+def ddp(ranks: int, seconds: float, **more: Any) -> dict[str, Any]:
+    key = {"model": "resnet18", "dtype": "fp32", "label": f"{ranks} ranks" if ranks else "no ddp"}
+    found = metrics(seconds, samples_per_s=8 * max(1, ranks) / seconds, **more)
+    return case("", [seconds] * 5, key=key | {"world_size": ranks}, metrics=found)
+
+
+def test_figures_tables_and_environment(tmp_path: Path) -> None:
+    parts = {"local_compute_p50_s": 0.09, "exposed_communication_s": 0.01}
+    cases = ddp(0, 0.09), ddp(1, 0.1, **parts), ddp(2, 0.11, efficiency=0.818, **parts)
+    other = {"environment": {"torch": "2.14.0", "world_size": 2, "devices": ["another CPU"]}}
+    a = write(tmp_path / "before.jsonl", *cases)
+    b = write(tmp_path / "after.jsonl", *cases, **other)
+    found, text = page(tmp_path, a, b)
+    assert text.count("<svg") == 2  # scaling, and where a step's time goes
+    assert "no ddp times ranks" in found.text
+    assert "The hardware of the ddp_sweep reports differs" in found.text
+    assert "step time p50 (ms)" in found.text
+    assert "110 ±1.6" in found.text
+    assert "efficiency (%)" in found.text
+    assert "81.8" in found.text
+    assert "var(--s0)" in text  # dark mode colours what matplotlib has drawn
+    assert "#0072b2" not in text[text.index("<svg") :]
+
+
+def test_a_script_that_nobody_knows(tmp_path: Path) -> None:
+    numbers = metrics(0.002, heat_gib=1.5, inner={"queue_s": 0.25}, moved_bytes=4096, note="warm")
+    key = {"mode": "fast", "size_bytes": 1 << 20}
+    lines = [case("", key=key, metrics=numbers), case("", key=key | {"mode": "slow"})]
+    found, text = page(tmp_path, write(tmp_path / "new.jsonl", *lines, benchmark="from_mars"))
+    for words in ("heat (GiB)", "inner.queue (ms)", "moved bytes", "4K", "warm", "fast", "slow"):
+        assert words in found.text
+    assert text.count("<svg") == 1  # the time of each case
+    assert "In all cases: 1M." in found.text
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "keys", "numbers", "figures"),
+    [
+        ("collectives", {"collective": "all_reduce", "size_bytes": 8}, "busbw_gb_per_s", 1),
+        ("rpc_latency", {"operation": "rpc_sync", "size_bytes": 8}, "round_trip_p50_s", 1),
+        (
+            "compile_sweep",
+            {"model": "m", "dtype": "fp32", "compiler": "eager"},
+            "step_time_p50_s",
+            1,
+        ),
+        ("parallel_sweep", {"model": "m", "mesh": "dp2tp2"}, "exposed_dp_s", 1),
+        ("checkpoint_sweep", {"mode": "dcp.save"}, "blocked_s", 1),
+    ],
+)
+def test_each_benchmark_has_its_figure(
+    tmp_path: Path, benchmark: str, keys: dict[str, Any], numbers: str, figures: int
+) -> None:
+    names = [f"{place}_{numbers}" for place in ("out_of_place", "in_place")]
+    values = dict.fromkeys([numbers, *names, "compute_s", "exposed_tp_s", "stall_s"], 0.5)
+    lines = [case("", key=keys | {"n": n}, metrics=values) for n in (1, 2)]
+    found, text = page(tmp_path, write(tmp_path / "a.jsonl", *lines, benchmark=benchmark))
+    assert text.count("<svg") == figures
+    words = {"parallel_sweep": "exposed tp", "checkpoint_sweep": "stall"}.get(benchmark, "n 2")
+    assert words in found.text
+
+
+def test_links(tmp_path: Path) -> None:
+    links = [[0, 1, 100.0, 2.0, 4.0, 5.0], [0, 2, 90.0, 2.0, 4.0, 5.0], [1, 2, 80.0, 2.0, 4.0, 5.0]]
+    line = case("", key={"round": 1}, samples_s={}, rounds=[], metrics={"links": links})
+    path = write(tmp_path / "p2p.jsonl", line, benchmark="p2p_matrix")
+    found, _ = page(tmp_path, path)
+    assert "latency (us)" in found.text
+    assert "0 -> 1" in found.text
+    link_heatmap(load(path), str(tmp_path / "links.png"))
+    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no links"):
+        link_heatmap(load(write(tmp_path / "x.jsonl", case("x"))), str(tmp_path / "x.png"))
+
+
+def test_html_in_every_string_is_text(tmp_path: Path) -> None:
+    key = {"label": BAD, "model": BAD, BAD: BAD, "world_size": 2}
+    numbers = metrics(0.1, **{BAD: BAD, "samples_per_s": 3.0, f"{BAD}_s": 1.0})
+    failed = case("", key=key | {"world_size": 3}, check=f"failed: {BAD}", samples_s={}, rounds=[])
+    lines = [
+        case("", key=key, metrics=numbers),
+        case("", key=key | {"world_size": 4, "model": "m"}),
+    ]
+    inside = {"torch": BAD, BAD: BAD, "devices": [BAD], "variables": {BAD: BAD}}
+    inside |= {"differences": [BAD], "topologies": [BAD + "\n" + BAD], "hosts": [BAD]}
+    about = {"environment": inside, "argv": [BAD, BAD], "started_at": BAD, "status": BAD}
+    reports = [
+        write(tmp_path / f"{name}.jsonl", *lines, failed, benchmark=name, **about)
+        for name in ("ddp_sweep", "unknown")
+    ]
+    renamed = write(tmp_path / "<b>bold.jsonl", *lines, **(about | {"benchmark": BAD}))
+    found, text = page(tmp_path, *reports, renamed, flags=("--title", BAD))
+    assert "<script" not in text
+    assert "<b>" not in text
+    assert "\x1b" not in text
+    assert "{{7*7}}" in found.text  # and no template either
+    done = run("report.py", *reports, renamed, "--markdown")
+    assert done.returncode == 0
+    assert not re.search(r"(?<!\\)<", done.stdout)
+    assert "\x1b" not in done.stdout
+
+
+def test_markdown(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ddp(0, 0.09), ddp(2, 0.11))
+    done = run("report.py", path, "--markdown")
+    assert done.returncode == 0
+    assert "## ddp\\_sweep" in done.stdout
+    assert re.search(r"\| no ddp \| 90 ±1.4 \|", done.stdout)
+
+
+def test_what_there_is_of_an_unfinished_or_empty_report(tmp_path: Path) -> None:
+    unfinished = write(tmp_path / "a.jsonl", ddp(0, 0.09), status=None)
+    empty = write(tmp_path / "b.jsonl", status="failed")
+    found, _ = page(tmp_path, unfinished, empty)
+    assert "interrupted" in found.text
+    assert "no case" in found.text
+
+
+def test_refusals(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ddp(0, 0.09))
+    for words, message in (
+        ([path], "nothing to do"),
+        ([path, "-o", path], "which is no page of this script"),
+        ([path, "-o", str(tmp_path / "no/where.html")], "cannot be written"),
+        ([path, "--markdown", "--labels", "a,b"], "2 names for 1 reports"),
+        ([str(tmp_path / "absent"), "--markdown"], "No such file"),
+    ):
+        done = run("report.py", *words)
+        assert done.returncode == 2, words
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert load(path).cases  # and the report is as it was
