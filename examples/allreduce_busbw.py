@@ -1,0 +1,105 @@
+"""How fast is an all-reduce, and what do algbw and busbw mean?
+
+What you will learn: to time a collective from small messages to large ones, to turn the time into
+what a link has to carry, and to check what was computed.
+
+    $ torchrun --nproc-per-node 2 examples/allreduce_busbw.py
+    2 ranks, gloo: all_reduce of float32, in place
+       bytes     median us   95 % interval       algbw GB/s   busbw GB/s   wrong
+
+algbw = bytes / time. A ring sends 2 (n - 1) / n of the bytes over each rank's link, so busbw =
+algbw * 2 (n - 1) / n can be held against the rate of a link, however many ranks there are.
+
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15.
+"""
+
+import gc
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+ROUNDS = 15
+SIZES = [2**12, 2**16, 2**20, 2**24]  # bytes
+
+
+# [measure]
+def time_block(step: Callable[[], object], calls: int, device: torch.device) -> float:
+    """Seconds of a call, on the slowest rank. All ranks call it together."""
+    dist.barrier()  # no clock starts while another rank is still busy with something else
+    step()  # untimed: it finds connections and caches as the timed calls will
+    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    torch.get_device_module(device).synchronize()  # an accelerator may only have queued the work
+    elapsed = torch.tensor((time.perf_counter() - start) / calls, device=device)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return elapsed.item()
+
+
+def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The median and its 95 % interval: the k-th sample from either end. Needs 6 samples."""
+    x, n = sorted(samples), len(samples)
+    # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
+    return statistics.median(x), x[k - 1], x[-k]
+
+
+# [/measure]
+# [check]
+def count_wrong(buffer: torch.Tensor) -> int:
+    """How many elements of an all-reduce are not the sum, on all ranks together."""
+    n = dist.get_world_size()
+    pattern = torch.arange(len(buffer), device=buffer.device) % 251  # prime: no two blocks alike
+    buffer.copy_(pattern + dist.get_rank())
+    dist.all_reduce(buffer)
+    wrong = (buffer != n * pattern + n * (n - 1) // 2).sum()  # exact in float32, up to 2**24
+    dist.all_reduce(wrong)
+    return int(wrong)
+
+
+# [/check]
+def main() -> int:
+    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) < 2:
+        sys.exit(
+            "expected 2 ranks or more: torchrun --nproc-per-node 2 examples/allreduce_busbw.py"
+        )
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, dist.get_node_local_rank())
+        torch.accelerator.set_device_index(device.index)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    sizes = SIZES if device.type == "cpu" else [*SIZES, 2**28]
+    # zeros: any other sum would grow from call to call until it is infinite
+    buffers = [torch.zeros(size // 4, device=device) for size in sizes]
+    steps = [partial(dist.all_reduce, buffer) for buffer in buffers]
+    gc.disable()  # a collection on one rank would stop them all
+    # short calls fill 5 ms; every rank has the slowest one's time, so all take the same number
+    calls = [max(1, min(100, int(5e-3 / time_block(step, 3, device)))) for step in steps]
+    rounds = []
+    for _ in range(ROUNDS):  # the sizes in turns, so that a slow moment hits them alike
+        rounds.append([time_block(step, n, device) for step, n in zip(steps, calls, strict=True)])
+    wrong = [count_wrong(buffer) for buffer in buffers]
+    if dist.get_rank() == 0:
+        print(f"{ranks} ranks, {backend}: all_reduce of float32, in place")
+        print("     bytes  median us   95 % interval    algbw GB/s  busbw GB/s   wrong")
+        for size, samples, bad in zip(sizes, zip(*rounds, strict=True), wrong, strict=True):
+            median, low, high = median_ci(samples)
+            interval = f"{low * 1e6:.1f} to {high * 1e6:.1f}"
+            algbw = size / median / 1e9
+            busbw = algbw * 2 * (ranks - 1) / ranks
+            print(f"{size:10}{median * 1e6:11.1f}   {interval:18}{algbw:9.3f}{busbw:12.3f}{bad:8}")
+    dist.destroy_process_group()
+    return 1 if any(wrong) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""What does a checkpoint cost the training: the call alone, or the steps after it as well?
+
+What you will learn: an asynchronous save returns early, then slows down the steps beside its upload.
+stall = the call (`blocked`) + what the steps until the upload's end took above idle ones.
+
+    $ torchrun --nproc-per-node 2 examples/dcp_stall.py
+    OUTPUT
+
+Writes to a folder in TMPDIR, which all nodes must share, and deletes it. BSD-3-Clause: copy this.
+Numbers: virtual machine, 2 cores, no GPU, torch 2.15.
+"""
+
+import gc
+import math
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+SAVES, IDLE = 8, 5  # saves of each kind, of which the first does not count; steps before each
+
+
+def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The median and its 95 % interval: the k-th sample from either end. Needs 6 samples."""
+    x, n = sorted(samples), len(samples)
+    # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
+    return statistics.median(x), x[k - 1], x[-k]
+
+
+def main() -> str | None:
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    backend = "gloo"
+    if device.type != "cpu":  # saves need a backend for the CPU as well
+        device = torch.device(device.type, dist.get_node_local_rank())
+        torch.accelerator.set_device_index(device.index)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    uploads: Any = dist.new_group(backend="gloo")  # or a save's collectives meet those of the steps
+    rank, width = dist.get_rank(), 512 if device.type == "cpu" else 8192
+    model = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)]).to(device)
+    fully_shard(model, mesh=dist.init_device_mesh(device.type, (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, y = torch.randn(2, 32, width, device=device)
+    saved: dict[str, torch.Tensor] = {}  # this rank's weights as a save found them
+
+    def train(more: Callable[[int], bool]) -> list[float]:
+        """Seconds of each step, for as long as any rank wants more of them."""
+        times, go = list[float](), torch.ones((), device=device)
+        while go:
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            dist.all_reduce(go.fill_(more(len(times) + 1)), op=dist.ReduceOp.MAX)
+            torch.get_device_module(device).synchronize()  # does nothing on the CPU
+            times.append(time.perf_counter() - start)
+        return times
+
+    # [save]
+    def save(path: str, overlap: bool) -> list[float]:
+        """Seconds: blocked, stall; of each the slowest rank's."""
+        idle = statistics.median(train(lambda steps: steps < IDLE))
+        saved.update({k: v.to_local().clone() for k, v in model.state_dict().items()})
+        start = time.perf_counter()
+        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        if overlap:
+            response: Any = dcp.async_save(state, checkpoint_id=path, process_group=uploads)
+            blocked = time.perf_counter() - start
+            upload = getattr(response, "upload_completion", response)
+            stall = blocked + sum(s - idle for s in train(lambda steps: not upload.done()))
+            upload.result()  # raises what went wrong
+        else:
+            dcp.save(state, checkpoint_id=path)
+            stall = blocked = time.perf_counter() - start
+        times = torch.tensor([blocked, stall], device=device)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        return times.tolist()
+
+    # [/save]
+    gc.disable()  # a collection on one rank would stop them all
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    rounds = [save(f"{folder[0]}/{i}", overlap=i % 2 == 1) for i in range(2 * SAVES)]  # in turns
+    dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder[0]}/{2 * SAVES - 1}")
+    same = all(torch.equal(v.to_local(), saved[k]) for k, v in model.state_dict().items())
+    dist.barrier()  # all have read it
+    if rank == 0:
+        shutil.rmtree(folder[0])
+        print(f"{dist.get_world_size()} ranks, {backend}, medians of {SAVES - 1} saves")
+        print("           blocked s   stall s   95 % interval")
+        for name, samples in (("save", rounds[2::2]), ("async_save", rounds[3::2])):
+            blocked, stall = zip(*samples, strict=True)
+            print(f"{name:10}{statistics.median(blocked):10.3f}", end="")
+            print("{:10.3f}   {:.3f} to {:.3f}".format(*median_ci(stall)))
+    dist.destroy_process_group()
+    return None if same else f"rank {rank}: the checkpoint does not bring back what its call found"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""How much of a step is the communication of one mesh axis, e.g. of tensor parallelism?
+
+What you will learn: to build a parallel model a second time, on a mesh in which one axis has the
+backend `fake`, which sends nothing: exposed = step - step with this axis faked. No profiler, no
+other wrapping. The faked step computes garbage, in the time that it always takes.
+
+    $ torchrun --nproc-per-node 4 examples/tp_exposed.py
+    OUTPUT
+
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15.
+"""
+
+import gc
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor.parallel as tp
+import torch.testing._internal.distributed.fake_pg  # registers the backend `fake`
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+ROUNDS, STEPS = 15, 2  # each round times a block of 2 steps on each mesh
+
+
+def time_block(step: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of a step, on the slowest rank. All ranks call it together."""
+    dist.barrier()  # no clock starts while another rank is still busy with something else
+    step()  # untimed: it finds the caches as the block before has left them
+    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.get_device_module(device).synchronize()  # an accelerator may only have queued the work
+    elapsed = torch.tensor((time.perf_counter() - start) * 1e3 / STEPS, device=device)
+    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return elapsed.item()
+
+
+def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The median and its 95 % interval: the k-th sample from either end. Needs 6 samples."""
+    x, n = sorted(samples), len(samples)
+    # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
+    return statistics.median(x), x[k - 1], x[-k]
+
+
+# [wrap]
+def build(width: int, mesh: DeviceMesh | None = None) -> nn.Module:
+    torch.manual_seed(0)  # the same weights on all ranks
+    sizes = [(width, 3 * width), (3 * width, width)] * 2
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in sizes])
+    if mesh:
+        styles = tp.ColwiseParallel(), tp.RowwiseParallel()
+        for layer, style in zip(model, styles * 2, strict=True):
+            fully_shard(tp.parallelize_module(layer, mesh["tp"], {"0": style}), mesh=mesh["dp"])
+        fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+# [/wrap]
+def train(model: nn.Module, x: torch.Tensor) -> None:
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def main() -> int:
+    torch.set_flush_denormal(True)  # garbage may hold denormals, which are slow on CPUs
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, dist.get_node_local_rank())
+        torch.accelerator.set_device_index(device.index)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    ranks, width = dist.get_world_size(), 256 if device.type == "cpu" else 6144
+    # [fake]
+    names, shape = ("dp", "tp"), (1, ranks) if ranks % 2 else (ranks // 2, 2)
+    torch.manual_seed(dist.get_rank() // shape[1])  # the ranks of a tp group share their batch
+    with device:
+        x, plain = torch.randn(64, width), build(width)
+        mesh = partial(dist.init_device_mesh, device.type, shape, mesh_dim_names=names)
+        fakes: tuple[Any, ...] = (None, {"dp": "fake"}, {"tp": "fake"})
+        models = [build(width, mesh(backend_override=fake)) for fake in fakes]
+    # [/fake]
+    right = torch.allclose(models[0](x), plain(x), rtol=1e-4, atol=1e-5)
+    gc.disable()  # a collection on one rank would stop them all
+    rounds = []
+    for _ in range(ROUNDS):
+        a, b, c = [time_block(partial(train, model, x), device) for model in models]
+        rounds.append((a, a - b, a - c))  # within a round, so that a drift of the machine cancels
+    if dist.get_rank() == 0:
+        print(f"{ranks} ranks, {backend}, {names} = {shape}, output right: {right}")
+        print(f"{'':15}{'median ms':>10}   95 % interval")
+        rows = ("step", "exposed dp", "exposed tp")
+        for name, ms in zip(rows, zip(*rounds, strict=True), strict=True):
+            print("{:15}{:10.2f}   {:.2f} to {:.2f}".format(name, *median_ci(ms)))
+    dist.destroy_process_group()
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Which rank is slow, when all of them report the same step time?
+
+What you will learn: in a synchronised step the fast ranks wait for the slow one, so all look alike.
+Time what a rank does without the others, and compare it with theirs at the same moment. Here
+`--slow 1` gives rank 1 twice the batch, so that there is something to find.
+
+    $ torchrun --nproc-per-node 2 examples/who_is_slow.py --slow 1
+    OUTPUT
+
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15.
+"""
+
+import argparse
+import gc
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+ROUNDS, STEPS = 15, 3  # each round times a block of 3 steps of each kind
+MARGIN = 1.05  # who is less than 5 % slower than the others is not called slow
+
+
+# [measure]
+def time_block(step: Callable[[], object], device: torch.device) -> list[float]:
+    """Milliseconds of a step on each rank. All ranks call it together."""
+    dist.barrier()  # all ranks compute at the same time, as they do in a job
+    step()  # untimed: it finds the caches as the block before has left them
+    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        step()
+    torch.get_device_module(device).synchronize()  # an accelerator may only have queued the work
+    mine = torch.tensor([(time.perf_counter() - start) * 1e3 / STEPS], device=device)
+    each = mine.new_empty(dist.get_world_size())
+    dist.all_gather_into_tensor(each, mine)
+    return each.tolist()
+
+
+def median_ci(samples: Sequence[float], miss: float) -> tuple[float, float, float]:
+    """The median and an interval that misses the true one with a chance of at most `miss`."""
+    x, n = sorted(samples), len(samples)
+    # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= miss / 2 * 2**n)
+    return statistics.median(x), x[k - 1], x[-k]
+
+
+# [/measure]
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Which rank is slow?")
+    parser.add_argument("--slow", type=int, metavar="RANK", help="give this rank twice the batch")
+    slow = parser.parse_args().slow
+    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) < 2:
+        sys.exit("expected 2 ranks or more: torchrun --nproc-per-node 2 examples/who_is_slow.py")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, dist.get_node_local_rank())
+        torch.accelerator.set_device_index(device.index)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    width, batch = (384, 128) if device.type == "cpu" else (8192, 1024)
+    # [wrap]
+    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers).to(device))
+    x = torch.randn(batch * (2 if dist.get_rank() == slow else 1), width, device=device)
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    def local_compute() -> None:
+        with model.no_sync():  # no communication, so nobody waits for anybody
+            step()
+
+    # [/wrap]
+    for _ in range(4):
+        step()  # DDP arranges its buckets anew in the second one
+    gc.disable()  # a collection on one rank would stop them all
+    rounds = [(time_block(step, device), time_block(local_compute, device)) for _ in range(ROUNDS)]
+    if dist.get_rank() == 0:
+        print(f"{ranks} ranks, {backend}; medians")
+        print("rank   step ms   local ms   local / others'   95 % interval")
+        for rank in range(ranks):
+            step_ms, local_ms = (
+                statistics.median(r[kind][rank] for r in rounds) for kind in (0, 1)
+            )
+            # of the others the upper median, so that one fast rank makes no other one slow
+            ratios = [t[rank] / statistics.median_high(t[:rank] + t[rank + 1 :]) for _, t in rounds]
+            # there are as many chances to accuse somebody as ranks: they share the 5 %
+            ratio, low, high = median_ci(ratios, miss=0.05 / ranks)
+            interval = f"{low:.2f} to {high:.2f}" + ("   slow" if low > MARGIN else "")
+            print(f"{rank:4}{step_ms:10.2f}{local_ms:11.2f}{ratio:18.2f}   {interval}")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
