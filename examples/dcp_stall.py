@@ -1,6 +1,6 @@
 """What does a checkpoint cost the training: the call alone, or the steps after it as well?
 
-What you will learn: an asynchronous save returns early, then slows down the steps beside its upload.
+What you will learn: an asynchronous save returns early, then slows the steps beside its upload.
 stall = the call (`blocked`) + what the steps until the upload's end took above idle ones.
 
     $ torchrun --nproc-per-node 2 examples/dcp_stall.py
@@ -89,8 +89,7 @@ def main() -> str | None:
 
     # [/save]
     gc.disable()  # a collection on one rank would stop them all
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
+    dist.broadcast_object_list(folder := [tempfile.mkdtemp() if rank == 0 else ""])
     rounds = [save(f"{folder[0]}/{i}", overlap=i % 2 == 1) for i in range(2 * SAVES)]  # in turns
     dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder[0]}/{2 * SAVES - 1}")
     same = all(torch.equal(v.to_local(), saved[k]) for k, v in model.state_dict().items())

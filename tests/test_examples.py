@@ -1,0 +1,118 @@
+"""examples/: each runs as its docstring says, prints what it shows there, and stands by itself."""
+
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "examples").glob("*.py"))
+NEEDS_TWO = ("allreduce_busbw.py", "who_is_slow.py")  # the others measure something on 1 rank, too
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+
+
+def shown(path: Path) -> tuple[list[str], list[str]]:
+    """The command in a file's docstring, as words, and the lines that it prints there."""
+    doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+    command, *lines = re.split(r"\n\n", doc.split("    $ ", 1)[1])[0].splitlines()
+    return command.split(), [line.strip() for line in lines]
+
+
+def shape(lines: list[str]) -> list[str]:
+    """The lines with `#` for each number, without the mark that a slow rank may get or not."""
+    masked = [re.sub(r"-?\d+(\.\d+)?", "#", line).removesuffix("   slow") for line in lines]
+    return [" ".join(line.split()) for line in masked if line.strip()]
+
+
+def regions(path: Path) -> list[tuple[str, str]]:
+    """(name, text) of the marked regions. Fails where one is not closed, or within another."""
+    found, name, begin = [], "", 0
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if not (mark := re.fullmatch(r"\s*# \[(/?)(\w+)\]", line)):
+            continue
+        if mark[1]:
+            assert mark[2] == name, f"{path.name}:{number + 1}: [/{mark[2]}] ends [{name}]"
+            found.append((name, "\n".join(lines[begin + 1 : number])))
+            name = ""
+        else:
+            assert not name, f"{path.name}:{number + 1}: [{mark[2]}] begins within [{name}]"
+            name, begin = mark[2], number
+    assert not name, f"{path.name}: [{name}] has no end"
+    return found
+
+
+@each_file
+def test_stands_by_itself(path: Path) -> None:
+    """Nothing but torch and the standard library is imported: one file is all that is copied."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names.append(node.module or "")
+    ours = {p.stem for p in ROOT.iterdir() if p.is_dir()} | {p.stem for p in FILES}
+    assert {name.split(".")[0] for name in names} & ours == set()
+    assert {"numpy", "scipy", "torchvision"}.isdisjoint(names)
+
+
+@each_file
+def test_is_short_and_says_what_to_expect(path: Path) -> None:
+    text = path.read_text()
+    assert 60 <= len(text.splitlines()) <= 110
+    assert "What you will learn: " in text
+    assert "BSD-3-Clause: copy this." in text
+    command, lines = shown(path)
+    assert command[:2] == ["torchrun", "--nproc-per-node"]
+    assert command[3] == f"examples/{path.name}"
+    assert len(lines) >= 3
+    assert any("95 % interval" in line for line in lines)
+
+
+@each_file
+def test_regions_are_whole_statements(path: Path) -> None:
+    found = regions(path)
+    assert found
+    assert len({name for name, _ in found}) == len(found)
+    for _, text in found:
+        indent = min(len(line) - len(line.lstrip()) for line in text.splitlines() if line)
+        ast.parse("\n".join(line[indent:] for line in text.splitlines()))
+
+
+def test_page_names_every_file_and_region_that_it_includes() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text()
+    for path in FILES:
+        assert f"(../examples/{path.name})" in page
+        assert " ".join(shown(path)[0]) in page
+    quoted = re.findall(r"literalinclude:: \S*/(\w+\.py)\n.*:start-after: \[(\w+)\]", page)
+    for file, name in quoted:
+        assert name in [region for region, _ in regions(ROOT / "examples" / file)]
+    assert quoted
+
+
+@pytest.mark.smoke
+@each_file
+def test_prints_what_its_docstring_shows(path: Path, start: Callable[..., Any]) -> None:
+    command, lines = shown(path)
+    process = start(command[3], *command[4:], ranks=int(command[2]))
+    assert process.wait(180) == 0, process.err
+    assert shape(process.out.splitlines()) == shape(lines)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("ranks", [1, 3])
+@each_file
+def test_other_numbers_of_ranks(path: Path, ranks: int, start: Callable[..., Any]) -> None:
+    process = start(f"examples/{path.name}", ranks=ranks)
+    if ranks == 1 and path.name in NEEDS_TWO:
+        assert process.wait(180) == 1
+        assert f"expected 2 ranks or more: torchrun --nproc-per-node 2 examples/{path.name}\n" in (
+            process.err
+        )
+    else:
+        assert process.wait(180) == 0, process.err
+        assert shape(process.out.splitlines())[0].startswith("# ")
