@@ -21,7 +21,7 @@ check_job() {
         refuse "how many ranks a node? Give sbatch --gpus-per-node 8, or --ntasks-per-node 8"
     fi
     if ((${SLURM_RESTART_COUNT:-0} > ${MAX_REQUEUES:=3})); then
-        refuse "job $SLURM_JOB_ID was requeued $SLURM_RESTART_COUNT times; MAX_REQUEUES=$MAX_REQUEUES"
+        refuse "requeued $SLURM_RESTART_COUNT times; MAX_REQUEUES=$MAX_REQUEUES"
     fi
 }
 
@@ -63,17 +63,19 @@ end_step() {
     scancel --signal=TERM "$SLURM_JOB_ID" 2>/dev/null || true
 }
 
-# End srun a while after the last rank on this node. It waits for a word of every task, and from a
-# node that is cut off none comes: until Slurm takes the node for dead, or, where Slurm still reaches
-# it, until the time limit.
+# End srun a while after the last rank on this node. It waits for a word of every task, and a node
+# that is cut off sends none: until Slurm takes it for dead, or until the time limit where Slurm
+# still reaches it.
 give_up() {
-    local seen=0 quiet=0
+    local began='' quiet=0
     while ((quiet < ${GIVE_UP_S:-60})); do
         sleep 5 &>/dev/null
-        if scontrol listpids "$SLURM_JOB_ID" 2>/dev/null | awk '$3 ~ /^[0-9]+$/ {n++} END {exit !n}'; then
-            seen=5 quiet=0
+        # processes of this job here, by their step: 0, 1, ..., or batch for this shell
+        if scontrol listpids "$SLURM_JOB_ID" 2>/dev/null | grep -Eq '^[0-9]+ +[0-9]+ +[0-9]+ '; then
+            began=yes quiet=0
+        elif [[ -n $began ]]; then
+            quiet=$((quiet + 5))
         fi
-        ((quiet += seen)) || true
     done
     echo "$wrapper: no rank is left on $(hostname), and srun waits for other nodes: given up" >&2
     kill -TERM "$1"
@@ -82,7 +84,7 @@ give_up() {
 # Start the job again, for a sweep that has not ended.
 requeue() {
     local count=${SLURM_RESTART_COUNT:-0}
-    if [[ ${SLURM_JOB_ID:-} && " $* " != *" --resume "* ]]; then
+    if [[ " $* " != *" --resume "* ]]; then
         echo "$wrapper: not requeued: without --resume it would begin anew" >&2
     elif ((count >= MAX_REQUEUES)); then
         echo "$wrapper: not requeued: $count times before; MAX_REQUEUES=$MAX_REQUEUES" >&2

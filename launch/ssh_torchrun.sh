@@ -34,7 +34,9 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     usage
     exit 0
 fi
-if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 501)); then refuse "needs bash 5.1, this is $BASH_VERSION"; fi
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 501)); then
+    refuse "needs bash 5.1, this is $BASH_VERSION"
+fi
 if [[ $# -lt 2 ]]; then refuse "expected HOSTFILE SCRIPT; see launch/ssh_torchrun.sh --help"; fi
 if [[ ! -r $1 ]]; then refuse "cannot read a host file '$1'"; fi
 if [[ ! -e $2 ]]; then refuse "no script '$2' here, e.g. benchmarks/ddp_sweep.py"; fi
@@ -44,7 +46,7 @@ while read -r host ranks rest || [[ -n $host ]]; do
     number=$((number + 1))
     if [[ -z $host ]]; then continue; fi
     if ! [[ $host != -* && $ranks =~ ^slots=[1-9][0-9]*$ && -z $rest ]]; then
-        refuse "$1:$number: expected a host and its ranks, e.g. node1 slots=8, got '$host $ranks $rest'"
+        refuse "$1:$number: expected a host and its ranks, e.g. node1 slots=8, got '$host $ranks'"
     fi
     hosts+=("$host") slots+=("${ranks#slots=}")
 done < <(sed 's/#.*//' "$1")
@@ -52,13 +54,14 @@ if [[ ${#hosts[@]} -eq 0 ]]; then refuse "$1 names no host; expected lines like:
 shift
 
 # keepalives: a host that is out of reach for 30 s has failed
-read -ra ssh <<<"ssh -T ${SSH_ARGS:-} -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=10"
+read -ra ssh <<<"ssh -T ${SSH_ARGS:-} -o BatchMode=yes -o ConnectTimeout=10"
+ssh+=(-o ServerAliveInterval=10)
 master=${MASTER_ADDR:-$("${ssh[@]}" -G -- "${hosts[0]}" | sed -n 's/^hostname //p')}
 python=${PYTHON:-${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/}python3}
-variables=()
+variables=() passed_on='(NCCL|GLOO|TP|TORCH|UCX|FI)_'
 while IFS= read -r name; do
     variables+=("$name=${!name}")
-done < <(compgen -e | grep -E '^(OMP_NUM_THREADS$|CUDA_VISIBLE_DEVICES$|(NCCL|GLOO|TP|TORCH|UCX|FI)_)')
+done < <(compgen -e | grep -E "^(OMP_NUM_THREADS$|CUDA_VISIBLE_DEVICES$|$passed_on)")
 
 # What a host runs. Its stdin is a life line, since sshd lets a command go on when ssh has ended.
 # Without line breaks, which a login shell other than bash might take ill.

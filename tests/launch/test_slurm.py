@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.launch.lab import OVER, TOOLS, Lab, need, until
@@ -225,12 +226,7 @@ def signal_rank(lab: Lab, number: int) -> None:
 
 
 def kill_agent(lab: Lab) -> None:
-    (agent,) = (pid for pid in lab.processes(2) if pid in parents(lab.ranks(2)[1]))
-    os.kill(agent, signal.SIGKILL)
-
-
-def parents(pid: int) -> list[int]:
-    return [int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])]
+    psutil.Process(lab.ranks(2)[1]).parent().kill()
 
 
 def fill_disk(lab: Lab) -> None:
