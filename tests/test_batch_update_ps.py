@@ -75,7 +75,7 @@ def test_a_trainer_that_raises_fails_its_case_alone(bench: Callable[..., Any]) -
 def test_a_killed_rank_is_named(start: Callable[..., Any], tmp_path: Path, rank: int) -> None:
     path = tmp_path / "report.jsonl"
     process = start(SCRIPT, *LONG, "--timeout", "20", "--json", str(path), ranks=4)
-    process.until(lambda: cases_in(path) == 1)
+    process.until(lambda: cases_in(path), 150)
     there = process.tree()
     process.ranks()[rank].kill()
     assert process.wait(40) != 0
@@ -88,7 +88,7 @@ def test_a_killed_rank_is_named(start: Callable[..., Any], tmp_path: Path, rank:
 def test_a_stopped_server_is_named(start: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "report.jsonl"
     process = start(SCRIPT, *LONG, "--timeout", "6", "--json", str(path), ranks=3)
-    process.until(lambda: cases_in(path) == 1)
+    process.until(lambda: cases_in(path), 150)
     there = process.tree()
     process.ranks()[2].send_signal(signal.SIGSTOP)
     assert process.wait(40) != 0
