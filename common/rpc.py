@@ -1,9 +1,6 @@
 """RPC over TensorPipe: who does what, device maps, settings, an orderly start and end.
 
-    with rpc_workers(bench, roles, rpc_options(args, bench)) as devices:
-        bench.measure(key, build, derive, ranks=roles.trainers)
-
-Servers and the master answer calls while they wait for the end of a case.
+Servers and the master answer calls while they wait for the end of a case in `Benchmark.measure`.
 """
 
 import argparse
@@ -49,11 +46,10 @@ class Roles:
         ranks = [*self.trainers[::-1][:trainers], *self.servers[::-1][:servers]]
         return replace(self, cuda=frozenset(ranks))
 
-    def device_maps(self, rank: int, devices: list[str]) -> dict[str, dict[str, str]]:
+    def device_maps(self, rank: int, devices: list[str]) -> dict[str, Any]:
         """Where tensors that this rank sends arrive: {callee: {own device: the callee's}}.
 
-        devices: of every rank, with its index on its node. Servers need maps as well: in
-        distributed autograd they call the trainers.
+        devices: of every rank. Servers need maps as well: distributed autograd calls back.
         """
         if rank not in self.cuda:
             return {}
@@ -81,8 +77,8 @@ def split_roles(
         parts = f"{trainers} trainers, {servers} servers" + (" and a master" if master else "")
         more = f"e.g. torchrun --nproc-per-node {max(total, 2 + master)} {sys.argv[0]}"
         refuse(f"{parts} are {total} processes, and there are {world_size}; {more}")
-    first, last = trainers, trainers + servers
-    return Roles(range(first), range(first, last), last if master else None)
+    last = trainers + servers
+    return Roles(range(trainers), range(trainers, last), last if master else None)
 
 
 def wants_cuda(device: str) -> bool:
@@ -91,10 +87,7 @@ def wants_cuda(device: str) -> bool:
 
 
 def place(args: argparse.Namespace, roles: Roles) -> None:
-    """Make --device and --backend this rank's own, before it joins the job.
-
-    The backend is that of the groups among trainers: by default nccl if all are on CUDA.
-    """
+    """Make --device and --backend (of trainers) this rank's own, before it joins the job."""
     rank = int(os.environ.get("RANK", "0"))
     if roles.cuda and not torch.cuda.is_available():
         refuse("trainers or servers on CUDA: torch sees no CUDA device here; try --device cpu")
@@ -142,9 +135,8 @@ def add_rpc_flags(parser: argparse.ArgumentParser) -> None:
 def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     """The settings of the flags, by the cores of rank 0's node; alike on all ranks.
 
-    TensorPipe itself takes 16 threads whatever the machine. 1 would be too few: a function that
-    makes a call of its own would wait for its own thread. shm's thread polls: where ranks
-    outnumber the cores it takes them from those that have something to do.
+    TensorPipe itself takes 16 threads whatever the machine; with 1 a function that makes a call of
+    its own would wait for itself. shm polls: where ranks outnumber the cores it takes them away.
     """
     cores, ranks = len(os.sched_getaffinity(0)), bench.job.local_world_size
     threads = args.rpc_threads or min(16, max(2, cores // ranks))
@@ -159,9 +151,9 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
     """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
     job = bench.job
     devices: list[str] = share(gather(str(job.device)))
-    both = roles.cuda.intersection(roles.trainers) and roles.cuda.intersection(roles.servers)
-    allocator = (os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("", "CUDA_"))
-    if both and any("expandable_segments:True" in text for text in allocator):
+    mapped = any(roles.device_maps(rank, devices) for rank in roles.trainers)
+    allocator = [os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("", "CUDA_")]
+    if mapped and "expandable_segments:True" in ",".join(allocator):
         bench.print("# warning: CUDA IPC fails on expandable segments; unset PYTORCH_ALLOC_CONF")
 
     def handler(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
@@ -169,12 +161,11 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
 
     with suppress(RuntimeError):  # registered by an earlier start in this process
         register_rendezvous_handler(SCHEME, handler)
-    maps: Any = roles.device_maps(job.rank, devices)
     settings = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=options.threads,
         rpc_timeout=options.timeout_s,
         init_method=f"{SCHEME}://",
-        device_maps=maps,
+        device_maps=roles.device_maps(job.rank, devices),
         _transports=list(options.transports) or None,
         _channels=list(options.channels) or None,
     )

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import batch_update_ps
 from common.report import Case
+from common.rpc import split_roles
 
 SCRIPT = "benchmarks/batch_update_ps.py"
 SHORT = ("--iters", "20", "--warmup-iters", "1", "--device", "cpu")
@@ -75,7 +76,7 @@ def test_a_trainer_that_raises_fails_its_case_alone(bench: Callable[..., Any]) -
 def test_a_killed_rank_is_named(start: Callable[..., Any], tmp_path: Path, rank: int) -> None:
     path = tmp_path / "report.jsonl"
     process = start(SCRIPT, *LONG, "--timeout", "20", "--json", str(path), ranks=4)
-    process.until(lambda: cases_in(path) == 1)
+    process.until(lambda: cases_in(path), 150)
     there = process.tree()
     process.ranks()[rank].kill()
     assert process.wait(40) != 0
@@ -88,7 +89,7 @@ def test_a_killed_rank_is_named(start: Callable[..., Any], tmp_path: Path, rank:
 def test_a_stopped_server_is_named(start: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "report.jsonl"
     process = start(SCRIPT, *LONG, "--timeout", "6", "--json", str(path), ranks=3)
-    process.until(lambda: cases_in(path) == 1)
+    process.until(lambda: cases_in(path), 150)
     there = process.tree()
     process.ranks()[2].send_signal(signal.SIGSTOP)
     assert process.wait(40) != 0
@@ -128,6 +129,18 @@ def test_more_gradients_than_trainers_are_refused(
         batch_update_ps.main()
     assert refused.value.code == 2
     assert "--batch-update-size 3: there are 2 trainers; try 2" in capsys.readouterr().err
+
+
+def test_roles_and_device_maps() -> None:
+    """Both ways, by the index that a device has on its node; the master needs none."""
+    roles = split_roles(6, trainers=3, master=True).on_cuda(1, 2)
+    names = ["trainer0", "trainer1", "trainer2", "server0", "server1", "master"]
+    assert [roles.name(rank) for rank in range(6)] == names
+    devices = ["cpu", "cpu", "cuda:2", "cuda:0", "cuda:1", "cpu"]
+    maps = [roles.device_maps(rank, devices) for rank in range(6)]
+    assert maps[:2] == [{}, {}]
+    assert maps[2] == {"server0": {"cuda:2": "cuda:0"}, "server1": {"cuda:2": "cuda:1"}}
+    assert maps[3:] == [{"trainer2": {f"cuda:{i}": "cuda:2"}} for i in (0, 1)] + [{}]
 
 
 def test_rates_by_hand() -> None:

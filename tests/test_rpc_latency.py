@@ -71,14 +71,13 @@ def test_two_nodes(bench: Callable[..., Any]) -> None:
 
 
 @smoke
-@pytest.mark.parametrize("transport", ["auto", "uv"])
 def test_on_one_node_no_rank_listens_beyond_loopback(
-    start: Callable[..., Any], tmp_path: Path, transport: str
+    start: Callable[..., Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "report.jsonl"
-    channels = ("--rpc-channels", "mpt_uv,basic", "--rpc-transports", transport)
-    process = start(SCRIPT, *LONG, *channels, "--json", str(path), ranks=2)
-    process.until(lambda: cases_in(path) == 1)
+    every = ("--rpc-channels", "mpt_uv,basic", "--rpc-transports", "auto")  # all that listen
+    process = start(SCRIPT, *LONG, *every, "--json", str(path), ranks=2)
+    process.until(lambda: cases_in(path), 150)
     ranks = process.ranks()
     assert sorted(ranks) == [0, 1]  # torchrun's own agent listens on all interfaces
     for rank in ranks.values():
@@ -107,15 +106,14 @@ def test_what_goes_wrong_on_the_way_fails_the_case(
 
 
 @faults
-@pytest.mark.parametrize("rank", [1, 2])  # a caller, the callee
-def test_a_killed_rank_is_named(start: Callable[..., Any], tmp_path: Path, rank: int) -> None:
+def test_a_killed_callee_is_named(start: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "report.jsonl"
     process = start(SCRIPT, *LONG, "--timeout", "20", "--json", str(path), ranks=3)
-    process.until(lambda: cases_in(path) == 1)
+    process.until(lambda: cases_in(path), 150)
     there = process.tree()
-    process.ranks()[rank].kill()
+    process.ranks()[2].kill()
     assert process.wait(40) != 0
-    assert re.search(rf"rank +: {rank} .*\n.*exitcode +: -9 ", process.err), process.err
+    assert re.search(r"rank +: 2 .*\n.*exitcode +: -9 ", process.err), process.err
     assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in there)
     assert cases_in(path) == 1  # what was measured is kept
 
@@ -124,7 +122,7 @@ def test_a_killed_rank_is_named(start: Callable[..., Any], tmp_path: Path, rank:
 def test_a_stopped_callee_is_named(start: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "report.jsonl"
     process = start(SCRIPT, *LONG, "--timeout", "6", "--json", str(path))
-    process.until(lambda: cases_in(path) == 1)
+    process.until(lambda: cases_in(path), 150)
     there = process.tree()
     process.ranks()[1].send_signal(signal.SIGSTOP)
     assert process.wait(40) != 0
