@@ -188,7 +188,7 @@ def to_pytorch(paths: Sequence[str]) -> str:
     base = {}
     for case in found.cases:
         key, rows = case.key, case.samples_s.get("step", [])
-        if found.benchmark != "ddp_sweep" or not rows:
+        if found.benchmark != "ddp_sweep" or case.failed or not rows:
             continue
         result = {"ranks": case.ranks, "measurements": list(chain(*rows))}
         which = (key["model"], key["batch_size"], key["dtype"])

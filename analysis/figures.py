@@ -63,6 +63,11 @@ class Drawing:
         self.figure.savefig(file, format="svg", transparent=True, bbox_inches="tight")
         text = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
         text = text[text.index("<svg") :]
+        text = re.sub(r'<g id="[^"]*"', "<g", text)
+        # an id is a hash of the content: definitions that are there twice are alike
+        for name in set(re.findall(r' id="([^"]+)"', text)):
+            first, mark, rest = text.partition(f' id="{name}"')
+            text = first + mark + rest.replace(mark, "")
         text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>f{number}-", text)
         text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
         text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)

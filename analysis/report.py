@@ -84,9 +84,12 @@ class Table:
     mark: str = "failed"
     note: str = ""
 
+    def __post_init__(self) -> None:
+        self.header = [clean(cell, 100) for cell in self.header]
+        self.rows = [[clean(cell, 500) for cell in row] for row in self.rows]
+
     def markdown(self) -> str:
-        rows = [[clean(cell, 200) for cell in row] for row in self.rows]
-        return f"### {markdown(self.title)}\n\n{markdown_table(self.header, rows, len(self.right))}"
+        return f"### {self.title}\n\n{markdown_table(self.header, self.rows, len(self.right))}"
 
 
 # -- what stands above the benchmarks --------------------------------------------------------------
@@ -243,7 +246,7 @@ def page(runs: dict[str, Run], title: str | None) -> str:
             for line in listed(e.get("differences"))[:20]
         ],
         topologies=[
-            (label, text[:8000])
+            (label, "\n".join(clean(line) for line in text[:8000].splitlines()))
             for label, e in environments.items()
             for text in dict.fromkeys(map(str, listed(e.get("topologies"))[:4]))
         ],

@@ -1,17 +1,23 @@
 """Reports for the tests of analysis/: written here, by hand or by a small command."""
 
+import contextlib
+import gc
+import io
 import json
 import random
+import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def case(label: str, times: Sequence[float] = (0.1,), **changes: Any) -> dict[str, Any]:
+def case(label: str, times: Sequence[Any] = (0.1,), **changes: Any) -> dict[str, Any]:
     """A case of one rank whose step took these seconds."""
     line = {
         "key": {"label": label, "model": "resnet18", "batch_size": 8},
@@ -57,7 +63,34 @@ def alike(count: int, seconds: float, seed: int, scatter: float = 0.01) -> list[
     return [seconds * (1 + rng.gauss(0, scatter)) for _ in range(count)]
 
 
-def run(script: str, *words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """A script of analysis/ as its user runs it."""
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run(script: str, *words: str) -> Done:
+    """A script of analysis/ as its user runs it, but in this process, which has its imports."""
+    path, old = str(ROOT / "analysis" / script), sys.argv
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    out, err = io.StringIO(), io.StringIO()
+    status: Any = 0
+    try:
+        sys.argv = [path, *words]
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    finally:
+        sys.argv = old
+        gc.enable()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return Done(status, out.getvalue(), err.getvalue())
+
+
+def start(script: str, *words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """The same in a process of its own."""
     command = [sys.executable, str(ROOT / "analysis" / script), *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)

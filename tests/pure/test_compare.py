@@ -15,9 +15,12 @@ from analysis.verdicts import Comparison, Design, compare, discoveries
 from tests.pure.reports import ROOT, alike, case, run, runs, write
 
 
+def judged(base: Path | str, test: Path | str, **design: Any) -> Comparison:
+    return compare(load([str(base)]), load([str(test)]), Design(**design))
+
+
 def compared(folder: Path, base: list[float], test: list[float], **design: Any) -> Comparison:
-    sides = [runs(folder / "base", base), runs(folder / "test", test)]
-    return compare(*(load([side]) for side in sides), Design(**design))
+    return judged(runs(folder / "base", base), runs(folder / "test", test), **design)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +50,8 @@ def test_interval_by_hand(tmp_path: Path) -> None:
 def test_unequal_numbers_take_the_wider_interval(tmp_path: Path) -> None:
     # Welch: variances 0.0002 / 2 and 0.02 / 3, so error 0.0822 at 2.06 degrees of freedom
     logs = [(-0.01, 0.01), (0.0, 0.1414, 0.2828)]
-    (found,) = compared(tmp_path, *([math.exp(x) for x in side] for side in logs)).cases
+    base, test = ([math.exp(x) for x in side] for side in logs)
+    (found,) = compared(tmp_path, base, test).cases
     assert found.ci95 is not None
     assert math.log(found.ci95[1] / (found.ratio or 0)) == pytest.approx(4.18 * 0.0822, rel=0.01)
 
@@ -70,10 +74,10 @@ def test_runs_that_took_turns_are_compared_block_by_block(tmp_path: Path) -> Non
         for i in range(2):
             line = case("x", [t for t in times for _ in range(3)], rounds=[3] * 6)
             write(tmp_path / side / f"{i}.jsonl", line, started_at=f"2026-01-01T0{i}:00:00")
-    sides = [load([str(tmp_path / side)]) for side in blocks]
-    (found,) = compare(*sides, Design(paired=True, interleaved=True)).cases
+    a, b = tmp_path / "a", tmp_path / "b"
+    (found,) = judged(a, b, paired=True, interleaved=True).cases
     assert found.pair_ratios == pytest.approx([1.10, 1.10])
-    (medians,) = compare(*sides, Design(paired=True)).cases
+    (medians,) = judged(a, b, paired=True).cases
     assert medians.pair_ratios == pytest.approx([60 / 41, 60 / 41])
 
 
@@ -120,7 +124,7 @@ def test_geometric_mean_by_hand(tmp_path: Path) -> None:
         for i in range(3):
             lines = [case("x", [factor * (1 + i / 1000)]), case("y", [2 * factor * factor])]
             write(tmp_path / side / f"{i}.jsonl", *lines, started_at=f"2026-01-01T0{i}:00:00")
-    mean = compare(load([str(tmp_path / "a")]), load([str(tmp_path / "b")]), Design()).mean
+    mean = judged(tmp_path / "a", tmp_path / "b").mean
     assert mean is not None
     assert mean.ratio == pytest.approx(1.1**1.5)
     assert mean.label == "geometric mean of 2 cases"
@@ -130,7 +134,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     failed = case("x", check="failed: out of memory", samples_s={}, rounds=[])
     write(tmp_path / "base.jsonl", case("x"), case("y"), case("z"))
     write(tmp_path / "test.jsonl", failed, case("y"), case("new"))
-    found = compare(*(load([str(tmp_path / f"{s}.jsonl")]) for s in ("base", "test")), Design())
+    found = judged(tmp_path / "base.jsonl", tmp_path / "test.jsonl")
     verdicts = {c.label: (c.verdict, c.reason) for c in found.cases}
     assert verdicts["x"] == ("missing", "TEST: 1 of 1 runs: failed: out of memory")
     assert verdicts["z"][0] == "missing"

@@ -1,4 +1,4 @@
-"""analysis/load.py: reports of three programs as rows, and what is wrong with a file in one line."""
+"""analysis/load.py: reports of three programs as rows, and what is wrong with a file."""
 
 import json
 import re
@@ -15,7 +15,10 @@ from tests.pure.reports import ROOT, case, write
 
 
 def test_a_row_a_case(tmp_path: Path) -> None:
-    two_ranks = {"samples_s": {"step": [[0.1, 0.3, 0.2], [0.2, 0.1, 0.1]]}, "ranks": [0, 1]}
+    two_ranks: dict[str, Any] = {
+        "samples_s": {"step": [[0.1, 0.3, 0.2], [0.2, 0.1, 0.1]]},
+        "ranks": [0, 1],
+    }
     path = write(
         tmp_path / "a.jsonl", case("no ddp", [1, 3, 2]), case("2 ranks", **two_ranks, rounds=[3])
     )
@@ -28,7 +31,11 @@ def test_a_row_a_case(tmp_path: Path) -> None:
 
 
 def test_callers_that_go_their_own_way(tmp_path: Path) -> None:
-    rows = {"samples_s": {"step": [[1, 1, 1, 9], [2, 2, 2, 2]]}, "ranks": [0, 1], "rounds": [4]}
+    rows: dict[str, Any] = {
+        "samples_s": {"step": [[1, 1, 1, 9], [2, 2, 2, 2]]},
+        "ranks": [0, 1],
+        "rounds": [4],
+    }
     path = write(tmp_path / "a.jsonl", case("x", **rows), benchmark="rpc_latency")
     assert frame(load([path]))["time_s"].tolist() == [2]
 
@@ -50,7 +57,10 @@ def test_a_case_without_samples_has_a_metric(
 
 
 def test_measure_and_ignore_key(tmp_path: Path) -> None:
-    steps = {"samples_s": {"step": [[1.0]], "local compute": [[0.5]]}, "rounds": [1]}
+    steps: dict[str, Any] = {
+        "samples_s": {"step": [[1.0]], "local compute": [[0.5]]},
+        "rounds": [1],
+    }
     path = write(tmp_path / "a.jsonl", case("x", **steps))
     (row,) = load([path], "local_compute", ["model"])[0].rows.values()
     assert row.time_s == 0.5
@@ -81,9 +91,12 @@ def test_names_hold_what_tells_cases_apart() -> None:
         {"operation": "broadcast", "size_bytes": 8, "count": 2, "dtype": "fp32"},
     ]
     assert list(case_names(keys).values()) == ["all_reduce, 8", "all_reduce, 4M", "broadcast"]
-    labelled = [{"label": "no ddp", "bucket_mb": None}, {"label": "2G", "bucket_mb": 25.0}]
+    labelled: list[dict[str, Any]] = [
+        {"label": "no ddp", "bucket_mb": None},
+        {"label": "2G", "bucket_mb": 25.0},
+    ]
     assert list(case_names(labelled).values()) == ["no ddp", "2G"]
-    buckets = [{"label": "2G", "bucket_mb": size} for size in (25.0, 100.0)]
+    buckets: list[dict[str, Any]] = [{"label": "2G", "bucket_mb": size} for size in (25.0, 100.0)]
     assert list(case_names(buckets).values()) == ["2G, bucket 25 MB", "2G, bucket 100 MB"]
 
 
@@ -186,7 +199,7 @@ BAD: dict[str, tuple[str, str]] = {
     "older": ('{\n "schema": "torchrun-bench/1"\n}\n', "another version of torchrun-bench"),
     "NaN": (json.dumps(case("x", [float("nan")])), "NaN is not a number in JSON"),
     "negative": (json.dumps(case("x", [-1.0])), "samples_s.step: expected lists of seconds"),
-    "word": (json.dumps(case("x", ["fast"])), "samples_s.step: expected lists of seconds"),  # type: ignore[list-item]
+    "word": (json.dumps(case("x", ["fast"])), "samples_s.step: expected lists of seconds"),
     "ragged": (json.dumps(case("x", samples_s={"step": [[1], [1, 2]]}, ranks=[0, 1])), "length"),
     "deep": ("[" * 5000, "is no line of a report"),
 }

@@ -1,0 +1,159 @@
+"""How often does compare.py err? Simulated runs whose true ratio is known, through compare().
+
+    python tests/simulate_compare.py            all tables of docs/compare.md, a minute or two
+    python tests/simulate_compare.py quick      fewer comparisons, 10 seconds
+
+A run's iterations are AR(1) noise about a level of its own; levels differ from run to run. Prints
+the coverage of the intervals (95 % is right), how often runs that are alike are called different,
+and how often runs that are 5 and 10 % slower are found. Seeded: the same numbers every time.
+"""
+
+import sys
+from math import log
+from pathlib import Path
+
+import numpy as np
+import tabulate
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from analysis.load import Row, Run
+from analysis.verdicts import Comparison, Design, compare
+from common.report import Report
+
+ITERATIONS, BLOCKS = 48, 24
+SCATTER, NOISE, CORRELATION = 0.03, 0.05, 0.5  # of runs; of iterations, and of neighbours
+Times = NDArray[np.float64]  # [cases, runs, iterations], of a true time of 1
+
+
+def simulate(
+    cases: int,
+    runs: int,
+    rng: np.random.Generator,
+    scatter: float = SCATTER,
+    noise: float = NOISE,
+    correlation: float = CORRELATION,
+) -> Times:
+    x = rng.normal(0, 1, (cases, runs, ITERATIONS))
+    for i in range(1, ITERATIONS):  # a stationary AR(1) process
+        x[..., i] = correlation * x[..., i - 1] + np.sqrt(1 - correlation**2) * x[..., i]
+    return np.asarray(np.exp(rng.normal(0, scatter, (cases, runs, 1)) + noise * x))
+
+
+def as_runs(times: Times, name: str) -> list[Run]:
+    found = []
+    rounds = (ITERATIONS // BLOCKS,) * BLOCKS
+    for j in range(times.shape[1]):
+        report = Report("simulated", {}, f"{name} {j}", [], f"{j:04}", status="complete")
+        medians = np.median(times[:, j], axis=1)
+        rows = {
+            f'{{"case": {i}}}': Row({"case": i}, "passed", {}, "step", float(m), own, rounds)
+            for i, (m, own) in enumerate(zip(medians, times[:, j], strict=True))
+        }
+        found.append(Run(report, rows))
+    return found
+
+
+def compared(base: Times, test: Times, design: Design) -> Comparison:
+    return compare(as_runs(base, "base"), as_runs(test, "test"), design)
+
+
+def coverage(found: Comparison, ratio: float) -> float:
+    """Of the intervals those that hold the truth, in %."""
+    held = [case.ci95[0] <= ratio <= case.ci95[1] for case in found.cases if case.ci95]
+    return 100 * float(np.mean(held))
+
+
+def print_coverage(cases: int, rng: np.random.Generator) -> list[float]:
+    """TEST is truly 5 % slower."""
+    scenarios = {
+        "independent iterations": {"correlation": 0.0},
+        "correlated iterations (AR(1), 0.9)": {"correlation": 0.9},
+        "runs alike, correlated iterations": {"correlation": 0.9, "scatter": 0.0},
+        "runs differ by 10 %": {"scatter": 0.1},
+    }
+    sizes = ((2, 2), (3, 3), (6, 6), (10, 10), (3, 6), (1, 5))
+    rows, every = [], []
+    for name, options in scenarios.items():
+        held = []
+        for m, n in sizes:
+            base = simulate(cases, m, rng, **options)
+            test = 1.05 * simulate(cases, n, rng, **options)
+            held.append(coverage(compared(base, test, Design()), 1.05))
+        rows.append([name, *held])
+        every += held
+    heads = [f"{m}" if m == n else f"{m} and {n}" for m, n in sizes]
+    print("Intervals that hold the truth, in %, by runs a side\n")
+    print(tabulate.tabulate(rows, ["", *heads], "github", floatfmt=".1f"), "\n")
+    return every
+
+
+def print_drift(cases: int, rng: np.random.Generator) -> list[float]:
+    """The machine drifts, a random walk of 3 % a run, while the sides take turns: AB BA AB.
+
+    Interleaved: it drifts from block to block, and both runs of a pair see that.
+    """
+    rows, every = [], []
+    for runs in (4, 6, 10):
+        drift = np.cumsum(rng.normal(0, 0.03, (cases, 2 * runs, 1)), axis=1)
+        first = np.arange(runs) % 2  # whether TEST goes first in the pair
+        base, test = (
+            simulate(cases, runs, rng, scatter=0.01) * np.exp(drift[:, 2 * np.arange(runs) + order])
+            for order in (first, 1 - first)
+        )
+        slow = np.repeat(rng.exponential(0.1, (cases, runs, BLOCKS)), ITERATIONS // BLOCKS, axis=2)
+        near = np.repeat(rng.normal(0, 0.01, (cases, runs, BLOCKS)), ITERATIONS // BLOCKS, axis=2)
+        turns = [simulate(cases, runs, rng, scatter=0.01) * np.exp(slow + near * i) for i in (0, 1)]
+        plans: tuple[tuple[str, Times, Times, Design], ...] = (
+            ("one run after the other", base, test, Design()),
+            ("--paired", base, test, Design(paired=True)),
+            ("--interleaved", turns[0], turns[1], Design(paired=True, interleaved=True)),
+        )
+        for name, a, b, design in plans:
+            found = compared(a, 1.05 * b, design)
+            widths = [log(c.ci95[1] / c.ci95[0]) / 2 for c in found.cases if c.ci95]
+            held = coverage(found, 1.05)
+            rows.append([runs, name, held, 100 * float(np.median(widths))])
+            every += [held] if design.paired else []
+    print("A machine that drifts, runs a side\n")
+    heads = ["runs", "how", "hold the truth (%)", "half width (%)"]
+    print(tabulate.tabulate(rows, heads, "github", floatfmt=".1f"), "\n")
+    return every
+
+
+def print_verdicts(campaigns: int, rng: np.random.Generator) -> list[float]:
+    """Campaigns of 6 cases each: all alike (A/A), or all 5 or 10 % slower."""
+    rows, false_alarms = [], []
+    for scatter in (0.01, 0.02, 0.03, 0.05):
+        for runs in (3, 6, 10):
+            shares = []
+            for ratio in (1.0, 1.05, 1.10):
+                cells = []
+                for _ in range(campaigns):
+                    base, test = (simulate(6, runs, rng, scatter, 0.02) for _ in range(2))
+                    cells += [case.verdict for case in compared(base, ratio * test, Design()).cases]
+                slower = 100 * cells.count("slower") / len(cells)
+                alarms = slower + 100 * cells.count("faster") / len(cells)
+                shares.append(alarms if ratio == 1.0 else slower)
+            false_alarms.append(shares[0])
+            rows.append([f"{100 * scatter:g} %", runs, *shares])
+    print("Shares of cases, in %; --margin 2%\n")
+    heads = ["runs differ by", "runs a side", "A/A: called", "5 %: slower", "10 %: slower"]
+    print(tabulate.tabulate(rows, heads, "github", floatfmt=".1f"))
+    return false_alarms
+
+
+def main() -> int:
+    quick = sys.argv[1:] == ["quick"]
+    rng = np.random.default_rng(2024)
+    held = print_coverage(400 if quick else 3000, rng) + print_drift(400 if quick else 2000, rng)
+    alarms = print_verdicts(20 if quick else 200, rng)
+    limits = (90.0, 99.5, 5.0) if quick else (93.0, 97.0, 5.0)
+    inside = [limits[0] <= share <= limits[1] for share in held]
+    print(f"\n# coverage {min(held):.1f} to {max(held):.1f} %; A/A at most {max(alarms):.1f} %")
+    return int(not all(inside) or max(alarms) > limits[2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
