@@ -23,6 +23,7 @@ number and is averaged over all trainers. Not timed: making the data, warm-up, a
     GB/s        MB/step over the hook's time
 
 Ranks: trainers, then servers (of each the CPU's first, then CUDA's), and last the master.
+`--backend multi`, the default if all trainers are on CUDA: nccl, and gloo for what is sparse.
 
     torchrun --nproc-per-node 5 benchmarks/parameter_server.py --nserver 2
     torchrun --nproc-per-node 11 benchmarks/parameter_server.py --ncudatrainer 8 --nserver 2
@@ -114,7 +115,7 @@ Parts = list[torch.Tensor]  # a gradient as it travels: [dense], or [indices, va
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__, conflict_handler="resolve")  # --backend has other choices here
+    parser = Parser(__doc__)
     add_common_flags(parser)
     add_rpc_flags(parser)
     add = parser.add_argument
@@ -126,9 +127,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         add(flag, type=list_of(str, choices), default=[*choices], metavar="NAME", help=text)
     for flag, text in ROLES.items():
         add(flag, type=number(int), default=0, metavar="N", help=text)
-    text = "of the trainers; multi: nccl, and gloo for what is sparse (default: by device)"
-    backends = ("gloo", "nccl", "multi")
-    add("--distributed-backend", "--backend", dest="backend", choices=backends, help=text)
     for name, (cuda, cpu, text) in SIZES.items():
         text += f" (default: {cuda}, CPU {cpu})"
         add(f"--{name.replace('_', '-')}", type=positive_int, metavar="N", help=text)
@@ -678,7 +676,8 @@ def heading(args: argparse.Namespace, roles: Roles) -> str:
         f"layers of {args.dense_size}, {args.classes} classes, buckets of {args.bucket_size:g} MB\n"
         f"# an epoch is {steps} steps of {args.batch_size} samples"
         + f"; {short} of the trainers have a step less and start again" * (short > 0)
-        + "\n# grouped: replicas of different servers drift apart" * (len(roles.servers) > 1)
+        + "\n# grouped: replicas of different servers drift apart"
+        * (len(roles.servers) > 1 and "grouped" in args.placement)
     )
 
 

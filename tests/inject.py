@@ -430,6 +430,83 @@ def slow_sends() -> None:
     dist.batch_isend_irecv = exchange  # type: ignore[assignment]
 
 
+def wrong_answer() -> None:
+    """Rank 2, a server, answers later (RPC's async_execution) with one thousandth too much."""
+    import functools
+
+    import torch.distributed.rpc as rpc
+
+    def more(answer: torch.futures.Future[Any]) -> Any:
+        return [x * 1.001 if x.is_floating_point() else x for x in answer.value()]
+
+    def decorate(function: Any) -> Any:
+        @functools.wraps(function)
+        def answer(*args: Any) -> Any:
+            return function(*args).then(more) if RANK == 2 else function(*args)
+
+        return real(answer)
+
+    real, rpc.functions.async_execution = rpc.functions.async_execution, decorate
+
+
+def in_addition(number: int, then: Callable[[], None]) -> None:
+    """Have `then` called where rank 2, a server, adds its number-th gradient to others."""
+    real, calls = torch.Tensor.add_, [0]
+
+    def add_(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == number and RANK == 2:
+            then()
+        return real(*args, **kwargs)
+
+    torch.Tensor.add_ = add_  # type: ignore[method-assign, assignment]
+
+
+@fault
+def server_raises() -> None:
+    """Rank 2, a server, runs out of memory."""
+
+    def out_of_memory() -> None:
+        raise torch.OutOfMemoryError("injected: out of memory")
+
+    in_addition(40, out_of_memory)
+
+
+@fault
+def server_stops() -> None:
+    """Rank 2, a server, is stopped, as by a debugger."""
+    in_addition(40, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+@fault
+def server_dies() -> None:
+    """Rank 2, a server, is killed, as for its memory."""
+    in_addition(40, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@fault
+def wrong_lookup() -> None:
+    """Rank 2, a server, looks up one millionth too much."""
+    real = torch.nn.EmbeddingBag.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return real(*args, **kwargs) * (1 + 1e-6 * (RANK == 2))
+
+    torch.nn.EmbeddingBag.forward = forward  # type: ignore[method-assign]
+
+
+@fault
+def lost_gradient() -> None:
+    """The third gradient that rank 2, a server, computes is nothing."""
+    real, calls = torch.autograd.grad, [0]
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return tuple(g * (calls[0] != 3 or RANK != 2) for g in real(*args, **kwargs))
+
+    torch.autograd.grad = grad
+
+
 if __name__ == "__main__":
     name, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]

@@ -1,0 +1,82 @@
+"""common/phases.py by hand: which steps count, and what is made of their durations."""
+
+import pytest
+import torch
+
+from common.phases import Phases, phase_table, pool, summaries, summary, timed
+
+
+def test_durations_by_step_and_phase() -> None:
+    phases = Phases(torch.device("cpu"))
+    phases.begin()
+    phases.add("forward", 1.0, 3.0)
+    phases.add("backward", 3.0, 4.0)
+    phases.add("forward", 4.0, 6.0)  # a second one
+    phases.add("whole", 1.0, 6.0)
+    phases.begin()
+    phases.add("forward", 10.0, 10.5)
+    assert phases.durations() == [
+        {"forward": [2.0, 2.0], "backward": [1.0], "whole": [5.0]},
+        {"forward": [0.5]},
+    ]
+
+
+def test_marks_follow_each_other() -> None:
+    phases = Phases(torch.device("cpu"))
+    start = phases.begin()
+    phases.mark("first")
+    phases.mark("second")
+    phases.add("both", start, phases.last)
+    (step,) = phases.durations()
+    assert step["both"] == pytest.approx([step["first"][0] + step["second"][0]])
+    assert 0 < step["both"][0] < 1
+
+
+def test_timed_steps_are_counted_from_the_end() -> None:
+    # 4 steps of checks and warm-up, then a lead-in and 3, then a lead-in and 1
+    assert timed(range(10), [3, 1]) == [5, 6, 7, 9]
+    assert timed(range(4), [1, 1]) == [1, 3]
+    assert timed(range(7), []) == []
+
+
+def test_pool() -> None:
+    assert pool([{"a": [1.0], "b": [2.0]}, {}, {"a": [3.0, 4.0]}]) == {
+        "a": [1.0, 3.0, 4.0],
+        "b": [2.0],
+    }
+
+
+def test_summary() -> None:
+    # mean 3, squares 4 + 1 + 0 + 9 = 14 over n - 1 = 3; the 75th percentile lies a quarter of
+    # the way from 3 to 6
+    found = summary([1, 2, 3, 6])
+    assert (found["count"], found["min_s"], found["max_s"], found["mean_s"]) == (4, 1, 6, 3)
+    assert found["variance_s2"] == pytest.approx(14 / 3)
+    assert found["stdev_s"] == pytest.approx((14 / 3) ** 0.5)
+    assert (found["p50_s"], found["p75_s"]) == (2.5, 3.75)
+    one = summary([0.25])
+    assert (one["variance_s2"], one["stdev_s"], one["p95_s"]) == (0, 0, 0.25)
+
+
+def test_summaries_and_their_table() -> None:
+    found = summaries({"server0": {"batch": [0.001]}, "server1": {"batch": [0.003, 0.005]}})
+    assert list(found) == ["server0", "server1", "all"]
+    assert found["all"]["batch"]["mean_s"] == pytest.approx(0.003)
+    lines = phase_table("servers", found).splitlines()
+    heads = "servers count min max mean stdev variance p50 p75 p90 p95"
+    assert lines[0].split() == heads.split(" ")
+    assert lines[3].split()[:5] == ["batch", "server0", "1", "1.000", "1.000"]
+    # of 1, 3 and 5 ms: mean 3, variance 8 / 2
+    assert lines[5].split()[:6] == ["batch", "all", "3", "1.000", "5.000", "3.000"]
+    assert lines[5].split()[6:8] == ["2.000", "4.000"]
+
+
+def test_a_worker_without_durations_and_many_workers() -> None:
+    found = summaries({"server0": {"batch": [1.0]}, "server1": {"batch": []}})
+    assert found["server1"] == {}
+    rows = phase_table("servers", found).splitlines()[3:]
+    assert [row.split()[:2] for row in rows] == [["batch", "server0"], ["batch", "all"]]
+    alone = summaries({"server0": {"batch": [1.0]}})
+    assert len(phase_table("servers", alone).splitlines()) == 4
+    many = summaries({f"trainer{i}": {"batch": [1.0]} for i in range(11)})
+    assert phase_table("trainers", many).endswith("# 3 more workers are in the report")

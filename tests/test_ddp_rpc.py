@@ -1,0 +1,125 @@
+"""ddp_rpc.py as its user runs it, and what its check against one process finds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+SCRIPT = "benchmarks/ddp_rpc.py"
+SHORT = ("--device", "cpu", "--epochs", "6", "--warmup-cycles", "1")
+PARTS = ("lookup", "forward", "backward", "exchange", "step")
+
+
+def checks(run: Any) -> dict[str, str]:
+    return {f"{c.key['lookup']} {c.key['autograd']}": c.check for c in run.report.cases}
+
+
+@pytest.mark.smoke
+def test_four_processes(bench: Callable[..., Any]) -> None:
+    """2 trainers, a server and the master: every way of lookup and autograd."""
+    run = bench(SCRIPT, *SHORT, "--lookup", "all", ranks=4)
+    assert run.status == 0, run.err
+    assert run.err == "" or "OMP_NUM_THREADS" in run.err
+    assert "64 projected to 512" in run.out
+    assert checks(run) == dict.fromkeys(
+        (
+            *("parallel distributed", "parallel manual"),
+            *("sequential distributed", "sequential manual"),
+        ),
+        "passed",
+    )
+    for case in run.report.cases:
+        m = case.metrics
+        assert case.ranks == [0, 1]
+        assert [len(row) for row in case.samples_s["epoch"]] == [6, 6]
+        assert [name for name in m if name.endswith("_s")][-5:] == [f"{p}_s" for p in PARTS]
+        # the parts of a batch add up to a tenth of the mean epoch of a trainer
+        mean = sum(map(sum, case.samples_s["epoch"])) / 12
+        assert 10 * sum(m[f"{name}_s"] for name in PARTS) == pytest.approx(mean, rel=0.05)
+        assert m["samples"] == sum(trainer["samples"] for trainer in m["trainers"]) == 140
+        assert m["samples_per_s"] == pytest.approx(140 / m["epoch_time_p50_s"])
+        slowest = max(trainer["epoch_time_p50_s"] for trainer in m["trainers"])
+        assert m["epoch_time_p50_s"] >= slowest
+    rows = [line.split()[0] for line in run.out.splitlines() if "/s" not in line and line.strip()]
+    assert [row for row in rows if row in ("Trainer0", "Trainer1", "All")] == [
+        *("Trainer0", "Trainer1", "All") * 4
+    ]
+
+
+@pytest.mark.smoke
+@pytest.mark.oldest
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        (5, ("--number-trainers", "2", "--number_ps", "2", "--sparse", "--embedding-dim", "256")),
+        (7, ("--number-trainers", "3", "--number-ps", "3", "--number-embeddings", "70")),
+    ],
+)
+def test_any_number_of_servers(
+    bench: Callable[..., Any], ranks: int, flags: tuple[str, ...]
+) -> None:
+    """Two tables that join to 512 columns, sparse; three that do not: PyTorch's script crashed."""
+    run = bench(SCRIPT, *SHORT, *flags, ranks=ranks)
+    assert run.status == 0, run.err
+    assert checks(run) == {"parallel distributed": "passed", "parallel manual": "passed"}
+    assert ("columns 512" if ranks == 5 else "columns 192 projected to 512") in run.out
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("fault", "wrong", "reason"),
+    [
+        # a server's table answers with a millionth too much: both ways of training are off
+        ("wrong-lookup", ("distributed", "manual"), "of their change away from a single process"),
+        ("lost-gradient", ("manual",), "after 3 steps the tables are"),
+        ("wrong-average", ("distributed", "manual"), "after 3 steps the dense are"),
+    ],
+)
+def test_the_check_sees(
+    bench: Callable[..., Any], fault: str, wrong: tuple[str, ...], reason: str
+) -> None:
+    run = bench(SCRIPT, *SHORT, ranks=4, inject=fault)
+    assert run.status != 0
+    found = checks(run)
+    for way in ("distributed", "manual"):
+        check = found[f"parallel {way}"]
+        assert (check == "passed") == (way not in wrong), (way, check)
+        assert check == "passed" or reason in check
+        assert check in run.out or check == "passed"
+
+
+@pytest.mark.faults
+def test_a_trainer_that_fails(bench: Callable[..., Any]) -> None:
+    """The other one does not wait for it, and the next case is measured."""
+    flags = ("--autograd", "manual,distributed", "--epochs", "6", "--timeout", "60")
+    run = bench(SCRIPT, *flags, "--device", "cpu", ranks=4, inject="step-raises")
+    assert run.status != 0
+    assert checks(run) == {
+        "parallel manual": "failed: RuntimeError: injected: no kernel for this step (rank 1)",
+        "parallel distributed": "passed",
+    }
+    assert run.report.status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("size", "flags", "message"),
+    [
+        (2, "", "1 trainers, 1 servers and a master are 3 processes, and there are 2"),
+        (4, "--number-trainers 4", "are 6 processes"),
+        (6, "--number-ps 1 --number-trainers 2", "are 4 processes, and there are 6"),
+        (4, "--number-ps 0", "--number-ps: expected a whole number of at least 1, got '0'"),
+        (4, "--lookup paralel", "did you mean parallel"),
+        (4, "--autograd auto", "distributed, manual"),
+        (4, "--server-device cuda", "torch sees no CUDA device"),
+        (4, "--device cpu --backend nccl", "try --backend gloo"),
+        (4, "--rpc-transports tcp", "shm, uv"),
+    ],
+)
+def test_refused(start: Callable[..., Any], size: int, flags: str, message: str) -> None:
+    """Rank 0 of a world of `size` refuses in one line before it meets anybody."""
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    process = start(SCRIPT, *flags.split(), ranks=0, CUDA_VISIBLE_DEVICES="", **world)
+    assert process.wait(100) == 2
+    assert process.out == ""
+    (line,) = process.err.splitlines()
+    assert message in line
