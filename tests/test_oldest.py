@@ -12,7 +12,6 @@ TIMES = ("--iters", "6", "--warmup-iters", "1")
 RPC = ("--max-seconds", "0.5")
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp_sweep": (2, ("--model", "mobilenet_v3_small", "--image-size", "32", *TIMES)),
-    "compile_sweep": (2, ("--strategies", "all", "--backends", "eager,inductor", *TIMES)),
     "calibrate": (2, ("--modes", "barrier,resolution", "--seconds", "1")),
     "collectives": (2, ("--collective", "all", "-b", "64", "-e", "64", "-n", "2", *TIMES)),
     "p2p_matrix": (3, ("--size", "4K", "-n", "2", *TIMES)),
