@@ -37,6 +37,7 @@ LARGE_BYTES = 2**24  # reading so much JSON takes half a second
 SHORTEST_S = 1e-12  # what takes less was not timed
 MAX_LINKS = 5000  # of one case: 100 ranks have so many pairs; beyond, a kind has its median
 PLAN = "ab.json"  # of analysis/ab.py
+SUFFIXES = (".jsonl", ".json")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def find(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     for word in words:
         if os.path.isdir(word):
-            inside = sorted(p for p in Path(word).iterdir() if p.suffix in (".jsonl", ".json"))
+            inside = sorted(p for p in Path(word).rglob("[!.]*") if p.suffix in SUFFIXES)
             paths = [str(p) for p in inside if p.is_file() and p.name != PLAN]
             if not paths:
                 raise ValueError(f"there is no report (*.jsonl) in the folder {word}")
