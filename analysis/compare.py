@@ -52,25 +52,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("base", nargs="*", metavar="BASE", help="reports, folders of reports, or patterns")
     add("--test", nargs="+", metavar="TEST", help="the same, of what is compared with BASE")
     add("--history", metavar="DIR", help="a folder of reports over time, instead of BASE and TEST")
-    add(
-        "--last",
-        type=positive_int,
-        default=10,
-        metavar="N",
-        help="with --history: runs before the newest one that count (default: 10)",
-    )
+    last = "with --history: runs before the newest one that count (default: 10)"
+    add("--last", type=positive_int, default=10, metavar="N", help=last)
     add("--plot", metavar="PATH", help="with --history: draw each case over time, .svg or .png")
-    add(
-        "--paired",
-        action="store_true",
-        help="the first run of BASE and the first of TEST were neighbours in time, and so on: "
-        "the pair is the unit, and a drift of the machine cancels",
-    )
-    add(
-        "--interleaved",
-        action="store_true",
-        help="as --paired, of runs that ab.py --interleave has made: their blocks are compared",
-    )
+    paired = "the first runs of BASE and TEST were neighbours in time, and so on: a drift cancels"
+    add("--paired", action="store_true", help=paired)
+    turns = "as --paired, of runs that ab.py --interleave has made: block by block"
+    add("--interleaved", action="store_true", help=turns)
     add_verdict_flags(parser)
     add("--measure", metavar="NAME", help="another step of the cases, or a metric in seconds")
     args = parser.parse_args(argv)
@@ -88,29 +76,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that ab.py has as well."""
     add = parser.add_argument
-    add(
-        "--margin",
-        type=fraction,
-        default=0.02,
-        metavar="P",
-        help="the smallest change that matters (default: 2%%)",
-    )
-    add(
-        "--ignore-key",
-        type=list_of(str),
-        default=[],
-        metavar="NAME",
-        help="join cases that differ in these fields of their keys, e.g. comm_hook where BASE was "
-        "measured with one and TEST with another; a list (default: none)",
-    )
-    add(
-        "--fail-on",
-        type=list_of(str, FAILURES),
-        default=[],
-        metavar="VERDICT",
-        help=f"exit with 1 where a case, or the mean, is one of {', '.join(FAILURES)} (no longer "
-        "measured in TEST); a list (default: none)",
-    )
+    margin = "the smallest change that matters (default: 2%%)"
+    add("--margin", type=fraction, default=0.02, metavar="P", help=margin)
+    key = "join cases that differ in these fields of their keys, e.g. comm_hook; a list"
+    add("--ignore-key", type=list_of(str), default=[], metavar="NAME", help=key)
+    fail = f"exit with 1 where a case, or the mean, is one of {', '.join(FAILURES)}; a list"
+    add("--fail-on", type=list_of(str, FAILURES), default=[], metavar="VERDICT", help=fail)
     add("--format", choices=("table", "markdown", "json"), default="table", help="(default: table)")
 
 

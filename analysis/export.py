@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.compare import conclude
 from analysis.load import Run, load
-from analysis.show import case_names, clean, flat, interval_of, is_number
+from analysis.show import canonical, case_names, clean, flat, interval_of, is_number
 from common import report
 from common.cli import Parser, list_of, refuse, suggest
+from common.report import Case
 
 
 @dataclass(frozen=True)
@@ -134,25 +135,16 @@ def to_records(values: Sequence[Value]) -> str:
     """pytorch/test-infra, clickhouse_db_schema/oss_ci_benchmark_v3: maps hold strings alone."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for v in values:
-        key, environment = {k: str(e) for k, e in v.key.items()}, v.run.report.environment
-        kind = key.get("dtype", "")
-        record: dict[str, Any] = {
-            "benchmark": {
-                "name": v.run.report.benchmark,
-                "mode": "",
-                "dtype": kind,
-                "extra_info": key,
-            },
-            "model": {
-                "name": key.get("model", v.case),
-                "type": "",
-                "backend": key.get("backend", ""),
-            },
-            "dependencies": {"torch": {"version": str(environment.get("torch"))}},
+        key = {name: str(entry) for name, entry in v.key.items()}
+        about = {"name": v.run.report.benchmark, "mode": "", "dtype": key.get("dtype", "")}
+        record = {
+            "benchmark": about | {"extra_info": key},
+            "model": {"name": key.get("model", v.case), "backend": key.get("backend", "")},
+            "dependencies": {"torch": {"version": str(v.run.report.environment.get("torch"))}},
             "metric": {"name": v.metric, "benchmark_values": []},
         }
-        found.setdefault((v.name, v.metric), record)
-        found[v.name, v.metric]["metric"]["benchmark_values"].append(v.value)
+        metric: Any = found.setdefault((v.name, v.metric), record)["metric"]
+        metric["benchmark_values"].append(v.value)
     return json.dumps(list(found.values()), indent=1)
 
 
@@ -161,13 +153,18 @@ def to_prometheus(values: Sequence[Value]) -> str:
     groups: dict[str, list[str]] = {}
     for v in once(values):
         name = re.sub(r"_s$", "_seconds", re.sub(r"_per_s$", "_per_second", v.metric))
-        name = "torchrun_bench_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
         labels = {"benchmark": v.run.report.benchmark, "case": v.case}
         labels |= {"host": (v.run.report.environment.get("hosts") or [""])[0]}
-        labels |= {f"key_{re.sub(r'[^a-zA-Z0-9_]', '_', k)}": e for k, e in v.key.items()}
-        words = ",".join(f'{k}="{escape(str(e))}"' for k, e in labels.items())
-        groups.setdefault(name, []).append(f"{name}{{{words}}} {v.value!r}")
-    return "\n".join(chain(*([f"# TYPE {n} gauge", *lines] for n, lines in groups.items())))
+        labels |= {f"key_{k}": entry for k, entry in v.key.items() if entry is not None}
+        words = ",".join(f'{word(k)}="{escape(str(e))}"' for k, e in labels.items())
+        line = f"{word('torchrun_bench_' + name)}{{{words}}} {v.value!r}"
+        groups.setdefault(word(name), []).append(line)
+    types = {name: f"# TYPE torchrun_bench_{name} gauge" for name in groups}
+    return "\n".join(line for name, lines in groups.items() for line in (types[name], *lines))
+
+
+def word(name: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def escape(label: str) -> str:
@@ -182,36 +179,30 @@ def to_pytorch(paths: Sequence[str]) -> str:
     if len(paths) != 1:
         raise ValueError(f"--to pytorch takes one report, got {len(paths)}")
     found = report.load(paths[0])
-    groups: dict[Any, list[dict[str, Any]]] = {}
-    first: dict[str, Any] = {}
-    apart = ("label", "world_size")
-    base = {}
-    for case in found.cases:
-        key, rows = case.key, case.samples_s.get("step", [])
-        if found.benchmark != "ddp_sweep" or case.failed or not rows:
-            continue
-        result = {"ranks": case.ranks, "measurements": list(chain(*rows))}
-        which = (key["model"], key["batch_size"], key["dtype"])
-        if key["world_size"] == 0:
-            base[which] = result
-            continue
-        first = first or key
-        rest = tuple(v for k, v in key.items() if k not in apart)
-        groups.setdefault((*which, rest), [base[which]] if which in base else []).append(result)
-    if not groups:
+    cases = [c for c in found.cases if not c.failed and c.samples_s.get("step")]
+    wrapped = [case for case in cases if case.key.get("world_size")]
+    if found.benchmark != "ddp_sweep" or not wrapped:
         raise ValueError(f"{paths[0]}: --to pytorch needs a report of ddp_sweep.py")
-    return json.dumps(
+    groups: dict[str, list[Case]] = {}
+    for case in wrapped:
+        which = {k: v for k, v in case.key.items() if k not in ("label", "world_size")}
+        same = [c for c in cases if not c.key["world_size"] and c.key["model"] == which["model"]]
+        same = [c for c in same if c.key["dtype"] == which["dtype"]]
+        groups.setdefault(canonical(which), same[:1]).append(case)
+    results = [
         {
-            "pytorch_version": found.environment.get("torch"),
-            "cuda_version": found.environment.get("cuda"),
-            "distributed_backend": first["backend"],
-            "bucket_size": first["bucket_size_mb"],
-            "benchmark_results": [
-                {"model": model, "batch_size": size, "result": results}
-                for (model, size, *_), results in groups.items()
+            **{name: group[-1].key[name] for name in ("model", "batch_size")},
+            "result": [
+                {"ranks": c.ranks, "measurements": list(chain(*c.samples_s["step"]))} for c in group
             ],
         }
-    )
+        for group in groups.values()
+    ]
+    about = {"pytorch_version": found.environment.get("torch")}
+    about |= {"cuda_version": found.environment.get("cuda")}
+    about |= {"distributed_backend": wrapped[0].key["backend"]}
+    about |= {"bucket_size": wrapped[0].key["bucket_size_mb"]}
+    return json.dumps(about | {"benchmark_results": results})
 
 
 FORMATS: dict[str, Callable[[Sequence[Value]], str]] = {

@@ -69,8 +69,8 @@ class Drawing:
             first, mark, rest = text.partition(f' id="{name}"')
             text = first + mark + rest.replace(mark, "")
         text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>f{number}-", text)
-        text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-        text = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+        for name in ("width", "height"):  # as wide as the page has room
+            text = re.sub(rf'(<svg[^>]*?) {name}="[^"]*"', r"\1", text, count=1)
         return re.sub("|".join(VARIABLES), lambda match: VARIABLES[match[0]], text)
 
 
@@ -121,25 +121,20 @@ def curves(
     """
     for title, rows in panels(present(table, x), panel):
         drawing, ax = axes(title or label, xlabel=x.replace("_", " "), ylabel=label)
-        keys = [
-            {k: v for k, v in key.items() if k not in (x, "label", "count")} for key in rows["key"]
-        ]
+        own = (x, "label", "count")
+        keys = [{k: v for k, v in key.items() if k not in own} for key in rows["key"]]
         names = case_names([key for key, size in zip(keys, rows[x], strict=True) if size > 0])
         curve = [names.get(canonical(key), "") for key in keys]
         for suffix, column in ys.items():
-            for (report, name), part in present(
-                rows.assign(curve=curve, report=rows["report"]), column
-            ).groupby(["report", "curve"], sort=False):
-                part = part.sort_values(x)
-                part = part[part[x] > 0]
+            found = present(rows.assign(curve=curve), column)
+            for (report, name), part in found.groupby(["report", "curve"], sort=False):
+                part = part[part[x] > 0].sort_values(x)
                 words = [suffix] if suffix else []
                 words += [str(name)] if len(set(names.values())) > 1 else []
                 words += [str(report)] if rows["report"].nunique() > 1 else []
                 low_high = bounds(part, column, scale) if len(part) else None
                 xs, values = part[x].tolist(), (part[column] * scale).tolist()
-                ax.errorbar(
-                    xs, values, low_high, marker="o", ms=4, capsize=2, label=", ".join(words)
-                )
+                ax.errorbar(xs, values, low_high, fmt="o-", ms=4, capsize=2, label=", ".join(words))
         zero = present(rows[rows[x] == 0], next(iter(ys.values())))
         if ideal and len(zero):
             most, one = rows[x].max(), zero[next(iter(ys.values()))].iloc[0] * scale
@@ -171,10 +166,9 @@ def bars(
     """Seconds of each case, its parts stacked or side by side. parts: names and columns."""
     for name, group in panels(table, panel):
         have = {label: c for label, c in parts.items() if len(present(group, c))}
-        rows = pd.concat([present(group, c) for c in have.values()]) if have else group.iloc[:0]
-        rows = group.loc[[i for i in group.index if i in set(rows.index)]][:MAX_BARS]
-        if not len(rows):
+        if not have:
             continue
+        rows = group[group[list(have.values())].notna().any(axis=1)][:MAX_BARS]
         drawing, ax = axes(f"{title}, {name}" if name else title, 1.2 + 0.3 * len(rows))
         scale, unit = unit_of(rows[list(have.values())].to_numpy(float, na_value=0).max())
         left = np.zeros(len(rows))

@@ -9,19 +9,20 @@ nccl-tests write with `-J` (its src/util.cu, versions 1 and 2).
 """
 
 import glob
-import json
 import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from pandas.io.json import ujson_loads  # half the time of json's
 
 from analysis.show import canonical, case_names, flat, is_number
 from common import report as report_file
@@ -36,6 +37,7 @@ LARGE_BYTES = 2**24  # reading so much JSON takes half a second
 SHORTEST_S = 1e-12  # what takes less was not timed
 MAX_LINKS = 5000  # of one case: 100 ranks have so many pairs; beyond, a kind has its median
 PLAN = "ab.json"  # of analysis/ab.py
+SUFFIXES = (".jsonl", ".json")
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def find(words: Sequence[str]) -> list[str]:
     found: list[str] = []
     for word in words:
         if os.path.isdir(word):
-            inside = sorted(p for p in Path(word).iterdir() if p.suffix in (".jsonl", ".json"))
+            inside = sorted(p for p in Path(word).rglob("[!.]*") if p.suffix in SUFFIXES)
             paths = [str(p) for p in inside if p.is_file() and p.name != PLAN]
             if not paths:
                 raise ValueError(f"there is no report (*.jsonl) in the folder {word}")
@@ -132,7 +134,7 @@ def read(task: tuple[str, str | None, tuple[str, ...]]) -> Run:
         for case in report.cases:
             keep(report, case)
     else:
-        report = report_file.load(path, keep)
+        report = report_file.load(path, keep, partial(ujson_loads, precise_float=True))
     if measure and rows and not any(row.measure for row in rows.values()):
         hint = suggest(measure, times) or f"; it has {', '.join(times) or 'none'}"
         raise ValueError(f"{path}: no case has the time '{measure}'{hint}")
@@ -250,7 +252,7 @@ def read_foreign(path: str) -> Report | None:
             start = file.readline(4096)
             if b'"schema"' in start or len(start) < 1:
                 return None
-            document = json.loads(start + file.read(), parse_constant=report_file.refuse_constant)
+            document = report_file.strict_json((start + file.read()).decode())
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(document, dict):

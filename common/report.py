@@ -146,7 +146,15 @@ class Report:
 SAME = ("torch", "nccl", "world_size", "local_world_size", "devices", "backend")
 
 
-def load(path: str, each: Callable[[Report, Case], None] = lambda report, case: None) -> Report:
+def strict_json(text: str) -> Any:
+    return json.loads(text, parse_constant=refuse_constant)
+
+
+def load(
+    path: str,
+    each: Callable[[Report, Case], None] = lambda report, case: None,
+    parse: Callable[[str], Any] = strict_json,
+) -> Report:
     """The report at `path`. Raises ValueError, naming the file and the line, if it is none.
 
     A last line without its end is the one that a crash cut short: it does not count. each: called
@@ -159,7 +167,7 @@ def load(path: str, each: Callable[[Report, Case], None] = lambda report, case: 
         with open(path, encoding="utf-8") as file:
             for line in file:
                 number += 1
-                content = json.loads(line, parse_constant=refuse_constant)
+                content = parse(line)
                 expect(isinstance(content, dict), "the line", "an object", content)
                 if report is None:
                     report = Report(**head(content), path=path)

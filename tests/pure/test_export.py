@@ -74,7 +74,7 @@ def test_pytorch_records(report: str) -> None:
     record = rows[0]
     assert record["benchmark"]["name"] == "ddp_sweep"
     assert record["benchmark"]["dtype"] == "fp32"
-    assert record["model"] == {"name": "resnet18", "type": "", "backend": "gloo"}
+    assert record["model"] == {"name": "resnet18", "backend": "gloo"}
     assert record["metric"] == {"name": "step_time_p50_s", "benchmark_values": [0.15]}
     assert all(isinstance(v, str) for v in record["benchmark"]["extra_info"].values())
 

@@ -197,7 +197,7 @@ BAD: dict[str, tuple[str, str]] = {
     "other JSON": ('{"a": 1}\n', "schema is None"),
     "newer": ('{"schema": "torchrun-bench/3"}\n', "another version of torchrun-bench"),
     "older": ('{\n "schema": "torchrun-bench/1"\n}\n', "another version of torchrun-bench"),
-    "NaN": (json.dumps(case("x", [float("nan")])), "NaN is not a number in JSON"),
+    "NaN": (json.dumps(case("x", [float("nan")])), "samples_s.step: expected lists of seconds"),
     "negative": (json.dumps(case("x", [-1.0])), "samples_s.step: expected lists of seconds"),
     "word": (json.dumps(case("x", ["fast"])), "samples_s.step: expected lists of seconds"),
     "ragged": (json.dumps(case("x", samples_s={"step": [[1], [1, 2]]}, ranks=[0, 1])), "length"),
