@@ -56,7 +56,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -342,10 +342,10 @@ def expert_parallelize(model: Decoder, ep: DeviceMesh, dp: DeviceMesh | None) ->
 
 def data_parallelize(model: Decoder, mesh: DeviceMesh, keep: bool) -> None:
     """FSDP2, a unit for each block; a 2-D mesh is HSDP. keep: weights until the backward pass."""
-    experts = [m for m in model.modules() if isinstance(m, Experts)]
-    local = {p for m in experts if not isinstance(m, FSDPModule) for p in m.parameters()}
+    parted = [m for m in model.modules() if isinstance(m, MixtureOfExperts) and m.group]
+    mine = {p for m in parted for p in m.experts.parameters()}  # other ranks of ep have others
     for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=not keep, ignored_params=local)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=not keep, ignored_params=mine)
 
 
 def cut(model: Decoder, stage: int, stages: int) -> None:
