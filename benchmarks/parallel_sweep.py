@@ -56,7 +56,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -342,10 +342,10 @@ def expert_parallelize(model: Decoder, ep: DeviceMesh, dp: DeviceMesh | None) ->
 
 def data_parallelize(model: Decoder, mesh: DeviceMesh, keep: bool) -> None:
     """FSDP2, a unit for each block; a 2-D mesh is HSDP. keep: weights until the backward pass."""
-    experts = [m for m in model.modules() if isinstance(m, Experts)]
-    local = {p for m in experts if not isinstance(m, FSDPModule) for p in m.parameters()}
+    parted = [m for m in model.modules() if isinstance(m, MixtureOfExperts) and m.group]
+    mine = {p for m in parted for p in m.experts.parameters()}  # other ranks of ep have others
     for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=not keep, ignored_params=local)
+        fully_shard(unit, mesh=mesh, reshard_after_forward=not keep, ignored_params=mine)
 
 
 def cut(model: Decoder, stage: int, stages: int) -> None:
@@ -362,51 +362,39 @@ def cut(model: Decoder, stage: int, stages: int) -> None:
 
 
 class Meshes:
-    """The device meshes of a case by axis, made over all ranks.
+    """The device meshes of a case by axis, made over all ranks. Axes of one rank are left out.
 
-    weights: pp, dp (2-D for HSDP) and tp, of one mesh. tokens: dp, cp and ep, of another one:
-    what shares weights are ranks of dp to the first. Axes of one rank are left out; those in
-    `fake` have a backend that does nothing.
+    weights: pp, dp (2-D for HSDP) and tp, where what shares weights is a rank of dp. tokens: dp,
+    cp and ep. Collectives of the axes in `fake` return at once and move nothing.
     """
 
     def __init__(self, mesh: Layout, fake: Collection[str], job: Job) -> None:
-        self.weights: dict[str, DeviceMesh] = {}
-        self.tokens: dict[str, DeviceMesh] = {}
         self.groups: list[dist.ProcessGroup] = []
-        # DTensor keeps what it has worked out for a mesh, and meshes are equal that have the same
-        # ranks and names: without names of its own a twin would talk over the real groups
-        of = f"{mesh.name}, fake {'+'.join(fake) or 'none'}"
+        # DTensor keeps what it has worked out for a mesh, and takes meshes with the same ranks and
+        # names for one: without names of its own a twin would talk over the real groups
+        of = f" of {mesh.name}, fake {'+'.join(fake) or 'none'}"
 
-        def make(shape: dict[str, int], silent: Collection[str]) -> DeviceMesh:
+        def make(shape: dict[str, int], silent: Collection[str]) -> dict[str, DeviceMesh]:
             backends: dict[Any, Any] = {
-                f"{name} of {of}": "fake" if name in silent else job.backend for name in shape
+                name + of: "fake" if name in silent else job.backend for name in shape
             }
-            made = init_device_mesh(
-                job.device.type,
-                tuple(shape.values()),
-                mesh_dim_names=tuple(backends),
-                backend_override=backends,
-            )
+            device, sizes, names = job.device.type, tuple(shape.values()), tuple(backends)
+            made = init_device_mesh(device, sizes, mesh_dim_names=names, backend_override=backends)
             self.groups += made.get_all_groups()
-            return made
-
-        def axes_of(made: DeviceMesh, *names: str) -> DeviceMesh:
-            found = tuple(f"{name} of {of}" for name in names)
-            return made[found] if len(found) > 1 else made[found[0]]
+            if "shard" not in shape:
+                return {name: made[name + of] for name in shape}
+            hybrid = made["replicate" + of, "shard" + of]
+            return {n: made[n + of] for n in shape if n in AXES} | {"dp": hybrid}
 
         data = {"dp": mesh.data}
         if mesh.replicas > 1:
             data = {"replicate": mesh.replicas, "shard": mesh.data // mesh.replicas}
-        shape = {"pp": mesh.pp, **(data if mesh.data > 1 else {}), "tp": mesh.tp}
+        shape = {"pp": mesh.pp, **data, "tp": mesh.tp}
         shape = {name: size for name, size in shape.items() if size > 1 or name == "shard"}
-        if shape:
-            made = make(shape, {*fake, *(data if "dp" in fake else ())})
-            self.weights = {axis: axes_of(made, axis) for axis in ("pp", "tp") if axis in shape}
-            self.weights |= {"dp": axes_of(made, *data)} if mesh.data > 1 else {}
-        if mesh.cp * mesh.ep > 1:
-            shape = {axis: n for axis in AXES if (n := getattr(mesh, axis)) > 1}
-            made = make(shape, {*fake, "pp", "tp"})
-            self.tokens = {axis: axes_of(made, axis) for axis in shape}
+        silent = {*fake, *(data if "dp" in fake else ())}
+        self.weights = make(shape, silent) if shape else {}
+        shape = {axis: size for axis in AXES if (size := getattr(mesh, axis)) > 1}
+        self.tokens = make(shape, {*fake, "pp", "tp"}) if mesh.cp * mesh.ep > 1 else {}
 
 
 @dataclass
@@ -749,8 +737,9 @@ def exposed(axis: str) -> Callable[[Case], str]:
         value = case.metrics.get(f"{axis}_s")
         if value is None:
             return "-"
-        low, high = case.metrics[f"{axis}_ci95_s"] or (math.nan, math.nan)
-        return f"{value * 1e3:.1f} +-{(high - low) / 2 * 1e3:.1f}"
+        interval = case.metrics[f"{axis}_ci95_s"]
+        width = f"{(interval[1] - interval[0]) / 2 * 1e3:.1f}" if interval else "?"
+        return f"{value * 1e3:.1f} +-{width}"
 
     return cell
 
