@@ -324,12 +324,11 @@ def by_collective(
     group: dist.ProcessGroup, log: Log, bucket: dist.GradBucket
 ) -> Future[torch.Tensor]:
     arrived, gradient, n = log.launch(bucket), bucket.buffer(), group.size()
-    if gradient.is_sparse:
+    parts, times = [gradient], 2 * (n - 1) / n  # a ring; nccl-tests, doc/PERFORMANCE.md
+    if gradient.is_sparse:  # gloo gathers
         gradient = gradient.coalesce()  # as gloo would
-        moved = 1.0 * (n - 1) * bytes_of([gradient.indices(), gradient.values()])  # it gathers
-    else:
-        moved = 2 * (n - 1) / n * bytes_of([gradient])  # a ring; nccl-tests, doc/PERFORMANCE.md
-    log.moved[log.step].append(2 * moved)  # there and back
+        parts, times = [gradient.indices(), gradient.values()], n - 1
+    log.moved[log.step].append(2 * times * bytes_of(parts))  # sent and received
     work = dist.all_reduce(gradient.div_(n), group=group, async_op=True)
     return work.get_future().then(partial(arrived, lambda done: done.value()[0]))
 
@@ -471,7 +470,9 @@ def build(
             with suppress(RuntimeError):  # as where RPC itself has failed
                 for server, _ in servers:
                     rpc.rpc_async(server, give_up, args=(reason,))
-            raise RuntimeError(reason) from error
+            if log.errors:
+                raise RuntimeError(reason) from error
+            raise
 
     wrong = None
     with failing_together():

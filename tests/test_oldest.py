@@ -19,7 +19,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "rpc_latency": (2, ("--sizes", "4,64K", *RPC)),
     "batch_update_ps": (3, RPC),
     "ddp_rpc": (3, ("--epochs", "2", "--warmup-cycles", "1")),
-    "parameter_server": (4, ("--nserver", "1", "--epochs", "6")),
+    "parameter_server": (4, ("--servers", "running", *TIMES)),
     "parallel_sweep": (2, ("--mesh", "dp2,tp2,pp2:1f1b", *TIMES)),
 }
 
