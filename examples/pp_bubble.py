@@ -5,10 +5,13 @@ schedule over a group that sends nothing (the backend `fake`): idle = 1 - comput
 theory p equal stages and m microbatches are idle for (p - 1) / (m + p - 1) of the step.
 
     $ torchrun --nproc-per-node 2 examples/pp_bubble.py
-    OUTPUT
+    2 stages, gloo; medians
+    microbatches   step ms   idle %   95 % interval   in theory %
+               2     17.25     46.3   11.5 to 69.9           33.3
+               4     39.39     25.4   -3.5 to 58.7           20.0
+               8     63.77     51.0   33.8 to 57.9           11.1
 
-Above theory: sending, and stages that differ. Below: more ranks than cores, where one that waits
-lends its core. BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15.
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, busy, torch 2.15.
 """
 
 import gc
@@ -97,9 +100,8 @@ def main() -> str | None:
         for count, samples in zip(counts, rounds, strict=True):
             step_ms = statistics.median(ms for ms, _ in samples)
             idle, low, high = median_ci([share for _, share in samples])
-            theory = 100 * (ranks - 1) / (count + ranks - 1)
-            interval = f"{low:.1f} to {high:.1f}"
-            print(f"{count:12}{step_ms:10.2f}{idle:9.1f}   {interval:16}{theory:11.1f}")
+            theory, interval = (ranks - 1) / (count + ranks - 1), f"{low:.1f} to {high:.1f}"
+            print(f"{count:12}{step_ms:10.2f}{idle:9.1f}   {interval:16}{100 * theory:11.1f}")
     dist.destroy_process_group()
     return None if same else f"rank {rank}: these are not the gradients of one process"
 
