@@ -123,7 +123,7 @@ class Benchmark:
         if key in self.done:
             return self.show(self.report.find(key))
         case = Case(key, list(ranks))
-        label = " ".join(str(value) for value in key.values() if value not in (None, False, True))
+        label = " ".join(str(value) for value in key.values() if not isinstance(value, bool | None))
         self.progress.now(label)
         self.watchdog.begin(label, self.job.rank in ranks)
         group, facts, failed = None, None, False
