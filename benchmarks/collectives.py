@@ -51,6 +51,7 @@ Buffers = list[tuple[torch.Tensor, torch.Tensor]]  # input and output of success
 Piece = tuple[int | None, int, int]  # sent by a rank, or None: reduced; first position; elements
 
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
+ALIASES = {"float": "float32", "half": "float16", "double": "float64"}  # nccl-tests' names
 OPS = dist.ReduceOp
 REDOPS = {"sum": OPS.SUM, "avg": OPS.AVG, "min": OPS.MIN, "max": OPS.MAX, "prod": OPS.PRODUCT}
 ACROSS: dict[str, Any] = {"rank0": lambda rows, axis: rows[0], "avg": np.mean, "min": np.min}
@@ -174,7 +175,8 @@ def parse_args() -> argparse.Namespace:
         ("-f --stepfactor", cli.number(float, 1, above=True), 2.0, "F", "multiply (default: 2)"),
         ("-n --calls", cli.positive_int, 20, "N",
          "in a sample, as nccl-tests' --iters; of long calls fewer (default: 20)"),
-        ("-d --datatype", cli.list_of(str, TYPES), ["float32"], "TYPE", ", ".join(TYPES)),
+        ("-d --datatype", cli.list_of(lambda name: ALIASES.get(name, name), TYPES), ["float32"],
+         "TYPE", ", ".join(TYPES)),
         ("-o --op", cli.list_of(str, tuple(REDOPS)), ["sum"], "OP", ", ".join(REDOPS)),
         ("-r --root", cli.number(int, 0), 0, "R", "a rank within its group (default: 0)"),
         ("-c --check", cli.number(int, 0), 1, "N", "check N samples, 0 for none (default: 1)"),

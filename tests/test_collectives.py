@@ -75,7 +75,7 @@ def test_a_traffic_matrix(bench: Callable[..., Any], tmp_path: Path) -> None:
     """Rank 1 receives most: 4096 + 64 bytes. Rank 2 gets nothing from rank 1."""
     path = tmp_path / "matrix.txt"
     path.write_text("0 4096 16\n1000, 0, 0\n512 64 32\n")
-    run = bench(SCRIPT, *SHORT, "--matrix", str(path), "-d", "float32,float64", ranks=3)
+    run = bench(SCRIPT, *SHORT, "--matrix", str(path), "-d", "float,double", ranks=3)
     assert run.status == 0, run.err
     sizes = [(c.key["size_bytes"], c.key["count"], c.check) for c in run.report.cases]
     assert sizes == [(4160, 1040, "passed"), (4160, 520, "passed")]
