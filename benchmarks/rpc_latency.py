@@ -278,7 +278,7 @@ COLUMNS: Columns = {
     "one way\ncalls/s": metric("one_way_calls_per_s", 1, 1),
     "one way\nGB/s": metric("one_way_gb_per_s", 1, 3),
 }
-WIDEST = ["async_execution 64K", "00000.0", "+-10.0%", "000000.0", "000000.0", "00000.0"]
+WIDEST = ["async_execution 64K", "000000.0", "+-10.0%", "000000.0", "000000.0", "00000.0"]
 
 
 # -- the run ---------------------------------------------------------------------------------------
@@ -308,7 +308,7 @@ def main() -> int:
         options = rpc_options(args, bench)
         fixed = options.key() | {"callers": callers, "device": "cuda" if cuda else "cpu"}
         fixed["server_device"] = "cuda" if server_cuda else "cpu"
-        title = f"{callers} callers of rank {callers}; {options}"
+        title = f"Callers: {callers}, callee: rank {callers}; {options}"
         bench.begin_table(title, COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
             for key in plan(args, fixed):

@@ -314,6 +314,20 @@ def lost_call() -> None:
 
 
 @fault
+def callee_stops() -> None:
+    """The last rank stops, as a debugger stops it, in its 150th call by RPC."""
+    calls = [0]
+
+    def stop(function: Any, run: Callable[[], Any]) -> Any:
+        calls[0] += 1
+        if calls[0] == 150:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return run()
+
+    on_server(stop)
+
+
+@fault
 def trainer_raises() -> None:
     """The 60th call by RPC of rank 1 raises."""
     from torch.distributed import rpc
