@@ -43,7 +43,7 @@ def commands() -> list[str]:
         text = re.sub(r"\\+\n\s*", " ", page.read_text())
         for line in text.splitlines():
             if match := re.match(
-                r"^    (?:[A-Z_]+=\S+ )*(torchrun .*|python benchmarks/.*)$", line
+                r"^    (?:[A-Z_]+=\S+ )*(torchrun --n.*|python benchmarks/.*)$", line
             ):
                 found.append(match[1].split("  #")[0].split(" && ")[0].split(" | ")[0])
     return sorted(set(found))
