@@ -72,7 +72,8 @@ def test_any_number_of_servers(
         # a server's table answers with a millionth too much: both ways of training are off
         ("wrong-lookup", ("distributed", "manual"), "of their change away from a single process"),
         ("lost-gradient", ("manual",), "after 3 steps the tables are"),
-        ("wrong-average", ("distributed", "manual"), "after 3 steps the dense are"),
+        # distributed autograd keeps gradients in its context, where this fault does not reach
+        ("wrong-average", ("manual",), "after 3 steps the dense are"),
     ],
 )
 def test_the_check_sees(
