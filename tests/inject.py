@@ -444,6 +444,7 @@ def slow_sends() -> None:
     dist.batch_isend_irecv = exchange  # type: ignore[assignment]
 
 
+@fault
 def wrong_answer() -> None:
     """Rank 2, a server, answers later (RPC's async_execution) with one thousandth too much."""
     import functools

@@ -67,17 +67,13 @@ def test_odd_worlds(bench: Callable[..., Any], ranks: int, labels: list[str]) ->
 @smoke
 def test_hooks_and_dtypes(bench: Callable[..., Any]) -> None:
     hooks = "none,allreduce,fp16,bf16,noop,powersgd"
-    flags = ("--comm-hook", hooks, "--bucket-size", "1,25", "--dtype", "bf16,tf32")
+    flags = ("--comm-hook", hooks, "--bucket-size", "1", "--dtype", "bf16")
     run = bench(SCRIPT, *SMALL, *flags, "--iters", "2", "--world-sizes", "2", ranks=2)
-    checks = {
-        (c.key["dtype"], c.key["comm_hook"], c.key["bucket_size_mb"]): c.check
-        for c in run.report.cases
-    }
+    checks = {c.key["comm_hook"]: c.check for c in run.report.cases}
     for hook in ("none", "allreduce", "fp16", "bf16"):
-        assert checks["bf16", hook, 1.0] == checks["bf16", hook, 25.0] == "passed"
-    assert checks["bf16", "noop", 25.0].startswith("skipped: ")
-    assert "deadlocks gloo" in checks["bf16", "powersgd", 1.0]
-    assert "tf32 is a mode of CUDA" in checks["tf32", "none", 1.0]
+        assert checks[hook] == "passed"
+    assert checks["noop"].startswith("skipped: ")
+    assert "deadlocks gloo" in checks["powersgd"]
     assert run.status != 0
 
 
