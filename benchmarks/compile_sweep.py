@@ -32,6 +32,7 @@ import dataclasses
 import importlib.util
 import itertools
 import math
+import os
 import sys
 import tempfile
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
@@ -468,8 +469,8 @@ def main() -> int:
         options = ("fsdp_wrap", "fsdp_checkpoint", "dynamo_no_optimize_ddp", "warm_cache")
         fixed = {name: getattr(args, name) for name in (*sizes, *options)}
         fixed |= {"device": job.device.type, "backend": job.backend}
-        # inductor gives its compiler paths without quotes: a folder without spaces
-        folder = "/tmp" if " " in tempfile.gettempdir() else None
+        if " " in tempfile.gettempdir():  # inductor gives its compiler paths without quotes
+            os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
         for model, dtype in itertools.product(args.models, args.dtype):
             title = f"{model}, batch size {args.batch_size or 'of the model'}, {dtype}"
             bench.begin_table(title, COLUMNS, ["fsdp2 dynamo_eager", "+-10.0%"])
@@ -479,7 +480,7 @@ def main() -> int:
                 key = dict(model=model, dtype=dtype, strategy=strategy, compiler=compiler)
                 key |= {"world_size": size} | fixed
                 warm = args.warm_cache or compiler == "eager"
-                with contextlib.nullcontext() if warm else fresh_cache(dir=folder):
+                with contextlib.nullcontext() if warm else fresh_cache():
                     case = bench.measure(
                         key,
                         partial(build, args, bench, references, key),

@@ -184,10 +184,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 @pytest.fixture
 def bench(start: Callable[..., Process], tmp_path: Path) -> Callable[..., Run]:
-    """bench("benchmarks/x.py", *flags, ranks=2, timeout=120, ...) -> Run, with --json added."""
+    """bench("benchmarks/x.py", *flags, ranks=2, timeout=240, ...) -> Run, with --json added."""
 
     def run(
-        script: str, *flags: str, timeout: float = 120, json: bool = True, **options: Any
+        script: str, *flags: str, timeout: float = 240, json: bool = True, **options: Any
     ) -> Run:
         path = tmp_path / "a folder" / "report.jsonl"
         path.parent.mkdir(exist_ok=True)
