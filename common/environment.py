@@ -20,7 +20,7 @@ PREFIXES = (
     *("NCCL_", "GLOO_", "TP_", "OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_TF32"),
     *("CUBLAS_", "CUDNN_", "TRITON_", "UCX_", "FI_", "NVSHMEM_", "SLURM_JOB_"),
 )
-PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")  # these tell nothing
+PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHRUN_BENCH_TURN")  # tell nothing
 GPU_STATE = (
     *("index", "uuid", "pci.bus_id", "name", "driver_version", "mig.mode.current"),
     *("ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "power.limit"),

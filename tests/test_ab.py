@@ -23,7 +23,7 @@ def test_two_sweeps_take_turns(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=240,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr

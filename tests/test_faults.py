@@ -23,7 +23,7 @@ pytestmark = pytest.mark.faults
 
 
 def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, "--timeout", "6", inject="stops", timeout=60)
+    run = bench(SCRIPT, *SHORT, "--timeout", "6", inject="stops")
     assert run.status != 0
     _, stopped, waiting = run.err[run.err.index("HANG") :].splitlines()[:3]
     assert stopped.startswith("rank 1 on ")
@@ -40,7 +40,7 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
 
 
 def test_a_rank_that_waits_in_python_did_not_arrive(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, "--timeout", "6", inject="stuck-in-build", timeout=60)
+    run = bench(SCRIPT, *SHORT, "--timeout", "6", inject="stuck-in-build")
     hang = run.err[run.err.index("HANG") :]
     assert "rank 1" in hang.splitlines()[1]
     assert "did not arrive" in hang.splitlines()[1]
@@ -49,7 +49,7 @@ def test_a_rank_that_waits_in_python_did_not_arrive(bench: Callable[..., Any]) -
 
 
 def test_a_killed_rank_ends_the_run_and_resume_goes_on(bench: Callable[..., Any]) -> None:
-    killed = bench(SCRIPT, *SHORT, inject="dies", timeout=60)
+    killed = bench(SCRIPT, *SHORT, inject="dies")
     assert killed.status != 0
     assert "rank      : 1" in killed.err  # torchrun's summary
     assert [case.key["label"] for case in killed.report.cases] == ["no ddp"]
@@ -144,7 +144,7 @@ def test_a_case_that_fails_on_one_rank_is_a_row(
     bench: Callable[..., Any], fault: str, reason: str
 ) -> None:
     hooks = ("--comm-hook", "none,allreduce")
-    run = bench(SCRIPT, *SHORT, *hooks, inject=fault, timeout=90)
+    run = bench(SCRIPT, *SHORT, *hooks, inject=fault)
     checks = {case.key["comm_hook"]: case.check for case in run.report.cases}
     assert checks == {None: "passed", "none": f"failed: {reason}", "allreduce": "passed"}
     assert f"1M/2G none  failed: {reason}" in run.out
@@ -183,7 +183,7 @@ def test_a_full_disk(bench: Callable[..., Any]) -> None:
 
 
 def test_a_rank_that_never_arrives(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, "--timeout", "5", inject="never-arrives", timeout=60)
+    run = bench(SCRIPT, *SHORT, "--timeout", "5", inject="never-arrives")
     assert "HANG: no sign of rank 1 in 5 s" in run.out + run.err
     assert run.status != 0
 
