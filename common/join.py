@@ -54,7 +54,7 @@ def join(
     if cuda:
         torch.cuda.set_device(place)
     # the watchdog ends a hang; NCCL's own would end the process a minute after a failed case
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder: who is where
     store = meet(rank, world_size, local_rank, local_world_size, timeout_s)
     dist.init_process_group(
