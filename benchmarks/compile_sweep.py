@@ -471,6 +471,7 @@ def main() -> int:
         fixed |= {"device": job.device.type, "backend": job.backend}
         if " " in tempfile.gettempdir():  # inductor gives its compiler paths without quotes
             os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
+            torch._inductor.config.cpp_cache_precompile_headers = False  # the folder is fixed
         for model, dtype in itertools.product(args.models, args.dtype):
             title = f"{model}, batch size {args.batch_size or 'of the model'}, {dtype}"
             bench.begin_table(title, COLUMNS, ["fsdp2 dynamo_eager", "+-10.0%"])
