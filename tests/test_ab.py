@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from common.report import load
+from tests.conftest import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL = "--model mobilenet_v3_small --image-size 32 --batch-size 2 --device cpu"
@@ -23,6 +24,7 @@ def test_two_sweeps_take_turns(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env=environment(),  # a thread a rank: on a full machine two threads wait for each other
         timeout=500,
         check=False,
     )
