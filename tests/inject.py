@@ -53,6 +53,17 @@ def step_raises() -> None:
 
 
 @fault
+def device_assert() -> None:
+    """Rank 0 indexes out of range on its GPU, which refuses everything after that."""
+
+    def out_of_range() -> None:
+        row = torch.zeros(4, device="cuda")
+        row[torch.tensor([9], device="cuda")].sum().item()
+
+    in_step(12, out_of_range, rank=0)
+
+
+@fault
 def stops() -> None:
     """Rank 1 is stopped in a step, as by SIGSTOP or a debugger."""
     in_step(12, lambda: os.kill(os.getpid(), signal.SIGSTOP))

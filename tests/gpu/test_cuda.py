@@ -1,0 +1,126 @@
+"""On a machine with CUDA (`make gpu`): each script over NCCL, ranks that share a GPU over gloo, and
+what must stay contained on a device. One GPU is enough; more are used."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+GPUS = max(1, torch.cuda.device_count())
+SWEEP = "benchmarks/ddp_sweep.py"
+SMALL = ("--model", "mobilenet_v3_small", "--image-size", "64", "--batch-size", "8")
+SHORT = ("--iters", "12", "--warmup-iters", "2")
+DECODER = ("--models", "decoder-10m", *SHORT)
+FEW = ("-b", "64", "-e", "64K", "-f", "32", "-n", "4", "--max-seconds", "0.05")
+
+
+def passed(run: Any) -> list[Any]:
+    """The cases, all of which were checked and passed."""
+    assert run.status == 0, run.out + run.err
+    checks = {case.check for case in run.report.cases}
+    assert checks == {"passed"}
+    return list(run.report.cases)
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(GPUS, "nccl"), (2, "gloo")])
+def test_sweep(bench: Callable[..., Any], ranks: int, backend: str) -> None:
+    many = ("--dtype", "fp32,tf32,bf16,fp16", "--comm-hook", "none,fp16,bf16", "--channels-last")
+    cases = passed(bench(SWEEP, *SMALL, *SHORT, *many, "--backend", backend, ranks=ranks))
+    for case in cases:
+        assert case.metrics["memory_gib"] >= case.metrics["memory_allocated_gib"] > 0
+        assert case.metrics["launch_share"]["step"] > 0
+
+
+def test_gpus_and_how_they_are_driven_are_in_the_report(bench: Callable[..., Any]) -> None:
+    run = bench(SWEEP, *SMALL, *SHORT, "--no-breakdown", ranks=GPUS)
+    found = run.report.environment
+    assert found["cuda"]
+    assert found["nccl"]
+    assert found["nccl_backend"] in ("legacy", "nccl2")
+    assert len(found["gpus"][0]) >= GPUS
+    assert all(gpu["power.limit"] and gpu["pci.bus_id"] for gpu in found["gpus"][0])
+    assert run.report.end["gpus"][0][0]["temperature.gpu"]
+
+
+@pytest.mark.parametrize("hook", ["powersgd", "quantize_per_tensor"])
+def test_hooks_that_gloo_cannot_run(bench: Callable[..., Any], hook: str) -> None:
+    flags = ("--comm-hook", hook, "--world-sizes", str(GPUS))
+    passed(bench(SWEEP, *SMALL, *SHORT, *flags, ranks=GPUS))
+
+
+@pytest.mark.parametrize("mode", [(), ("-z", "1"), ("-G", "3"), ("--cache-warm",)])
+def test_collectives(bench: Callable[..., Any], mode: tuple[str, ...]) -> None:
+    types = ("-d", "float32,bfloat16,int8", "-o", "sum,avg,max")
+    script = "benchmarks/collectives.py"
+    passed(bench(script, "--collective", "all", *FEW, *types, *mode, ranks=GPUS))
+
+
+@pytest.mark.parametrize(("ranks", "backend"), [(max(2, GPUS), "nccl"), (2, "gloo")])
+def test_p2p_matrix(bench: Callable[..., Any], ranks: int, backend: str) -> None:
+    flags = ("--size", "1M", "--backend", backend)
+    run = bench("benchmarks/p2p_matrix.py", *flags, ranks=ranks)
+    if backend == "nccl" and ranks > GPUS:
+        assert "nccl" in run.err
+        assert run.status != 0
+    else:
+        passed(run)
+
+
+def test_every_strategy_compiled(bench: Callable[..., Any]) -> None:
+    flags = ("--strategies", "all", "--backends", "eager,inductor", "--dtype", "bf16")
+    passed(bench("benchmarks/compile_sweep.py", *DECODER, *flags, ranks=GPUS, timeout=500))
+
+
+def test_cudagraphs(bench: Callable[..., Any]) -> None:
+    flags = ("--strategies", "none", "--backends", "eager,cudagraphs")
+    passed(bench("benchmarks/compile_sweep.py", *DECODER, *flags, ranks=1))
+
+
+def test_parallel_sweep(bench: Callable[..., Any]) -> None:
+    flags = ("--mesh", f"ddp{GPUS},dp{GPUS}", "--dtype", "bf16", *SHORT)
+    passed(bench("benchmarks/parallel_sweep.py", *flags, ranks=GPUS))
+
+
+@pytest.mark.parametrize("callee", ["cpu", "cuda"])
+def test_rpc_latency(bench: Callable[..., Any], callee: str) -> None:
+    flags = ("--device", "cuda", "--server-device", callee, "--sizes", "4,64K,4M", "--iters", "12")
+    passed(bench("benchmarks/rpc_latency.py", *flags, ranks=2))
+
+
+@pytest.mark.parametrize("server", ["cpu", "cuda"])
+@pytest.mark.parametrize("script", ["ddp_rpc", "batch_update_ps"])
+def test_trainers_and_servers(bench: Callable[..., Any], script: str, server: str) -> None:
+    flags = ("--device", "cuda", "--server-device", server, "--backend", "gloo", *SHORT)
+    passed(bench(f"benchmarks/{script}.py", *flags, ranks=4))
+
+
+@pytest.mark.parametrize(("trainers", "servers"), [(2, 0), (0, 1), (2, 1)])
+def test_roles_on_cuda_in_any_mix(bench: Callable[..., Any], trainers: int, servers: int) -> None:
+    flags = ("--ncudatrainer", str(trainers), "--ncudaserver", str(servers), "--backend", "gloo")
+    passed(bench("benchmarks/parameter_server.py", *flags, *SHORT, ranks=4))
+
+
+def test_out_of_memory_is_a_row_and_the_next_model_is_measured(bench: Callable[..., Any]) -> None:
+    """resnet152 needs over 300 GB for such a batch, mobilenet about 25."""
+    flags = ("--models", "resnet152,mobilenet_v3_small", "--batch-size", "2048", "--iters", "6")
+    run = bench(SWEEP, *flags, "--no-breakdown", "--image-size", "224", ranks=1)
+    checks = {case.key["model"]: case.check for case in run.report.cases}
+    assert "OutOfMemoryError" in checks["resnet152"]
+    assert checks["mobilenet_v3_small"] == "passed"
+    assert run.status == 1
+
+
+def test_an_error_that_lasts_ends_the_run_with_its_reason(bench: Callable[..., Any]) -> None:
+    run = bench(SWEEP, *SMALL, *SHORT, inject="device-assert", ranks=1)
+    assert run.status == 1
+    assert "this process cannot use its GPU any more" in run.err
+
+
+def test_a_stopped_rank_on_a_shared_gpu_is_named(bench: Callable[..., Any]) -> None:
+    flags = ("--backend", "gloo", "--timeout", "20", "--world-sizes", "2")
+    run = bench(SWEEP, *SMALL, *SHORT, *flags, inject="stops", ranks=2, timeout=120)
+    assert run.status != 0
+    assert "does not answer" in run.err
