@@ -23,7 +23,7 @@ pytestmark = pytest.mark.faults
 
 
 def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, "--timeout", "6", inject="stops")
+    run = bench(SCRIPT, *SHORT, "--timeout", "20", inject="stops")
     assert run.status != 0
     _, stopped, waiting = run.err[run.err.index("HANG") :].splitlines()[:3]
     assert stopped.startswith("rank 1 on ")
@@ -40,7 +40,7 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
 
 
 def test_a_rank_that_waits_in_python_did_not_arrive(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, "--timeout", "6", inject="stuck-in-build")
+    run = bench(SCRIPT, *SHORT, "--timeout", "20", inject="stuck-in-build")
     hang = run.err[run.err.index("HANG") :]
     assert "rank 1" in hang.splitlines()[1]
     assert "did not arrive" in hang.splitlines()[1]
