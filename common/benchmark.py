@@ -266,25 +266,28 @@ class Benchmark:
             if isinstance(error, PeerLost):
                 self.lost(error)
             return
-        after = environment.gpus_after(self.job)
-        if self.job.rank == 0:
+        after = environment.at_the_end(self.job)
+        if after is not None:
             self.finish(after)
         self.status = share(self.status)
         dist.barrier()
         self.watchdog.stop()
         dist.destroy_process_group()
 
-    def finish(self, after: list[list[dict[str, str]]] | None) -> None:
+    def finish(self, after: dict[str, list[Any]]) -> None:
         hosts = self.report.environment["hosts"]
         if self.launch_bound:
             self.print(
                 "\n# launch-bound: the host takes over 90 % of the time to launch the kernels, so "
                 "this measures\n# Python; try a larger --batch-size, CUDA graphs (-G) or compile"
             )
-        for line in environment.throttled(hosts, after or []):
+        for line in environment.throttled(hosts, after["gpus"]):
             self.print(f"# warning: {line} at the end of the run")
+        for choices in after["nccl"][:1]:  # of the first node
+            chosen = "; ".join(f"{name} {', '.join(c)}" for name, c in choices.items() if c)
+            self.print(f"# NCCL chose {chosen}" if chosen else "")
         failed = self.problem is not None or any(case.failed for case in self.report.cases)
-        end = {"gpus": after} if after else {}
+        end = {name: rows for name, rows in after.items() if rows}
         try:
             self.report.finish("failed" if failed else "complete", **end)
         except OSError as error:

@@ -20,7 +20,9 @@ PREFIXES = (
     *("NCCL_", "GLOO_", "TP_", "OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_TF32"),
     *("CUBLAS_", "CUDNN_", "TRITON_", "UCX_", "FI_", "NVSHMEM_", "SLURM_JOB_"),
 )
-PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHRUN_BENCH_TURN")  # tell nothing
+PER_RUN = (  # variables that tell nothing
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHRUN_BENCH_TURN", "NCCL_DEBUG_FILE"),
+)
 GPU_STATE = (
     *("index", "uuid", "pci.bus_id", "name", "driver_version", "mig.mode.current"),
     *("ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "power.limit"),
@@ -137,10 +139,31 @@ def partition(spec: str, nodes: list[int]) -> list[list[int]]:
     return groups
 
 
-def gpus_after(job: Job) -> list[list[dict[str, str]]] | None:
-    """The state of the GPUs of each node at the end, on rank 0. All ranks call it."""
-    rows = gather(gpu_state() if job.local_rank == 0 and job.device.type == "cuda" else None)
-    return [row for row in rows if row] if rows else None
+def at_the_end(job: Job) -> dict[str, list[Any]] | None:
+    """What each node says after the last case, on rank 0: `gpus`, their state, and `nccl`, what it
+    chose. None elsewhere, empty lists on the CPU. All ranks call it."""
+    first = job.local_rank == 0 and job.device.type == "cuda"
+    rows = gather((gpu_state(), nccl_choices(nccl_log())) if first else None)
+    if rows is None:
+        return None
+    said = [row for row in rows if row]
+    return {"gpus": [row[0] for row in said], "nccl": [row[1] for row in said]}
+
+
+def nccl_log() -> str:
+    """What NCCL has written on this node's first rank; join.py asks it to."""
+    path = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
+    return path.read_text(errors="replace") if path.is_file() else ""
+
+
+def nccl_choices(log: str) -> dict[str, list[str]]:
+    """The networks and transports in a log of NCCL_DEBUG=INFO, and whether it set up NVLS."""
+    found = {
+        "network": re.findall(r"Using network (\S+)", log),
+        "transport": re.findall(r"Channel \S+ : \S+ -> \S+(?: \[\w+\])? via (\S+)", log),
+        "nvls": re.findall(r"NVLS multicast support is (\w+)", log),
+    }
+    return {name: sorted(set(values)) for name, values in found.items()}
 
 
 def problem(found: dict[str, Any], tested: range | None = None) -> str | None:

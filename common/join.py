@@ -1,9 +1,11 @@
 """How a process joins the job: the launcher's environment, device, rendezvous, interface, cores."""
 
+import atexit
 import contextlib
 import json
 import os
 import socket
+import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +58,13 @@ def join(
     # the watchdog ends a hang; NCCL's own would end the process a minute after a failed case
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder: who is where
+    if cuda and local_rank == 0 and "NCCL_DEBUG" not in os.environ:
+        # which network and transport it takes; it says so when it connects, not while it is timed
+        os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"] = "INFO", "INIT,NET,P2P,SHM"
+        handle, log = tempfile.mkstemp(prefix="nccl-", suffix=".log")
+        os.close(handle)
+        os.environ["NCCL_DEBUG_FILE"] = log
+        atexit.register(Path(log).unlink, missing_ok=True)
     store = meet(rank, world_size, local_rank, local_world_size, timeout_s)
     dist.init_process_group(
         "gloo",

@@ -43,6 +43,8 @@ def test_gpus_and_how_they_are_driven_are_in_the_report(bench: Callable[..., Any
     assert len(found["gpus"][0]) >= GPUS
     assert all(gpu["power.limit"] and gpu["pci.bus_id"] for gpu in found["gpus"][0])
     assert run.report.end["gpus"][0][0]["temperature.gpu"]
+    assert run.report.end["nccl"][0]["network"]
+    assert "# NCCL chose network " in run.out
 
 
 @pytest.mark.parametrize("hook", ["powersgd", "quantize_per_tensor"])
