@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Is B slower than A? Runs two commands in turn and compares their reports.
 
-The commands alternate as A B, B A, A B, ...: a drift of the machine hits both alike, and two runs
-that are neighbours in time make a pair. Every run writes a report of its own (`--json` is added
-to the command), and the run is the unit of evidence: see compare.py for the verdicts.
+The commands alternate as A B, B A, A B: a drift of the machine hits both alike, and neighbours in
+time make a pair. Every run writes a report of its own to OUT/a or OUT/b (`--json` is added to the
+command), and the run is the unit of evidence: see compare.py. The same command again goes on where
+it was interrupted: runs with a complete report are skipped.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
         --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
@@ -13,11 +14,8 @@ to the command), and the run is the unit of evidence: see compare.py for the ver
         --b '/opt/torch-2.15/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py'
 
 --interleave is for a machine that is not yours alone: both runs of a pair start together and take
-turns, block by block, so that both see the same moments of the machine. Only one of them works at
-a time; both need their memory at once. For scripts of this project with rank 0 on this machine.
-
-OUT/a and OUT/b hold the reports and logs, OUT/ab.json the plan. The same command again goes on
-where it was interrupted: runs with a complete report are skipped.
+turns, block by block, so that both see the same moments of the machine. Only one works at a time;
+both need their memory at once. For scripts of this project with rank 0 on this machine.
 
 --until-decided looks at the result after --runs runs a side, then after a third more each time,
 and stops once every case has a verdict. Who looks K times at 5 % errs more often, so the 5 % are
@@ -28,6 +26,7 @@ BSD-3-Clause.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import select
@@ -39,6 +38,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -51,27 +51,33 @@ from analysis.load import PLAN, load
 from analysis.show import clean
 from analysis.verdicts import Comparison, Design, compare
 from common import report
-from common.cli import Parser, positive_float, positive_int, refuse
+from common.cli import Parser, positive_float, positive_int, refuse, wrong
 
 TURN = "TORCHRUN_BENCH_TURN"  # the two named pipes of a command: common/benchmark.py, class Turn
-REPORT_FLAGS = ("--json", "-J", "--output-file", "--output_file")
+
+
+def command(text: str) -> str:
+    """A command that can be split into words and whose program is there."""
+    words = shlex.split(text)
+    if not words or shutil.which(words[0]) is None:
+        wrong("a command", repr(text), "there is no such program")
+    return text
+
+
+def variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.isidentifier():
+        wrong("NAME=VALUE", repr(text))
+    return name, value
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--a", required=True, metavar="COMMAND", help="the base, as one word: quote it")
-    add("--b", required=True, metavar="COMMAND", help="what is compared with it")
-    for side in ("a", "b"):
-        words = f"variables of {side.upper()}'s runs alone"
-        add(
-            f"--{side}-env",
-            nargs="+",
-            action="extend",
-            default=[],
-            metavar="NAME=VALUE",
-            help=words,
-        )
+    for side, what in (("a", "the base, as one word: quote it"), ("b", "what is compared with it")):
+        add(f"--{side}", required=True, type=command, metavar="COMMAND", help=what)
+        own = f"NAME=VALUE, variables of {side.upper()}'s runs alone"
+        add(f"--{side}-env", type=variable, nargs="+", action="extend", default=[], help=own)
     add("--out", required=True, metavar="DIR", help="keep plan, reports and logs here")
     add("--runs", type=positive_int, default=6, metavar="N", help="runs a side (default: 6)")
     add("--interleave", action="store_true", help="both runs of a pair at once, block by block")
@@ -79,42 +85,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     most = "at most so many runs a side, with --until-decided (default: 4 times --runs)"
     add("--max-runs", type=positive_int, metavar="N", help=most)
     limit = "end a run that takes longer than S seconds (default: no limit)"
-    add("--timeout", type=positive_float, metavar="S", help=limit)
+    add("--timeout", type=positive_float, default=1e6, metavar="S", help=limit)
     add_verdict_flags(parser)
     args = parser.parse_args(argv)
     if args.runs < 2:
         refuse("--runs must be at least 2: one run a side does not show how much runs differ")
     if args.max_runs and (not args.until_decided or args.max_runs < args.runs):
-        refuse(
-            "--max-runs needs --until-decided and is at least --runs, e.g. --runs 6 --max-runs 24"
-        )
+        refuse("--max-runs needs --until-decided, and at least --runs: --runs 6 --max-runs 24")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         refuse("this starts the commands itself; start it with python, not with torchrun")
     return args
 
 
+@dataclass
 class Side:
-    """One of the two commands."""
+    """One of the two commands; its reports and logs are in `folder`."""
 
-    def __init__(self, name: str, text: str, variables: Sequence[str], folder: Path) -> None:
-        """Raises ValueError for a command that cannot run, or that names a report of its own."""
-        try:
-            self.words = shlex.split(text)
-        except ValueError as error:
-            raise ValueError(f"--{name}: cannot split {text!r}: {error}") from None
-        self.name, self.folder = name, folder / name
-        pairs = [word.partition("=") for word in variables]
-        for (key, equals, _), word in zip(pairs, variables, strict=True):
-            if not equals or not key.isidentifier():
-                raise ValueError(f"--{name}-env: expected NAME=VALUE, got '{word}'")
-        self.variables = {key: value for key, _, value in pairs}
-        path = (os.environ | self.variables).get("PATH", os.defpath)
-        if not self.words or shutil.which(self.words[0], path=path) is None:
-            program = self.words[0] if self.words else ""
-            raise ValueError(f"--{name}: there is no program '{program}', e.g. 'python train.py'")
-        for word in self.words:
-            if word.split("=")[0] in REPORT_FLAGS:
-                raise ValueError(f"--{name}: leave out {word}; every run gets a report of its own")
+    name: str
+    command: str
+    variables: list[tuple[str, str]]
+    folder: Path
 
     def report(self, number: int) -> Path:
         return self.folder / f"{number:02d}.jsonl"
@@ -130,18 +120,30 @@ class Side:
         failed = [case.check for case in found.cases if case.failed]
         return None if found.status == "complete" and found.cases else (failed or [found.status])[0]
 
-    def start(self, number: int, variables: dict[str, str]) -> psutil.Popen:
+    def start(self, number: int, turns: dict[str, str]) -> psutil.Popen:
         path = self.report(number)
         path.unlink(missing_ok=True)  # half a one, of an earlier attempt
         with path.with_suffix(".log").open("wb") as log:
             return psutil.Popen(
-                [*self.words, "--json", str(path)],
-                env=os.environ | self.variables | variables,
+                [*shlex.split(self.command), "--json", str(path)],
+                env=os.environ | dict(self.variables) | turns,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for this process, which ends the commands
             )
+
+    def judge(self, number: int, status: int) -> str | None:
+        """What is wrong with a run that has ended, with the end of its log; None if nothing is."""
+        problem = self.why_no_report(number)
+        if status:
+            problem = f"exit status {status}; {problem or 'its report is complete'}"
+        if problem is None:
+            return None
+        log = self.report(number).with_suffix(".log")
+        lines = log.read_text(errors="replace").splitlines()[-15:]
+        tail = "".join(f"\n    {clean(line)}" for line in lines)
+        return f"{self.name} {number}: {clean(problem, 500)}; the end of {log}:{tail}"
 
 
 class Turns:
@@ -176,54 +178,37 @@ class Turns:
         return os.read(self.reader, 1) != b""  # empty: rank 0 is gone
 
     def close(self) -> None:
-        os.close(self.reader)
-        if self.writer >= 0:
-            os.close(self.writer)
+        for end in {self.reader, self.writer} - {-1}:
+            os.close(end)
 
 
-def run(sides: Sequence[Side], number: int, timeout: float | None) -> str | None:
+def run(sides: Sequence[Side], number: int, timeout: float) -> str | None:
     """Run a command, or several at once that take turns. What went wrong, or None."""
-    deadline = time.monotonic() + (timeout or 1e6)
-    started: list[tuple[psutil.Popen, Turns]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for side in sides:
-                turns = Turns(folder, side.name)
-                variables = turns.variables if len(sides) > 1 else {}
-                started.append((side.start(number, variables), turns))
-            if len(sides) > 1:
-                for process, turns in started:  # until all have imported torch and met
-                    turns.wait_for_start(process, deadline)
-                alive = list(started)
-                while alive:
-                    alive = [row for row in alive if row[1].hand_out(row[0], deadline)]
-            for side, (process, turns) in zip(sides, started, strict=True):
-                try:
-                    status = process.wait(max(1.0, deadline - time.monotonic()))
-                except psutil.TimeoutExpired:
-                    return f"{side.name} {number} took longer than --timeout {timeout:g} s"
-                if problem := judge(side, number, status):
-                    return problem
-                if len(sides) > 1 and turns.count < 2:
-                    return f"{side.name} {number} took no turns; only this project's scripts can"
-            return None
-        finally:
-            for process, turns in started:
-                end(process)
-                turns.close()
-
-
-def judge(side: Side, number: int, status: int) -> str | None:
-    """What is wrong with a run that has ended, with the end of its log; None if nothing is."""
-    problem = f"exit status {status}" if status else side.why_no_report(number)
-    if problem is None:
-        return None
-    if status and side.report(number).exists():
-        problem += f"; {side.why_no_report(number) or 'its report is complete'}"
-    log = side.report(number).with_suffix(".log")
-    lines = log.read_text(errors="replace").splitlines()[-15:]
-    tail = "".join(f"\n    {clean(line)}" for line in lines)
-    return f"{side.name} {number}: {clean(problem, 500)}; the end of {log}:{tail}"
+    deadline = time.monotonic() + timeout
+    started: list[tuple[Side, psutil.Popen, Turns]] = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ends:
+        for side in sides:
+            turns = Turns(folder, side.name)
+            ends.callback(turns.close)
+            process = side.start(number, turns.variables if len(sides) > 1 else {})
+            ends.callback(end, process)
+            started.append((side, process, turns))
+        if len(sides) > 1:
+            for _, process, turns in started:  # until all have imported torch and met
+                turns.wait_for_start(process, deadline)
+            alive = started
+            while alive:
+                alive = [row for row in alive if row[2].hand_out(row[1], deadline)]
+        for side, process, turns in started:
+            try:
+                status = process.wait(max(1.0, deadline - time.monotonic()))
+            except psutil.TimeoutExpired:
+                return f"{side.name} {number} took longer than --timeout {timeout:g} s"
+            if problem := side.judge(number, status):
+                return problem
+            if len(sides) > 1 and turns.count < 2:
+                return f"{side.name} {number} took no turns; only this project's scripts can"
+    return None
 
 
 def end(process: psutil.Popen) -> None:
@@ -232,11 +217,10 @@ def end(process: psutil.Popen) -> None:
         tree = [*process.children(recursive=True), process]
     except psutil.NoSuchProcess:
         return
-    for number, patience in ((signal.SIGTERM, 40), (signal.SIGKILL, 10)):
-        for part in tree if number == signal.SIGKILL else [process]:
-            if part.is_running():
-                part.send_signal(number)
-        _, tree = psutil.wait_procs(tree, patience)
+    process.terminate()
+    for part in psutil.wait_procs(tree, 40)[1]:
+        part.kill()
+    psutil.wait_procs(tree, 10)
 
 
 def planned_looks(first: int, most: int) -> list[int]:
@@ -255,24 +239,22 @@ def planned_looks(first: int, most: int) -> list[int]:
 def open_folder(args: argparse.Namespace, looks: list[int]) -> list[Side]:
     """The sides; the plan is written. Raises ValueError where the folder holds another plan."""
     folder = Path(args.out)
-    sides = [Side("a", args.a, args.a_env, folder), Side("b", args.b, args.b_env, folder)]
-    plan = {"--a": args.a, "--a-env": args.a_env, "--b": args.b, "--b-env": args.b_env}
-    plan |= {"--interleave": args.interleave, "looks after runs": looks}
+    names = ("a", "a_env", "b", "b_env", "interleave")
+    plan = {name: getattr(args, name) for name in names} | {"looks after runs": looks}
+    plan = json.loads(json.dumps(plan))
     path = folder / PLAN
     try:
-        for side in sides:
-            side.folder.mkdir(parents=True, exist_ok=True)
+        for name in "ab":
+            (folder / name).mkdir(parents=True, exist_ok=True)
         old = json.loads(path.read_text()) if path.exists() else plan
-        for name in plan:
-            if old.get(name) != plan[name]:
-                raise ValueError(
-                    f"--out {folder} holds another comparison: {name} was {old.get(name)} and is "
-                    f"now {plan[name]}; give another --out, then compare.py on both folders"
-                )
+        if other := [f"{n} was {old.get(n)}" for n in plan if old.get(n) != plan[n]]:
+            what = f"holds another comparison: {', '.join(other)}; give another --out"
+            raise ValueError(f"--out {folder} {what}, then compare.py on both folders")
         path.write_text(json.dumps(plan, indent=1) + "\n")
     except (OSError, json.JSONDecodeError, AttributeError) as error:
         raise ValueError(f"--out {folder} cannot be used: {error}") from None
-    return sides
+    commands = {"a": (args.a, args.a_env), "b": (args.b, args.b_env)}
+    return [Side(name, *commands[name], folder / name) for name in commands]
 
 
 def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Comparison:
@@ -282,19 +264,16 @@ def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Co
         order = sides if number % 2 else sides[::-1]
         todo = [side for side in order if side.why_no_report(number)]
         began = time.monotonic()
-        rows = [order] if args.interleave and todo else [[side] for side in todo]
-        for row in rows:
-            if problem := run(row, number, args.timeout):
+        for together in [order] if args.interleave and todo else [[side] for side in todo]:
+            if problem := run(together, number, args.timeout):
                 raise RuntimeError(problem)
         took = f"took {time.monotonic() - began:.1f} s" if todo else "is there already"
         print(f"pair {number} of {looks[-1]} {took}", file=sys.stderr, flush=True)
-        if number not in (1, *looks):
-            continue
-        words = [str(side.report(n)) for side in sides for n in range(1, number + 1)]
-        runs = load(words, ignore=args.ignore_key)
-        result = compare(runs[:number], runs[number:], design)  # after the first: do keys meet?
-        undecided = sum(case.verdict == "undecided" for case in result.cases)
-        if number in looks and not undecided:
+        if number in (1, *looks):  # after the first: do keys meet?
+            words = [str(side.report(n)) for side in sides for n in range(1, number + 1)]
+            runs = load(words, ignore=args.ignore_key)
+            result = compare(runs[:number], runs[number:], design)
+        if number in looks and all(case.verdict != "undecided" for case in result.cases):
             break
     return result
 
@@ -321,8 +300,7 @@ def main() -> int:
         return int(problem.args[0]) if stopped else 1
     text = show(found, args.format)
     if len(looks) > 1 and args.format != "json":
-        look = looks.index(len(found.base)) + 1
-        share = 100 - 5 / len(looks)
+        look, share = looks.index(len(found.base)) + 1, 100 - 5 / len(looks)
         text += f"\n\nlook {look} of at most {len(looks)}: each interval holds with {share:g} %"
     return conclude(text, found.verdicts, args.fail_on)
 

@@ -1,18 +1,14 @@
 #!/usr/bin/env python3
 """Is TEST slower than BASE, faster, the same, or can these reports not tell?
 
-    time      of a run: the median over its iterations of the slowest rank; of several runs a side
-              the geometric mean
-    ratio     time of TEST / time of BASE, over 1 is slower; `1.04x faster` is a ratio of 1/1.04
-    interval  95 %, by Student's t on the logarithms of the runs' times. The run is the unit, since
-              runs differ by more than their iterations tell
-    slower    the interval excludes 1 (with a false discovery rate of 5 % over all cases) and the
-              ratio is beyond --margin; `faster` likewise
-    same      the interval lies within --margin
-    undecided neither: measure more runs. With one run a side always
+The run is the unit: its time is the median over its iterations of the slowest rank. The interval is
+that of the ratio TEST / BASE, 95 %, by Student's t on the logarithms of the runs' times. slower and
+faster: it excludes 1, with a false discovery rate of 5 % over all cases, and the ratio is beyond
+--margin. same: it lies within --margin. undecided: neither; measure more runs. One run a side is
+always undecided. Cases are joined by their keys.
 
-Cases are joined by their keys. Reads reports of this project, of PyTorch's own DDP benchmark, and
-of nccl-tests (-J). With --history the newest run of a folder is compared with those before it.
+Reads reports of this project, of PyTorch's DDP benchmark and of nccl-tests (-J): files, folders or
+patterns. With --history the newest run of a folder is compared with those before it.
 
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower --format markdown
@@ -25,7 +21,6 @@ docs/compare.md derives the numbers. BSD-3-Clause.
 import argparse
 import gc
 import json
-import os
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
@@ -38,8 +33,8 @@ import tabulate
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import Run, find, load
-from analysis.show import clean, markdown, markdown_table, show_time
-from analysis.verdicts import HARDWARE, Comparison, Design, Difference, Result, compare, fields
+from analysis.show import clean, emit, markdown, markdown_table, show_time
+from analysis.verdicts import HARDWARE, Comparison, Design, Result, compare, fields
 from common.cli import Parser, fraction, list_of, positive_int, refuse
 
 VERDICTS = ("slower", "faster", "same", "undecided", "missing", "new", "not compared")
@@ -62,14 +57,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_verdict_flags(parser)
     add("--measure", metavar="NAME", help="another step of the cases, or a metric in seconds")
     args = parser.parse_args(argv)
-    sides = bool(args.base or args.test)
-    if args.history is not None and (sides or args.paired or args.interleaved):
+    if args.history is not None and (args.base or args.test or args.paired or args.interleaved):
         refuse("--history compares over time; leave out BASE, --test, --paired and --interleaved")
     if args.history is None and args.plot:
         refuse("--plot draws a history; add --history DIR, or make a page with analysis/report.py")
     if args.history is None and not (args.base and args.test):
         refuse("expected reports and --test reports, e.g. compare.py base.jsonl --test test.jsonl")
-    args.paired |= args.interleaved
     return args
 
 
@@ -92,52 +85,49 @@ def show(found: Comparison, style: str) -> str:
     if style == "json":
         return json.dumps({"schema": "torchrun-bench-compare/2"} | asdict(found), indent=1)
     notes = [("warning", line) for line in found.warnings]
-    for difference in found.environment:
-        kind = "THE HARDWARE DIFFERS" if difference.hardware else "environment"
-        notes.append((kind, show_difference(difference)))
+    for d in found.environment:
+        base, test = (clean("; ".join(d[side]), 150) for side in ("base", "test"))
+        kind = "THE HARDWARE DIFFERS" if d["hardware"] else "environment"
+        notes.append((kind, f"{d['field']}: {base} in BASE, {test} in TEST"))
+    header = ["case", "BASE", "TEST", "TEST is", "95 % interval", "verdict"]
+    rows = [cells(case) for case in found.cases]
+    if found.mean:  # of different cases, which have no time together
+        label, _, _, *rest = cells(found.mean)
+        rows.append([label, "", "", *rest])
+    verdicts = [case.verdict for case in found.cases]
+    counts = ", ".join(f"{verdicts.count(v)} {v}" for v in VERDICTS if v in verdicts)
     if style == "markdown":
-        lines = [f"**{counted(found.cases)}**", "", markdown(heading(found), 1000), ""]
+        lines = [f"**{counts}**", "", markdown(heading(found), 1000), ""]
         lines += [f"- **{kind}**: {markdown(text, 500)}" for kind, text in notes]
-        lines += ["", markdown_table(*table(found), numbers=2), ""]
+        lines += ["", markdown_table(header, rows, right=(1, 2)), ""]
         return "\n".join([*lines, *(f"- {markdown(line, 500)}" for line in remarks(found))])
     lines = [f"# torchrun-bench compare {heading(found)}"]
     lines += [f"# {kind}: {text}" for kind, text in notes]
-    header, rows = table(found)
     tabulate.MIN_PADDING = 0
-    align = ("left", "right", "right", *("left",) * (len(header) - 3))
+    align = ("left", "right", "right", "left", "left", "left")
     text = tabulate.tabulate(rows, header, "simple", colalign=align, disable_numparse=True)
     body = [line.rstrip() for line in text.splitlines()]
     if found.mean:
         body.insert(-1, body[1])
-    ends = [f"# {counted(found.cases)}", *(f"# {line}" for line in remarks(found))]
+    ends = [f"# {line}" for line in (counts, *remarks(found))]
     return "\n".join([*(clean(line, 500) for line in lines), "", *body, "", *ends])
 
 
 def heading(found: Comparison) -> str:
     names = ", ".join(dict.fromkeys(case.benchmark for case in found.cases))
-    measures = ", ".join(dict.fromkeys(case.measure for case in found.compared))
-    m, n = len(found.base), len(found.test)
+    measures = ", ".join(dict.fromkeys(case.measure for case in found.cases if case.measure))
+    m, n, design = len(found.base), len(found.test), found.design
+    margin = f"margin {design.margin * 100:g} %"
     how = "the run is the unit" if m + n > 2 else "one run a side"
-    if found.design.paired:
-        how = "the pair of runs is the unit"
-        how += ", their blocks took turns" * found.design.interleaved
-    margin = f"margin {found.design.margin * 100:g} %"
+    if design.paired:
+        how = "the pair of runs is the unit" + ", their blocks took turns" * design.interleaved
     return f"{names} ({measures}): {m} of BASE, {n} of TEST; {margin}; {how}"
 
 
-def table(found: Comparison) -> tuple[list[str], list[list[str]]]:
-    rows = []
-    for case in found.cases:
-        times = [show_mean(side) for side in (case.base_s, case.test_s)]
-        rows.append([case.label, *times, *last_cells(case)])
-    if found.mean:
-        rows.append([found.mean.label, "", "", *last_cells(found.mean)])
-    return ["case", "BASE", "TEST", "TEST is", "95 % interval", "verdict"], rows
-
-
-def last_cells(case: Result) -> list[str]:
+def cells(case: Result) -> list[str]:
+    times = [show_time(exp(fmean(map(log, s)))) if s else "-" for s in (case.base_s, case.test_s)]
     interval = "-" if case.ci95 is None else " to ".join(f"{end:.4g}" for end in case.ci95)
-    return [show_ratio(case.ratio), interval, case.verdict]
+    return [case.label, *times, show_ratio(case.ratio), interval, case.verdict]
 
 
 def show_ratio(ratio: float | None) -> str:
@@ -149,50 +139,32 @@ def show_ratio(ratio: float | None) -> str:
     return shown if shown == "1.00x" else f"{shown} {'slower' if ratio > 1 else 'faster'}"
 
 
-def show_mean(times: Sequence[float]) -> str:
-    return show_time(exp(fmean(map(log, times)))) if times else "-"
-
-
-def show_difference(difference: Difference) -> str:
-    base, test = ("; ".join(side) for side in (difference.base, difference.test))
-    return f"{difference.field}: {clean(base, 150)} in BASE, {clean(test, 150)} in TEST"
-
-
-def counted(cases: Sequence[Result]) -> str:
-    numbers = [(sum(case.verdict == name for case in cases), name) for name in VERDICTS]
-    return ", ".join(f"{number} {name}" for number, name in numbers if number)
-
-
 def remarks(found: Comparison) -> list[str]:
     """Why cases are undecided, and how many runs might decide them; other remarks by case."""
-    groups: dict[str, list[Result]] = {}
+    groups: dict[str, list[str]] = {}
     for case in found.cases:
         if case.reason:
-            groups.setdefault(f"{case.verdict}: {clean(case.reason)}", []).append(case)
+            groups.setdefault(f"{case.verdict}: {clean(case.reason)}", []).append(case.label)
     lines = [
-        f"{group[0].label if len(group) == 1 else f'{len(group)} cases'}, {reason}"
-        for reason, group in groups.items()
+        f"{labels[0] if len(labels) == 1 else f'{len(labels)} cases'}, {reason}"
+        for reason, labels in groups.items()
     ]
-    undecided = [case for case in found.compared if case.verdict == "undecided"]
+    undecided = [case for case in found.cases if case.verdict == "undecided"]
     known = sorted(case.runs_needed for case in undecided if case.runs_needed)
     if any(case.ci95 is None for case in undecided):
         lines.append("measure several runs a side: 3 at the least, better 6")
     elif known:
-        middle, most = known[(len(known) - 1) // 2], f"{known[-1]} (all)"
-        most = most if len(known) == len(undecided) else "over 1000 (some)"
-        shown = f"{middle}" if most == f"{middle} (all)" else f"{middle} (half of them) to {most}"
+        half, most = str(known[(len(known) - 1) // 2]), str(known[-1])
+        most = most if len(known) == len(undecided) else "over 1000"
+        shown = half if half == most else f"{half} (half of them) to {most}"
         margin = f"+-{found.design.margin * 100:g} %"
         lines.append(f"about {shown} runs a side would narrow the intervals to {margin}")
     return lines
 
 
 def conclude(text: str, verdicts: Collection[str], fail_on: Sequence[str]) -> int:
-    """Print the result; the exit status: 1 for a verdict that `fail_on` names, or a full disk."""
-    try:
-        print(text.encode("utf-8", "replace").decode(), flush=True)
-    except OSError as error:  # closed, as by `| head`, or a full disk
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        refuse(f"cannot print: {error.strerror}", status=1)
+    """Print the result; the exit status: 1 for a verdict that `fail_on` names."""
+    emit(text)
     if failures := [name for name in fail_on if name in verdicts]:
         refuse(f"failed: {', '.join(failures)} (--fail-on)", status=1)
     if fail_on and "undecided" in verdicts:
@@ -206,19 +178,14 @@ def conclude(text: str, verdicts: Collection[str], fail_on: Sequence[str]) -> in
 def two_sides(args: argparse.Namespace) -> Comparison:
     count = len(find(args.base))
     runs = load([*args.base, *args.test], args.measure, args.ignore_key)
-    sides = [in_order(side) for side in (runs[:count], runs[count:])]
-    return compare(sides[0], sides[1], Design(args.margin, args.paired, args.interleaved))
+    paired = args.paired or args.interleaved
+    design = Design(args.margin, paired, args.interleaved)
+    return compare(in_order(runs[:count]), in_order(runs[count:]), design)
 
 
 def in_order(runs: Sequence[Run]) -> list[Run]:
-    """In the order of their start; a run that is there twice counts once."""
-    unique: dict[str, Run] = {}
-    for run in runs:
-        other = unique.setdefault(run.identity, run)
-        if other is not run:
-            line = f"warning: {run.path} is left out: it holds the same run as {other.path}"
-            print(clean(line, 500), file=sys.stderr)
-    return sorted(unique.values(), key=lambda run: run.report.started_at)
+    """In the order of their start."""
+    return sorted(runs, key=lambda run: run.report.started_at)
 
 
 def over_time(args: argparse.Namespace) -> list[Comparison]:
@@ -231,11 +198,11 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
         from analysis.figures import plot_history  # matplotlib takes a second to import
 
         plot_history(list(groups.values()), args.plot)
-    groups = {name: runs for name, runs in groups.items() if len(runs) > 1}
-    if not groups:
+    several = [runs for runs in groups.values() if len(runs) > 1]
+    if not several:
         raise ValueError(f"--history {args.history}: no benchmark has two reports of one machine")
     design = Design(args.margin)
-    return [compare(runs[:-1][-args.last :], runs[-1:], design) for runs in groups.values()]
+    return [compare(runs[:-1][-args.last :], runs[-1:], design) for runs in several]
 
 
 def main() -> int:
@@ -243,13 +210,14 @@ def main() -> int:
     gc.disable()  # a report is millions of numbers without a cycle among them
     try:
         found = over_time(args) if args.history is not None else [two_sides(args)]
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         refuse(clean(error, 1000))
     except MemoryError:
         refuse("there is not enough memory for these reports; give fewer at a time")
-    text = "\n\n".join(show(comparison, args.format) for comparison in found)
-    if args.format == "json" and len(found) > 1:
-        text = json.dumps([json.loads(show(comparison, "json")) for comparison in found], indent=1)
+    shown = [show(comparison, args.format) for comparison in found]
+    text = "\n\n".join(shown)
+    if args.format == "json" and len(shown) > 1:
+        text = f"[{','.join(shown)}]"
     return conclude(text, {v for comparison in found for v in comparison.verdicts}, args.fail_on)
 
 

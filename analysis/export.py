@@ -19,7 +19,6 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,147 +27,115 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.compare import conclude
-from analysis.load import Run, load
-from analysis.show import canonical, case_names, clean, flat, interval_of, is_number
+from analysis.load import Run, load, named
+from analysis.show import canonical, choices, clean, emit, flat, interval_of, is_number, unit_of
 from common import report
-from common.cli import Parser, list_of, refuse, suggest
-from common.report import Case
+from common.cli import Parser, list_of, refuse
+
+NUMBERS = ["metric", "value", "ci_low", "ci_high", "n"]  # the last columns of a row
+Rows = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Value:
-    """One metric of one case of one run; its interval where there is one. n: iterations."""
-
-    run: Run
-    case: str
-    key: dict[str, Any]
-    metric: str
-    value: float
-    interval: tuple[float, float] | None
-    n: int | None
-
-    @property
-    def name(self) -> str:
-        return f"{self.run.report.benchmark}/{self.case}"
-
-
-def values_of(runs: Sequence[Run], metrics: Sequence[str] | None) -> list[Value]:
-    """All numbers of the cases that did not fail, or those of these metrics."""
+def rows_of(runs: Sequence[Run], metrics: Sequence[str] | None) -> Rows:
+    """A row a number of a case that did not fail, or one of these metrics; n: iterations."""
     found, known = [], set()
-    for benchmark in dict.fromkeys(run.report.benchmark for run in runs):
-        same = [r for r in runs if r.report.benchmark == benchmark]
-        names = case_names([row.key for r in same for row in r.rows.values()])
-        for run, name, row in [(r, *item) for r in same for item in r.rows.items()]:
-            numbers = flat(row.metrics) or {row.measure: row.time_s}
-            n = None if row.times_s is None else len(row.times_s)
-            for metric, value in numbers.items() if not row.check.startswith("failed") else ():
-                known.add(metric)
-                if is_number(value) and (not metrics or metric in metrics):
-                    ci = interval_of(metric, numbers)
-                    found.append(Value(run, names[name], row.key, metric, value, ci, n))
-    for metric in metrics or ():
-        if metric not in known:
-            hint = suggest(metric, known) or f"; there are {', '.join(sorted(known)) or 'none'}"
-            raise ValueError(f"--metric: no case has '{metric}'{hint}")
+    for run, case, row in named(runs):
+        e = run.report.environment
+        about = {"run": run.path, "started_at": run.report.started_at, "torch": e.get("torch")}
+        about |= {"host": ", ".join(map(str, e.get("hosts") or [])), "key": row.key, "case": case}
+        about |= {"benchmark": run.report.benchmark, "name": f"{run.report.benchmark}/{case}"}
+        numbers = {} if row.failed else flat(row.metrics) or {row.measure: row.time_s}
+        known |= set(numbers)
+        for metric, value in numbers.items():
+            if is_number(value) and (not metrics or metric in metrics):
+                ends = interval_of(metric, numbers) or (None, None)
+                found.append(about | dict(zip(NUMBERS, (metric, value, *ends, row.n), strict=True)))
+    for metric in set(metrics or ()) - known:
+        raise ValueError(f"--metric: no case has '{metric}'{choices(metric, sorted(known))}")
     if not found:
         raise ValueError("there is no case with a number in these reports")
     return found
 
 
-def once(values: Sequence[Value]) -> Sequence[Value]:
-    seen: dict[tuple[str, str], Value] = {}
-    for value in values:
-        other = seen.setdefault((value.name, value.metric), value)
-        if other is not value:
+def once(rows: Rows) -> Rows:
+    seen: dict[tuple[str, str], str] = {}
+    for row in rows:
+        other = seen.setdefault((row["name"], row["metric"]), row["run"])
+        if other != row["run"]:
             raise ValueError(
-                f"{value.run.path} and {other.run.path} both have {value.name}, and this format "
-                "holds one value of it; give one of them, or take --to csv"
+                f"{row['run']} and {other} both have {row['name']}, and this format holds one "
+                "value of it; give one of them, or take --to csv"
             )
-    return values
+    return rows
 
 
-def to_csv(values: Sequence[Value]) -> str:
-    rows = []
-    for v in values:
-        low, high = v.interval or (None, None)
-        about = {"run": v.run.path, "started_at": v.run.report.started_at}
-        about |= {"benchmark": v.run.report.benchmark, "case": v.case}
-        number = {"metric": v.metric, "value": v.value, "ci_low": low, "ci_high": high, "n": v.n}
-        rows.append(about | {f"key.{name}": entry for name, entry in v.key.items()} | number)
-    last = ["metric", "value", "ci_low", "ci_high", "n"]
-    table = pd.DataFrame(rows)
-    table = table[[*(name for name in table.columns if name not in last), *last]]
-    return table.astype({"n": "Int64"}).to_csv(index=False)
+def to_csv(rows: Rows) -> str:
+    table = pd.json_normalize(rows).astype({"n": "Int64"})  # the key as columns key.*
+    return table[[*(name for name in table if name not in (*NUMBERS, "name")), *NUMBERS]].to_csv(
+        index=False
+    )
 
 
-def to_bmf(values: Sequence[Value]) -> str:
+def to_bmf(rows: Rows) -> str:
     """https://bencher.dev/docs/reference/bencher-metric-format: at most 64 letters a measure."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for v in once(values):
-        measure = found.setdefault(v.name[:1024], {})[v.metric[:64]] = {"value": v.value}
-        if v.interval:
-            measure |= {"lower_value": v.interval[0], "upper_value": v.interval[1]}
+    for row in once(rows):
+        measure = found.setdefault(row["name"][:1024], {})[row["metric"][:64]] = {
+            "value": row["value"]
+        }
+        if row["ci_low"] is not None:
+            measure |= {"lower_value": row["ci_low"], "upper_value": row["ci_high"]}
     return json.dumps(found, indent=1)
 
 
-def to_gha(values: Sequence[Value]) -> str:
+def to_gha(rows: Rows) -> str:
     """Its src/extract.ts, BenchmarkResult. A file is smaller-is-better or bigger-is-better."""
-    rates = {v.metric.endswith("_per_s") for v in values}
-    if len(rates) > 1:
-        values = [v for v in values if re.search(r"(?<!_per)_s$", v.metric)]
-    rows = []
-    for v in once(values):
-        row = {"name": f"{v.name}/{v.metric}", "unit": unit_of(v.metric), "value": v.value}
-        if v.interval:
-            row["range"] = f"± {(v.interval[1] - v.interval[0]) / 2:.3g}"
-        rows.append(row | {"extra": f"{v.n} iterations"} if v.n else row)
-    return json.dumps(rows, indent=1)
+    if len({row["metric"].endswith("_per_s") for row in rows}) > 1:
+        rows = [row for row in rows if re.search(r"(?<!_per)_s$", row["metric"])]
+    found = []
+    for row in once(rows):
+        unit = unit_of(row["metric"])[1] or "1"
+        entry = {"name": f"{row['name']}/{row['metric']}", "unit": unit, "value": row["value"]}
+        if row["ci_low"] is not None:
+            entry["range"] = f"± {(row['ci_high'] - row['ci_low']) / 2:.3g}"
+        found.append(entry | ({"extra": f"{row['n']} iterations"} if row["n"] else {}))
+    return json.dumps(found, indent=1)
 
 
-def unit_of(metric: str) -> str:
-    units = {"gb_per_s": "GB/s", "_per_s": "1/s", "_s": "s", "_gib": "GiB", "_bytes": "bytes"}
-    return next((unit for end, unit in units.items() if metric.endswith(end)), "1")
-
-
-def to_records(values: Sequence[Value]) -> str:
+def to_records(rows: Rows) -> str:
     """pytorch/test-infra, clickhouse_db_schema/oss_ci_benchmark_v3: maps hold strings alone."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for v in values:
-        key = {name: str(entry) for name, entry in v.key.items()}
-        about = {"name": v.run.report.benchmark, "mode": "", "dtype": key.get("dtype", "")}
+    for row in rows:
+        key = {name: str(entry) for name, entry in row["key"].items()}
+        about = {"name": row["benchmark"], "mode": "", "dtype": key.get("dtype", "")}
         record = {
             "benchmark": about | {"extra_info": key},
-            "model": {"name": key.get("model", v.case), "backend": key.get("backend", "")},
-            "dependencies": {"torch": {"version": str(v.run.report.environment.get("torch"))}},
-            "metric": {"name": v.metric, "benchmark_values": []},
+            "model": {"name": key.get("model", row["case"]), "backend": key.get("backend", "")},
+            "dependencies": {"torch": {"version": str(row["torch"])}},
+            "metric": {"name": row["metric"], "benchmark_values": []},
         }
-        metric: Any = found.setdefault((v.name, v.metric), record)["metric"]
-        metric["benchmark_values"].append(v.value)
+        same = found.setdefault((row["name"], row["metric"]), record)
+        same["metric"]["benchmark_values"].append(row["value"])
     return json.dumps(list(found.values()), indent=1)
 
 
-def to_prometheus(values: Sequence[Value]) -> str:
+def to_prometheus(rows: Rows) -> str:
     """https://prometheus.io/docs/instrumenting/exposition_formats; base units in the names."""
     groups: dict[str, list[str]] = {}
-    for v in once(values):
-        name = re.sub(r"_s$", "_seconds", re.sub(r"_per_s$", "_per_second", v.metric))
-        labels = {"benchmark": v.run.report.benchmark, "case": v.case}
-        labels |= {"host": (v.run.report.environment.get("hosts") or [""])[0]}
-        labels |= {f"key_{k}": entry for k, entry in v.key.items() if entry is not None}
-        words = ",".join(f'{word(k)}="{escape(str(e))}"' for k, e in labels.items())
-        line = f"{word('torchrun_bench_' + name)}{{{words}}} {v.value!r}"
-        groups.setdefault(word(name), []).append(line)
-    types = {name: f"# TYPE torchrun_bench_{name} gauge" for name in groups}
-    return "\n".join(line for name, lines in groups.items() for line in (types[name], *lines))
+    for row in once(rows):
+        metric = re.sub(r"_s$", "_seconds", re.sub(r"_per_s$", "_per_second", row["metric"]))
+        name = word(f"torchrun_bench_{metric}")
+        labels = {label: row[label] for label in ("benchmark", "case", "host")}
+        labels |= {f"key_{k}": entry for k, entry in row["key"].items() if entry is not None}
+        # JSON escapes \ and " as this format does
+        pairs = [f"{word(k)}={json.dumps(clean(e), ensure_ascii=False)}" for k, e in labels.items()]
+        samples = groups.setdefault(name, [f"# TYPE {name} gauge"])
+        samples.append(f"{name}{{{','.join(pairs)}}} {row['value']!r}")
+    return "\n".join(chain(*groups.values()))
 
 
 def word(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)
-
-
-def escape(label: str) -> str:
-    return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
 def to_pytorch(paths: Sequence[str]) -> str:
@@ -183,29 +150,25 @@ def to_pytorch(paths: Sequence[str]) -> str:
     wrapped = [case for case in cases if case.key.get("world_size")]
     if found.benchmark != "ddp_sweep" or not wrapped:
         raise ValueError(f"{paths[0]}: --to pytorch needs a report of ddp_sweep.py")
-    groups: dict[str, list[Case]] = {}
+    first = wrapped[0].key
+    versions = {"pytorch_version": found.environment.get("torch")}
+    versions |= {"cuda_version": found.environment.get("cuda")}
+    about = {"distributed_backend": first["backend"], "bucket_size": first["bucket_size_mb"]}
+    groups: dict[str, list[report.Case]] = {}
     for case in wrapped:
         which = {k: v for k, v in case.key.items() if k not in ("label", "world_size")}
-        same = [c for c in cases if not c.key["world_size"] and c.key["model"] == which["model"]]
-        same = [c for c in same if c.key["dtype"] == which["dtype"]]
-        groups.setdefault(canonical(which), same[:1]).append(case)
-    results = [
-        {
-            **{name: group[-1].key[name] for name in ("model", "batch_size")},
-            "result": [
-                {"ranks": c.ranks, "measurements": list(chain(*c.samples_s["step"]))} for c in group
-            ],
-        }
-        for group in groups.values()
-    ]
-    about = {"pytorch_version": found.environment.get("torch")}
-    about |= {"cuda_version": found.environment.get("cuda")}
-    about |= {"distributed_backend": wrapped[0].key["backend"]}
-    about |= {"bucket_size": wrapped[0].key["bucket_size_mb"]}
-    return json.dumps(about | {"benchmark_results": results})
+        bare = [c for c in cases if not c.key["world_size"]]
+        bare = [c for c in bare if all(c.key[n] == case.key[n] for n in ("model", "dtype"))]
+        groups.setdefault(canonical(which), bare[:1]).append(case)
+    results = []
+    for group in groups.values():
+        rows = [(c.ranks, list(chain(*c.samples_s["step"]))) for c in group]
+        entry = {name: group[-1].key[name] for name in ("model", "batch_size")}
+        results.append(entry | {"result": [{"ranks": r, "measurements": m} for r, m in rows]})
+    return json.dumps(versions | about | {"benchmark_results": results})
 
 
-FORMATS: dict[str, Callable[[Sequence[Value]], str]] = {
+FORMATS: dict[str, Callable[[Rows], str]] = {
     "csv": to_csv,
     "bmf": to_bmf,
     "gha": to_gha,
@@ -225,10 +188,11 @@ def main() -> int:
         if args.to == "pytorch":
             text = to_pytorch(args.reports)
         else:
-            text = FORMATS[args.to](values_of(load(args.reports), args.metric))
+            text = FORMATS[args.to](rows_of(load(args.reports), args.metric))
     except ValueError as error:
         refuse(clean(error, 1000))
-    return conclude(text.rstrip("\n"), (), ())
+    emit(text.rstrip("\n"))
+    return 0
 
 
 if __name__ == "__main__":

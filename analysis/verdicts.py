@@ -6,7 +6,7 @@ say nothing about how much two runs differ that differ in nothing. docs/compare.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import exp, log, log1p, sqrt
 from typing import Any
 
@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.special import stdtr, stdtrit  # Student's t; scipy.stats takes 0.7 s to import
 
 from analysis.load import Row, Run
-from analysis.show import canonical, case_names, clean
+from analysis.show import canonical, case_names
 
 ALPHA = 0.05
 MIN_BLOCKS = 6  # of a pair of runs that took turns; with fewer their medians count
@@ -24,7 +24,6 @@ MAX_RUNS = 1000  # that are said to be needed
 HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
 # not of interest by themselves: rows for each rank and device, and lines derived from them
 IGNORED = ("ranks", "gpus", "differences")
-Ratio = tuple[float, float, float]  # a log ratio, its standard error, its degrees of freedom
 Array = NDArray[np.float64]
 
 
@@ -44,7 +43,7 @@ class Design:
     looks: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class Result:
     """One case on both sides. Times in seconds, one a run; ratio = test / base, over 1 is slower.
 
@@ -70,30 +69,19 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """A field of the environment with all its values on each side."""
-
-    field: str
-    base: list[str]
-    test: list[str]
-    hardware: bool
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """cases: all; mean: the geometric mean over those that every run has."""
+    """cases: all; mean: the geometric mean over those that every run has; base, test: paths.
+
+    environment: fields that differ, each with all its values on either side; hardware first.
+    """
 
     cases: list[Result]
     mean: Result | None
-    environment: list[Difference]
+    environment: list[dict[str, Any]]
     warnings: list[str]
-    base: list[str]  # paths
+    base: list[str]
     test: list[str]
     design: Design
-
-    @property
-    def compared(self) -> list[Result]:
-        return [case for case in self.cases if case.ratio is not None]
 
     @property
     def verdicts(self) -> set[str]:
@@ -104,29 +92,28 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     """Compare every case that both sides have. Raises ValueError where there is none."""
     if design.paired and len(base) != len(test):
         raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
-    sides = [by_case(base), by_case(test)]
+    sides = [rows_by_case(base), rows_by_case(test)]
     if not sides[0].keys() & sides[1].keys():
         raise ValueError(nothing_in_common(base, test))
     cases = [
-        compare_case(name[0], sides[0].get(name, []), sides[1].get(name, []), design)
+        compare_case(name[0], *(side.get(name, []) for side in sides), design)
         for name in dict.fromkeys([*sides[0], *sides[1]])
     ]
-    cases = labelled(cases)
+    several = len({case.benchmark for case in cases}) > 1
+    keys = [({"benchmark": c.benchmark} if several else {}) | c.key for c in cases]
+    names = case_names(keys)
+    for case, key in zip(cases, keys, strict=True):
+        case.label = names[canonical(key)]
+    cases.sort(key=lambda case: case.ratio is None)
     compared = [case for case in cases if case.ratio is not None]
     mean = geometric_mean(base, test, compared, design)
-    decided = decide([*compared, *([mean] if mean else [])], design)
-    return Comparison(
-        [*decided[: len(compared)], *(case for case in cases if case.ratio is None)],
-        decided[-1] if mean else None,
-        differences(base, test),
-        warnings(base, test),
-        [run.path for run in base],
-        [run.path for run in test],
-        design,
-    )
+    decide([*compared, *([mean] if mean else [])], design)
+    paths = [[run.path for run in side] for side in (base, test)]
+    found = differences(base, test)
+    return Comparison(cases, mean, found, warnings(base, test), *paths, design)
 
 
-def by_case(runs: Sequence[Run]) -> dict[tuple[str, str], list[Row | None]]:
+def rows_by_case(runs: Sequence[Run]) -> dict[tuple[str, str], list[Row | None]]:
     """For each benchmark and key what each run of that benchmark has of it."""
     names = dict.fromkeys((run.report.benchmark, name) for run in runs for name in run.rows)
     return {
@@ -135,92 +122,52 @@ def by_case(runs: Sequence[Run]) -> dict[tuple[str, str], list[Row | None]]:
     }
 
 
-def labelled(cases: list[Result]) -> list[Result]:
-    """With names that tell them apart."""
-    names = {
-        benchmark: case_names([case.key for case in cases if case.benchmark == benchmark])
-        for benchmark in dict.fromkeys(case.benchmark for case in cases)
-    }
-    found = []
-    for case in cases:
-        label = names[case.benchmark][canonical(case.key)]
-        label = f"{clean(case.benchmark, 40)}: {label}" if len(names) > 1 else label
-        found.append(replace(case, label=label))
-    return found
-
-
 def nothing_in_common(base: Sequence[Run], test: Sequence[Run]) -> str:
+    start = "no case is on both sides:"
     names = [", ".join(sorted({run.report.benchmark for run in side})) for side in (base, test)]
     if names[0] != names[1]:
-        return f"no case is on both sides: BASE has reports of {names[0]}, TEST of {names[1]}"
+        return f"{start} BASE has reports of {names[0]}, TEST of {names[1]}"
     for side, runs in (("BASE", base), ("TEST", test)):
         if not any(run.rows for run in runs):
-            return f"no case is on both sides: the reports of {side} have none"
-    a, b = (next(r.key for run in side for r in run.rows.values()) for side in (base, test))
-    fields = [name for name in {**a, **b} if a.get(name) != b.get(name)]
-    return (
-        "no case is on both sides: cases are joined by their keys, and the first ones differ in "
-        + ", ".join(f"{name} ({a.get(name)}, {b.get(name)})" for name in fields)
-    )
+            return f"{start} the reports of {side} have none"
+    a, b = (next(row.key for run in side for row in run.rows.values()) for side in (base, test))
+    fields = [f"{n} ({a.get(n)}, {b.get(n)})" for n in {**a, **b} if a.get(n) != b.get(n)]
+    return f"{start} cases are joined by their keys; of the first ones differ {', '.join(fields)}"
 
 
 def compare_case(
     benchmark: str, base: list[Row | None], test: list[Row | None], design: Design
 ) -> Result:
     """Ratio, interval and p; the verdict comes later, when those of all cases are known."""
-    first = next(row for row in [*base, *test] if row is not None)
-    result = Result(benchmark, first.key)
+    result = Result(benchmark, next(row for row in [*base, *test] if row).key)
     notes, timed = [], []
     for side, rows in (("BASE", base), ("TEST", test)):
-        good = [row for row in rows if row and row.time_s]
         bad = [row.check for row in rows if row and not row.time_s]
         if bad:
             notes.append(f"{side}: {len(bad)} of {len(rows)} runs: {bad[0]}")
         if None in rows:
             notes.append(f"{side}: {rows.count(None)} of {len(rows)} runs lack it")
-        timed.append(good)
-    if not timed[0] or not timed[1]:
-        verdict = "missing" if timed[0] or (not timed[1] and base) else "new"
-        return replace(result, verdict=verdict, reason="; ".join(notes) or "not measured")
+        timed.append([row for row in rows if row and row.time_s])
+    result.reason = "; ".join(notes)
     measures = sorted({row.measure for row in [*timed[0], *timed[1]]})
-    if len(measures) > 1:
-        return replace(result, reason=f"different times were kept: {', '.join(measures)}")
-    ratios = np.empty(0)
-    if design.paired:
+    if not timed[0] or not timed[1]:
+        result.verdict = "missing" if timed[0] or (not timed[1] and base) else "new"
+        result.reason = result.reason or "not measured"
+    elif len(measures) > 1:
+        result.reason = f"different times were kept: {', '.join(measures)}"
+    else:
+        result.measure = measures[0]
         pairs = [(a, b) for a, b in zip(base, test, strict=False) if a and b]
         pairs = [(a, b) for a, b in pairs if a.time_s and b.time_s]
-        if not pairs or len(base) != len(test):
-            return replace(result, reason="there is no pair with both")
-        timed = [[a for a, _ in pairs], [b for _, b in pairs]]
-        ratios = np.array([log_ratio(a, b, design.interleaved) for a, b in pairs])
-    logs = [np.log([row.time_s for row in side if row.time_s]) for side in timed]
-    result = replace(result, measure=measures[0], reason="; ".join(notes))
-    return estimate(result, logs[0], logs[1], ratios, design)
-
-
-def estimate(result: Result, base: Array, test: Array, ratios: Array, design: Design) -> Result:
-    """The result with ratio, interval and p. base, test: logarithms of the runs' times; ratios:
-    those of the pairs."""
-    value = float(ratios.mean() if design.paired else test.mean() - base.mean())
-    found = mean_of(ratios) if design.paired else difference_of_means(base, test)
-    interval = p = needed = None
-    if found is not None:
-        _, error, df = found
-        half = float(t_quantile(df, 1 - ALPHA / design.looks)) * error
-        interval = limited_exp(value - half), limited_exp(value + half)
-        p = 2 * float(stdtr(df, -abs(value) / error)) if error else float(value == 0)
-        share = 1 / len(base) if design.paired else 1 / len(base) + 1 / len(test)
-        needed = runs_needed(error / sqrt(share), design.paired, design.margin)
-    return replace(
-        result,
-        base_s=np.exp(base).tolist(),
-        test_s=np.exp(test).tolist(),
-        ratio=limited_exp(value),
-        ci95=interval,
-        p=p,
-        runs_needed=needed,
-        pair_ratios=[limited_exp(ratio) for ratio in ratios],
-    )
+        if design.paired and (not pairs or len(base) != len(test)):
+            result.reason = "there is no pair with both"
+            return result
+        if design.paired:
+            timed = [[a for a, _ in pairs], [b for _, b in pairs]]
+        logs = [np.log([row.time_s for row in side]) for side in timed]  # type: ignore[misc]
+        ratios = [log_ratio(a, b, design.interleaved) for a, b in pairs if design.paired]
+        estimate(result, logs[0], logs[1], np.array(ratios), design)
+    return result
 
 
 def log_ratio(a: Row, b: Row, interleaved: bool) -> float:
@@ -230,11 +177,11 @@ def log_ratio(a: Row, b: Row, interleaved: bool) -> float:
     blocks = [block_medians(a), block_medians(b)]
     common = min(map(len, blocks))
     if interleaved and common >= MIN_BLOCKS and min(block.min() for block in blocks) > 0:
-        return float(np.median(np.log(blocks[1][:common]) - np.log(blocks[0][:common])))
+        return float(np.median(np.log(blocks[1][:common] / blocks[0][:common])))
     return log((b.time_s or 1) / (a.time_s or 1))
 
 
-def block_medians(row: Row) -> NDArray[np.float64]:
+def block_medians(row: Row) -> Array:
     if row.times_s is None or not row.rounds:
         return np.empty(0)
     blocks = np.split(row.times_s, np.cumsum(row.rounds)[:-1])
@@ -253,28 +200,44 @@ def geometric_mean(
     whole = [case for case in cases if (len(case.base_s), len(case.test_s)) == (m, n)]
     if len(benchmarks) != 1 or len(whole) < 2:
         return None
-    logs = [
-        np.log(rows).mean(axis=0) for rows in ([c.base_s for c in whole], [c.test_s for c in whole])
-    ]
-    ratios = np.log([case.pair_ratios for case in whole]).mean(axis=0)
+    columns = zip(*((c.base_s, c.test_s, c.pair_ratios) for c in whole), strict=True)
+    logs = [np.log(rows).mean(axis=0) for rows in columns]
     mean = Result(whole[0].benchmark, {}, f"geometric mean of {len(whole)} cases")
-    return estimate(mean, logs[0], logs[1], ratios, design)
+    estimate(mean, logs[0], logs[1], logs[2], design)
+    return mean
 
 
-def decide(cases: list[Result], design: Design) -> list[Result]:
+def estimate(result: Result, base: Array, test: Array, ratios: Array, design: Design) -> None:
+    """Fill in ratio, interval and p. base, test: logarithms of the runs' times; ratios: those of
+    the pairs."""
+    value = float(ratios.mean() if design.paired else test.mean() - base.mean())
+    result.base_s, result.test_s = np.exp(base).tolist(), np.exp(test).tolist()
+    result.pair_ratios = [limited_exp(ratio) for ratio in ratios]
+    result.ratio = limited_exp(value)
+    found = uncertainty(base, test, ratios, design.paired)
+    if found is None:
+        return
+    error, df = found
+    half = float(t_quantile(df, 1 - ALPHA / design.looks)) * error
+    result.ci95 = limited_exp(value - half), limited_exp(value + half)
+    result.p = 2 * float(stdtr(df, -abs(value) / error)) if error else float(value == 0)
+    share = 1 / len(base) if design.paired else 1 / len(base) + 1 / len(test)
+    runs, widths = quantiles(1 if design.paired else 2)
+    enough = runs[widths * error / sqrt(share) <= log1p(design.margin)]
+    result.runs_needed = int(enough[0]) if len(enough) else None
+
+
+def decide(cases: list[Result], design: Design) -> None:
     """The verdicts. The false discovery rate is held over all cases with an interval."""
-    tested = [case for case in cases if case.p is not None]
-    counts = discoveries([case.p or 0.0 for case in tested], ALPHA / design.looks)
-    found = {id(case) for case, counted in zip(tested, counts, strict=True) if counted}
-    decided = []
+    p_values = [case.p for case in cases if case.p is not None]
+    counts = iter(discoveries(p_values, ALPHA / design.looks))
     for case in cases:
-        verdict, why = verdict_of(case, design.margin, id(case) in found, len(tested))
-        reason = "; ".join(text for text in (why, case.reason) if text)
-        decided.append(replace(case, verdict=verdict, reason=reason))
-    return decided
+        counted = case.p is not None and next(counts)
+        case.verdict, why = verdict_of(case, design.margin, counted, len(p_values))
+        case.reason = "; ".join(text for text in (why, case.reason) if text)
 
 
-def verdict_of(case: Result, margin: float, found: bool, tests: int) -> tuple[str, str]:
+def verdict_of(case: Result, margin: float, counts: bool, tests: int) -> tuple[str, str]:
     if case.ci95 is None:
         if len(case.base_s) == len(case.test_s) == 1 and not case.pair_ratios:
             return "undecided", "one run a side: how much runs differ is unknown"
@@ -284,7 +247,7 @@ def verdict_of(case: Result, margin: float, found: bool, tests: int) -> tuple[st
         return "same", ""
     ratio = case.ratio or 1.0
     beyond = not 1 / (1 + margin) <= ratio <= 1 + margin
-    if found and beyond:
+    if counts and beyond:
         return ("slower" if ratio > 1 else "faster"), ""
     if low <= 1 <= high:
         return "undecided", "the interval is too wide"
@@ -300,33 +263,26 @@ def t_quantile(df: ArrayLike, confidence: float = 1 - ALPHA) -> Any:
     return stdtrit(df, (1 + confidence) / 2)
 
 
-def difference_of_means(a: NDArray[np.float64], b: NDArray[np.float64]) -> Ratio | None:
-    """mean(b) - mean(a), both of a few independent values; None with one of each.
+def uncertainty(a: Array, b: Array, ratios: Array, paired: bool) -> tuple[float, float] | None:
+    """Standard error and degrees of freedom of mean(b) - mean(a), or of the pairs' mean.
 
-    Student's t with one variance for both sides. With unequal numbers a side that is not safe:
-    there Welch's t (Biometrika 34, 1947) replaces it where that is wider. A side of one value has
-    no scatter of its own: the other side's counts for it. a: [m], b: [n].
+    None where there is one value, or one of each. Student's t with one variance for both sides.
+    With unequal numbers a side that is not safe: there Welch's t (Biometrika 34, 1947) replaces it
+    where that is wider. A side of one value has no scatter of its own: the other side's counts for
+    it. a: [m], b: [n].
     """
     m, n = len(a), len(b)
+    if paired:
+        return (float(ratios.std(ddof=1)) / sqrt(n), n - 1.0) if n > 1 else None
     if m + n < 3:
         return None
-    value = float(b.mean() - a.mean())
     squares = [float(np.square(x - x.mean()).sum()) for x in (a, b)]
-    pooled = (value, sqrt(sum(squares) / (m + n - 2) * (1 / m + 1 / n)), float(m + n - 2))
+    pooled = (sqrt(sum(squares) / (m + n - 2) * (1 / m + 1 / n)), m + n - 2.0)
     if m == n or min(m, n) == 1 or sum(squares) == 0:
         return pooled
     shares = [squares[0] / (m - 1) / m, squares[1] / (n - 1) / n]
     df = sum(shares) ** 2 / (shares[0] ** 2 / (m - 1) + shares[1] ** 2 / (n - 1))
-    welch = (value, sqrt(sum(shares)), df)
-    return max(pooled, welch, key=lambda ratio: t_quantile(ratio[2]) * ratio[1])
-
-
-def mean_of(values: NDArray[np.float64]) -> Ratio | None:
-    """The mean of a few independent values; None with one. values: [n]."""
-    n = len(values)
-    if n < 2:
-        return None
-    return float(values.mean()), float(values.std(ddof=1)) / sqrt(n), float(n - 1)
+    return max(pooled, (sqrt(sum(shares)), df), key=lambda found: t_quantile(found[1]) * found[0])
 
 
 def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
@@ -340,17 +296,10 @@ def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
 
 
 @functools.cache
-def quantiles(parts: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Numbers of runs, and t * sqrt(parts / runs) of each."""
+def quantiles(parts: int) -> tuple[Array, Array]:
+    """Numbers of runs, and t * sqrt(parts / runs) of each: half widths if runs scatter by 1."""
     runs = np.arange(2, MAX_RUNS, dtype=np.float64)
     return runs, t_quantile(parts * (runs - 1)) * np.sqrt(parts / runs)
-
-
-def runs_needed(scatter: float, paired: bool, margin: float) -> int | None:
-    """Runs a side with which the interval would be about +-margin wide, if runs scatter alike."""
-    runs, widths = quantiles(1 if paired else 2)
-    enough = runs[widths * scatter <= log1p(margin)]
-    return int(enough[0]) if len(enough) else None
 
 
 def limited_exp(x: float) -> float:
@@ -366,27 +315,24 @@ def fields(run: Run) -> dict[str, str]:
     variables = found.pop("variables", None)
     if isinstance(variables, dict):
         found |= {f"variables.{name}": value for name, value in variables.items()}
-    rows = run.report.environment.get("ranks")
-    if isinstance(rows, list):
-        found["cores"] = [row.get("cores") for row in rows if isinstance(row, dict)]
-    return {name: field_text(value) for name, value in found.items()}
+    ranks = run.report.environment.get("ranks")
+    if isinstance(ranks, list):
+        found["cores"] = [row.get("cores") for row in ranks if isinstance(row, dict)]
+    lists = {
+        k: v if isinstance(v, list) else ["none" if v is None else v] for k, v in found.items()
+    }
+    return {name: ", ".join(dict.fromkeys(map(str, v))) or "none" for name, v in lists.items()}
 
 
-def field_text(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(dict.fromkeys(map(str, value))) or "none"
-    return "none" if value is None else str(value)
-
-
-def differences(base: Sequence[Run], test: Sequence[Run]) -> list[Difference]:
+def differences(base: Sequence[Run], test: Sequence[Run]) -> list[dict[str, Any]]:
     """The fields of the environment whose values differ between the sides; hardware first."""
     sides = [[fields(run) for run in side] for side in (base, test)]
     found = []
     for name in dict.fromkeys(name for side in sides for row in side for name in row):
         a, b = (list(dict.fromkeys(row.get(name, "unset") for row in side)) for side in sides)
         if set(a) != set(b):
-            found.append(Difference(name, a, b, name in HARDWARE))
-    return sorted(found, key=lambda difference: not difference.hardware)
+            found.append({"field": name, "base": a, "test": b, "hardware": name in HARDWARE})
+    return sorted(found, key=lambda difference: not difference["hardware"])
 
 
 def warnings(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
@@ -395,7 +341,9 @@ def warnings(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
     for run in (*base, *test):
         if run.report.status != "complete":
             lines.append(f"{run.path} is not complete: its status is {run.report.status}")
-        other = seen.setdefault(run.identity, run.path)
+        times = sorted((name, row.time_s, row.check) for name, row in run.rows.items())
+        identity = repr((run.report.benchmark, run.report.started_at, times))
+        other = seen.setdefault(identity, run.path)
         if other != run.path:
             lines.append(f"{run.path} and {other} hold the same run: that is one run's evidence")
     for side, runs, other in (("BASE", base, "TEST"), ("TEST", test, "BASE")):

@@ -101,7 +101,7 @@ class Benchmark:
             return f"--json {self.args.json} cannot be written: {error.strerror}"
         except ValueError as error:
             text = str(error)
-            return text if text.startswith("--") else f"--json would replace {text}"
+            return text if text.startswith("--") else f"--json would replace what is there: {text}"
         return None
 
     def measure(

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from common.report import load
-from tests.conftest import environment
+from tests.conftest import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[1]
-SMALL = "--model mobilenet_v3_small --image-size 32 --batch-size 2 --device cpu"
+SWEEP = "benchmarks/ddp_sweep.py --model mobilenet_v3_small --image-size 32 --batch-size 2"
+SWEEP += " --device cpu --no-breakdown --iters 24 --warmup-iters 1"
 
 
 @pytest.mark.smoke
 def test_two_sweeps_take_turns(tmp_path: Path) -> None:
-    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node"
-    sweep = f"benchmarks/ddp_sweep.py {SMALL} --no-breakdown --iters 24 --warmup-iters 1"
+    """One of two ranks and one of a single process, which has a case less."""
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
     command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2"]
-    command += ["--a", f"{torchrun} 2 {sweep}", "--b", f"{torchrun} 1 {sweep}"]
+    command += ["--a", f"{torchrun} {SWEEP}", "--b", f"{sys.executable} {SWEEP}"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path)],
         capture_output=True,

@@ -79,7 +79,7 @@ def test_abba_and_resume(sides: Path) -> None:
     assert len((sides / "out" / "order").read_text().split()[0::2]) == 288 + 48
     other = start("ab.py", *words(sides, "0.1 x", "0.12 x", *more))
     assert other.returncode == 2
-    assert "holds another comparison: --b was" in other.stderr
+    assert "holds another comparison: b was" in other.stderr
 
 
 def test_commands_that_take_turns(sides: Path) -> None:
@@ -148,9 +148,8 @@ def test_looks_are_even_and_grow_by_a_third() -> None:
 def test_refusals(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     for change, message in (
-        ({"--a": "no-such-program x"}, "there is no program 'no-such-program'"),
-        ({"--b": "python3 x.py --json y"}, "leave out --json"),
-        ({"--a": "python3 'x"}, "cannot split"),
+        ({"--a": "no-such-program x"}, "there is no such program"),
+        ({"--a": "python3 'x"}, "invalid command value"),
         ({"--runs": "1"}, "must be at least 2"),
         ({"--max-runs": "9"}, "needs --until-decided"),
         ({"--a-env": "FAKE"}, "expected NAME=VALUE, got 'FAKE'"),

@@ -230,7 +230,7 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     for word, message in (
         (str(tmp_path / "absent.jsonl"), "No such file"),
         (str(tmp_path), "no report"),
-        (f"{tmp_path}/*.jsonl", "no file matches"),
+        (f"{tmp_path}/*.jsonl", "no report"),
     ):
         with pytest.raises(ValueError, match=message):
             load([word])
