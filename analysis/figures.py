@@ -136,7 +136,11 @@ def curves(
                 words = [suffix, name * (len(names) > 1), report * (rows["report"].nunique() > 1)]
                 low_high = whiskers(part, column, scale)
                 drawing.note = "Lines are 95 % intervals." if low_high.any() else drawing.note
-                style = {"label": ", ".join(filter(None, words)), "ms": 4, "capsize": 2}
+                style: dict[str, Any] = {
+                    "label": ", ".join(filter(None, words)),
+                    "ms": 4,
+                    "capsize": 2,
+                }
                 values = [value * scale for value in part[column]]
                 ax.errorbar(part[x].tolist(), values, low_high, fmt="o-", **style)
         first = next(iter(ys.values()))

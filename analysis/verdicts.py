@@ -92,12 +92,12 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     """Compare every case that both sides have. Raises ValueError where there is none."""
     if design.paired and len(base) != len(test):
         raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
-    sides = [rows_by_case(base), rows_by_case(test)]
-    if not sides[0].keys() & sides[1].keys():
+    a, b = rows_by_case(base), rows_by_case(test)
+    if not a.keys() & b.keys():
         raise ValueError(nothing_in_common(base, test))
     cases = [
-        compare_case(name[0], *(side.get(name, []) for side in sides), design)
-        for name in dict.fromkeys([*sides[0], *sides[1]])
+        compare_case(name[0], a.get(name, []), b.get(name, []), design)
+        for name in dict.fromkeys([*a, *b])
     ]
     several = len({case.benchmark for case in cases}) > 1
     keys = [({"benchmark": c.benchmark} if several else {}) | c.key for c in cases]
@@ -108,9 +108,9 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     compared = [case for case in cases if case.ratio is not None]
     mean = geometric_mean(base, test, compared, design)
     decide([*compared, *([mean] if mean else [])], design)
-    paths = [[run.path for run in side] for side in (base, test)]
-    found = differences(base, test)
-    return Comparison(cases, mean, found, warnings(base, test), *paths, design)
+    about = (differences(base, test), warnings(base, test))
+    paths = ([run.path for run in base], [run.path for run in test])
+    return Comparison(cases, mean, *about, *paths, design)
 
 
 def rows_by_case(runs: Sequence[Run]) -> dict[tuple[str, str], list[Row | None]]:
@@ -164,7 +164,7 @@ def compare_case(
             return result
         if design.paired:
             timed = [[a for a, _ in pairs], [b for _, b in pairs]]
-        logs = [np.log([row.time_s for row in side]) for side in timed]  # type: ignore[misc]
+        logs = [np.log([row.time_s or 0.0 for row in side]) for side in timed]
         ratios = [log_ratio(a, b, design.interleaved) for a, b in pairs if design.paired]
         estimate(result, logs[0], logs[1], np.array(ratios), design)
     return result

@@ -7,7 +7,6 @@ import json
 import random
 import runpy
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,9 +87,3 @@ def run(script: str, *words: str) -> Done:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return Done(status, out.getvalue(), err.getvalue())
-
-
-def start(script: str, *words: str, **options: Any) -> "subprocess.CompletedProcess[str]":
-    """The same in a process of its own."""
-    command = [sys.executable, str(ROOT / "analysis" / script), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)

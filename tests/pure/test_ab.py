@@ -1,7 +1,6 @@
 """analysis/ab.py with small python commands that write reports, in turn or taking turns."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import psutil
 import pytest
 
 from analysis.ab import planned_looks
-from tests.pure.reports import ROOT, run, start
+from tests.pure.reports import ROOT, run
 
 # writes a report of 24 blocks to --json; takes its turns where there are any
 COMMAND = """
@@ -65,25 +64,25 @@ def words(folder: Path, a: str, b: str, *more: str) -> list[str]:
 
 def test_abba_and_resume(sides: Path) -> None:
     more = ("--runs", "3", "--b-env", "FAKE=B")
-    done = start("ab.py", *words(sides, "0.1 x", "0.11 x", *more))
+    done = run("ab.py", *words(sides, "0.1 x", "0.11 x", *more))
     assert done.returncode == 0, done.stderr
     assert "1.10x slower" in done.stdout
     assert "# environment: variables.FAKE: unset in BASE, B in TEST" in done.stdout
     order = (sides / "out" / "order").read_text().split()[0::2]
     assert order == [*["0.1"] * 48, *["0.11"] * 96, *["0.1"] * 96, *["0.11"] * 48]  # AB BA AB
     (sides / "out" / "b" / "02.jsonl").unlink()
-    again = start("ab.py", *words(sides, "0.1 x", "0.11 x", *more))
+    again = run("ab.py", *words(sides, "0.1 x", "0.11 x", *more))
     assert again.stdout == done.stdout
     assert "pair 1 of 3 is there already" in again.stderr
     assert "pair 2 of 3 took" in again.stderr
     assert len((sides / "out" / "order").read_text().split()[0::2]) == 288 + 48
-    other = start("ab.py", *words(sides, "0.1 x", "0.12 x", *more))
+    other = run("ab.py", *words(sides, "0.1 x", "0.12 x", *more))
     assert other.returncode == 2
     assert "holds another comparison: b was" in other.stderr
 
 
 def test_commands_that_take_turns(sides: Path) -> None:
-    done = start("ab.py", *words(sides, "0.1 x", "0.11 x", "--runs", "2", "--interleave"))
+    done = run("ab.py", *words(sides, "0.1 x", "0.11 x", "--runs", "2", "--interleave"))
     assert done.returncode == 0, done.stderr
     assert "their blocks took turns" in done.stdout
     lines = (sides / "out" / "order").read_text().splitlines()
@@ -100,7 +99,7 @@ def test_commands_that_take_turns(sides: Path) -> None:
     ],
 )
 def test_a_command_that_fails_ends_the_pair(sides: Path, mode: str, message: str) -> None:
-    done = start("ab.py", *words(sides, "0.1 x", f"0.1 '{mode}'", "--interleave"))
+    done = run("ab.py", *words(sides, "0.1 x", f"0.1 '{mode}'", "--interleave"))
     assert done.returncode == 1
     assert message in done.stderr
     assert "the same command goes on" in done.stderr
@@ -108,18 +107,17 @@ def test_a_command_that_fails_ends_the_pair(sides: Path, mode: str, message: str
 
 
 def test_a_run_that_takes_too_long(sides: Path) -> None:
-    done = start("ab.py", *words(sides, "0.1 hang", "0.1 x", "--timeout", "1"))
+    done = run("ab.py", *words(sides, "0.1 hang", "0.1 x", "--timeout", "1"))
     assert done.returncode == 1
     assert "a 1 took longer than --timeout 1 s" in done.stderr
 
 
-@pytest.mark.parametrize("interleave", [(), ("--interleave",)])
-def test_an_interrupt_leaves_no_process(sides: Path, interleave: tuple[str, ...]) -> None:
+def test_an_interrupt_leaves_no_process(sides: Path) -> None:
     script = str(ROOT / "analysis/ab.py")
-    flags = words(sides, "0.1 hang", "0.1 hang", *interleave)
+    flags = words(sides, "0.1 hang", "0.1 hang", "--interleave")
     process = psutil.Popen([sys.executable, script, *flags], stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 30
-    while len(process.children()) < 1 + len(interleave) and time.monotonic() < end:
+    while len(process.children()) < 2 and time.monotonic() < end:
         time.sleep(0.05)
     started = process.children()
     process.send_signal(signal.SIGINT)
@@ -132,7 +130,7 @@ def test_an_interrupt_leaves_no_process(sides: Path, interleave: tuple[str, ...]
 
 def test_until_decided(sides: Path) -> None:
     more = ("--runs", "2", "--until-decided", "--max-runs", "8", "--format", "json")
-    done = start("ab.py", *words(sides, "0.1 x", "0.2 x", *more))
+    done = run("ab.py", *words(sides, "0.1 x", "0.2 x", *more))
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert len(document["base"]) == 2  # decided at the first look
@@ -162,8 +160,8 @@ def test_refusals(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert done.stderr.count("\n") == 1, done.stderr
 
 
-def test_torchrun_is_refused(sides: Path) -> None:
-    environment = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
-    done = start("ab.py", *words(sides, "0.1 x", "0.1 x"), env=environment)
+def test_torchrun_is_refused(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    done = run("ab.py", *words(sides, "0.1 x", "0.1 x"))
     assert done.returncode == 2
     assert "start it with python, not with torchrun" in done.stderr
