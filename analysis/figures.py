@@ -153,7 +153,7 @@ def curves(
             ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_size(value)))
             ax.xaxis.set_minor_locator(NullLocator())
         ticks = sorted({int(value) for value in rows[x]})
-        ax.set_xticks(ticks[:: max(1, len(ticks) // 8)])
+        ax.set_xticks(ticks[:: -(-len(ticks) // 8) or 1])
         if any(ax.get_legend_handles_labels()[1]):
             ax.legend()
         if ax.containers:
@@ -173,10 +173,10 @@ def bars(
     """
     for name, group in panels(table, panel):
         have = {label: c for label, c in parts.items() if len(present(group, c))}
+        if not have:
+            continue
         numbers = group[list(have.values())].apply(pd.to_numeric, errors="coerce")
         rows = group[numbers.notna().any(axis=1)][:MAX_BARS]
-        if rows.empty:
-            continue
         drawing, ax = axes(f"{title}, {name}" if name else title, 1.2 + 0.3 * len(rows))
         unit = time_unit(numbers.max(axis=None))
         values = numbers.loc[rows.index].fillna(0).clip(lower=0) / UNITS[unit]
@@ -206,10 +206,6 @@ def times(table: pd.DataFrame, column: str, panel: Sequence[str] = ()) -> Iterat
 # -- the figures of each benchmark -----------------------------------------------------------------
 
 MODEL = ("model", "dtype")
-BUSBW = {"out of place": "out_of_place_busbw_gb_per_s", "in place": "in_place_busbw_gb_per_s"}
-STEP = {"local compute": "local_compute_p50_s", "exposed communication": "exposed_communication_s"}
-SAVE = {"blocked": "blocked_s", "stall": "stall_s"}
-ROUND_TRIP = {"": "round_trip_p50_s"}
 
 
 def scaling(table: pd.DataFrame) -> Iterator[Drawing]:
@@ -232,7 +228,18 @@ def exposed(table: pd.DataFrame) -> Iterator[Drawing]:
     return bars(table, "Step", parts, MODEL)
 
 
-FIGURES: dict[str, list[Callable[[pd.DataFrame], Iterator[Drawing]]]] = {
+BUSBW = {
+    "out of place": "out_of_place_busbw_gb_per_s",
+    "in place": "in_place_busbw_gb_per_s",
+}
+STEP = {
+    "local compute": "local_compute_p50_s",
+    "exposed communication": "exposed_communication_s",
+}
+SAVE = {"blocked": "blocked_s", "stall": "stall_s"}
+ROUND_TRIP = {"": "round_trip_p50_s"}
+Figures = Callable[[pd.DataFrame], Iterator[Drawing]]
+FIGURES: dict[str, list[Figures]] = {
     "ddp_sweep": [scaling, lambda t: bars(t, "Where a step's time goes", STEP, MODEL)],
     "collectives": [lambda t: curves(t, "size_bytes", BUSBW, "busbw (GB/s)", ("collective",))],
     "nccl-tests": [lambda t: curves(t, "size_bytes", BUSBW, "busbw (GB/s)", ("collective",))],
