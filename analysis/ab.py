@@ -215,11 +215,12 @@ def end(process: psutil.Popen) -> None:
     """End a command and all that it started; politely first."""
     try:
         tree = [*process.children(recursive=True), process]
+        process.terminate()
     except psutil.NoSuchProcess:
         return
-    process.terminate()
     for part in psutil.wait_procs(tree, 40)[1]:
-        part.kill()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            part.kill()
     psutil.wait_procs(tree, 10)
 
 
