@@ -86,7 +86,7 @@ def present(table: pd.DataFrame, name: str) -> pd.DataFrame:
     """The rows that have a number of this name."""
     if name not in table:
         return table.iloc[:0]
-    return table[[is_number(value) for value in table[name]]]
+    return table[np.array([is_number(value) for value in table[name]], dtype=bool)]
 
 
 def panels(table: pd.DataFrame, names: Sequence[str]) -> Iterator[tuple[str, pd.DataFrame]]:
@@ -176,14 +176,15 @@ def bars(
         if not have:
             continue
         numbers = group[list(have.values())].apply(pd.to_numeric, errors="coerce")
-        rows = group[numbers.notna().any(axis=1)][:MAX_BARS]
+        group = group[numbers.notna().any(axis=1)]
+        rows = group[:MAX_BARS]
         drawing, ax = axes(f"{title}, {name}" if name else title, 1.2 + 0.3 * len(rows))
         unit = time_unit(numbers.max(axis=None))
         values = numbers.loc[rows.index].fillna(0).clip(lower=0) / UNITS[unit]
         left, height = np.zeros(len(rows)), 0.7 if stacked else 0.7 / len(have)
         for i, (label, column) in enumerate(have.items()):
             at = np.arange(len(rows)) + (0 if stacked else (i - (len(have) - 1) / 2) * height)
-            ends = None if stacked else whiskers(rows, column, 1 / UNITS[unit])
+            ends = None if stacked else whiskers(rows, column, 1 / UNITS[unit])  # 95 % intervals
             ax.barh(at, values[column], height, left, label=label, xerr=ends, ecolor=INK)
             left = left + values[column] if stacked else left
         names = rows["case"] + (", " + rows["report"] if rows["report"].nunique() > 1 else "")
@@ -192,8 +193,8 @@ def bars(
         ax.grid(axis="y", visible=False)
         if any(have):
             ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
-        drawing.note = "" if stacked else "Lines are 95 % intervals. "
-        drawing.note += f"{len(rows)} of {len(group)} cases are drawn." * (len(rows) < len(group))
+        if len(rows) < len(group):
+            drawing.note = f"{len(rows)} of {len(group)} cases are drawn."
         yield drawing
 
 
@@ -267,8 +268,8 @@ def draw(runs: Sequence[Run]) -> list[Drawing]:
     own = FIGURES.get(runs[0].report.benchmark, [])
     drawings = [drawing for make in own for drawing in make(table)]
     if not drawings:
-        medians = [n for n in table if str(n).endswith("_p50_s") and len(present(table, n))]
-        drawings = list(times(table, medians[0] if medians else "time_s"))
+        count = {n: len(present(table, n)) for n in table if str(n).endswith(("_p50_s", "time_s"))}
+        drawings = list(times(table, max(count, key=lambda name: count[name])))
     return drawings[:MAX_FIGURES]
 
 

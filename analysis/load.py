@@ -105,9 +105,10 @@ def find(words: Sequence[str]) -> list[str]:
         if not paths:
             raise ValueError(f"there is no report (*.jsonl) in {word}")
         for path in paths:
-            other = found.setdefault(os.path.realpath(path), path)
-            if other is not path:
+            other = found.get(os.path.realpath(path))
+            if other is not None:
                 raise ValueError(f"{path} is the same file as {other}; give every report once")
+            found[os.path.realpath(path)] = path
     return list(found.values())
 
 
