@@ -216,7 +216,7 @@ def time_metric(metrics: dict[str, Any], wanted: str | None) -> tuple[str, float
     return (f"1 / {name}", 1 / times[name]) if name in rates else (name, times[name])
 
 
-def links_of(metrics: dict[str, Any]) -> list[list[float]]:
+def links_of(metrics: dict[str, Any]) -> list[list[Any]]:
     """Of p2p_matrix: [a, b, latency (us), and GB/s from a to b, from b to a, both at once]."""
     links = metrics.get("links")
     return [x for x in links if is_link(x)] if isinstance(links, list) else []
@@ -327,7 +327,7 @@ def nccl_cases(document: dict[str, Any], report: Report) -> None:
         for place in ("out_of_place", "in_place"):
             found = result.get(place) or {}
             time_us = found.get("time", found.get("cpu_time"))
-            if is_number(time_us):
+            if time_us is not None and is_number(time_us):
                 case.metrics[f"{place}_time_s"] = time_us / 1e6
                 case.metrics[f"{place}_algbw_gb_per_s"] = found["alg_bw"]
                 case.metrics[f"{place}_busbw_gb_per_s"] = found["bus_bw"]
