@@ -1,5 +1,6 @@
 """Arithmetic of collectives.py and p2p_matrix.py, worked out by hand: no process group."""
 
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -138,16 +139,20 @@ REDUCE = {
 }
 
 
+@functools.cache
+def tiles(redop: str, ranks: int) -> torch.Tensor:
+    return torch.stack([patterns.tile(rank, redop, ranks) for rank in range(ranks)])
+
+
 @pytest.mark.parametrize("name", collectives.TYPES)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("redop", ["sum", "prod", "min", "max"])
 def test_reductions_are_exact(redop: str, ranks: int, name: str) -> None:
     """Reduced one rank after the other in the dtype itself, as a backend may do."""
-    dtype = getattr(torch, name)
-    total = patterns.tile(0, redop, ranks).to(dtype)
-    for rank in range(1, ranks):
-        pair = torch.stack([total, patterns.tile(rank, redop, ranks).to(dtype)])
-        total = REDUCE[redop](pair).to(dtype)
+    rows = tiles(redop, ranks).to(getattr(torch, name))
+    total = rows[0]
+    for row in rows[1:]:
+        total = REDUCE[redop](torch.stack([total, row])).to(row.dtype)
     assert patterns.count_wrong(total, patterns.reduced_tile(redop, ranks)) == 0
 
 
