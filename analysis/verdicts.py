@@ -22,6 +22,7 @@ MIN_BLOCKS = 6  # of a pair of runs that took turns; with fewer their medians co
 MAX_RUNS = 1000  # that are said to be needed
 # Where these differ another machine was measured, whatever else was changed.
 HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
+GPU_HARDWARE = ("power.limit", "clocks.max.sm", "ecc.mode.current", "mig.mode.current")
 # not of interest by themselves: rows for each rank and device, and lines derived from them
 IGNORED = ("ranks", "gpus", "differences")
 Array = NDArray[np.float64]
@@ -318,6 +319,10 @@ def fields(run: Run) -> dict[str, str]:
     ranks = run.report.environment.get("ranks")
     if isinstance(ranks, list):
         found["cores"] = [row.get("cores") for row in ranks if isinstance(row, dict)]
+    nodes = run.report.environment.get("gpus")
+    lists_of = [node for node in nodes if isinstance(node, list)] if isinstance(nodes, list) else []
+    gpus = [gpu for node in lists_of for gpu in node if isinstance(gpu, dict)]
+    found |= {f"GPU {name}": [gpu.get(name) for gpu in gpus] for name in GPU_HARDWARE if gpus}
     lists = {
         k: v if isinstance(v, list) else ["none" if v is None else v] for k, v in found.items()
     }
@@ -327,11 +332,12 @@ def fields(run: Run) -> dict[str, str]:
 def differences(base: Sequence[Run], test: Sequence[Run]) -> list[dict[str, Any]]:
     """The fields of the environment whose values differ between the sides; hardware first."""
     sides = [[fields(run) for run in side] for side in (base, test)]
+    known = (*HARDWARE, *(f"GPU {name}" for name in GPU_HARDWARE))
     found = []
     for name in dict.fromkeys(name for side in sides for row in side for name in row):
         a, b = (list(dict.fromkeys(row.get(name, "unset") for row in side)) for side in sides)
         if set(a) != set(b):
-            found.append({"field": name, "base": a, "test": b, "hardware": name in HARDWARE})
+            found.append({"field": name, "base": a, "test": b, "hardware": name in known})
     return sorted(found, key=lambda difference: not difference["hardware"])
 
 

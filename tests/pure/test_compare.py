@@ -147,13 +147,17 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
 
 
 def test_environment_and_hardware(tmp_path: Path) -> None:
-    def environment(device: str, torch: str) -> dict[str, Any]:
-        return {"devices": [device], "torch": torch, "variables": {"OMP_NUM_THREADS": "1"}}
+    def environment(device: str, torch: str, watts: str) -> dict[str, Any]:
+        gpus = [[{"index": "0", "power.limit": watts, "temperature.gpu": watts}]]
+        variables = {"OMP_NUM_THREADS": "1"}
+        return {"devices": [device], "torch": torch, "variables": variables, "gpus": gpus}
 
-    base = runs(tmp_path / "a", [1.0, 1.0], environment=environment("H100", "2.14"))
-    test = runs(tmp_path / "b", [1.0, 1.0], environment=environment("A100", "2.15"))
+    base = runs(tmp_path / "a", [1.0, 1.0], environment=environment("H100", "2.14", "700 W"))
+    test = runs(tmp_path / "b", [1.0, 1.0], environment=environment("A100", "2.15", "400 W"))
     done = run("compare.py", base, "--test", test)
     assert "# THE HARDWARE DIFFERS: devices: H100 in BASE, A100 in TEST" in done.stdout
+    assert "# THE HARDWARE DIFFERS: GPU power.limit: 700 W in BASE, 400 W in TEST" in done.stdout
+    assert "temperature" not in done.stdout
     assert "# environment: torch: 2.14 in BASE, 2.15 in TEST" in done.stdout
     assert "OMP_NUM_THREADS" not in done.stdout
 
