@@ -13,8 +13,7 @@ empty folder for each case and rank. What compiling costs is measured apart from
     first step   the first one, with everything that compiles in it
     payback      (start of the backend + first three steps - first three steps of eager)
                  / (step of eager - step), in steps
-    fwd+bwd      the step without the optimizer's, in alternating blocks with the whole one, where
-                 both fit into --max-seconds
+    fwd+bwd      the step without the optimizer's, where both fit into --max-seconds
     vs eager     step of the same strategy, not compiled / step
     vs none      step of `none` with the same backend / step: one process, one batch
     tflops       FLOPs of the model in a rank's step / step;  mfu = tflops / the device's peak
@@ -32,9 +31,7 @@ import dataclasses
 import importlib.util
 import itertools
 import math
-import os
 import sys
-import tempfile
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from collections import Counter
 from collections.abc import Callable
@@ -82,16 +79,17 @@ BATCHES = 8  # different ones; more ranks share them, so that the reference cost
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = cli.Parser(__doc__)
-    one, number, names = parser.add_mutually_exclusive_group(), cli.positive_int, cli.list_of(str)
+    number, names = cli.positive_int, cli.list_of(str)
+    one = parser.add_mutually_exclusive_group().add_argument
     text = f"{', '.join([*TOYS, *DECODERS])}, resnet50, ... (decoder-124m, CPU toy-small)"
-    one.add_argument("--models", "--model", type=names, metavar="NAME", help=text)
-    one.add_argument("--toy-model", dest="models", action="store_const", const=["toy"])
-    one.add_argument("--torchbench-model", metavar="NAME", help="of an installed torchbenchmark")
-    one, some = parser.add_mutually_exclusive_group(), cli.list_of(str, STRATEGIES)
-    text = f"{', '.join(STRATEGIES)}, or all (default: all, CPU none,ddp,fsdp2)"
-    one.add_argument("--strategies", type=some, metavar="NAME", help=text)
-    one.add_argument("--ddp", dest="strategies", action="store_const", const=["ddp"])
-    one.add_argument("--fsdp", dest="strategies", action="store_const", const=["fsdp1"])
+    one("--models", "--model", type=names, metavar="NAME", help=text)
+    one("--toy-model", dest="models", action="store_const", const=["toy"])
+    one("--torchbench-model", metavar="NAME", help="of an installed torchbenchmark")
+    one = parser.add_mutually_exclusive_group().add_argument
+    some, text = cli.list_of(str, STRATEGIES), f"{', '.join(STRATEGIES)}, or all"
+    one("--strategies", type=some, metavar="NAME", help=f"{text} (all, CPU none,ddp,fsdp2)")
+    one("--ddp", dest="strategies", action="store_const", const=["ddp"])
+    one("--fsdp", dest="strategies", action="store_const", const=["fsdp1"])
     add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--backends", "--dynamo", type=names, metavar="NAME", help="(default: eager,inductor)")
     add("--batch-size", type=number, metavar="N", help="of a rank (default: 8, CPU 4)")
@@ -131,8 +129,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     for flag, package in (args.torchviz, "torchviz"), (bench, "torchbenchmark"):
         if flag and importlib.util.find_spec(package) is None:
             cli.refuse(f"expected the package {package}, which is not installed")
-    if args.profile and not args.trace_file.parent.is_dir():
-        cli.refuse(f"--trace-file {args.trace_file}: there is no folder {args.trace_file.parent}")
+    args.trace_file.parent.mkdir(parents=True, exist_ok=True)
     return args
 
 
@@ -232,6 +229,9 @@ def wrap(model: nn.Module, key: Key, device: torch.device, group: dist.ProcessGr
         )
     if strategy == "fsdp2":
         mesh = DeviceMesh.from_group(group, device.type)
+        for module in model.modules() if low else ():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                fsdp.fully_shard(module, mesh=mesh)  # in fp32, as its statistics are
         for module in [*units, model]:
             fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(low, high))
     return model
@@ -253,25 +253,13 @@ def start_backend(backend: Any, device: torch.device) -> float:
     return time_block(lambda: compiled(x), 1, device)[0][0]
 
 
-def start_counting() -> None:
-    torch.compiler.reset()
-    dynamo.counters.clear()
-    dynamo.set_compilation_metrics_limit(10_000)  # it would keep 64
-    dynamo.clear_compilation_metrics()
-
-
 def compilations() -> dict[str, int]:
-    """Graphs, frames that left one (a break), frames that were compiled again (id 3/1 after 3/0).
-
-    The context manager in DDP's forward breaks nothing.
-    """
+    """Graphs so far, and frames that dynamo left in the middle."""
     counters: Any = dynamo.counters
     left = [*counters["graph_break"].items(), *counters["unimplemented"].items()]
+    # the context manager in DDP's forward, a generator, breaks nothing
     breaks = sum(times for why, times in left if "enerator" not in why)
-    ids = {str(record.compile_id) for record in dynamo.get_compilation_metrics()}
-    again = sum(not name.endswith("/0") for name in ids)
-    graphs = counters["stats"]["unique_graphs"]
-    return {"graphs": graphs, "graph_breaks": breaks, "recompiles": again}
+    return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": breaks}
 
 
 # -- one case --------------------------------------------------------------------------------------
@@ -306,6 +294,11 @@ def build(
     if rank == 0 and same not in references:
         references[same] = train_reference(key, args, device)
     wanted, flops = share(references.get(same), group.control)
+    chosen: Any = {"dynamo_eager": "eager", "print": print_graph}.get(backend, backend)
+    start_s = 0.0 if backend in ("eager", "print") else start_backend(chosen, device)
+    torch.compiler.reset()
+    dynamo.counters.clear()
+
     memory = start_peak(device)
     count = min(len(group.ranks), BATCHES)
     model, batches, task_loss, _ = create(key["model"], args, device, count)
@@ -313,14 +306,7 @@ def build(
     start_peak(device)  # the shards count, not the whole model that FSDP has cut them from
     if args.verbose:
         bench.print(f"# {name}\n{model}")
-    start_counting()
-    compiled: Any = model
-    start_s = 0.0
-    if backend != "eager":
-        chosen: Any = {"dynamo_eager": "eager", "print": print_graph}.get(backend) or backend
-        start_s = 0.0 if backend == "print" else start_backend(chosen, device)
-        start_counting()
-        compiled = torch.compile(model, backend=chosen)
+    compiled: Any = model if backend == "eager" else torch.compile(model, backend=chosen)
     optimizer = sgd(model, wanted.lr if wanted else 0.0)
     low = key["dtype"] == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
 
@@ -341,19 +327,19 @@ def build(
 
     losses: list[Tensor] = []
     first_s: list[float] = []
-    counts: list[dict[str, int]] = []
+    graphs: list[int] = []
     for i in range(CHECKED_STEPS):
         bench.watchdog.phase(name, f"step {i + 1} (the first one compiles)")
         dist.barrier(group.control)
         first_s += time_block(lambda: losses.append(step()), 1, device)[0]
-        counts.append(compilations())
+        graphs.append(compilations()["graphs"])
     optimizer.param_groups[0]["lr"] = 0.0  # costs the same, and the weights stay finite
     gib = peak(device, memory)
 
     def facts() -> dict[str, Any]:
         found = {"first_step_s": first_s[0], "first_steps_s": sum(first_s), "start_s": start_s}
         found |= compilations() | gib
-        found["recompiles"] -= counts[0]["recompiles"]  # those after the first step
+        found["recompiles"] = found["graphs"] - graphs[0]  # after the first step
         if args.profile:
             with profile() as profiler:
                 time_block(step, 5, device)
@@ -454,8 +440,8 @@ NOTES = """
 # ?: the intervals of the two medians do not tell them apart
 # TORCH_LOGS=graph_breaks says where graphs break, TORCH_LOGS=recompiles why frames recompile"""
 TRACES = """
-# traces: open one in https://ui.perfetto.dev or chrome://tracing; those of all ranks of a case
-# together in HTA (github.com/facebookresearch/HolisticTraceAnalysis)"""
+# traces: open one in https://ui.perfetto.dev, those of all ranks of a case together in HTA
+# (github.com/facebookresearch/HolisticTraceAnalysis)"""
 
 
 def main() -> int:
@@ -465,13 +451,10 @@ def main() -> int:
         torch._logging.set_logs(graph_breaks=True, recompiles=True)
     with Benchmark("compile_sweep", args) as bench:
         job, references = bench.job, dict[Any, Any]()
-        sizes = ("batch_size", "image_size", "sequence_length")
-        options = ("fsdp_wrap", "fsdp_checkpoint", "dynamo_no_optimize_ddp", "warm_cache")
-        fixed = {name: getattr(args, name) for name in (*sizes, *options)}
+        options = ("batch_size", "image_size", "sequence_length", "fsdp_wrap", "fsdp_checkpoint")
+        options += ("dynamo_no_optimize_ddp", "warm_cache")
+        fixed = {name: getattr(args, name) for name in options}
         fixed |= {"device": job.device.type, "backend": job.backend}
-        if " " in tempfile.gettempdir():  # inductor gives its compiler paths without quotes
-            os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
-            torch._inductor.config.cpp_cache_precompile_headers = False  # the folder is fixed
         for model, dtype in itertools.product(args.models, args.dtype):
             title = f"{model}, batch size {args.batch_size or 'of the model'}, {dtype}"
             bench.begin_table(title, COLUMNS, ["fsdp2 dynamo_eager", "+-10.0%"])
@@ -480,24 +463,19 @@ def main() -> int:
                 size = 0 if strategy == "none" else job.world_size
                 key = dict(model=model, dtype=dtype, strategy=strategy, compiler=compiler)
                 key |= {"world_size": size} | fixed
+                work = partial(build, args, bench, references, key)
+                made, ranks = partial(derive, args, cases), range(max(1, size))
                 warm = args.warm_cache or compiler == "eager"
                 with contextlib.nullcontext() if warm else fresh_cache():
-                    case = bench.measure(
-                        key,
-                        partial(build, args, bench, references, key),
-                        partial(derive, args, cases),
-                        range(max(1, size)),
-                    )
+                    case = bench.measure(key, work, made, ranks)
                     torch.compiler.reset()  # it holds the model
                 if case and not case.failed:
                     cases[strategy, compiler] = case
             if cases:
                 bench.print(f"\nCost: {title}\n\n{render(COSTS, list(cases.values()))}")
-                for (strategy, compiler), case in cases.items():
-                    if case.check != "passed":
-                        bench.print(f"# {strategy} {compiler}: {case.check}")
-                    if compiler != "eager" and not case.metrics["graphs"]:
-                        bench.print(f"# {strategy} {compiler}: it found nothing to compile")
+            for case in cases.values():
+                if case.check != "passed":
+                    bench.print(f"# {name_of(case)}: {case.check}")
         bench.print(NOTES + TRACES * args.profile)
     return bench.status
 

@@ -22,7 +22,7 @@ Written for this project. BSD-3-Clause. docs/p2p_matrix.md shows how to read the
 """
 
 import argparse
-import importlib.util
+import itertools
 import sys
 from functools import partial
 from pathlib import Path
@@ -68,15 +68,9 @@ def parse_args() -> argparse.Namespace:
     add("--by", choices=("rank", "node"), default="rank", help="(default: rank)")
     add("--serial", action="store_true", help="one pair at a time, instead of a round's at once")
     add("--sigmas", type=cli.positive_float, default=5.0, metavar="S", help="(default: 5)")
-    add("--plot", metavar="PATH", help="draw a heat map: .png, .svg or .pdf")
+    add("--plot", metavar="PATH", help="draw a heat map: .png, .svg or .pdf; needs matplotlib")
     cli.add_common_flags(parser, min_iters=6, max_seconds=0.5)
-    add("-w", dest="warmup_iters", type=cli.number(int, 0), help="as --warmup-iters")
-    add("-J", "--output-file", dest="json", help="as --json")
-    add("-T", dest="timeout", type=cli.positive_float, help="as --timeout")
-    args = parser.parse_args()
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        cli.refuse("--plot needs matplotlib; pip install matplotlib, or leave --plot out")
-    return args
+    return parser.parse_args()
 
 
 # -- one pair --------------------------------------------------------------------------------------
@@ -146,9 +140,6 @@ def derive(
     case.check = f"failed: wrong data came to rank {wrong[0]}" if wrong else "passed"
 
 
-# -- who meets whom --------------------------------------------------------------------------------
-
-
 def pairs_of(n: int, number: int) -> list[Pair]:
     """The pairs of one round, from 0, of a tournament of n: in n - 1 + n % 2 rounds all meet once.
 
@@ -194,24 +185,23 @@ def verdicts(links: list[Link], node_of: list[int], by: str, sigmas: float) -> l
     """
     lines = []
     levels = {"node": node_of} | ({"rank": list(range(len(node_of)))} if by == "rank" else {})
-    for kind, (_, _, less) in KINDS.items():
-        for place in ("within nodes", "between nodes"):
-            costs = {
-                pair: value if less else 1 / value
-                for pair, value in directed(links, kind).items()
-                if (node_of[pair[0]] == node_of[pair[1]]) == (place == "within nodes")
-            }
-            words = f"{kind.partition(',')[0]} {{:.2f}}x the median's time {place}, {{:.0f}} sigmas"
-            for level, owner in levels.items():
-                of: dict[int, list[float]] = {}
-                for pair, cost in costs.items():
-                    for member in {owner[pair[0]], owner[pair[1]]}:
-                        of.setdefault(member, []).append(cost)
-                slow = outliers({member: median(some) for member, some in of.items()}, sigmas)
-                lines += [f"slow {level} {name}: {words.format(*by)}" for name, by in slow.items()]
-                costs = {p: c for p, c in costs.items() if not {owner[p[0]], owner[p[1]]} & {*slow}}
-            for (a, b), by_how in outliers(costs, sigmas).items():
-                lines.append(f"slow link {a} -> {b}: {words.format(*by_how)}")
+    for kind, place in itertools.product(KINDS, ("within nodes", "between nodes")):
+        costs = {
+            (a, b): value if KINDS[kind][2] else 1 / value
+            for (a, b), value in directed(links, kind).items()
+            if (node_of[a] == node_of[b]) == (place == "within nodes")
+        }
+        words = f"{kind.partition(',')[0]} {{:.2f}}x the median's time {place}, {{:.0f}} sigmas"
+        for level, owner in levels.items():
+            of: dict[int, list[float]] = {}
+            for (a, b), cost in costs.items():
+                for member in {owner[a], owner[b]}:
+                    of.setdefault(member, []).append(cost)
+            slow = outliers({member: median(some) for member, some in of.items()}, sigmas)
+            lines += [f"slow {level} {name}: {words.format(*far)}" for name, far in slow.items()]
+            costs = {p: c for p, c in costs.items() if not {owner[p[0]], owner[p[1]]} & {*slow}}
+        for (a, b), far in outliers(costs, sigmas).items():
+            lines.append(f"slow link {a} -> {b}: {words.format(*far)}")
     return lines
 
 
@@ -242,20 +232,15 @@ def tables(links: list[Link], node_of: list[int], by: str) -> str:
     return "\n".join(lines)
 
 
-# -- the run ---------------------------------------------------------------------------------------
-
-
 def main() -> int:
     args = parse_args()
     moved = args.backend == "gloo" and args.device != "cpu" and torch.cuda.is_available()
     args.device = "cpu" if moved else args.device
     with Benchmark("p2p_matrix", args) as bench:
-        job, found = bench.job, bench.share(bench.report.environment)
-        links: list[Link] = []
+        job, nodes = bench.job, node_of_each(bench.share(bench.report.environment))
         if moved:
             bench.print("# gloo sends no CUDA tensors: these are the links of the CPU")
         args.size = args.size or (2**28 if job.device.type == "cuda" else 2**20)
-        nodes = node_of_each(found)
         try:
             members = partition(args.by, nodes)
         except ValueError as error:
@@ -272,6 +257,7 @@ def main() -> int:
         fixed |= {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
         how = "one pair at a time" if args.serial else "the pairs of a round at once"
         bench.print(f"\n# {len(rounds)} rounds, {how}")
+        links: list[Link] = []
         for number, pairs in enumerate(rounds, 1):
             meetings: dict[int, tuple[int, bool]] = {}
             for a, b in pairs:
@@ -289,7 +275,7 @@ def main() -> int:
             lines = slow or ["no link, rank or node is slow beyond noise"]
             bench.print(tables(links, node_of, args.by))
             bench.print("\n" + "\n".join(f"# {line}" for line in lines))
-        if args.plot and links:
+        if links and args.plot:
             try:  # what draws is no part of measuring
                 from analysis.report import link_heatmap
 

@@ -156,13 +156,16 @@ def wrong(expected: str, got: str, example: str = "") -> NoReturn:
 def add_common_flags(
     parser: argparse.ArgumentParser, min_iters: int = 20, max_seconds: float = 5
 ) -> None:
-    """Device and backend; for how long a case is timed; the report; the watchdog."""
+    """Device and backend; for how long a case is timed; the report; the watchdog.
+
+    -w, -J, --output-file and -T are nccl-tests' names.
+    """
     add = parser.add_argument_group("flags of all scripts").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     backend = "gloo, nccl, ucc or mpi (default: nccl on CUDA, gloo on the CPU)"
     add("--distributed-backend", "--backend", dest="backend", metavar="NAME", help=backend)
     warm = "untimed iterations of each step (default: 5)"
-    add("--warmup-iters", type=number(int, 0), default=5, metavar="N", help=warm)
+    add("-w", "--warmup-iters", type=number(int, 0), default=5, metavar="N", help=warm)
     exactly = "time exactly N iterations, whatever the next three say"
     add("--iters", type=positive_int, metavar="N", help=exactly)
     least = f"time at least N, as far as --max-seconds lets (default: {min_iters})"
@@ -171,10 +174,11 @@ def add_common_flags(
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
     most = f"or once a case was timed for S seconds (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
-    add("--json", metavar="PATH", help="append every finished case to this report")
+    report = "append every finished case to this report"
+    add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
     hang = "after S seconds without progress name who hangs, and end (default: 300)"
-    add("--timeout", type=positive_float, default=300.0, metavar="S", help=hang)
+    add("-T", "--timeout", type=positive_float, default=300.0, metavar="S", help=hang)
 
 
 def check_common_flags(args: argparse.Namespace) -> None:

@@ -17,7 +17,8 @@ SMALL = (*SHORT, "--cache-warm")
 @pytest.mark.smoke
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_operation(bench: Callable[..., Any], ranks: int) -> None:
-    run = bench(SCRIPT, *SMALL, "--collective", "all", "-r", str(ranks - 1), ranks=ranks)
+    flags = ("--collective", "all", "-r", str(ranks - 1), "-c", "2")
+    run = bench(SCRIPT, *SMALL, *flags, ranks=ranks)
     assert run.status == 0, run.err
     names = [name for name in OPERATIONS if name != "sendrecv" or ranks > 1]
     found = {name: [c for c in run.report.cases if c.key["collective"] == name] for name in names}
@@ -55,7 +56,7 @@ def test_types_and_reductions(bench: Callable[..., Any]) -> None:
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("groups", "nodes", "ranks"),
-    [("0,3/1,2", 1, 5), ("1,2", 1, 3), ("node", 2, 2), ("cross", 2, 2)],
+    [("0,3/1,2", 1, 5), ("1,2", 1, 3), ("cross", 2, 2)],
 )
 def test_groups(bench: Callable[..., Any], groups: str, nodes: int, ranks: int) -> None:
     flags = ("--collective", "all_reduce,broadcast,barrier", "-r", "1", "--groups", groups)
@@ -100,7 +101,6 @@ def test_cold_buffers_without_a_check_and_a_bar_not_reached(bench: Callable[...,
     [
         (("-r", "1"), "-r 1: a root is a rank within its group of 1; e.g. -r 0"),
         (("-b", "8", "-e", "4"), "expected -e at or above -b"),
-        (("-e", "1G", "-i", "1"), "at most 100,000 steps"),
         (("-e", "64T"), "lower -e"),
         (("--groups", "0,1"), "--groups: expected world, node, cross or disjoint groups"),
         (("-G", "3"), "-G captures CUDA graphs"),
@@ -133,11 +133,12 @@ def test_one_wrong_value_is_counted_in_every_operation(bench: Callable[..., Any]
 
 
 @pytest.mark.faults
-@pytest.mark.parametrize("redop", ["sum", "avg", "max"])
-def test_a_rank_that_does_not_take_part(bench: Callable[..., Any], redop: str) -> None:
-    run = bench(SCRIPT, *SMALL, "-d", "bfloat16", "-o", redop, inject="left-out", ranks=3)
+def test_a_rank_that_does_not_take_part(bench: Callable[..., Any]) -> None:
+    flags = ("-d", "bfloat16", "-o", "sum,avg,max", "-b", "6400")
+    run = bench(SCRIPT, *SMALL, *flags, inject="left-out", ranks=3)
     assert run.status == 1
-    assert run.report.cases[-1].metrics["in_place_wrong"] > 100
+    assert [case.key["redop"] for case in run.report.cases] == ["sum", "avg", "max"]
+    assert all(case.metrics["in_place_wrong"] > 100 for case in run.report.cases)
 
 
 @pytest.mark.faults

@@ -72,11 +72,12 @@ def test_counts_are_those_of_nccl_tests() -> None:
     """A rank brings its share; a size that does not divide is cut, a repeated one measured once."""
     names = {"calls": 1, "blocking": "0", "cudagraph": 0, "average": "max", "cache_warm": False}
     names |= {"groups": "world", "matrix": None, "datatype": ["float32"], "op": ["sum"], "root": 1}
-    args = SimpleNamespace(collective=["all_gather", "reduce"], sizes=[4, 16, 20, 100], **names)
+    names |= {"minbytes": 4, "maxbytes": 100, "stepbytes": None, "stepfactor": 5.0}
+    args = SimpleNamespace(collective=["all_gather", "reduce"], **names)
     job = SimpleNamespace(device=torch.device("cpu"), backend="gloo")
     tables = collectives.plan(args, job, 4)  # type: ignore[arg-type]
     sizes = [[(key["size_bytes"], key["count"]) for key in keys] for keys in tables.values()]
-    assert sizes == [[(16, 1), (96, 6)], [(4, 1), (16, 4), (20, 5), (100, 25)]]
+    assert sizes == [[(16, 1), (96, 6)], [(4, 1), (20, 5), (100, 25)]]
     assert [keys[0]["root"] for keys in tables.values()] == [-1, 1]
     assert list(tables)[1] == "# reduce float32 sum, world (4 ranks)"
 
