@@ -423,7 +423,7 @@ def problem(args: argparse.Namespace, job: Job, ranks: int) -> str | None:
 def main() -> int:
     args = parse_args()
     with Benchmark("collectives", args) as bench:
-        job, tables = bench.job, {}
+        job, tables = bench.job, dict[str, list[Case]]()
         largest = 2**30 if job.device.type == "cuda" else 2**26
         args.maxbytes = args.maxbytes or max(args.minbytes, largest)
         if args.matrix:  # the rank with the most to send or receive

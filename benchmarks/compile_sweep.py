@@ -110,7 +110,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     switch("--torchviz", help="write each case's autograd graph to torchviz-*.dot")
     switch("--verbose", help="print the models and turn on dynamo's logs")
     add("--repeat", dest="iters", type=number, default=SUPPRESS, metavar="N", help="see --iters")
-    cli.add_common_flags(parser)
+    cli.add_common_flags(parser, max_seconds=3)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available() and args.device != "cpu"
     bench = [args.torchbench_model] if args.torchbench_model else []
@@ -129,7 +129,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     for flag, package in (args.torchviz, "torchviz"), (bench, "torchbenchmark"):
         if flag and importlib.util.find_spec(package) is None:
             cli.refuse(f"expected the package {package}, which is not installed")
-    args.trace_file.parent.mkdir(parents=True, exist_ok=True)
     return args
 
 
@@ -344,6 +343,7 @@ def build(
             with profile() as profiler:
                 time_block(step, 5, device)
             file = args.trace_file.with_stem(f"{args.trace_file.stem}-{name}-{rank}")
+            file.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(file))
         if args.torchviz:
             make_dot = importlib.import_module("torchviz").make_dot

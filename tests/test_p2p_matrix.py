@@ -72,6 +72,6 @@ def test_wrong_data_is_named(bench: Callable[..., Any]) -> None:
 
 @pytest.mark.faults
 def test_a_slow_rank_is_named(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, inject="slow-sends", ranks=5)
+    run = bench(SCRIPT, *SHORT, "--serial", inject="slow-sends", ranks=5)
     assert run.status == 0, run.err
     assert "slow rank 2: latency " in run.out
