@@ -71,6 +71,7 @@ from common.table import Columns, metric, relative, render
 from common.timing import time_block
 
 Key = dict[str, Any]
+Loss = Callable[[nn.Module, Any], Tensor]  # of a batch
 STRATEGIES = ("none", "ddp", "fsdp1", "fsdp2")
 TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; the first are the original's
 TOLERANCES = {"fp32": 2e-3, "tf32": 5e-3, "bf16": 3e-2}  # of a loss, over the first one
@@ -153,7 +154,7 @@ class Toy(nn.Sequential):
 
 def create(
     name: str, args: Namespace, device: torch.device, count: int
-) -> tuple[nn.Module, list[Any], Callable[[nn.Module, Any], Tensor], int | None]:
+) -> tuple[nn.Module, list[Any], Loss, int | None]:
     """A model, `count` batches, its loss, the FLOPs of a step unless they must be counted.
 
     The same on every rank, and without dropout: losses can be compared.
@@ -197,6 +198,16 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 def output_loss(model: nn.Module, batch: Any) -> Tensor:
     leaves = tree_leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
     return next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()).float().mean()
+
+
+def autocast(loss_of: Loss, device: torch.device, enabled: bool) -> Loss:
+    """A context for each call: within one the weights' casts are kept, whatever a step changes."""
+
+    def cast(model: nn.Module, batch: Any) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            return loss_of(model, batch)
+
+    return cast
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
@@ -269,13 +280,13 @@ def train_reference(key: Key, args: Namespace, device: torch.device) -> Any:
     ranks = max(1, key["world_size"])
     weights = [len(range(i, ranks, BATCHES)) / ranks for i in range(min(ranks, BATCHES))]
     try:
-        model, batches, loss_of, flops = create(key["model"], args, device, len(weights))
+        model, batches, task_loss, flops = create(key["model"], args, device, len(weights))
         if flops is None:
             with FlopCounterMode(display=False) as counter:
-                loss_of(model, batches[0]).backward()
+                task_loss(model, batches[0]).backward()
             flops = counter.get_total_flops()
-        with torch.autocast(device.type, torch.bfloat16, enabled=key["dtype"] == "bf16"):
-            return train_alone(model, batches, loss_of, weights), flops
+        loss_of = autocast(task_loss, device, key["dtype"] == "bf16")
+        return train_alone(model, batches, loss_of, weights), flops
     except torch.OutOfMemoryError:  # the whole model does not fit
         return None, None
 
@@ -308,14 +319,11 @@ def build(
     compiled: Any = model if backend == "eager" else torch.compile(model, backend=chosen)
     optimizer = sgd(model, wanted.lr if wanted else 0.0)
     low = key["dtype"] == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
-
-    def loss_of(model: nn.Module) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=low):
-            return task_loss(model, batches[rank % BATCHES])
+    loss_of, batch = autocast(task_loss, device, low), batches[rank % BATCHES]
 
     def step(update: bool = True) -> Tensor:
         with record_function("forward"):
-            loss = loss_of(compiled)
+            loss = loss_of(compiled, batch)
         with record_function("backward"):
             loss.backward()
         with record_function("update"):
@@ -348,7 +356,7 @@ def build(
         if args.torchviz:
             make_dot = importlib.import_module("torchviz").make_dot
             parameters = dict(model.named_parameters())
-            graph = make_dot(loss_of(model), parameters, show_attrs=True, show_saved=True)
+            graph = make_dot(loss_of(model, batch), parameters, show_attrs=True, show_saved=True)
             graph.save(f"torchviz-{name}-{rank}.dot")
         seen = [float(loss) for loss in losses]
         peak_s = peak_flops(device, key["dtype"])

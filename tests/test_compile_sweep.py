@@ -79,10 +79,6 @@ def test_every_strategy_eager_and_compiled(bench: Callable[..., Any]) -> None:
         assert f"{strategy} {backend}" in run.out.split("Cost: ")[1]
     assert cases["none", "aot_eager"].metrics["graph_breaks"] == 0
 
-    again = bench(SCRIPT, *flags, "--resume", ranks=2)
-    assert again.status == 0, again.err
-    assert len(again.path.read_text().splitlines()) == len(run.path.read_text().splitlines()) + 1
-
 
 @smoke
 @pytest.mark.parametrize("ranks", [0, 3])  # 0: plain python
@@ -96,12 +92,12 @@ def test_odd_worlds(bench: Callable[..., Any], ranks: int) -> None:
 
 
 @smoke
-def test_a_decoder_and_a_classifier_in_two_precisions(bench: Callable[..., Any]) -> None:
-    flags = ("--models", "decoder-tiny,resnet18", "--dtype", "fp32,bf16", "--batch-size", "2")
+def test_a_decoder_and_a_classifier_in_bf16(bench: Callable[..., Any]) -> None:
+    flags = ("--models", "decoder-tiny,resnet18", "--dtype", "bf16", "--batch-size", "2")
     sizes = ("--sequence-length", "16", "--image-size", "64", "--backends", "eager")
     run = bench(SCRIPT, *flags, *sizes, "--strategies", "all", *SINGLE, ranks=2)
     assert run.status == 0, run.err + run.out
-    assert len(run.report.cases) == 16
+    assert len(run.report.cases) == 8
     assert {case.check for case in run.report.cases} == {"passed"}
     config = compile_sweep.dataclasses.replace(DECODERS["decoder-tiny"], context=16)
     m = run.report.cases[0].metrics
@@ -128,9 +124,10 @@ def test_traces_graphs_and_models(bench: Callable[..., Any], tmp_path: Path) -> 
 def test_torchviz(bench: Callable[..., Any], tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("torchviz")
     monkeypatch.chdir(tmp_path)
-    run = bench(SCRIPT, "--backends", "eager", "--torchviz", *SINGLE, ranks=2)
+    flags = ("--strategies", "none", "--backends", "eager", "--torchviz", *SINGLE)
+    run = bench(SCRIPT, *flags, ranks=1)
     assert run.status == 0, run.err
-    assert "layers" in (tmp_path / "torchviz-toy-small-fp32-none-eager-0.dot").read_text()
+    assert "8.weight" in (tmp_path / "torchviz-toy-small-fp32-none-eager-0.dot").read_text()
 
 
 @smoke
@@ -156,7 +153,7 @@ def test_caches_are_cold_unless_asked_for(bench: Callable[..., Any], tmp_path: P
     for more, used in ((), False), (("--warm-cache",), True):
         run = bench(SCRIPT, *flags, *more, ranks=1, TORCHINDUCTOR_CACHE_DIR=str(warm))
         assert run.status == 0, run.err
-        assert warm.exists() == used
+        assert bool(list(warm.rglob("*.so"))) == used
 
 
 @faults
