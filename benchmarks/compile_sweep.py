@@ -256,10 +256,15 @@ def print_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
     return graph.forward
 
 
+def compile_by(backend: str, model: Any) -> Any:
+    chosen: Any = {"dynamo_eager": "eager", "print": print_graph}.get(backend, backend)
+    return model if backend == "eager" else torch.compile(model, backend=chosen)
+
+
 @cache
-def start_backend(backend: Any, device: torch.device) -> float:
+def start_backend(backend: str, device: torch.device) -> float:
     """Seconds to compile next to nothing: imports, worker processes, a look at the compiler."""
-    x, compiled = torch.ones(64, device=device), torch.compile(torch.square, backend=backend)
+    x, compiled = torch.ones(64, device=device), compile_by(backend, torch.square)
     return time_block(lambda: compiled(x), 1, device)[0][0]
 
 
@@ -304,8 +309,7 @@ def build(
     if rank == 0 and same not in references:
         references[same] = train_reference(key, args, device)
     wanted, flops = share(references.get(same), group.control)
-    chosen: Any = {"dynamo_eager": "eager", "print": print_graph}.get(backend, backend)
-    start_s = 0.0 if backend in ("eager", "print") else start_backend(chosen, device)
+    start_s = 0.0 if backend in ("eager", "print") else start_backend(backend, device)
     torch.compiler.reset()
     dynamo.counters.clear()
 
@@ -316,7 +320,7 @@ def build(
     start_peak(device)  # the shards count, not the whole model that FSDP has cut them from
     if args.verbose:
         bench.print(f"# {name}\n{model}")
-    compiled: Any = model if backend == "eager" else torch.compile(model, backend=chosen)
+    compiled = compile_by(backend, model)
     optimizer = sgd(model, wanted.lr if wanted else 0.0)
     low = key["dtype"] == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
     loss_of, batch = autocast(task_loss, device, low), batches[rank % BATCHES]
@@ -463,6 +467,10 @@ def main() -> int:
         options += ("dynamo_no_optimize_ddp", "warm_cache")
         fixed = {name: getattr(args, name) for name in options}
         fixed |= {"device": job.device.type, "backend": job.backend}
+        caches: Any = contextlib.nullcontext if args.warm_cache else fresh_cache
+        for backend in set(args.backends) - {"eager", "print"}:  # on all ranks at once
+            with contextlib.suppress(Exception), caches():  # what fails here fails its cases
+                start_backend(backend, job.device)
         for model, dtype in itertools.product(args.models, args.dtype):
             title = f"{model}, batch size {args.batch_size or 'of the model'}, {dtype}"
             bench.begin_table(title, COLUMNS, ["fsdp2 dynamo_eager", "+-10.0%"])
@@ -473,8 +481,7 @@ def main() -> int:
                 key |= {"world_size": size} | fixed
                 work = partial(build, args, bench, references, key)
                 made, ranks = partial(derive, args, cases), range(max(1, size))
-                warm = args.warm_cache or compiler == "eager"
-                with contextlib.nullcontext() if warm else fresh_cache():
+                with caches():
                     case = bench.measure(key, work, made, ranks)
                     torch.compiler.reset()  # it holds the model
                 if case and not case.failed:
