@@ -251,7 +251,8 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
     op, device = OPERATIONS[key["collective"]], job.device
     dtype = getattr(torch, key["dtype"], torch.uint8)  # a barrier has none
     rank, ranks, count = dist.get_rank(group.test), key["group_ranks"], key["count"]
-    matrix, splits = [[count] * ranks] * ranks, (None, None)
+    splits: tuple[Any, Any] = (None, None)
+    matrix = [[count] * ranks] * ranks
     if args.matrix:
         matrix = [[size // dtype.itemsize for size in row] for row in args.matrix]
         splits = [row[rank] for row in matrix], matrix[rank]
@@ -324,7 +325,8 @@ def step_of(calls: Sequence[Step], n: int, args: argparse.Namespace, device: tor
         replay = cuda_graph(lambda: [next(feed)() for _ in range(n)], device)
         return lambda: replay() if next(number) % n == 0 else None
     if args.blocking == "1" and device.type == "cuda":
-        return lambda: (next(feed)(), torch.cuda.synchronize())
+        wait: Step = torch.cuda.synchronize
+        return lambda: (next(feed)(), wait())
     return lambda: next(feed)()
 
 
@@ -333,8 +335,7 @@ def count_wrong(got: Tensor, pieces: list[Piece], redop: str | None, ranks: int)
     wrong, near = 0, patterns.tolerance(redop, got.dtype)
     parts = got.split([length for *_, length in pieces]) if pieces else ()
     for (sender, start, _), part in zip(pieces, parts, strict=True):
-        reduced = sender is None
-        want = patterns.reduced_tile(redop, ranks) if reduced else patterns.tile(sender)
+        want = patterns.reduced_tile(redop, ranks) if sender is None else patterns.tile(sender)
         wrong += patterns.count_wrong(part, want, start, near)
     return wrong
 

@@ -111,7 +111,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     switch("--torchviz", help="write each case's autograd graph to torchviz-*.dot")
     switch("--verbose", help="print the models and turn on dynamo's logs")
     add("--repeat", dest="iters", type=number, default=SUPPRESS, metavar="N", help="see --iters")
-    cli.add_common_flags(parser, max_seconds=3)
+    cli.add_common_flags(parser, max_seconds=2)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available() and args.device != "cpu"
     bench = [args.torchbench_model] if args.torchbench_model else []
@@ -463,8 +463,8 @@ def main() -> int:
         torch._logging.set_logs(graph_breaks=True, recompiles=True)
     with Benchmark("compile_sweep", args) as bench:
         job, references = bench.job, dict[Any, Any]()
-        options = ("batch_size", "image_size", "sequence_length", "fsdp_wrap", "fsdp_checkpoint")
-        options += ("dynamo_no_optimize_ddp", "warm_cache")
+        options = ["batch_size", "image_size", "sequence_length", "fsdp_wrap", "fsdp_checkpoint"]
+        options += ["dynamo_no_optimize_ddp", "warm_cache"]
         fixed = {name: getattr(args, name) for name in options}
         fixed |= {"device": job.device.type, "backend": job.backend}
         caches: Any = contextlib.nullcontext if args.warm_cache else fresh_cache
