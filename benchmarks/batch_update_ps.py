@@ -27,6 +27,7 @@ auto` are their settings. BSD-3-Clause. docs/batch_update_ps.md shows how to rea
 
 import argparse
 import copy
+import itertools
 import sys
 import threading
 from functools import partial
@@ -34,7 +35,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
@@ -48,25 +48,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int, refuse
-from common.dist import Group, gather, share
-from common.join import world
+from common.dist import Group, gather
+from common.phases import timed
 from common.report import Case
-from common.rpc import (
-    add_rpc_flags,
-    hosted,
-    make,
-    place,
-    rpc_options,
-    rpc_workers,
-    split_roles,
-    wants_cuda,
-)
-from common.stats import median_interval, percentiles
-from common.table import Columns, metric
+from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
+from common.stats import median_interval, own_pace
+from common.table import Columns, half_width, metric
 
 PAYLOADS = ("module", "tensors")
 CHECKED_STEPS = 20
 TOLERANCE = 1e-4  # of what the updates change; a lost gradient is 1 in 20 * trainers
+Key = dict[str, Any]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -84,9 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--payload", type=kinds, default=list(PAYLOADS), metavar="NAME", help=payload)
     patience = "a step that waits S seconds fails, and names who is missing (default: 10)"
     add("--straggler-timeout", type=positive_float, default=10.0, metavar="S", help=patience)
-    place = "where the server keeps the model (default: cpu)"
-    add("--server-device", choices=("cpu", "cuda"), default="cpu", help=place)
-    add_rpc_flags(parser)
+    add_rpc_flags(parser, server_device="cpu")
     add_common_flags(parser)
     args = parser.parse_args(argv)
     args.backend = args.backend or "gloo"  # trainers meet on it; what is timed goes over RPC
@@ -96,7 +86,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # -- the model -------------------------------------------------------------------------------------
 
 
-def create_model(key: dict[str, Any]) -> nn.Module:
+def create_model(key: Key) -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(key["in_features"], key["out_features"])
 
@@ -105,7 +95,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
-def create_batches(key: dict[str, Any], trainer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def create_batches(key: Key, trainer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A trainer's own data: inputs [batch, in_features] and labels [batch, out_features]."""
     rows, generator = key["batch_size"], torch.Generator().manual_seed(trainer)
     shape, labels = (rows, key["in_features"]), torch.zeros(rows, key["out_features"])
@@ -137,7 +127,7 @@ class BatchUpdateServer:
     sends.
     """
 
-    def __init__(self, key: dict[str, Any], device: str, wire: str) -> None:
+    def __init__(self, key: Key, device: str, wire: str) -> None:
         self.key, self.device, self.wire = key, torch.device(device), torch.device(wire)
         self.model = create_model(key).to(device)
         self.optimizer = sgd(self.model)
@@ -189,7 +179,7 @@ class BatchUpdateServer:
         if self.key["payload"] == "tensors":
             return flat(self.model.parameters()).to(self.wire)
         if everybody and self.device == self.wire:
-            return self.model  # nobody updates it while it is being sent
+            return self.model  # as the tutorial does: nobody updates it while it is being sent
         return copy.deepcopy(self.model).to(self.wire)
 
 
@@ -210,14 +200,14 @@ def get_missing() -> list[int]:
 # -- a trainer -------------------------------------------------------------------------------------
 
 
-def build(
-    key: dict[str, Any], args: argparse.Namespace, bench: Benchmark, server: str, group: Group
-) -> Workload:
+def build(key: Key, bench: Benchmark, server: str, patience_s: float, group: Group) -> Workload:
     """What a trainer measures; before that, the check. server: its device."""
     trainer, device = bench.job.rank, bench.job.device
-    wire = str(device) if device.type == "cuda" and server != "cpu" else "cpu"
+    both = device.type == "cuda" and server != "cpu"  # else there is no device map
+    wire = device if both else torch.device("cpu")
     if trainer == 0:
-        make("server0", BatchUpdateServer, key, server, "cpu" if wire == "cpu" else server)
+        words = (BatchUpdateServer, key, server, server if both else "cpu")
+        rpc.rpc_sync("server0", host, args=words)
     dist.barrier(group.control)  # the server has its model, the same as ours
     batches = [(x.to(device), y.to(device)) for x, y in create_batches(key, trainer)]
     model = create_model(key).to(device)
@@ -228,28 +218,22 @@ def build(
         gradients = gradients_of(model, *batches[len(latencies) % len(batches)])
         start = perf_counter()
         if key["payload"] == "tensors":
-            answer = send(trainer, flat(gradients).to(wire), args.straggler_timeout)
+            answer = send(trainer, flat(gradients).to(wire), patience_s)
             vector_to_parameters(answer.to(device), model.parameters())
         else:
-            answer = send(trainer, [g.to(wire) for g in gradients], args.straggler_timeout)
-            model = answer.to(device)
+            model = send(trainer, [g.to(wire) for g in gradients], patience_s).to(device)
         latencies.append(perf_counter() - start)
 
     for _ in range(CHECKED_STEPS):
         step()
     theirs = gather(flat(model.parameters()).cpu(), group.control)
-    problem = None
-    if theirs:
-        problem = compare_with_replay(key, theirs, rpc.rpc_sync("server0", get_log))
-    if problem := share(problem, group.control):
-        raise ValueError(problem)
+    wrong = None
+    if theirs:  # on trainer 0
+        wrong = compare_with_replay(key, theirs, *rpc.rpc_sync("server0", get_log))
 
     def facts() -> dict[str, Any]:  # all trainers are done: their times are gathered
-        timed = latencies[CHECKED_STEPS + args.warmup_iters :]
-        found = {"latency": percentiles(timed, "latency"), "sent": len(latencies)}
-        if trainer == 0:
-            found["updates"] = [len(trainers) for trainers in rpc.rpc_sync("server0", get_log)[0]]
-        return found
+        log = rpc.rpc_sync("server0", get_log)[0] if trainer == 0 else []
+        return {"wrong": wrong, "latencies": latencies, "updates": [len(who) for who in log]}
 
     return Workload({"step": step}, facts=facts)
 
@@ -269,39 +253,33 @@ def send(trainer: int, gradients: Any, patience_s: float) -> Any:
 
 
 def compare_with_replay(
-    key: dict[str, Any], trainers: list[torch.Tensor], log: tuple[list[list[int]], torch.Tensor]
+    key: Key, trainers: list[torch.Tensor], updates: list[list[int]], server: torch.Tensor
 ) -> str | None:
     """What is wrong with the parameters after these updates; None if nothing is.
 
-    One process computes every gradient of the server's log again, one after the other. trainers:
-    the parameters that each of them has.
+    One process computes every gradient of the server's log again, one after the other. trainers,
+    server: the parameters that each of them has.
     """
-    updates, server = log
     model, worker = create_model(key), create_model(key)
-    optimizer = sgd(model)
-    batches = [create_batches(key, trainer) for trainer in range(key["trainers"])]
-    has = [flat(model.parameters())] * key["trainers"]
-    sent = [0] * key["trainers"]
-    first = has[0]
+    optimizer, parameters = sgd(model), list(model.parameters())
+    batches = [itertools.cycle(create_batches(key, t)) for t in range(key["trainers"])]
+    first = flat(parameters)
+    has = [first] * key["trainers"]
     for members in updates:
         total = torch.zeros_like(first)
         for trainer in members:
             vector_to_parameters(has[trainer], worker.parameters())
-            batch = batches[trainer][sent[trainer] % key["num_batches"]]
-            total += flat(gradients_of(worker, *batch))
-            sent[trainer] += 1
-        parameters = list(model.parameters())
+            total += flat(gradients_of(worker, *next(batches[trainer])))
         for p, g in zip(parameters, split(total / len(members), parameters), strict=True):
             p.grad = g
         optimizer.step()
         for trainer in members:
-            has[trainer] = flat(model.parameters())
-    wanted = flat(model.parameters())
-    change = (wanted - first).abs().max()
-    pairs = {"server0": (server, wanted)}
-    pairs |= {f"trainer{t}": pair for t, pair in enumerate(zip(trainers, has, strict=True))}
-    for name, (got, wanted) in pairs.items():
-        error = float((got - wanted).abs().max() / change)
+            has[trainer] = flat(parameters)
+    change = (flat(parameters) - first).abs().max()
+    names = ["server0", *(f"trainer{t}" for t in range(key["trainers"]))]
+    wanted = [flat(parameters), *has]
+    for name, got, want in zip(names, [server, *trainers], wanted, strict=True):
+        error = float((got - want).abs().max() / change)
         if not error < TOLERANCE:
             return (
                 f"after {len(updates)} updates the parameters of {name} are {error:.2g} of their "
@@ -314,73 +292,57 @@ def compare_with_replay(
 
 
 def derive(case: Case, facts: list[dict[str, Any]]) -> None:
-    """Fill in the metrics and the check. Blocks: what the trainers start together."""
-    key, updates = case.key, facts[0]["updates"]
-    steps = np.array(case.samples_s["step"])  # [trainers, n]
-    each = [percentiles(row, "step_time") for row in steps]
-    blocks = np.split(steps, np.cumsum(case.rounds)[:-1], axis=1)
-    seconds = [block.sum(axis=1).max() for block in blocks]
-    rates = [block.size / s for block, s in zip(blocks, seconds, strict=True)]
-    size, per_s = sum(updates) / len(updates), steps.size / sum(seconds)
-    interval = median_interval(rates)
+    """Fill in the metrics and the check."""
+    key, m, updates = case.key, case.metrics, facts[0]["updates"]
+    slowest, blocks_s = own_pace(case.samples_s["step"], case.rounds, "step_time")
+    trainers = len(case.ranks)
+    latencies = [timed(fact["latencies"], case.rounds) for fact in facts]
+    m |= slowest | own_pace(latencies, case.rounds, "latency")[0]
+    size = sum(updates) / len(updates)
+    m["gradients_per_update"] = size
+    m["gradients_per_s"] = trainers * sum(case.rounds) / sum(blocks_s)
+    m["updates_per_s"] = m["gradients_per_s"] / size
+    rates = [trainers * n / s / size for n, s in zip(case.rounds, blocks_s, strict=True)]
+    m["updates_per_s_ci95"] = median_interval(rates)
     parameters = (key["in_features"] + 1) * key["out_features"]
-    case.metrics |= {
-        **{name: max(trainer[name] for trainer in each) for name in each[0]},
-        **{name: max(fact["latency"][name] for fact in facts) for name in facts[0]["latency"]},
-        "gradients_per_s": per_s,
-        "gradients_per_update": size,
-        "updates_per_s": per_s / size,
-        "updates_per_s_ci95": interval and [rate / size for rate in interval],
-        "mb_per_s": per_s * 2 * parameters * 4 / 1e6,
-    }
-    sent = sum(fact["sent"] for fact in facts)
+    m["mb_per_s"] = m["gradients_per_s"] * 2 * parameters * 4 / 1e6
+    sent = sum(len(fact["latencies"]) for fact in facts)
     lost = f"the trainers sent {sent} gradients, the server's log has {sum(updates)}"
-    case.check = verdict(lost if sent != sum(updates) else None)
-
-
-def interval(case: Case) -> str:
-    ci = case.metrics.get("updates_per_s_ci95")
-    return f"{ci[0]:.0f} to {ci[1]:.0f}" if ci else "-"
+    case.check = verdict(facts[0]["wrong"] or (lost if sent != sum(updates) else None))
 
 
 COLUMNS: Columns = {
     "payload": lambda case: case.key["payload"],
     "step\np50 (ms)": metric("step_time_p50_s", 1e3, 3),
-    "updates/s": metric("updates_per_s", digits=1),
-    "95% ci": interval,
-    "gradients/s": metric("gradients_per_s", digits=1),
-    "MB/s": metric("mb_per_s"),
-    **{f"latency\np{q} (ms)": metric(f"latency_p{q}_s", 1e3, 3) for q in (50, 90, 95, 99)},
+    "\nupdates/s": metric("updates_per_s", digits=1),
+    "+-\n(95% ci)": half_width("updates_per_s_ci95", digits=1),
+    "\ngradients/s": metric("gradients_per_s", digits=1),
+    "\nMB/s": metric("mb_per_s"),
+    **{f"latency\np{q} (ms)": metric(f"latency_p{q}_s", 1e3, 3) for q in (50, 95, 99)},
 }
-WIDEST = ["tensors", "100.000", "10000.0", "10000 to 10000", "10000.0", "1000.00"]
+WIDEST = ["tensors", "100.000", "10000.0", "1000.0", "10000.0", "1000.00"]
 
 
 def main() -> int:
     args = parse_args()
-    cuda, server_cuda = wants_cuda(args.device), args.server_device == "cuda"
-    roles = split_roles(world()[2], servers=1)
+    roles = assign_roles(args, servers=1)
     trainers = len(roles.trainers)
-    roles = roles.on_cuda(trainers * cuda, int(server_cuda))
     size = args.batch_update_size or trainers
     if size > trainers:
         refuse(f"--batch-update-size {size}: there are {trainers} trainers; try {trainers}")
-    place(args, roles)
+    names = ("in_features", "out_features", "batch_size", "num_batches")
+    key: Key = {name: getattr(args, name) for name in names}
+    key |= {"server_device": roles.device(trainers), "device": roles.device(0)}
+    key |= {"trainers": trainers, "batch_update_size": size}
     with Benchmark("batch_update_ps", args, tested=roles.trainers) as bench:
         options = rpc_options(args, bench)
-        names = ("in_features", "out_features", "batch_size", "num_batches", "server_device")
-        key = {name: getattr(args, name) for name in names} | options.key()
-        key |= {
-            "trainers": trainers,
-            "batch_update_size": size,
-            "device": "cuda" if cuda else "cpu",
-        }
         model = f"Linear({args.in_features}, {args.out_features})"
         title = f"{model}, {trainers} trainers, {size} gradients an update; {options}"
         bench.begin_table(title, COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
             for payload in args.payload:
-                case = {"payload": payload} | key
-                work = partial(build, case, args, bench, devices[roles.servers[0]])
+                case = {"payload": payload} | key | options.key()
+                work = partial(build, case, bench, devices[trainers], args.straggler_timeout)
                 bench.measure(case, work, derive, roles.trainers)
     return bench.status
 

@@ -49,6 +49,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.optim import DistributedOptimizer
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -57,20 +58,10 @@ from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
 from common.dist import Group, Job
-from common.join import world
 from common.phases import Phases, pool, timed
 from common.report import Case
-from common.rpc import (
-    add_rpc_flags,
-    hosted,
-    make,
-    place,
-    rpc_options,
-    rpc_workers,
-    split_roles,
-    wants_cuda,
-)
-from common.stats import median_interval, percentiles, relative_ci95
+from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
+from common.stats import percentiles, relative_ci95
 from common.table import Columns, metric, percentile_columns, relative, render
 
 LOOKUPS = ("parallel", "sequential")
@@ -84,7 +75,9 @@ CHECKED_STEPS = 3  # on small tables, against a single process
 CHECKED_EMBEDDINGS = 50
 TOLERANCE = 1e-6  # of what these steps change; in float64, where rounding does not hide an error
 
+Key = dict[str, Any]
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # indices [n], offsets [bags], targets
+Turn = Callable[[], AbstractContextManager[None]]  # around a trainer's update of the tables
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -100,8 +93,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lookup", type=how, default=["parallel"], metavar="HOW", help="(default: parallel)")
     how = list_of(str, AUTOGRADS)
     add("--autograd", type=how, default=[*AUTOGRADS], metavar="HOW", help="(default: both)")
-    add("--server-device", choices=("cpu", "cuda"), default="cpu", help="(default: cpu)")
-    add_rpc_flags(parser)
+    add_rpc_flags(parser, server_device="cpu")
     add_common_flags(parser)
     for name, other in (("--epochs", "iters"), ("--warmup-cycles", "warmup_iters")):
         text = f"as --{other.replace('_', '-')}"
@@ -112,40 +104,43 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 # -- the model, and its data -----------------------------------------------------------------------
 
 
-def create_dense(key: dict[str, Any]) -> nn.Module:
+def create_dense(key: Key) -> nn.Module:
     """Input [bags, servers * embedding_dim], output [bags, CLASSES]."""
     torch.manual_seed(0)
     width = key["servers"] * key["embedding_dim"]
-    # eight tables of 64 columns join to 512; others are brought to that by a projection
-    front: list[nn.Module] = (
-        [] if width == DENSE_INPUT else [nn.Linear(width, DENSE_INPUT, bias=False)]
-    )
-    layers = [*front, nn.Linear(DENSE_INPUT, 256), nn.Linear(256, 128), nn.ReLU()]
+    layers = [nn.Linear(DENSE_INPUT, 256), nn.Linear(256, 128), nn.ReLU()]
     layers += [nn.Linear(128, 64), nn.Linear(64, 32), nn.Linear(32, CLASSES)]
+    if width != DENSE_INPUT:  # which eight tables of 64 columns join to
+        layers.insert(0, nn.Linear(width, DENSE_INPUT, bias=False))
     return nn.Sequential(*layers).to(getattr(torch, key["dtype"]))
 
 
-def create_table(key: dict[str, Any], server: int, device: str = "cpu") -> nn.EmbeddingBag:
+def create_table(key: Key, server: int, device: str = "cpu") -> nn.EmbeddingBag:
     torch.manual_seed(1 + server)
     size = (key["number_embeddings"], key["embedding_dim"])
     table = nn.EmbeddingBag(*size, mode="sum", sparse=key["sparse"])
     return table.to(device, getattr(torch, key["dtype"]))
 
 
-def create_epoch(rows: int, trainer: int) -> list[Batch]:
-    """A trainer's own batches, from its number: indices under `rows`, bags of 1 to 10 of them."""
+def create_epoch(key: Key, trainer: int) -> list[Batch]:
+    """A trainer's own batches, from its number: 20 to 50 indices in bags of 1 to 10."""
     rng = np.random.default_rng(trainer)
     epoch = []
-    for _ in range(BATCHES):
+    for _ in range(key["batches"]):
         count = int(rng.integers(20, 51))
         starts = np.concatenate([[0], np.cumsum(rng.integers(1, 11, size=count))])
         offsets = torch.tensor(starts[starts < count])
-        indices = torch.tensor(rng.integers(0, rows, size=count))
+        indices = torch.tensor(rng.integers(0, key["number_embeddings"], size=count))
         epoch.append((indices, offsets, torch.tensor(rng.integers(0, CLASSES, size=len(offsets)))))
     return epoch
 
 
-# -- what servers do, which host a table, and the master, which calls them ------------------------
+def loss_of(dense: nn.Module, looked_up: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+    joined = torch.cat([part.to(targets.device) for part in looked_up], dim=1)
+    return nn.functional.cross_entropy(dense(joined), targets)
+
+
+# -- what servers do, which host a table, and the master, which sets them up -----------------------
 
 TABLE_LOCK = threading.Lock()  # calls come on several threads at once
 
@@ -177,27 +172,15 @@ def get_weight() -> torch.Tensor:
     return weight.detach().cpu()
 
 
-def set_up_servers(key: dict[str, Any], devices: list[str]) -> None:
-    """A new table on each server."""
+def set_up_servers(key: Key, devices: list[str]) -> None:
     for server, device in enumerate(devices):
-        make(f"server{server}", create_table, key, server, device)
+        rpc.rpc_sync(f"server{server}", host, args=(create_table, key, server, device))
 
 
 # -- on a trainer ----------------------------------------------------------------------------------
 
-Turn = Callable[[], AbstractContextManager[None]]  # around a trainer's update of the tables
 
-
-@contextmanager
-def one_by_one(group: dist.ProcessGroup) -> Iterator[None]:
-    """So that no trainer changes a table while another does, or looks it up."""
-    for rank in range(group.size()):
-        if rank == group.rank():
-            yield
-        dist.barrier(group)
-
-
-def ask(key: dict[str, Any], batch: Batch) -> list[torch.Tensor]:
+def ask(key: Key, batch: Batch) -> list[torch.Tensor]:
     """What each server has looked up for the batch: [bags, embedding_dim]."""
     names = [f"server{server}" for server in range(key["servers"])]
     words = (*batch[:2], key["device"] == "cuda", key["autograd"] == "distributed")
@@ -206,13 +189,8 @@ def ask(key: dict[str, Any], batch: Batch) -> list[torch.Tensor]:
     return torch.futures.wait_all([rpc.rpc_async(name, look_up, args=words) for name in names])
 
 
-def loss_of(ddp: nn.Module, looked_up: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-    joined = torch.cat([part.to(targets.device) for part in looked_up], dim=1)
-    return nn.functional.cross_entropy(ddp(joined), targets)
-
-
 def distributed_step(
-    key: dict[str, Any], ddp: nn.Module, phases: Phases, turn: Turn
+    key: Key, ddp: nn.Module, phases: Phases, turn: Turn
 ) -> Callable[[Batch], None]:
     """The step by torch's own: gradients and the optimizer find their way over RPC."""
     rrefs = [rpc.RRef(p) for p in ddp.parameters()]
@@ -235,9 +213,7 @@ def distributed_step(
     return step
 
 
-def manual_step(
-    key: dict[str, Any], ddp: nn.Module, phases: Phases, turn: Turn
-) -> Callable[[Batch], None]:
+def manual_step(key: Key, ddp: nn.Module, phases: Phases, turn: Turn) -> Callable[[Batch], None]:
     """The same without distributed autograd: a call with the gradient to each server."""
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
 
@@ -265,15 +241,13 @@ def manual_step(
 def stamp_exchange(ddp: DistributedDataParallel, phases: Phases) -> None:
     """DDP's own all-reduce, with stamps around that of the last bucket."""
 
-    def hook(
-        group: dist.ProcessGroup, bucket: dist.GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         future = allreduce_hook(group, bucket)
         if not bucket.is_last():
             return future
         phases.mark("backward")
 
-        def arrived(future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        def arrived(future: Future[torch.Tensor]) -> torch.Tensor:
             # nothing here refers to the group: the last reference to it must not be gloo's own
             # thread, which would wait for itself
             phases.mark("exchange")
@@ -284,144 +258,128 @@ def stamp_exchange(ddp: DistributedDataParallel, phases: Phases) -> None:
     ddp.register_comm_hook(ddp.process_group, hook)
 
 
-def build(key: dict[str, Any], devices: list[str], job: Job, group: Group) -> Workload:
-    """devices: of the servers."""
+@contextmanager
+def one_by_one(group: dist.ProcessGroup) -> Iterator[None]:
+    """So that no trainer changes a table while another does, or looks it up."""
+    for rank in range(group.size()):
+        if rank == group.rank():
+            yield
+        dist.barrier(group)
 
-    def start(
-        key: dict[str, Any], turn: Turn
-    ) -> tuple[nn.Module, Phases, Callable[[Batch], None], list[Batch]]:
-        """New tables on all servers, a new dense part here, and this trainer's batches."""
-        if job.rank == 0:
-            rpc.rpc_sync("master", set_up_servers, args=(key, devices))
-        dist.barrier(group.control)
-        dense = create_dense(key).to(job.device)
-        ddp = DistributedDataParallel(dense, process_group=group.test)
-        phases = Phases(job.device)
-        stamp_exchange(ddp, phases)
-        create_step = distributed_step if key["autograd"] == "distributed" else manual_step
-        # targets where the loss is computed; indices and offsets stay on the CPU to travel
-        epoch = create_epoch(key["number_embeddings"], job.rank)
-        batches = [(indices, offsets, t.to(job.device)) for indices, offsets, t in epoch]
-        return dense, phases, create_step(key, ddp, phases, turn), batches
 
-    small = key | {"number_embeddings": CHECKED_EMBEDDINGS, "dtype": "float64"}
-    dense, phases, step, batches = start(small, partial(one_by_one, group.control))
-    phases.begin()
-    for batch in batches[:CHECKED_STEPS]:
-        step(batch)
-    facts: dict[str, Any] = {"dense": digest(dense)}
+def start(
+    key: Key, devices: list[str], job: Job, group: Group, turn: Turn
+) -> tuple[nn.Module, Phases, Callable[[], None]]:
+    """New tables on all servers, a new dense part here, and what trains an epoch."""
     if job.rank == 0:
-        tables = [rpc.rpc_sync(f"server{i}", get_weight) for i in range(key["servers"])]
-        facts["errors"] = errors(small, tables, [p.detach().cpu() for p in dense.parameters()])
-    _, phases, step, batches = start(key, nullcontext)
+        rpc.rpc_sync("master", set_up_servers, args=(key, devices))
+    dist.barrier(group.control)
+    dense, phases = create_dense(key).to(job.device), Phases(job.device)
+    ddp = DistributedDataParallel(dense, process_group=group.test)
+    stamp_exchange(ddp, phases)
+    create_step = distributed_step if key["autograd"] == "distributed" else manual_step
+    step = create_step(key, ddp, phases, turn)
+    # targets where the loss is computed; indices and offsets stay on the CPU to travel
+    batches = [(i, offsets, t.to(job.device)) for i, offsets, t in create_epoch(key, job.rank)]
 
     def epoch() -> None:
         phases.begin()
         for batch in batches:
             step(batch)
 
+    return dense, phases, epoch
+
+
+def build(key: Key, devices: list[str], job: Job, group: Group) -> Workload:
+    """devices: of the servers."""
+    small = {"number_embeddings": CHECKED_EMBEDDINGS, "batches": CHECKED_STEPS, "dtype": "float64"}
+    alone = partial(one_by_one, group.control)
+    dense, _, epoch = start(key | small, devices, job, group, alone)
+    epoch()
+    facts: dict[str, Any] = {"dense": digest(dense)}
+    facts["samples"] = sum(len(targets) for _, _, targets in create_epoch(key, job.rank))
+    if job.rank == 0:
+        tables = [rpc.rpc_sync(f"server{i}", get_weight) for i in range(key["servers"])]
+        facts["errors"] = errors(
+            key | small, tables, [p.detach().cpu() for p in dense.parameters()]
+        )
+    _, phases, epoch = start(key, devices, job, group, nullcontext)
     return Workload({"epoch": epoch}, facts=lambda: facts | {"phases": phases.durations()})
 
 
 # -- what rank 0 makes of it -----------------------------------------------------------------------
 
 
-def errors(
-    key: dict[str, Any], tables: list[torch.Tensor], dense: list[torch.Tensor]
-) -> dict[str, float]:
+def errors(key: Key, tables: list[torch.Tensor], dense: list[torch.Tensor]) -> dict[str, float]:
     """How far `tables` and `dense` are from what a single process learns in the checked steps.
 
     Relative to the largest change that it makes. It takes every trainer's batch in turn: each
     trainer's gradient is applied to the tables, those of the dense part are averaged.
     """
-    epochs = [create_epoch(key["number_embeddings"], trainer) for trainer in range(key["trainers"])]
+    epochs = [create_epoch(key, trainer) for trainer in range(key["trainers"])]
     bags = [create_table(key, server) for server in range(key["servers"])]
     model = create_dense(key)
-    parts: dict[str, tuple[list[torch.Tensor], list[torch.Tensor], float]] = {
-        "tables": ([bag.weight for bag in bags], tables, LR),
-        "dense": (list(model.parameters()), dense, LR / key["trainers"]),
-    }
-    before = {name: [p.detach().clone() for p in mine] for name, (mine, _, _) in parts.items()}
-    for i in range(CHECKED_STEPS):
-        for epoch in epochs:
-            indices, offsets, targets = epoch[i]
+    rates: dict[torch.Tensor, float] = {bag.weight: LR for bag in bags}
+    rates |= {p: LR / key["trainers"] for p in model.parameters()}
+    before = [p.detach().clone() for p in rates]
+    for batches in zip(*epochs, strict=True):
+        for indices, offsets, targets in batches:
             loss_of(model, [bag(indices, offsets) for bag in bags], targets).backward()
         with torch.no_grad():
-            for mine, _, rate in parts.values():
-                for p in mine:
-                    assert p.grad is not None
-                    p -= rate * p.grad.to_dense()
-                    p.grad = None
-    return {
-        name: max(
-            relative_error(a - c, b - c) for a, b, c in zip(got, mine, before[name], strict=True)
-        )
-        for name, (mine, got, _) in parts.items()
-    }
+            for p, rate in rates.items():
+                assert p.grad is not None
+                p -= rate * p.grad.to_dense()
+                p.grad = None
+    trained = zip([*tables, *dense], rates, before, strict=True)
+    off = [relative_error(got - old, want - old) for got, want, old in trained]
+    return {"tables": max(off[: len(bags)]), "dense weights": max(off[len(bags) :])}
 
 
-def derive(key: dict[str, Any], case: Case, facts: list[dict[str, Any]]) -> None:
+def derive(case: Case, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check."""
-    samples = np.array(case.samples_s["epoch"])
+    m, samples = case.metrics, np.array(case.samples_s["epoch"])
     slowest = samples.max(axis=0)
-    epochs = [create_epoch(key["number_embeddings"], trainer) for trainer in range(key["trainers"])]
-    counts = [sum(len(targets) for _, _, targets in epoch) for epoch in epochs]
-    case.metrics |= percentiles(slowest, "epoch_time") | {
-        "epoch_time_ci95_s": median_interval(slowest),
-        "epoch_time_ci95_rel": relative_ci95(slowest),
-        "samples": sum(counts),
-        "samples_per_s": sum(counts) / float(np.median(slowest)),
-        "trainers": [
-            percentiles(row, "epoch_time") | {"samples": count}
-            for count, row in zip(counts, samples, strict=True)
-        ],
-    }
+    m |= percentiles(slowest, "epoch_time")
+    m["epoch_time_ci95_rel"] = relative_ci95(slowest)
+    m["samples"] = sum(fact["samples"] for fact in facts)
+    m["samples_per_s"] = m["samples"] / m["epoch_time_p50_s"]
+    m["trainers"] = [
+        percentiles(row, "epoch_time") | {"samples": fact["samples"]}
+        for row, fact in zip(samples, facts, strict=True)
+    ]
     spent = pool([step for fact in facts for step in timed(fact["phases"], case.rounds)])
-    for name in PHASES:
-        case.metrics[f"{name}_s"] = sum(spent[name]) / (samples.size * BATCHES)
+    m |= {f"{name}_s": sum(spent[name]) / (samples.size * BATCHES) for name in PHASES}
     wrong = compare_replicas([fact["dense"] for fact in facts], case.ranks)
-    for name, error in facts[0]["errors"].items():
-        if error > TOLERANCE:
-            wrong = wrong or (
-                f"after {CHECKED_STEPS} steps the {name} are {error:.2g} of their change away from "
-                f"a single process (at most {TOLERANCE:g})"
-            )
+    part, error = max(facts[0]["errors"].items(), key=lambda item: item[1])
+    if error > TOLERANCE:
+        wrong = wrong or (
+            f"after {CHECKED_STEPS} steps the {part} are {error:.2g} of their change away from "
+            f"a single process (at most {TOLERANCE:g})"
+        )
     case.check = verdict(wrong)
 
 
-def epoch_table(case: Case) -> str:
-    """A row for each trainer, and `All`."""
-    columns: Columns = {
-        "": lambda row: row.key["name"],
-        "95% ci\nof p50": relative("epoch_time_ci95_rel"),
-        **percentile_columns(
-            "epoch_time", "sec/epoch", "samples/s", lambda r: r.metrics["samples"]
-        ),
-    }
-    rows = [
-        Case({"name": f"Trainer{i}"}, [i], metrics=metrics)
-        for i, metrics in enumerate(case.metrics["trainers"])
-    ]
-    return render(columns, [*rows, Case({"name": "All"}, case.ranks, metrics=case.metrics)])
-
-
+ROWS: Columns = {  # for each trainer, and `All`
+    "": lambda row: row.key["name"],
+    "95% ci\nof p50": relative("epoch_time_ci95_rel"),
+    **percentile_columns("epoch_time", "sec/epoch", "samples/s", lambda r: r.metrics["samples"]),
+}
 SPLIT: Columns = {
     "ms a batch": lambda case: label_of(case.key),
     **{name: metric(f"{name}_s", 1e3, 3) for name in PHASES},
 }
 
 
-def label_of(key: dict[str, Any]) -> str:
+def label_of(key: Key) -> str:
     return f"lookup {key['lookup']}, autograd {key['autograd']}"
 
 
-def title(key: dict[str, Any]) -> str:
-    width = key["servers"] * key["embedding_dim"]
-    joined = f"{width}" + ("" if width == DENSE_INPUT else f" projected to {DENSE_INPUT}")
-    return (
-        "trainers {trainers}, servers {servers}, tables of {number_embeddings} x {embedding_dim}, "
-        "columns {joined}, rpc threads {rpc_threads}, transports {rpc_transports}"
-    ).format(joined=joined, **key)
+def show(case: Case) -> str:
+    if case.failed:
+        return case.check
+    found = {f"Trainer{i}": trainer for i, trainer in enumerate(case.metrics["trainers"])}
+    found["All"] = case.metrics
+    return render(ROWS, [Case({"name": n}, case.ranks, metrics=m) for n, m in found.items()])
 
 
 def main() -> int:
@@ -430,26 +388,27 @@ def main() -> int:
     logging.captureWarnings(True)
     captured = logging.getLogger("py.warnings")
     captured.addFilter(lambda record: "for functional optimizers" not in record.getMessage())
-    roles = split_roles(world()[2], args.number_trainers, args.number_ps, master=True)
-    on_cuda = wants_cuda(args.device), args.server_device == "cuda"
-    roles = roles.on_cuda(on_cuda[0] * len(roles.trainers), on_cuda[1] * len(roles.servers))
-    place(args, roles)
+    roles = assign_roles(args, trainers=args.number_trainers, servers=args.number_ps, master=True)
+    fixed: Key = {"trainers": len(roles.trainers), "servers": len(roles.servers)}
+    for name in ("number_embeddings", "embedding_dim", "sparse"):
+        fixed[name] = getattr(args, name)
+    fixed |= {"device": roles.device(0), "server_device": roles.device(roles.servers[0])}
+    fixed |= {"dtype": "float32", "batches": BATCHES}
     with Benchmark("ddp_rpc", args, tested=roles.trainers) as bench:
         options = rpc_options(args, bench)
-        names = ("number_embeddings", "embedding_dim", "sparse", "server_device")
-        fixed = {"trainers": len(roles.trainers), "servers": len(roles.servers), "dtype": "float32"}
-        fixed |= {name: getattr(args, name) for name in names} | options.key()
-        fixed |= bench.share({"device": bench.job.device.type, "backend": bench.job.backend})
-        bench.print(f"\n{title(fixed)}")
+        fixed |= options.key() | {"backend": bench.share(bench.job.backend)}
+        bench.print(
+            f"\n{fixed['trainers']} trainers, {fixed['servers']} servers with a table of "
+            f"{args.number_embeddings} x {args.embedding_dim} each; {options}"
+        )
         cases = []
         with rpc_workers(bench, roles, options) as devices:
+            places = [devices[rank] for rank in roles.servers]
             for lookup, autograd in itertools.product(args.lookup, args.autograd):
                 key = {"lookup": lookup, "autograd": autograd} | fixed
-                work = partial(build, key, [devices[rank] for rank in roles.servers], bench.job)
-                case = bench.measure(key, work, partial(derive, key), roles.trainers)
-                if case:
-                    shown = case.check if case.failed else epoch_table(case)
-                    bench.print(f"\n{label_of(key)}\n\n{shown}")
+                work = partial(build, key, places, bench.job)
+                if case := bench.measure(key, work, derive, roles.trainers):
+                    bench.print(f"\n{label_of(key)}\n\n{show(case)}")
                     cases += [] if case.failed else [case]
         if cases:
             table = render(SPLIT, cases)

@@ -20,7 +20,6 @@ number and is averaged over all trainers. Not timed: making the data, warm-up, a
     MB/step     what a trainer sends and receives in a step, mean over trainers; of a bucket of S
                 bytes and n trainers: server S + answer; all-reduce 2 * 2(n-1)/n * S; a sparse
                 all-reduce, which gathers, 2(n-1) * S
-    GB/s        MB/step over the hook's time
 
 Ranks: trainers, then servers (of each the CPU's first, then CUDA's), and last the master.
 `--backend multi`, the default if all trainers are on CUDA: nccl, and gloo for what is sparse.
@@ -40,7 +39,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from pathlib import Path
@@ -76,8 +75,8 @@ from common.report import Case
 from common.rpc import (
     Roles,
     add_rpc_flags,
+    host,
     hosted,
-    make,
     place,
     rpc_options,
     rpc_workers,
@@ -91,10 +90,10 @@ ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
 KINDS = ("running", "batch")
 PLACEMENTS = ("grouped", "sharded")
 ROLES = {
-    "--ntrainer": "trainers on the CPU",
-    "--ncudatrainer": "trainers on CUDA",
-    "--nserver": "servers on the CPU (default: one for four ranks)",
-    "--ncudaserver": "servers on CUDA",
+    "ntrainer": "trainers on the CPU",
+    "ncudatrainer": "trainers on CUDA",
+    "nserver": "servers on the CPU (default: one for four ranks)",
+    "ncudaserver": "servers on CUDA",
 }
 SIZES = {  # flag: (on CUDA, on the CPU, help)
     "num_embeddings": (1024, 256, "rows of the embedding"),
@@ -112,12 +111,11 @@ TOLERANCE = 1e-4  # fp32 sums in another order, relative to the largest value of
 Key = dict[str, Any]
 Batch = tuple[torch.Tensor, torch.Tensor]
 Parts = list[torch.Tensor]  # a gradient as it travels: [dense], or [indices, values, size]
+Times = dict[int, dict[str, list[float]]]  # of each step: {phase: seconds of each bucket}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    add_common_flags(parser)
-    add_rpc_flags(parser)
     add = parser.add_argument
     names = [*ROUTES, *(f"{name}_hook" for name in ROUTES)]  # PyTorch's names
     routes = list_of(lambda name: name.removesuffix("_hook"), names)
@@ -125,8 +123,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for flag, choices in (("--servers", KINDS), ("--placement", PLACEMENTS)):
         text = f"some of {', '.join(choices)} (default: both)"
         add(flag, type=list_of(str, choices), default=[*choices], metavar="NAME", help=text)
-    for flag, text in ROLES.items():
-        add(flag, type=number(int), default=0, metavar="N", help=text)
+    for name, text in ROLES.items():
+        add(f"--{name}", type=number(int), default=0, metavar="N", help=text)
     for name, (cuda, cpu, text) in SIZES.items():
         text += f" (default: {cuda}, CPU {cpu})"
         add(f"--{name.replace('_', '-')}", type=positive_int, metavar="N", help=text)
@@ -140,236 +138,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--torch-seed", type=number(int), default=0, metavar="N", help=text)
     add("--cuda-seed", type=number(int), default=0, metavar="N", help="of a CUDA trainer's data")
     add("--epochs", type=positive_int, metavar="N", help="as --iters, in passes through the data")
+    patience = "a gradient that waits S seconds for the others fails its case (default: 10)"
+    add("--straggler-timeout", type=positive_float, default=10.0, metavar="S", help=patience)
+    add_rpc_flags(parser)
+    add_common_flags(parser)
     return parser.parse_args(argv)
 
 
-# -- a server --------------------------------------------------------------------------------------
-
-
-def pack(gradient: torch.Tensor, device: torch.device) -> Parts:
-    if not gradient.is_sparse:
-        return [gradient.to(device)]
-    gradient = gradient.coalesce()
-    size = torch.tensor(gradient.shape)
-    return [gradient.indices().to(device), gradient.values().to(device), size]
-
-
-def unpack(parts: Parts, device: torch.device) -> torch.Tensor:
-    if len(parts) == 1:
-        return parts[0].to(device)
-    indices, values, size = parts[0].to(device), parts[1].to(device), parts[2].tolist()
-    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True)
-
-
-def bytes_of(parts: Parts) -> int:
-    return sum(part.numel() * part.element_size() for part in parts)
-
-
-@dataclass
-class Bucket:
-    """A bucket of one step whose gradients are coming in."""
-
-    answer: Future[Parts | str]  # the average, or why there is none
-    first_s: float  # when the first gradient was there
-    kept: list[torch.Tensor] = field(default_factory=list)
-    arrived: int = 0
-    averaging_s: float = 0.0
-
-
-class Server:
-    """Averages each bucket over `trainers` and answers all of them when the last gradient is in.
-
-    Its methods run on the threads of RPC, for several buckets and steps at once. On CUDA each call
-    has streams of its own, which a lock does not order: it waits for its stream before it lets go.
-    """
-
-    def __init__(self, name: str, kind: str, trainers: int, device: str) -> None:
-        self.name, self.kind, self.trainers = name, kind, trainers
-        self.device = torch.device(device)
-        self.times: dict[int, list[dict[str, list[float]]]] = defaultdict(list)  # of each step
-        self.failed = ""
-        self.buckets: dict[tuple[int, int], Bucket] = {}
-        self.lock = threading.Lock()
-
-    def add(self, step: int, index: int, parts: Parts) -> Future[Parts | str]:
-        """Take a trainer's gradient of a bucket; the answer comes as the same kind of parts."""
-        try:
-            gradient = unpack(parts, self.device)
-            self.finish()  # what counts is when it is here
-            with self.lock:
-                now = perf_counter()
-                if self.failed:
-                    raise RuntimeError(self.failed)
-                bucket = self.buckets.setdefault((step, index), Bucket(self.future(), now))
-                if self.kind == "running" and bucket.kept:
-                    bucket.kept[0].add_(gradient)
-                else:
-                    bucket.kept.append(gradient)
-                self.finish()
-                bucket.arrived += 1
-                bucket.averaging_s += perf_counter() - now
-                last = bucket.arrived == self.trainers
-            if last:
-                self.average(step, index, bucket, now)
-            answer = bucket.answer
-        except Exception as error:  # or the other trainers would wait for this one
-            self.give_up(f"{self.name}: {describe(error)}")
-            answer = self.future()
-            answer.set_result(self.failed)
-        return answer.then(partial(on_device, parts[0].device))
-
-    def average(self, step: int, index: int, bucket: Bucket, last_s: float) -> None:
-        start = perf_counter()
-        parts = pack(reduce(torch.add, bucket.kept) / self.trainers, self.device)
-        self.finish()
-        done = perf_counter()
-        with self.lock:
-            if self.buckets.pop((step, index), None) is None:
-                return  # given up meanwhile, and answered
-            took = {"straggler": last_s - bucket.first_s, "batch": done - bucket.first_s}
-            took["averaging"] = bucket.averaging_s + done - start
-            self.times[step].append({name: [seconds] for name, seconds in took.items()})
-        bucket.answer.set_result(parts)
-
-    def give_up(self, reason: str) -> None:
-        """Answer every trainer that waits, or that comes later, with the reason."""
-        with self.lock:
-            self.failed = self.failed or reason
-            waiting, self.buckets = list(self.buckets.values()), {}
-        for bucket in waiting:
-            bucket.answer.set_result(self.failed)
-
-    def future(self) -> Future[Parts | str]:
-        return Future(devices=[self.device] if self.device.type == "cuda" else None)
-
-    def finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-
-def on_device(device: torch.device, answer: Future[Parts | str]) -> Parts | str:
-    parts = answer.value()
-    return parts if isinstance(parts, str) else [part.to(device) for part in parts]
-
-
-@rpc.functions.async_execution  # the thread is free while the other gradients come
-def add_gradient(step: int, index: int, parts: Parts) -> Future[Parts | str]:
-    answer: Future[Parts | str] = hosted().add(step, index, parts)
-    return answer
-
-
-def give_up(reason: str) -> None:
-    hosted().give_up(reason)
-
-
-def step_times() -> dict[int, dict[str, list[float]]]:
-    """What each step's buckets took here."""
-    return {step: pool(buckets) for step, buckets in hosted().times.items()}
-
-
-# what the master does for trainer 0: it calls all servers
-
-
-def start_servers(kind: str, servers: list[tuple[str, int, str]]) -> None:
-    """servers: name, number of trainers, and device of each."""
-    for name, trainers, device in servers:
-        make(name, Server, name, kind, trainers, device)
-
-
-def collect_times(names: list[str]) -> dict[str, dict[int, dict[str, list[float]]]]:
-    return {name: rpc.rpc_sync(name, step_times) for name in names}
-
-
-# -- the routes, as DDP communication hooks --------------------------------------------------------
-
-
-class Log:
-    """What the buckets of this trainer cost.
-
-    It refers to no group: where a future's callback held the last reference to one, gloo's own
-    thread would destroy the group, and with it itself ("Resource deadlock avoided").
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.phases = device, Phases(device)
-        self.moved: dict[int, list[float]] = defaultdict(list)  # bytes sent and received, by step
-        self.errors: list[str] = []
-        self.first: Any = None  # stamp of the step's first bucket
-
-    @property
-    def step(self) -> int:
-        return len(self.phases.steps) - 1
-
-    def launch(self, bucket: dist.GradBucket) -> Callable[[Callable[[Any], Any], Any], Any]:
-        """Stamp now. What it returns takes the averaged gradient out of a future, and stamps."""
-        start = self.phases.now()
-        self.first = first = self.first if bucket.index() else start
-        name = "hook sparse" if bucket.buffer().is_sparse else "hook dense"
-
-        def arrived(take: Callable[[Any], torch.Tensor], future: Any) -> torch.Tensor:
-            try:
-                gradient = take(future)
-            except Exception as error:  # every future that it passes wraps it into more text
-                self.errors.append(str(error).strip().splitlines()[0])
-                raise
-            end = self.phases.now()
-            self.phases.add(name, start, end)
-            self.phases.add("hook", first, end)
-            return gradient
-
-        return arrived
-
-
-def by_collective(
-    group: dist.ProcessGroup, log: Log, bucket: dist.GradBucket
-) -> Future[torch.Tensor]:
-    arrived, gradient, n = log.launch(bucket), bucket.buffer(), group.size()
-    parts, times = [gradient], 2 * (n - 1) / n  # a ring; nccl-tests, doc/PERFORMANCE.md
-    if gradient.is_sparse:  # gloo gathers
-        gradient = gradient.coalesce()  # as gloo would
-        parts, times = [gradient.indices(), gradient.values()], n - 1
-    log.moved[log.step].append(2 * times * bytes_of(parts))  # sent and received
-    work = dist.all_reduce(gradient.div_(n), group=group, async_op=True)
-    return work.get_future().then(partial(arrived, lambda done: done.value()[0]))
-
-
-def by_server(
-    servers: list[tuple[str, torch.device]], log: Log, bucket: dist.GradBucket
-) -> Future[torch.Tensor]:
-    """servers: names, of bucket i the i-th, counted round; and on which device gradients travel."""
-    arrived, step = log.launch(bucket), log.step
-    name, wire = servers[bucket.index() % len(servers)]
-    parts = pack(bucket.buffer(), wire)
-    log.moved[step].append(bytes_of(parts))
-    call = rpc.rpc_async(name, add_gradient, args=(step, bucket.index(), parts))
-
-    def average(call: Future[Parts | str]) -> torch.Tensor:
-        try:
-            answer = call.value()
-        except RuntimeError as error:  # it took too long, or the server is gone
-            raise RuntimeError(f"{name}: {describe(error)}") from error
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        log.moved[step].append(bytes_of(answer))
-        return unpack(answer, log.device)
-
-    if log.device.type == "cpu":
-        return call.then(partial(arrived, average))
-    # the call's own future may hold no CUDA tensor where the server is on the CPU
-    placed: Future[Any] = Future(devices=[log.device])
-
-    def place_on_device(call: Future[Parts | str]) -> None:
-        try:
-            placed.set_result(average(call))
-        except Exception as error:
-            placed.set_exception(error)
-
-    call.add_done_callback(place_on_device)
-    # wait() raises what DDP would take for a tensor
-    return placed.then(partial(arrived, lambda placed: placed.wait()))
-
-
-# -- the workload: plain torch ---------------------------------------------------------------------
+# -- the model, its data, and a step: plain torch --------------------------------------------------
 
 
 class Model(nn.Module):
@@ -377,9 +153,8 @@ class Model(nn.Module):
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
-        self.embedding = nn.EmbeddingBag(
-            args.num_embeddings, args.embedding_dim, sparse=not args.dense_embedding
-        )
+        size = (args.num_embeddings, args.embedding_dim)
+        self.embedding = nn.EmbeddingBag(*size, sparse=not args.dense_embedding)
         sizes = [args.embedding_dim, *[args.dense_size] * (args.dense_layers - 1), args.classes]
         self.dense = nn.Sequential(*[nn.Linear(a, b) for a, b in itertools.pairwise(sizes)])
 
@@ -428,6 +203,188 @@ def training_step(ddp: nn.Module, batches: Iterator[Batch], phases: Phases) -> C
     return step
 
 
+# -- a server --------------------------------------------------------------------------------------
+
+
+def pack(gradient: torch.Tensor, device: torch.device) -> Parts:
+    if not gradient.is_sparse:
+        return [gradient.to(device)]
+    gradient = gradient.coalesce()
+    size = torch.tensor(gradient.shape)
+    return [gradient.indices().to(device), gradient.values().to(device), size]
+
+
+def unpack(parts: Parts, device: torch.device) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0].to(device)
+    indices, values, size = parts[0].to(device), parts[1].to(device), parts[2].tolist()
+    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True)
+
+
+def new_future(device: torch.device) -> Future[Any]:
+    return Future(devices=[device] if device.type == "cuda" else None)
+
+
+@dataclass
+class Bucket:
+    """A bucket of one step whose gradients are coming in."""
+
+    answer: Future[Parts]
+    first_s: float  # when the first gradient was there
+    kept: list[torch.Tensor] = field(default_factory=list)
+    arrived: int = 0
+    averaging_s: float = 0.0
+
+
+class Server:
+    """Averages each bucket over `trainers` and answers all of them when the last gradient is in.
+
+    Its methods run on the threads of RPC, for several buckets and steps at once. On CUDA each call
+    has streams of its own, which a lock does not order: it waits for its stream before it lets go.
+    """
+
+    def __init__(self, kind: str, trainers: int, device: str) -> None:
+        self.kind, self.trainers, self.device = kind, trainers, torch.device(device)
+        self.times: Times = {}
+        self.buckets: dict[tuple[int, int], Bucket] = {}
+        self.lock = threading.Lock()
+
+    def add(self, step: int, index: int, parts: Parts) -> Future[Parts]:
+        """Take a trainer's gradient of a bucket; the average comes as the same kind of parts."""
+        gradient = unpack(parts, self.device)
+        self.finish()  # what counts is when it is here
+        with self.lock:
+            now, answer = perf_counter(), new_future(self.device)
+            bucket = self.buckets.setdefault((step, index), Bucket(answer, now))
+            if self.kind == "running" and bucket.kept:
+                bucket.kept[0].add_(gradient)
+            else:
+                bucket.kept.append(gradient)
+            bucket.arrived += 1
+            last = bucket.arrived == self.trainers
+            if last:
+                average = pack(reduce(torch.add, bucket.kept) / self.trainers, self.device)
+                del self.buckets[step, index]
+            self.finish()
+            bucket.averaging_s += perf_counter() - now
+            if last:
+                took = self.times.setdefault(step, {"straggler": [], "batch": [], "averaging": []})
+                took["straggler"].append(now - bucket.first_s)
+                took["batch"].append(perf_counter() - bucket.first_s)
+                took["averaging"].append(bucket.averaging_s)
+        if last:
+            bucket.answer.set_result(average)
+        return bucket.answer.then(partial(on_device, parts[0].device))
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+def on_device(device: torch.device, answer: Future[Parts]) -> Parts:
+    return [part.to(device) for part in answer.value()]
+
+
+@rpc.functions.async_execution  # the thread is free while the other gradients come
+def add_gradient(step: int, index: int, parts: Parts) -> Future[Parts]:
+    answer: Future[Parts] = hosted().add(step, index, parts)
+    return answer
+
+
+def step_times() -> Times:
+    times: Times = hosted().times
+    return times
+
+
+# what the master does for trainer 0: it calls all servers
+
+
+def start_servers(kind: str, servers: list[tuple[str, int, str]]) -> None:
+    """servers: name, number of trainers, and device of each."""
+    for name, trainers, device in servers:
+        rpc.rpc_sync(name, host, args=(Server, kind, trainers, device))
+
+
+def collect_times(names: list[str]) -> dict[str, Times]:
+    return {name: rpc.rpc_sync(name, step_times) for name in names}
+
+
+# -- the routes, as DDP communication hooks --------------------------------------------------------
+
+
+class Log:
+    """What the buckets of this trainer cost.
+
+    It refers to no group: where a future's callback held the last reference to one, gloo's own
+    thread would destroy the group, and with it itself ("Resource deadlock avoided").
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.phases = Phases(device)
+        self.moved: dict[int, list[float]] = defaultdict(list)  # bytes sent and received, by step
+        self.first: Any = None  # stamp of the step's first bucket
+
+    @property
+    def step(self) -> int:
+        return len(self.phases.steps) - 1
+
+    def launch(self, bucket: dist.GradBucket) -> Callable[[Callable[[Any], Any], Any], Any]:
+        """Stamp now. What it returns takes the averaged gradient out of a future, and stamps."""
+        start = self.phases.now()
+        self.first = first = self.first if bucket.index() else start
+        name = "hook sparse" if bucket.buffer().is_sparse else "hook dense"
+
+        def arrived(take: Callable[[Any], torch.Tensor], future: Any) -> torch.Tensor:
+            gradient = take(future)
+            end = self.phases.now()
+            self.phases.add(name, start, end)
+            self.phases.add("hook", first, end)
+            return gradient
+
+        return arrived
+
+
+def by_collective(
+    group: dist.ProcessGroup, log: Log, bucket: dist.GradBucket
+) -> Future[torch.Tensor]:
+    arrived, gradient, n = log.launch(bucket), bucket.buffer(), group.size()
+    parts, times = [gradient], 2 * (n - 1) / n  # a ring; nccl-tests, doc/PERFORMANCE.md
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()  # as gloo would, which gathers
+        parts, times = [gradient.indices(), gradient.values()], n - 1
+    log.moved[log.step].append(2 * times * sum(part.nbytes for part in parts))
+    work = dist.all_reduce(gradient.div_(n), group=group, async_op=True)
+    return work.get_future().then(partial(arrived, lambda done: done.value()[0]))
+
+
+def by_server(
+    servers: list[tuple[str, torch.device]], patience_s: float, log: Log, bucket: dist.GradBucket
+) -> Future[torch.Tensor]:
+    """servers: names, of bucket i the i-th, counted round; and on which device gradients travel."""
+    arrived, step, device = log.launch(bucket), log.step, log.phases.device
+    name, wire = servers[bucket.index() % len(servers)]
+    parts = pack(bucket.buffer(), wire)
+    log.moved[step].append(sum(part.nbytes for part in parts))
+    words = (step, bucket.index(), parts)
+    call = rpc.rpc_async(name, add_gradient, args=words, timeout=patience_s)
+    # not call.then(): the call's own future may hold no CUDA tensor where the server is on the CPU
+    average = new_future(device)
+
+    def on_answer(call: Future[Parts]) -> None:
+        try:
+            answer = call.wait()  # value() would take a server's exception for an answer
+            log.moved[step].append(sum(part.nbytes for part in answer))
+            average.set_result(unpack(answer, device))
+        except Exception as error:
+            average.set_exception(RuntimeError(f"{name}: {describe(error)}"))
+
+    call.add_done_callback(on_answer)
+    return average.then(partial(arrived, lambda average: average.wait()))
+
+
+# -- what a trainer does ---------------------------------------------------------------------------
+
+
 def build(
     key: Key, args: argparse.Namespace, roles: Roles, devices: list[str], job: Job, group: Group
 ) -> Workload:
@@ -451,57 +408,34 @@ def build(
     def hook(state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         sparse = bucket.buffer().is_sparse
         if route == "rpc" or (route == "sparse_rpc" and sparse):
-            return by_server(servers, log, bucket)
+            return by_server(servers, args.straggler_timeout, log, bucket)
         return by_collective(sparse_group if sparse else dense_group, log, bucket)
 
-    model = create_model(args, device)
-    size = args.bucket_size
+    model, size = create_model(args, device), args.bucket_size
     ddp = DistributedDataParallel(model, process_group=group.test, bucket_cap_mb=size)
     ddp.register_comm_hook(None, hook)
     batches = itertools.cycle(create_batches(args, len(roles.trainers), rank, device))
-
-    @contextmanager
-    def failing_together() -> Iterator[None]:
-        """Where this trainer fails the servers tell the others, which wait for its gradients."""
-        try:
-            yield
-        except Exception as error:
-            reason = log.errors[0] if log.errors else f"{roles.name(rank)}: {describe(error)}"
-            with suppress(RuntimeError):  # as where RPC itself has failed
-                for server, _ in servers:
-                    rpc.rpc_async(server, give_up, args=(reason,))
-            if log.errors:
-                raise RuntimeError(reason) from error
-            raise
-
-    wrong = None
-    with failing_together():
-        over = averaged_over(key, roles, rank)
-        plain = plain_ddp(create_model(args, device), over, size, group.control)
-        for _ in range(CHECK_STEPS):
-            same = itertools.repeat(next(batches))
-            training_step(plain, same, Phases(device))()
-            training_step(ddp, same, log.phases)()
-            wrong = wrong or difference(model, plain.module)
-    train = training_step(ddp, batches, log.phases)
-
-    def step() -> None:
-        with failing_together():
-            train()
+    wrong, over = None, averaged_over(key, roles, rank)
+    plain = plain_ddp(create_model(args, device), over, size, group.control)
+    for _ in range(CHECK_STEPS):
+        same = itertools.repeat(next(batches))
+        training_step(plain, same, Phases(device))()
+        training_step(ddp, same, log.phases)()
+        wrong = wrong or difference(model, plain.module)
 
     def facts() -> dict[str, Any]:
         steps = range(len(log.phases.steps))
         names = [roles.name(home) for home in shares if rank == 0]
         times = rpc.rpc_sync("master", collect_times, args=(names,)) if names else {}
         return {
-            "wrong": wrong,
+            "wrong": wrong and f"{wrong} (rank {rank})",
             "digests": {part: digest(child) for part, child in model.named_children()},
             "phases": log.phases.durations(),
             "moved": [sum(log.moved[i]) for i in steps],
             "servers": {name: [rows.get(i, {}) for i in steps] for name, rows in times.items()},
         }
 
-    return Workload({"step": step}, facts=facts)
+    return Workload({"step": training_step(ddp, batches, log.phases)}, facts=facts)
 
 
 # -- who averages with whom, and the checks --------------------------------------------------------
@@ -510,19 +444,13 @@ def build(
 def trainers_of(placement: str | None, roles: Roles) -> dict[int, list[int]]:
     """The trainers that each server averages over; no servers where there is no placement.
 
-    `grouped`: runs that differ by one trainer at most. CUDA trainers go to CUDA servers and the
-    others to the others, if there are both kinds of servers.
+    `grouped`: runs that differ by one trainer at most.
     """
+    trainers, servers = roles.trainers, roles.servers
     if placement != "grouped":
-        return {server: list(roles.trainers) for server in roles.servers if placement}
-    found: dict[int, list[int]] = {server: [] for server in roles.servers}
-    kinds = {server in roles.cuda for server in roles.servers}
-    for kind in kinds:
-        servers = [r for r in roles.servers if (r in roles.cuda) == kind]
-        trainers = [r for r in roles.trainers if len(kinds) == 1 or (r in roles.cuda) == kind]
-        for i, trainer in enumerate(trainers):
-            found[servers[i * len(servers) // len(trainers)]].append(trainer)
-    return found
+        return {server: list(trainers) for server in servers if placement}
+    n, m = len(trainers), len(servers)
+    return {servers[i]: [t for t in trainers if t * m // n == i] for i in range(m)}
 
 
 def averaged_over(key: Key, roles: Roles, trainer: int) -> dict[str, list[int]]:
@@ -534,14 +462,14 @@ def averaged_over(key: Key, roles: Roles, trainer: int) -> dict[str, list[int]]:
 
 
 def plain_ddp(
-    model: nn.Module, over: dict[str, list[int]], bucket_mb: float, group: dist.ProcessGroup
+    model: nn.Module, over: dict[str, list[int]], size_mb: float, group: dist.ProcessGroup
 ) -> DistributedDataParallel:
     """The reference: DDP by itself, over gloo.
 
     Where a server averages over some of the trainers, a hook gathers the gradients of all and
     averages those of the same ones.
     """
-    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb)
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=size_mb)
 
     def average_of_some(state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         mine = bucket.buffer()
@@ -578,7 +506,7 @@ def compare_all(key: Key, roles: Roles, digests: list[dict[str, str]]) -> str | 
     """
     for rank in roles.trainers:
         for part, over in averaged_over(key, roles, rank).items():
-            alike = [r for r in over if (r in roles.cuda) == (rank in roles.cuda)]
+            alike = [r for r in over if roles.device(r) == roles.device(rank)]
             if wrong := compare_replicas([digests[r][part] for r in alike], alike):
                 return f"{part}: {wrong}"
     return None
@@ -595,17 +523,12 @@ def derive(roles: Roles, case: Case, facts: list[dict[str, Any]]) -> None:
     hooks = np.array([[max(step.pop("hook")) for step in steps] for steps in phases])
     m["hook_p50_s"] = float(np.median(hooks.max(axis=0)))
     m["bytes_per_step"] = float(np.mean([timed(fact["moved"], case.rounds) for fact in facts]))
-    m["gb_per_s"] = m["bytes_per_step"] / m["hook_p50_s"] / 1e9
-    m["trainers"] = summaries(
-        {roles.name(rank): pool(steps) for rank, steps in zip(case.ranks, phases, strict=True)}
-    )
+    m["trainers"] = summaries({roles.name(i): pool(steps) for i, steps in enumerate(phases)})
     if servers := facts[0]["servers"]:
         m["servers"] = summaries({n: pool(timed(rows, case.rounds)) for n, rows in servers.items()})
-    wrong = [
-        f"{f['wrong']} (rank {r})" for r, f in zip(case.ranks, facts, strict=True) if f["wrong"]
-    ]
+    wrong = next((fact["wrong"] for fact in facts if fact["wrong"]), None)
     digests = [fact["digests"] for fact in facts]
-    case.check = verdict(wrong[0] if wrong else compare_all(case.key, roles, digests))
+    case.check = verdict(wrong or compare_all(case.key, roles, digests))
 
 
 def label_of(key: Key) -> str:
@@ -618,7 +541,6 @@ COLUMNS: Columns = {
     **percentile_columns("step_time", "sec/step", "samples/s", lambda c: c.key["samples_per_step"]),
     "hook\n(ms)": metric("hook_p50_s", 1e3),
     "MB/step": metric("bytes_per_step", 1e-6),
-    "GB/s": metric("gb_per_s", digits=3),
 }
 
 
@@ -628,7 +550,7 @@ COLUMNS: Columns = {
 def set_up(args: argparse.Namespace) -> Roles:
     """The ranks' roles; fill in the defaults that depend on them, and refuse what cannot run."""
     counts = args.ntrainer + args.ncudatrainer, args.nserver + args.ncudaserver
-    roles = split_roles(world()[2], counts[0] or None, counts[1] or None, master=True, share=4)
+    roles = split_roles(world()[2], *counts, master=True, per_server=4)
     trainers, sparse = len(roles.trainers), not args.dense_embedding
     cuda = args.ncudatrainer if counts[0] else wants_cuda(args.device) * trainers
     roles = roles.on_cuda(cuda, args.ncudaserver)
@@ -637,48 +559,38 @@ def set_up(args: argparse.Namespace) -> Roles:
     args.bucket_size = args.bucket_size or (25.0 if cuda else 0.25)
     args.max_val = args.max_val or args.num_embeddings
     args.routes = args.routes or [n for n in ROUTES if sparse or n in ("allreduce", "rpc")]
+    batches = args.sample_count // args.batch_size
+    # DDP hangs where a trainer stops early: those with a batch less start their shard again
+    args.epoch_steps = -(-batches // trainers)
+    if args.epochs:
+        args.iters = args.epochs * args.epoch_steps
+    args.multi = args.backend == "multi" or (sparse and not args.backend and cuda == trainers)
     if not sparse and {"hybrid", "sparse_rpc"} & set(args.routes):
         refuse("--dense-embedding: no bucket is sparse; try --routes allreduce,rpc")
     if args.max_val > args.num_embeddings:
         refuse(f"--max-val: there are {args.num_embeddings} rows; try more --num-embeddings")
-    if (batches := args.sample_count // args.batch_size) < trainers:
+    if batches < trainers:
         refuse(
             f"--sample-count {args.sample_count} makes {batches} batches of {args.batch_size} for "
             f"{trainers} trainers; try --sample-count {args.batch_size * trainers}"
         )
-    for server, own in trainers_of("grouped", roles).items():
-        if "grouped" in args.placement and not own:
-            refuse(f"{roles.name(server)} would have no trainer; try --placement sharded")
-    if args.epochs:
-        args.iters = args.epochs * epoch_steps(args, roles)
-    args.multi = args.backend == "multi" or (sparse and not args.backend and cuda == trainers)
+    if "grouped" in args.placement and len(roles.servers) > trainers:
+        refuse(f"{trainers} trainers leave a server without one; try --placement sharded")
     if args.backend == "nccl" and sparse and {"allreduce", "hybrid"} & set(args.routes):
         refuse("nccl has no sparse all-reduce; try --backend multi, or --dense-embedding")
     args.backend = "nccl" if args.multi else args.backend
-    place(args, roles)
-    return roles
-
-
-def epoch_steps(args: argparse.Namespace, roles: Roles) -> int:
-    """Steps of an epoch, for all trainers alike: as many as the longest shard has batches.
-
-    Trainers with a shorter one start it again, since DDP hangs where one of them stops early.
-    """
-    return -(-(args.sample_count // args.batch_size) // len(roles.trainers))
+    return place(args, roles)
 
 
 def heading(args: argparse.Namespace, roles: Roles) -> str:
-    trainers, batches = len(roles.trainers), args.sample_count // args.batch_size
-    steps = epoch_steps(args, roles)
-    short = trainers * steps - batches
+    drift = len(roles.servers) > 1 and "grouped" in args.placement
     return (
-        f"# {trainers} trainers, {len(roles.servers)} servers, {len(roles.cuda)} of them on CUDA\n"
+        f"# {len(roles.trainers)} trainers, {len(roles.servers)} servers, {len(roles.cuda)} of "
+        f"them on CUDA; an epoch is {args.epoch_steps} steps of {args.batch_size} samples\n"
         f"# embedding {args.num_embeddings} x {args.embedding_dim}, {args.dense_layers} linear "
-        f"layers of {args.dense_size}, {args.classes} classes, buckets of {args.bucket_size:g} MB\n"
-        f"# an epoch is {steps} steps of {args.batch_size} samples"
-        + f"; {short} of the trainers have a step less and start again" * (short > 0)
-        + "\n# grouped: replicas of different servers drift apart"
-        * (len(roles.servers) > 1 and "grouped" in args.placement)
+        f"layers of {args.dense_size}, {args.classes} classes, buckets of {args.bucket_size:g} MB"
+        + drift
+        * "\n# grouped: replicas of different servers drift apart"
     )
 
 
@@ -686,8 +598,8 @@ def main() -> int:
     args = parse_args()
     roles = set_up(args)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default; said, it does not warn
-    names = [*SIZES, *(flag[2:] for flag in ROLES), "max_val", "sparsity_percentage"]
-    names += ["dense_embedding", "bucket_size", "torch_seed", "cuda_seed"]
+    names = ("max_val", "sparsity_percentage", "dense_embedding", "bucket_size")
+    names += (*SIZES, *ROLES, "torch_seed", "cuda_seed")
     fixed = {name: getattr(args, name) for name in names}
     fixed |= {"trainers": len(roles.trainers), "server_count": len(roles.servers)}
     fixed["samples_per_step"] = len(roles.trainers) * args.batch_size

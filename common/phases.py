@@ -2,28 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from statistics import fmean, variance
 from time import perf_counter
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from common.stats import median_interval
 from common.table import layout
 from common.timing import LEAD_IN
 
 T = TypeVar("T")
 Durations = Mapping[str, Sequence[float]]  # of each phase, in seconds
-
-ALL = "all"  # the workers of a role taken together
-SHOWN_WORKERS = 8  # of a role in a table; the report has all of them
-QUANTILES = ("p50", "p75", "p90", "p95")
+SHOWN_WORKERS = 8  # in a table; the report has all of them
+QUANTILES = (50, 75, 90, 95)
+TIMES = ("min", "max", "mean", "stdev", *(f"p{q}" for q in QUANTILES))
 COLUMNS = {  # of a table of summaries: header -> field, its unit, digits
     "count": ("count", 1, 0),
-    **{f"{name}\nms": (f"{name}_s", 1e3, 3) for name in ("min", "max", "mean", "stdev")},
+    **{f"{name}\nms": (f"{name}_s", 1e3, 3) for name in TIMES},
     "variance\nms^2": ("variance_s2", 1e6, 3),
-    **{f"{name}\nms": (f"{name}_s", 1e3, 3) for name in QUANTILES},
 }
 
 
@@ -64,13 +60,12 @@ class Phases:
         """The seconds of each phase, step by step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        found: list[dict[str, list[float]]] = []
-        for step in self.steps:
-            found.append({})
+        found: list[dict[str, list[float]]] = [{} for _ in self.steps]
+        for step, phases in zip(self.steps, found, strict=True):
             for name, start, end in step:
                 cpu = isinstance(start, float)
                 seconds = end - start if cpu else start.elapsed_time(end) / 1e3
-                found[-1].setdefault(name, []).append(seconds)
+                phases.setdefault(name, []).append(seconds)
         return found
 
 
@@ -83,8 +78,8 @@ def timed(steps: Sequence[T], rounds: Sequence[int]) -> list[T]:
     at = len(steps) - sum(rounds) - LEAD_IN * len(rounds)
     kept: list[T] = []
     for count in rounds:
-        kept += steps[at + LEAD_IN : at + LEAD_IN + count]
         at += LEAD_IN + count
+        kept += steps[at - count : at]
     return kept
 
 
@@ -94,43 +89,33 @@ def pool(parts: Sequence[Durations]) -> dict[str, list[float]]:
     return {name: [x for part in parts for x in part.get(name, ())] for name in names}
 
 
-def summary(values: Sequence[float]) -> dict[str, Any]:
-    """Count, extremes, mean, sample variance, stdev and percentiles of durations [n], n > 0.
-
-    Of a single value variance and stdev are 0.
-    """
-    spread = variance(values) if len(values) > 1 else 0.0
-    return {
-        "count": len(values),
-        "min_s": min(values),
-        "max_s": max(values),
-        "mean_s": fmean(values),
-        "variance_s2": spread,
-        "stdev_s": spread**0.5,
-        **{f"{q}_s": float(np.percentile(values, int(q[1:]))) for q in QUANTILES},
-        "p50_ci95_s": median_interval(values),
-    }
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Of durations [n], n > 0. Of a single one the sample variance is 0."""
+    x = np.asarray(seconds)
+    spread = x.var(ddof=1) if len(x) > 1 else 0.0
+    found = {"min_s": x.min(), "max_s": x.max(), "mean_s": x.mean(), "stdev_s": spread**0.5}
+    found |= {"variance_s2": spread} | {f"p{q}_s": np.percentile(x, q) for q in QUANTILES}
+    return {"count": len(x)} | {name: float(value) for name, value in found.items()}
 
 
-def summaries(workers: Mapping[str, Durations]) -> dict[str, dict[str, dict[str, Any]]]:
+def summaries(workers: Mapping[str, Durations]) -> dict[str, dict[str, dict[str, float]]]:
     """{worker: {phase: its summary}}, and the same over all workers under `all`."""
-    everyone = {**workers, ALL: pool(list(workers.values()))}
+    everyone = {**workers, "all": pool(list(workers.values()))}
     return {
         worker: {name: summary(values) for name, values in phases.items() if values}
         for worker, phases in everyone.items()
     }
 
 
-def phase_table(role: str, workers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+def phase_table(role: str, workers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     """The summaries of a role: a row for each phase and worker, `all` last."""
-    names = [name for name in workers if name != ALL]
-    shown = names[:SHOWN_WORKERS] + ([ALL] if len(names) > 1 else [])
+    names = [*list(workers)[:-1][:SHOWN_WORKERS], *(["all"] if len(workers) > 2 else [])]
     rows = [
         [phase, name, *(f"{found[field] * unit:.{n}f}" for field, unit, n in COLUMNS.values())]
-        for phase in workers[ALL]
-        for name in shown
+        for phase in workers["all"]
+        for name in names
         if (found := workers[name].get(phase))
     ]
-    left = len(names) - SHOWN_WORKERS
+    left = len(workers) - 1 - SHOWN_WORKERS
     more = f"\n# {left} more workers are in the report" if left > 0 else ""
     return layout([role, "", *COLUMNS], rows) + more

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from common.benchmark import Benchmark
 from common.cli import list_of, number, positive_float, refuse
 from common.dist import FOREVER, gather, peers, share
+from common.join import world
 
 SCHEME = "torchrun-bench"  # of the init_method that leads to the job's own store
 TRANSPORTS = ("auto", "shm", "uv", "ibv")
@@ -34,6 +35,9 @@ class Roles:
     servers: range
     master: int | None = None
     cuda: frozenset[int] = frozenset()  # the ranks on CUDA; the others are on the CPU
+
+    def device(self, rank: int) -> str:
+        return "cuda" if rank in self.cuda else "cpu"
 
     def name(self, rank: int) -> str:
         """`trainer0`, `server0` (numbered within the role) or `master`."""
@@ -62,38 +66,44 @@ def split_roles(
     trainers: int | None = None,
     servers: int | None = None,
     master: bool = False,
-    share: int = 2,
+    per_server: int = 2,
 ) -> Roles:
-    """The roles of a world, all on the CPU: what is given, by default a server for `share` ranks.
+    """The roles of a world, all on the CPU: what is given, by default a server for so many ranks.
 
     Ends the run, with the number of processes that would do, where it does not come out.
     """
     rest = world_size - master
-    if servers is None:
-        servers = max(1, rest // share if trainers is None else rest - trainers)
-    trainers = max(1, rest - servers) if trainers is None else trainers
+    servers = servers or max(1, rest - trainers if trainers else rest // per_server)
+    trainers = trainers or max(1, rest - servers)
     total = trainers + servers + master
-    if total != world_size or min(trainers, servers) < 1:
-        parts = f"{trainers} trainers, {servers} servers" + (" and a master" if master else "")
-        more = f"e.g. torchrun --nproc-per-node {max(total, 2 + master)} {sys.argv[0]}"
+    if total != world_size:
+        parts = f"{trainers} trainers, {servers} servers" + " and a master" * master
+        more = f"e.g. torchrun --nproc-per-node {total} {sys.argv[0]}"
         refuse(f"{parts} are {total} processes, and there are {world_size}; {more}")
     last = trainers + servers
     return Roles(range(trainers), range(trainers, last), last if master else None)
 
 
 def wants_cuda(device: str) -> bool:
-    """Whether `--device` means CUDA here."""
     return device == "cuda" or (device == "auto" and torch.cuda.is_available())
 
 
-def place(args: argparse.Namespace, roles: Roles) -> None:
+def assign_roles(args: argparse.Namespace, **counts: Any) -> Roles:
+    """The roles of this job: all trainers on --device, all servers on --server-device."""
+    roles = split_roles(world()[2], **counts)
+    cuda = wants_cuda(args.device)
+    server_cuda = cuda if args.server_device == "auto" else args.server_device == "cuda"
+    return place(args, roles.on_cuda(len(roles.trainers) * cuda, len(roles.servers) * server_cuda))
+
+
+def place(args: argparse.Namespace, roles: Roles) -> Roles:
     """Make --device and --backend (of trainers) this rank's own, before it joins the job."""
-    rank = int(os.environ.get("RANK", "0"))
+    rank = world()[0]
     if roles.cuda and not torch.cuda.is_available():
         refuse("trainers or servers on CUDA: torch sees no CUDA device here; try --device cpu")
     backend = args.backend or ("nccl" if roles.cuda.issuperset(roles.trainers) else "gloo")
-    args.device = "cuda" if rank in roles.cuda else "cpu"
-    args.backend = backend if rank in roles.trainers else "gloo"
+    args.device, args.backend = roles.device(rank), backend if rank in roles.trainers else "gloo"
+    return roles
 
 
 @dataclass(frozen=True)
@@ -107,29 +117,31 @@ class RpcOptions:
 
     def key(self) -> dict[str, Any]:
         """What of them identifies a case."""
-        names = {"rpc_transports": self.transports, "rpc_channels": self.channels}
-        return {"rpc_threads": self.threads} | {k: "+".join(v) or "auto" for k, v in names.items()}
+        lists = {"rpc_transports": self.transports, "rpc_channels": self.channels}
+        return {"rpc_threads": self.threads} | {k: "+".join(v) or "auto" for k, v in lists.items()}
 
     def __str__(self) -> str:
         return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.key().items())
 
 
-def add_rpc_flags(parser: argparse.ArgumentParser) -> None:
-    """Add TensorPipe's settings."""
+def add_rpc_flags(parser: argparse.ArgumentParser, server_device: str | None = None) -> None:
+    """TensorPipe's settings, and --server-device where it has a default."""
     threads = "worker threads a process (default: its share of the cores, 2 to 16)"
     timeout = "a call fails after S seconds (default: twice --timeout: the watchdog comes first)"
     transports = """TensorPipe may choose among shm (one host; its thread polls), uv (TCP), ibv
         (InfiniBand), or auto, all (default: auto, but uv where there are more ranks than cores)"""
-    channels = """and for tensors among basic (any), cma (one host, needs permission for ptrace),
-        mpt_uv (TCP), on CUDA cuda_basic (any), cuda_ipc (one host, peer access, no expandable
-        segments), cuda_gdr (InfiniBand), cuda_xth (one process), or auto, all. TensorPipe ends a
-        process that finds none: keep basic and cuda_basic (default: auto)"""
+    channels = """and for tensors among basic (any), cma (one host, needs ptrace), mpt_uv (TCP), on
+        CUDA cuda_basic (any), cuda_ipc (one host, peer access, no expandable segments), cuda_gdr
+        (InfiniBand), cuda_xth (one process). TensorPipe ends a process that finds none: keep
+        basic and cuda_basic (default: auto, all)"""
     add = parser.add_argument_group("RPC").add_argument
     add("--rpc-threads", type=number(int, 1), metavar="N", help=threads)
     add("--rpc-timeout", type=positive_float, metavar="S", help=timeout)
     add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=transports)
-    kinds = list_of(str, CHANNELS)
-    add("--rpc-channels", type=kinds, default=["auto"], metavar="NAME", help=channels)
+    add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=channels)
+    if server_device:
+        where = f"auto: as --device (default: {server_device})"
+        add("--server-device", choices=("auto", "cpu", "cuda"), default=server_device, help=where)
 
 
 def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
@@ -142,8 +154,8 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     threads = args.rpc_threads or min(16, max(2, cores // ranks))
     timeout_s = min(args.rpc_timeout or 2 * args.timeout, FOREVER.total_seconds())
     transports = args.rpc_transports or (["uv"] if ranks > cores else ["auto"])
-    lists = [() if "auto" in x else tuple(x) for x in (transports, args.rpc_channels)]
-    return share(RpcOptions(threads, timeout_s, *lists))
+    names = [() if "auto" in x else tuple(x) for x in (transports, args.rpc_channels or ["auto"])]
+    return share(RpcOptions(threads, timeout_s, *names))
 
 
 @contextmanager
@@ -151,8 +163,8 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
     """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
     job = bench.job
     devices: list[str] = share(gather(str(job.device)))
-    mapped = any(roles.device_maps(rank, devices) for rank in roles.trainers)
     allocator = [os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("", "CUDA_")]
+    mapped = any(roles.device_maps(rank, devices) for rank in roles.trainers)
     if mapped and "expandable_segments:True" in ",".join(allocator):
         bench.print("# warning: CUDA IPC fails on expandable segments; unset PYTORCH_ALLOC_CONF")
 
@@ -169,25 +181,25 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
         _transports=list(options.transports) or None,
         _channels=list(options.channels) or None,
     )
+    warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of it
     bench.watchdog.begin("RPC start", True)
     try:
-        with warnings.catch_warnings():  # torch's own use of a group that it deprecates
-            warnings.filterwarnings("ignore", message="You are using a Backend")
-            rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
+        rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
     except RuntimeError as error:
         if "not in use by this listener" in str(error):
             bench.end(f"--rpc-transports {','.join(options.transports)}: there is none here")
         raise
+    before = list(bench.report.cases)
     try:
         yield devices
     except BaseException:
         rpc.shutdown(graceful=False)
         raise
-    failed = bench.share(any(case.failed for case in bench.report.cases))
+    # a failed case may have left calls that nobody answers: they are not waited for
+    failed = share(any(case.failed for case in bench.report.cases if case not in before))
     bench.watchdog.begin("RPC end", True)
     with peers():
         dist.barrier()  # nobody leaves while others still call
-    # after a failed case calls may be left that nobody answers: no waiting for them
     rpc.shutdown(graceful=not failed)
     _objects.clear()
 
@@ -195,15 +207,11 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
 _objects: list[Any] = []
 
 
-def make(worker: str, factory: Callable[..., Any], *args: Any) -> None:
-    """Have a worker make `factory(*args)` and keep it, in the place of an older one."""
-    rpc.rpc_sync(worker, _make, args=(factory, args))
-
-
-def _make(factory: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def host(factory: Callable[..., Any], *args: Any) -> None:
+    """Called by RPC: this worker keeps `factory(*args)`, in the place of an older one."""
     _objects[:] = [factory(*args)]
 
 
 def hosted() -> Any:
-    """What `make` has made on this worker. Raises IndexError where it has not."""
+    """What this worker keeps. Raises IndexError where that is nothing."""
     return _objects[0]

@@ -100,6 +100,21 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
     return worst
 
 
+def own_pace(
+    samples: ArrayLike, rounds: Sequence[int], prefix: str
+) -> tuple[dict[str, float], list[float]]:
+    """Of workers that start a block together and do not wait for each other within it.
+
+    samples: [workers, n]. Percentiles of the slowest worker, since the i-th samples of two of them
+    are not at the same time; and the seconds of each block until its last worker is done.
+    """
+    x = np.asarray(samples)
+    each = [percentiles(row, prefix) for row in x]
+    blocks = np.split(x, np.cumsum(rounds)[:-1], axis=1)
+    slowest = {name: max(worker[name] for worker in each) for name in each[0]}
+    return slowest, [float(block.sum(axis=1).max()) for block in blocks]
+
+
 def step_metrics(step: ArrayLike, samples_per_step: float) -> dict[str, Any]:
     """Metrics of a training step [ranks, n]: percentiles, interval and throughput.
 
