@@ -384,16 +384,16 @@ def show(case: Case) -> str:
 
 def main() -> int:
     args = parse_args()
-    # torch 2.15 warns of its own use in DistributedOptimizer, with a filter that shows it always
-    logging.captureWarnings(True)
-    captured = logging.getLogger("py.warnings")
-    captured.addFilter(lambda record: "for functional optimizers" not in record.getMessage())
     roles = assign_roles(args, trainers=args.number_trainers, servers=args.number_ps, master=True)
     fixed: Key = {"trainers": len(roles.trainers), "servers": len(roles.servers)}
     for name in ("number_embeddings", "embedding_dim", "sparse"):
         fixed[name] = getattr(args, name)
     fixed |= {"device": roles.device(0), "server_device": roles.device(roles.servers[0])}
     fixed |= {"dtype": "float32", "batches": BATCHES}
+    # torch 2.15 warns of its own use in DistributedOptimizer, with a filter that shows it always
+    logging.captureWarnings(True)
+    captured = logging.getLogger("py.warnings")
+    captured.addFilter(lambda record: "for functional optimizers" not in record.getMessage())
     with Benchmark("ddp_rpc", args, tested=roles.trainers) as bench:
         options = rpc_options(args, bench)
         fixed |= options.key() | {"backend": bench.share(bench.job.backend)}

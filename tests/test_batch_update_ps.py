@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks import batch_update_ps
 from common.report import Case
-from common.rpc import split_roles
 
 SCRIPT = "benchmarks/batch_update_ps.py"
 SHORT = ("--iters", "20", "--warmup-iters", "1", "--device", "cpu")
@@ -94,67 +93,27 @@ def test_a_stopped_server_is_named(bench: Callable[..., Any]) -> None:
     assert re.search(r"rank 0 on .*case 'module .*step, block \d+: waits", run.err), run.err
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], "1 trainers, 1 servers are 2 processes, and there are 1; e.g. torchrun"),
-        (["--payload", "modul"], "did you mean module"),
-        (["--in-features", "0"], "expected a whole number of at least 1, got '0'"),
-        (["--straggler-timeout", "0"], "expected a number above 0, got '0'"),
-        (["--ntrainers", "3"], "unknown argument '--ntrainers'"),
-    ],
-)
-def test_refused(
-    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr("sys.argv", [SCRIPT, *flags])
-    with pytest.raises(SystemExit) as refused:
-        batch_update_ps.main()
-    assert refused.value.code == 2
-    assert expected in capsys.readouterr().err
-
-
-def test_more_gradients_than_trainers_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    for name, value in dict(RANK="0", WORLD_SIZE="3", LOCAL_RANK="0", LOCAL_WORLD_SIZE="3").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.argv", [SCRIPT, "--batch-update-size", "3"])
-    with pytest.raises(SystemExit) as refused:
-        batch_update_ps.main()
-    assert refused.value.code == 2
-    assert "--batch-update-size 3: there are 2 trainers; try 2" in capsys.readouterr().err
-
-
-def test_roles_and_device_maps() -> None:
-    """Both ways, by the index that a device has on its node; the master needs none."""
-    roles = split_roles(6, trainers=3, master=True).on_cuda(1, 2)
-    names = ["trainer0", "trainer1", "trainer2", "server0", "server1", "master"]
-    assert [roles.name(rank) for rank in range(6)] == names
-    devices = ["cpu", "cpu", "cuda:2", "cuda:0", "cuda:1", "cpu"]
-    maps = [roles.device_maps(rank, devices) for rank in range(6)]
-    assert maps[:2] == [{}, {}]
-    assert maps[2] == {"server0": {"cuda:2": "cuda:0"}, "server1": {"cuda:2": "cuda:1"}}
-    assert maps[3:] == [{"trainer2": {f"cuda:{i}": "cuda:2"}} for i in (0, 1)] + [{}]
-
-
 def test_rates_by_hand() -> None:
     """Blocks of two steps: max(1 + 1, 1.5 + 1.5) + max(2 + 2, 1 + 1) = 7 s for 8 gradients."""
-    key = {"in_features": 9, "out_features": 10, "trainers": 2}
+    key = {"in_features": 9, "out_features": 10}
     steps = [[1.0, 1.0, 2.0, 2.0], [1.5, 1.5, 1.0, 1.0]]
     case = Case(key, [0, 1], {"step": steps}, [2, 2])
-    latencies = [{"latency_p50_s": 0.5}, {"latency_p50_s": 0.75}]
-    facts = [{"latency": each, "sent": 6, "updates": [2, 2, 2, 2, 2, 1, 1]} for each in latencies]
+    # each block has an untimed step before it
+    latencies = [[9.0, 0.5, 0.5, 9.0, 0.5, 0.5], [9.0, 0.75, 0.75, 9.0, 0.75, 0.75]]
+    updates = [2, 2, 2, 2, 2, 1, 1]
+    facts: list[dict[str, Any]] = [
+        {"wrong": None, "latencies": each, "updates": updates} for each in latencies
+    ]
     batch_update_ps.derive(case, facts)
     m = case.metrics
     assert m["step_time_p50_s"] == 1.5  # trainer 0's
-    assert m["latency_p50_s"] == 0.75
+    assert m["latency_p50_s"] == m["latency_p95_s"] == 0.75
     assert m["gradients_per_s"] == pytest.approx(8 / 7)
     assert m["gradients_per_update"] == pytest.approx(12 / 7)
     assert m["updates_per_s"] == pytest.approx(8 / 12)
     assert m["mb_per_s"] == pytest.approx(8 / 7 * 2 * 100 * 4 / 1e6)
     assert m["updates_per_s_ci95"] is None  # of two blocks
     assert case.check == "passed"
-    facts[1]["sent"] = 7
+    facts[1]["latencies"] = [9.0, *latencies[1]]
     batch_update_ps.derive(case, facts)
     assert case.check == "failed: the trainers sent 13 gradients, the server's log has 12"

@@ -20,7 +20,7 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, "--lookup", "all", ranks=4)
     assert run.status == 0, run.err
     assert run.err == "" or "OMP_NUM_THREADS" in run.err
-    assert "64 projected to 512" in run.out
+    assert "2 trainers, 1 servers with a table of 300 x 64 each" in run.out
     assert checks(run) == dict.fromkeys(
         (
             *("parallel distributed", "parallel manual"),
@@ -62,7 +62,6 @@ def test_any_number_of_servers(
     run = bench(SCRIPT, *SHORT, *flags, ranks=ranks)
     assert run.status == 0, run.err
     assert checks(run) == {"parallel distributed": "passed", "parallel manual": "passed"}
-    assert ("columns 512" if ranks == 5 else "columns 192 projected to 512") in run.out
 
 
 @pytest.mark.faults
@@ -73,7 +72,7 @@ def test_any_number_of_servers(
         ("wrong-lookup", ("distributed", "manual"), "of their change away from a single process"),
         ("lost-gradient", ("manual",), "after 3 steps the tables are"),
         # distributed autograd keeps gradients in its context, where this fault does not reach
-        ("wrong-average", ("manual",), "after 3 steps the dense are"),
+        ("wrong-average", ("manual",), "after 3 steps the dense weights are"),
     ],
 )
 def test_the_check_sees(
@@ -100,27 +99,3 @@ def test_a_trainer_that_fails(bench: Callable[..., Any]) -> None:
         "parallel distributed": "passed",
     }
     assert run.report.status == "failed"
-
-
-@pytest.mark.parametrize(
-    ("size", "flags", "message"),
-    [
-        (2, "", "1 trainers, 1 servers and a master are 3 processes, and there are 2"),
-        (4, "--number-trainers 4", "are 6 processes"),
-        (6, "--number-ps 1 --number-trainers 2", "are 4 processes, and there are 6"),
-        (4, "--number-ps 0", "--number-ps: expected a whole number of at least 1, got '0'"),
-        (4, "--lookup paralel", "did you mean parallel"),
-        (4, "--autograd auto", "distributed, manual"),
-        (4, "--server-device cuda", "torch sees no CUDA device"),
-        (4, "--device cpu --backend nccl", "try --backend gloo"),
-        (4, "--rpc-transports tcp", "shm, uv"),
-    ],
-)
-def test_refused(start: Callable[..., Any], size: int, flags: str, message: str) -> None:
-    """Rank 0 of a world of `size` refuses in one line before it meets anybody."""
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    process = start(SCRIPT, *flags.split(), ranks=0, CUDA_VISIBLE_DEVICES="", **world)
-    assert process.wait(100) == 2
-    assert process.out == ""
-    (line,) = process.err.splitlines()
-    assert message in line

@@ -30,7 +30,7 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *flags, "--ddp_hook", "allreduce_hook,rpc_hook,sparse_rpc_hook", ranks=4)
     assert run.status == 0, run.err
     assert run.err == "" or "OMP_NUM_THREADS" in run.err
-    assert "an epoch is 3 steps of 4 samples; 1 of the trainers have a step less" in run.out
+    assert "an epoch is 3 steps of 4 samples" in run.out
     assert "drift apart" not in run.out
     cases = {label(case): case for case in run.report.cases}
     through = ["rpc running grouped", "sparse_rpc running grouped"]
@@ -46,7 +46,10 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
         assert trainers["trainer1"]["forward"]["count"] == 9
         assert trainers["all"]["hook sparse"]["count"] == 18
         assert trainers["all"]["hook dense"]["count"] % 18 == 0
-        assert 0 < case.metrics["hook_p50_s"] < case.metrics["step_time_p95_s"]
+        # within a step: no trainer's longest bucket takes longer than its longest backward
+        longest = {name: found["max_s"] for name, found in trainers["all"].items()}
+        assert 0 < longest["hook dense"] <= longest["backward"] <= longest["batch"]
+        assert case.metrics["hook_p50_s"] > 0
         assert ("servers" in case.metrics) == (name in through)
         assert case.metrics["samples_per_s"] == pytest.approx(
             2 * 4 / case.metrics["step_time_p50_s"]
@@ -141,16 +144,17 @@ def test_a_replica_that_drifts(bench: Callable[..., Any]) -> None:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("server-raises", "server0: OutOfMemoryError: injected: out of memory"),
+        ("server-raises", "server0: OutOfMemoryError('injected: out of memory')"),
         ("step-raises", "RuntimeError: injected: no kernel for this step"),
     ],
 )
-def test_nobody_waits_for_one_that_failed(
+def test_nobody_waits_long_for_one_that_failed(
     bench: Callable[..., Any], fault: str, reason: str
 ) -> None:
-    """A server or a trainer fails: the others do not wait for its gradients; the run goes on."""
+    """A server or a trainer fails: the others wait for its gradients for 2 s; the run goes on."""
     flags = (*TINY, "--iters", "60", "--routes", "rpc,hybrid", "--servers", "running,batch")
-    run = bench(SCRIPT, *flags, "--timeout", "60", ranks=4, inject=fault)
+    patience = ("--straggler-timeout", "2", "--timeout", "60")
+    run = bench(SCRIPT, *flags, *patience, ranks=4, inject=fault)
     assert run.status != 0
     found = checks(run)
     assert list(found) == ["rpc running grouped", "rpc batch grouped", "hybrid"]
@@ -177,29 +181,3 @@ def test_a_process_that_is_gone(start: Callable[..., Any], fault: str, rank: int
         assert "exitcode  : -9" in process.err
     _, alive = psutil.wait_procs(ranks.values(), timeout=5)
     assert not alive
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("size", "flags", "message"),
-    [
-        (2, "", "are 3 processes, and there are 2"),
-        (4, "--ntrainer 4 --nserver 2", "are 7 processes, and there are 4"),
-        (6, "--ntrainer 2 --placement grouped", "server2 would have no trainer"),
-        (5, "--ncudatrainer 2", "torch sees no CUDA device"),
-        (5, "--ncudaserver 1", "torch sees no CUDA device"),
-        (5, "--backend nccl", "nccl has no sparse all-reduce; try --backend multi"),
-        (5, "--max-val 300", "there are 256 rows"),
-        (5, "--sample-count 16", "2 batches of 8 for 3 trainers; try --sample-count 24"),
-        (5, "--dense-embedding --routes rpc,hybrid", "no bucket is sparse"),
-        (5, "--routes rcp", "did you mean rpc"),
-    ],
-)
-def test_refused(start: Callable[..., Any], size: int, flags: str, message: str) -> None:
-    """Rank 0 of a world of `size` refuses in one line before it meets anybody."""
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    process = start(SCRIPT, *flags.split(), ranks=0, CUDA_VISIBLE_DEVICES="", **world)
-    assert process.wait(100) == 2
-    assert process.out == ""
-    (line,) = process.err.splitlines()
-    assert message in line

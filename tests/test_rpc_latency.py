@@ -5,11 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
 from benchmarks import rpc_latency
+from common.report import Case
 
 SCRIPT = "benchmarks/rpc_latency.py"
 SHORT = ("--iters", "6", "--warmup-iters", "1", "--device", "cpu")
@@ -129,35 +129,21 @@ def test_a_stopped_callee_is_named(bench: Callable[..., Any]) -> None:
     assert re.search(r"rank 0 on .*case 'rpc_sync .*(round trip|one way), .*: waits", run.err)
 
 
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ([], "1 trainers, 1 servers are 2 processes, and there are 1; e.g. torchrun"),
-        (["--ops", "rpc_snyc"], "did you mean rpc_sync"),
-        (["--sizes", "6"], "expected a multiple of 4 bytes (float32), got '6'"),
-        (["--rpc-transports", "smh"], "did you mean shm"),
-        (["--rpc-threads", "0"], "expected a whole number of at least 1, got '0'"),
-        (["--server-device", "cuda"], "processes"),
-    ],
-)
-def test_refused(
-    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr("sys.argv", [SCRIPT, *flags])
-    with pytest.raises(SystemExit) as refused:
-        rpc_latency.main()
-    assert refused.value.code == 2
-    assert expected in capsys.readouterr().err
-
-
 def test_percentiles_of_the_slowest_caller_and_calls_of_all() -> None:
-    """Calls of 1, 1, 1, 9 and 2, 2, 2, 2 us in blocks of two: max(2, 4) + max(10, 4) us."""
-    batches = np.array([[1, 1, 1, 9], [2, 2, 2, 2]]) * 1e-6
-    found = rpc_latency.call_metrics(batches, [2, 2], 1, "one_way")
-    assert found["one_way_p50_s"] == pytest.approx(2e-6)
-    assert found["one_way_p95_s"] == pytest.approx(7.8e-6)  # the other caller's
-    assert found["one_way_slowest_caller"] == 1
-    assert found["one_way_calls_per_s"] == pytest.approx(8 / 14e-6)
-    in_flight = rpc_latency.call_metrics(batches, [2, 2], 2, "one_way")
-    assert in_flight["one_way_p50_s"] == pytest.approx(1e-6)
-    assert in_flight["one_way_calls_per_s"] == pytest.approx(16 / 14e-6)
+    """Batches of 2 calls: 1, 1, 1, 9 and 2, 2, 2, 2 us; blocks of two: max(2, 4) + max(10, 4)."""
+    batches = [[1e-6, 1e-6, 1e-6, 9e-6], [2e-6] * 4]
+    key = {"in_flight": 2, "size_bytes": 8}
+    case = Case(key, [0, 1], {"round trip": batches, "one way": batches}, [2, 2])
+    facts: list[dict[str, Any]] = [{"sunk": 8, "wrong": 0, "received": (16, 128)} for _ in range(2)]
+    rpc_latency.derive(case, facts)
+    m = case.metrics
+    assert m["one_way_p50_s"] == pytest.approx(1e-6)
+    assert m["one_way_p95_s"] == pytest.approx(3.9e-6)  # the other caller's
+    assert m["one_way_slowest_caller"] == 1
+    assert m["one_way_calls_per_s"] == pytest.approx(16 / 14e-6)
+    assert m["one_way_gb_per_s"] == pytest.approx(16 / 14e-6 * 8 / 1e9)
+    assert m["round_trip_gb_per_s"] == pytest.approx(2 * m["one_way_gb_per_s"])
+    assert case.check == "passed"
+    facts[0]["received"] = (15, 120)
+    rpc_latency.derive(case, facts)
+    assert case.check == ("failed: the callee received 15 calls with 120 bytes one way, of 16 sent")
