@@ -17,9 +17,7 @@ number and is averaged over all trainers. Not timed: making the data, warm-up, a
 
     step        per iteration the slowest trainer counts;  samples/s = trainers * batch size / step
     hook        from a step's first bucket launched to its last one averaged, slowest trainer
-    MB/step     what a trainer sends and receives in a step, mean over trainers; of a bucket of S
-                bytes and n trainers: server S + answer; all-reduce 2 * 2(n-1)/n * S; a sparse
-                all-reduce, which gathers, 2(n-1) * S
+    MB/step     what a trainer sends and receives in a step, mean over trainers
 
 Ranks: trainers, then servers (of each the CPU's first, then CUDA's), and last the master.
 `--backend multi`, the default if all trainers are on CUDA: nccl, and gloo for what is sparse.
@@ -396,9 +394,11 @@ def build(
         new = [(roles.name(home), len(own), devices[home]) for home, own in shares.items()]
         rpc.rpc_sync("master", start_servers, args=(key["server"], new))
     dist.barrier(group.control)
-    homes = [home for home, own in shares.items() if rank in own]
-    wires = [device if home in roles.cuda else torch.device("cpu") for home in homes]
-    servers = list(zip(map(roles.name, homes), wires, strict=True))
+    servers = [
+        (roles.name(home), device if home in roles.cuda else torch.device("cpu"))
+        for home, own in shares.items()
+        if rank in own
+    ]
     # nccl has no sparse all-reduce; the second group is the control group, idle within a block
     multi = key["backend"] == "multi"
     sparse_group = group.control if multi or route == "hybrid" else group.test
