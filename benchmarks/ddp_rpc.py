@@ -320,7 +320,8 @@ def errors(key: Key, tables: list[torch.Tensor], dense: list[torch.Tensor]) -> d
     bags = [create_table(key, server) for server in range(key["servers"])]
     model = create_dense(key)
     rates: dict[torch.Tensor, float] = {bag.weight: LR for bag in bags}
-    rates |= {p: LR / key["trainers"] for p in model.parameters()}
+    for p in model.parameters():
+        rates[p] = LR / key["trainers"]
     before = [p.detach().clone() for p in rates]
     for batches in zip(*epochs, strict=True):
         for indices, offsets, targets in batches:

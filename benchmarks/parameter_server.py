@@ -415,8 +415,9 @@ def build(
     ddp = DistributedDataParallel(model, process_group=group.test, bucket_cap_mb=size)
     ddp.register_comm_hook(None, hook)
     batches = itertools.cycle(create_batches(args, len(roles.trainers), rank, device))
-    wrong, over = None, averaged_over(key, roles, rank)
+    over = averaged_over(key, roles, rank)
     plain = plain_ddp(create_model(args, device), over, size, group.control)
+    wrong = None
     for _ in range(CHECK_STEPS):
         same = itertools.repeat(next(batches))
         training_step(plain, same, Phases(device))()
@@ -598,8 +599,8 @@ def main() -> int:
     args = parse_args()
     roles = set_up(args)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default; said, it does not warn
-    names = ("max_val", "sparsity_percentage", "dense_embedding", "bucket_size")
-    names += (*SIZES, *ROLES, "torch_seed", "cuda_seed")
+    names = [*SIZES, *ROLES, "max_val", "sparsity_percentage", "dense_embedding"]
+    names += ["bucket_size", "torch_seed", "cuda_seed"]
     fixed = {name: getattr(args, name) for name in names}
     fixed |= {"trainers": len(roles.trainers), "server_count": len(roles.servers)}
     fixed["samples_per_step"] = len(roles.trainers) * args.batch_size

@@ -89,16 +89,16 @@ def pool(parts: Sequence[Durations]) -> dict[str, list[float]]:
     return {name: [x for part in parts for x in part.get(name, ())] for name in names}
 
 
-def summary(seconds: Sequence[float]) -> dict[str, float]:
+def summary(seconds: Sequence[float]) -> dict[str, Any]:
     """Of durations [n], n > 0. Of a single one the sample variance is 0."""
     x = np.asarray(seconds)
     spread = x.var(ddof=1) if len(x) > 1 else 0.0
     found = {"min_s": x.min(), "max_s": x.max(), "mean_s": x.mean(), "stdev_s": spread**0.5}
     found |= {"variance_s2": spread} | {f"p{q}_s": np.percentile(x, q) for q in QUANTILES}
-    return {"count": len(x)} | {name: float(value) for name, value in found.items()}
+    return {"count": len(x), **{name: float(value) for name, value in found.items()}}
 
 
-def summaries(workers: Mapping[str, Durations]) -> dict[str, dict[str, dict[str, float]]]:
+def summaries(workers: Mapping[str, Durations]) -> dict[str, dict[str, dict[str, Any]]]:
     """{worker: {phase: its summary}}, and the same over all workers under `all`."""
     everyone = {**workers, "all": pool(list(workers.values()))}
     return {
@@ -107,7 +107,7 @@ def summaries(workers: Mapping[str, Durations]) -> dict[str, dict[str, dict[str,
     }
 
 
-def phase_table(role: str, workers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+def phase_table(role: str, workers: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     """The summaries of a role: a row for each phase and worker, `all` last."""
     names = [*list(workers)[:-1][:SHOWN_WORKERS], *(["all"] if len(workers) > 2 else [])]
     rows = [
