@@ -57,30 +57,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.benchmark import Benchmark, Workload, describe
 from common.check import compare_replicas, digest, relative_error, verdict
-from common.cli import (
-    Parser,
-    add_common_flags,
-    list_of,
-    number,
-    positive_float,
-    positive_int,
-    refuse,
-)
+from common.cli import Parser, add_common_flags, list_of, number, positive_float, refuse
 from common.dist import Group, Job
-from common.join import world
 from common.phases import Phases, phase_table, pool, summaries, timed
 from common.report import Case
-from common.rpc import (
-    Roles,
-    add_rpc_flags,
-    host,
-    hosted,
-    place,
-    rpc_options,
-    rpc_workers,
-    split_roles,
-    wants_cuda,
-)
+from common.rpc import Roles, add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
 from common.stats import step_metrics
 from common.table import Columns, metric, percentile_columns, relative
 
@@ -114,7 +95,7 @@ Times = dict[int, dict[str, list[float]]]  # of each step: {phase: seconds of ea
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    add = parser.add_argument
+    add, count = parser.add_argument, number(int, 1)
     names = [*ROUTES, *(f"{name}_hook" for name in ROUTES)]  # PyTorch's names
     routes = list_of(lambda name: name.removesuffix("_hook"), names)
     add("--routes", "--ddp-hook", type=routes, metavar="NAME", help="a list (default: all)")
@@ -125,8 +106,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         add(f"--{name}", type=number(int), default=0, metavar="N", help=text)
     for name, (cuda, cpu, text) in SIZES.items():
         text += f" (default: {cuda}, CPU {cpu})"
-        add(f"--{name.replace('_', '-')}", type=positive_int, metavar="N", help=text)
-    add("--max-val", type=positive_int, metavar="N", help="(default: --num-embeddings)")
+        add(f"--{name.replace('_', '-')}", type=count, metavar="N", help=text)
+    add("--max-val", type=count, metavar="N", help="(default: --num-embeddings)")
     text = "of the rows under --max-val P %% are looked up by no sample (default: 20)"
     add("--sparsity-percentage", type=int, choices=range(100), default=20, metavar="P", help=text)
     add("--dense-embedding", action="store_true", help="EmbeddingBag's sparse=False")
@@ -135,7 +116,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "of the model, and of a CPU trainer's data (default: 0)"
     add("--torch-seed", type=number(int), default=0, metavar="N", help=text)
     add("--cuda-seed", type=number(int), default=0, metavar="N", help="of a CUDA trainer's data")
-    add("--epochs", type=positive_int, metavar="N", help="as --iters, in passes through the data")
+    add("--epochs", type=count, metavar="N", help="as --iters, in passes through the data")
     patience = "a gradient that waits S seconds for the others fails its case (default: 10)"
     add("--straggler-timeout", type=positive_float, default=10.0, metavar="S", help=patience)
     add_rpc_flags(parser)
@@ -550,11 +531,14 @@ COLUMNS: Columns = {
 
 def set_up(args: argparse.Namespace) -> Roles:
     """The ranks' roles; fill in the defaults that depend on them, and refuse what cannot run."""
-    counts = args.ntrainer + args.ncudatrainer, args.nserver + args.ncudaserver
-    roles = split_roles(world()[2], *counts, master=True, per_server=4)
-    trainers, sparse = len(roles.trainers), not args.dense_embedding
-    cuda = args.ncudatrainer if counts[0] else wants_cuda(args.device) * trainers
-    roles = roles.on_cuda(cuda, args.ncudaserver)
+    trainers, servers = args.ntrainer + args.ncudatrainer, args.nserver + args.ncudaserver
+    counts = {"trainers": trainers, "servers": servers, "master": True, "per_server": 4}
+    given, sparse = args.backend, not args.dense_embedding
+    args.backend = "nccl" if given == "multi" else given
+    chosen = args.ncudatrainer if trainers else None
+    roles = assign_roles(args, chosen, args.ncudaserver, **counts)
+    trainers, cuda = len(roles.trainers), len(roles.cuda.intersection(roles.trainers))
+    args.multi = given == "multi" or (sparse and not given and cuda == trainers)
     for name, defaults in SIZES.items():
         setattr(args, name, getattr(args, name) or defaults[0 if cuda else 1])
     args.bucket_size = args.bucket_size or (25.0 if cuda else 0.25)
@@ -565,7 +549,6 @@ def set_up(args: argparse.Namespace) -> Roles:
     args.epoch_steps = -(-batches // trainers)
     if args.epochs:
         args.iters = args.epochs * args.epoch_steps
-    args.multi = args.backend == "multi" or (sparse and not args.backend and cuda == trainers)
     if not sparse and {"hybrid", "sparse_rpc"} & set(args.routes):
         refuse("--dense-embedding: no bucket is sparse; try --routes allreduce,rpc")
     if args.max_val > args.num_embeddings:
@@ -577,10 +560,9 @@ def set_up(args: argparse.Namespace) -> Roles:
         )
     if "grouped" in args.placement and len(roles.servers) > trainers:
         refuse(f"{trainers} trainers leave a server without one; try --placement sharded")
-    if args.backend == "nccl" and sparse and {"allreduce", "hybrid"} & set(args.routes):
+    if given == "nccl" and sparse and {"allreduce", "hybrid"} & set(args.routes):
         refuse("nccl has no sparse all-reduce; try --backend multi, or --dense-embedding")
-    args.backend = "nccl" if args.multi else args.backend
-    return place(args, roles)
+    return roles
 
 
 def heading(args: argparse.Namespace, roles: Roles) -> str:

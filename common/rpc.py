@@ -84,23 +84,24 @@ def split_roles(
     return Roles(range(trainers), range(trainers, last), last if master else None)
 
 
-def wants_cuda(device: str) -> bool:
-    return device == "cuda" or (device == "auto" and torch.cuda.is_available())
-
-
-def assign_roles(args: argparse.Namespace, **counts: Any) -> Roles:
-    """The roles of this job: all trainers on --device, all servers on --server-device."""
+def assign_roles(
+    args: argparse.Namespace,
+    cuda_trainers: int | None = None,
+    cuda_servers: int | None = None,
+    **counts: Any,
+) -> Roles:
+    """The roles of this job. Without counts all trainers are on --device, and servers on theirs."""
     roles = split_roles(world()[2], **counts)
-    cuda = wants_cuda(args.device)
-    server_cuda = cuda if args.server_device == "auto" else args.server_device == "cuda"
-    return place(args, roles.on_cuda(len(roles.trainers) * cuda, len(roles.servers) * server_cuda))
-
-
-def place(args: argparse.Namespace, roles: Roles) -> Roles:
-    """Make --device and --backend (of trainers) this rank's own, before it joins the job."""
-    rank = world()[0]
+    cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
+    if cuda_trainers is None:
+        cuda_trainers = len(roles.trainers) * cuda
+    if cuda_servers is None:
+        server_cuda = cuda if args.server_device == "auto" else args.server_device == "cuda"
+        cuda_servers = len(roles.servers) * server_cuda
+    roles = roles.on_cuda(cuda_trainers, cuda_servers)
     if roles.cuda and not torch.cuda.is_available():
         refuse("trainers or servers on CUDA: torch sees no CUDA device here; try --device cpu")
+    rank = world()[0]  # --device and --backend become this rank's own
     backend = args.backend or ("nccl" if roles.cuda.issuperset(roles.trainers) else "gloo")
     args.device, args.backend = roles.device(rank), backend if rank in roles.trainers else "gloo"
     return roles
