@@ -351,11 +351,12 @@ def derive(case: Case, facts: list[dict[str, Any]]) -> None:
     spent = pool([step for fact in facts for step in timed(fact["phases"], case.rounds)])
     m |= {f"{name}_s": sum(spent[name]) / (samples.size * BATCHES) for name in PHASES}
     wrong = compare_replicas([fact["dense"] for fact in facts], case.ranks)
-    part, error = max(facts[0]["errors"].items(), key=lambda item: item[1])
-    if error > TOLERANCE:
+    off = facts[0]["errors"]
+    if max(off.values()) > TOLERANCE:
+        parts = " and ".join(f"the {part} {error:.2g}" for part, error in off.items())
         wrong = wrong or (
-            f"after {CHECKED_STEPS} steps the {part} are {error:.2g} of their change away from "
-            f"a single process (at most {TOLERANCE:g})"
+            f"after {CHECKED_STEPS} steps {parts} of their change away from a single process "
+            f"(at most {TOLERANCE:g})"
         )
     case.check = verdict(wrong)
 

@@ -23,7 +23,7 @@ def cases_in(path: Path) -> int:
 
 
 @smoke
-@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (4, 3), (5, 2), (7, 5)])
+@pytest.mark.parametrize(("ranks", "size"), [(4, 3), (7, 5)])
 def test_any_number_of_trainers(bench: Callable[..., Any], ranks: int, size: int) -> None:
     run = bench(SCRIPT, *SHORT, "--batch-update-size", str(size), ranks=ranks)
     assert run.status == 0, run.err
@@ -86,9 +86,9 @@ def test_a_killed_rank_is_named(start: Callable[..., Any], tmp_path: Path, rank:
 @faults
 def test_a_stopped_server_is_named(bench: Callable[..., Any]) -> None:
     """150 calls come after the check, 40, and the warm-up, 10 of two trainers."""
-    run = bench(SCRIPT, *LONG, "--timeout", "6", ranks=3, inject="callee-stops")
+    run = bench(SCRIPT, *LONG, "--timeout", "20", ranks=3, inject="callee-stops")
     assert run.status != 0
-    assert "HANG: no progress for 6 s" in run.err
+    assert "HANG: no progress for 20 s" in run.err
     assert re.search(r"rank 2 on .*case 'module .*: does not answer", run.err), run.err
     assert re.search(r"rank 0 on .*case 'module .*step, block \d+: waits", run.err), run.err
 
