@@ -163,7 +163,8 @@ def build(key: Key, bench: Benchmark, callee_device: str, group: Group) -> Workl
     seed = key["size_bytes"] + 7919 * (10 * rank + OPERATIONS.index(key["operation"]))
     generator = torch.Generator().manual_seed(seed)
     payload = torch.rand(key["size_bytes"] // 4, generator=generator).to(device)
-    wire = "cpu" if callee_device == "cpu" else device  # without a device map CUDA cannot travel
+    # without a device map CUDA cannot travel
+    wire = torch.device("cpu") if callee_device == "cpu" else device
     echoed: list[torch.Tensor] = []  # of the last round trip
     sunk = 0
 
