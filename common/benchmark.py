@@ -322,7 +322,7 @@ class Turn:
 def describe(error: BaseException) -> str:
     """The error in one line: its type and the first line that says something."""
     lines = str(error).strip().splitlines()
-    if lines and lines[0].startswith("On WorkerInfo(") and len(lines) > 1:  # what RPC adds
+    if lines and "On WorkerInfo(" in lines[0] and len(lines) > 1:  # what RPC adds
         return lines[1]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
