@@ -327,10 +327,10 @@ def errors(key: Key, tables: list[torch.Tensor], dense: list[torch.Tensor]) -> d
         for indices, offsets, targets in batches:
             loss_of(model, [bag(indices, offsets) for bag in bags], targets).backward()
         with torch.no_grad():
-            for p, rate in rates.items():
-                assert p.grad is not None
-                p -= rate * p.grad.to_dense()
-                p.grad = None
+            for weight, rate in rates.items():
+                assert weight.grad is not None
+                weight -= rate * weight.grad.to_dense()
+                weight.grad = None
     trained = zip([*tables, *dense], rates, before, strict=True)
     off = [relative_error(got - old, want - old) for got, want, old in trained]
     return {"tables": max(off[: len(bags)]), "dense weights": max(off[len(bags) :])}
