@@ -136,14 +136,15 @@ class Op:
         sends, receives, *_ = OPERATIONS[self.name]
         return self.count * (sends or len(self.ranks)), self.count * (receives or len(self.ranks))
 
-    def place_bytes(self) -> list[int]:
-        """Of input and output, up to multiples of 64."""
-        return [-(-n * getattr(torch, self.dtype).itemsize // 64) * 64 for n in self.elements()]
-
     @property
     def kind(self) -> Kind:
         size_bytes = max(self.elements()) * getattr(torch, self.dtype).itemsize
         return Kind(self.name, self.group, len(self.ranks), self.dtype, size_bytes)
+
+    @property
+    def place_bytes(self) -> int:
+        """Of input and output together, up to a multiple of 64."""
+        return -(-sum(self.elements()) * getattr(torch, self.dtype).itemsize // 64) * 64
 
 
 class Recording(NamedTuple):
@@ -200,7 +201,8 @@ def flight_recorder(content: dict[str, Any]) -> Recording:
         shapes = e["input_sizes"], e["output_sizes"]
         ops.append(known(op, *(sum(math.prod(map(whole, s)) for s in some) for some in shapes)))
     world_size = content.get("world_size", max(map(len, groups.values()), default=0))
-    return Recording(whole(world_size), whole(content.get("steps", 1)), (end - start) / 1e9, ops)
+    steps = max(1, whole(content.get("steps", 1)))
+    return Recording(whole(world_size), steps, (end - start) / 1e9, ops)
 
 
 def kineto(content: dict[str, Any]) -> Recording:
@@ -209,10 +211,11 @@ def kineto(content: dict[str, Any]) -> Recording:
     groups = {group["pg_name"]: group.get("ranks", []) for group in info.get("pg_config", [])}
     events = [e for e in content["traceEvents"] if e.get("ph") == "X"]
     calls = [e for e in events if "Collective name" in e.get("args", {})]
-    marks = [e for e in events if e["cat"] == "user_annotation" and "ProfilerStep#" in e["name"]]
+    marks = [e for e in events if "ProfilerStep#" in e["name"]]
+    marks = [e for e in marks if e["cat"] == "user_annotation"]  # the GPU has copies
     start = min((e["ts"] for e in marks or calls), default=0)
     end = max((e["ts"] + e["dur"] for e in marks or calls), default=0)
-    job_s = {e["args"]["External id"]: e["dur"] / 1e6 for e in calls if e["cat"] == "kernel"}
+    job_s = {e["args"]["External id"]: e["dur"] / 1e6 for e in calls if e.get("cat") == "kernel"}
     ops = []
     for e in sorted(calls, key=lambda e: e["ts"]):
         a, name = e["args"], e["args"]["Collective name"]
@@ -253,16 +256,14 @@ def whole(value: Any) -> int:
 # -- what can be replayed --------------------------------------------------------------------------
 
 
-@dataclass
-class Plan:
-    """What all ranks know of the recording."""
+class Plan(NamedTuple):
+    """What all ranks know of the recording. lines: the last ones of the output."""
 
     steps: int
     step_s: float
     groups: list[tuple[str, Ranks]]
-    calls: dict[Kind, float]  # of a rank, a step
-    job_s: dict[Kind, float]  # where it is recorded
-    lines: list[str]  # the last ones of the output
+    kinds: list[Kind]
+    lines: list[str]
     digest: str
 
 
@@ -306,56 +307,42 @@ def make_plan(
     lines.append(f"# not replayed: {lost.total()} of {len(every)}")
     rows = [[op for op in ops if not op.why] for ops in rows]
     if scale != 1:  # the job's times were those of other sizes
-        rows = [
-            [replace(op, count=math.ceil(op.count * scale), job_s=None) for op in r] for r in rows
-        ]
-    steps = max(each.steps for each in found)
-    ops_of: dict[Kind, list[tuple[int, Op]]] = defaultdict(list)
-    for rank, ops in enumerate(rows):
-        for op in ops:
-            ops_of[op.kind].append((rank, op))
-    medians = {}
-    for kind, some in ops_of.items():
-        if times := [op.job_s for _, op in some if op.job_s is not None]:
-            medians[kind] = float(np.median(times))
-    return Plan(
-        steps,
-        max(each.time_s for each in found) / steps,
-        sorted({(op.group, op.ranks) for op in itertools.chain(*rows)}),
-        {k: len(ops_of[k]) / len({rank for rank, _ in ops_of[k]}) / steps for k in sorted(ops_of)},
-        medians,
-        lines,
-        hashlib.sha256(repr(found).encode()).hexdigest()[:12],
-    ), rows
+        for ops in rows:
+            ops[:] = [replace(op, count=math.ceil(op.count * scale), job_s=None) for op in ops]
+    steps, left = max(each.steps for each in found), list(itertools.chain(*rows))
+    step_s = max(each.time_s for each in found) / steps
+    groups, kinds = sorted({(op.group, op.ranks) for op in left}), sorted({op.kind for op in left})
+    digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
+    return Plan(steps, step_s, groups, kinds, lines, digest), rows
+
+
+def read_own(folder: str, rank: int, world_size: int) -> Recording:
+    files = {FILE.search(path.name): path for path in Path(folder).iterdir()}
+    own = [path for found, path in files.items() if found and int(found[1]) == rank]
+    if not own:
+        raise ValueError(f"{folder} has no recording of rank {rank}, e.g. fr_{rank}.json")
+    recording = read(own[0])
+    if (size := recording.world_size) != world_size:
+        raise ValueError(
+            f"{folder} was recorded on {size} ranks, and this job has {world_size}; e.g. "
+            f"torchrun --nproc-per-node {size} benchmarks/replay.py {folder}"
+        )
+    return recording
 
 
 def load(args: argparse.Namespace, job: Job) -> tuple[str | None, Any, list[Op]]:
     """Why this cannot be replayed here, or the plan and this rank's operations. On all ranks."""
-    problem, mine = None, None
+    problem, mine, plan, rows = None, None, None, [[]] * job.world_size
     try:
-        files = {
-            int(found[1]): p for p in Path(args.trace).iterdir() if (found := FILE.search(p.name))
-        }
-        if job.rank not in files:
-            raise ValueError(
-                f"{args.trace} has no recording of rank {job.rank}, e.g. fr_{job.rank}.json"
-            )
-        mine = read(files[job.rank])
-        if (size := mine.world_size) != job.world_size:
-            raise ValueError(
-                f"{args.trace}: recorded on {size} ranks, and this job has {job.world_size}; e.g. "
-                f"torchrun --nproc-per-node {size} benchmarks/replay.py {args.trace}"
-            )
+        mine = read_own(args.trace, job.rank, job.world_size)
     except (OSError, ValueError) as error:
         problem = str(error)
-    given, plan, rows = gather((problem, mine)), None, [[]] * job.world_size
-    if given is not None:
+    if given := gather((problem, mine)):
         problem = next((text for text, _ in given if text), None)
+    if given and not problem:
         try:
-            if not problem:
-                plan, rows = make_plan(
-                    [each for _, each in given], args.only or (), args.scale_size
-                )
+            found = [recording for _, recording in given]
+            plan, rows = make_plan(found, args.only or (), args.scale_size)
         except ValueError as error:
             problem = str(error)
     part: list[Any] = [None]
@@ -369,7 +356,7 @@ def load(args: argparse.Namespace, job: Job) -> tuple[str | None, Any, list[Op]]
 
 
 def arena_bytes(ops: Sequence[Op]) -> int:
-    needs = [sum(op.place_bytes()) for op in ops]
+    needs = [op.place_bytes for op in ops]
     return min(sum(needs), max([ARENA, *needs]))
 
 
@@ -429,14 +416,13 @@ def build(ops: Sequence[Op], plan: Plan, job: Job, group: Group) -> Workload:
     alone: dict[Kind, dict[Ranks, list[Step]]] = defaultdict(lambda: defaultdict(list))
     at = 0
     for op in ops:  # their buffers are successive places of the memory
-        sizes, dtype = op.place_bytes(), getattr(torch, op.dtype)
-        at = at if at + sum(sizes) <= len(memory) else 0
-        places = memory[at : at + sum(sizes)].split(sizes)
-        src, dst = (p.view(dtype)[:n] for p, n in zip(places, op.elements(), strict=True))
-        pg, call = made[op.group, op.ranks], OPERATIONS[op.name][3]
-        calls.append(partial(call, dst, src, group=pg, async_op=True))
+        at = at if at + op.place_bytes <= len(memory) else 0
+        place = memory[at : at + op.place_bytes].view(getattr(torch, op.dtype))
+        sent, received = op.elements()
+        call = partial(OPERATIONS[op.name][3], place[sent : sent + received], place[:sent])
+        calls.append(partial(call, group=made[op.group, op.ranks], async_op=True))
         alone[op.kind][op.ranks].append(calls[-1])
-        at += sum(sizes)
+        at += op.place_bytes
 
     def one_of(kind: Kind) -> Step:
         turns = [itertools.cycle(alone[kind][ranks]) for ranks in sorted(alone[kind])]
@@ -446,20 +432,22 @@ def build(ops: Sequence[Op], plan: Plan, job: Job, group: Group) -> Workload:
     with_gaps, back_to_back = partial(play, ops, calls, end_s), partial(play, ops, calls)
 
     def facts() -> dict[str, Any]:
-        times: dict[Kind, list[float]] = defaultdict(list)
+        some: dict[Kind, dict[str, Any]] = {}
+        for kind in alone:
+            mine = [op.job_s for op in ops if op.kind == kind]
+            some[kind] = {"calls": len(mine) / plan.steps, "job": mine, "times": []}
         for _ in range(PLAYS):
             dist.barrier(group.control)
-            of_kind = defaultdict(list)
-            for op, seconds in zip(ops, with_gaps(), strict=True):
-                of_kind[op.kind].append(seconds)
-            for kind, some in of_kind.items():
-                times[kind].append(float(np.mean(some)))
+            seconds = with_gaps()
+            for kind, row in some.items():
+                those = [s for op, s in zip(ops, seconds, strict=True) if op.kind == kind]
+                row["times"].append(float(np.mean(those)))
         since_ns = time.time_ns()
         back_to_back()
-        return {"times": dict(times), "unseen": unseen(ops, since_ns, made, job.backend)}
+        return {"kinds": some, "unseen": unseen(ops, since_ns, made, job.backend)}
 
     steps = {"with gaps": with_gaps, "back to back": back_to_back}
-    return Workload(steps | {str(kind): one_of(kind) for kind in plan.calls}, facts=facts)
+    return Workload(steps | {str(kind): one_of(kind) for kind in plan.kinds}, facts=facts)
 
 
 def unseen(ops: Sequence[Op], since_ns: int, groups: dict[Any, Any], backend: str) -> str:
@@ -485,22 +473,26 @@ def derive(plan: Plan, case: Case, facts: list[dict[str, Any]]) -> None:
         step, prefix = slowest[name] / plan.steps, name.replace(" ", "_")
         m |= percentiles(step, prefix) | {f"{prefix}_ci95_s": median_interval(step)}
     m |= {"job_step_s": plan.step_s, "step_bytes": 0, "operations": []}
-    for kind, calls in plan.calls.items():
-        times = np.max([fact["times"][kind] for fact in facts if kind in fact["times"]], axis=0)
+    for kind in plan.kinds:
+        rows = [fact["kinds"][kind] for fact in facts if kind in fact["kinds"]]
+        times, calls = (
+            np.max([r["times"] for r in rows], axis=0),
+            np.mean([r["calls"] for r in rows]),
+        )
+        job = [seconds for r in rows for seconds in r["job"] if seconds is not None]
         p50 = {"replayed": np.median(times), "alone": np.median(slowest[str(kind)])}
-        row = kind._asdict() | {"calls": calls, "replayed_ci95_s": median_interval(times)}
+        p50 |= {"job": np.median(job)} if job else {}
+        row = kind._asdict() | {"calls": float(calls), "replayed_ci95_s": median_interval(times)}
         row["replayed_over_alone"] = float(p50["replayed"] / p50["alone"])
-        for name, seconds in (p50 | {"job": plan.job_s.get(kind, 0.0)}).items():
-            if seconds:
-                bus = OPERATIONS[kind.op][2](kind.group_ranks) * kind.size_bytes / seconds / 1e9
-                row |= {f"{name}_p50_s": float(seconds), f"{name}_busbw_gb_per_s": float(bus)}
+        for name, seconds in p50.items():
+            bus = OPERATIONS[kind.op][2](kind.group_ranks) * kind.size_bytes / seconds / 1e9
+            row |= {f"{name}_p50_s": float(seconds), f"{name}_busbw_gb_per_s": float(bus)}
         m["operations"].append(row)
-        m["step_bytes"] += calls * kind.size_bytes
+        m["step_bytes"] += row["calls"] * kind.size_bytes
     total = sum(row["calls"] * row["replayed_p50_s"] for row in m["operations"])
     for row in m["operations"]:
         row["share"] = row["calls"] * row["replayed_p50_s"] / total
-    lacks = [f"rank {rank} lacks {fact['unseen']}" for rank, fact in enumerate(facts)]
-    lacks = [text for text, fact in zip(lacks, facts, strict=True) if fact["unseen"]]
+    lacks = [f"rank {i} lacks {fact['unseen']}" for i, fact in enumerate(facts) if fact["unseen"]]
     case.check = f"failed: the flight recorder of {lacks[0]}" if lacks else "passed"
 
 
@@ -522,19 +514,12 @@ COLUMNS: Columns = {
 }
 
 
-def show(case: Case, bench: Benchmark) -> None:
-    names, m = Kind._fields, case.metrics
-    if case.failed:
-        bench.print(f"# {case.check}")
-        return
-    rows = [Case({n: r[n] for n in names}, [], metrics=r) for r in m["operations"]]
-    bench.print(render(COLUMNS, rows))
-    bare, here = m["back_to_back_p50_s"] * 1e3, m["with_gaps_p50_s"] * 1e3
-    job = m["job_step_s"] * 1e3
-    bench.print(
-        f"\n# a step: {bare:.1f} ms back to back, {here:.1f} ms with the job's gaps; the job took "
-        f"{job:.1f} ms"
-    )
+def output(m: dict[str, Any]) -> str:
+    rows = [Case({n: r[n] for n in Kind._fields}, [], metrics=r) for r in m["operations"]]
+    names = ("back_to_back_p50_s", "with_gaps_p50_s", "job_step_s")
+    bare, here, job = (f"{m[name] * 1e3:.1f} ms" for name in names)
+    text = f"# a step: {bare} back to back, {here} with the job's gaps; the job took {job}"
+    return f"{render(COLUMNS, rows)}\n\n{text}"
 
 
 def main() -> int:
@@ -545,23 +530,24 @@ def main() -> int:
         problem, plan, ops = load(args, job)
         if problem:
             bench.refuse(problem)
-        sizes = defaultdict(list)
+        groups: dict[str, list[int]] = defaultdict(list)
         for name, ranks in plan.groups:
-            sizes[name].append(str(len(ranks)))
-        groups = ", ".join(f"{name} ({' + '.join(some)} ranks)" for name, some in sizes.items())
-        total = sum(plan.calls.values())
-        bench.print(f"\n# {total:g} operations a step, {plan.steps} steps; groups: {groups}\n")
-        key = {"recording": plan.digest, "only": ",".join(args.only or []) or "all"}
+            groups[name].append(len(ranks))
+        text = ", ".join(f"{name} ({len(some)} x {some[0]})" for name, some in groups.items())
+        number = len(ops) / plan.steps
+        bench.print(
+            f"\n# {number:g} operations a rank a step, {plan.steps} steps; groups: {text}\n"
+        )
+        key = {"recording": plan.digest, "only": ",".join(args.only or ["all"])}
         key |= {"scale_size": args.scale_size, "world_size": job.world_size}
         key |= {"device": job.device.type, "backend": job.backend}
-        if ops_left := bool(plan.calls):
+        if plan.kinds:
             case = bench.measure(key, partial(build, ops, plan, job), partial(derive, plan))
             if case:
-                show(case, bench)
-        for line in plan.lines:
-            bench.print(line)
-        if not ops_left and job.rank == 0:
-            bench.fail("nothing of this recording can be replayed")
+                bench.print(f"# {case.check}" if case.failed else output(case.metrics))
+        elif job.rank == 0:
+            bench.fail(f"{args.trace}: nothing of it can be replayed")
+        bench.print("\n".join(plan.lines))
     return bench.status
 
 
