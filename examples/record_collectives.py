@@ -1,19 +1,20 @@
 """Which collectives does a training step call? Record them, to replay them without the job.
 
-What you will learn: to read torch's flight recorder: the last 2,000 collectives of a process (or
-TORCH_FR_BUFFER_SIZE) with group, sizes and time. With a folder each rank writes fr_RANK.json into
-it, which benchmarks/replay.py replays. `--ddp`: DDP instead of FSDP2 x tensor parallelism.
+What you will learn: to read torch's flight recorder, the last 2,000 collectives of a process with
+group, sizes and time. With a folder each rank writes fr_RANK.json into it, which
+benchmarks/replay.py replays. `--ddp`: DDP instead of FSDP2 x tensor parallelism.
 
     $ torchrun --nproc-per-node 4 examples/record_collectives.py
-    4 ranks, gloo, ('dp', 'tp') = (2, 2), 10 steps recorded
-    step    23.79 ms   95 % interval 17.80 to 30.01
-    op           group       MiB   a step
-    all_gather   mesh_dp   1.004        8
-    all_reduce   mesh_dp   1.004        4
-    all_reduce   mesh_tp   0.062        6
+    4 ranks, gloo, dp x tp = (2, 2), 3 steps recorded
+    step   110.37 ms   95 % interval 102.24 to 156.33
+    op             group            MiB   a step
+    all_gather     mesh_dp        0.501        4
+    all_gather     mesh_dp        0.502        4
+    all_reduce     mesh_dp        0.501        2
+    all_reduce     mesh_dp        0.502        2
+    all_reduce     mesh_tp        0.031        3
 
-gloo reduces and scatters by an all-reduce, and records that. BSD-3-Clause: copy this. Numbers:
-virtual machine, 2 cores, no GPU, torch 2.15, busy.
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15, busy.
 """
 
 import json
@@ -32,7 +33,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-STEPS = 10
+STEPS, RECORDED = 10, 3
 
 
 # [record]
@@ -64,8 +65,7 @@ def build(mesh: DeviceMesh, ddp: bool) -> nn.Module:
 
 
 def median_ci(samples: list[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end. Needs 6 samples."""
-    x, n = sorted(samples), len(samples)
+    x, n = sorted(samples), len(samples)  # the interval: the k-th sample from either end
     k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
     return statistics.median(x), x[k - 1], x[-k]
 
@@ -78,32 +78,32 @@ def main() -> None:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
-    ranks = dist.get_world_size()
-    names, shape = ("dp", "tp"), (1, ranks) if ranks % 2 else (ranks // 2, 2)
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=names)
+    ranks, calls = dist.get_world_size(), Counter[tuple[str, str, float]]()
+    shape = (1, ranks) if ranks % 2 else (ranks // 2, 2)
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
     with device:
         model, x = build(mesh, ddp), torch.ones(32, 256)
     times: list[float] = []
-    for i in range(-2, STEPS):  # DDP and FSDP arrange themselves in the first two
-        if i == 0:
-            started_ns, times = time.time_ns(), []
+    for i in range(2 + STEPS):
+        if i == 2 + STEPS - RECORDED:
+            started_ns = time.time_ns()
         start = time.perf_counter()
         model.zero_grad()
         model(x).square().mean().backward()
         torch.get_device_module(device).synchronize()  # does nothing on the CPU
         times.append((time.perf_counter() - start) * 1e3)
-    trace = record(folder, started_ns, STEPS)
-    calls: Counter[tuple[str, str, float]] = Counter()
+    trace = record(folder, started_ns, RECORDED)
     for e in trace.get("entries", []):
         if e["time_created_ns"] >= started_ns:  # it holds the setup as well
             mib = sum(map(math.prod, e["output_sizes"])) * 4 / 2**20
             calls[e["profiling_name"].split(":")[1], e["process_group"][1], mib] += 1
     if dist.get_rank() == 0:
-        print(f"{ranks} ranks, {backend}, {names} = {shape}, {STEPS} steps recorded")
-        print("step {:8.2f} ms   95 % interval {:.2f} to {:.2f}".format(*median_ci(times)))
+        how = "DDP" if ddp else f"dp x tp = {shape}"
+        print(f"{ranks} ranks, {backend}, {how}, {RECORDED} steps recorded")
+        print("step {:8.2f} ms   95 % interval {:.2f} to {:.2f}".format(*median_ci(times[2:])))
         print(f"{'op':15}{'group':12}{'MiB':>8}   a step")
         for (name, group, mib), count in sorted(calls.items()):
-            print(f"{name:15}{group:12}{mib:8.3f}{count / STEPS:9.4g}")
+            print(f"{name:15}{group:12}{mib:8.3f}{count / RECORDED:9.4g}")
     dist.destroy_process_group()
 
 
