@@ -332,7 +332,8 @@ def read_own(folder: str, rank: int, world_size: int) -> Recording:
 
 def load(args: argparse.Namespace, job: Job) -> tuple[str | None, Any, list[Op]]:
     """Why this cannot be replayed here, or the plan and this rank's operations. On all ranks."""
-    problem, mine, plan, rows = None, None, None, [[]] * job.world_size
+    problem, mine, plan = None, None, None
+    rows: list[list[Op]] = [[]] * job.world_size
     try:
         mine = read_own(args.trace, job.rank, job.world_size)
     except (OSError, ValueError) as error:
@@ -426,7 +427,12 @@ def build(ops: Sequence[Op], plan: Plan, job: Job, group: Group) -> Workload:
 
     def one_of(kind: Kind) -> Step:
         turns = [itertools.cycle(alone[kind][ranks]) for ranks in sorted(alone[kind])]
-        return lambda: [wait(next(turn)()) for turn in turns]
+
+        def step() -> None:
+            for turn in turns:
+                wait(next(turn)())
+
+        return step
 
     end_s = plan.step_s * plan.steps
     with_gaps, back_to_back = partial(play, ops, calls, end_s), partial(play, ops, calls)

@@ -17,6 +17,7 @@ benchmarks/replay.py replays. `--ddp`: DDP instead of FSDP2 x tensor parallelism
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15, busy.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -61,7 +62,8 @@ def build(mesh: DeviceMesh, ddp: bool) -> nn.Module:
     styles = tp.ColwiseParallel(), tp.RowwiseParallel()
     for layer, style in zip(model, styles * 2, strict=True):
         fully_shard(tp.parallelize_module(layer, mesh["tp"], {"0": style}), mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
 
 
 def median_ci(samples: list[float]) -> tuple[float, float, float]:
@@ -83,16 +85,14 @@ def main() -> None:
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
     with device:
         model, x = build(mesh, ddp), torch.ones(32, 256)
-    times: list[float] = []
-    for i in range(2 + STEPS):
-        if i == 2 + STEPS - RECORDED:
-            started_ns = time.time_ns()
-        start = time.perf_counter()
+    stamps = [time.time_ns()]  # the recorder's clock
+    for _ in range(2 + STEPS):
         model.zero_grad()
         model(x).square().mean().backward()
         torch.get_device_module(device).synchronize()  # does nothing on the CPU
-        times.append((time.perf_counter() - start) * 1e3)
-    trace = record(folder, started_ns, RECORDED)
+        stamps.append(time.time_ns())
+    times_ms = [(b - a) / 1e6 for a, b in itertools.pairwise(stamps[2:])]
+    trace = record(folder, started_ns := stamps[-1 - RECORDED], RECORDED)
     for e in trace.get("entries", []):
         if e["time_created_ns"] >= started_ns:  # it holds the setup as well
             mib = sum(map(math.prod, e["output_sizes"])) * 4 / 2**20
@@ -100,7 +100,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         how = "DDP" if ddp else f"dp x tp = {shape}"
         print(f"{ranks} ranks, {backend}, {how}, {RECORDED} steps recorded")
-        print("step {:8.2f} ms   95 % interval {:.2f} to {:.2f}".format(*median_ci(times[2:])))
+        print("step {:8.2f} ms   95 % interval {:.2f} to {:.2f}".format(*median_ci(times_ms)))
         print(f"{'op':15}{'group':12}{'MiB':>8}   a step")
         for (name, group, mib), count in sorted(calls.items()):
             print(f"{name:15}{group:12}{mib:8.3f}{count / RECORDED:9.4g}")

@@ -86,7 +86,7 @@ def test_setup_and_markers_are_no_operations(tmp_path: Path) -> None:
     setup, marker = entry(time_created_ns=998 * MS), entry("coalesced", None, None)
     found = read(tmp_path, recording(setup, marker, entry()))
     assert len(found.ops) == 1
-    assert (found.world_size, found.steps, found.time_s) == (2, 2, pytest.approx(0.020))
+    assert (found.world_size, found.steps, found.time_s) == pytest.approx((2, 2, 0.020))
 
 
 def test_an_nccl_dump(tmp_path: Path) -> None:
@@ -138,9 +138,9 @@ def test_a_kineto_trace(tmp_path: Path, compressed: bool) -> None:
     (op,) = found.ops
     assert (op.name, op.group, op.ranks, op.count) == ("all_gather", "mesh_dp", (0, 1), 8)
     assert op.kind.size_bytes == 32
-    assert (op.begin_s, op.job_s) == (pytest.approx(2e-3), pytest.approx(3e-3))
+    assert (op.begin_s, op.job_s) == pytest.approx((2e-3, 3e-3))
     assert not op.blocking
-    assert (found.world_size, found.steps, found.time_s) == (2, 2, pytest.approx(0.020))
+    assert (found.world_size, found.steps, found.time_s) == pytest.approx((2, 2, 0.020))
 
 
 def test_a_kineto_trace_with_many_ranks_cut_short(tmp_path: Path) -> None:
