@@ -439,7 +439,7 @@ def build(ops: Sequence[Op], plan: Plan, job: Job, group: Group) -> Workload:
 
     def facts() -> dict[str, Any]:
         some: dict[Kind, dict[str, Any]] = {}
-        for kind in alone:
+        for kind in {op.kind for op in ops}:
             mine = [op.job_s for op in ops if op.kind == kind]
             some[kind] = {"calls": len(mine) / plan.steps, "job": mine, "times": []}
         for _ in range(PLAYS):

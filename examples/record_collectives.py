@@ -82,6 +82,7 @@ def main() -> None:
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
     ranks, calls = dist.get_world_size(), Counter[tuple[str, str, float]]()
     shape = (1, ranks) if ranks % 2 else (ranks // 2, 2)
+    kind = "DDP" if ddp else f"dp x tp = {shape}"
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
     with device:
         model, x = build(mesh, ddp), torch.ones(32, 256)
@@ -93,13 +94,11 @@ def main() -> None:
         stamps.append(time.time_ns())
     times_ms = [(b - a) / 1e6 for a, b in itertools.pairwise(stamps[2:])]
     trace = record(folder, started_ns := stamps[-1 - RECORDED], RECORDED)
-    for e in trace.get("entries", []):
-        if e["time_created_ns"] >= started_ns:  # it holds the setup as well
-            mib = sum(map(math.prod, e["output_sizes"])) * 4 / 2**20
-            calls[e["profiling_name"].split(":")[1], e["process_group"][1], mib] += 1
+    for e in (e for e in trace.get("entries", []) if e["time_created_ns"] >= started_ns):
+        mib = sum(map(math.prod, e["output_sizes"])) * 4 / 2**20
+        calls[e["profiling_name"].split(":")[1], e["process_group"][1], mib] += 1
     if dist.get_rank() == 0:
-        how = "DDP" if ddp else f"dp x tp = {shape}"
-        print(f"{ranks} ranks, {backend}, {how}, {RECORDED} steps recorded")
+        print(f"{ranks} ranks, {backend}, {kind}, {RECORDED} steps recorded")
         print("step {:8.2f} ms   95 % interval {:.2f} to {:.2f}".format(*median_ci(times_ms)))
         print(f"{'op':15}{'group':12}{'MiB':>8}   a step")
         for (name, group, mib), count in sorted(calls.items()):

@@ -67,22 +67,26 @@ def test_a_job_is_recorded_and_replayed(
 
 @pytest.mark.smoke
 def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: Path) -> None:
-    trace = recording()
-    first = trace["entries"][0]
-    trace["entries"] += [
-        first | {"profiling_name": "gloo:sparse_all_reduce", "collective_seq_id": 2},
-        first | {"collective_seq_id": 3, "process_group": ["9", "other"]},
-    ]
-    (tmp_path / "fr_0.json").write_text(json.dumps(trace))
-    run = bench(SCRIPT, str(tmp_path), *SHORT, "--scale-size", "0.5", ranks=0)
+    """Rank 0 has a group of its own, too; rank 1 an operation that rank 0 has not recorded."""
+    trace = recording() | {"world_size": 2, "groups": {"0": [0, 1], "1": [0]}}
+    (first,) = trace["entries"]
+    alone = first | {"process_group": ["1", "own"]}
+    unlabelled = first | {"process_group": ["9", "other"]}
+    odd = first | {"profiling_name": "gloo:sparse_all_reduce", "collective_seq_id": 2}
+    missed = first | {"collective_seq_id": 3}
+    for rank, entries in enumerate([[first, alone, odd, unlabelled], [first, missed]]):
+        (tmp_path / f"fr_{rank}.json").write_text(json.dumps(trace | {"entries": entries}))
+    run = bench(SCRIPT, str(tmp_path), *SHORT, "--scale-size", "0.5", ranks=2)
     assert run.status == 0, run.err
-    assert run.out.splitlines()[-3:] == [
+    assert run.out.splitlines()[-4:] == [
         "# 1 x sparse_all_reduce of default_pg: this operation is not known",
         "# 1 x all_reduce of other: the ranks of its group are not recorded",
-        "# not replayed: 2 of 3",
+        "# 1 x all_reduce of default_pg: not recorded on every rank of its group",
+        "# not replayed: 3 of 6",
     ]
-    (row,) = run.report.cases[0].metrics["operations"]
-    assert row["size_bytes"] == 16
+    rows = run.report.cases[0].metrics["operations"]
+    assert [(row["group"], row["group_ranks"]) for row in rows] == [("default_pg", 2), ("own", 1)]
+    assert [(row["size_bytes"], row["calls"]) for row in rows] == [(16, 1), (16, 1)]
 
 
 class Code:
