@@ -502,19 +502,18 @@ def derive(plan: Plan, case: Case, facts: list[dict[str, Any]]) -> None:
     case.check = f"failed: the flight recorder of {lacks[0]}" if lacks else "passed"
 
 
-COLUMNS: Columns = {
+COLUMNS: Columns = {  # GB/s: busbw
     "op": lambda row: row.key["op"],
     "group": lambda row: row.key["group"],
-    "dtype": lambda row: row.key["dtype"],
     "bytes": lambda row: cli.show_size(row.key["size_bytes"]),
     "calls": metric("calls", digits=1),
-    "in the\njob (ms)": metric("job_p50_s", 1e3, 3),
-    "busbw\nGB/s": metric("job_busbw_gb_per_s"),
-    "replayed\np50 (ms)": metric("replayed_p50_s", 1e3, 3),
+    "job\n(ms)": metric("job_p50_s", 1e3, 3),
+    "job\n(GB/s)": metric("job_busbw_gb_per_s"),
+    "replayed\n(ms)": metric("replayed_p50_s", 1e3, 3),
     "95% ci\n+-(ms)": half_width("replayed_ci95_s", 1e3, 3),
-    "busbw\n(GB/s)": metric("replayed_busbw_gb_per_s"),
-    "alone\np50 (ms)": metric("alone_p50_s", 1e3, 3),
-    " busbw\n (GB/s)": metric("alone_busbw_gb_per_s"),
+    "replayed\n(GB/s)": metric("replayed_busbw_gb_per_s"),
+    "alone\n(ms)": metric("alone_p50_s", 1e3, 3),
+    "alone\n(GB/s)": metric("alone_busbw_gb_per_s"),
     "replayed\n/ alone": metric("replayed_over_alone"),
     "share\n(%)": metric("share", 100, 0),
 }

@@ -81,7 +81,7 @@ def main() -> None:
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
     ranks, calls = dist.get_world_size(), Counter[tuple[str, str, float]]()
-    shape = (1, ranks) if ranks % 2 else (ranks // 2, 2)
+    shape = (ranks, 1) if ranks % 2 else (ranks // 2, 2)
     kind = "DDP" if ddp else f"dp x tp = {shape}"
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
     with device:
