@@ -86,7 +86,7 @@ MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
 DTYPES |= {"Long": "int64", "Int": "int32", "Char": "int8", "Byte": "uint8", "Bool": "uint8"}
 FILE = re.compile(r"(?:fr|rank)[_-]?(\d+)")  # fr_0.json, nccl_trace_rank_0, rank-0.json.gz
-LARGEST_FILE = 2**32
+LARGEST_FILE, MOST_OPS = 2**32, 20_000
 ARENA = 2**28  # bytes that the operations walk through: more than caches hold
 PLAYS = 12  # that time single operations
 
@@ -322,6 +322,8 @@ def read_own(folder: str, rank: int, world_size: int) -> Recording:
     if not own:
         raise ValueError(f"{folder} has no recording of rank {rank}, e.g. fr_{rank}.json")
     recording = read(own[0])
+    if len(recording.ops) > MOST_OPS:
+        raise ValueError(f"{own[0]} has over {MOST_OPS:,} operations; record fewer steps")
     if (size := recording.world_size) != world_size:
         raise ValueError(
             f"{folder} was recorded on {size} ranks, and this job has {world_size}; e.g. "
@@ -529,7 +531,7 @@ def output(m: dict[str, Any]) -> str:
 
 def main() -> int:
     args = parse_args()
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "20000")  # `unseen` looks back at a replay
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(2 * MOST_OPS)  # `unseen` looks back at a replay
     with Benchmark("replay", args) as bench:
         job = bench.job
         problem, plan, ops = load(args, job)
