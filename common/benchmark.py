@@ -37,9 +37,10 @@ TURN = "TORCHRUN_BENCH_TURN"  # the two named pipes of `analysis/ab.py --interle
 class Workload:
     """What a rank does in a case.
 
-    steps: timed in alternating blocks; the first one is the step that the case is about. calls:
-    of a step in one sample, for steps shorter than the clock. facts: called after the timing,
-    untimed; what it returns is gathered for `derive`.
+    steps: timed in alternating blocks; the first one is the step that the case is about. None
+    where build has timed the case: then `derive` fills in the samples. calls: of a step in one
+    sample, for steps shorter than the clock. facts: called after the timing, untimed; what it
+    returns is gathered for `derive`.
     """
 
     steps: dict[str, Step]
@@ -171,6 +172,8 @@ class Benchmark:
                 self.turn.pass_on()
             self.watchdog.phase(label, phase)
 
+        if not work.steps:
+            return work.facts()
         device = self.job.device
         timing = time_steps(work.steps, group, device, self.rule, work.calls, progress)
         case.samples_s = {name: rows.round(9).tolist() for name, rows in timing.samples_s.items()}
