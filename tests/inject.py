@@ -4,6 +4,7 @@ A fault patches what torch offers, never the project: what the project's checks 
 say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it says otherwise.
 """
 
+import contextlib
 import copy
 import inspect
 import os
@@ -531,6 +532,81 @@ def lost_gradient() -> None:
         return tuple(g * (calls[0] != 3 or RANK != 2) for g in real(*args, **kwargs))
 
     torch.autograd.grad = grad
+
+
+def in_write(then: Callable[[int], None]) -> None:
+    """Call `then` with their number before each tensor that DCP writes in this process."""
+    from torch.distributed.checkpoint import filesystem
+
+    real, calls = filesystem._write_item, [0]
+
+    def write_item(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        then(calls[0])
+        return real(*args, **kwargs)
+
+    filesystem._write_item = write_item
+
+
+@fault
+def slow_writer() -> None:
+    """Each tensor that DCP writes takes 5 ms more of a core, on all ranks."""
+
+    def busy(number: int) -> None:
+        end = time.perf_counter() + 0.005
+        while time.perf_counter() < end:
+            pass
+
+    in_write(busy)
+
+
+@fault
+def disk_fills() -> None:
+    """Where rank 1 writes its 500th tensor the disk is full.
+
+    The disk is a limit on the size of its files, or the one of the folder $DISK, filled to the end.
+    """
+
+    def fill(number: int) -> None:
+        if number != 500 or RANK != 1:
+            return
+        if "DISK" not in os.environ:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            return
+        with contextlib.suppress(OSError), open(f"{os.environ['DISK']}/filler", "wb", 0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    in_write(fill)
+
+
+@fault
+def dies_in_save() -> None:
+    """Rank 1 is killed where it writes its 500th tensor."""
+
+    def die(number: int) -> None:
+        if number == 500 and RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    in_write(die)
+
+
+@fault
+def wrong_load() -> None:
+    """The last value of each tensor that rank 1 loads by DCP is off by the smallest step."""
+    from torch.distributed.checkpoint import filesystem
+
+    real = filesystem.narrow_tensor_by_index
+
+    def narrow(*args: Any) -> torch.Tensor:
+        part = real(*args).clone()
+        if RANK == 1 and part.numel():
+            value = part.view(-1)
+            value[-1] = torch.nextafter(value[-1], value[-1] + 1)
+        return part
+
+    filesystem.narrow_tensor_by_index = narrow  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
