@@ -237,7 +237,9 @@ STEP = {
     "local compute": "local_compute_p50_s",
     "exposed communication": "exposed_communication_s",
 }
-SAVE = {"blocked": "blocked_s", "stall": "stall_s"}
+SAVE = {"blocked": "blocked_s", "stall": "stall_s", "upload": "upload_s"}
+LOAD = {"cold": "load_cold_s", "warm": "load_warm_s"}
+STORAGE = ("path", "strategy")
 ROUND_TRIP = {"": "round_trip_p50_s"}
 Figures = Callable[[pd.DataFrame], Iterator[Drawing]]
 FIGURES: dict[str, list[Figures]] = {
@@ -249,7 +251,10 @@ FIGURES: dict[str, list[Figures]] = {
         lambda t: curves(t, "size_bytes", ROUND_TRIP, "round trip (us)", ("operation",), 1e6)
     ],
     "parallel_sweep": [exposed],
-    "checkpoint_sweep": [lambda t: bars(t, "A save", SAVE, stacked=False)],
+    "checkpoint_sweep": [
+        lambda t: bars(t, "A save", SAVE, STORAGE, stacked=False),
+        lambda t: bars(t, "A load", LOAD, STORAGE, stacked=False),
+    ],
 }
 
 

@@ -21,6 +21,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "batch_update_ps": (3, RPC),
     "ddp_rpc": (3, ("--epochs", "2", "--warmup-cycles", "1")),
     "parameter_server": (4, ("--servers", "running", *TIMES)),
+    "checkpoint_sweep": (2, ("--modes", "all", "--model", "decoder-tiny", "--iters", "1")),
     "parallel_sweep": (2, ("--mesh", "dp2,tp2,pp2:1f1b", *TIMES)),
 }
 

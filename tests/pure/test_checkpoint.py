@@ -1,0 +1,102 @@
+"""The arithmetic of checkpoint_sweep.py, by hand: the example of its page, loads, the check."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.checkpoint_sweep import claim, derive, state_bytes
+from common.report import Case
+
+SAVE = {"idle": 0.15, "write": 0.4, "digest": ""}
+
+
+def save(blocked: float, steps: int, seconds: float, upload: float) -> dict[str, Any]:
+    """A save of which so many steps were beside the upload, each of `seconds`."""
+    times = {"save": blocked + steps * seconds, "alone": steps * 0.15, "blocked": blocked}
+    return SAVE | times | {"upload": upload}
+
+
+def facts(**other: Any) -> dict[str, Any]:
+    return {
+        "first": save(1.10, 4, 0.20, 1.6),
+        "saves": [save(0.10, 4, 0.20, 0.8)] * 6,
+        "unsynced": [save(0.10, 1, 0.20, 0.2)] * 3,
+        "stop": "iters",
+        "host_ram_gib": 0.5,
+        "cold_s": [0.4, 0.5, 0.6],
+        "warm_s": [0.1, 0.1, 0.3],
+        "dropped": True,
+        "read_bytes": 500_000_000,
+        "shard_bytes": 200_000_000,
+        "same": True,
+        "flipped": "not noticed",
+        "files": 5,
+    } | other
+
+
+def derived(ranks: list[dict[str, Any]], every: float = 600, strategy: str = "fsdp2") -> Case:
+    case = Case({"mode": "async-thread", "strategy": strategy}, list(range(len(ranks))))
+    derive(every, case, ranks)
+    return case
+
+
+def test_the_example_of_the_page() -> None:
+    case = derived([facts(), facts(saves=[save(0.05, 4, 0.15, 0.7) | {"write": 0.2}] * 6)])
+    m = case.metrics
+    assert m["blocked_s"] == 0.10
+    assert m["stall_s"] == pytest.approx(0.30)
+    assert m["stall_ci95_s"] == pytest.approx((0.30, 0.30))
+    assert m["first_extra_s"] == pytest.approx(1.0)
+    assert m["cost"] == pytest.approx(0.0005)
+    assert m["write_gb_per_s"] == pytest.approx(0.4 / 0.8)
+    assert m["fsync_factor"] == pytest.approx(4)
+    assert (m["slowest_rank"], m["slowest_factor"]) == (0, pytest.approx(0.4 / 0.3))
+    assert (m["load_cold_gb_per_s"], m["load_warm_gb_per_s"]) == (pytest.approx(0.8), 4)
+    assert m["read_over_shard"] == 2.5
+    assert case.check == "passed"
+    assert case.rounds == [1] * 6
+
+
+def test_replicas_are_one_state_and_uploads_may_queue() -> None:
+    m = derived([facts(), facts()], every=0.5, strategy="ddp").metrics
+    assert m["state_bytes"] == 200_000_000
+    assert m["cost"] is None
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    whole = [save(0.1, 0, 0.0, 0.1) | {"write": 0.0}] * 6
+    m = derived([facts(dropped=False, saves=whole)]).metrics
+    assert "load_cold_s" not in m
+    assert "slowest_rank" not in m
+    assert m["stall_s"] == m["blocked_s"] == m["upload_s"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "check", "bit"),
+    [
+        ([{}, {"same": False}], "failed: rank 1 loads another state than it saved", "not noticed"),
+        ([{"flipped": "noticed"}, {"flipped": "not read"}], "passed", "noticed"),
+        ([{}, {"flipped": "not read"}], "passed", "not noticed"),
+        (
+            [{"flipped": "not read"}] * 2,
+            "failed: a flipped bit of a file is in no rank's state",
+            "not noticed",
+        ),
+    ],
+)
+def test_the_check(ranks: list[dict[str, Any]], check: str, bit: str) -> None:
+    case = derived([facts(**rank) for rank in ranks])
+    assert (case.check, case.metrics["flipped_bit"]) == (check, bit)
+
+
+def test_twelve_bytes_a_parameter() -> None:
+    block = 2 * 64 + 4 * 64 * 64 + 2 * 4 * 64 * 64  # norms, attention, MLP
+    parameters = 8 * block + 2 * 256 * 64 + 64  # tokens, head, norm
+    assert state_bytes({"model": "decoder-tiny", "sequence_length": 8}) == 12 * parameters
+
+
+def test_too_little_space(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"expected 4,611,686,018,427,387,904 bytes free, got "):
+        claim(str(tmp_path / "new"), 2**62)
+    assert list(tmp_path.iterdir()) == []
