@@ -109,10 +109,15 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         texts = random_text(model.config, key["batch_size"], seed=self.rank)
         self.tokens, self.targets = (x.to(self.device) for x in texts)
-        # for asynchronous saves: pinned, shared with a process, copied by a thread, not blocking;
-        # kept with its buffers for all saves of the case
+        # for asynchronous saves: pinned, shared with a process, copied by a thread, not blocking
         cuda, process = self.device.type == "cuda", key["mode"] == "async-process"
-        self.stager = DefaultStager(StagingOptions(cuda, process, False, cuda))
+        self.staging = StagingOptions(cuda, process, False, cuda)
+        self.kept_stager = DefaultStager(self.staging)
+
+    def stager(self) -> DefaultStager:
+        """The one of the case, with its buffers; torch 2.11's serve one save (Automodel#3125)."""
+        old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
+        return DefaultStager(self.staging) if old else self.kept_stager
 
     def train(self, more: Callable[[int], bool]) -> list[float]:
         """Seconds of each step; goes on while any rank wants `more` after so many of them."""
@@ -186,7 +191,7 @@ def save_beside(t: Training, path: str, fsync: bool, kind: AsyncCheckpointerType
     response: Any = dcp.async_save(
         t.state(),
         storage_writer=Writer(path, sync_files=fsync),
-        async_stager=t.stager,
+        async_stager=t.stager(),
         async_checkpointer_type=kind,
         process_group=t.uploads,  # its collectives must not meet those of the steps
     )
