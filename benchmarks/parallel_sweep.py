@@ -569,8 +569,8 @@ def derive(device: torch.device, case: Case, facts: list[dict[str, Any]]) -> Non
     rows = [[x for fact in facts for x in fact["losses"][i]] for i in range(CHECKED_STEPS)]
     losses, alone = ([float(np.mean(row)) for row in each] for each in (rows, wanted.losses))
     norms = np.sqrt(np.sum([fact["norms"] for fact in facts], axis=0)).tolist()
-    problem = compare_training("the loss", losses, alone, tolerance)
-    problem = problem or compare_training("the gradient's norm", norms, wanted.norms, tolerance)
+    problem = compare_training("the gradient's norm", norms, wanted.norms, tolerance)
+    problem = problem or compare_training("the loss", losses, alone, tolerance)
     case.check = verdict(problem)
 
 
@@ -608,7 +608,7 @@ def best(cases: list[Case]) -> str | None:
     which were measured one after the other, is not in them.
     """
     ranked = sorted((c for c in cases if not c.failed), key=lambda c: c.metrics["step_time_p50_s"])
-    parts = []
+    parts: list[str] = []
     for a, b in itertools.pairwise(ranked):
         names = [case.key["mesh"] for case in (a, b)]
         x, y = (case.metrics["step_time_ci95_s"] for case in (a, b))

@@ -12,19 +12,20 @@ SMALL = ("--sequence-length", "32", "--global-batch", "8", "--warmup-iters", "0"
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("ranks", "iters", "meshes"),
+    ("ranks", "meshes"),
     [
-        (2, 6, ("dp2", "ddp2", "tp2", "cp2")),
-        (4, 2, ("dp2x2", "dp2tp2", "dp2pp2:1f1b", "cp2tp2")),
-        (4, 2, ("ep4", "dp2ep2", "pp2ep2:gpipe")),
+        (2, ("dp2", "ddp2", "tp2", "cp2")),
+        (4, ("dp2x2", "dp2tp2", "dp2pp2:1f1b", "cp2tp2")),
+        (4, ("ep4", "dp2ep2", "pp2ep2:gpipe")),
     ],
     ids=["axes", "products", "experts"],
 )
 def test_meshes_pass_their_check(
-    bench: Callable[..., Any], ranks: int, iters: int, meshes: tuple[str, ...]
+    bench: Callable[..., Any], ranks: int, meshes: tuple[str, ...]
 ) -> None:
-    flags = (*SMALL, "--iters", str(iters), "--mesh", ",".join(meshes))
-    run = bench(SCRIPT, *flags, ranks=ranks, timeout=400)
+    run = bench(
+        SCRIPT, *SMALL, "--iters", "2", "--mesh", ",".join(meshes), ranks=ranks, timeout=400
+    )
     assert run.status == 0, run.out + run.err
     assert run.report.status == "complete"
     assert [case.key["mesh"] for case in run.report.cases] == list(meshes)
@@ -37,7 +38,6 @@ def test_meshes_pass_their_check(
         assert found == wanted | ({"dp"} if {"cp", "ep"} & wanted else set())
         assert m["tokens_per_s"] == pytest.approx(8 * 32 / m["step_time_p50_s"])
         assert m["compute_s"] > 0
-        assert iters < 6 or len(m["compute_ci95_s"]) == 2
         assert ("pipeline_idle" in m) == ("pp" in found)
         assert m["memory_gib"] >= m["memory_min_gib"]
     assert "# best: " in run.out
@@ -93,16 +93,16 @@ def test_a_rank_that_raises_fails_its_case_and_no_other(bench: Callable[..., Any
 
 
 @pytest.mark.faults
-def test_a_planted_delay_is_found_on_its_axis(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """5 ms more for each collective of an axis; on two ranks, so that two cores are enough."""
-    flags = (*SMALL, "--iters", "24", "--mesh", "cp2")
-    usual = bench(SCRIPT, *flags, timeout=120).report.cases[0].metrics
-    for axis, other in (("cp", "dp"), ("dp", "cp")):
-        calls = tmp_path / axis
-        run = bench(SCRIPT, *flags, inject="slow-axis", AXIS=axis, CALLS=str(calls), timeout=120)
-        assert run.status == 0, run.out + run.err
-        found = run.report.cases[0].metrics
-        planted = int(calls.read_text()) * 0.005
-        more = {a: found[f"exposed_{a}_s"] - usual[f"exposed_{a}_s"] for a in (axis, other)}
-        assert more[axis] == pytest.approx(planted, rel=0.2)
-        assert abs(more[other]) < 0.2 * planted
+@pytest.mark.parametrize(("axis", "other"), [("cp", "dp"), ("dp", "cp")])
+def test_a_planted_delay_is_found_on_its_axis(
+    bench: Callable[..., Any], tmp_path: Path, axis: str, other: str
+) -> None:
+    """20 ms more for each collective of an axis: a third of a second, on a busy machine as well."""
+    calls, flags = tmp_path / "calls", (*SMALL, "--iters", "8", "--mesh", "cp2")
+    planting = {"inject": "slow-axis", "AXIS": axis, "DELAY": "0.02", "CALLS": str(calls)}
+    run = bench(SCRIPT, *flags, **planting, timeout=120)
+    assert run.status == 0, run.out + run.err
+    found = run.report.cases[0].metrics
+    planted = int(calls.read_text()) * 0.02
+    assert found[f"exposed_{axis}_s"] == pytest.approx(planted, rel=0.2)
+    assert abs(found[f"exposed_{other}_s"]) < 0.2 * planted
