@@ -32,6 +32,7 @@ to read the table. BSD-3-Clause: copy the function of the axis you need.
 
 import argparse
 import itertools
+import logging
 import math
 import re
 import sys
@@ -705,6 +706,7 @@ def plan(args: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
 def main() -> int:
     args = parse_args()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # the check gathers
     torch.set_flush_denormal(True)  # a twin's garbage must not be slow to compute with
     with Benchmark("parallel_sweep", args) as bench:
         device, keys = bench.job.device, plan(args, bench.job)

@@ -98,7 +98,7 @@ def test_a_planted_delay_is_found_on_its_axis(
     bench: Callable[..., Any], tmp_path: Path, axis: str, other: str
 ) -> None:
     """20 ms more for each collective of an axis: a third of a second, on a busy machine as well."""
-    calls, flags = tmp_path / "calls", (*SMALL, "--iters", "8", "--mesh", "cp2")
+    calls, flags = tmp_path / "calls", (*SMALL, "--iters", "6", "--mesh", "cp2")
     planting = {"inject": "slow-axis", "AXIS": axis, "DELAY": "0.02", "CALLS": str(calls)}
     run = bench(SCRIPT, *flags, **planting, timeout=120)
     assert run.status == 0, run.out + run.err
