@@ -19,7 +19,7 @@ the real ones. A twin computes garbage with a learning rate of 0; only its time 
     exposed(axis)  median over rounds of step - step with the axis fake
     compute        step with all axes fake
     idle           mean over the pipeline's stages of 1 - its step with pp fake / step
-    theory         (p - 1) / (v m + p - 1): p stages of ranks, v stages a rank, m microbatches
+    theory         (p - 1) / (v m + p - 1): p ranks, v stages on each, m microbatches
     tokens/s       sequences of the global batch * their length / step
 
     torchrun --nproc-per-node 4 benchmarks/parallel_sweep.py
@@ -31,8 +31,6 @@ to read the table. BSD-3-Clause: copy the function of the axis you need.
 """
 
 import argparse
-import contextlib
-import dataclasses
 import itertools
 import logging
 import math
@@ -41,8 +39,9 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +74,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.benchmark import Benchmark, Workload
 from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
-from common.cli import Parser, add_common_flags, list_of, number, positive_int, wrong
+from common.cli import Parser, add_common_flags, list_of, positive_int, wrong
 from common.decoder import (
     DECODERS,
+    MLP,
     Attention,
     Decoder,
     DecoderConfig,
@@ -89,10 +89,10 @@ from common.dist import Group, Job, share
 from common.memory import peak, start_peak
 from common.peaks import peak_flops
 from common.report import Case
-from common.stats import Interval, difference, median_interval, step_metrics, straggler
-from common.table import Columns, metric, relative
+from common.stats import difference, median_interval, step_metrics, straggler
+from common.table import Columns, half_width, metric, relative
 
-# schedule: torch's name, stages a rank, is stage i of the second half on the last rank but i
+# schedule: torch's name, stages on a rank, whether they run down the ranks and up again, as a V
 SCHEDULES = {
     "gpipe": ("GPipe", 1, False),
     "1f1b": ("1F1B", 1, False),
@@ -103,225 +103,64 @@ SCHEDULES = {
     "dualpipev": ("DualPipeV", 2, True),
 }
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: neighbours talk most
-DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCES = {"fp32": 2e-3, "tf32": 1e-2, "bf16": 5e-2}  # of loss and norm, over the first one
+Texts = tuple[Tensor, Tensor]  # tokens and those that follow them
+Loss = Callable[[Tensor, Tensor], Tensor]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of loss and norm, over the first one
+
+# -- one function an axis: torch's public API, to copy ---------------------------------------------
 
 
-# -- meshes: pure arithmetic -----------------------------------------------------------------------
+def data_parallelize(model: Decoder, dp: DeviceMesh, keep: bool) -> None:
+    """FSDP2, a unit for each block; a 2-D mesh is HSDP. keep: weights until the backward pass."""
+    apart = {w for moe in experts_in(model) if moe.group for w in moe.experts.parameters()}
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=dp, reshard_after_forward=not keep, ignored_params=apart)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How many ranks each axis has. dp: all of it, of which `replicas` hold the same shard."""
-
-    name: str
-    pp: int = 1
-    dp: int = 1
-    cp: int = 1
-    ep: int = 1
-    tp: int = 1
-    replicas: int = 1
-    ddp: bool = False
-    ring: bool = False
-    schedule: str = ""
-
-    @property
-    def size(self) -> int:
-        return math.prod(getattr(self, axis) for axis in AXES)
-
-    @property
-    def data(self) -> int:
-        """Ranks that hold the same weights, and so share their gradients."""
-        return self.dp * self.cp * self.ep
-
-    @property
-    def stages(self) -> int:
-        return self.pp * (SCHEDULES[self.schedule][1] if self.schedule else 1)
-
-    @property
-    def axes(self) -> list[str]:
-        """The axes that communicate; a tuple over data counts as dp."""
-        return [a for a in AXES if getattr(self, a) > 1 or (a == "dp" and self.data > 1)]
+def replicate(model: Decoder, dp: DeviceMesh) -> DistributedDataParallel:
+    """DDP: every rank has all weights."""
+    ddp = DistributedDataParallel(model, process_group=dp.get_group())
+    if dist.get_backend(dp.get_group()) == "fake":  # whose futures DDP cannot use
+        ddp.register_comm_hook(None, noop_hook)
+    return ddp
 
 
-def parse_mesh(text: str) -> Layout:
-    """`dp2tp2`, `dp2x4`, `pp4:1f1b`, `cp4:ring`: a product of axes, then how."""
-    product, *ways = text.split(":")
-    if not re.fullmatch(r"((ddp|dp|tp|pp|cp|ep)[1-9]\d*(x[1-9]\d*)?)+", product):
-        wrong("a mesh", repr(text), "e.g. dp8, dp2x4, dp4tp2, dp2pp4:1f1b, cp8")
-    found: dict[str, Any] = {}
-    for word, first, second in re.findall(r"([a-z]+?)(\d+)(?:x(\d+))?", product):
-        axis = word.removeprefix("d") if word == "ddp" else word
-        if axis in found or (second and word != "dp"):
-            wrong("each axis once, and NxM for dp alone", repr(text), "e.g. dp2x4tp2")
-        found[axis] = int(first) * int(second or 1)
-        found |= {"ddp": True} if word == "ddp" else {}
-        found |= {"replicas": int(first)} if second else {}
-    if "ring" in ways and found.get("cp", 1) > 1:
-        ways.remove("ring")
-        found["ring"] = True
-    pipeline = found.get("pp", 1) > 1
-    if len(ways) != pipeline or any(way not in SCHEDULES for way in ways):
-        known = f"{', '.join(SCHEDULES)} after a pipeline, ring after cp"
-        wrong(known, repr(text), "e.g. pp4:1f1b or cp4:ring")
-    if found.get("ddp") and set(found) - {"ddp", "dp", "cp"}:
-        wrong("ddp by itself or with cp", repr(text), "dp (FSDP2) goes with every axis")
-    return Layout(text, schedule="".join(ways), **found)
-
-
-def misfit(
-    mesh: Layout, ranks: int, model: str, sequence: int, batch: int, microbatches: int, experts: int
-) -> str | None:
-    """Which number does not fit, or None."""
-    config = DECODERS[model]
-    wanted = (
-        (ranks, mesh.size, "ranks", "the ranks of the job"),
-        (config.heads, mesh.tp, "tp", f"heads of {model}"),
-        (config.vocab, mesh.tp, "tp", f"words of {model}"),
-        (config.layers, mesh.stages, "stages", f"layers of {model}"),
-        (sequence, mesh.cp * mesh.tp * (2 if mesh.ring else 1), "cp * tp", "--sequence-length"),
-        (batch, mesh.dp * mesh.ep * microbatches, "dp * ep * microbatches", "--global-batch"),
-        (experts or mesh.ep, mesh.ep, "ep", "--experts"),
-    )
-    if mesh.size != ranks:
-        return f"mesh {mesh.name} has {mesh.size} ranks, this job {ranks}; e.g. dp{ranks}"
-    for whole, parts, name, of in wanted:
-        if whole % parts:
-            return f"mesh {mesh.name}: {name} = {parts} does not divide {whole}, {of}"
-    if microbatches < mesh.stages:
-        return f"mesh {mesh.name}: --microbatches {microbatches} for {mesh.stages} stages"
-    if mesh.schedule in ("interleaved", "izb") and microbatches % mesh.pp:
-        return f"mesh {mesh.name}: pp = {mesh.pp} does not divide --microbatches {microbatches}"
-    if experts and mesh.tp > 1:
-        return f"mesh {mesh.name}: tp does not split experts; run it apart from ep and --experts"
-    return None
-
-
-def coordinates(mesh: Layout, rank: int) -> dict[str, int]:
-    """The rank's place along each axis."""
-    places = np.unravel_index(rank, [getattr(mesh, axis) for axis in AXES])
-    return dict(zip(AXES, map(int, places), strict=True))
-
-
-def stages_of(mesh: Layout, place: int) -> list[int]:
-    """The stages on the ranks at this place of the pipeline, e.g. of 4: [1, 5], as a V [1, 6]."""
-    _, count, folded = SCHEDULES[mesh.schedule or "1f1b"]
-    last = 2 * mesh.pp - 1 - place if folded else place + mesh.pp
-    return [place, last][:count]
-
-
-def idle_in_theory(mesh: Layout, microbatches: int) -> float | None:
-    """(p - 1) / (v m + p - 1); None where it depends on the two halves of the backward pass."""
-    if not mesh.schedule or mesh.schedule in ("izb", "zbv", "dualpipev"):
-        return None
-    return (mesh.pp - 1) / (mesh.stages // mesh.pp * microbatches + mesh.pp - 1)
-
-
-# -- a mixture of experts --------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """MLPs with one weight tensor each way: [experts, width, 4 width] and back."""
-
-    def __init__(self, width: int, experts: int) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(experts, width, 4 * width) * width**-0.5)
-        self.down = nn.Parameter(torch.randn(experts, 4 * width, width) * (4 * width) ** -0.5)
-
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        """x: [tokens, width], sorted by expert; counts: the tokens of each."""
-        parts = zip(x.split(counts), self.up, self.down, strict=True)
-        return torch.cat([F.gelu(part @ up) @ down for part, up, down in parts])
-
-
-class MixtureOfExperts(nn.Module):
-    """Each token goes to one expert, the first ones more often. [batch, sequence, width].
-
-    Routes: the expert of each token, and how many tokens of each source this rank's experts get.
-    They follow from the data, which a fake axis spoils: a twin repeats those of the real run.
-    """
-
-    def __init__(self, width: int, experts: int, skew: float, calls: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(width, experts, bias=False)
-        popularity = -skew * torch.arange(1, experts + 1).log()  # Zipf's law
-        self.register_buffer("popularity", popularity, persistent=False)
-        self.experts = Experts(width, experts)
-        self.group: dist.ProcessGroup | None = None
-        self.routes: deque[tuple[Tensor, Tensor]] = deque(maxlen=calls)  # of the newest step
-        self.repeat: Iterator[tuple[Tensor, Tensor]] | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        tokens = x.flatten(0, 1)
-        scores = (self.router(tokens) + self.popularity).softmax(-1)
-        expert = scores.argmax(-1)
-        received = sent = expert.bincount(minlength=scores.shape[1])
-        if self.group:
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=self.group)
-        self.routes.append((expert, received))
-        if self.repeat:
-            expert, received = next(self.repeat)
-            sent = expert.bincount(minlength=scores.shape[1])
-        order = expert.argsort(stable=True)
-        y = self.dispatch(tokens[order], sent, received)
-        return (scores.gather(1, expert[:, None]) * y[order.argsort()]).view_as(x)
-
-    def dispatch(self, x: Tensor, sent: Tensor, received: Tensor) -> Tensor:
-        """To the ranks of the experts and back. x: [tokens, width], sorted by expert."""
-        size = self.group.size() if self.group else 1
-        received = received.view(size, -1)  # [source, expert here]
-        out, back = sent.view(size, -1).sum(1).tolist(), received.sum(1).tolist()
-        if self.group:
-            x = funcol.all_to_all_single_autograd(x, back, out, self.group)
-        local = torch.arange(received.shape[1], device=x.device).repeat(size)
-        order = local.repeat_interleave(received.flatten()).argsort(stable=True)
-        y = self.experts(x[order], received.sum(0).tolist())[order.argsort()]
-        if self.group:
-            y = funcol.all_to_all_single_autograd(y, out, back, self.group)
-        return y
-
-
-# -- the axes: torch's public API ------------------------------------------------------------------
-
-
-def tensor_parallelize(model: Decoder, mesh: DeviceMesh) -> None:
+def tensor_parallelize(model: Decoder, tp: DeviceMesh) -> None:
     """Split heads, hidden units and words; between them each rank has a part of the sequence."""
-    part = Shard(1)
-    plan: dict[str, Any] = {
-        "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=part),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=part),  # a part of the logits, for loss_parallel
-    }
+    part, whole = Shard(1), Replicate()
     in_block = {
         "attention_norm": SequenceParallel(),
         "attention": PrepareModuleInput(
-            input_layouts=(part, None), desired_input_layouts=(Replicate(), None)
+            input_layouts=(part, None), desired_input_layouts=(whole, None)
         ),
         **{f"attention.{name}": ColwiseParallel() for name in "qkv"},
         "attention.o": RowwiseParallel(output_layouts=part),
         "mlp_norm": SequenceParallel(),
-        "mlp": PrepareModuleInput(input_layouts=part, desired_input_layouts=Replicate()),
+        "mlp": PrepareModuleInput(input_layouts=part, desired_input_layouts=whole),
         "mlp.up": ColwiseParallel(),
         "mlp.down": RowwiseParallel(output_layouts=part),
     }
     for block in model.blocks:
-        parallelize_module(block, mesh, in_block)
-    # other stages of a pipeline have an nn.Identity there
-    here = {name: style for name, style in plan.items() if list(getattr(model, name).parameters())}
-    parallelize_module(model, mesh, here)
+        parallelize_module(block, tp, in_block)
+    if isinstance(model.tokens, nn.Embedding):  # not so where a pipeline has left an Identity
+        words = RowwiseParallel(input_layouts=whole, output_layouts=part)
+        parallelize_module(model, tp, {"tokens": words})
+    if isinstance(model.head, nn.Linear):  # each rank gets the logits of its words
+        head = ColwiseParallel(input_layouts=part)
+        parallelize_module(model, tp, {"norm": SequenceParallel(), "head": head})
 
 
-def context_parallelize(model: Decoder, mesh: DeviceMesh, sequence: int) -> None:
+def context_parallelize(model: Decoder, cp: DeviceMesh) -> None:
     """Each rank has a part of every sequence, and gathers the keys and values of all of it."""
     rotation = model.get_buffer("rotation")
-    everywhere = torch.arange(sequence, device=rotation.device)
-    here = everywhere.chunk(mesh.size())[mesh.get_local_rank()]
+    everywhere = torch.arange(len(rotation), device=rotation.device)
+    here = everywhere.chunk(cp.size())[cp.get_local_rank()]
     seen = here[:, None] >= everywhere
     model.rotation = rotation[here]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv = DTensor.from_local(torch.stack((k, v)), mesh, [Shard(3)], run_check=False)
+        kv = DTensor.from_local(torch.stack((k, v)), cp, [Shard(3)], run_check=False)
         k, v = kv.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
 
@@ -329,23 +168,14 @@ def context_parallelize(model: Decoder, mesh: DeviceMesh, sequence: int) -> None
         attention.attend = attend  # type: ignore[method-assign]
 
 
-def expert_parallelize(model: Decoder, ep: DeviceMesh, dp: DeviceMesh | None) -> None:
-    """Each rank keeps some of the experts; the ranks of dp that have the same ones shard them."""
-    for moe in (m for m in model.modules() if isinstance(m, MixtureOfExperts)):
-        moe.group = ep.get_group()
-        for name, weight in list(moe.experts.named_parameters()):
-            mine = weight.detach().chunk(ep.size())[ep.get_local_rank()].clone()
-            setattr(moe.experts, name, nn.Parameter(mine))
-        if dp is not None:
-            fully_shard(moe.experts, mesh=dp)
-
-
-def data_parallelize(model: Decoder, mesh: DeviceMesh, keep: bool) -> None:
-    """FSDP2, a unit for each block; a 2-D mesh is HSDP. keep: weights until the backward pass."""
-    parted = [m for m in model.modules() if isinstance(m, MixtureOfExperts) and m.group]
-    mine = {p for m in parted for p in m.experts.parameters()}  # other ranks of ep have others
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=not keep, ignored_params=mine)
+def expert_parallelize(model: Decoder, ep: DeviceMesh, same: DeviceMesh | None) -> None:
+    """Each rank keeps some of the experts; `same`, the ranks with the same ones, shard them."""
+    for moe in experts_in(model):
+        moe.group, experts = ep.get_group(), moe.experts.each
+        count, place = len(experts) // ep.size(), ep.get_local_rank()
+        moe.experts.each = experts[place * count : (place + 1) * count]
+        if same is not None:
+            fully_shard(moe.experts, mesh=same)
 
 
 def cut(model: Decoder, stage: int, stages: int) -> None:
@@ -358,59 +188,216 @@ def cut(model: Decoder, stage: int, stages: int) -> None:
         model.norm, model.head = nn.Identity(), nn.Identity()
 
 
-# -- training under a mesh -------------------------------------------------------------------------
+def pipeline(
+    models: dict[int, nn.Module], pp: DeviceMesh, key: dict[str, Any], texts: Texts, loss_of: Loss
+) -> Callable[[], list[Tensor]]:
+    """Forward and backward through this rank's stages; returns the microbatches' losses."""
+    mesh, config, (tokens, targets) = parse_mesh(key["mesh"]), config_of(key), texts
+    # torch can find out the shapes between stages by itself, but not over a fake group
+    rows, length = len(tokens) // key["microbatches"], tokens.shape[1]
+    meta = partial(torch.empty, device="meta", dtype=DTYPES[key["dtype"]], requires_grad=True)
+    hidden, last = meta(rows, length // mesh.tp, config.width), mesh.stages - 1
+    stages = []
+    for stage, model in models.items():
+        entering = hidden if stage else tokens[:rows].to("meta")
+        leaving = hidden if stage < last else meta(rows, length, config.vocab // mesh.tp)
+        place = (stage, mesh.stages, tokens.device)
+        stages.append(PipelineStage(model, *place, entering, leaving, group=pp.get_group()))
+    name, on_a_rank, _ = SCHEDULES[mesh.how]
+    schedule_class: Any = get_schedule_class(name)
+    schedule = schedule_class(stages if on_a_rank > 1 else stages[0], key["microbatches"], loss_of)
+
+    def forward_backward() -> list[Tensor]:
+        losses: list[Tensor] = []
+        inputs, wanted = (tokens,) if 0 in models else (), targets if last in models else None
+        schedule.step(*inputs, target=wanted, losses=losses, return_outputs=False)
+        return losses
+
+    return forward_backward
 
 
-class Meshes:
-    """The device meshes of a case by axis, made over all ranks. Axes of one rank are left out.
+# -- a mixture of experts --------------------------------------------------------------------------
 
-    weights: pp, dp (2-D for HSDP) and tp, where what shares weights is a rank of dp. tokens: dp,
-    cp and ep. Collectives of the axes in `fake` return at once and move nothing.
+
+class Experts(nn.Module):
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(MLP(width) for _ in range(experts))
+
+    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+        """x: [tokens, width], sorted by expert; counts: the tokens of each."""
+        parts = zip(self.each, x.split(counts), strict=True)
+        return torch.cat([mlp(part) for mlp, part in parts])
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes to one expert, the first ones more often. [batch, sequence, width]."""
+
+    def __init__(self, width: int, experts: int, calls: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts, bias=False)
+        popularity = -torch.arange(1, experts + 1).log()  # Zipf: 1/k of the first one's
+        self.register_buffer("popularity", popularity, persistent=False)
+        self.experts = Experts(width, experts)
+        self.group: dist.ProcessGroup | None = None  # the ranks that the experts are spread over
+        # a twin's routes would follow from garbage: it repeats those of the newest real step
+        self.routes: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=calls)
+        self.repeat: Iterator[tuple[Tensor, Tensor, Tensor]] | None = None
+
+    def route(self, expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The expert of each token, how many go to each, and how many come [source, expert]."""
+        sent = received = expert.bincount(minlength=len(self.router.weight))
+        if self.group:
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=self.group)
+        self.routes.append((expert, sent, received.view(-1, len(self.experts.each))))
+        return next(self.repeat) if self.repeat else self.routes[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        scores = (self.router(tokens) + self.popularity).softmax(-1)
+        expert, sent, received = self.route(scores.argmax(-1))
+        out, back = sent.view(len(received), -1).sum(1).tolist(), received.sum(1).tolist()
+        order = expert.argsort(stable=True)
+        y = self.move(tokens[order], back, out)
+        mine = torch.arange(received.shape[1], device=x.device).repeat(len(received))
+        by_expert = mine.repeat_interleave(received.flatten()).argsort(stable=True)
+        y = self.experts(y[by_expert], received.sum(0).tolist())[by_expert.argsort()]
+        y = self.move(y, out, back)[order.argsort()]
+        return (scores.gather(1, expert[:, None]) * y).view_as(x).type_as(x)
+
+    def move(self, x: Tensor, receive: list[int], send: list[int]) -> Tensor:
+        """x: [tokens, width], sorted by rank."""
+        if self.group is None:
+            return x
+        return funcol.all_to_all_single_autograd(x, receive, send, self.group)
+
+
+def experts_in(model: nn.Module) -> list[MixtureOfExperts]:
+    return [module for module in model.modules() if isinstance(module, MixtureOfExperts)]
+
+
+# -- meshes: pure arithmetic -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks each axis has, and what follows from that."""
+
+    name: str
+    how: str  # a schedule, ring, ddp or nothing
+    pp: int
+    dp: int
+    cp: int
+    ep: int
+    tp: int
+    size: int
+    data: int  # ranks that hold the same weights, and so share their gradients
+    replicas: int  # parts of these, each of which has all weights
+    stages: int
+    axes: list[str]  # those that communicate
+
+
+def parse_mesh(text: str) -> Layout:
+    """`dp2tp2`, `dp2x4`, `pp4:1f1b`, `cp4:ring`: a product of axes, then how."""
+    product, _, how = text.partition(":")
+    if not re.fullmatch(r"ddp[1-9]\d*|(dp[1-9]\d*x[1-9]\d*|(dp|tp|pp|cp|ep)[1-9]\d*)+", product):
+        wrong("a mesh", repr(text), "e.g. dp8, dp2x4, dp4tp2, dp2pp4:1f1b, cp8; ddp8 by itself")
+    words = re.findall(r"([a-z]p)(\d+)(?:x(\d+))?", product)
+    n = dict.fromkeys(AXES, 1) | {axis: int(a) * int(b or 1) for axis, a, b in words}
+    if len({axis for axis, _, _ in words}) < len(words):
+        wrong("each axis once", repr(text), "e.g. dp2tp2")
+    if how not in (SCHEDULES if n["pp"] > 1 else ("", "ring") if n["cp"] > 1 else ("",)):
+        wrong(f"{', '.join(SCHEDULES)} after a pipeline", repr(text), "e.g. pp4:1f1b or cp4:ring")
+    data = n["dp"] * n["cp"] * n["ep"]
+    return Layout(
+        text,
+        how="ddp" if product.startswith("ddp") else how,
+        **n,
+        size=math.prod(n.values()),
+        data=data,
+        replicas=next((int(a) for _, a, b in words if b), 1),
+        stages=n["pp"] * (SCHEDULES[how][1] if n["pp"] > 1 else 1),
+        axes=[axis for axis in AXES if n[axis] > 1 or (axis == "dp" and data > 1)],
+    )
+
+
+def misfit(key: dict[str, Any]) -> str | None:
+    """Which number of a case does not fit its mesh, or None."""
+    mesh, config, microbatches = parse_mesh(key["mesh"]), config_of(key), key["microbatches"]
+    rows = mesh.dp * mesh.ep * microbatches
+    numbers = (
+        ("tp", mesh.tp, config.heads, "heads"),
+        ("stages", mesh.stages, config.layers, "layers"),
+        ("cp * tp", mesh.cp * mesh.tp, config.context, "--sequence-length"),
+        ("dp * ep * microbatches", rows, key["global_batch"], "--global-batch"),
+        ("ep", mesh.ep, key["experts"], "--experts"),
+    )
+    if mesh.size != key["world_size"]:
+        ranks = key["world_size"]
+        return f"mesh {mesh.name} has {mesh.size} ranks, this job {ranks}; e.g. dp{ranks}"
+    for name, parts, whole, of in numbers:
+        if whole % parts:
+            return f"mesh {mesh.name}: {name} = {parts} does not divide {whole}, {of}"
+    if microbatches < mesh.stages:
+        return f"mesh {mesh.name}: --microbatches {microbatches} for {mesh.stages} stages"
+    if key["experts"] and mesh.tp > 1:
+        return f"mesh {mesh.name}: tp does not split experts; run it apart from ep and --experts"
+    return None
+
+
+def stages_of(mesh: Layout, place: int) -> list[int]:
+    """The stages on the ranks at this place of the pipeline, e.g. of 4: [1, 5], as a V [1, 6]."""
+    folded = mesh.pp > 1 and SCHEDULES[mesh.how][2]
+    last = 2 * mesh.pp - 1 - place if folded else place + mesh.pp
+    return [place, last][: mesh.stages // mesh.pp]
+
+
+def idle_in_theory(mesh: Layout, microbatches: int) -> float | None:
+    """(p - 1) / (v m + p - 1); None where it depends on the two halves of the backward pass."""
+    if mesh.how not in ("gpipe", "1f1b", "interleaved", "bfs"):
+        return None
+    return (mesh.pp - 1) / (mesh.stages // mesh.pp * microbatches + mesh.pp - 1)
+
+
+def open_meshes(mesh: Layout, fake: Collection[str], job: Job, group: Group) -> dict[str, Any]:
+    """A DeviceMesh for each axis; collectives of the axes in `fake` return at once.
+
+    dp holds the ranks of cp and ep, too, and is 2-D for HSDP; `same`: those with the same experts.
     """
+    silent = {*fake, "outer", "inner", *(("replicas", "same") if "dp" in fake else ())}
+    # DTensor keeps what it has worked out for a mesh, and takes meshes with the same ranks and
+    # names for one: without names of its own a twin would talk over the real groups
+    of = f" of {mesh.name}, fake {'+'.join(fake) or 'none'}"
 
-    def __init__(self, mesh: Layout, fake: Collection[str], job: Job) -> None:
-        self.groups: list[dist.ProcessGroup] = []
-        # DTensor keeps what it has worked out for a mesh, and takes meshes with the same ranks and
-        # names for one: without names of its own a twin would talk over the real groups
-        of = f" of {mesh.name}, fake {'+'.join(fake) or 'none'}"
+    def make(**sizes: int) -> dict[str, DeviceMesh]:
+        sizes = {axis: size for axis, size in sizes.items() if size > 1}
+        backends: Any = {axis + of: "fake" if axis in silent else job.backend for axis in sizes}
+        if not sizes:
+            return {}
+        kind, shape, names = job.device.type, tuple(sizes.values()), tuple(backends)
+        made = init_device_mesh(kind, shape, mesh_dim_names=names, backend_override=backends)
+        for each in made.get_all_groups():
+            group.more.append(each)
+            dist.all_reduce(torch.ones(1, device=job.device), group=each)  # NCCL connects here
+        # DTensor's caches keep the mesh for ever, and it, for torch.compile, its groups
+        made._pg_registry.clear()
+        found = {axis: made[axis + of] for axis in sizes}
+        if "replicas" in found:
+            found["dp"] = made["replicas" + of, "dp" + of]
+        return found
 
-        def make(shape: dict[str, int], silent: Collection[str]) -> dict[str, DeviceMesh]:
-            backends: dict[Any, Any] = {
-                name + of: "fake" if name in silent else job.backend for name in shape
-            }
-            device, sizes, names = job.device.type, tuple(shape.values()), tuple(backends)
-            made = init_device_mesh(device, sizes, mesh_dim_names=names, backend_override=backends)
-            self.groups += made.get_all_groups()
-            # DTensor's caches keep the mesh for ever, and it, for torch.compile, its groups
-            made._pg_registry.clear()
-            if "shard" not in shape:
-                return {name: made[name + of] for name in shape}
-            hybrid = made["replicate" + of, "shard" + of]
-            return {n: made[n + of] for n in shape if n in AXES} | {"dp": hybrid}
-
-        data = {"dp": mesh.data}
-        if mesh.replicas > 1:
-            data = {"replicate": mesh.replicas, "shard": mesh.data // mesh.replicas}
-        shape = {"pp": mesh.pp, **data, "tp": mesh.tp}
-        shape = {name: size for name, size in shape.items() if size > 1 or name == "shard"}
-        silent = {*fake, *(data if "dp" in fake else ())}
-        self.weights = make(shape, silent) if shape else {}
-        shape = {axis: size for axis in AXES if (size := getattr(mesh, axis)) > 1}
-        self.tokens = make(shape, {*fake, "pp", "tp"}) if mesh.cp * mesh.ep > 1 else {}
-
-
-@dataclass
-class Training:
-    """step: one training step; the losses of its microbatches where the last stage is."""
-
-    models: dict[int, nn.Module]  # the stages of this rank
-    optimizer: torch.optim.Optimizer
-    step: Callable[[], list[Tensor]]
-    moe: list[MixtureOfExperts]
+    parts = {"replicas": mesh.replicas, "dp": mesh.data // mesh.replicas}
+    found = make(pp=mesh.pp, **parts, tp=mesh.tp)
+    if mesh.cp > 1:
+        found |= make(outer=mesh.pp * mesh.dp, cp=mesh.cp, inner=mesh.ep * mesh.tp)
+    if mesh.ep > 1:
+        found |= make(outer=mesh.pp, same=mesh.dp * mesh.cp, ep=mesh.ep, inner=mesh.tp)
+    return found
 
 
 def config_of(key: dict[str, Any]) -> DecoderConfig:
-    return dataclasses.replace(DECODERS[key["model"]], context=key["sequence_length"])
+    return replace(DECODERS[key["model"]], context=key["sequence_length"])
 
 
 def create(key: dict[str, Any], device: torch.device) -> Decoder:
@@ -419,331 +406,221 @@ def create(key: dict[str, Any], device: torch.device) -> Decoder:
     with torch.device(device):
         model = Decoder(config_of(key))
         if key["experts"]:
-            block = model.blocks[len(model.blocks) // 2]
-            sizes = (model.config.width, key["experts"])
-            block.mlp = MixtureOfExperts(*sizes, key["skew"], calls=key["microbatches"])
-    rotation = model.rotation
-    model.to(DTYPES[key["dtype"]])
-    model.rotation = rotation  # angles keep their precision
+            middle = model.blocks[len(model.blocks) // 2]
+            middle.mlp = MixtureOfExperts(model.config.width, key["experts"], key["microbatches"])
+    for weight in model.parameters():  # the angles of positions keep their precision
+        weight.data = weight.data.to(DTYPES[key["dtype"]])
     return model
 
 
-def train(mesh: Layout, key: dict[str, Any], job: Job, meshes: Meshes) -> Training:
-    """The model of this rank, parallelized along every axis of the mesh, and its training step."""
-    config, place, device = config_of(key), coordinates(mesh, job.rank), job.device
-    weights, tensor = meshes.weights, meshes.weights.get("tp")
-    texts = random_text(config, key["global_batch"], seed=0)
-    row, column = place["dp"] * mesh.ep + place["ep"], place["cp"]
-    tokens, targets = (x.chunk(mesh.dp * mesh.ep)[row].to(device) for x in texts)
-    if not mesh.ring:
-        tokens, targets = (x.chunk(mesh.cp, dim=1)[column].contiguous() for x in (tokens, targets))
-    models: dict[int, nn.Module] = {}
-    rotations = []
-    for stage in stages_of(mesh, place["pp"]):
-        model = create(key, device)
-        cut(model, stage, mesh.stages)
-        if tensor is not None:
-            tensor_parallelize(model, tensor)
-        if mesh.cp > 1 and not mesh.ring:
-            context_parallelize(model, meshes.tokens["cp"], key["sequence_length"])
-        if mesh.ep > 1:
-            expert_parallelize(model, meshes.tokens["ep"], meshes.tokens.get("dp"))
-        rotations.append(model.get_buffer("rotation"))
-        models[stage] = model
-        if mesh.ddp:
-            group = weights["dp"].get_group()
-            models[stage] = ddp = DistributedDataParallel(model, process_group=group)
-            if dist.get_backend(group) == "fake":  # whose futures DDP cannot use
-                ddp.register_comm_hook(None, noop_hook)
-        elif mesh.data > 1:
-            data_parallelize(model, weights["dp"], keep=mesh.pp > 1)
-    modules = [m for model in models.values() for m in model.modules()]
-    moe = [m for m in modules if isinstance(m, MixtureOfExperts)]
-    optimizer = sgd(nn.ModuleList(models.values()), 0.0)
+def parallelize(model: Decoder, stage: int, mesh: Layout, axes: dict[str, Any]) -> nn.Module:
+    """A stage of the model along every axis; FSDP last: it shards what the others left."""
+    cut(model, stage, mesh.stages)
+    if mesh.tp > 1:
+        tensor_parallelize(model, axes["tp"])
+    if mesh.cp > 1 and mesh.how != "ring":
+        context_parallelize(model, axes["cp"])
+    if mesh.ep > 1:
+        expert_parallelize(model, axes["ep"], axes.get("same"))
+    if mesh.data > 1 and mesh.how == "ddp":
+        return replicate(model, axes["dp"])
+    if mesh.data > 1:
+        data_parallelize(model, axes["dp"], keep=mesh.pp > 1)
+    return model
+
+
+def train(
+    key: dict[str, Any], job: Job, axes: dict[str, Any], lr: float
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], list[Tensor]]]:
+    """This rank's part of the model, the optimizer, and the step, which returns losses."""
+    mesh = parse_mesh(key["mesh"])
+    place = np.unravel_index(job.rank, [getattr(mesh, axis) for axis in AXES])
+    stage, dp, cp, ep, _ = map(int, place)
+    here, device = stages_of(mesh, stage), job.device
+    models = {i: parallelize(create(key, device), i, mesh, axes) for i in here}
+    model = nn.ModuleList(models.values())
+    optimizer = sgd(model, lr)
+    texts = random_text(config_of(key), key["global_batch"], seed=0)
+    tokens, targets = (x.chunk(mesh.dp * mesh.ep)[dp * mesh.ep + ep].to(device) for x in texts)
+    ring: Any = nullcontext
+    if mesh.how == "ring":  # cuts the texts itself
+        parts = [tokens, targets, models[0].get_buffer("rotation")]
+        ring = partial(context_parallel, axes["cp"], buffers=parts, buffer_seq_dims=[1, 1, 0])
+    else:
+        tokens, targets = (x.chunk(mesh.cp, dim=1)[cp].contiguous() for x in (tokens, targets))
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-        if tensor is None:
+        if mesh.tp == 1:
             return next_token_loss(logits, targets)
-        split = DTensor.from_local(logits, tensor, [Shard(-1)], run_check=False)
+        split: Any = DTensor.from_local(logits, axes["tp"], [Shard(-1)], run_check=False)
         loss: Any = next_token_loss(split, targets)
         return loss.to_local()
 
-    def forward_backward() -> list[Tensor]:
-        loss = loss_of(next(iter(models.values()))(tokens), targets)
+    def whole() -> list[Tensor]:
+        loss = loss_of(models[0](tokens), targets)
         loss.backward()
-        return [loss.detach()]
+        return [loss]
 
-    if mesh.schedule:
-        group = weights["pp"].get_group()
-        forward_backward = pipeline(mesh, key, models, group, (tokens, targets), loss_of)
+    forward_backward = whole
+    if mesh.pp > 1:
+        forward_backward = pipeline(models, axes["pp"], key, (tokens, targets), loss_of)
 
     def step() -> list[Tensor]:
         optimizer.zero_grad()
-        with contextlib.ExitStack() as stack:
-            if tensor is not None:
-                stack.enter_context(loss_parallel())
-            if mesh.ring:
-                parts = [tokens, targets, *rotations]
-                dims = [1, 1] + [0] * len(rotations)
-                ring = meshes.tokens["cp"]
-                stack.enter_context(context_parallel(ring, buffers=parts, buffer_seq_dims=dims))
+        with loss_parallel() if mesh.tp > 1 else nullcontext(), ring():
             losses = forward_backward()
-        for weight in (w for m in moe for w in m.experts.parameters()):
-            # a sum over the ranks of ep, each with a mean over its own tokens; FSDP's is over dp
+        for weight in (w for moe in experts_in(model) for w in moe.experts.parameters()):
             if weight.grad is not None:
-                weight.grad /= mesh.ep
+                weight.grad /= mesh.ep  # a sum over tokens of all ep; FSDP's mean is over the rest
         optimizer.step()
-        return losses
-
-    return Training(models, optimizer, step, moe)
-
-
-def pipeline(
-    mesh: Layout,
-    key: dict[str, Any],
-    models: dict[int, nn.Module],
-    group: dist.ProcessGroup,
-    texts: tuple[Tensor, Tensor],
-    loss_of: Callable[[Tensor, Tensor], Tensor],
-) -> Callable[[], list[Tensor]]:
-    """Forward and backward of the stages of this rank, in the order of the schedule."""
-    tokens, targets = texts
-    batch, sequence = len(tokens) // key["microbatches"], tokens.shape[1]
-    config, first, last = config_of(key), 0 in models, mesh.stages - 1 in models
-    meta = partial(torch.empty, device="meta", dtype=DTYPES[key["dtype"]])
-    # the shapes between stages, which a fake group cannot find out
-    words = meta(batch, sequence, dtype=torch.int64)
-    hidden = meta(batch, sequence // mesh.tp, config.width).requires_grad_()
-    logits = meta(batch, sequence, config.vocab // mesh.tp).requires_grad_()
-    stages = []
-    for stage, model in models.items():
-        entering = hidden if stage else words
-        leaving = hidden if stage < mesh.stages - 1 else logits
-        place = (stage, mesh.stages, tokens.device)
-        stages.append(PipelineStage(model, *place, (entering,), (leaving,), group=group))
-    name, count, _ = SCHEDULES[mesh.schedule]
-    scheduled: Any = stages if count > 1 else stages[0]
-    schedule = get_schedule_class(name)(scheduled, key["microbatches"], loss_of)
-
-    def forward_backward() -> list[Tensor]:
-        losses: list[Tensor] = []
-        inputs = (tokens,) if first else ()
-        wanted = targets if last else None
-        schedule.step(*inputs, target=wanted, losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
 
-    return forward_backward
+    return model, optimizer, step
 
 
 # -- a case ----------------------------------------------------------------------------------------
 
 
-def lacks(mesh: Layout, key: dict[str, Any], job: Job) -> str | None:
+def lacks(mesh: Layout, job: Job) -> str | None:
     """What this backend or torch cannot do; some of it would hang instead of failing."""
-    if mesh.ring and job.device.type != "cuda":
+    if mesh.how == "ring" and job.device.type != "cuda":
         return "ring attention (context_parallel) needs CUDA's kernels; try cp without :ring"
     old = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 15)
-    if mesh.schedule in ("zbv", "dualpipev") and job.backend == "gloo" and old:
-        return f"{mesh.schedule} over gloo does not end with torch 2.11; try nccl or torch 2.15"
-    if key["dtype"] == "tf32" and job.device.type != "cuda":
-        return "tf32 is a mode of CUDA's tensor cores; try --dtype fp32 or bf16"
+    if mesh.how in ("zbv", "dualpipev") and job.backend == "gloo" and old:
+        return f"{mesh.how} over gloo does not end with torch 2.11; try nccl or torch 2.15"
     return None
 
 
-def reference(key: dict[str, Any], device: torch.device) -> Reference | None:
+def train_reference(key: dict[str, Any], device: torch.device) -> Reference | None:
     """The same training in one process; None where that does not fit into the device's memory."""
     texts = [x.to(device) for x in random_text(config_of(key), key["global_batch"], seed=0)]
-    at_once = math.gcd(4, key["global_batch"])
-    batches = list(zip(*(x.split(at_once) for x in texts), strict=True))
+    batches = list(zip(*(x.split(math.gcd(4, len(x))) for x in texts), strict=True))
 
     def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return next_token_loss(model(batch[0]), batch[1])
 
     try:
-        shares = [1 / len(batches)] * len(batches)
-        return train_alone(create(key, device), batches, loss_of, shares)
+        weights = [1 / len(batches)] * len(batches)
+        return train_alone(create(key, device), batches, loss_of, weights)
     except torch.OutOfMemoryError:
         return None
 
 
-def square_norms(models: dict[int, nn.Module], place: dict[str, int]) -> dict[str, float]:
-    """Of the gradients, by the part of the model they belong to: ranks may hold the same part."""
-    found: dict[str, float] = {}
-    for stage, model in models.items():
-        for name, weight in model.named_parameters():
-            part = f"stage {stage}, experts {place['ep']}" if ".experts." in name else str(stage)
-            if weight.grad is not None:
-                square = weight.grad.float().square().sum()
-                whole = square.full_tensor() if isinstance(square, DTensor) else square
-                found[part] = found.get(part, 0.0) + float(whole)
-    return found
+def square_norm(model: nn.Module, mesh: Layout) -> float:
+    """This rank's share of |gradient|^2: ranks that hold the same weight share it."""
+    total = 0.0
+    for name, weight in model.named_parameters():
+        if (gradient := weight.grad) is not None:
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            holders = mesh.size // mesh.pp // (mesh.ep if ".experts." in name else 1)
+            total += float(whole.float().square().sum()) / holders
+    return total
 
 
 def build(
     key: dict[str, Any],
     args: argparse.Namespace,
     job: Job,
-    references: dict[str, Reference | None],
+    reference: Callable[[], Reference | None],
     group: Group,
 ) -> Workload:
     mesh = parse_mesh(key["mesh"])
-    if problem := lacks(mesh, key, job):
+    if problem := lacks(mesh, job):
         raise ValueError(problem)
-    torch.set_float32_matmul_precision("high" if key["dtype"] == "tf32" else "highest")
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # the check's collectives
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-    torch.set_flush_denormal(True)  # a twin's garbage must not be slow to compute with
-    if job.rank == 0 and not references:  # the same for all meshes of a run
-        references["one process"] = reference(key, job.device)
-    wanted: Reference | None = share(references.get("one process"), group.control)
+    wanted: Reference | None = share(reference() if job.rank == 0 else None, group.control)
     fakes: dict[str, list[str]] = {"step": []}
     if not args.no_breakdown and mesh.axes:
         fakes |= {f"{axis} fake": [axis] for axis in mesh.axes} if mesh.axes[1:] else {}
         fakes["compute"] = mesh.axes
-    meshes = {name: Meshes(mesh, fake, job) for name, fake in fakes.items()}
-    for each in (g for m in meshes.values() for g in m.groups):
-        group.more.append(each)
-        dist.all_reduce(torch.ones(1, device=job.device), group=each)  # NCCL connects here
-    memory = start_peak(job.device)
-    real = train(mesh, key, job, meshes["step"])
-    start_peak(job.device)  # its shards count, not the whole model that they were cut from
-    place = coordinates(mesh, job.rank)
-    real.optimizer.param_groups[0]["lr"] = wanted.lr if wanted else 0.0
+    meshes = {name: open_meshes(mesh, fake, job, group) for name, fake in fakes.items()}
+    before = start_peak(job.device)
+    model, optimizer, step = train(key, job, meshes["step"], lr=wanted.lr if wanted else 0.0)
     losses, norms = [], []
     for _ in range(CHECKED_STEPS):
-        losses.append([float(loss) for loss in real.step()])
-        norms.append(square_norms(real.models, place))
-    facts = peak(job.device, memory) | {"losses": losses, "norms": norms}
-    real.optimizer.param_groups[0]["lr"] = 0.0
-    real.step()
-    steps: dict[str, Callable[[], object]] = {"step": real.step}
+        losses.append([float(loss) for loss in step()])
+        norms.append(square_norm(model, mesh))
+    optimizer.param_groups[0]["lr"] = 0.0
+    start_peak(job.device)  # without the whole model that the shards were cut from, and the check
+    step()
+    facts = peak(job.device, before) | {"losses": losses, "norms": norms, "reference": wanted}
+    steps: dict[str, Callable[[], object]] = {"step": step}
     for name in list(fakes)[1:]:
-        twin = train(mesh, key, job, meshes[name])
-        for moe, original in zip(twin.moe, real.moe, strict=True):
+        twin, _, steps[name] = train(key, job, meshes[name], lr=0.0)
+        for moe, original in zip(experts_in(twin), experts_in(model), strict=True):
             moe.repeat = itertools.cycle(list(original.routes))
-        steps[name] = twin.step
-    received = [float(r.sum()) for moe in real.moe for _, r in moe.routes]
-    return Workload(steps, facts=lambda: facts | {"received": sum(received)})
+    return Workload(steps, facts=lambda: facts)
 
 
-# -- what rank 0 makes of it -----------------------------------------------------------------------
-
-
-def wrong_training(wanted: Reference, facts: list[dict[str, Any]], tolerance: float) -> str | None:
-    """The first thing that differs from one process, or between ranks that should agree."""
-    want = [sum(row) / len(row) for row in wanted.losses]
-    losses, norms = [], []
-    for step in range(CHECKED_STEPS):
-        mine = [x for fact in facts for x in fact["losses"][step]]
-        losses.append(sum(mine) / len(mine))
-        parts: dict[str, float] = {}
-        for rank, fact in enumerate(facts):
-            for part, square in fact["norms"][step].items():
-                first = parts.setdefault(part, square)
-                if not abs(square - first) <= tolerance * first:
-                    return f"rank {rank} has another gradient than others of part {part}"
-        norms.append(math.sqrt(sum(parts.values())))
-    problem = compare_training("the loss", losses, want, tolerance)
-    return problem or compare_training("the gradient's norm", norms, wanted.norms, tolerance)
-
-
-def derive(
-    job: Job,
-    references: dict[str, Reference | None],
-    case: Case,
-    facts: list[dict[str, Any]],
-) -> None:
-    """Fill in the metrics and the check."""
-    key, m = case.key, case.metrics
-    mesh = parse_mesh(key["mesh"])
-    samples = {name: np.array(rows) for name, rows in case.samples_s.items()}
-    slowest = {name: rows.max(axis=0) for name, rows in samples.items()}
-    m |= step_metrics(samples["step"], key["global_batch"])
+def derive(device: torch.device, case: Case, facts: list[dict[str, Any]]) -> None:
+    """Fill in the metrics and the check, on rank 0."""
+    key, m, mesh = case.key, case.metrics, parse_mesh(case.key["mesh"])
+    m |= step_metrics(case.samples_s["step"], key["global_batch"])
     m["tokens_per_s"] = m["samples_per_s"] * key["sequence_length"]
     m["tokens_per_s_per_rank"] = m["tokens_per_s"] / mesh.size
-    if top := peak_flops(job.device, key["dtype"]):
+    if top := peak_flops(device, key["dtype"]):
         m["mfu"] = m["tokens_per_s_per_rank"] * flops_per_token(config_of(key)) / top
-    for name in ("memory_gib", "memory_allocated_gib"):
-        if name in facts[0]:
-            m[name] = max(fact[name] for fact in facts)
-            m[name.replace("_gib", "_min_gib")] = min(fact[name] for fact in facts)
-    if mesh.ep > 1:
-        received = [fact["received"] for fact in facts if fact["received"]]
-        m["received_max_over_mean"] = max(received) / (sum(received) / len(received))
-    if "compute" in samples:
-        m["compute_s"] = float(np.median(slowest["compute"]))
-        m["compute_ci95_s"] = median_interval(slowest["compute"])
-        for axis in mesh.axes:
-            fake = slowest["compute" if len(mesh.axes) == 1 else f"{axis} fake"]
-            gap, interval = difference(slowest["step"], fake, case.rounds)
-            m |= {f"exposed_{axis}_s": gap, f"exposed_{axis}_ci95_s": interval}
-        rows = samples["compute"]
-        if mesh.schedule:
-            rows = by_stage(samples["compute"], mesh)
-            alone = by_stage(samples.get("pp fake", samples["compute"]), mesh)
-            idle = 1 - np.median(alone, axis=1) / m["step_time_p50_s"]
-            m["pipeline_idle"] = float(idle.mean())
-            m["pipeline_idle_theory"] = idle_in_theory(mesh, key["microbatches"])
-            m["stage_idle"] = idle.round(4).tolist()
-            m["stage_compute_s"] = np.median(rows, axis=1).round(9).tolist()
-        if slow := straggler(rows):
-            m["straggler_rank" if rows is samples["compute"] else "straggler_stage"] = slow[0]
-            m["straggler_factor"] = slow[1]
-    if (wanted := references.get("one process")) is None:
+    m["memory_gib"] = max(fact["memory_gib"] for fact in facts)
+    m["memory_min_gib"] = min(fact["memory_gib"] for fact in facts)
+    if "compute" in case.samples_s:
+        m |= breakdown(mesh, case)
+    if (wanted := facts[0]["reference"]) is None:
         case.check = "skipped: one device cannot hold the model, to compare with"
-    else:
-        case.check = verdict(wrong_training(wanted, facts, TOLERANCES[key["dtype"]]))
+        return
+    tolerance = TOLERANCES[key["dtype"]]
+    rows = [[x for fact in facts for x in fact["losses"][i]] for i in range(CHECKED_STEPS)]
+    losses, alone = ([float(np.mean(row)) for row in each] for each in (rows, wanted.losses))
+    norms = np.sqrt(np.sum([fact["norms"] for fact in facts], axis=0)).tolist()
+    problem = compare_training("the gradient's norm", norms, wanted.norms, tolerance)
+    problem = problem or compare_training("the loss", losses, alone, tolerance)
+    case.check = verdict(problem)
 
 
-def by_stage(samples: Any, mesh: Layout) -> Any:
-    """[ranks, n] -> [places in the pipeline, n]: the slowest of the ranks at each."""
-    return samples.reshape(mesh.pp, -1, samples.shape[-1]).max(axis=1)  # pp is outermost
-
-
-def faster(a: Case, b: Case) -> tuple[float, Interval | None]:
-    """How much shorter a's step is than b's, as a ratio, with its 95 % interval.
-
-    The half widths of the two medians' intervals are added as squares, on a logarithmic scale:
-    the cases were measured one after the other. What changed between them is not in it.
-    """
-    p50 = [case.metrics["step_time_p50_s"] for case in (a, b)]
-    bounds = [case.metrics["step_time_ci95_s"] for case in (a, b)]
-    ratio = p50[1] / p50[0]
-    if None in bounds:
-        return ratio, None
-    down = math.hypot(math.log(bounds[0][1] / p50[0]), math.log(p50[1] / bounds[1][0]))
-    up = math.hypot(math.log(p50[0] / bounds[0][0]), math.log(bounds[1][1] / p50[1]))
-    return ratio, (ratio * math.exp(-down), ratio * math.exp(up))
+def breakdown(mesh: Layout, case: Case) -> dict[str, Any]:
+    """What each axis exposes, and what each stage of a pipeline computes and waits."""
+    samples = {name: np.array(rows) for name, rows in case.samples_s.items()}  # [ranks, n]
+    slowest = {name: rows.max(axis=0) for name, rows in samples.items()}
+    compute = slowest["compute"]
+    found: dict[str, Any] = {"compute_s": float(np.median(compute))}
+    found["compute_ci95_s"] = median_interval(compute)
+    for axis in mesh.axes:
+        silent = slowest.get(f"{axis} fake", compute)
+        gap, interval = difference(slowest["step"], silent, case.rounds)
+        found |= {f"exposed_{axis}_s": gap, f"exposed_{axis}_ci95_s": interval}
+    rows, of = samples["compute"], "rank"
+    if mesh.pp > 1:
+        # [places in the pipeline, n], the slowest rank at each: pp is the outermost axis
+        shape, of = (mesh.pp, -1, rows.shape[1]), "stage"
+        alone = samples.get("pp fake", rows).reshape(shape).max(axis=1)
+        rows = rows.reshape(shape).max(axis=1)
+        idle = 1 - np.median(alone, axis=1) / np.median(slowest["step"])
+        found["pipeline_idle"] = float(idle.mean())
+        found["pipeline_idle_theory"] = idle_in_theory(mesh, case.key["microbatches"])
+        found["stage_idle"] = idle.round(4).tolist()
+        found["stage_compute_s"] = np.median(rows, axis=1).round(9).tolist()
+    if slow := straggler(rows):
+        found |= {f"straggler_{of}": slow[0], "straggler_factor": slow[1]}
+    return found
 
 
 def best(cases: list[Case]) -> str | None:
-    """`# best: A, 1.12x B (95 % 1.09 to 1.15)`, and which neighbours cannot be told apart."""
+    """`# best: A, 1.12x B (95 % 1.09 to 1.15)`, and which neighbours cannot be told apart.
+
+    The ratio's bounds are those of the two medians at their worst. What changed between the cases,
+    which were measured one after the other, is not in them.
+    """
     ranked = sorted((c for c in cases if not c.failed), key=lambda c: c.metrics["step_time_p50_s"])
-    if len(ranked) < 2:
-        return None
-    names = [case.key["mesh"] for case in ranked]
-    pairs = [faster(a, b) for a, b in itertools.pairwise(ranked)]
-    ratio, interval = pairs[0]
-    within = f"95 % {interval[0]:.2f} to {interval[1]:.2f}" if interval else "too few samples"
-    parts = [f"# best: {names[0]}, {ratio:.2f}x {names[1]} ({within})"]
-    for i, (_, bounds) in enumerate(pairs):
-        if bounds is None or bounds[0] <= 1:
-            parts.append(f"{names[i]} and {names[i + 1]} cannot be told apart")
-    return "; ".join(parts)
-
-
-def exposed(axis: str) -> Callable[[Case], str]:
-    """A cell with a time in ms and half its interval."""
-
-    def cell(case: Case) -> str:
-        value = case.metrics.get(f"{axis}_s")
-        if value is None:
-            return "-"
-        interval = case.metrics[f"{axis}_ci95_s"]
-        width = f"{(interval[1] - interval[0]) / 2 * 1e3:.1f}" if interval else "?"
-        return f"{value * 1e3:.1f} +-{width}"
-
-    return cell
+    parts: list[str] = []
+    for a, b in itertools.pairwise(ranked):
+        names = [case.key["mesh"] for case in (a, b)]
+        x, y = (case.metrics["step_time_ci95_s"] for case in (a, b))
+        low, high = (y[0] / x[1], y[1] / x[0]) if x and y else (0.0, math.inf)
+        if not parts:
+            ratio = b.metrics["step_time_p50_s"] / a.metrics["step_time_p50_s"]
+            within = f"95 % {low:.2f} to {high:.2f}" if low else "too few samples"
+            parts.append(f"# best: {names[0]}, {ratio:.2f}x {names[1]} ({within})")
+        if low <= 1:
+            parts.append(f"{names[0]} and {names[1]} cannot be told apart")
+    return "; ".join(parts) or None
 
 
 def slowest_of(case: Case) -> str:
@@ -753,55 +630,50 @@ def slowest_of(case: Case) -> str:
     return "-"
 
 
-def columns(meshes: list[Layout], args: argparse.Namespace, job: Job) -> Columns:
-    present = [
-        axis for axis in ("dp", "tp", "pp", "cp", "ep") if any(axis in m.axes for m in meshes)
-    ]
-    memory = "reserved" if job.device.type == "cuda" else "RSS growth"
+def columns(meshes: list[Layout], detailed: bool, device: torch.device) -> Columns:
+    axes = [axis for axis in ("dp", "tp", "pp", "cp", "ep") if any(axis in m.axes for m in meshes)]
     shown: Columns = {
         "mesh": lambda case: case.key["mesh"],
         "tokens/s": metric("tokens_per_s", digits=0),
         "95% ci\nof p50": relative("step_time_ci95_rel"),
         "tokens/s\n/rank": metric("tokens_per_s_per_rank", digits=0),
-        "mfu\n(%)": metric("mfu", 100, 1),
         "step\n(ms)": metric("step_time_p50_s", 1e3, 1),
     }
-    if job.device.type != "cuda":
-        del shown["mfu\n(%)"]
-    if not args.no_breakdown:
-        shown["compute\n(ms)"] = exposed("compute")
-        shown |= {f"exposed\n{axis} (ms)": exposed(f"exposed_{axis}") for axis in present}
-        if "pp" in present:
-            shown["idle\n(%)"] = metric("pipeline_idle", 100, 0)
-            shown["theory\n(%)"] = metric("pipeline_idle_theory", 100, 0)
-        shown["slowest"] = slowest_of
+    if device.type == "cuda":
+        shown["mfu\n(%)"] = metric("mfu", 100, 1)
+    if detailed:
+        shown["compute\n(ms)"] = metric("compute_s", 1e3, 1)
+    for axis in axes if detailed else ():
+        shown[f"exposed\n{axis} (ms)"] = metric(f"exposed_{axis}_s", 1e3, 1)
+        shown[f"{axis}\n+-(ms)"] = half_width(f"exposed_{axis}_ci95_s", 1e3, 1)
+    if detailed and "pp" in axes:
+        shown["idle\n(%)"] = metric("pipeline_idle", 100, 0)
+        shown["theory\n(%)"] = metric("pipeline_idle_theory", 100, 0)
+    memory = "reserved" if device.type == "cuda" else "RSS growth"
     shown[f"{memory}\nmax (GiB)"] = metric("memory_gib", digits=3)
     shown["min\n(GiB)"] = metric("memory_min_gib", digits=3)
-    return shown
+    return shown | {"slowest": slowest_of}
 
 
 # -- the sweep -------------------------------------------------------------------------------------
 
 
-def default_meshes(ranks: int) -> list[str]:
-    """dp, tp, both, and a pipeline; those that the number of ranks allows."""
-    if ranks == 1:
-        return ["dp1"]
-    stages = next(p for p in (4, 2, 1) if ranks % p == 0)
-    others = f"dp{ranks // stages}" if stages < ranks else ""
-    names = [f"dp{ranks}", f"tp{ranks}"]
-    names += [f"dp{ranks // 2}tp2"] if ranks % 2 == 0 and ranks > 2 else []
-    return names + ([f"{others}pp{stages}:1f1b"] if stages > 1 else [])
+def default_meshes(n: int) -> list[str]:
+    """dp, tp, both, and a pipeline of up to 4 stages, on n ranks."""
+    p = math.gcd(n, 4)
+    pipeline = f"dp{n // p}pp{p}:1f1b" if n > p else f"pp{p}:1f1b"
+    both = n > 2 and n % 2 == 0
+    names = {f"dp{n}": True, f"tp{n}": n > 1, f"dp{n // 2}tp2": both, pipeline: p > 1}
+    return [name for name, there in names.items() if there]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    usual = "of 4 ranks dp4,tp4,dp2tp2,pp4:1f1b"
-    add("--mesh", "--meshes", type=list_of(parse_mesh), help=f"a list (default: {usual})")
+    add("--mesh", type=list_of(parse_mesh), help="a list (default, of 4: dp4,tp4,dp2tp2,pp4:1f1b)")
     models = f"{', '.join(DECODERS)} (default: decoder-124m, CPU decoder-tiny)"
     add("--model", choices=list(DECODERS), metavar="NAME", help=models)
-    dtypes = f"{', '.join(DTYPES)}: of weights, gradients and optimizer (default: fp32)"
+    dtypes = "fp32 or bf16: of weights, gradients and optimizer (default: fp32)"
     add("--dtype", choices=list(DTYPES), default="fp32", metavar="DTYPE", help=dtypes)
     batch = "sequences in a step, of all ranks together (default: 64, CPU 16)"
     add("--global-batch", type=positive_int, metavar="N", help=batch)
@@ -810,10 +682,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--microbatches", type=positive_int, metavar="N", help=microbatches)
     experts = "in the middle block of the model, under every mesh (default: 8 if one has ep, or 0)"
     add("--experts", type=positive_int, metavar="N", help=experts)
-    skew = "of the router: it prefers the k-th expert by k^-S (default: 1)"
-    add("--skew", type=number(float), default=1.0, metavar="S", help=skew)
-    alone = "time the steps alone, without the twins and their time and memory"
-    add("--no-breakdown", action="store_true", help=alone)
+    add("--no-breakdown", action="store_true", help="time the steps alone, without twins")
     add_common_flags(parser)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available() and args.device != "cpu"
@@ -823,49 +692,42 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def plan(args: argparse.Namespace, job: Job, ranks: int) -> list[dict[str, Any]] | str:
-    """The key of each case, or which number does not fit. Of the default meshes those that do."""
-    meshes = args.mesh or [parse_mesh(name) for name in default_meshes(ranks)]
+def plan(args: argparse.Namespace, job: Job) -> list[dict[str, Any]]:
+    """The key of each case."""
+    meshes = args.mesh or [parse_mesh(name) for name in default_meshes(job.world_size)]
     experts = args.experts or (8 if any(mesh.ep > 1 for mesh in meshes) else 0)
-    keys, problems = [], []
-    for mesh in meshes:
-        microbatches = (args.microbatches or 2 * mesh.pp) if mesh.schedule else 1
-        numbers = (args.sequence_length, args.global_batch, microbatches, experts)
-        if problem := misfit(mesh, ranks, args.model, *numbers):
-            problems.append(problem)
-            continue
-        names = ("sequence_length", "global_batch", "microbatches", "experts")
-        key = {"mesh": mesh.name, "model": args.model, "dtype": args.dtype}
-        key |= dict(zip(names, numbers, strict=True))
-        key |= {"skew": args.skew if experts else None}
-        keys.append(key | {"world_size": ranks, "device": job.device.type, "backend": job.backend})
-    return problems[0] if problems and (args.mesh or not keys) else keys
+    names = ("model", "dtype", "sequence_length", "global_batch")
+    same = {name: getattr(args, name) for name in names} | {"experts": experts}
+    same |= {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
+    parts = [(args.microbatches or 2 * mesh.pp) if mesh.pp > 1 else 1 for mesh in meshes]
+    return [{"mesh": m.name, "microbatches": n, **same} for m, n in zip(meshes, parts, strict=True)]
 
 
 def main() -> int:
     args = parse_args()
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # the check gathers
+    torch.set_flush_denormal(True)  # a twin's garbage must not be slow to compute with
     with Benchmark("parallel_sweep", args) as bench:
-        job = bench.job
-        keys = plan(args, job, job.world_size)
-        if isinstance(keys, str):
-            bench.refuse(keys)
-            return bench.status
-        first = keys[0]
-        title = f"{args.model}, {first['sequence_length']} tokens, global batch {args.global_batch}"
-        title += f", {args.dtype}" + (f", {first['experts']} experts" if first["experts"] else "")
+        device, keys = bench.job.device, plan(args, bench.job)
+        problems = [problem for key in keys if (problem := misfit(key))]
+        if problems and (args.mesh or len(problems) == len(keys)):
+            bench.refuse(problems[0])
+        keys = [key for key in keys if not misfit(key)]
         meshes = [parse_mesh(key["mesh"]) for key in keys]
-        shown = columns(meshes, args, job)
-        widest = {"mesh": max((key["mesh"] for key in keys), key=len), "slowest": "stage 3: 1.25x"}
-        widest |= dict.fromkeys(("compute", "exposed"), "100.0 +-10.0")
-        cells = [widest.get(head.split("\n")[0], "0.0000") for head in shown]
-        bench.begin_table(title, shown, cells)
-        references: dict[str, Reference | None] = {}
-        cases = []
-        for key in keys:
-            case = bench.measure(
-                key, partial(build, key, args, job, references), partial(derive, job, references)
+        shown = columns(meshes, not args.no_breakdown, device)
+        widest = [max((mesh.name for mesh in meshes), key=len)]
+        title = f"{args.model}, {args.sequence_length} tokens, global batch {args.global_batch}"
+        experts = f", {keys[0]['experts']} experts" if keys[0]["experts"] else ""
+        bench.begin_table(f"{title}, {args.dtype}{experts}", shown, widest)
+        reference = cache(partial(train_reference, keys[0], device))  # the same for all meshes
+        done = [
+            bench.measure(
+                key, partial(build, key, args, bench.job, reference), partial(derive, device)
             )
-            cases += [case] if case else []
+            for key in keys
+        ]
+        cases = [case for case in done if case]  # on rank 0
         bench.print("")
         for case in cases:
             if stages := case.metrics.get("stage_compute_s"):
@@ -873,9 +735,7 @@ def main() -> int:
                 times = ", ".join(f"{seconds * 1e3:.1f}" for seconds in stages)
                 bench.print(f"# {case.key['mesh']}: stages compute {times} ms, idle {idle}")
         if line := best(cases):
-            bench.print(
-                f"{line}\n# intervals hold the noise within a case, not what changed between cases"
-            )
+            bench.print(line)
     return bench.status
 
 

@@ -7,6 +7,7 @@ say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it
 import contextlib
 import copy
 import inspect
+import json
 import os
 import resource
 import runpy
@@ -168,20 +169,25 @@ def slow_rank() -> None:
 
 @fault
 def slow_axis() -> None:
-    """Each collective of a mesh's axis $AXIS takes 5 ms more; their number goes to $CALLS.
+    """Each collective of an axis in $SLOW, e.g. `dp of dp1cp2`, takes $DELAY seconds more.
 
-    On all ranks, and only where the axis has a real backend. Rank 0 writes how many there were
-    in the fullest optimizer step.
+    On all ranks, and only where the axis has a real backend. Rank 0 writes to $CALLS, for each of
+    them, how many most optimizer steps had: around the first ones the check gathers gradients.
     """
     from torch.distributed import _functional_collectives as funcol
 
-    axis, count, most, nested = os.environ["AXIS"], [0], [0], [False]
+    slow, delay_s = os.environ["SLOW"].split(","), float(os.environ["DELAY"])
+    count, nested = Counter[str](), [False]
+    seen: dict[str, Counter[int]] = {axis: Counter() for axis in slow}
     step = torch.optim.SGD.step
 
     def counting_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        most[0], count[0] = max(most[0], count[0]), 0
+        for axis, calls in count.items():
+            seen[axis][calls] += 1
+        count.clear()
         if RANK == 0:
-            Path(os.environ["CALLS"]).write_text(str(most[0]))
+            most = {axis: calls.most_common(1)[0][0] for axis, calls in seen.items() if calls}
+            Path(os.environ["CALLS"]).write_text(json.dumps(most))
         return step(self, *args, **kwargs)
 
     torch.optim.SGD.step = counting_step  # type: ignore[method-assign]
@@ -193,10 +199,10 @@ def slow_axis() -> None:
             group = (dict(zip(names, args, strict=False)) | kwargs).get("group")
             if isinstance(group, tuple):
                 group = group[0].get_group(group[1])  # of a mesh and a dimension
-            mine = group is not None and group.group_desc.startswith(f"mesh_{axis} of ")
-            if mine and not nested[0] and dist.get_backend(group) != "fake":
-                count[0] += 1
-                time.sleep(0.005)
+            about = group.group_desc.removeprefix("mesh_").split(",")[0] if group else ""
+            if about in slow and not nested[0] and dist.get_backend(group) != "fake":
+                count[about] += 1
+                time.sleep(delay_s)
             before, nested[0] = nested[0], True  # functions of torch that call each other
             try:
                 return real(*args, **kwargs)
