@@ -14,13 +14,14 @@ HANG = 3  # exit status
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def refuse(message: str, status: int = 2) -> NoReturn:
+def refuse(message: str, status: int = 2, node: bool = False) -> NoReturn:
     """End the run for a user's mistake: one line on stderr from rank 0, exit status 2.
 
     The other ranks wait for the launcher to end them: if one exited first, the launcher would
-    kill rank 0 before it has spoken.
+    kill rank 0 before it has spoken. node: this node alone is wrong, so its first rank speaks.
     """
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+    names = ("LOCAL_RANK", "SLURM_LOCALID") if node else ("RANK", "SLURM_PROCID")
+    if os.environ.get(names[0], os.environ.get(names[1], "0")) != "0":
         time.sleep(10)
     else:
         line = " ".join(message.split())
@@ -154,7 +155,10 @@ def wrong(expected: str, got: str, example: str = "") -> NoReturn:
 
 
 def add_common_flags(
-    parser: argparse.ArgumentParser, min_iters: int = 20, max_seconds: float = 5
+    parser: argparse.ArgumentParser,
+    min_iters: int = 20,
+    max_seconds: float = 5,
+    timeout: float = 300,
 ) -> None:
     """Device and backend; for how long a case is timed; the report; the watchdog.
 
@@ -177,8 +181,8 @@ def add_common_flags(
     report = "append every finished case to this report"
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
-    hang = "after S seconds without progress name who hangs, and end (default: 300)"
-    add("-T", "--timeout", type=positive_float, default=300.0, metavar="S", help=hang)
+    hang = f"after S seconds without progress name who hangs, and end (default: {timeout:g})"
+    add("-T", "--timeout", type=positive_float, default=timeout, metavar="S", help=hang)
 
 
 def check_common_flags(args: argparse.Namespace) -> None:

@@ -46,7 +46,7 @@ def collect(job: Job) -> dict[str, Any] | None:
     """
     cuda = job.device.type == "cuda"
     first = job.local_rank == 0
-    p = torch.cuda.get_device_properties(job.device) if cuda else None
+    p: Any = torch.cuda.get_device_properties(job.device) if cuda else None
     rows = gather(
         {
             "rank": job.rank,
@@ -54,6 +54,8 @@ def collect(job: Job) -> dict[str, Any] | None:
             "host": socket.gethostname(),
             "device": p.name if p else cpu_model(),
             "uuid": str(p.uuid) if p else "",
+            "pci": f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}" if p else "",
+            "network": " ".join(network()),
             "cores": len(os.sched_getaffinity(0)),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
@@ -166,6 +168,31 @@ def nccl_choices(log: str) -> dict[str, list[str]]:
     return {name: sorted(set(values)) for name, values in found.items()}
 
 
+def lacking(found: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
+    """Nodes with fewer GPUs than `wanted`, by default than others, or with broken memory -> why."""
+    wanted = wanted or max(map(len, found["gpus"]))
+    why = {}
+    for node, gpus in enumerate(found["gpus"]):
+        errors = [gpu["ecc.errors.uncorrected.volatile.total"] for gpu in gpus]
+        bad = [i for i, count in enumerate(errors) if count.isdigit() and int(count)]
+        if bad:
+            why[node] = f"GPU {bad[0]} has uncorrected errors of its memory"
+        if len(gpus) < wanted:
+            why[node] = f"it has {len(gpus)} of {wanted} GPUs"
+    return why
+
+
+def on_hosts(text: str, found: dict[str, Any]) -> str:
+    """`rank 1 on node2` for `rank 1`, and so for links and nodes."""
+
+    def place(match: re.Match[str]) -> str:
+        number = int(match[2])
+        node = match[1] == "node"
+        return f"{match[0]} on {found['hosts'][number] if node else found['ranks'][number]['host']}"
+
+    return re.sub(r"(rank|node|link|->) (\d+)", place, text)
+
+
 def problem(found: dict[str, Any], tested: range | None = None) -> str | None:
     """What must not be measured: ranks that share a GPU under NCCL, nodes with another torch.
 
@@ -201,6 +228,7 @@ def sharing(found: dict[str, Any], tested: range | None = None) -> str | None:
 def warnings(found: dict[str, Any]) -> list[str]:
     """What a reader of the numbers should know: nodes that differ, throttled GPUs, few cores."""
     lines = list(found["differences"])
+    lines += [f"{found['hosts'][node]}: {why}" for node, why in lacking(found).items()]
     if shared := sharing(found):
         lines.append(f"{shared}: their times include each other's turns")
     for row in found["ranks"]:
@@ -277,6 +305,13 @@ def gpu_state() -> list[dict[str, str]]:
     text = run(["nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader"])
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return [dict(zip(GPU_STATE, row, strict=True)) for row in rows if len(row) == len(GPU_STATE)]
+
+
+def network() -> tuple[str, str]:
+    """The interface that gloo takes, and its address."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    entries = psutil.net_if_addrs().get(name, [])
+    return name, next((e.address for e in entries if e.family == socket.AF_INET), "")
 
 
 def cpu_model() -> str:

@@ -47,8 +47,9 @@ def join(
     members = len(local if tested is None else set(local) & set(tested))
     if backend == "nccl" and 1 < count < members:
         refuse(
-            f"nccl needs a device for each rank: {members} ranks on this node, {count} "
-            f"devices; try --nproc-per-node {count}, or --backend gloo to share them"
+            f"nccl needs a device for each rank: {members} ranks on {socket.gethostname()}, "
+            f"{count} devices; try --nproc-per-node {count}, or --backend gloo to share them",
+            node=True,
         )
     place = torch.device("cuda", local_rank % count) if cuda else torch.device("cpu")
     if bind_cores:

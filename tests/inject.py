@@ -615,6 +615,75 @@ def wrong_load() -> None:
     filesystem.narrow_tensor_by_index = narrow  # type: ignore[assignment]
 
 
+@fault
+def half_speed() -> None:
+    """Rank 1 takes twice the time for products, copies and additions: it waits, busily."""
+
+    def slowed(real: Any) -> Any:
+        def call(*args: Any, **more: Any) -> Any:
+            start = time.perf_counter()
+            result = real(*args, **more)
+            end = 2 * time.perf_counter() - start
+            while time.perf_counter() < end:
+                pass
+            return result
+
+        return call
+
+    if RANK == 1:
+        torch.mm = slowed(torch.mm)
+        for name in ("copy_", "add_"):
+            setattr(torch.Tensor, name, slowed(getattr(torch.Tensor, name)))
+
+
+@fault
+def wrong_product() -> None:
+    """On rank 1 the last value of each product is the next one that there is."""
+    real = torch.mm
+
+    def mm(*args: Any, out: torch.Tensor) -> torch.Tensor:
+        real(*args, out=out)
+        if RANK == 1:
+            out[-1, -1] = torch.nextafter(out[-1, -1], out[-1, -1] + 1)
+        return out
+
+    torch.mm = mm  # type: ignore[assignment]
+
+
+@fault
+def wrong_sum() -> None:
+    """On rank 1 the last value of each large all_reduce of float32 is off by one."""
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
+        result = real(tensor, *args, **more)
+        if RANK == 1 and tensor.dtype == torch.float32 and tensor.numel() > 1000:
+            tensor[-1] += 1
+        return result
+
+    dist.all_reduce = all_reduce
+
+
+@fault
+def stuck_product() -> None:
+    """Rank 1 waits for ever in its tenth product."""
+    real, calls = torch.mm, [0]
+
+    def mm(*args: Any, **more: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == 10 and RANK == 1:
+            time.sleep(600)
+        return real(*args, **more)
+
+    torch.mm = mm  # type: ignore[assignment]
+
+
+@fault
+def two_devices() -> None:
+    """torch sees two CUDA devices, as on a node that has lost others."""
+    torch.cuda.device_count = lambda: 2  # type: ignore[assignment]
+
+
 if __name__ == "__main__":
     name, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]

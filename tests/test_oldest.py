@@ -22,6 +22,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp_rpc": (3, ("--epochs", "2", "--warmup-cycles", "1")),
     "parameter_server": (4, ("--servers", "running", *TIMES)),
     "checkpoint_sweep": (2, ("--modes", "all", "--model", "decoder-tiny", "--iters", "1")),
+    "node_check": (2, ("--budget", "100", "--margin", "3", *TIMES)),
     "parallel_sweep": (2, ("--mesh", "dp2,tp2,pp2:1f1b", *TIMES)),
 }
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import collectives, p2p_matrix
-from common import patterns
+from common import links, outliers, patterns
 from common.cli import Parser
 from common.environment import node_of_each, partition
 from common.report import Case
@@ -210,7 +210,7 @@ def test_fill_and_count_wrong() -> None:
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 31, 64])
 def test_each_pair_once_and_nobody_twice_in_a_round(n: int) -> None:
-    rounds = [p2p_matrix.pairs_of(n, number) for number in range(n - 1 + n % 2)]
+    rounds = links.rounds_of(n)
     seen = [pair for pairs in rounds for pair in pairs]
     assert len(seen) == len(set(seen)) == n * (n - 1) // 2
     assert all(0 <= a < b < n for a, b in seen)
@@ -219,25 +219,25 @@ def test_each_pair_once_and_nobody_twice_in_a_round(n: int) -> None:
 
 def test_links_of_a_round() -> None:
     """1 MB, 2 messages a sample: 2 ms there is 1 GB/s; both ways in 8 ms is 2 * 2 MB / 8 ms."""
-    args = SimpleNamespace(size=1_000_000, calls=2)
+    messages = links.Messages(1_000_000, 8, 2)
     rows = {"both": [[0.006, 0.009], [0.008, 0.010]], "there": [[0.002, 0.004], [0.001, 0.005]]}
     rows |= {"back": [[0.004], [0.004]], "latency": [[2e-5], [4e-5]]}
     case = Case({}, [0, 5], rows)
-    p2p_matrix.derive([(0, 1)], [[0], [5]], args, case, [0, 0])  # type: ignore[arg-type]
+    links.derive([(0, 1)], [[0], [5]], messages, case, [0, 0])
     assert case.metrics["links"] == [(0, 1, 10.0, 1.0, 0.5, 0.5)]
-    p2p_matrix.derive([(0, 1)], [[0], [5]], args, case, [0, 3])  # type: ignore[arg-type]
+    links.derive([(0, 1)], [[0], [5]], messages, case, [0, 3])
     assert case.check == "failed: wrong data came to rank 5"
 
 
 def test_outliers() -> None:
     """Median 10, deviations 0 1 1 1 10: the median one is 1, scaled 1.4826."""
     costs = dict(enumerate([10.0, 9, 11, 9, 20]))
-    [(name, (factor, sigmas))] = p2p_matrix.outliers(costs, 5).items()
+    [(name, (factor, sigmas))] = outliers.outliers(costs, 5).items()
     assert (name, factor) == (4, 2.0)
     assert sigmas == pytest.approx(10 / 1.4826)
-    assert p2p_matrix.outliers(costs, 7) == {}
+    assert outliers.outliers(costs, 7) == {}
     for quiet in ([10, 10, 10, 1], [10, 10, 10, 10.9], [10, 90], [], [10, 12, 8, 14, 6, 15]):
-        assert p2p_matrix.outliers(dict(enumerate(map(float, quiet))), 5) == {}
+        assert outliers.outliers(dict(enumerate(map(float, quiet))), 5) == {}
 
 
 def matrix(n: int, slow: dict[tuple[int, int], float]) -> list[Any]:
@@ -246,13 +246,17 @@ def matrix(n: int, slow: dict[tuple[int, int], float]) -> list[Any]:
     return [(*p, 10 * slow.get(p, 1 + (p[0] * 7 + p[1] * 3) % 5 / 100), 5, 5, 9) for p in pairs]
 
 
+def slow_lines(*matrix_nodes_by_sigmas: Any) -> list[str]:
+    return outliers.sentences(links.slow_links(*matrix_nodes_by_sigmas))
+
+
 def test_a_slow_link_is_no_slow_rank_and_the_other_way_round() -> None:
-    one = p2p_matrix.verdicts(matrix(8, {(2, 5): 3.0}), [0] * 8, "rank", 5)
+    one = slow_lines(matrix(8, {(2, 5): 3.0}), [0] * 8, "rank", 5)
     assert [line.partition(":")[0] for line in one] == ["slow link 2 -> 5"]
     of_rank = {(min(3, r), max(3, r)): 2.0 for r in range(8) if r != 3}
-    some = p2p_matrix.verdicts(matrix(8, of_rank | {(0, 1): 4.0}), [0] * 8, "rank", 5)
+    some = slow_lines(matrix(8, of_rank | {(0, 1): 4.0}), [0] * 8, "rank", 5)
     assert [line.partition(":")[0] for line in some] == ["slow rank 3", "slow link 0 -> 1"]
-    assert "latency 1.9" in some[0] or "latency 2.0" in some[0]
+    assert "within nodes 1.9" in some[0] or "within nodes 2.0" in some[0]
 
 
 def test_a_slow_node_is_named_before_its_ranks() -> None:
@@ -260,7 +264,7 @@ def test_a_slow_node_is_named_before_its_ranks() -> None:
     slow = {
         (a, b): 2.0 for a in range(8) for b in range(a + 1, 8) if (a // 2 == 1) != (b // 2 == 1)
     }
-    lines = p2p_matrix.verdicts(matrix(8, slow), nodes, "rank", 5)
+    lines = slow_lines(matrix(8, slow), nodes, "rank", 5)
     assert [line.partition(":")[0] for line in lines] == ["slow node 1"]
     assert "between nodes" in lines[0]
 

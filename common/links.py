@@ -1,0 +1,193 @@
+"""Links between ranks: what a pair measures, who meets whom, and which are slow."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from common import patterns
+from common.benchmark import Benchmark, Workload
+from common.dist import Group, Job
+from common.outliers import MARGIN, Costs, Findings, accuse
+from common.report import Case
+from common.timing import Step, cuda_graph
+
+Pair = tuple[int, int]  # of members: ranks or nodes
+Link = tuple[Any, ...]  # a, b, latency in us, a -> b, b -> a, both in GB/s
+
+# what is measured: where a Link has it (of a -> b, of b -> a), unit, whether less is better
+KINDS = {
+    "latency": ((2, 2), "us", True),
+    "bandwidth, row sends to column": ((3, 4), "GB/s", False),
+    "bidirectional bandwidth": ((5, 5), "GB/s", False),
+}
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Bytes of a message, of one whose latency counts, and how many of them are in a sample."""
+
+    size: int
+    latency_size: int
+    calls: int
+
+
+# -- one pair --------------------------------------------------------------------------------------
+
+
+def build(
+    meetings: dict[int, tuple[int, bool]], messages: Messages, job: Job, group: Group
+) -> Workload:
+    """This rank's part in a round. meetings: of each rank its peer, and whether it is the first."""
+    peer, first = meetings[job.rank]
+    big = torch.empty(messages.size, dtype=torch.uint8, device=job.device)
+    patterns.fill(big, patterns.tile(job.rank))
+    into = torch.empty_like(big)
+    few = max(1, messages.latency_size)
+    small, word = torch.zeros(2, few, dtype=torch.uint8, device=job.device)
+    to_peer = partial(dist.P2POp, group=group.test, group_peer=group.ranks.index(peer))
+    out, come = to_peer(dist.isend, big), to_peer(dist.irecv, into)
+    ping, pong = to_peer(dist.isend, small), to_peer(dist.irecv, word)
+
+    def batches(*some: list[dist.P2POp]) -> Step:
+        """One after the other. Each is one kernel of NCCL, and all are one graph on CUDA, since
+        the host takes longer to launch a call than the link to carry it."""
+
+        def step() -> None:
+            for batch in some:
+                for work in dist.batch_isend_irecv(batch):
+                    work.wait()
+
+        return cuda_graph(step, job.device) if job.device.type == "cuda" else step
+
+    n = messages.calls
+    send, receive = batches([out] * n, [pong]), batches([come] * n, [ping])
+    steps = {
+        "both": batches(*[[out, come]] * n),
+        "there": send if first else receive,
+        "back": receive if first else send,
+        "latency": batches(*([[ping], [pong]] if first else [[pong], [ping]]) * n),
+    }
+
+    def wrong() -> int:
+        patterns.blank(into)
+        dist.barrier(group.control)
+        steps["both"]()
+        return patterns.count_wrong(into, patterns.tile(peer))
+
+    return Workload(steps, facts=wrong)
+
+
+def derive(
+    pairs: Sequence[Pair], members: list[list[int]], messages: Messages, case: Case, facts: Any
+) -> None:
+    """The links of a round. Of a sample the slower rank counts, of the samples the fastest."""
+    links: list[Link] = []
+    for a, b in pairs:
+        slowest, rates = 0.0, np.zeros(3)
+        for pair in zip(members[a], members[b], strict=True):
+            rows = [case.ranks.index(rank) for rank in pair]
+            seconds = {
+                step: float(np.max([samples[row] for row in rows], axis=0).min()) / messages.calls
+                for step, samples in case.samples_s.items()
+            }
+            slowest = max(slowest, seconds["latency"] / 2)
+            times = [seconds["there"], seconds["back"], seconds["both"] / 2]
+            rates += messages.size / np.array(times) / 1e9
+        links.append((a, b, *(float(f"{x:.4g}") for x in (slowest * 1e6, *rates))))
+    case.metrics["links"] = links
+    wrong = [rank for rank, count in zip(case.ranks, facts, strict=True) if count]
+    case.check = f"failed: wrong data came to rank {wrong[0]}" if wrong else "passed"
+
+
+# -- who meets whom --------------------------------------------------------------------------------
+
+
+def pairs_of(n: int, number: int) -> list[Pair]:
+    """The pairs of one round, from 0, of a tournament of n: in n - 1 + n % 2 rounds all meet once.
+
+    The circle method: one seat stays, the others move on by one place a round. Of an odd number
+    one in turn has nobody to meet.
+    """
+    last = n - 1 + n % 2
+    seats = [0, *((place - number) % last + 1 for place in range(last))]
+    pairs = ((seats[i], seats[last - i]) for i in range((last + 1) // 2))
+    return [(min(pair), max(pair)) for pair in pairs if max(pair) < n]
+
+
+def rounds_of(n: int) -> list[list[Pair]]:
+    """All rounds of a tournament of n."""
+    return [pairs_of(n, number) for number in range(n - 1 + n % 2)]
+
+
+def rounds_by_node(members: list[list[int]]) -> list[list[Pair]]:
+    """Each two ranks of a node meet once, all nodes at the same time; then each two nodes, the
+    i-th rank of one and the i-th of the other, all i at the same time. members: of each node."""
+    inside = [
+        [(own[a], own[b]) for own in members for a, b in pairs if b < len(own)]
+        for pairs in rounds_of(max(map(len, members)))
+    ]
+    between = [
+        [pair for a, b in pairs for pair in zip(members[a], members[b], strict=False)]
+        for pairs in rounds_of(len(members))
+    ]
+    return [pairs for pairs in inside + between if pairs]
+
+
+def measure_round(
+    bench: Benchmark,
+    key: dict[str, Any],
+    pairs: Sequence[Pair],
+    members: list[list[int]],
+    messages: Messages,
+) -> list[Link]:
+    """A case in which the pairs of members meet. Its links, on rank 0."""
+    meetings: dict[int, tuple[int, bool]] = {}
+    for a, b in pairs:
+        for r, s in zip(members[a], members[b], strict=True):
+            meetings |= {r: (s, True), s: (r, False)}
+    work = partial(build, meetings, messages, bench.job)
+    made = partial(derive, pairs, members, messages)
+    case = bench.measure(key, work, made, sorted(meetings))
+    if case and case.failed:
+        bench.print(f"# round {key['round']}: {case.check}")
+    return [tuple(link) for link in case.metrics.get("links", [])] if case else []
+
+
+# -- who is slow -----------------------------------------------------------------------------------
+
+
+def directed(links: Sequence[Link], kind: str) -> dict[Pair, float]:
+    """(sender, receiver) -> value; once where there is no direction."""
+    there, back = KINDS[kind][0]
+    found: dict[Pair, float] = {(link[0], link[1]): link[there] for link in links}
+    return found | ({(link[1], link[0]): link[back] for link in links} if back != there else {})
+
+
+def slow_links(
+    links: Sequence[Link], node_of: list[int], by: str, sigmas: float, margin: float = MARGIN
+) -> Findings:
+    """Nodes, ranks and links that are slower than their like. node_of: the node of each member."""
+    found: Findings = {}
+    levels = {"node": node_of} | ({"rank": list(range(len(node_of)))} if by == "rank" else {})
+    for kind, (_, _, less) in KINDS.items():
+        for place in ("within nodes", "between nodes"):
+            costs: Costs = {
+                pair: value if less else 1 / value
+                for pair, value in directed(links, kind).items()
+                if (node_of[pair[0]] == node_of[pair[1]]) == (place == "within nodes")
+            }
+            what = f"{kind.partition(',')[0]} {place}"
+            found |= accuse(costs, levels, "link", what, sigmas, margin)
+    return found
+
+
+def concerned(pairs: Sequence[Pair], findings: Findings, node_of: list[int]) -> bool:
+    """Whether what was found is about one of these pairs, its ranks or their nodes."""
+    names = {f"link {a} -> {b}" for pair in pairs for a, b in (pair, pair[::-1])}
+    names |= {text for pair in pairs for r in pair for text in (f"rank {r}", f"node {node_of[r]}")}
+    return any(who in names for who, _ in findings)

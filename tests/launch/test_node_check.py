@@ -1,0 +1,70 @@
+"""node_check.py on a Slurm of three nodes, of which the second has a slow link, or few cycles."""
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.launch.lab import TOOLS, Lab, need
+
+pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+CGROUP = Path("/sys/fs/cgroup/cpu/torchrun-bench-slow-node")
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    need(*TOOLS, root=True)
+    with Lab(tmp_path_factory.mktemp("lab") / "lab", 3) as lab:
+        yield lab
+
+
+@contextmanager
+def slow_link(lab: Lab) -> Iterator[None]:
+    """What comes to node2 comes at 20 Mbit/s."""
+    shape = ("root", "tbf", "rate", "20mbit", "burst", "16kb", "latency", "200ms")
+    lab.network(0, "tc", "qdisc", "add", "dev", "veth2", *shape)
+    yield
+    lab.network(0, "tc", "qdisc", "del", "dev", "veth2", "root")
+
+
+@contextmanager
+def slow_node(lab: Lab) -> Iterator[None]:
+    """All that runs on node2 has 20 ms of a core in each 100 ms."""
+    if not CGROUP.parent.is_dir():
+        pytest.skip("needs the cpu controller of cgroup v1")
+
+    def move(to: Path) -> None:
+        space = (Path(f"/proc/{lab.first[2]}/ns/pid")).readlink()
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if (process / "ns/pid").readlink() == space:
+                    (to / "cgroup.procs").write_text(process.name)
+            except OSError:  # ended meanwhile
+                continue
+
+    CGROUP.mkdir(exist_ok=True)
+    (CGROUP / "cpu.cfs_period_us").write_text("100000")
+    (CGROUP / "cpu.cfs_quota_us").write_text("20000")
+    move(CGROUP)
+    yield
+    move(CGROUP.parent)
+    CGROUP.rmdir()
+
+
+@pytest.mark.parametrize("fault", [slow_link, slow_node])
+def test_the_slow_node_is_named(lab: Lab, tmp_path: Path, fault: Callable[[Lab], object]) -> None:
+    command = f"srun bash {ROOT}/launch/slurm_env.sh {sys.executable} benchmarks/node_check.py"
+    output = tmp_path / "out"
+    with ExitStack() as stack:
+        stack.enter_context(fault(lab))  # type: ignore[arg-type]
+        options = ["-N3", "--ntasks-per-node=1", f"--output={output}", f"--error={output}"]
+        job = lab.sbatch(*options, f"--wrap={command} --budget 100 --device cpu", cwd=ROOT)
+        assert lab.until_over(job, 200, output.read_text) == "FAILED"
+    text = output.read_text()
+    named = re.findall(r"# not fit: (.*)", text)
+    assert named == ["node 1 on node2"], text

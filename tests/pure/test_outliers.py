@@ -1,0 +1,178 @@
+"""Who is slow or wrong: common/outliers.py and node_check.py's judgement, worked out by hand."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks import node_check
+from common.check import odd_results
+from common.environment import lacking, on_hosts
+from common.links import concerned, rounds_by_node
+from common.outliers import accuse, judge, sentences
+from common.report import Case, Report
+
+NODES = [0, 0, 1, 1, 2, 2]
+
+
+def costs(*values: float) -> dict[tuple[int, ...], float]:
+    return {(rank,): value for rank, value in enumerate(values)}
+
+
+def names(found: Any) -> list[str]:
+    return [who for who, _ in found]
+
+
+def test_one_slow_rank() -> None:
+    """Median 1.01; the deviations .01 .99 0 .01 0 0 have the median .005. Node 0 is not slow."""
+    found = accuse(costs(1.0, 2.0, 1.01, 1.02, 1.01, 1.01), {"node": NODES}, "rank", "a product")
+    [(who, words)] = found
+    assert who == "rank 1"
+    factor, sigmas = found[who, words]
+    assert factor == pytest.approx(2.0 / 1.01)
+    assert sigmas == pytest.approx(0.99 / (1.4826 * 0.005))
+    assert sentences(found) == ["slow rank 1: a product 1.98x the median's time, 134 sigmas"]
+
+
+def test_a_slow_node_explains_its_ranks() -> None:
+    """Lower medians of the nodes: 1.0, 2.0, 1.01. Rank 5, of another node, is named for itself."""
+    found = accuse(costs(1.0, 1.0, 2.0, 2.1, 1.01, 1.01), {"node": NODES}, "rank", "x")
+    assert names(found) == ["node 1"]
+    nodes = [rank // 4 for rank in range(12)]
+    slow = [1.0, 1.01, 1.0, 1.02, 2.0, 2.1, 2.0, 2.1, 1.0, 1.01, 1.02, 3.0]
+    assert names(accuse(costs(*slow), {"node": nodes}, "rank", "x")) == ["node 1", "rank 11"]
+
+
+def test_what_is_not_slow() -> None:
+    """Within the margin; the fast one; a spread as wide as the difference."""
+    for values in ((1, 1.09, 1, 1, 1, 1), (1, 0.5, 1, 1, 1, 1), (1, 1.2, 0.8, 1.4, 0.6, 1.5)):
+        assert accuse(costs(*values), {"node": NODES}, "rank", "x") == {}
+    slower = costs(1, 1.3, 1, 1, 1, 1)
+    assert accuse(slower, {}, "rank", "x", margin=0.4) == {}
+    assert names(accuse(slower, {}, "rank", "x", margin=0.2)) == ["rank 1"]
+
+
+def test_of_two_nobody_knows_which() -> None:
+    found = accuse(costs(1.0, 3.0), {"node": [0, 0]}, "rank", "x", of_two=True)
+    assert names(found) == ["rank 1 or rank 0"]  # the slower first: it must be so twice
+    assert "x 3.00x the other's" in sentences(found)[0]
+    assert accuse(costs(1.0, 3.0), {"node": [0, 0]}, "rank", "x") == {}
+    assert accuse(costs(1.0, 1.3), {}, "rank", "x", margin=0.4, of_two=True) == {}
+    nodes = [0, 0, 0, 1, 1, 1]  # two nodes, one of them slow throughout
+    found = accuse(costs(1, 1.1, 1, 2, 2.1, 2), {"node": nodes}, "rank", "x", of_two=True)
+    assert names(found) == ["node 1 or node 0"]
+
+
+def test_kinds_and_limits() -> None:
+    """A slower kind of device is none of the slow; a limit is a user's."""
+    values: dict[int, dict[str, Any]] = {
+        rank: {"copy_s": seconds, "copy_bytes_per_s": 10 / seconds, "product": "beef"}
+        for rank, seconds in enumerate([1.0, 1.0, 1.0, 2.0, 2.0, 5.0])
+    }
+    kinds = ["new", "new", "new", "old", "old", "old"]
+    found = judge(values, "rank", {}, kinds, {}, 5, 0.1)
+    assert sentences(found)[0].startswith("slow rank 5: copy 2.50x the median's time")
+    assert len(found) == 1
+    limit = {"bytes_per_s": 4.0}
+    found = judge(values, "rank", {}, kinds, limit, 5, 9.0)
+    assert sentences(found) == ["slow rank 5: copy bytes per s 2, under 4"]
+
+
+def test_each_rank_becomes_a_case() -> None:
+    """Two turns of two rounds of two samples. Rank 1: blocks of 3 and 2 s, the fastest 1 s."""
+    ranks = [{"host": "a"}, {"host": "b"}]
+    report = Report("node_check", {"ranks": ranks})
+    rows = {"copy, turn 0": [[2, 2, 2, 2], [0, 0, 0, 0]], "copy, turn 1": [[0] * 4, [5, 1, 2, 2]]}
+    case = Case({"device": "cpu"}, [0, 1], rows, [2, 2])  # type: ignore[arg-type]
+    work = {"copy": (10.0, "bytes")}
+    facts = [{"work": work, "turn": f", turn {r}", "bits": ["x", "x"]} for r in (0, 1)]
+    node_check.split(report, "rank", [[0], [1]], ["k", "k"], case, facts)
+    first, second = report.cases
+    assert second.key == {"device": "cpu", "rank": 1, "host": "b"}
+    assert second.samples_s == {"copy": [[5, 1, 2, 2]]}
+    assert second.metrics["copy_s"] == 1
+    assert second.metrics["copy_sustained_s"] == 2
+    assert second.metrics["copy_bytes_per_s"] == 5
+    assert (first.check, second.check) == ("passed", "passed")
+    assert case.samples_s == {}
+
+
+def test_the_slowest_rank_of_a_node_counts() -> None:
+    """Of each iteration: 3, 4, 3, 2; on CUDA the median of the blocks' 3.5 and 2.5."""
+    report = Report("node_check", {"ranks": [{"host": "a"}] * 2})
+    rows = [[1.0, 4.0, 1.0, 2.0], [3.0, 1.0, 3.0, 1.0]]
+    case = Case({"device": "cuda"}, [0, 1], {"all_reduce": rows}, [2, 2])
+    facts = [{"work": {"all_reduce": (6.0, "bytes")}, "wrong": wrong} for wrong in (0, 7)]
+    node_check.split(report, "node", [[0, 1]], ["k", "k"], case, facts)
+    [found] = report.cases
+    assert found.metrics["all_reduce_sustained_s"] == 3
+    assert found.metrics["all_reduce_s"] == 2
+    assert found.check == "failed: a wrong sum on rank 1"
+
+
+def test_odd_results() -> None:
+    assert odd_results([["a", "a"]] * 3, ["k"] * 3) == {}
+    assert odd_results([["a"], ["b"], ["a"]], ["k"] * 3) == {
+        1: "its result is not that of 2 others of its kind"
+    }
+    assert odd_results([["a"], ["b"]], ["k", "l"]) == {}  # two kinds may round differently
+    assert [*odd_results([["a"], ["b"]], ["k", "k"])] == [0, 1]
+    assert odd_results([["a", "b"], ["a", "a"]], ["k", "k"]) == {
+        0: "its results differ from one another"
+    }
+
+
+def test_the_last_lines() -> None:
+    found = accuse(costs(1.0, 2.0, 1.0), {}, "rank", "copy")
+    bad = Case({"probe": "each rank alone", "rank": 2}, [2], check="failed: why")
+    lines, problem = node_check.conclude(found, {"node 0": "lacks"}, [bad], "slow")
+    assert problem == "not fit: node 0, rank 2, rank 1"
+    assert lines[-3:] == ["wrong node 0: lacks", "wrong rank 2: why", problem]
+    assert node_check.conclude(found, {}, [], "wrong") == (
+        [*sentences(found), "fit, though slow"],
+        None,
+    )
+    assert node_check.conclude({}, {}, [], "slow") == (["fit"], None)
+    environment = {"hosts": ["a", "b"], "ranks": [{"host": "a"}, {"host": "b"}]}
+    assert on_hosts("not fit: node 1, rank 0", environment) == "not fit: node 1 on b, rank 0 on a"
+    assert on_hosts("slow link 1 -> 0: 2x", environment) == "slow link 1 on b -> 0 on a: 2x"
+
+
+def test_lacking() -> None:
+    whole = {"ecc.errors.uncorrected.volatile.total": "0"}
+    broken = {"ecc.errors.uncorrected.volatile.total": "3"}
+    without = {"ecc.errors.uncorrected.volatile.total": "[N/A]"}
+    assert lacking({"gpus": [[whole] * 8, [whole] * 7]}) == {1: "it has 7 of 8 GPUs"}
+    assert lacking({"gpus": [[whole, broken], [without, whole]]}) == {
+        0: "GPU 1 has uncorrected errors of its memory"
+    }
+    assert lacking({"gpus": [[]]}) == {}
+    assert lacking({"gpus": [[]]}, 8) == {0: "it has 0 of 8 GPUs"}
+
+
+@pytest.mark.parametrize("members", [[[0, 1, 2, 3]], [[0], [1], [2]], [[0, 1], [2, 3], [4, 5]]])
+def test_links_of_nodes(members: list[list[int]]) -> None:
+    """Each two ranks of a node, and each two nodes by each rail, once; nobody twice in a round."""
+    rounds = rounds_by_node(members)
+    seen = [pair for pairs in rounds for pair in pairs]
+    inside = [(a, b) for own in members for a in own for b in own if a < b]
+    between = [
+        pair
+        for i, a in enumerate(members)
+        for b in members[i + 1 :]
+        for pair in zip(a, b, strict=True)
+    ]
+    assert sorted(seen) == sorted(inside + between)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+
+
+def test_which_links_are_measured_again() -> None:
+    for who, pairs, want in (
+        ("link 3 -> 2", [(2, 3)], True),
+        ("rank 2", [(2, 3)], True),
+        ("node 1", [(0, 1), (2, 4)], True),
+        ("node 2", [(0, 1), (2, 3)], False),
+        ("rank 4", [(0, 1)], False),
+    ):
+        assert concerned(pairs, {(who, "x"): (2, 9)}, NODES) == want, who

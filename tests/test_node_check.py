@@ -1,0 +1,117 @@
+"""node_check.py as its user runs it; tests/pure/test_outliers.py has its judgement."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.pure.reports import run as analyse
+
+SCRIPT = "benchmarks/node_check.py"
+# no neighbour slows a rank down to a quarter, twice: what such a margin names was planted
+SURE = ("--margin", "3")
+
+
+@pytest.mark.smoke
+def test_fit(bench: Callable[..., Any]) -> None:
+    """Two nodes of two ranks: all that there is to measure, and to export."""
+    run = bench(SCRIPT, "--budget", "100", "--iters", "6", *SURE, nodes=2)
+    assert run.status == 0, run.out + run.err
+    assert run.out.splitlines()[-1] == "# fit"
+    assert "left out" not in run.out
+    assert {case.check for case in run.report.cases} == {"passed"}
+    ranks = [case for case in run.report.cases if "rank" in case.key]
+    assert [case.key["rank"] for case in ranks] == [0, 1, 2, 3]
+    assert len({case.metrics["product"] for case in ranks}) == 1
+    for case in ranks:
+        assert [*case.samples_s] == ["matmul fp32", "copy", "launch"]
+        assert [len(rows) for rows in case.samples_s.values()] == [1, 1, 1]
+        assert case.metrics["matmul_fp32_s"] <= case.metrics["matmul_fp32_sustained_s"]
+    for level in ("node", "rail"):
+        assert [case.key[level] for case in run.report.cases if level in case.key] == [0, 1]
+    links = [link for case in run.report.cases for link in case.metrics.get("links", [])]
+    assert [link[:2] for link in links] == [[0, 1], [2, 3], [0, 2], [1, 3]]
+    exported = analyse("export.py", str(run.path), "--to", "prometheus")
+    assert exported.returncode == 0, exported.stderr
+    found = [line for line in exported.stdout.splitlines() if 'key_rank="3"' in line]
+    assert any(line.startswith("torchrun_bench_copy_bytes_per_second{") for line in found)
+
+
+@pytest.mark.smoke
+def test_the_budget_holds(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, "--budget", "0.1")
+    assert run.status == 0, run.err
+    assert "# left out, for --budget 0.1: each rank alone" in run.out
+    assert "# left out, for --budget 0.1: links" in run.out
+    assert run.report.cases == []
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (("--budget", "0"), "expected a number above 0, got '0'"),
+        (("--dtype", "fp8"), "expected some of fp32, bf16, fp16, got 'fp8'"),
+        (("--fail-on", "never"), "invalid choice: 'never'"),
+    ],
+)
+def test_mistakes(bench: Callable[..., Any], flags: tuple[str, ...], text: str) -> None:
+    run = bench(SCRIPT, *flags, ranks=0)
+    assert run.status == 2
+    assert text in run.err
+
+
+@pytest.mark.faults
+def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, "--margin", "0.6", ranks=4, inject="half-speed")
+    assert run.status == 1, run.out + run.err
+    assert "# each rank alone again, for rank 1\n" in run.out
+    assert "# slow rank 1 on " in run.out
+    assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
+    assert "error: not fit: rank 1 on " in run.err
+
+
+@pytest.mark.faults
+def test_a_wrong_product_is_named(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, "--iters", "6", *SURE, ranks=3, inject="wrong-product")
+    assert run.status == 1, run.out + run.err
+    last = run.out.splitlines()[-2:]
+    assert last[0].startswith("# wrong rank 1 on ")
+    assert last[0].endswith(": its result is not that of 2 others of its kind")
+    assert last[1].startswith("# not fit: rank 1 on ")
+    checks = [case.check for case in run.report.cases if case.key.get("rank") in (0, 2)]
+    assert checks == ["passed", "passed"]
+
+
+@pytest.mark.faults
+def test_of_two_nobody_knows_which(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, "--iters", "6", "--min-tflops", "1000", *SURE, inject="wrong-product")
+    assert run.status == 1, run.out + run.err
+    assert run.out.count("and no majority says whose is wrong") == 2
+    assert "# each rank alone again, for rank 0, rank 1\n" in run.out
+    assert "matmul fp32 flop per s " in run.out
+    assert ", under 1e+15\n" in run.out
+
+
+@pytest.mark.faults
+def test_a_wrong_sum_is_named(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, "--iters", "6", *SURE, inject="wrong-sum")
+    assert run.status == 1, run.out + run.err
+    assert "# wrong node 0 on " in run.out
+    assert ": a wrong sum on rank 1 on " in run.out
+
+
+@pytest.mark.faults
+def test_a_rank_that_hangs_is_named(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, "--iters", "6", "--timeout", "6", inject="stuck-product")
+    assert run.status != 0
+    assert "HANG: no progress for 6 s\nrank 1 on " in run.err
+    assert "case 'each rank alone " in run.err
+
+
+@pytest.mark.faults
+def test_a_node_that_lacks_a_device_is_named(bench: Callable[..., Any]) -> None:
+    """Before anything is measured, and by its host; were it not the first one, too."""
+    run = bench(SCRIPT, "--timeout", "20", ranks=3, inject="two-devices", json=False)
+    assert run.status != 0
+    assert "nccl needs a device for each rank: 3 ranks on " in run.err
