@@ -223,8 +223,8 @@ def links_of(metrics: dict[str, Any]) -> list[list[Any]]:
 
 
 def is_link(x: Any) -> bool:
-    whole = isinstance(x, (list, tuple)) and len(x) == 6 and all(map(is_number, x)) and min(x[3:]) > 0
-    return whole and all(type(end) is int for end in x[:2])
+    whole = isinstance(x, (list, tuple)) and len(x) == 6 and all(map(is_number, x))
+    return whole and min(x[3:]) > 0 and all(type(end) is int for end in x[:2])
 
 
 def split_links(row: Row) -> list[Row]:
