@@ -95,15 +95,18 @@ def test_a_rank_that_raises_fails_its_case_and_no_other(bench: Callable[..., Any
 
 @pytest.mark.faults
 def test_a_planted_delay_is_found_on_its_axis(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """30 ms more for each collective of one axis; the same mesh by three names, in one run."""
+    """100 ms more for each collective of one axis; the same mesh by three names, in one run.
+
+    So much, since on a machine that runs other tests a step of 0.3 s swings by 0.2 s.
+    """
     calls, flags = tmp_path / "calls", (*SMALL, "--iters", "6", "--mesh", "cp2,cp2dp1,dp1cp2")
     slow = {"cp": "cp of cp2dp1", "dp": "dp of dp1cp2"}
-    planting = {"SLOW": ",".join(slow.values()), "DELAY": "0.03", "CALLS": str(calls)}
-    run = bench(SCRIPT, *flags, inject="slow-axis", timeout=240, **planting)
+    planting = {"SLOW": ",".join(slow.values()), "DELAY": "0.1", "CALLS": str(calls)}
+    run = bench(SCRIPT, *flags, inject="slow-axis", timeout=480, **planting)
     assert run.status == 0, run.out + run.err
     usual, *planted = (case.metrics for case in run.report.cases)
     for (axis, name), found in zip(slow.items(), planted, strict=True):
-        wanted = json.loads(calls.read_text())[name] * 0.03
+        wanted = json.loads(calls.read_text())[name] * 0.1
         more = {a: found[f"exposed_{a}_s"] - usual[f"exposed_{a}_s"] for a in slow}
-        assert more.pop(axis) == pytest.approx(wanted, rel=0.2)
-        assert abs(more.popitem()[1]) < 0.2 * wanted
+        assert more.pop(axis) == pytest.approx(wanted, rel=0.35)
+        assert abs(more.popitem()[1]) < 0.35 * wanted
