@@ -1,6 +1,7 @@
 """node_check.py on a Slurm of three nodes, of which the second has a slow link, or few cycles."""
 
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,12 +59,13 @@ def slow_node(lab: Lab) -> Iterator[None]:
 
 @pytest.mark.parametrize("fault", [slow_link, slow_node])
 def test_the_slow_node_is_named(lab: Lab, tmp_path: Path, fault: Callable[[Lab], object]) -> None:
-    command = f"srun bash {ROOT}/launch/slurm_env.sh {sys.executable} benchmarks/node_check.py"
+    words = ["srun", "bash", str(ROOT / "launch" / "slurm_env.sh"), sys.executable]
+    command = shlex.join([*words, "benchmarks/node_check.py", "--budget", "100", "--device", "cpu"])
     output = tmp_path / "out"
     with ExitStack() as stack:
         stack.enter_context(fault(lab))  # type: ignore[arg-type]
         options = ["-N3", "--ntasks-per-node=1", f"--output={output}", f"--error={output}"]
-        job = lab.sbatch(*options, f"--wrap={command} --budget 100 --device cpu", cwd=ROOT)
+        job = lab.sbatch(*options, f"--wrap={command}", cwd=ROOT)
         assert lab.until_over(job, 200, output.read_text) == "FAILED"
     text = output.read_text()
     named = re.findall(r"# not fit: (.*)", text)
