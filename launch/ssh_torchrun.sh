@@ -121,7 +121,7 @@ done
 while ((${#running[@]})); do
     ended='' code=0
     wait -n -p ended "${!running[@]}" $timer || code=$?
-    if [[ -z $ended ]]; then continue; fi # a signal: its trap has seen to it
+    if [[ -z ${ended:-} ]]; then continue; fi # a signal: its trap has seen to it
     if [[ $ended == "$timer" ]]; then
         timer=
         end_all
