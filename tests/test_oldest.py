@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "collectives": (2, ("--collective", "all", "-b", "64", "-e", "64", "-n", "2", *TIMES)),
     "p2p_matrix": (3, ("--size", "4K", "-n", "2", *TIMES)),
     "replay": (2, (str(ROOT / "tests" / "recording"), *TIMES)),
-    "compile_sweep": (2, ("--toy-model", "--strategies", "ddp,fsdp2", "--backends", "eager")),
+    "compile_sweep": (2, ("--strategies", "ddp,fsdp2", "--backends", "eager", *TIMES)),
     "rpc_latency": (2, ("--sizes", "4,64K", *RPC)),
     "batch_update_ps": (3, RPC),
     "ddp_rpc": (3, ("--epochs", "2", "--warmup-cycles", "1")),
