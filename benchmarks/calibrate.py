@@ -128,8 +128,10 @@ def build_perturbation(args: argparse.Namespace, bench: Benchmark, group: Group)
     """The pairs are timed here; the case's own loop times the step once more."""
     device = bench.job.device
     step, depth = training_step(device, args.step_ms / 1e3)
-    iters = ROUNDS * 10  # short blocks: what starts and ends one weighs more than in a real case
-    rule = StopRule(warmup_iters=1, iters=iters)
+    # a pair is a block each, as long as those of a case with three steps and a budget of 5 seconds
+    block_s = 5 / ROUNDS / 3
+    iters = max(10, int(block_s / (args.step_ms / 1e3)))
+    rule = StopRule(warmup_iters=1, min_iters=1, max_seconds=block_s, rounds=1)
 
     def harness() -> float:
         timing = time_steps({"step": step}, group, device, rule)
