@@ -190,8 +190,8 @@ def run(sides: Sequence[Side], number: int, timeout: float) -> str | None:
         for side in sides:
             turns = Turns(folder, side.name)
             ends.callback(turns.close)
+            ends.callback(end_all)  # before the start: an interrupt may come in the middle of it
             process = side.start(number, turns.variables if len(sides) > 1 else {})
-            ends.callback(end, process)
             started.append((side, process, turns))
         if len(sides) > 1:
             for _, process, turns in started:  # until all have imported torch and met
@@ -211,13 +211,13 @@ def run(sides: Sequence[Side], number: int, timeout: float) -> str | None:
     return None
 
 
-def end(process: psutil.Popen) -> None:
-    """End a command and all that it started; politely first."""
-    try:
-        tree = [*process.children(recursive=True), process]
-        process.terminate()
-    except psutil.NoSuchProcess:
-        return
+def end_all() -> None:
+    """End the commands and all that they started; politely first."""
+    commands = psutil.Process().children()
+    tree = psutil.Process().children(recursive=True)
+    for command in commands:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command.terminate()
     for part in psutil.wait_procs(tree, 40)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             part.kill()
