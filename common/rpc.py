@@ -18,8 +18,8 @@ import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from common.benchmark import Benchmark
-from common.cli import list_of, number, positive_float, refuse
-from common.dist import FOREVER, gather, peers, share
+from common.cli import list_of, positive_float, positive_int, refuse
+from common.dist import gather, share
 from common.join import world
 
 SCHEME = "torchrun-bench"  # of the init_method that leads to the job's own store
@@ -44,11 +44,6 @@ class Roles:
         if rank in self.trainers:
             return f"trainer{rank}"
         return "master" if rank == self.master else f"server{rank - self.servers[0]}"
-
-    def on_cuda(self, trainers: int, servers: int) -> "Roles":
-        """The same roles with the last so many trainers and servers on CUDA."""
-        ranks = [*self.trainers[::-1][:trainers], *self.servers[::-1][:servers]]
-        return replace(self, cuda=frozenset(ranks))
 
     def device_maps(self, rank: int, devices: list[str]) -> dict[str, Any]:
         """Where tensors that this rank sends arrive: {callee: {own device: the callee's}}.
@@ -75,12 +70,11 @@ def split_roles(
     rest = world_size - master
     servers = servers or max(1, rest - trainers if trainers else rest // per_server)
     trainers = trainers or max(1, rest - servers)
-    total = trainers + servers + master
-    if total != world_size:
+    last = trainers + servers
+    if (total := last + master) != world_size:
         parts = f"{trainers} trainers, {servers} servers" + " and a master" * master
         more = f"e.g. torchrun --nproc-per-node {total} {sys.argv[0]}"
         refuse(f"{parts} are {total} processes, and there are {world_size}; {more}")
-    last = trainers + servers
     return Roles(range(trainers), range(trainers, last), last if master else None)
 
 
@@ -90,18 +84,23 @@ def assign_roles(
     cuda_servers: int | None = None,
     **counts: Any,
 ) -> Roles:
-    """The roles of this job. Without counts all trainers are on --device, and servers on theirs."""
-    roles = split_roles(world()[2], **counts)
+    """The roles of this job, with the last so many trainers and servers on CUDA.
+
+    By default --device and --server-device say who is there. args.device and args.backend become
+    this rank's own.
+    """
+    rank, _, world_size, _ = world()
+    roles = split_roles(world_size, **counts)
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     if cuda_trainers is None:
         cuda_trainers = len(roles.trainers) * cuda
     if cuda_servers is None:
         server_cuda = cuda if args.server_device == "auto" else args.server_device == "cuda"
         cuda_servers = len(roles.servers) * server_cuda
-    roles = roles.on_cuda(cuda_trainers, cuda_servers)
+    ranks = [*roles.trainers[::-1][:cuda_trainers], *roles.servers[::-1][:cuda_servers]]
+    roles = replace(roles, cuda=frozenset(ranks))
     if roles.cuda and not torch.cuda.is_available():
         refuse("trainers or servers on CUDA: torch sees no CUDA device here; try --device cpu")
-    rank = world()[0]  # --device and --backend become this rank's own
     backend = args.backend or ("nccl" if roles.cuda.issuperset(roles.trainers) else "gloo")
     args.device, args.backend = roles.device(rank), backend if rank in roles.trainers else "gloo"
     return roles
@@ -109,17 +108,18 @@ def assign_roles(
 
 @dataclass(frozen=True)
 class RpcOptions:
-    """TensorPipe's settings. Transports and channels: none for all that TensorPipe finds."""
+    """TensorPipe's settings. `auto` transports and channels are all that it finds."""
 
     threads: int
     timeout_s: float
-    transports: tuple[str, ...] = ()
-    channels: tuple[str, ...] = ()
+    transports: list[str]
+    channels: list[str]
 
     def key(self) -> dict[str, Any]:
         """What of them identifies a case."""
-        lists = {"rpc_transports": self.transports, "rpc_channels": self.channels}
-        return {"rpc_threads": self.threads} | {k: "+".join(v) or "auto" for k, v in lists.items()}
+        transports, channels = "+".join(self.transports), "+".join(self.channels)
+        threads = {"rpc_threads": self.threads}
+        return threads | {"rpc_transports": transports, "rpc_channels": channels}
 
     def __str__(self) -> str:
         return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.key().items())
@@ -130,16 +130,17 @@ def add_rpc_flags(parser: argparse.ArgumentParser, server_device: str | None = N
     threads = "worker threads a process (default: its share of the cores, 2 to 16)"
     timeout = "a call fails after S seconds (default: twice --timeout: the watchdog comes first)"
     transports = """TensorPipe may choose among shm (one host; its thread polls), uv (TCP), ibv
-        (InfiniBand), or auto, all (default: auto, but uv where there are more ranks than cores)"""
+        (InfiniBand) (default: auto, all; but uv where ranks outnumber cores)"""
     channels = """and for tensors among basic (any), cma (one host, needs ptrace), mpt_uv (TCP), on
         CUDA cuda_basic (any), cuda_ipc (one host, peer access, no expandable segments), cuda_gdr
         (InfiniBand), cuda_xth (one process). TensorPipe ends a process that finds none: keep
         basic and cuda_basic (default: auto, all)"""
     add = parser.add_argument_group("RPC").add_argument
-    add("--rpc-threads", type=number(int, 1), metavar="N", help=threads)
+    add("--rpc-threads", type=positive_int, metavar="N", help=threads)
     add("--rpc-timeout", type=positive_float, metavar="S", help=timeout)
     add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=transports)
-    add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=channels)
+    any_of = list_of(str, CHANNELS)
+    add("--rpc-channels", type=any_of, default=["auto"], metavar="NAME", help=channels)
     if server_device:
         where = f"auto: as --device (default: {server_device})"
         add("--server-device", choices=("auto", "cpu", "cuda"), default=server_device, help=where)
@@ -153,10 +154,9 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     """
     cores, ranks = len(os.sched_getaffinity(0)), bench.job.local_world_size
     threads = args.rpc_threads or min(16, max(2, cores // ranks))
-    timeout_s = min(args.rpc_timeout or 2 * args.timeout, FOREVER.total_seconds())
     transports = args.rpc_transports or (["uv"] if ranks > cores else ["auto"])
-    names = [() if "auto" in x else tuple(x) for x in (transports, args.rpc_channels or ["auto"])]
-    return share(RpcOptions(threads, timeout_s, *names))
+    timeout_s = args.rpc_timeout or 2 * args.timeout
+    return share(RpcOptions(threads, timeout_s, transports, args.rpc_channels))
 
 
 @contextmanager
@@ -179,40 +179,31 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
         rpc_timeout=options.timeout_s,
         init_method=f"{SCHEME}://",
         device_maps=roles.device_maps(job.rank, devices),
-        _transports=list(options.transports) or None,
-        _channels=list(options.channels) or None,
+        _transports=None if "auto" in options.transports else options.transports,
+        _channels=None if "auto" in options.channels else options.channels,
     )
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of it
     bench.watchdog.begin("RPC start", True)
-    try:
-        rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
-    except RuntimeError as error:
-        if "not in use by this listener" in str(error):
-            bench.end(f"--rpc-transports {','.join(options.transports)}: there is none here")
-        raise
-    before = list(bench.report.cases)
+    rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
+    graceful = False
     try:
         yield devices
-    except BaseException:
-        rpc.shutdown(graceful=False)
-        raise
-    # a failed case may have left calls that nobody answers: they are not waited for
-    failed = share(any(case.failed for case in bench.report.cases if case not in before))
-    bench.watchdog.begin("RPC end", True)
-    with peers():
-        dist.barrier()  # nobody leaves while others still call
-    rpc.shutdown(graceful=not failed)
-    _objects.clear()
+        bench.watchdog.begin("RPC end", True)
+        # a failed case may have left calls that nobody answers: they are not waited for
+        graceful = not share(any(case.failed for case in bench.report.cases))
+    finally:
+        rpc.shutdown(graceful)
+        _hosted.clear()
 
 
-_objects: list[Any] = []
+_hosted: list[Any] = []
 
 
 def host(factory: Callable[..., Any], *args: Any) -> None:
     """Called by RPC: this worker keeps `factory(*args)`, in the place of an older one."""
-    _objects[:] = [factory(*args)]
+    _hosted[:] = [factory(*args)]
 
 
 def hosted() -> Any:
     """What this worker keeps. Raises IndexError where that is nothing."""
-    return _objects[0]
+    return _hosted[0]

@@ -299,36 +299,29 @@ def on_server(change: Callable[[Any, Callable[[], Any]], Any]) -> None:
 
 
 @fault
-def wrong_reply() -> None:
-    """Tensors that the last rank answers by RPC are a little off in their last element."""
+def callee_errs() -> None:
+    """The last rank's tenth call by RPC of a function that answers nothing is lost.
 
-    def off(value: Any) -> Any:
-        if isinstance(value, torch.futures.Future):
-            return value.then(lambda future: off(future.value()))
-        if isinstance(value, torch.nn.Module):
-            copied = copy.deepcopy(value)
-            for parameter in copied.parameters():
-                parameter.data = off(parameter.data)
-            return copied
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            value = value.clone()
-            value.view(-1)[-1] *= 1.01
-        return value
-
-    on_server(lambda function, run: off(run()))
-
-
-@fault
-def lost_call() -> None:
-    """The last rank does not run the tenth call by RPC of a function that answers nothing."""
+    In what it answers by a Future the last value is one more.
+    """
     calls: Counter[Any] = Counter()
 
-    def lose(function: Any, run: Callable[[], Any]) -> Any:
+    def one_more(future: Any) -> Any:
+        value = copy.deepcopy(future.value())
+        *_, last = value.parameters() if isinstance(value, torch.nn.Module) else [value]
+        if last is not None:
+            last.data.view(-1)[-1] += 1
+        return value
+
+    def err(function: Any, run: Callable[[], Any]) -> Any:
         silent = getattr(function, "__annotations__", {}).get("return", "") is None
         calls[function] += 1
-        return None if silent and calls[function] == 10 else run()
+        if silent and calls[function] == 10:
+            return None
+        answer = run()
+        return answer.then(one_more) if isinstance(answer, torch.futures.Future) else answer
 
-    on_server(lose)
+    on_server(err)
 
 
 @fault
@@ -346,32 +339,18 @@ def callee_stops() -> None:
 
 
 @fault
-def trainer_raises() -> None:
-    """The 60th call by RPC of rank 1 raises."""
+def trainer_falters() -> None:
+    """The 60th call by RPC of rank 1 comes 5 s late, the 110th raises."""
     from torch.distributed import rpc
 
     real, calls = rpc.rpc_sync, [0]
 
     def rpc_sync(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 60 and RANK == 1:
-            raise MemoryError("injected: no room for the gradients")
-        return real(*args, **kwargs)
-
-    rpc.rpc_sync = rpc_sync
-
-
-@fault
-def slow_trainer() -> None:
-    """The 60th call by RPC of rank 1 comes 5 s late."""
-    from torch.distributed import rpc
-
-    real, calls = rpc.rpc_sync, [0]
-
-    def rpc_sync(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 60 and RANK == 1:
+        calls[0] += RANK == 1
+        if calls[0] == 60:
             time.sleep(5)
+        if calls[0] == 110:
+            raise MemoryError("injected: no room for the gradients")
         return real(*args, **kwargs)
 
     rpc.rpc_sync = rpc_sync

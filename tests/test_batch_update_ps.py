@@ -2,10 +2,8 @@
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks import batch_update_ps
@@ -13,27 +11,19 @@ from common.report import Case
 
 SCRIPT = "benchmarks/batch_update_ps.py"
 SHORT = ("--iters", "20", "--warmup-iters", "1", "--device", "cpu")
-# two cases of at least 3 s each: the second one is measured once the first is in the report
-LONG = ("--device", "cpu", "--max-seconds", "3", "--target-ci", "0.0001%")
 smoke, faults = pytest.mark.smoke, pytest.mark.faults
 
 
-def cases_in(path: Path) -> int:
-    return len(path.read_text().splitlines()) - 1 if path.exists() else 0
-
-
 @smoke
-@pytest.mark.parametrize(("ranks", "size"), [(4, 3), (7, 5)])
-def test_any_number_of_trainers(bench: Callable[..., Any], ranks: int, size: int) -> None:
-    run = bench(SCRIPT, *SHORT, "--batch-update-size", str(size), ranks=ranks)
+def test_fewer_gradients_than_trainers(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "--batch-update-size", "2", ranks=4)
     assert run.status == 0, run.err
     assert [case.key["payload"] for case in run.report.cases] == ["module", "tensors"]
     for case in run.report.cases:
         assert case.check == "passed"
-        assert [len(row) for row in case.samples_s["step"]] == [20] * (ranks - 1)
+        assert [len(row) for row in case.samples_s["step"]] == [20] * 3
         m = case.metrics
-        assert 1 <= m["gradients_per_update"] <= size
-        assert size < ranks - 1 or m["gradients_per_update"] == size  # all trainers
+        assert 1 <= m["gradients_per_update"] <= 2
         assert m["updates_per_s"] == pytest.approx(m["gradients_per_s"] / m["gradients_per_update"])
         assert m["latency_p50_s"] > 0
         assert f"{m['updates_per_s']:.1f}" in run.out
@@ -41,7 +31,7 @@ def test_any_number_of_trainers(bench: Callable[..., Any], ranks: int, size: int
 
 @faults
 def test_a_wrong_answer_of_the_server_fails_the_check(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, ranks=3, inject="wrong-reply")
+    run = bench(SCRIPT, *SHORT, ranks=3, inject="callee-errs")
     assert run.status == 1
     for case in run.report.cases:
         assert re.search(r"failed: .*after 20 updates the parameters of trainer0 are", case.check)
@@ -49,44 +39,20 @@ def test_a_wrong_answer_of_the_server_fails_the_check(bench: Callable[..., Any])
 
 
 @faults
-def test_who_is_missing_is_named_and_the_run_goes_on(bench: Callable[..., Any]) -> None:
+def test_a_late_trainer_and_one_that_raises_fail_their_cases(bench: Callable[..., Any]) -> None:
     flags = (*SHORT, "--iters", "60", "--straggler-timeout", "2")
-    run = bench(SCRIPT, *flags, ranks=4, inject="slow-trainer")
+    run = bench(SCRIPT, *flags, ranks=3, inject="trainer-falters")
     assert run.status == 1
-    first, second = run.report.cases
-    late = r"failed: TimeoutError: trainer[02] waited 2 s for an update .*missing: trainer1 "
-    assert re.match(late, first.check), first.check
-    assert second.check == "passed"
-
-
-@faults
-def test_a_trainer_that_raises_fails_its_case_alone(bench: Callable[..., Any]) -> None:
-    flags = (*SHORT, "--iters", "60", "--straggler-timeout", "2")
-    run = bench(SCRIPT, *flags, ranks=4, inject="trainer-raises")
-    assert run.status == 1
-    first, second = run.report.cases
-    assert first.check == "failed: MemoryError: injected: no room for the gradients (rank 1)"
-    assert second.check == "passed"
-
-
-@faults
-@pytest.mark.parametrize("rank", [1, 3])  # a trainer, the server
-def test_a_killed_rank_is_named(start: Callable[..., Any], tmp_path: Path, rank: int) -> None:
-    path = tmp_path / "report.jsonl"
-    process = start(SCRIPT, *LONG, "--timeout", "20", "--json", str(path), ranks=4)
-    process.until(lambda: cases_in(path), 150)
-    there = process.tree()
-    process.ranks()[rank].kill()
-    assert process.wait(40) != 0
-    assert re.search(rf"rank +: {rank} .*\n.*exitcode +: -9 ", process.err), process.err
-    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in there)
-    assert cases_in(path) == 1  # what was measured is kept
+    late = "TimeoutError: waited 2 s (--straggler-timeout); missing: trainer1 (rank 0)"
+    raised = "MemoryError: injected: no room for the gradients (rank 1)"
+    assert [case.check for case in run.report.cases] == [f"failed: {late}", f"failed: {raised}"]
 
 
 @faults
 def test_a_stopped_server_is_named(bench: Callable[..., Any]) -> None:
     """150 calls come after the check, 40, and the warm-up, 10 of two trainers."""
-    run = bench(SCRIPT, *LONG, "--timeout", "20", ranks=3, inject="callee-stops")
+    flags = ("--device", "cpu", "--max-seconds", "3", "--target-ci", "0.0001%", "--timeout", "20")
+    run = bench(SCRIPT, *flags, ranks=3, inject="callee-stops")
     assert run.status != 0
     assert "HANG: no progress for 20 s" in run.err
     assert re.search(r"rank 2 on .*case 'module .*: does not answer", run.err), run.err
