@@ -104,7 +104,7 @@ class BatchUpdateServer:
 
     def __init__(self, key: Key, device: str) -> None:
         self.key, self.device = key, torch.device(device)
-        self.cuda = [self.device] if self.device.type == "cuda" else []
+        self.cuda: list[Any] = [self.device] if self.device.type == "cuda" else []
         self.model, self.optimizer = create_model(key, device)
         parameters = list(self.model.parameters())
         self.gradient = torch.zeros_like(flat(parameters))  # the sum of those that are there
