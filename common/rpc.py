@@ -63,10 +63,7 @@ def split_roles(
     master: bool = False,
     per_server: int = 2,
 ) -> Roles:
-    """The roles of a world, all on the CPU: what is given, by default a server for so many ranks.
-
-    Ends the run, with the number of processes that would do, where it does not come out.
-    """
+    """The roles of a world, all on the CPU: as given, or a server for so many ranks. Or refuses."""
     rest = world_size - master
     servers = servers or max(1, rest - trainers if trainers else rest // per_server)
     trainers = trainers or max(1, rest - servers)
@@ -86,8 +83,7 @@ def assign_roles(
 ) -> Roles:
     """The roles of this job, with the last so many trainers and servers on CUDA.
 
-    By default --device and --server-device say who is there. args.device and args.backend become
-    this rank's own.
+    By default as --device and --server-device say. args.device and .backend become this rank's own.
     """
     rank, _, world_size, _ = world()
     roles = split_roles(world_size, **counts)
@@ -139,8 +135,7 @@ def add_rpc_flags(parser: argparse.ArgumentParser, server_device: str | None = N
     add("--rpc-threads", type=positive_int, metavar="N", help=threads)
     add("--rpc-timeout", type=positive_float, metavar="S", help=timeout)
     add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=transports)
-    any_of = list_of(str, CHANNELS)
-    add("--rpc-channels", type=any_of, default=["auto"], metavar="NAME", help=channels)
+    add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=channels)
     if server_device:
         where = f"auto: as --device (default: {server_device})"
         add("--server-device", choices=("auto", "cpu", "cuda"), default=server_device, help=where)
@@ -156,7 +151,7 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     threads = args.rpc_threads or min(16, max(2, cores // ranks))
     transports = args.rpc_transports or (["uv"] if ranks > cores else ["auto"])
     timeout_s = args.rpc_timeout or 2 * args.timeout
-    return share(RpcOptions(threads, timeout_s, transports, args.rpc_channels))
+    return share(RpcOptions(threads, timeout_s, transports, args.rpc_channels or ["auto"]))
 
 
 @contextmanager
@@ -184,7 +179,12 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
     )
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of it
     bench.watchdog.begin("RPC start", True)
-    rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
+    try:
+        rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
+    except RuntimeError as error:
+        if "not in use by this listener" in str(error):
+            bench.end(f"--rpc-transports {','.join(options.transports)}: there is none here")
+        raise
     graceful = False
     try:
         yield devices
@@ -193,7 +193,6 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
         graceful = not share(any(case.failed for case in bench.report.cases))
     finally:
         rpc.shutdown(graceful)
-        _hosted.clear()
 
 
 _hosted: list[Any] = []

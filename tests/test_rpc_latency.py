@@ -48,6 +48,13 @@ def test_every_operation_with_two_callers(bench: Callable[..., Any]) -> None:
 
 
 @smoke
+def test_a_transport_that_is_not_there_is_one_line(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "--rpc-transports", "ibv")
+    assert run.status != 0
+    assert "rpc_latency.py: error: --rpc-transports ibv: there is none here" in run.err
+
+
+@smoke
 def test_two_nodes(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, "--ops", "rpc_sync", "--sizes", "6,1M", ranks=1, nodes=2)
     assert run.status == 0, run.err
