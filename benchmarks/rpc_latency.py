@@ -58,7 +58,7 @@ from common.table import Columns, metric, relative
 
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
 SIZES = [4, 2**12, 2**16, 2**20, 2**26]
-BATCH_BYTES = 2**27  # rpc_async has no more in flight
+BATCH_BYTES = 2**26  # rpc_async has no more in flight
 Key = dict[str, Any]
 
 
@@ -69,10 +69,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ops", type=kinds, default=list(OPERATIONS), metavar="OP", help=ops)
     sizes = "of the payload (default: 4,4K,64K,1M,64M)"
     add("--sizes", type=list_of(size), default=SIZES, metavar="BYTES", help=sizes)
-    many = "calls that rpc_async starts at once, or as many as make 128M (default: 8)"
+    many = "calls that rpc_async starts at once, or as many as make 64M (default: 8)"
     add("--in-flight", type=positive_int, default=8, metavar="N", help=many)
     add_rpc_flags(parser, server_device="auto")
-    add_common_flags(parser, min_iters=6, max_seconds=0.4)
+    add_common_flags(parser, min_iters=6, max_seconds=0.25)
     args = parser.parse_args(argv)
     args.backend = args.backend or "gloo"  # callers meet on it; what is timed goes over RPC
     return args
