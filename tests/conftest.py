@@ -3,9 +3,13 @@
 `python -m pytest` runs what needs no torchrun; the marks below are `make smoke faults launch gpu`.
 """
 
+import contextlib
+import json as json_module
 import os
+import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -71,11 +75,11 @@ class Process:
 
     @property
     def out(self) -> str:
-        return "".join((self.folder / f"out{i}").read_text() for i in range(len(self.parts)))
+        return "".join(path.read_text() for path in sorted(self.folder.glob("out*")))
 
     @property
     def err(self) -> str:
-        return "".join((self.folder / f"err{i}").read_text() for i in range(len(self.parts)))
+        return "".join(path.read_text() for path in sorted(self.folder.glob("err*")))
 
     def tree(self) -> list[psutil.Process]:
         """All processes of the command that are alive, itself first."""
@@ -130,6 +134,49 @@ class Process:
                 file.close()
 
 
+class Warm(Process):
+    """A run that tests/warm.py starts, which spares every process the import of torch."""
+
+    server: subprocess.Popen[bytes] | None = None
+
+    def __init__(self, folder: Path, words: list[str], ranks: int) -> None:
+        self.folder, self.files = folder, []
+        if Warm.server is None:
+            Warm.server = subprocess.Popen(
+                [sys.executable, str(ROOT / "tests" / "warm.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                env=environment(),
+                start_new_session=True,
+            )
+        request = {"words": words, "ranks": ranks, "environment": environment()}
+        request |= {name: str(folder / f"{name}0") for name in ("out", "err")}
+        assert Warm.server.stdin is not None
+        Warm.server.stdin.write(json_module.dumps(request).encode() + b"\n")
+        self.pid, self.parts = self.answer(60), []
+        with contextlib.suppress(psutil.NoSuchProcess):  # over already
+            self.parts = [psutil.Process(self.pid)]
+        self.over = False
+
+    def answer(self, seconds: float) -> int:
+        assert Warm.server is not None
+        assert Warm.server.stdout is not None
+        if not select.select([Warm.server.stdout], [], [], max(0, seconds))[0]:
+            pytest.fail(f"no end after {seconds} s; stdout:\n{self.out}\nstderr:\n{self.err}")
+        return int(Warm.server.stdout.readline())
+
+    def wait(self, seconds: float) -> int:
+        status = self.answer(seconds)
+        self.over = True
+        return status
+
+    def stop(self) -> None:
+        super().stop()
+        if not self.over:
+            self.answer(10)
+
+
 def environment(**extra: str) -> dict[str, str]:
     """This process's variables without a launcher's, and with one thread a rank."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "SLURM_", "GROUP_")
@@ -137,15 +184,20 @@ def environment(**extra: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | extra
 
 
+def words_of(script: str, *flags: str, inject: str | None = None) -> list[str]:
+    """What follows `python` or torchrun's options; inject: a fault of tests/inject.py."""
+    path = script if os.path.isabs(script) else str(ROOT / script)
+    return [*([INJECT, inject] if inject else []), path, *flags]
+
+
 def command_of(
     script: str, *flags: str, ranks: int = 2, nodes: int = 1, inject: str | None = None
 ) -> list[list[str]]:
     """The torchrun commands that start a script: one for each node, all on this host.
 
-    ranks: of a node; 0 is plain python. inject: a fault of tests/inject.py.
+    ranks: of a node; 0 is plain python.
     """
-    path = script if os.path.isabs(script) else str(ROOT / script)
-    words = [*([INJECT, inject] if inject else []), path, *flags]
+    words = words_of(script, *flags, inject=inject)
     if ranks == 0:
         return [[sys.executable, *words]]
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
@@ -183,17 +235,39 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 
 @pytest.fixture
-def bench(start: Callable[..., Process], tmp_path: Path) -> Callable[..., Run]:
-    """bench("benchmarks/x.py", *flags, ranks=2, timeout=240, ...) -> Run, with --json added."""
+def bench(
+    start: Callable[..., Process], tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Run]]:
+    """bench("benchmarks/x.py", *flags, ranks=2, timeout=240, ...) -> Run, with --json added.
+
+    torch is imported already, but in tests marked `faults` or `oldest` and with `start`'s other
+    options: there it is torchrun as a user types it.
+    """
+    cold = any(mark.name in ("faults", "oldest") for mark in request.node.iter_markers())
+    runs: list[Warm] = []
 
     def run(
-        script: str, *flags: str, timeout: float = 240, json: bool = True, **options: Any
+        script: str,
+        *flags: str,
+        timeout: float = 240,
+        json: bool = True,
+        ranks: int = 2,
+        inject: str | None = None,
+        **options: Any,
     ) -> Run:
         path = tmp_path / "a folder" / "report.jsonl"
         path.parent.mkdir(exist_ok=True)
         words = [*flags, *(["--json", str(path)] if json else [])]
-        process = start(script, *words, **options)
+        if cold or options:
+            process = start(script, *words, ranks=ranks, inject=inject, **options)
+        else:
+            folder = tmp_path / f"warm{len(runs)}"
+            folder.mkdir()
+            process = Warm(folder, words_of(script, *words, inject=inject), ranks)
+            runs.append(process)
         status = process.wait(timeout)
         return Run(status, process.out, process.err, path)
 
-    return run
+    yield run
+    for process in runs:
+        process.stop()

@@ -95,25 +95,24 @@ def test_page_names_every_file_and_region_that_it_includes() -> None:
 
 @pytest.mark.smoke
 @each_file
-def test_prints_what_its_docstring_shows(path: Path, start: Callable[..., Any]) -> None:
+def test_prints_what_its_docstring_shows(path: Path, bench: Callable[..., Any]) -> None:
     command, lines = shown(path)
-    process = start(command[3], *command[4:], ranks=int(command[2]))
-    assert process.wait(180) == 0, process.err
-    assert shape(process.out.splitlines()) == shape(lines)
+    run = bench(command[3], *command[4:], ranks=int(command[2]), json=False)
+    assert run.status == 0, run.err
+    assert shape(run.out.splitlines()) == shape(lines)
 
 
 @pytest.mark.smoke
 @each_file
-def test_an_odd_number_of_ranks(path: Path, start: Callable[..., Any]) -> None:
-    process = start(f"examples/{path.name}", ranks=3)
-    assert process.wait(180) == 0, process.err
-    assert shape(process.out.splitlines())[0].startswith("# ")
+def test_an_odd_number_of_ranks(path: Path, bench: Callable[..., Any]) -> None:
+    run = bench(f"examples/{path.name}", ranks=3, json=False)
+    assert run.status == 0, run.err
+    assert shape(run.out.splitlines())[0].startswith("# ")
 
 
 @pytest.mark.smoke
-def test_one_rank_is_too_few_where_ranks_are_compared(start: Callable[..., Any]) -> None:
-    process = start("examples/who_is_slow.py", ranks=1)
-    assert process.wait(180) == 1
-    assert "expected 2 ranks or more: torchrun --nproc-per-node 2 examples/who_is_slow.py\n" in (
-        process.err
-    )
+def test_one_rank_is_too_few_where_ranks_are_compared(bench: Callable[..., Any]) -> None:
+    run = bench("examples/who_is_slow.py", ranks=1, json=False)
+    assert run.status == 1
+    expected = "expected 2 ranks or more: torchrun --nproc-per-node 2 examples/who_is_slow.py\n"
+    assert expected in run.err
