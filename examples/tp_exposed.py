@@ -81,12 +81,12 @@ def main() -> int:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
-    ranks, width = dist.get_world_size(), 256 if device.type == "cpu" else 6144
+    ranks, width = dist.get_world_size(), 128 if device.type == "cpu" else 6144
     # [fake]
     names, shape = ("dp", "tp"), (1, ranks) if ranks % 2 else (ranks // 2, 2)
     torch.manual_seed(dist.get_rank() // shape[1])  # the ranks of a tp group share their batch
     with device:
-        x, plain, axes = torch.randn(64, width), build(width), ("", *names)
+        x, plain, axes = torch.randn(1024, width), build(width), ("", *names)
         mesh = partial(dist.init_device_mesh, device.type, shape, mesh_dim_names=names)
         models = [build(width, mesh(backend_override={a: "fake"} if a else None)) for a in axes]
     # [/fake]
