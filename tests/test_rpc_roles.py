@@ -22,10 +22,6 @@ from common.rpc import split_roles
         (ddp_rpc, 4, "--server-device cuda", "torch sees no CUDA device"),
         (parameter_server, 4, "--ntrainer 4 --nserver 2", "are 7 processes, and there are 4"),
         (parameter_server, 5, "--ncudaserver 1", "torch sees no CUDA device"),
-        (parameter_server, 6, "--ntrainer 2 --device cpu", "2 trainers leave a server without one"),
-        (parameter_server, 5, "--backend nccl", "no sparse all-reduce; try --backend multi"),
-        (parameter_server, 5, "--max-val 300", "there are 256 rows"),
-        (parameter_server, 5, "--sample-count 16", "for 3 trainers; try --sample-count 24"),
         (parameter_server, 5, "--dense-embedding --routes hybrid_hook", "no bucket is sparse"),
     ],
 )
