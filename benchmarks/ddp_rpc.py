@@ -3,30 +3,20 @@
 
 Each server holds an EmbeddingBag (sum). A trainer looks a batch (20 to 50 indices in bags of 1 to
 10) up on all servers by RPC, joins the answers, runs them through a dense stack
-(512-256-128-ReLU-64-32-8) that DistributedDataParallel keeps alike on all trainers, and brings
-the gradients back to the tables. Timed is an epoch of 10 batches, which are made before.
+(512-256-128-ReLU-64-32-8) under DistributedDataParallel, and brings the gradients back to the
+tables. Timed is an epoch of 10 batches, which are made before, and within it the phases of a batch.
 
     sec/epoch   of a trainer; `All`: of the slowest trainer, epoch by epoch
     samples/s = bags of its epoch / sec/epoch; `All`: bags of all trainers / that
-
-    --lookup parallel | sequential    ask all servers at once, or one after the other
-    --autograd distributed            distributed autograd and DistributedOptimizer
-               manual                 the gradients of what was looked up are sent to the servers,
-                                      which apply them; the dense part has its own optimizer
-
-A batch is split into lookup, forward, backward (without the exchange), exchange (the all-reduce of
-the last dense bucket) and step (the optimizer, on the servers too).
 
     torchrun --nproc-per-node 4 benchmarks/ddp_rpc.py
     torchrun --nproc-per-node 17 benchmarks/ddp_rpc.py --number-trainers 8 --number-ps 8
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/ddp_rpc.py --number-embeddings 1000000 --sparse --json report.jsonl
 
-Ranks: trainers, then servers, last the master, which sets the servers up.
-
-Does what PyTorch's torch/distributed/benchmarks/benchmark_ddp_rpc.py did, written anew; with
-`--lookup sequential --autograd distributed --rpc-threads 16 --rpc-transports auto` it works as that
-did. BSD-3-Clause. docs/ddp_rpc.md shows how to read the tables.
+Ranks: trainers, then servers, last the master, which sets the servers up. Does what PyTorch's
+benchmark_ddp_rpc.py did, written anew; `--lookup sequential --autograd distributed --rpc-threads 16
+--rpc-transports auto` are its settings. BSD-3-Clause. How to read the tables: docs/ddp_rpc.md.
 """
 
 import argparse
@@ -35,7 +25,6 @@ import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,44 +53,38 @@ from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, r
 from common.stats import percentiles, relative_ci95
 from common.table import Columns, metric, percentile_columns, relative, render
 
-LOOKUPS = ("parallel", "sequential")
-AUTOGRADS = ("distributed", "manual")
 DENSE_INPUT = 512
 CLASSES = 8
-BATCHES = 10  # of an epoch
 LR = 0.05
 PHASES = ("lookup", "forward", "backward", "exchange", "step")
-CHECKED_STEPS = 3  # on small tables, against a single process
-CHECKED_EMBEDDINGS = 50
-TOLERANCE = 1e-6  # of what these steps change; in float64, where rounding does not hide an error
+# what is checked against one process: in float64, where rounding does not hide an error
+CHECKED = {"number_embeddings": 50, "batches": 3, "dtype": "float64"}
+TOLERANCE = 1e-6  # of what these steps change
 
 Key = dict[str, Any]
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # indices [n], offsets [bags], targets
-Turn = Callable[[], AbstractContextManager[None]]  # around a trainer's update of the tables
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    add = parser.add_argument
-    size = positive_int
-    add("--number-trainers", type=size, metavar="N", help="(default: half of the ranks)")
-    add("--number-ps", type=size, metavar="N", help="parameter servers (default: the other half)")
-    add("--number-embeddings", type=size, default=300, metavar="N", help="rows of a table (300)")
-    add("--embedding-dim", type=size, default=64, metavar="N", help="of a table (default: 64)")
+    add, count = parser.add_argument, positive_int
+    add("--number-trainers", type=count, metavar="N", help="(default: half of the ranks)")
+    add("--number-ps", type=count, metavar="N", help="parameter servers (default: the other half)")
+    add("--number-embeddings", type=count, default=300, metavar="N", help="rows of a table (300)")
+    add("--embedding-dim", type=count, default=64, metavar="N", help="its columns (default: 64)")
     add("--sparse", action="store_true", help="tables with sparse gradients")
-    how = list_of(str, LOOKUPS)
-    add("--lookup", type=how, default=["parallel"], metavar="HOW", help="(default: parallel)")
-    how = list_of(str, AUTOGRADS)
-    add("--autograd", type=how, default=[*AUTOGRADS], metavar="HOW", help="(default: both)")
+    how = list_of(str, ["parallel", "sequential"])
+    text = "ask all servers at once or one after the other (default: parallel)"
+    add("--lookup", type=how, default="parallel", metavar="HOW", help=text)
+    how = list_of(str, ["distributed", "manual"])
+    text = """distributed: torch's distributed autograd and DistributedOptimizer; manual: a call to
+        each server with the gradient, which it applies (default: both)"""
+    add("--autograd", type=how, default="all", metavar="HOW", help=text)
     add_rpc_flags(parser, server_device="cpu")
     add_common_flags(parser)
-    for name, other in (("--epochs", "iters"), ("--warmup-cycles", "warmup_iters")):
-        text = f"as --{other.replace('_', '-')}"
-        add(name, type=number(int), dest=other, default=argparse.SUPPRESS, metavar="N", help=text)
+    add("--epochs", type=count, dest="iters", metavar="N", help="as --iters")
+    add("--warmup-cycles", type=number(int), dest="warmup_iters", help="as --warmup-iters")
     return parser.parse_args(argv)
-
-
-# -- the model, and its data -----------------------------------------------------------------------
 
 
 def create_dense(key: Key) -> nn.Module:
@@ -163,177 +146,141 @@ def apply_gradient(indices: torch.Tensor, offsets: torch.Tensor, gradient: torch
             torch.cuda.current_stream(found.device).synchronize()
 
 
-def parameter_rrefs() -> list[rpc.RRef[torch.Tensor]]:
-    return [rpc.RRef(p) for p in hosted().parameters()]
-
-
 def get_weight() -> torch.Tensor:
-    weight: torch.Tensor = hosted().weight
-    return weight.detach().cpu()
+    return hosted().weight
 
 
 def set_up_servers(key: Key, devices: list[str]) -> None:
-    for server, device in enumerate(devices):
-        rpc.rpc_sync(f"server{server}", host, args=(create_table, key, server, device))
+    for i, device in enumerate(devices):
+        rpc.rpc_sync(f"server{i}", host, args=(create_table, key, i, device))
 
 
-# -- on a trainer ----------------------------------------------------------------------------------
-
-
-def ask(key: Key, batch: Batch) -> list[torch.Tensor]:
-    """What each server has looked up for the batch: [bags, embedding_dim]."""
-    names = [f"server{server}" for server in range(key["servers"])]
-    words = (*batch[:2], key["device"] == "cuda", key["autograd"] == "distributed")
+def ask(key: Key, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
+    """What each server has looked up: [bags, embedding_dim]."""
+    names = [f"server{i}" for i in range(key["servers"])]
+    words = (indices, offsets, key["device"] == "cuda", key["autograd"] == "distributed")
     if key["lookup"] == "sequential":
         return [rpc.rpc_sync(name, look_up, args=words) for name in names]
     return torch.futures.wait_all([rpc.rpc_async(name, look_up, args=words) for name in names])
 
 
-def distributed_step(
-    key: Key, ddp: nn.Module, phases: Phases, turn: Turn
-) -> Callable[[Batch], None]:
-    """The step by torch's own: gradients and the optimizer find their way over RPC."""
-    rrefs = [rpc.RRef(p) for p in ddp.parameters()]
-    for server in range(key["servers"]):
-        rrefs += rpc.rpc_sync(f"server{server}", parameter_rrefs)
-    optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=LR)
-
-    def step(batch: Batch) -> None:
-        with dist_autograd.context() as context:
-            looked_up = ask(key, batch)
-            phases.mark("lookup")
-            loss = loss_of(ddp, looked_up, batch[2])
-            phases.mark("forward")
-            dist_autograd.backward(context, [loss])
-            phases.mark("backward")
-            with turn():
-                optimizer.step(context)
-        phases.mark("step")
-
-    return step
+def distributed_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Iterator[str]:
+    """By torch's own: gradients and the optimizer find their way over RPC. Yields each phase."""
+    with dist_autograd.context() as context:
+        looked_up = ask(key, *batch[:2])
+        yield "lookup"
+        loss = loss_of(ddp, looked_up, batch[2])
+        yield "forward"
+        dist_autograd.backward(context, [loss])
+        yield "backward"
+        optimizer.step(context)
+    yield "step"
 
 
-def manual_step(key: Key, ddp: nn.Module, phases: Phases, turn: Turn) -> Callable[[Batch], None]:
+def manual_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Iterator[str]:
     """The same without distributed autograd: a call with the gradient to each server."""
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
-
-    def step(batch: Batch) -> None:
-        indices, offsets, targets = batch
-        looked_up = [part.requires_grad_() for part in ask(key, batch)]
-        phases.mark("lookup")
-        optimizer.zero_grad()
-        loss = loss_of(ddp, looked_up, targets)
-        phases.mark("forward")
-        loss.backward()
-        phases.mark("backward")
-        with turn():
-            applied = [
-                rpc.rpc_async(f"server{i}", apply_gradient, args=(indices, offsets, part.grad))
-                for i, part in enumerate(looked_up)
-            ]
-            optimizer.step()
-            torch.futures.wait_all(applied)
-        phases.mark("step")
-
-    return step
+    indices, offsets, targets = batch
+    looked_up = [part.requires_grad_() for part in ask(key, indices, offsets)]
+    yield "lookup"
+    optimizer.zero_grad()
+    loss = loss_of(ddp, looked_up, targets)
+    yield "forward"
+    loss.backward()
+    yield "backward"
+    calls = [
+        rpc.rpc_async(f"server{i}", apply_gradient, args=(indices, offsets, part.grad))
+        for i, part in enumerate(looked_up)
+    ]
+    optimizer.step()
+    torch.futures.wait_all(calls)
+    yield "step"
 
 
 def stamp_exchange(ddp: DistributedDataParallel, phases: Phases) -> None:
     """DDP's own all-reduce, with stamps around that of the last bucket."""
 
+    def arrived(future: Future[torch.Tensor]) -> torch.Tensor:
+        # refers to no group: gloo's own thread must not hold the last reference to one
+        phases.mark("exchange")
+        return future.value()
+
     def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         future = allreduce_hook(group, bucket)
-        if not bucket.is_last():
-            return future
-        phases.mark("backward")
-
-        def arrived(future: Future[torch.Tensor]) -> torch.Tensor:
-            # nothing here refers to the group: the last reference to it must not be gloo's own
-            # thread, which would wait for itself
-            phases.mark("exchange")
-            return future.value()
-
-        return future.then(arrived)
+        if bucket.is_last():
+            phases.mark("backward")
+            future = future.then(arrived)
+        return future
 
     ddp.register_comm_hook(ddp.process_group, hook)
 
 
-@contextmanager
-def one_by_one(group: dist.ProcessGroup) -> Iterator[None]:
-    """So that no trainer changes a table while another does, or looks it up."""
-    for rank in range(group.size()):
-        if rank == group.rank():
-            yield
-        dist.barrier(group)
-
-
-def start(
-    key: Key, devices: list[str], job: Job, group: Group, turn: Turn
-) -> tuple[nn.Module, Phases, Callable[[], None]]:
-    """New tables on all servers, a new dense part here, and what trains an epoch."""
-    if job.rank == 0:
-        rpc.rpc_sync("master", set_up_servers, args=(key, devices))
-    dist.barrier(group.control)
-    dense, phases = create_dense(key).to(job.device), Phases(job.device)
-    ddp = DistributedDataParallel(dense, process_group=group.test)
-    stamp_exchange(ddp, phases)
-    create_step = distributed_step if key["autograd"] == "distributed" else manual_step
-    step = create_step(key, ddp, phases, turn)
-    # targets where the loss is computed; indices and offsets stay on the CPU to travel
-    batches = [(i, offsets, t.to(job.device)) for i, offsets, t in create_epoch(key, job.rank)]
-
-    def epoch() -> None:
-        phases.begin()
-        for batch in batches:
-            step(batch)
-
-    return dense, phases, epoch
-
-
 def build(key: Key, devices: list[str], job: Job, group: Group) -> Workload:
     """devices: of the servers."""
-    small = {"number_embeddings": CHECKED_EMBEDDINGS, "batches": CHECKED_STEPS, "dtype": "float64"}
-    alone = partial(one_by_one, group.control)
-    dense, _, epoch = start(key | small, devices, job, group, alone)
-    epoch()
+
+    def start(key: Key) -> tuple[nn.Module, Phases, Callable[..., None]]:
+        """New tables on all servers, a new dense part here, and what trains an epoch."""
+        if job.rank == 0:
+            rpc.rpc_sync("master", set_up_servers, args=(key, devices))
+        dist.barrier(group.control)
+        dense, phases = create_dense(key).to(job.device), Phases(job.device)
+        ddp = DistributedDataParallel(dense, process_group=group.test)
+        stamp_exchange(ddp, phases)
+        optimizer: Any
+        if key["autograd"] == "distributed":
+            rrefs = [rpc.remote(f"server{i}", get_weight) for i in range(key["servers"])]
+            rrefs += [rpc.RRef(p) for p in ddp.parameters()]
+            step, optimizer = distributed_step, DistributedOptimizer(torch.optim.SGD, rrefs, lr=LR)
+        else:
+            step, optimizer = manual_step, torch.optim.SGD(ddp.parameters(), lr=LR)
+        # targets where the loss is computed; indices and offsets stay on the CPU to travel
+        batches = [(i, offsets, t.to(job.device)) for i, offsets, t in create_epoch(key, job.rank)]
+
+        def epoch(after: Callable[[str], None] = phases.mark) -> None:
+            phases.begin()
+            for batch in batches:
+                for phase in step(key, ddp, optimizer, batch):
+                    after(phase)
+
+        return dense, phases, epoch
+
+    waits = {"backward": job.rank, "step": key["trainers"] - job.rank}
+
+    def in_turn(phase: str) -> None:
+        """No trainer changes a table while another one does, or looks it up."""
+        for _ in range(waits.get(phase, 0)):
+            dist.barrier(group.control)
+
+    checked = key | CHECKED
+    dense, _, epoch = start(checked)
+    epoch(in_turn)
     facts: dict[str, Any] = {"dense": digest(dense)}
-    facts["samples"] = sum(len(targets) for _, _, targets in create_epoch(key, job.rank))
     if job.rank == 0:
-        tables = [rpc.rpc_sync(f"server{i}", get_weight) for i in range(key["servers"])]
-        facts["errors"] = errors(
-            key | small, tables, [p.detach().cpu() for p in dense.parameters()]
-        )
-    _, phases, epoch = start(key, devices, job, group, nullcontext)
+        each = torch.arange(checked["number_embeddings"])  # every row as a bag of its own
+        tables = ask(checked | {"autograd": "manual"}, each, each)
+        facts["error"] = error_of(checked, [*tables, *dense.parameters()])
+    _, phases, epoch = start(key)
     return Workload({"epoch": epoch}, facts=lambda: facts | {"phases": phases.durations()})
 
 
-# -- what rank 0 makes of it -----------------------------------------------------------------------
+def error_of(key: Key, trained: list[torch.Tensor]) -> float:
+    """How far tables and dense weights are off a single process's, relative to their change in it.
 
-
-def errors(key: Key, tables: list[torch.Tensor], dense: list[torch.Tensor]) -> dict[str, float]:
-    """How far `tables` and `dense` are from what a single process learns in the checked steps.
-
-    Relative to the largest change that it makes. It takes every trainer's batch in turn: each
-    trainer's gradient is applied to the tables, those of the dense part are averaged.
+    It applies each trainer's gradient to the tables, and the average to the dense part.
     """
-    epochs = [create_epoch(key, trainer) for trainer in range(key["trainers"])]
     bags = [create_table(key, server) for server in range(key["servers"])]
     model = create_dense(key)
-    rates: dict[torch.Tensor, float] = {bag.weight: LR for bag in bags}
-    for p in model.parameters():
-        rates[p] = LR / key["trainers"]
-    before = [p.detach().clone() for p in rates]
+    weights = [*(bag.weight for bag in bags), *model.parameters()]
+    average = {"params": model.parameters(), "lr": LR / key["trainers"]}
+    optimizer = torch.optim.SGD([{"params": weights[: len(bags)]}, average], lr=LR)
+    before = [weight.detach().clone() for weight in weights]
+    epochs = [create_epoch(key, trainer) for trainer in range(key["trainers"])]
     for batches in zip(*epochs, strict=True):
+        optimizer.zero_grad()
         for indices, offsets, targets in batches:
             loss_of(model, [bag(indices, offsets) for bag in bags], targets).backward()
-        with torch.no_grad():
-            for weight, rate in rates.items():
-                assert weight.grad is not None
-                weight -= rate * weight.grad.to_dense()
-                weight.grad = None
-    trained = zip([*tables, *dense], rates, before, strict=True)
-    off = [relative_error(got - old, want - old) for got, want, old in trained]
-    return {"tables": max(off[: len(bags)]), "dense weights": max(off[len(bags) :])}
+        optimizer.step()
+    both = zip(trained, weights, before, strict=True)
+    return max(relative_error(got.cpu() - old, want - old) for got, want, old in both)
 
 
 def derive(case: Case, facts: list[dict[str, Any]]) -> None:
@@ -342,78 +289,55 @@ def derive(case: Case, facts: list[dict[str, Any]]) -> None:
     slowest = samples.max(axis=0)
     m |= percentiles(slowest, "epoch_time")
     m["epoch_time_ci95_rel"] = relative_ci95(slowest)
-    m["samples"] = sum(fact["samples"] for fact in facts)
-    m["samples_per_s"] = m["samples"] / m["epoch_time_p50_s"]
-    m["trainers"] = [
-        percentiles(row, "epoch_time") | {"samples": fact["samples"]}
-        for row, fact in zip(samples, facts, strict=True)
-    ]
-    spent = pool([step for fact in facts for step in timed(fact["phases"], case.rounds)])
-    m |= {f"{name}_s": sum(spent[name]) / (samples.size * BATCHES) for name in PHASES}
-    wrong = compare_replicas([fact["dense"] for fact in facts], case.ranks)
-    off = facts[0]["errors"]
-    if max(off.values()) > TOLERANCE:
-        parts = " and ".join(f"the {part} {error:.2g}" for part, error in off.items())
-        wrong = wrong or (
-            f"after {CHECKED_STEPS} steps {parts} of their change away from a single process "
-            f"(at most {TOLERANCE:g})"
-        )
+    bags = [sum(len(batch[2]) for batch in create_epoch(case.key, t)) for t in case.ranks]
+    m |= {"samples": sum(bags), "samples_per_s": sum(bags) / m["epoch_time_p50_s"]}
+    rows = zip(samples, bags, strict=True)
+    m["trainers"] = [percentiles(row, "epoch_time") | {"samples": n} for row, n in rows]
+    spent = pool([epoch for fact in facts for epoch in timed(fact["phases"], case.rounds)])
+    m |= {f"{name}_s": sum(spent[name]) / (samples.size * case.key["batches"]) for name in PHASES}
+    wrong, error = compare_replicas([f["dense"] for f in facts], case.ranks), facts[0]["error"]
+    if not wrong and error > TOLERANCE:
+        wrong = f"after {CHECKED['batches']} steps the parameters are {error:.2g} of their change "
+        wrong += f"away from a single process (at most {TOLERANCE:g})"
     case.check = verdict(wrong)
 
 
-ROWS: Columns = {  # for each trainer, and `All`
-    "": lambda row: row.key["name"],
+ROWS: Columns = {  # `All`, and each trainer
+    "": lambda row: row.key.get("name", "All"),
     "95% ci\nof p50": relative("epoch_time_ci95_rel"),
     **percentile_columns("epoch_time", "sec/epoch", "samples/s", lambda r: r.metrics["samples"]),
 }
 SPLIT: Columns = {
-    "ms a batch": lambda case: label_of(case.key),
+    "ms a batch": lambda c: f"lookup {c.key['lookup']}, autograd {c.key['autograd']}",
     **{name: metric(f"{name}_s", 1e3, 3) for name in PHASES},
 }
-
-
-def label_of(key: Key) -> str:
-    return f"lookup {key['lookup']}, autograd {key['autograd']}"
-
-
-def show(case: Case) -> str:
-    if case.failed:
-        return case.check
-    found = {f"Trainer{i}": trainer for i, trainer in enumerate(case.metrics["trainers"])}
-    found["All"] = case.metrics
-    return render(ROWS, [Case({"name": n}, case.ranks, metrics=m) for n, m in found.items()])
 
 
 def main() -> int:
     args = parse_args()
     roles = assign_roles(args, trainers=args.number_trainers, servers=args.number_ps, master=True)
-    fixed: Key = {"trainers": len(roles.trainers), "servers": len(roles.servers)}
-    for name in ("number_embeddings", "embedding_dim", "sparse"):
-        fixed[name] = getattr(args, name)
-    fixed |= {"device": roles.device(0), "server_device": roles.device(roles.servers[0])}
-    fixed |= {"dtype": "float32", "batches": BATCHES}
-    # torch 2.15 warns of its own use in DistributedOptimizer, with a filter that shows it always
+    trainers, servers = len(roles.trainers), len(roles.servers)
+    names = ("number_embeddings", "embedding_dim", "sparse")
+    fixed: Key = {name: getattr(args, name) for name in names}
+    fixed |= {"trainers": trainers, "servers": servers, "dtype": "float32", "batches": 10}
+    fixed |= {"device": roles.device(0), "server_device": roles.device(trainers)}
+    # torch 2.15 warns of its own functional optimizers, whatever the filters: not on stderr
     logging.captureWarnings(True)
-    captured = logging.getLogger("py.warnings")
-    captured.addFilter(lambda record: "for functional optimizers" not in record.getMessage())
     with Benchmark("ddp_rpc", args, tested=roles.trainers) as bench:
         options = rpc_options(args, bench)
         fixed |= options.key() | {"backend": bench.share(bench.job.backend)}
-        bench.print(
-            f"\n{fixed['trainers']} trainers, {fixed['servers']} servers with a table of "
-            f"{args.number_embeddings} x {args.embedding_dim} each; {options}"
-        )
-        cases = []
+        table = f"a table of {args.number_embeddings} x {args.embedding_dim} each"
+        bench.print(f"\n{trainers} trainers, {servers} servers with {table}; {options}")
         with rpc_workers(bench, roles, options) as devices:
-            places = [devices[rank] for rank in roles.servers]
             for lookup, autograd in itertools.product(args.lookup, args.autograd):
                 key = {"lookup": lookup, "autograd": autograd} | fixed
-                work = partial(build, key, places, bench.job)
+                work = partial(build, key, devices[trainers:-1], bench.job)
+                bench.begin_table(f"lookup {lookup}, autograd {autograd}", ROWS, ["Trainer0"])
                 if case := bench.measure(key, work, derive, roles.trainers):
-                    bench.print(f"\n{label_of(key)}\n\n{show(case)}")
-                    cases += [] if case.failed else [case]
-        if cases:
-            table = render(SPLIT, cases)
+                    for i, trainer in enumerate(case.metrics.get("trainers", [])):
+                        bench.show(Case({"name": f"Trainer{i}"}, [], metrics=trainer))
+        if bench.report.cases:
+            table = render(SPLIT, bench.report.cases)
             bench.print(f"\nWhere the time goes: means over all batches and trainers\n\n{table}")
     return bench.status
 
