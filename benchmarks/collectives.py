@@ -39,8 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli, patterns
 from common.benchmark import Benchmark, Workload
-from common.dist import Group, Job
-from common.environment import node_of_each, partition
+from common.dist import Group, Job, node_of_each, partition
 from common.memory import too_much
 from common.report import Case
 from common.table import Table

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.benchmark import Benchmark
-from common.environment import node_of_each, partition
+from common.dist import node_of_each, partition
 from common.links import KINDS, Link, Messages, directed, measure_round, rounds_of, slow_links
 from common.memory import too_much
 from common.outliers import SIGMAS, sentences

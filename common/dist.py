@@ -5,6 +5,7 @@ group under test is made for each case, over exactly its ranks, and carries noth
 workload.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -124,3 +125,45 @@ def peers() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerLost(str(error).splitlines()[0]) from error
+
+
+def node_of_each(found: dict[str, Any]) -> list[int]:
+    """The node of each rank, from 0. A host may run several: there local ranks start anew."""
+    seen: Counter[tuple[str, int]] = Counter()
+    numbers: dict[tuple[str, int], int] = {}
+    nodes = []
+    for row in found["ranks"]:
+        seen[row["host"], row["local_rank"]] += 1
+        node = row["host"], seen[row["host"], row["local_rank"]]
+        nodes.append(numbers.setdefault(node, len(numbers)))
+    return nodes
+
+
+def partition(spec: str, nodes: list[int]) -> list[list[int]]:
+    """Groups of ranks, of one size and disjoint. nodes: of each rank.
+
+    `world`, `rank` (each by itself), `node`, `cross` (the first ranks of all nodes, the second
+    ones, ...), or ranks as `0,1/2,3` and `0-3/4-7`. Raises ValueError.
+    """
+    everyone = range(len(nodes))
+    members = [[r for r in everyone if nodes[r] == node] for node in range(max(nodes) + 1)]
+    groups: list[list[int]] = []
+    with suppress(ValueError):  # what is wrong is found below
+        if spec == "cross":
+            groups = [list(ranks) for ranks in zip(*members, strict=True)]
+        elif spec in ("world", "rank", "node"):
+            named = {"world": [list(everyone)], "rank": [[r] for r in everyone], "node": members}
+            groups = named[spec]
+        else:
+            for part in spec.split("/"):
+                spans = (word.partition("-") for word in part.split(","))
+                group = [r for a, _, b in spans for r in range(int(a), int(b or a) + 1)]
+                groups.append(sorted(group))
+    ranks = [rank for group in groups for rank in group]
+    one_size = len({len(group) for group in groups}) == 1
+    if not (ranks and one_size) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):
+        raise ValueError(
+            f"expected world, node, cross or disjoint groups of one size among ranks 0 to "
+            f"{everyone[-1]}, e.g. 0,1/2,3 or 0-3/4-7, got {spec} on {len(members)} nodes"
+        )
+    return groups

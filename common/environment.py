@@ -1,6 +1,5 @@
 """What the numbers were measured on, and whether the ranks and nodes fit together."""
 
-import contextlib
 import os
 import platform
 import re
@@ -93,52 +92,10 @@ def collect(job: Job) -> dict[str, Any] | None:
     }
 
 
-def node_of_each(found: dict[str, Any]) -> list[int]:
-    """The node of each rank, from 0. A host may run several: there local ranks start anew."""
-    seen: Counter[tuple[str, int]] = Counter()
-    numbers: dict[tuple[str, int], int] = {}
-    nodes = []
-    for row in found["ranks"]:
-        seen[row["host"], row["local_rank"]] += 1
-        node = row["host"], seen[row["host"], row["local_rank"]]
-        nodes.append(numbers.setdefault(node, len(numbers)))
-    return nodes
-
-
 def nccl_backend() -> str:
     """torch 2.15 has a second implementation of NCCL's process group, and takes it by default."""
     new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
     return "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
-
-
-def partition(spec: str, nodes: list[int]) -> list[list[int]]:
-    """Groups of ranks, of one size and disjoint. nodes: of each rank.
-
-    `world`, `rank` (each by itself), `node`, `cross` (the first ranks of all nodes, the second
-    ones, ...), or ranks as `0,1/2,3` and `0-3/4-7`. Raises ValueError.
-    """
-    everyone = range(len(nodes))
-    members = [[r for r in everyone if nodes[r] == node] for node in range(max(nodes) + 1)]
-    groups: list[list[int]] = []
-    with contextlib.suppress(ValueError):  # what is wrong is found below
-        if spec == "cross":
-            groups = [list(ranks) for ranks in zip(*members, strict=True)]
-        elif spec in ("world", "rank", "node"):
-            named = {"world": [list(everyone)], "rank": [[r] for r in everyone], "node": members}
-            groups = named[spec]
-        else:
-            for part in spec.split("/"):
-                spans = (word.partition("-") for word in part.split(","))
-                group = [r for a, _, b in spans for r in range(int(a), int(b or a) + 1)]
-                groups.append(sorted(group))
-    ranks = [rank for group in groups for rank in group]
-    one_size = len({len(group) for group in groups}) == 1
-    if not (ranks and one_size) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):
-        raise ValueError(
-            f"expected world, node, cross or disjoint groups of one size among ranks 0 to "
-            f"{everyone[-1]}, e.g. 0,1/2,3 or 0-3/4-7, got {spec} on {len(members)} nodes"
-        )
-    return groups
 
 
 def at_the_end(job: Job) -> dict[str, list[Any]] | None:
@@ -180,17 +137,6 @@ def lacking(found: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
         if len(gpus) < wanted:
             why[node] = f"it has {len(gpus)} of {wanted} GPUs"
     return why
-
-
-def on_hosts(text: str, found: dict[str, Any]) -> str:
-    """`rank 1 on node2` for `rank 1`, and so for links and nodes."""
-
-    def place(match: re.Match[str]) -> str:
-        number = int(match[2])
-        node = match[1] == "node"
-        return f"{match[0]} on {found['hosts'][number] if node else found['ranks'][number]['host']}"
-
-    return re.sub(r"(rank|node|link|->) (\d+)", place, text)
 
 
 def problem(found: dict[str, Any], tested: range | None = None) -> str | None:

@@ -1,5 +1,6 @@
 """Who is slower than the others of its kind: nodes before ranks, ranks before links."""
 
+import re
 from statistics import median, median_low
 from typing import Any
 
@@ -110,3 +111,14 @@ def name(members: tuple[int, ...]) -> str:
 
 def sentences(findings: Findings) -> list[str]:
     return [f"slow {who}: {words.format(*by)}" for (who, words), by in findings.items()]
+
+
+def on_hosts(text: str, found: dict[str, Any]) -> str:
+    """`rank 1 on node2` for `rank 1`, and so for links and nodes."""
+
+    def place(match: re.Match[str]) -> str:
+        number = int(match[2])
+        node = match[1] == "node"
+        return f"{match[0]} on {found['hosts'][number] if node else found['ranks'][number]['host']}"
+
+    return re.sub(r"(rank|node|link|->) (\d+)", place, text)

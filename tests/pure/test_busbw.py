@@ -11,7 +11,7 @@ import torch
 from benchmarks import collectives, p2p_matrix
 from common import links, outliers, patterns
 from common.cli import Parser
-from common.environment import node_of_each, partition
+from common.dist import node_of_each, partition
 from common.report import Case
 
 KEY = {"collective": "all_reduce", "size_bytes": 64_000_000, "group_ranks": 4}

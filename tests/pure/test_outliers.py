@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks import node_check
 from common.check import odd_results
-from common.environment import lacking, on_hosts
+from common.environment import lacking
 from common.links import concerned, rounds_by_node
-from common.outliers import accuse, judge, sentences
+from common.outliers import accuse, judge, on_hosts, sentences
 from common.report import Case, Report
 
 NODES = [0, 0, 1, 1, 2, 2]
