@@ -14,14 +14,13 @@ HANG = 3  # exit status
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def refuse(message: str, status: int = 2, node: bool = False) -> NoReturn:
+def refuse(message: str, status: int = 2) -> NoReturn:
     """End the run for a user's mistake: one line on stderr from rank 0, exit status 2.
 
     The other ranks wait for the launcher to end them: if one exited first, the launcher would
-    kill rank 0 before it has spoken. node: this node alone is wrong, so its first rank speaks.
+    kill rank 0 before it has spoken.
     """
-    names = ("LOCAL_RANK", "SLURM_LOCALID") if node else ("RANK", "SLURM_PROCID")
-    if os.environ.get(names[0], os.environ.get(names[1], "0")) != "0":
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
         time.sleep(10)
     else:
         line = " ".join(message.split())
@@ -36,18 +35,11 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes --batch_size for --batch-size, no abbreviations; an error is one line for the job.
+    """Takes --batch_size for --batch-size, no abbreviations; an error is one line for the job."""
 
-    Help shows `(default: ...)` where a flag has one.
-    """
-
-    def __init__(self, doc: str | None, **kwargs: Any) -> None:
-        super().__init__(
-            description=doc,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            **kwargs,
-        )
+    def __init__(self, doc: str | None) -> None:
+        raw = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         refuse(message)
@@ -67,7 +59,7 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
 
-# -- types of flags: each raises ArgumentTypeError with what was expected and what came ------------
+# types of flags: each raises ArgumentTypeError with what was expected and what came
 
 
 def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) -> Any:
@@ -78,10 +70,7 @@ def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) ->
             return list(choices)
         values: list[Any] = []
         for word in text.split(","):
-            try:
-                value = item(word.strip())
-            except ValueError:
-                wrong(f"a list of {getattr(item, '__name__', 'value')}s", text, "e.g. a,b")
+            value = item(word.strip())
             if choices and value not in choices:
                 names = ", ".join(map(str, choices))
                 near = suggest(str(value), map(str, choices))
@@ -95,15 +84,15 @@ def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) ->
 
 def number(kind: type[int] | type[float], minimum: float = 0, above: bool = False) -> Any:
     """A finite number from `minimum` on, or `above` it."""
+    noun = "a whole number" if kind is int else "a number"
+    limit = f"above {minimum:g}" if above else f"of at least {minimum:g}"
 
     def parse(text: str) -> Any:
-        noun = "a whole number" if kind is int else "a number"
-        limit = f"above {minimum:g}" if above else f"of at least {minimum:g}"
         try:
             value = kind(text)
         except ValueError:
-            wrong(f"{noun} {limit}", repr(text))
-        if not math.isfinite(value) or value < minimum or (above and value == minimum):
+            value = math.nan
+        if not minimum <= value < math.inf or (above and value == minimum):
             wrong(f"{noun} {limit}", repr(text))
         return value
 
@@ -119,9 +108,9 @@ def size(text: str) -> int:
     unit = UNITS.get(text[-1:].upper(), 1)
     try:
         value = float(text[:-1] if unit > 1 else text) * unit
-        if value < 0 or value != int(value):
-            raise ValueError
-    except (ValueError, OverflowError):
+    except ValueError:
+        value = math.nan
+    if value < 0 or not value.is_integer():
         wrong("a size in bytes", repr(text), "e.g. 8, 64K, 4M or 1G")
     return int(value)
 
@@ -138,9 +127,9 @@ def fraction(text: str) -> float:
     """`5%` or 0.05, between 0 and 1."""
     try:
         value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        if not 0 < value < 1:
-            raise ValueError
     except ValueError:
+        value = math.nan
+    if not 0 < value < 1:
         wrong("a share between 0 and 1", repr(text), "e.g. 5% or 0.05")
     return value
 
@@ -149,9 +138,6 @@ def wrong(expected: str, got: str, example: str = "") -> NoReturn:
     raise argparse.ArgumentTypeError(
         f"expected {expected}, got {got}" + (f"; {example}" if example else "")
     )
-
-
-# -- flags that all measuring scripts share --------------------------------------------------------
 
 
 def add_common_flags(
@@ -183,9 +169,3 @@ def add_common_flags(
     add("--resume", action="store_true", help="skip the cases that the report holds already")
     hang = f"after S seconds without progress name who hangs, and end (default: {timeout:g})"
     add("-T", "--timeout", type=positive_float, default=timeout, metavar="S", help=hang)
-
-
-def check_common_flags(args: argparse.Namespace) -> None:
-    """Refuse --resume without a report, and an empty path."""
-    if args.json == "" or (args.resume and not args.json):
-        refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")

@@ -1,10 +1,12 @@
 """Who this process is, and its process groups.
 
 The default group is the job's control group: gloo over all ranks, for metadata and decisions. The
-group under test is made for each case, over exactly its ranks, and carries nothing but the
-workload.
+group under test is made for each case, over exactly its ranks, for nothing but the workload.
 """
 
+import os
+import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,10 +19,6 @@ import torch.distributed as dist
 
 # Ranks outside a case wait for all of it, so a wait has no useful limit; hangs are the watchdog's.
 FOREVER = timedelta(days=30)
-
-
-class PeerLost(RuntimeError):
-    """The control group broke: a process of the job has died."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +36,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a case. control: gloo, for barriers and decisions between timed blocks.
-
-    test: the group under test; where several work at the same time, the one of this rank. more:
-    groups that the workload makes itself, e.g. a DeviceMesh's; they end with the case's.
-    """
+    """The ranks of a case."""
 
     ranks: tuple[int, ...]
-    test: dist.ProcessGroup
-    control: dist.ProcessGroup
+    test: dist.ProcessGroup  # under test; where several work at the same time, this rank's
+    control: dist.ProcessGroup  # gloo, for barriers and decisions between timed blocks
+    # that the workload makes itself, e.g. a DeviceMesh's; they end with the case's
     more: list[dist.ProcessGroup] = field(default_factory=list)
 
 
@@ -55,10 +50,8 @@ def open_group(
 ) -> Group | None:
     """The groups of a case; None on a rank outside it. All ranks of the job call it together.
 
-    teams: parts of the ranks, each of which has a group under test of its own.
-
-    The group under test is connected here: NCCL connects in its first collective, and what fails
-    before that could not be aborted. Raises PeerLost if gloo cannot connect the control group.
+    teams: parts of the ranks, each of which has a group under test of its own. They are connected
+    here: NCCL connects in its first collective, and what fails before that could not be aborted.
     """
     control: Any
     test: Any = None
@@ -91,11 +84,8 @@ def abort_group(group: Group) -> None:
 
 
 def close_group(group: Group, failed: bool = False) -> None:
-    """Its members call it, each for itself.
-
-    failed: with work in flight. Destroying an NCCL group would wait for that, for ever; an aborted
-    one is only dropped (pytorch/pytorch#141510).
-    """
+    """Its members call it, each for itself. failed: with work in flight."""
+    # destroying an NCCL group would wait for its work, for ever (pytorch/pytorch#141510)
     drop = dist.distributed_c10d._abort_process_group if failed else dist.destroy_process_group
     for each in (*group.more, group.test):
         drop(each)
@@ -103,7 +93,7 @@ def close_group(group: Group, failed: bool = False) -> None:
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Each rank's value on the group's first rank; None elsewhere. Raises PeerLost."""
+    """Each rank's value on the group's first rank; None elsewhere."""
     with peers():
         rows = [None] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
         dist.gather_object(value, rows, group_dst=0, group=group)
@@ -111,7 +101,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | No
 
 
 def share(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """The value of the group's first rank, on all its ranks. Raises PeerLost."""
+    """The value of the group's first rank, on all its ranks."""
     with peers():
         box = [value]
         dist.broadcast_object_list(box, group_src=0, group=group)
@@ -120,23 +110,29 @@ def share(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 @contextmanager
 def peers() -> Iterator[None]:
-    """Around collectives of a control group: its errors mean that a process has died."""
+    """Around collectives of a control group: their errors mean that a process has died.
+
+    Its launcher knows which, and ends the others; where it does not, they end here.
+    """
     try:
         yield
     except RuntimeError as error:
-        raise PeerLost(str(error).splitlines()[0]) from error
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            line = f"rank {dist.get_rank()} lost a peer: {str(error).splitlines()[0]}"
+            print(line, file=sys.stderr, flush=True)
+        time.sleep(10)
+        os._exit(1)
 
 
-def node_of_each(found: dict[str, Any]) -> list[int]:
+def node_of_each(environment: dict[str, Any]) -> list[int]:
     """The node of each rank, from 0. A host may run several: there local ranks start anew."""
     seen: Counter[tuple[str, int]] = Counter()
-    numbers: dict[tuple[str, int], int] = {}
-    nodes = []
-    for row in found["ranks"]:
+    nodes: list[tuple[str, int]] = []
+    for row in environment["ranks"]:
         seen[row["host"], row["local_rank"]] += 1
-        node = row["host"], seen[row["host"], row["local_rank"]]
-        nodes.append(numbers.setdefault(node, len(numbers)))
-    return nodes
+        nodes.append((row["host"], seen[row["host"], row["local_rank"]]))
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    return [numbers[node] for node in nodes]
 
 
 def partition(spec: str, nodes: list[int]) -> list[list[int]]:
@@ -145,20 +141,23 @@ def partition(spec: str, nodes: list[int]) -> list[list[int]]:
     `world`, `rank` (each by itself), `node`, `cross` (the first ranks of all nodes, the second
     ones, ...), or ranks as `0,1/2,3` and `0-3/4-7`. Raises ValueError.
     """
-    everyone = range(len(nodes))
+
+    def span(word: str) -> range:
+        first, _, last = word.partition("-")
+        return range(int(first), int(last or first) + 1)
+
+    everyone = list(range(len(nodes)))
     members = [[r for r in everyone if nodes[r] == node] for node in range(max(nodes) + 1)]
-    groups: list[list[int]] = []
+    named = {"world": [everyone], "rank": [[r] for r in everyone], "node": members}
+    groups = named.get(spec, [])
     with suppress(ValueError):  # what is wrong is found below
         if spec == "cross":
             groups = [list(ranks) for ranks in zip(*members, strict=True)]
-        elif spec in ("world", "rank", "node"):
-            named = {"world": [list(everyone)], "rank": [[r] for r in everyone], "node": members}
-            groups = named[spec]
-        else:
-            for part in spec.split("/"):
-                spans = (word.partition("-") for word in part.split(","))
-                group = [r for a, _, b in spans for r in range(int(a), int(b or a) + 1)]
-                groups.append(sorted(group))
+        elif spec not in named:
+            groups = [
+                sorted(r for word in part.split(",") for r in span(word))
+                for part in spec.split("/")
+            ]
     ranks = [rank for group in groups for rank in group]
     one_size = len({len(group) for group in groups}) == 1
     if not (ranks and one_size) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):

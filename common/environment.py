@@ -19,7 +19,7 @@ PREFIXES = (
     *("NCCL_", "GLOO_", "TP_", "OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_TF32"),
     *("CUBLAS_", "CUDNN_", "TRITON_", "UCX_", "FI_", "NVSHMEM_", "SLURM_JOB_"),
 )
-PER_RUN = (  # variables that tell nothing
+PER_RUN = (  # and those of them that tell nothing
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHRUN_BENCH_TURN", "NCCL_DEBUG_FILE"),
 )
 GPU_STATE = (
@@ -38,81 +38,69 @@ THROTTLED = {
 }
 
 
-def collect(job: Job) -> dict[str, Any] | None:
-    """The report's environment, on rank 0; None elsewhere. All ranks call it.
+def collect(job: Job) -> dict[str, Any]:
+    """The report's environment, on rank 0; empty elsewhere. All ranks call it.
 
     `ranks` has a row for each rank; `gpus` and `topologies` an entry for each node.
     """
-    cuda = job.device.type == "cuda"
-    first = job.local_rank == 0
+    cuda, first = job.device.type == "cuda", job.local_rank == 0
     p: Any = torch.cuda.get_device_properties(job.device) if cuda else None
-    rows = gather(
-        {
-            "rank": job.rank,
-            "local_rank": job.local_rank,
-            "host": socket.gethostname(),
-            "device": p.name if p else cpu_model(),
-            "uuid": str(p.uuid) if p else "",
-            "pci": f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}" if p else "",
-            "network": " ".join(network()),
-            "cores": len(os.sched_getaffinity(0)),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
-            "topology": topology(cuda) if first else "",
-            "gpus": gpu_state() if first and cuda else [],
-        }
-    )
-    if rows is None:
-        return None
-    leaders = [row for row in rows if row["local_rank"] == 0]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    entries = psutil.net_if_addrs().get(interface, [])
+    row = {
+        "rank": job.rank,
+        "local_rank": job.local_rank,
+        "host": socket.gethostname(),
+        "device": p.name if p else cpu_model(),
+        "uuid": str(p.uuid) if p else "",
+        "pci": f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}" if p else "",
+        "network": " ".join([interface, *(e.address for e in entries if "." in e.address)]),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
+    }
+    ranks = gather(row)
+    node = {"topology": topology(cuda), "gpus": gpu_state() if cuda else []} if first else None
+    nodes = gather(node)
+    if ranks is None or nodes is None:
+        return {}
+    leaders = [row | more for row, more in zip(ranks, nodes, strict=True) if more]
+    # torch 2.15 has a second implementation of NCCL's process group, and takes it by default
+    new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
+    nccl = "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
+    by_hand = "srun" if "SLURM_PROCID" in os.environ and "RANK" in os.environ else "python"
+    variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(PREFIXES)}
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "nccl": rows[0]["nccl"] or None,
-        "nccl_backend": nccl_backend() if cuda else None,
+        "nccl": row["nccl"] or None,
+        "nccl_backend": nccl if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
-        "launcher": launcher(),
+        "launcher": "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else by_hand,
         "backend": job.backend,
         "world_size": job.world_size,
         "local_world_size": job.local_world_size,
         "num_nodes": len(leaders),
         "hosts": [leader["host"] for leader in leaders],
-        "devices": sorted({row["device"] for row in rows}),
+        "devices": sorted({row["device"] for row in ranks}),
         "topologies": [leader["topology"] for leader in leaders],
         "gpus": [leader["gpus"] for leader in leaders],
-        "ranks": [{k: v for k, v in row.items() if k not in ("topology", "gpus")} for row in rows],
+        "ranks": ranks,
         "differences": differences(leaders),
-        "variables": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(PREFIXES) and name not in PER_RUN
-        },
+        "variables": {n: v for n, v in variables.items() if n not in PER_RUN},
     }
 
 
-def nccl_backend() -> str:
-    """torch 2.15 has a second implementation of NCCL's process group, and takes it by default."""
-    new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
-    return "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
-
-
-def at_the_end(job: Job) -> dict[str, list[Any]] | None:
+def at_the_end(job: Job) -> dict[str, list[Any]]:
     """What each node says after the last case, on rank 0: `gpus`, their state, and `nccl`, what it
-    chose. None elsewhere, empty lists on the CPU. All ranks call it."""
+    chose. Empty lists on the CPU and elsewhere. All ranks call it."""
+    log = Path(os.environ.get("NCCL_DEBUG_FILE", ""))  # of the node's first rank; join.py sets it
+    text = log.read_text(errors="replace") if log.is_file() else ""
     first = job.local_rank == 0 and job.device.type == "cuda"
-    rows = gather((gpu_state(), nccl_choices(nccl_log())) if first else None)
-    if rows is None:
-        return None
-    said = [row for row in rows if row]
-    return {"gpus": [row[0] for row in said], "nccl": [row[1] for row in said]}
-
-
-def nccl_log() -> str:
-    """What NCCL has written on this node's first rank; join.py asks it to."""
-    path = Path(os.environ.get("NCCL_DEBUG_FILE", ""))
-    return path.read_text(errors="replace") if path.is_file() else ""
+    rows = gather((gpu_state(), nccl_choices(text)) if first else None) or []
+    return {name: [row[i] for row in rows if row] for i, name in enumerate(("gpus", "nccl"))}
 
 
 def nccl_choices(log: str) -> dict[str, list[str]]:
@@ -125,116 +113,11 @@ def nccl_choices(log: str) -> dict[str, list[str]]:
     return {name: sorted(set(values)) for name, values in found.items()}
 
 
-def lacking(found: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
-    """Nodes with fewer GPUs than `wanted`, by default than others, or with broken memory -> why."""
-    wanted = wanted or max(map(len, found["gpus"]))
-    why = {}
-    for node, gpus in enumerate(found["gpus"]):
-        errors = [gpu["ecc.errors.uncorrected.volatile.total"] for gpu in gpus]
-        bad = [i for i, count in enumerate(errors) if count.isdigit() and int(count)]
-        if bad:
-            why[node] = f"GPU {bad[0]} has uncorrected errors of its memory"
-        if len(gpus) < wanted:
-            why[node] = f"it has {len(gpus)} of {wanted} GPUs"
-    return why
-
-
-def problem(found: dict[str, Any], tested: range | None = None) -> str | None:
-    """What must not be measured: ranks that share a GPU under NCCL, nodes with another torch.
-
-    tested: the ranks that the groups under test may hold; None for all.
-    """
-    for name in ("torch", "nccl"):
-        counts = Counter(row[name] for row in found["ranks"])
-        if len(counts) > 1:
-            odd = counts.most_common()[-1][0]
-            host = next(row["host"] for row in found["ranks"] if row[name] == odd)
-            return f"{name} is {odd} on {host}, {counts.most_common(1)[0][0]} elsewhere"
-    shared = sharing(found, tested)
-    if shared and found["backend"] == "nccl":
-        return (
-            f"{shared}, which nccl cannot; start fewer ranks, give each task its own device (srun "
-            "--gpus-per-node), or try --backend gloo"
-        )
-    return None
-
-
-def sharing(found: dict[str, Any], tested: range | None = None) -> str | None:
-    """`ranks 0 and 1 share a GPU on host`; None where each has its own."""
-    owners: dict[tuple[str, str], int] = {}
-    for row in found["ranks"]:
-        if not row["uuid"] or (tested is not None and row["rank"] not in tested):
-            continue
-        other = owners.setdefault((row["host"], row["uuid"]), row["rank"])
-        if other != row["rank"]:
-            return f"ranks {other} and {row['rank']} share a GPU on {row['host']}"
-    return None
-
-
-def warnings(found: dict[str, Any]) -> list[str]:
-    """What a reader of the numbers should know: nodes that differ, throttled GPUs, few cores."""
-    lines = list(found["differences"])
-    lines += [f"{found['hosts'][node]}: {why}" for node, why in lacking(found).items()]
-    if shared := sharing(found):
-        lines.append(f"{shared}: their times include each other's turns")
-    for row in found["ranks"]:
-        if row["uuid"] and row["cores"] == 1:
-            lines.append(f"rank {row['rank']} has 1 core for its GPU; see srun --cpus-per-task")
-            break
-    return lines + throttled(found["hosts"], found["gpus"])
-
-
-def throttled(hosts: list[str], gpus: list[list[dict[str, str]]]) -> list[str]:
-    """A line for each GPU that runs slower than it could, with the reason. gpus: by node."""
-    lines = []
-    for host, node in zip(hosts, gpus, strict=False):
-        for gpu in node:
-            text = gpu["clocks_event_reasons.active"]
-            bits = int(text, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", text) else 0
-            if reasons := [name for bit, name in THROTTLED.items() if bits & bit]:
-                lines.append(f"GPU {gpu['index']} of {host} is throttled: {', '.join(reasons)}")
-    return lines
-
-
-def differences(leaders: list[dict[str, Any]]) -> list[str]:
-    """A line for each node that is unlike most of the others."""
-    lines = []
-    for name in ("device", "cores", "topology"):
-        usual, _ = Counter(str(leader[name]) for leader in leaders).most_common(1)[0]
-        for leader in leaders:
-            if (value := str(leader[name])) != usual:
-                texts = (value, usual) if len(value + usual) < 120 else ("another one", "this one")
-                lines.append(f"{name} of {leader['host']} is {texts[0]}, elsewhere {texts[1]}")
-    return lines
-
-
-def preamble(name: str, found: dict[str, Any]) -> str:
-    """The `#` lines above the tables: versions, a line a rank up to 64, each topology once."""
-    cuda = f", CUDA {found['cuda']}, NCCL {found['nccl']}" if found["cuda"] else ""
-    count, nodes = found["world_size"], found["num_nodes"]
-    lines = [
-        f"torchrun-bench {name}",
-        f"PyTorch {found['torch']}{cuda}, Python {found['python']}, backend {found['backend']}",
-        f"{count} rank{'s' * (count > 1)} on {nodes} node{'s' * (nodes > 1)}, started by "
-        f"{found['launcher']}",
-    ]
-    for row in found["ranks"][:64]:
-        lines.append(
-            f"rank {row['rank']}: {row['host']}, {row['device']}, {row['cores']} cores, "
-            f"{row['threads']} thread{'s' * (row['threads'] > 1)}"
-        )
-    if count > 64:
-        lines.append(f"... and {count - 64} more ranks")
-    for text in dict.fromkeys(found["topologies"]):
-        lines += text.splitlines()
-    return "\n".join(f"# {line}" for line in lines)
-
-
-def launcher() -> str:
-    """What started this process: torchrun, srun, or python by hand."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return "torchrun"
-    return "srun" if "SLURM_PROCID" in os.environ and "RANK" in os.environ else "python"
+def gpu_state() -> list[dict[str, str]]:
+    """What nvidia-smi says of each GPU of this node; empty where it says nothing."""
+    text = run(["nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader"])
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [dict(zip(GPU_STATE, row, strict=True)) for row in rows if len(row) == len(GPU_STATE)]
 
 
 def topology(cuda: bool) -> str:
@@ -244,20 +127,6 @@ def topology(cuda: bool) -> str:
     numa = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
     cores, cpus = psutil.cpu_count(logical=False) or "?", psutil.cpu_count()
     return f"{cpu_model()}: {cores} cores, {cpus} CPUs, {numa} NUMA node{'s' * (numa > 1)}"
-
-
-def gpu_state() -> list[dict[str, str]]:
-    """What nvidia-smi says of each GPU of this node; empty where it says nothing."""
-    text = run(["nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader"])
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
-    return [dict(zip(GPU_STATE, row, strict=True)) for row in rows if len(row) == len(GPU_STATE)]
-
-
-def network() -> tuple[str, str]:
-    """The interface that gloo takes, and its address."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    entries = psutil.net_if_addrs().get(name, [])
-    return name, next((e.address for e in entries if e.family == socket.AF_INET), "")
 
 
 def cpu_model() -> str:
@@ -272,3 +141,95 @@ def run(command: list[str]) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
+
+
+def problem(found: dict[str, Any], tested: range | None = None) -> str | None:
+    """What must not be measured: ranks that share a GPU under NCCL, nodes with another torch.
+
+    tested: the ranks that the groups under test may hold; None for all.
+    """
+    for name in ("torch", "nccl"):
+        counts = Counter(row[name] for row in found["ranks"]).most_common()
+        if len(counts) > 1:
+            host = next(row["host"] for row in found["ranks"] if row[name] == counts[-1][0])
+            return f"{name} is {counts[-1][0]} on {host}, {counts[0][0]} elsewhere"
+    shared = sharing(found, tested)
+    if shared and found["backend"] == "nccl":
+        return f"{shared}, which nccl cannot; start fewer ranks a node, or try --backend gloo"
+    return None
+
+
+def sharing(found: dict[str, Any], tested: range | None = None) -> str | None:
+    """`ranks 0 and 1 share a GPU on host`; None where each has its own."""
+    owners: dict[tuple[str, str], int] = {}
+    for row in found["ranks"]:
+        if row["uuid"] and (tested is None or row["rank"] in tested):
+            other = owners.setdefault((row["host"], row["uuid"]), row["rank"])
+            if other != row["rank"]:
+                return f"ranks {other} and {row['rank']} share a GPU on {row['host']}"
+    return None
+
+
+def lacking(found: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
+    """Nodes with fewer GPUs than `wanted`, by default than others, or with broken memory -> why."""
+    wanted = wanted or max(map(len, found["gpus"]))
+    why = {}
+    for node, gpus in enumerate(found["gpus"]):
+        for i, gpu in enumerate(gpus):
+            errors = gpu["ecc.errors.uncorrected.volatile.total"]
+            if errors.isdigit() and int(errors):
+                why[node] = f"GPU {i} has uncorrected errors of its memory"
+        if len(gpus) < wanted:
+            why[node] = f"it has {len(gpus)} of {wanted} GPUs"
+    return why
+
+
+def throttled(hosts: list[str], gpus: list[list[dict[str, str]]]) -> list[str]:
+    """A line for each GPU that runs slower than it could, with the reason. gpus: by node."""
+    lines = []
+    for host, gpu in [(host, gpu) for host, node in zip(hosts, gpus, strict=False) for gpu in node]:
+        text = gpu["clocks_event_reasons.active"]
+        bits = int(text, 16) if text.startswith("0x") else 0  # else it is not known
+        if reasons := [name for bit, name in THROTTLED.items() if bits & bit]:
+            lines.append(f"GPU {gpu['index']} of {host} is throttled: {', '.join(reasons)}")
+    return lines
+
+
+def differences(nodes: list[dict[str, Any]]) -> list[str]:
+    """A line for each node that is unlike most of the others."""
+    lines = []
+    for name in ("device", "cores", "topology"):
+        usual = Counter(node[name] for node in nodes).most_common(1)[0][0]
+        odd = [node["host"] for node in nodes if node[name] != usual]
+        lines += [f"{name} of {host} is not that of other nodes" for host in odd]
+    return lines
+
+
+def preamble(name: str, found: dict[str, Any]) -> str:
+    """The `#` lines above the tables: versions, ranks, each topology once, and warnings."""
+
+    def many(count: int, what: str) -> str:
+        return f"{count} {what}{'s' * (count > 1)}"
+
+    cuda = f", CUDA {found['cuda']}, NCCL {found['nccl']}" if found["cuda"] else ""
+    ranks, nodes = many(found["world_size"], "rank"), many(found["num_nodes"], "node")
+    lines = [
+        f"torchrun-bench {name}",
+        f"PyTorch {found['torch']}{cuda}, Python {found['python']}, backend {found['backend']}",
+        f"{ranks} on {nodes}, started by {found['launcher']}",
+    ]
+    for row in found["ranks"][:64]:
+        threads = many(row["threads"], "thread")
+        place = f"rank {row['rank']}: {row['host']}, {row['device']}"
+        lines.append(f"{place}, {row['cores']} cores, {threads}")
+    if more := len(found["ranks"][64:]):
+        lines.append(f"... and {many(more, 'more rank')}")
+    for text in dict.fromkeys(found["topologies"]):
+        lines += text.splitlines()
+    warnings = [*found["differences"], *throttled(found["hosts"], found["gpus"])]
+    warnings += [f"{found['hosts'][node]}: {why}" for node, why in lacking(found).items()]
+    if shared := sharing(found):
+        warnings.append(f"{shared}: their times include each other's turns")
+    if alone := [row["rank"] for row in found["ranks"] if row["uuid"] and row["cores"] == 1]:
+        warnings.append(f"rank {alone[0]} has 1 core for its GPU; see srun --cpus-per-task")
+    return "\n".join(f"# {line}" for line in [*lines, *(f"warning: {w}" for w in warnings)])

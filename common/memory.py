@@ -44,29 +44,23 @@ def peak(device: torch.device, start: int) -> dict[str, float]:
 
 
 def too_much(needed: int, job: Job, flag: str) -> str | None:
-    """Why a rank cannot have buffers of `needed` bytes, whose size `flag` gives; None if it can."""
-    cuda = job.device.type == "cuda"
-    sharing = job.local_world_size / (torch.cuda.device_count() if cuda else 1)
-    needed = int(needed * max(1, sharing))
-    if needed <= (available := available_bytes(job.device)):
+    """Why the ranks of a device or host cannot have `needed` bytes each; None if they can.
+
+    flag: the one that gives their size.
+    """
+    if job.device.type == "cuda":
+        what, free = "device", torch.cuda.mem_get_info(job.device)[0]
+        needed *= max(1, -(-job.local_world_size // torch.cuda.device_count()))
+    else:
+        what, free = "host", psutil.virtual_memory().available
+        needed *= job.local_world_size
+        with contextlib.suppress(OSError, ValueError):  # no cgroup of ours, or no limit: `max`
+            files = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+            limit, used = (int(file.read_text()) for file in files)
+            free = min(free, max(0, limit - used))
+    if needed <= free:
         return None
-    whose = "device" if cuda else "host"
-    return (
-        f"the buffers need {needed:,} bytes of this {whose}, {available:,} are free; lower {flag}"
-    )
-
-
-def available_bytes(device: torch.device) -> int:
-    """What this host can still give to all its ranks, or this CUDA device to all that share it."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    available = int(psutil.virtual_memory().available)
-    with contextlib.suppress(OSError, ValueError):  # no cgroup of ours, or no limit: `max`
-        limit, used = (
-            int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current")
-        )
-        available = min(available, max(0, limit - used))
-    return available
+    return f"the buffers need {needed:,} bytes of this {what}, {free:,} are free; lower {flag}"
 
 
 def status_bytes(name: str) -> int:

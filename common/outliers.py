@@ -20,7 +20,7 @@ def outliers(
     """What costs more than the median by `sigmas` deviations and `margin` -> factor, deviations.
 
     The deviation is the median absolute one, scaled: the few that are slow move neither (Hampel
-    1974, "The influence curve and its role in robust estimation"). Under 3 nothing is compared.
+    1974). Under 3 nothing is compared.
     """
     if len(costs) < 3:
         return {}
@@ -43,9 +43,8 @@ def accuse(
 ) -> Findings:
     """`node 1`, `rank 3`, `link 2 -> 5` that cost more than their like, each with words on `what`.
 
-    Level by level, then the items themselves: what a slow node explains is not repeated for its
-    ranks, nor what a rank explains for its links. levels: the owner of each member. of_two: say so
-    where there are but two, and one of them costs more.
+    Level by level, then the items: what a slow node explains is not repeated for its ranks, nor
+    what a rank explains for its links. levels: the owner of each member. of_two: compare two, too.
     """
     found: Findings = {}
     for level, owner in [*levels.items(), (item, [])]:
@@ -73,8 +72,8 @@ def judge(
 ) -> Findings:
     """Who takes longer than the others of its kind, or has a rate below a limit.
 
-    values: the metrics of each rank (node, ...: what `item` says); those that end in `_s` are
-    times. kinds: of each. limits: by the ends of the names of rates. See also `accuse`.
+    values: the metrics of each rank, node, ...: what `item` says. kinds: of each. limits: by the
+    ends of the names of rates. See also `accuse`.
     """
     found: Findings = {}
     for metric in dict.fromkeys(metric for metrics in values.values() for metric in metrics):
@@ -93,10 +92,8 @@ def judge(
 
 
 def medians(costs: Costs, owner: list[int]) -> Costs:
-    """The median cost of each owner; a cost counts for the owners of all its members.
-
-    Of an even number of ranks the lower median: one slow rank of two makes no slow node.
-    """
+    """The median cost of each owner; a cost counts for the owners of all its members."""
+    # of an even number of ranks the lower median: one slow rank of two makes no slow node
     middle = median if any(len(members) > 1 for members in costs) else median_low
     found: dict[int, list[float]] = {}
     for members, cost in costs.items():
@@ -113,12 +110,9 @@ def sentences(findings: Findings) -> list[str]:
     return [f"slow {who}: {words.format(*by)}" for (who, words), by in findings.items()]
 
 
-def on_hosts(text: str, found: dict[str, Any]) -> str:
+def on_hosts(text: str, environment: dict[str, Any]) -> str:
     """`rank 1 on node2` for `rank 1`, and so for links and nodes."""
-
-    def place(match: re.Match[str]) -> str:
-        number = int(match[2])
-        node = match[1] == "node"
-        return f"{match[0]} on {found['hosts'][number] if node else found['ranks'][number]['host']}"
-
-    return re.sub(r"(rank|node|link|->) (\d+)", place, text)
+    hosts = {"node": environment["hosts"]}
+    ranks = [row["host"] for row in environment["ranks"]]
+    number = r"(rank|node|link|->) (\d+)"
+    return re.sub(number, lambda m: f"{m[0]} on {hosts.get(m[1], ranks)[int(m[2])]}", text)

@@ -16,57 +16,43 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 SCHEMA = "torchrun-bench/2"
+OTHER = "; another version of torchrun-bench may have written it"
+# of the environment: what must be alike for a report to be resumed
+SAME = ("torch", "nccl", "world_size", "local_world_size", "devices", "backend")
 
 
 @dataclass
 class Case:
-    """One case: what identifies it, what was measured, and what follows from that.
+    """One case. Raises ValueError, naming the field, for values that are none of this."""
 
-    key: flat, JSON; the same key in two reports is the same case. samples_s: for each step
-    [ranks][iterations] in seconds; the first step is the one that the case is about. rounds: the
-    iterations of each round, alike for all steps. stop: the rule that ended the timing. check:
-    `passed`, `failed: why` or `skipped: why`.
-
-    Raises ValueError, naming the field, for values that are none of this.
-    """
-
-    key: dict[str, Any]
+    key: dict[str, Any]  # flat, JSON; the same key in two reports is the same case
     ranks: list[int]
+    # of each step [ranks][iterations], in seconds; the first step is what the case is about
     samples_s: dict[str, list[list[float]]] = field(default_factory=dict)
-    rounds: list[int] = field(default_factory=list)
-    stop: str = ""
+    rounds: list[int] = field(default_factory=list)  # the iterations of each, alike for all steps
+    stop: str = ""  # the rule that ended the timing
     metrics: dict[str, Any] = field(default_factory=dict)
-    check: str = "passed"
+    check: str = "passed"  # or `failed: why`, `skipped: why`
 
     @property
     def failed(self) -> bool:
         return self.check.startswith("failed")
 
     def __post_init__(self) -> None:
-        kinds = dict(key=dict, ranks=list, samples_s=dict, rounds=list, stop=str, metrics=dict)
+        kinds = dict(key=dict, ranks=list, samples_s=dict, rounds=list, metrics=dict, check=str)
         for name, kind in kinds.items():
             expect(isinstance(getattr(self, name), kind), name, kind.__name__, getattr(self, name))
-        for name, value in self.key.items():
-            expect(not isinstance(value, (dict, list)), f"key.{name}", "a plain value", value)
-        known = isinstance(self.check, str) and self.check.startswith(
-            ("passed", "failed: ", "skipped: ")
-        )
-        expect(known, "check", "passed, failed: ... or skipped: ...", self.check)
-        for name, rows in self.samples_s.items():
-            at = f"samples_s.{name}"
-            fits = isinstance(rows, list) and len(rows) in (0, len(self.ranks))
-            expect(fits, at, "a list for each rank", rows)
+        for step, rows in self.samples_s.items():
+            name = f"samples_s.{step}"
+            expect(len(rows) in (0, len(self.ranks)), name, "a list for each rank", rows)
             for row in rows:
-                expect(isinstance(row, list) and are_seconds(row), at, "lists of seconds", row)
-                expect(len(row) == len(rows[0]), at, "lists of one length", len(row))
+                expect(are_seconds(row), name, "lists of seconds", row)
+                expect(len(row) == len(rows[0]), name, "lists of one length", len(row))
 
 
 @dataclass
 class Report:
-    """One run. status: complete, failed, or interrupted while the last line is missing.
-
-    end: what the last line says beside the status and the time.
-    """
+    """One run."""
 
     benchmark: str
     environment: dict[str, Any]
@@ -74,9 +60,9 @@ class Report:
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     started_at: str = field(default_factory=lambda: now())
     schema: str = SCHEMA
-    status: str = "interrupted"
+    status: str = "interrupted"  # while the last line is missing; then complete or failed
     finished_at: str | None = None
-    end: dict[str, Any] = field(default_factory=dict)
+    end: dict[str, Any] = field(default_factory=dict)  # what else the last line says
     cases: list[Case] = field(default_factory=list)
 
     def start(self, resume: bool = False) -> None:
@@ -85,33 +71,33 @@ class Report:
         Another file is moved to PATH.bak. Raises ValueError where it is no report, or, with
         `resume`, one of another benchmark or environment; OSError where it cannot be written.
         """
-        if not self.path:
-            return
-        path = Path(self.path)
-        old = load(self.path) if path.exists() and path.stat().st_size else None
-        if old is not None and resume:
-            self.take_over(old)
-            return
-        if old is not None:
-            path.replace(self.path + ".bak")
+        path = Path(self.path or os.devnull)
+        if path.is_file() and path.stat().st_size:
+            try:
+                old = load(str(path))
+            except ValueError as error:
+                raise ValueError(f"--json would replace what is there: {error}") from None
+            if resume:
+                self.take_over(old, path)
+                return
+            path.replace(f"{path}.bak")
         names = ("schema", "benchmark", "argv", "started_at", "environment")
         self.append({name: getattr(self, name) for name in names})
 
-    def take_over(self, old: "Report") -> None:
+    def take_over(self, old: "Report", path: Path) -> None:
         """Go on with an older report of the same benchmark on the same devices."""
-        for name, mine, theirs in (
-            ("benchmark", self.benchmark, old.benchmark),
-            *((n, self.environment.get(n), old.environment.get(n)) for n in SAME),
-        ):
-            if mine != theirs:
+        mine = self.environment | {"benchmark": self.benchmark}
+        theirs = old.environment | {"benchmark": old.benchmark}
+        for name in ("benchmark", *SAME):
+            if mine.get(name) != theirs.get(name):
                 raise ValueError(
-                    f"--resume: {self.path} has {name} {theirs}, this run {mine}: numbers that "
-                    "do not belong together; give another --json"
+                    f"--resume: {path} has {name} {theirs.get(name)}, this run {mine.get(name)}: "
+                    "numbers that do not belong together; give another --json"
                 )
         self.cases = old.cases
-        content = Path(self.path or "").read_bytes()
+        content = path.read_bytes()
         if not content.endswith(b"\n"):  # a line that a crash cut short
-            os.truncate(self.path or "", content.rfind(b"\n") + 1)
+            os.truncate(path, content.rfind(b"\n") + 1)
 
     def add(self, case: Case) -> None:
         """Append a case. A later one of the same key replaces an earlier one."""
@@ -127,27 +113,19 @@ class Report:
         return next((c for c in self.cases if c.key == key and not c.failed), None)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write a line, whole or not at all. Raises OSError, e.g. on a full disk."""
-        if not self.path:
-            return
-        data = json.dumps(line, allow_nan=False).encode() + b"\n"
-        with open(self.path, "ab") as file:
-            size = file.tell()
-            try:
-                file.write(data)
+        """Write a line. Raises OSError, e.g. on a full disk; what is then cut short is no line."""
+        if self.path:
+            with open(self.path, "ab") as file:
+                file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
-            except OSError:
-                os.truncate(self.path, size)
-                raise
-
-
-# of the environment: what must be alike for a report to be resumed
-SAME = ("torch", "nccl", "world_size", "local_world_size", "devices", "backend")
 
 
 def strict_json(text: str) -> Any:
-    return json.loads(text, parse_constant=refuse_constant)
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not a number in JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def load(
@@ -170,7 +148,9 @@ def load(
                 content = parse(line)
                 expect(isinstance(content, dict), "the line", "an object", content)
                 if report is None:
-                    report = Report(**head(content), path=path)
+                    if (schema := content.get("schema")) != SCHEMA:
+                        raise ValueError(f"schema is {schema!r}, not {SCHEMA!r}{OTHER}")
+                    report = Report(**content, path=path)
                 elif "status" in content:
                     report.status = content.pop("status")
                     report.finished_at = content.pop("finished_at", None)
@@ -182,46 +162,26 @@ def load(
                     cases.pop(name, None)
                     cases[name] = case
                     report.status = "interrupted"  # of a report that was resumed, until its end
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError) as error:
         if report is None or line.endswith("\n"):  # else it is the line that a crash cut short
-            reason = str(error).replace("Case.__init__() ", "").replace("Report.__init__() ", "")
-            at = f"{path}:{number}" if number else path
-            raise ValueError(f"{at} is no line of a report: {reason}") from None
+            raise ValueError(f"{path}:{number} is no line of a report: {error}") from None
     if report is None:
         raise ValueError(f"{path} is empty; a report is what a script writes with --json PATH")
     report.cases = list(cases.values())
     return report
 
 
-def head(content: dict[str, Any]) -> dict[str, Any]:
-    """The first line's fields. Raises ValueError where it is of another format."""
-    schema = content.get("schema")
-    if schema != SCHEMA:
-        newer = isinstance(schema, str) and schema.startswith("torchrun-bench/")
-        hint = "; it is of another version of torchrun-bench" if newer else ""
-        raise ValueError(f"schema is {schema!r}, this version reads {SCHEMA!r}{hint}")
-    for name, kind in dict(benchmark=str, environment=dict, argv=list, started_at=str).items():
-        expect(isinstance(content.get(name), kind), name, kind.__name__, content.get(name))
-    return content
-
-
 def are_seconds(row: list[Any]) -> bool:
     """Whether all are finite numbers from 0 on; by built-ins, since there may be millions."""
-    if not row:
-        return True
     numbers = set(map(type, row)) <= {int, float}
-    return numbers and min(row) >= 0 and math.isfinite(sum(row))
+    return numbers and min(row, default=0) >= 0 and math.isfinite(sum(row))
 
 
 def expect(condition: bool, at: str, expected: str, got: Any) -> None:
     if not condition:
         raise ValueError(f"{at}: expected {expected}, got {str(got)[:60]!r}")
-
-
-def refuse_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not a number in JSON")
 
 
 def now() -> str:

@@ -20,8 +20,7 @@ def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
 def autocorrelation_time(samples: ArrayLike) -> float:
     """How many successive samples [n] are worth one independent one, at least 1.
 
-    1 + 2 * the sum of the autocorrelations, as long as successive pairs stay positive (Geyer 1992,
-    "Practical Markov Chain Monte Carlo", the initial positive sequence).
+    1 + 2 * the sum of the autocorrelations while successive pairs stay positive (Geyer 1992).
     """
     x = np.asarray(samples, dtype=np.float64)
     n = len(x)
@@ -40,9 +39,8 @@ def autocorrelation_time(samples: ArrayLike) -> float:
 def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | None:
     """Confidence interval of the median of samples [n]; None for too few (under 6 at 95 %).
 
-    From one of the sorted samples to another, at n/2 +- z * sqrt(n)/2 (Campbell and Gardner 1988,
-    BMJ 296:1454), whatever the distribution. Iterations of one run are not independent: sqrt(n) is
-    widened by sqrt(tau), the autocorrelation time of their signs about the median (Sen 1968).
+    From one of the sorted samples to another, at n/2 +- z * sqrt(n tau)/2 (Campbell and Gardner
+    1988, BMJ 296:1454); tau: the autocorrelation time of the signs about the median (Sen 1968).
     """
     x = np.asarray(samples, dtype=np.float64)
     n = len(x)
@@ -51,10 +49,8 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
     tau = autocorrelation_time(np.sign(x - np.median(x)))
     half = NormalDist().inv_cdf(0.5 + confidence / 2) * np.sqrt(n * tau) / 2
     low = round(n / 2 - half)  # 1-based; its mirror image is n + 1 - low
-    if low < 1:
-        return None
     x = np.sort(x)
-    return float(x[low - 1]), float(x[n - low])
+    return (float(x[low - 1]), float(x[n - low])) if low >= 1 else None
 
 
 def relative_ci95(samples: ArrayLike) -> float | None:
@@ -68,8 +64,8 @@ def relative_ci95(samples: ArrayLike) -> float | None:
 def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> tuple[float, Interval | None]:
     """How much longer `a` takes than `b`, timed in the same rounds, with its 95 % interval.
 
-    The median over the rounds of median(a) - median(b) within a round, so that a drift of the
-    machine cancels. a, b: [n]; rounds: the iterations of each, n in all. No interval under 6.
+    The median over the rounds of median(a) - median(b) within each, so that a drift of the machine
+    cancels. a, b: [n]; rounds: the iterations of each. No interval under 6 rounds.
     """
     ends = np.cumsum(rounds)[:-1]
     pairs = zip(np.split(np.asarray(a), ends), np.split(np.asarray(b), ends), strict=True)
@@ -80,10 +76,9 @@ def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> tuple[float
 def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | None:
     """(row, factor) of the rank that is slower than the others beyond noise. samples: [ranks, n].
 
-    Feed it local compute: in a synchronised step all ranks look equally slow. A rank is one when
-    the median of x[rank] / median(x[others]) lies above 1 + margin with 95 % confidence, shared
-    among the ranks (Bonferroni); of an even number of others the upper median counts, so that one
-    fast rank makes no other a straggler.
+    Feed it local compute: in a synchronised step all ranks look equally slow. The median of
+    x[rank] / median(x[others]) must lie above 1 + margin with 95 % confidence, shared among the
+    ranks (Bonferroni). Of an even number of others the upper median: one fast rank slows nobody.
     """
     x = np.asarray(samples, dtype=np.float64)
     if len(x) < 2 or x.shape[1] == 0:
@@ -103,10 +98,9 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
 def own_pace(
     samples: ArrayLike, rounds: Sequence[int], prefix: str
 ) -> tuple[dict[str, float], list[float]]:
-    """Of workers that start a block together and do not wait for each other within it.
+    """Of workers [workers, n] that do not wait for each other within a block.
 
-    samples: [workers, n]. Percentiles of the slowest worker, since the i-th samples of two of them
-    are not at the same time; and the seconds of each block until its last worker is done.
+    Percentiles of the slowest worker, and the seconds of each block until its last worker is done.
     """
     x = np.asarray(samples)
     each = [percentiles(row, prefix) for row in x]
@@ -116,17 +110,13 @@ def own_pace(
 
 
 def step_metrics(step: ArrayLike, samples_per_step: float) -> dict[str, Any]:
-    """Metrics of a training step [ranks, n]: percentiles, interval and throughput.
-
-    Of each iteration the slowest rank counts. samples_per_step: of all ranks together.
-    """
+    """Of a training step [ranks, n] with so many samples on all ranks; the slowest rank counts."""
     slowest = np.asarray(step).max(axis=0)
-    p50 = float(np.median(slowest))
     return {
         **percentiles(slowest, "step_time"),
         "step_time_ci95_s": median_interval(slowest),
         "step_time_ci95_rel": relative_ci95(slowest),
-        "samples_per_s": samples_per_step / p50,
+        "samples_per_s": samples_per_step / float(np.median(slowest)),
     }
 
 
@@ -135,9 +125,8 @@ def breakdown_metrics(
 ) -> dict[str, Any]:
     """Where a step's time goes. All [ranks, n], timed in the same rounds.
 
-    exposed = step - local compute, the slowest rank on both sides: a late rank is on both and
-    cancels out; `late_s`, how far the slowest rank's local compute lies above the median rank's,
-    shows it by itself. overlap = 1 - exposed / communication alone.
+    exposed = step - local compute, the slowest rank on both sides, so that a late rank cancels out;
+    late = local compute of the slowest rank - of the median rank; overlap = 1 - exposed / alone.
     """
     step, local = np.asarray(step), np.asarray(local)
     exposed, interval = difference(step.max(axis=0), local.max(axis=0), rounds)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import tabulate
 from tqdm import tqdm
@@ -22,58 +23,49 @@ class Table:
     """A table that is printed row by row: each column is as wide as its header and `widest`."""
 
     def __init__(self, columns: Columns, widest: Sequence[str] = ()) -> None:
-        self.columns = columns
+        self.columns, self.rows = columns, 0
         self.widest = [*widest, *["0.0000"] * (len(columns) - len(widest))]
-        self.rows = 0
 
     def row(self, case: Case) -> str:
         """The lines for one more case, with the header before the first."""
         cells = [cell(case) for cell in self.columns.values()]
         if case.failed:
-            cells = [cells[0], *[""] * (len(cells) - 1)]
+            cells[1:] = [""] * (len(cells) - 1)
         *header, _, line = layout(self.columns, [self.widest, cells]).splitlines()
-        if case.failed:
-            line = f"{cells[0]}  {case.check}"
+        line = f"{cells[0]}  {case.check}" if case.failed else line.rstrip()
         self.rows += 1
-        return "\n".join([*(header if self.rows == 1 else []), line.rstrip()])
+        return "\n".join([*(header if self.rows == 1 else []), line])
 
 
 def layout(headers: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
     headers = list(headers)
     align = ("left",) + ("right",) * (len(headers) - 1)
-    return tabulate.tabulate(
-        rows, headers, tablefmt="simple", colalign=align, disable_numparse=True
-    )
+    return tabulate.tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
+
+
+def cell(name: str, show: Callable[[Any], str]) -> Callable[[Case], str]:
+    """A cell that shows a metric of the case; `-` where it has none."""
+
+    def text(case: Case) -> str:
+        value = case.metrics.get(name)
+        return "-" if value is None else show(value)
+
+    return text
 
 
 def metric(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
-    """A cell with a metric of the case times `scale`; `-` where it has none."""
-
-    def cell(case: Case) -> str:
-        value = case.metrics.get(name)
-        return "-" if value is None else f"{value * scale:.{digits}f}"
-
-    return cell
+    """A cell with a metric of the case times `scale`."""
+    return cell(name, lambda value: f"{value * scale:.{digits}f}")
 
 
 def half_width(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
     """A cell with half the width of an interval of the case."""
-
-    def cell(case: Case) -> str:
-        interval = case.metrics.get(name)
-        return "-" if interval is None else f"{(interval[1] - interval[0]) / 2 * scale:.{digits}f}"
-
-    return cell
+    return cell(name, lambda ends: f"{(ends[1] - ends[0]) / 2 * scale:.{digits}f}")
 
 
 def relative(name: str) -> Callable[[Case], str]:
     """A cell with a relative half width, as +-percent."""
-
-    def cell(case: Case) -> str:
-        width = case.metrics.get(name)
-        return "-" if width is None else f"+-{width:.1%}" if width < 1 else ">100%"
-
-    return cell
+    return cell(name, lambda width: f"+-{width:.1%}" if width < 1 else ">100%")
 
 
 def percentile_columns(
@@ -92,20 +84,7 @@ def percentile_columns(
     return columns
 
 
-class Progress:
+def progress_line(enabled: bool) -> tqdm:
     """On a terminal, a line on stderr with the case being measured; else nothing."""
-
-    def __init__(self, enabled: bool) -> None:
-        shown = enabled and sys.stderr.isatty()
-        self.bar = tqdm(bar_format="{desc} [{elapsed}]", disable=not shown, leave=False)
-
-    def now(self, text: str) -> None:
-        self.bar.set_description_str(text)
-
-    def print(self, text: str) -> None:
-        """Print to stdout without breaking the line. Raises OSError."""
-        with tqdm.external_write_mode(file=sys.stdout):
-            print(text, flush=True)
-
-    def close(self) -> None:
-        self.bar.close()
+    shown = enabled and sys.stderr.isatty()
+    return tqdm(bar_format="{desc} [{elapsed}]", disable=not shown, leave=False)

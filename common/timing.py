@@ -24,40 +24,35 @@ LEAD_IN = 1  # untimed iterations that start a block: caches and queues as the s
 
 @dataclass(frozen=True)
 class StopRule:
-    """When a case has been timed for long enough; see the flags of common/cli.py.
-
-    rounds: if given, exactly so many. longest_block_s: a block is one phase to the watchdog.
-    """
+    """When a case has been timed for long enough; see the flags of common/cli.py."""
 
     warmup_iters: int = 5
     iters: int | None = None
     min_iters: int = 20
     target_ci: float = 0.02
     max_seconds: float = 5.0
-    rounds: int | None = None
-    longest_block_s: float = 75.0
+    rounds: int | None = None  # if given, exactly so many
+    longest_block_s: float = 75.0  # a block is one phase to the watchdog
 
 
 @dataclass
 class Timing:
-    """samples_s: for each step [ranks, iterations], on the group's first rank alone.
+    """What one case took."""
 
-    launch_share: on CUDA, for each step, how much of the device's time the host took to launch it.
-    """
-
-    samples_s: dict[str, NDArray[np.float64]]
+    samples_s: dict[str, NDArray[np.float64]]  # [ranks, iterations], on the group's first rank
     rounds: list[int]
     stop: str
+    # on CUDA, for each step: how much of the device's time the host took to launch it
     launch_share: dict[str, float] = field(default_factory=dict)
 
 
 def time_block(
     step: Step, iters: int, device: torch.device, calls: int = 1
 ) -> tuple[list[float], float]:
-    """Seconds of each of `iters` samples, and of the host until all were launched.
+    """Seconds of each of `iters` samples of `calls` calls, and of the host until all were launched.
 
-    A sample is the mean of `calls` successive calls. On CUDA it is the time between two events on
-    the current stream, with one synchronize at the end, so that launches stay asynchronous.
+    On CUDA a sample is the time between two events on the current stream, with one synchronize at
+    the end, so that launches stay asynchronous.
     """
     cuda = device.type == "cuda"
 
@@ -103,17 +98,27 @@ def time_steps(
     """Time the steps in alternating blocks; the first one's slowest rank decides when to stop.
 
     Forwards in one round and backwards in the next: a drift of the machine hits all steps alike.
-    The group's first rank decides after each round, so that all ranks run the same count. Its
-    members call it together; `progress` is called before each block, never within one.
+    The group's members call it together; `progress` is called before each block, never within one.
     """
-    round_s = sum(warm_up(n, steps[n], group, device, rule, calls, progress) for n in steps)
-    block = agree(block_length(round_s, rule), group)
+
+    def warm_up(name: str) -> float:
+        """Seconds of a warm sample. Slow steps get fewer iterations: a quarter of the budget."""
+        times: list[float] = []
+        start, more = perf_counter(), 1
+        while more:
+            progress(f"{name}, warm-up {len(times) + 1}")
+            dist.barrier(group.control)
+            times += time_block(steps[name], 1, device, calls)[0]
+            over = perf_counter() - start > rule.max_seconds / 4 and not rule.iters
+            more = agree(int(len(times) < rule.warmup_iters and not over), group)
+        return min(times[1:] or times) * calls
+
+    block = agree(block_length(sum(map(warm_up, steps)), rule), group)
     samples: dict[str, list[float]] = {name: [] for name in steps}
     host_s = dict.fromkeys(steps, 0.0)
     slowest: list[float] = []  # of the first step
     rounds: list[int] = []
     spent, stop = 0.0, ""
-    enabled = gc.isenabled()
     gc.collect()
     gc.disable()  # a collection within one rank's block would stop all ranks
     try:
@@ -136,8 +141,7 @@ def time_steps(
             if rule.iters:
                 block = max(1, min(block, rule.iters - len(slowest)))
     finally:
-        if enabled:
-            gc.enable()
+        gc.enable()
     progress("gather")
     mine = torch.tensor([[*samples[n], host_s[n]] for n in steps], dtype=torch.float64)
     first = dist.get_rank(group.control) == 0
@@ -153,27 +157,6 @@ def time_steps(
         ratios = (table[:, :, -1] / np.maximum(device_s, 1e-9)).max(axis=0)
         shares = {name: round(float(ratios[i]), 3) for i, name in enumerate(steps)}
     return Timing(times_s, rounds, stop, shares)
-
-
-def warm_up(
-    name: str,
-    step: Step,
-    group: Group,
-    device: torch.device,
-    rule: StopRule,
-    calls: int,
-    progress: Callable[[str], None],
-) -> float:
-    """Seconds of a warm sample. Slow steps get fewer iterations: a quarter of the budget."""
-    times: list[float] = []
-    start, more = perf_counter(), 1
-    while more:
-        progress(f"{name}, warm-up {len(times) + 1}")
-        dist.barrier(group.control)
-        times += time_block(step, 1, device, calls)[0]
-        over = perf_counter() - start > rule.max_seconds / 4 and not rule.iters
-        more = agree(int(len(times) < rule.warmup_iters and not over), group)
-    return min(times[1:] or times) * calls
 
 
 STOPS = ("", "iters", "rounds", "target-ci", "max-seconds")

@@ -1,16 +1,15 @@
 """Who hangs, and where; who failed; an orderly end on a signal.
 
 Each rank leaves in the store what it does (its phase), between timed blocks and never inside one.
-A thread looks there, twice a second in a small job, whatever the main thread waits for:
+A thread of each looks there, twice a second in a small job:
 
-- no rank has changed its phase for `timeout` seconds: a hang. Every thread answers a roll call. A
-  rank that does not is stopped, dead or out of reach; of those that do, the ones behind the
-  others did not arrive. Stacks are printed, silent ranks of this host are killed, status 3.
-- a rank of the case has failed: the process group is aborted here as well, so that this rank does
-  not wait for ever in a collective that the other one has left.
+- No rank has changed its phase for `timeout` seconds: a hang, and a roll call of these threads. Who
+  does not answer is stopped, dead or out of reach; who does and is behind others did not arrive.
+  Stacks are printed, silent ranks of this host are killed, status 3.
+- A rank of the case has failed: the group is aborted here as well, so that this rank does not wait
+  for ever in a collective that the other one has left.
 
-Where even that is impossible (the store's host is gone, Python is stuck in a C call)
-faulthandler's own timer ends the process. docs/reliability.md shows each fault.
+Where Python or the store is stuck faulthandler's timer ends the process (docs/reliability.md).
 """
 
 import contextlib
@@ -35,21 +34,22 @@ from common.dist import Group, Job, abort_group
 
 GRACE_S = 2.0  # for the answers to a roll call
 PR_SET_PDEATHSIG = 1  # of Linux
+FATES = ("does not answer (stopped, dead or out of reach)", "did not arrive", "waits")
 
 
 class Watchdog:
-    """Start it once the ranks have met; `stop` it before the process leaves the job."""
+    """Start it once the ranks have met; `stop` it before the process leaves the job.
+
+    on_signal: what rank 0 adds to its last line when a signal ends the run.
+    """
 
     def __init__(self, job: Job, timeout_s: float, on_signal: Callable[[], str]) -> None:
-        """on_signal: what rank 0 adds to its last line when a signal ends the run."""
         self.job, self.timeout_s, self.on_signal = job, timeout_s, on_signal
-        prefix = "watchdog"
-        self.store = dist.PrefixStore(prefix, job.store)  # the main thread's
-        self.other = dist.PrefixStore(prefix, job.store.clone())  # the watching thread's
+        self.store = dist.PrefixStore("watchdog", job.store)  # the main thread's
+        self.other = dist.PrefixStore("watchdog", job.store.clone())  # the watching thread's
         self.over = threading.Event()
-        self.poll_s = max(0.5, job.world_size / 200)  # a few hundred calls a second in all
         self.case, self.order = 0, 0
-        self.group: Group | None = None
+        self.group: Group | None = None  # is aborted when a rank of the case fails
         self.main = threading.get_ident()
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self.store.set(f"answer/{job.rank}", "")
@@ -58,33 +58,21 @@ class Watchdog:
         self.thread.start()
         self._end_on_signals()
 
-    # -- what the main thread says -------------------------------------------------------------
-
     def begin(self, label: str, member: bool) -> None:
         """A new case; ranks outside it wait, and are neither ahead of its ranks nor behind."""
-        self.case, self.order = self.case + 1, 0
-        self.group = None
+        self.case, self.order, self.group = self.case + 1, 0, None
         self.phase(label, "set up" if member else "not part of it")
 
     def phase(self, label: str, phase: str) -> None:
         """Say what comes next. It calls the store: keep it out of timed code."""
         self.order += 1
-        self.now = dict(
-            rank=self.job.rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            case=label,
-            phase=phase,
-            order=[self.case, self.order if phase != "not part of it" else None],
-        )
-        self.store.set(f"phase/{self.job.rank}", json.dumps(self.now))
+        host, order = socket.gethostname(), None if phase == "not part of it" else self.order
+        self.where = f"rank {self.job.rank} on {host}, case '{label}', {phase}"
+        now = {"where": self.where, "order": [self.case, order], "host": host, "pid": os.getpid()}
+        self.store.set(f"phase/{self.job.rank}", json.dumps(now))
         self.store.add("changes", 1)
         # the last resort, in C: it needs neither Python nor the store
         faulthandler.dump_traceback_later(self.timeout_s * 1.5 + 20, exit=True)
-
-    def guard(self, group: Group) -> None:
-        """Abort this group when a rank of the case fails."""
-        self.group = group
 
     def fail(self, reason: str) -> None:
         """This rank's case failed. The first reason counts: the others follow from it."""
@@ -99,13 +87,12 @@ class Watchdog:
     def stop(self) -> None:
         self.over.set()
         faulthandler.cancel_dump_traceback_later()
-        self.thread.join(4 * self.poll_s)
-
-    # -- the watching thread -------------------------------------------------------------------
+        self.thread.join(5)
 
     def _watch(self) -> None:
+        poll_s = max(0.5, self.job.world_size / 200)  # a few hundred calls a second in all
         seen, since = -1, time.monotonic()
-        while not self.over.wait(self.poll_s):
+        while not self.over.wait(poll_s):
             try:
                 changes = self.other.add("changes", 0)
                 if changes == seen:
@@ -121,13 +108,12 @@ class Watchdog:
                     self.group = None
             except RuntimeError:  # the store is gone: its host has died, or the run is over
                 if not self.over.wait(10):
-                    end(1, f"{where(self.now)}: the rendezvous store is gone")
+                    end(1, f"{self.where}: the rendezvous store is gone")
 
     def _roll_call(self) -> NoReturn:
-        frame = sys._current_frames()[self.main]
-        stack = "".join(traceback.format_stack(frame))
+        stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
         newest = last_collective()
-        write(f"{where(self.now)}; {newest.get('text', 'no collective so far')}\n{stack}")
+        write(f"{self.where}; {newest['text']}\n{stack}")
         self.other.set(f"answer/{self.job.rank}", json.dumps(newest))
         time.sleep(GRACE_S)
         ranks = range(self.job.world_size)
@@ -136,7 +122,7 @@ class Watchdog:
         for state, answer in zip(states, answers, strict=True):
             state["newest"] = json.loads(answer) if answer else None
         if self.other.add("speaker", 1) == 1:
-            write(verdict(states, self.timeout_s))
+            write(f"HANG: no progress for {self.timeout_s:g} s\n{verdict(states)}")
             self.other.set("said", "")
         with contextlib.suppress(RuntimeError):  # nobody ends before it has been said
             self.other.wait(["said"])
@@ -144,8 +130,6 @@ class Watchdog:
             if state["newest"] is None and state["host"] == socket.gethostname():
                 dump_and_kill(state["pid"])
         end(HANG)
-
-    # -- signals ---------------------------------------------------------------------------------
 
     def _end_on_signals(self) -> None:
         """End in order on Ctrl-C and SIGTERM although the main thread may wait in C.
@@ -161,7 +145,7 @@ class Watchdog:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
         def wait() -> None:
-            number = os.read(read, 1)[0]
+            number = 0
             while number not in (signal.SIGINT, signal.SIGTERM):
                 number = os.read(read, 1)[0]
             name = signal.Signals(number).name
@@ -170,36 +154,27 @@ class Watchdog:
         threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def verdict(states: list[dict[str, Any]], seconds: float) -> str:
-    """Who does not answer, who did not arrive, and who waits for them.
+def verdict(states: list[dict[str, Any]]) -> str:
+    """Who does not answer, who did not arrive, and who waits for them; a line a rank.
 
-    states: what each rank has last said of itself; `newest` is its newest collective, None if it
-    does not answer. A rank did not arrive that is behind another one: in the case's phases, or in
-    the same phase in the collectives of a group.
+    states: what each rank has last said; `newest`: its newest collective, None if it is silent. Who
+    is behind another one did not arrive: in the case's phases, or in a group's collectives.
     """
-    here = [state for state in states if state["newest"] is not None]
-    order = max((s["order"] for s in here if s["order"][1]), default=[0, 0])
-    numbers: dict[str, int] = {}
-    for s in here:
-        group, number = s["newest"].get("group", ""), s["newest"].get("number", 0)
-        numbers[group] = max(number, numbers.get(group, 0))
+    furthest, numbers = [0, 0], dict[str, int]()
+    for s in states:
+        if s["newest"] is not None:
+            furthest = max(furthest, s["order"]) if s["order"][1] else furthest
+            group, number = s["newest"]["group"], s["newest"]["number"]
+            numbers[group] = max(number, numbers.get(group, 0))
 
-    def fate(s: dict[str, Any]) -> tuple[int, str]:
+    def fate(s: dict[str, Any]) -> int:
         if s["newest"] is None:
-            return 0, "does not answer (stopped, dead or out of reach)"
-        if s["order"][1] and s["order"] < order:
-            return 1, "did not arrive"
-        behind = s["newest"].get("number", 0) < numbers[s["newest"].get("group", "")]
-        return (1, "did not arrive") if s["order"][1] and behind else (2, "waits")
+            return 0
+        late = s["order"] != furthest or s["newest"]["number"] < numbers[s["newest"]["group"]]
+        return 1 if s["order"][1] and late else 2
 
-    lines = sorted((*fate(s), where(s)) for s in states)
-    shown = [f"{place}: {what}" for number, what, place in lines if number < 2]
-    shown += [f"{place}: {what}" for number, what, place in lines if number == 2][:64]
-    return "\n".join([f"HANG: no progress for {seconds:g} s", *shown])
-
-
-def where(state: dict[str, Any]) -> str:
-    return f"rank {state['rank']} on {state['host']}, case '{state['case']}', {state['phase']}"
+    lines = sorted((fate(s), s["where"]) for s in states)
+    return "\n".join(f"{where}: {FATES[number]}" for number, where in lines)
 
 
 def last_collective() -> dict[str, Any]:
@@ -209,12 +184,11 @@ def last_collective() -> dict[str, Any]:
         with contextlib.suppress(Exception):  # private interfaces, and the run is over anyway
             entries += json.loads(getattr(torch._C._distributed_c10d, name)())["entries"]
     if not entries:
-        return {}
+        return {"group": "", "number": 0, "text": "no collective so far"}
     e = max(entries, key=lambda e: e["time_created_ns"])
     group, number = e["process_group"][0], e.get("collective_seq_id") or 0
-    sizes = "x".join(map(str, e["input_sizes"][0])) if e.get("input_sizes") else "nothing"
-    text = f"newest collective {e['profiling_name']} of {sizes}, number {number} of group {group}"
-    return {"group": group, "number": number, "text": text}
+    text = f"newest collective {e['profiling_name']} of {e.get('input_sizes')}"
+    return {"group": group, "number": number, "text": f"{text}, number {number} of group {group}"}
 
 
 def dump_and_kill(pid: int) -> None:
@@ -230,8 +204,6 @@ def end(status: int, text: str = "") -> NoReturn:
     """Leave at once, whatever the main thread does."""
     if text:
         write(text)
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
     os._exit(status)
 
 

@@ -1,4 +1,4 @@
-"""Runs a script with one fault in torch itself: inject.py FAULT SCRIPT FLAGS...
+"""Runs a script with faults in torch itself: inject.py FAULT[,FAULT...] SCRIPT FLAGS...
 
 A fault patches what torch offers, never the project: what the project's checks and its watchdog
 say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it says otherwise.
@@ -657,15 +657,10 @@ def stuck_product() -> None:
     torch.mm = mm  # type: ignore[assignment]
 
 
-@fault
-def two_devices() -> None:
-    """torch sees two CUDA devices, as on a node that has lost others."""
-    torch.cuda.device_count = lambda: 2  # type: ignore[assignment]
-
-
 if __name__ == "__main__":
-    name, script = sys.argv[1:3]
+    faults, script = sys.argv[1:3]
     sys.argv = sys.argv[2:]
     sys.path[0] = str(Path(script).resolve().parent)
-    FAULTS[name]()
+    for name in faults.split(","):
+        FAULTS[name]()
     runpy.run_path(script, run_name="__main__")

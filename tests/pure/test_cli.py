@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from common import cli
+from common.benchmark import Benchmark
 from tests.conftest import ROOT
 
 
@@ -98,7 +99,7 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize("words", [["--resume"], ["--json", ""]])
 def test_resume_needs_a_report(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.check_common_flags(parse(*words))
+        Benchmark("x", parse(*words))
     assert "expected --json PATH" in capsys.readouterr().err
 
 

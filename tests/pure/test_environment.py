@@ -1,6 +1,8 @@
-"""What environment.py reads out of other programs' words."""
+"""What environment.py reads out of other programs' words, and what it refuses."""
 
-from common.environment import nccl_choices, throttled
+from typing import Any
+
+from common.environment import differences, nccl_choices, problem, throttled
 
 LOG = """\
 node1:71:71 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>
@@ -29,3 +31,25 @@ def test_a_throttled_gpu_is_named_with_its_reasons() -> None:
     assert throttled(["a", "b"], [[idle, unknown], [idle, hot]]) == [
         "GPU 3 of b is throttled: power cap, hardware thermal"
     ]
+
+
+def rank(number: int, **more: str) -> dict[str, Any]:
+    return {"rank": number, "host": "a", "uuid": f"G{number}", "torch": "2", "nccl": "2"} | more
+
+
+def test_what_must_not_be_measured() -> None:
+    """Ranks under test that share a GPU under NCCL; a node with another torch."""
+    shared = {"backend": "nccl", "ranks": [rank(0), rank(1, uuid="G0")]}
+    assert (problem(shared) or "").startswith("ranks 0 and 1 share a GPU on a, which nccl cannot")
+    assert problem(shared, tested=range(1)) is None  # rank 1 is a server
+    assert problem(shared | {"backend": "gloo"}) is None
+    assert problem(shared | {"ranks": [rank(0), rank(1, uuid="G0", host="b")]}) is None
+    mixed = {"backend": "gloo", "ranks": [rank(0), rank(1), rank(2, host="b", torch="1")]}
+    assert problem(mixed) == "torch is 1 on b, 2 elsewhere"
+
+
+def test_a_node_that_differs_is_named() -> None:
+    nodes = [{"host": h, "device": "D", "cores": 8, "topology": "t"} for h in "abc"]
+    assert differences(nodes) == []
+    nodes[1] |= {"cores": 4}
+    assert differences(nodes) == ["cores of b is not that of other nodes"]
