@@ -59,9 +59,6 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
 
-# types of flags: each raises ArgumentTypeError with what was expected and what came
-
-
 def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) -> Any:
     """`a,b,c`, each once; `all` stands for every choice."""
 
