@@ -253,8 +253,8 @@ class Benchmark:
 class Turn:
     """A place among commands of which only one measures at a time: `analysis/ab.py --interleave`.
 
-    ab.py puts a byte into this command's first pipe when it is its turn, and waits for one in the
-    second. The command keeps its turn while it sets up a case or gathers.
+    ab.py puts a byte into the first pipe when it is this command's turn, and waits for one in the
+    second. A command keeps its turn while it sets up a case or gathers.
     """
 
     def __init__(self) -> None:

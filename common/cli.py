@@ -15,13 +15,9 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def refuse(message: str, status: int = 2) -> NoReturn:
-    """End the run for a user's mistake: one line on stderr from rank 0, exit status 2.
-
-    The other ranks wait for the launcher to end them: if one exited first, the launcher would
-    kill rank 0 before it has spoken.
-    """
+    """End the run for a user's mistake: one line on stderr from rank 0, exit status 2."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
-        time.sleep(10)
+        time.sleep(10)  # if this one ended first, the launcher would kill rank 0 before it spoke
     else:
         line = " ".join(message.split())
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
@@ -143,10 +139,7 @@ def add_common_flags(
     max_seconds: float = 5,
     timeout: float = 300,
 ) -> None:
-    """Device and backend; for how long a case is timed; the report; the watchdog.
-
-    -w, -J, --output-file and -T are nccl-tests' names.
-    """
+    """Those of all measuring scripts. -w, -J, --output-file and -T are nccl-tests' names."""
     add = parser.add_argument_group("flags of all scripts").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     backend = "gloo, nccl, ucc or mpi (default: nccl on CUDA, gloo on the CPU)"

@@ -74,10 +74,7 @@ def open_group(
 
 
 def abort_group(group: Group) -> None:
-    """End what is in flight on the groups under test; safe from another thread, and twice.
-
-    NCCL's peers then fail as well. gloo's do once the group is closed and nothing refers to it.
-    """
+    """End what is in flight on the groups under test; safe from another thread, and twice."""
     for each in (group.test, *group.more):
         with suppress(RuntimeError):
             each.abort()
@@ -110,10 +107,8 @@ def share(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 @contextmanager
 def peers() -> Iterator[None]:
-    """Around collectives of a control group: their errors mean that a process has died.
-
-    Its launcher knows which, and ends the others; where it does not, they end here.
-    """
+    """Around collectives of a control group: their errors mean that a process has died. Its
+    launcher knows which, and ends the others; where it does not, they end here."""
     try:
         yield
     except RuntimeError as error:
@@ -161,8 +156,7 @@ def partition(spec: str, nodes: list[int]) -> list[list[int]]:
     ranks = [rank for group in groups for rank in group]
     one_size = len({len(group) for group in groups}) == 1
     if not (ranks and one_size) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):
-        raise ValueError(
-            f"expected world, node, cross or disjoint groups of one size among ranks 0 to "
-            f"{everyone[-1]}, e.g. 0,1/2,3 or 0-3/4-7, got {spec} on {len(members)} nodes"
-        )
+        what = f"world, node, cross or disjoint groups of one size among ranks 0 to {everyone[-1]}"
+        got = f"got {spec} on {len(members)} nodes"
+        raise ValueError(f"expected {what}, e.g. 0,1/2,3 or 0-3/4-7, {got}")
     return groups

@@ -39,10 +39,7 @@ THROTTLED = {
 
 
 def collect(job: Job) -> dict[str, Any]:
-    """The report's environment, on rank 0; empty elsewhere. All ranks call it.
-
-    `ranks` has a row for each rank; `gpus` and `topologies` an entry for each node.
-    """
+    """The report's environment, on rank 0; empty elsewhere. All ranks call it."""
     cuda, first = job.device.type == "cuda", job.local_rank == 0
     p: Any = torch.cuda.get_device_properties(job.device) if cuda else None
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -144,10 +141,8 @@ def run(command: list[str]) -> str:
 
 
 def problem(found: dict[str, Any], tested: range | None = None) -> str | None:
-    """What must not be measured: ranks that share a GPU under NCCL, nodes with another torch.
-
-    tested: the ranks that the groups under test may hold; None for all.
-    """
+    """What must not be measured: another torch on a node, ranks of `tested` (by default all) that
+    share a GPU under NCCL."""
     for name in ("torch", "nccl"):
         counts = Counter(row[name] for row in found["ranks"]).most_common()
         if len(counts) > 1:

@@ -20,10 +20,8 @@ from common.dist import FOREVER, Job
 
 
 def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = False) -> Job:
-    """Join the job and take a device: `cuda:LOCAL_RANK` by what is visible, or the CPU.
-
-    Without torchrun this is a world of one. Ends the run where not all arrive within `timeout_s`.
-    """
+    """Join the job, or be a world of one, and take a device: `cuda:LOCAL_RANK` by what is visible,
+    or the CPU. Ends the run where not all ranks arrive within `timeout_s`."""
     rank, local_rank, world_size, local_world_size = world()
     count = torch.cuda.device_count()
     if device == "cuda" and not count:

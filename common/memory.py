@@ -30,11 +30,8 @@ def start_peak(device: torch.device) -> int:
 
 
 def peak(device: torch.device, start: int) -> dict[str, float]:
-    """GiB since `start_peak`, as metrics.
-
-    On CUDA what torch reserved and allocated at most; NCCL's own buffers are in neither. On the
-    CPU by how much the resident set grew.
-    """
+    """GiB since `start_peak`, as metrics: on CUDA what torch reserved and allocated at most, which
+    leaves out NCCL's own buffers; on the CPU by how much the resident set grew."""
     if device.type == "cuda":
         return {
             "memory_gib": torch.cuda.max_memory_reserved(device) / GIB,
@@ -44,10 +41,7 @@ def peak(device: torch.device, start: int) -> dict[str, float]:
 
 
 def too_much(needed: int, job: Job, flag: str) -> str | None:
-    """Why the ranks of a device or host cannot have `needed` bytes each; None if they can.
-
-    flag: the one that gives their size.
-    """
+    """Why the ranks of a device or host cannot have `needed` bytes each; None if they can."""
     if job.device.type == "cuda":
         what, free = "device", torch.cuda.mem_get_info(job.device)[0]
         needed *= max(1, -(-job.local_world_size // torch.cuda.device_count()))

@@ -19,8 +19,7 @@ def outliers(
 ) -> dict[Any, tuple[float, float]]:
     """What costs more than the median by `sigmas` deviations and `margin` -> factor, deviations.
 
-    The deviation is the median absolute one, scaled: the few that are slow move neither (Hampel
-    1974). Under 3 nothing is compared.
+    The median absolute deviation, scaled: the few that are slow move neither (Hampel 1974).
     """
     if len(costs) < 3:
         return {}

@@ -18,10 +18,8 @@ def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
 
 
 def autocorrelation_time(samples: ArrayLike) -> float:
-    """How many successive samples [n] are worth one independent one, at least 1.
-
-    1 + 2 * the sum of the autocorrelations while successive pairs stay positive (Geyer 1992).
-    """
+    """How many successive samples [n] are worth one independent one, at least 1: 1 + 2 * the sum of
+    the autocorrelations while successive pairs stay positive (Geyer 1992)."""
     x = np.asarray(samples, dtype=np.float64)
     n = len(x)
     if n < 4 or np.ptp(x) == 0:
@@ -98,10 +96,8 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
 def own_pace(
     samples: ArrayLike, rounds: Sequence[int], prefix: str
 ) -> tuple[dict[str, float], list[float]]:
-    """Of workers [workers, n] that do not wait for each other within a block.
-
-    Percentiles of the slowest worker, and the seconds of each block until its last worker is done.
-    """
+    """Of workers [workers, n] that do not wait for each other within a block: percentiles of the
+    slowest, and the seconds of each block until its last worker is done."""
     x = np.asarray(samples)
     each = [percentiles(row, prefix) for row in x]
     blocks = np.split(x, np.cumsum(rounds)[:-1], axis=1)
@@ -123,10 +119,9 @@ def step_metrics(step: ArrayLike, samples_per_step: float) -> dict[str, Any]:
 def breakdown_metrics(
     step: ArrayLike, local: ArrayLike, alone: ArrayLike | None, rounds: Sequence[int]
 ) -> dict[str, Any]:
-    """Where a step's time goes. All [ranks, n], timed in the same rounds.
+    """Where a step's time goes: docs/measuring.md. All [ranks, n], timed in the same rounds.
 
-    exposed = step - local compute, the slowest rank on both sides, so that a late rank cancels out;
-    late = local compute of the slowest rank - of the median rank; overlap = 1 - exposed / alone.
+    exposed = step - local compute, the slowest rank on both sides: a late rank cancels out.
     """
     step, local = np.asarray(step), np.asarray(local)
     exposed, interval = difference(step.max(axis=0), local.max(axis=0), rounds)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import tabulate
@@ -72,15 +73,15 @@ def percentile_columns(
     prefix: str, unit: str, rate_unit: str, work: Callable[[Case], float]
 ) -> Columns:
     """p50, p75, p90 and p95 of a time in seconds, each with the rate that follows from it."""
+
+    def rate(name: str, case: Case) -> str:
+        return f"{work(case) / case.metrics[name]:.1f}" if case.metrics.get(name) else "-"
+
     columns: Columns = {}
     for q in (50, 75, 90, 95):
-
-        def rate(case: Case, name: str = f"{prefix}_p{q}_s") -> str:
-            seconds = case.metrics.get(name)
-            return f"{work(case) / seconds:.1f}" if seconds else "-"
-
-        columns[f"p{q}\n{unit}"] = metric(f"{prefix}_p{q}_s", digits=4)
-        columns[f"p{q}\n{rate_unit}"] = rate
+        name = f"{prefix}_p{q}_s"
+        columns |= {f"p{q}\n{unit}": metric(name, digits=4)}
+        columns |= {f"p{q}\n{rate_unit}": partial(rate, name)}
     return columns
 
 

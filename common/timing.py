@@ -176,10 +176,7 @@ def block_length(round_s: float, rule: StopRule) -> int:
 
 
 def decide(slowest: list[float], rounds: int, spent_s: float, rule: StopRule) -> int:
-    """0 to go on, else the index in STOPS of the rule that was reached.
-
-    slowest: the first step's samples so far, in seconds.
-    """
+    """0 to go on, else the index in STOPS of the rule that the first step has reached."""
     if rule.iters:
         return 1 if len(slowest) >= rule.iters else 0
     if rule.rounds:

@@ -113,7 +113,7 @@ class Watchdog:
     def _roll_call(self) -> NoReturn:
         stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
         newest = last_collective()
-        write(f"{self.where}; {newest['text']}\n{stack}")
+        write(f"{self.where}; {newest['text']}\n{stack.rstrip()}")
         self.other.set(f"answer/{self.job.rank}", json.dumps(newest))
         time.sleep(GRACE_S)
         ranks = range(self.job.world_size)
@@ -132,10 +132,8 @@ class Watchdog:
         end(HANG)
 
     def _end_on_signals(self) -> None:
-        """End in order on Ctrl-C and SIGTERM although the main thread may wait in C.
-
-        Python runs a handler in the main thread only; the pipe tells a thread of ours at once.
-        """
+        """End in order on Ctrl-C and SIGTERM although the main thread may wait in C."""
+        # Python runs a handler in the main thread only; the pipe tells a thread of ours at once
         read, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -202,11 +200,10 @@ def dump_and_kill(pid: int) -> None:
 
 def end(status: int, text: str = "") -> NoReturn:
     """Leave at once, whatever the main thread does."""
-    if text:
-        write(text)
+    write(text)
     os._exit(status)
 
 
 def write(text: str) -> None:
     with contextlib.suppress(OSError):  # one call: the ranks' lines do not mix
-        os.write(2, (text.rstrip("\n") + "\n").encode())
+        os.write(2, f"{text}\n".encode() if text else b"")

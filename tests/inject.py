@@ -154,12 +154,12 @@ def drifting_replica() -> None:
 
 @fault
 def slow_rank() -> None:
-    """Rank 1 waits 30 ms in each optimizer step."""
+    """Rank 1 waits 100 ms in each optimizer step."""
     real = torch.optim.SGD.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if RANK == 1:
-            end = time.perf_counter() + 0.03
+            end = time.perf_counter() + 0.1
             while time.perf_counter() < end:
                 pass
         return real(self, *args, **kwargs)
