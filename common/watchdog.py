@@ -13,7 +13,6 @@ Where Python or the store is stuck faulthandler's timer ends the process (docs/r
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -33,7 +32,6 @@ from common.cli import HANG
 from common.dist import Group, Job, abort_group
 
 GRACE_S = 2.0  # for the answers to a roll call
-PR_SET_PDEATHSIG = 1  # of Linux
 FATES = ("does not answer (stopped, dead or out of reach)", "did not arrive", "waits")
 
 
@@ -139,8 +137,6 @@ class Watchdog:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks end with it, however it ends
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
         def wait() -> None:
             number = 0
@@ -153,10 +149,10 @@ class Watchdog:
 
 
 def verdict(states: list[dict[str, Any]]) -> str:
-    """Who does not answer, who did not arrive, and who waits for them; a line a rank.
+    """What each rank has last said -> a line for each: does not answer, did not arrive, or waits.
 
-    states: what each rank has last said; `newest`: its newest collective, None if it is silent. Who
-    is behind another one did not arrive: in the case's phases, or in a group's collectives.
+    Who is behind another one did not arrive: in the case's phases, or in a group's collectives.
+    `newest` is a rank's newest collective, None if it is silent.
     """
     furthest, numbers = [0, 0], dict[str, int]()
     for s in states:
