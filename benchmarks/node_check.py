@@ -47,7 +47,7 @@ from common.benchmark import Benchmark, Build, Workload
 from common.check import compare_replicas, digest, odd_results, verdict
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import Group, Job, node_of_each
-from common.environment import lacking
+from common.gpus import lacking
 from common.outliers import SIGMAS, Findings, judge, on_hosts, sentences
 from common.report import Case, Report
 from common.stats import step_metrics

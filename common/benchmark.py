@@ -6,7 +6,6 @@ A case that fails on any rank is a row with its reason, and the run goes on.
 import argparse
 import faulthandler
 import gc
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common import environment
+from common import environment, gpus
 from common.cli import refuse
 from common.dist import Group, close_group, gather, open_group, share
 from common.join import join
-from common.report import Case, Report
+from common.report import Case, Report, not_json
 from common.table import Columns, Table, progress_line
 from common.timing import Step, StopRule, time_steps
 from common.watchdog import Watchdog
@@ -224,7 +223,7 @@ class Benchmark:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
-            last = environment.at_the_end(self.job)
+            last = gpus.at_the_end(self.job)
             self.status = share(self.finish(last) if self.job.rank == 0 else None)
             dist.barrier()
         self.watchdog.stop()
@@ -235,7 +234,7 @@ class Benchmark:
         """Say what there is to say, and end the report; on rank 0. The exit status."""
         if self.launch_bound:
             self.print(LAUNCH_HINT)
-        for line in environment.throttled(self.report.environment["hosts"], last["gpus"]):
+        for line in gpus.throttled(self.report.environment["hosts"], last["gpus"]):
             self.print(f"# warning: {line} at the end of the run")
         for choices in last["nccl"][:1]:  # of the first node
             chosen = [f"{name} {', '.join(names)}" for name, names in choices.items() if names]
@@ -275,13 +274,3 @@ def describe(error: BaseException) -> str:
     if lines and "On WorkerInfo(" in lines[0] and len(lines) > 1:  # what RPC adds
         return lines[1]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
-
-
-def not_json(metrics: dict[str, Any]) -> str | None:
-    """Which metric cannot be written, or None."""
-    for name, value in metrics.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError):
-            return f"metric '{name}' is not JSON: {str(value)[:60]!r}"
-    return None

@@ -179,6 +179,16 @@ def are_seconds(row: list[Any]) -> bool:
     return numbers and min(row, default=0) >= 0 and math.isfinite(sum(row))
 
 
+def not_json(metrics: dict[str, Any]) -> str | None:
+    """Which metric cannot be written, or None."""
+    for name, value in metrics.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            return f"metric '{name}' is not JSON: {str(value)[:60]!r}"
+    return None
+
+
 def expect(condition: bool, at: str, expected: str, got: Any) -> None:
     if not condition:
         raise ValueError(f"{at}: expected {expected}, got {str(got)[:60]!r}")

@@ -5,11 +5,10 @@ A thread of each looks there, twice a second in a small job:
 
 - No rank has changed its phase for `timeout` seconds: a hang, and a roll call of these threads. Who
   does not answer is stopped, dead or out of reach; who does and is behind others did not arrive.
-  Stacks are printed, silent ranks of this host are killed, status 3.
-- A rank of the case has failed: the group is aborted here as well, so that this rank does not wait
-  for ever in a collective that the other one has left.
-
-Where Python or the store is stuck faulthandler's timer ends the process (docs/reliability.md).
+  Stacks are printed, silent ranks of this host are killed, status 3. Where even that fails,
+  faulthandler's timer ends the process (docs/reliability.md).
+- A rank of the case has failed: the group is aborted here as well, or this rank would wait for ever
+  in a collective that the other one has left.
 """
 
 import contextlib
@@ -36,19 +35,16 @@ FATES = ("does not answer (stopped, dead or out of reach)", "did not arrive", "w
 
 
 class Watchdog:
-    """Start it once the ranks have met; `stop` it before the process leaves the job.
+    """Start it once the ranks have met; `stop` it before the process leaves the job."""
 
-    on_signal: what rank 0 adds to its last line when a signal ends the run.
-    """
-
-    def __init__(self, job: Job, timeout_s: float, on_signal: Callable[[], str]) -> None:
-        self.job, self.timeout_s, self.on_signal = job, timeout_s, on_signal
+    def __init__(self, job: Job, timeout_s: float, so_far: Callable[[], str]) -> None:
+        """so_far: what rank 0 says when a signal ends the run."""
+        self.job, self.timeout_s, self.so_far = job, timeout_s, so_far
         self.store = dist.PrefixStore("watchdog", job.store)  # the main thread's
         self.other = dist.PrefixStore("watchdog", job.store.clone())  # the watching thread's
         self.over = threading.Event()
         self.case, self.order = 0, 0
         self.group: Group | None = None  # is aborted when a rank of the case fails
-        self.main = threading.get_ident()
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self.store.set(f"answer/{job.rank}", "")
         self.phase("start", "")
@@ -109,8 +105,8 @@ class Watchdog:
                     end(1, f"{self.where}: the rendezvous store is gone")
 
     def _roll_call(self) -> NoReturn:
-        stack = "".join(traceback.format_stack(sys._current_frames()[self.main]))
-        newest = last_collective()
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        stack, newest = "".join(traceback.format_stack(frame)), last_collective()
         write(f"{self.where}; {newest['text']}\n{stack.rstrip()}")
         self.other.set(f"answer/{self.job.rank}", json.dumps(newest))
         time.sleep(GRACE_S)
@@ -118,7 +114,7 @@ class Watchdog:
         states = [json.loads(x) for x in self.other.multi_get([f"phase/{r}" for r in ranks])]
         answers = self.other.multi_get([f"answer/{r}" for r in ranks])
         for state, answer in zip(states, answers, strict=True):
-            state["newest"] = json.loads(answer) if answer else None
+            state["newest"] = json.loads(answer) if answer else None  # it is silent
         if self.other.add("speaker", 1) == 1:
             write(f"HANG: no progress for {self.timeout_s:g} s\n{verdict(states)}")
             self.other.set("said", "")
@@ -143,7 +139,7 @@ class Watchdog:
             while number not in (signal.SIGINT, signal.SIGTERM):
                 number = os.read(read, 1)[0]
             name = signal.Signals(number).name
-            end(128 + number, f"{name}: {self.on_signal()}" if self.job.rank == 0 else "")
+            end(128 + number, f"{name}: {self.so_far()}" if self.job.rank == 0 else "")
 
         threading.Thread(target=wait, name="signals", daemon=True).start()
 
@@ -152,7 +148,6 @@ def verdict(states: list[dict[str, Any]]) -> str:
     """What each rank has last said -> a line for each: does not answer, did not arrive, or waits.
 
     Who is behind another one did not arrive: in the case's phases, or in a group's collectives.
-    `newest` is a rank's newest collective, None if it is silent.
     """
     furthest, numbers = [0, 0], dict[str, int]()
     for s in states:

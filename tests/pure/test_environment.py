@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from common.environment import differences, nccl_choices, problem, throttled
+from common.environment import differences, problem
+from common.gpus import nccl_choices, throttled
 
 LOG = """\
 node1:71:71 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import node_check
 from common.check import odd_results
-from common.environment import lacking
+from common.gpus import lacking
 from common.links import concerned, rounds_by_node
 from common.outliers import accuse, judge, on_hosts, sentences
 from common.report import Case, Report

@@ -1,0 +1,96 @@
+"""What nvidia-smi and NCCL say of the GPUs of a node, and what is wrong with it."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from common.dist import Job, gather
+
+GPU_STATE = (
+    *("index", "uuid", "pci.bus_id", "name", "driver_version", "mig.mode.current"),
+    *("ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "power.limit"),
+    *("clocks.current.sm", "clocks.max.sm", "clocks.current.memory", "temperature.gpu"),
+    "clocks_event_reasons.active",
+)
+# bits of clocks_event_reasons.active that slow a GPU down: NVML's nvmlClocksEventReasons
+THROTTLED = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+
+
+def run(command: list[str]) -> str:
+    """A command's output; nothing where it is absent, slow or failing."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def gpu_state() -> list[dict[str, str]]:
+    """What nvidia-smi says of each GPU of this node; empty where it says nothing."""
+    text = run(["nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader"])
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [dict(zip(GPU_STATE, row, strict=True)) for row in rows if len(row) == len(GPU_STATE)]
+
+
+def at_the_end(job: Job) -> dict[str, list[Any]]:
+    """What each node says after the last case, on rank 0: `gpus`, their state, and `nccl`, what it
+    chose. Empty lists on the CPU and elsewhere. All ranks call it."""
+    log = Path(os.environ.get("NCCL_DEBUG_FILE", ""))  # of the node's first rank; join.py sets it
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    first = job.local_rank == 0 and job.device.type == "cuda"
+    rows = gather((gpu_state(), nccl_choices(text)) if first else None) or []
+    return {name: [row[i] for row in rows if row] for i, name in enumerate(("gpus", "nccl"))}
+
+
+def nccl_choices(log: str) -> dict[str, list[str]]:
+    """The networks and transports in a log of NCCL_DEBUG=INFO, and whether it set up NVLS."""
+    found = {
+        "network": re.findall(r"Using network (\S+)", log),
+        "transport": re.findall(r"Channel \S+ : \S+ -> \S+(?: \[\w+\])? via (\S+)", log),
+        "nvls": re.findall(r"NVLS multicast support is (\w+)", log),
+    }
+    return {name: sorted(set(values)) for name, values in found.items()}
+
+
+def throttled(hosts: list[str], gpus: list[list[dict[str, str]]]) -> list[str]:
+    """A line for each GPU that runs slower than it could, with the reason. gpus: by node."""
+    lines = []
+    for host, gpu in [(host, gpu) for host, node in zip(hosts, gpus, strict=False) for gpu in node]:
+        text = gpu["clocks_event_reasons.active"]
+        bits = int(text, 16) if text.startswith("0x") else 0  # else it is not known
+        if reasons := [name for bit, name in THROTTLED.items() if bits & bit]:
+            lines.append(f"GPU {gpu['index']} of {host} is throttled: {', '.join(reasons)}")
+    return lines
+
+
+def lacking(found: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
+    """Nodes with fewer GPUs than `wanted`, by default than others, or with broken memory -> why."""
+    wanted = wanted or max(map(len, found["gpus"]))
+    why = {}
+    for node, gpus in enumerate(found["gpus"]):
+        for i, gpu in enumerate(gpus):
+            errors = gpu["ecc.errors.uncorrected.volatile.total"]
+            if errors.isdigit() and int(errors):
+                why[node] = f"GPU {i} has uncorrected errors of its memory"
+        if len(gpus) < wanted:
+            why[node] = f"it has {len(gpus)} of {wanted} GPUs"
+    return why
+
+
+def sharing(found: dict[str, Any], tested: range | None = None) -> str | None:
+    """`ranks 0 and 1 share a GPU on host`; None where each has its own."""
+    owners: dict[tuple[str, str], int] = {}
+    for row in found["ranks"]:
+        if row["uuid"] and (tested is None or row["rank"] in tested):
+            other = owners.setdefault((row["host"], row["uuid"]), row["rank"])
+            if other != row["rank"]:
+                return f"ranks {other} and {row['rank']} share a GPU on {row['host']}"
+    return None
