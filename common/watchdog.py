@@ -12,6 +12,7 @@ A thread of each looks there, twice a second in a small job:
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import json
 import os
@@ -31,6 +32,7 @@ from common.cli import HANG
 from common.dist import Group, Job, abort_group
 
 GRACE_S = 2.0  # for the answers to a roll call
+PR_SET_PDEATHSIG = 1  # of Linux
 FATES = ("does not answer (stopped, dead or out of reach)", "did not arrive", "waits")
 
 
@@ -133,6 +135,8 @@ class Watchdog:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks end with it, however it ends
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
         def wait() -> None:
             number = 0
