@@ -3,6 +3,7 @@
 
 Times whole training steps (forward, loss, backward, optimizer step, zero_grad) of one model:
 
+    models       toy (the original's), toy-small, decoder-tiny, -10m, -124m, -1.3b
     strategies   none (rank 0 alone), ddp, fsdp1 (FullyShardedDataParallel), fsdp2 (fully_shard)
     backends     eager (not compiled), inductor, aot_eager, cudagraphs, any other that dynamo
                  knows, and print, which prints the graphs; dynamo's own `eager` is dynamo_eager
@@ -16,7 +17,7 @@ empty folder for each case and rank. What compiling costs is measured apart from
     fwd+bwd      the step without the optimizer's, where both fit into --max-seconds
     vs eager     step of the same strategy, not compiled / step
     vs none      step of `none` with the same backend / step: one process, one batch
-    tflops       FLOPs of the model in a rank's step / step;  mfu = tflops / the device's peak
+    tflops       a decoder's FLOPs in a rank's step / step;  mfu = tflops / the device's peak
 
     torchrun --nproc-per-node 2 benchmarks/compile_sweep.py
     torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --dtype bf16 --json report.jsonl
@@ -27,15 +28,13 @@ BSD-3-Clause. docs/compile_sweep.md shows how to read the tables.
 """
 
 import contextlib
-import dataclasses
 import importlib.util
 import itertools
 import math
 import sys
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
-from collections import Counter
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,25 +42,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torchvision
 from torch import Tensor, nn
-from torch._dynamo import utils as dynamo
+from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.profiler import profile, record_function
+from torch.profiler import profile
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.benchmark import Benchmark, Workload
-from common.check import CHECKED_STEPS, compare_training, sgd, train_alone, verdict
-from common.decoder import DECODERS, Decoder, flops_per_token, random_text
+from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
+from common.decoder import DECODERS, Block, Decoder, flops_per_token, random_text
 from common.dist import Group, share
 from common.memory import peak, start_peak
 from common.peaks import peak_flops
@@ -71,7 +68,6 @@ from common.table import Columns, metric, relative, render
 from common.timing import time_block
 
 Key = dict[str, Any]
-Loss = Callable[[nn.Module, Any], Tensor]  # of a batch
 STRATEGIES = ("none", "ddp", "fsdp1", "fsdp2")
 TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; the first are the original's
 TOLERANCES = {"fp32": 2e-3, "tf32": 5e-3, "bf16": 3e-2}  # of a loss, over the first one
@@ -80,53 +76,42 @@ BATCHES = 8  # different ones; more ranks share them, so that the reference cost
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = cli.Parser(__doc__)
-    number, names = cli.positive_int, cli.list_of(str)
-    one = parser.add_mutually_exclusive_group().add_argument
-    text = f"{', '.join([*TOYS, *DECODERS])}, resnet50, ... (decoder-124m, CPU toy-small)"
-    one("--models", "--model", type=names, metavar="NAME", help=text)
+    backends = ["eager", "dynamo_eager", "print", *torch.compiler.list_backends(exclude_tags=())]
+    models, some, number = [*TOYS, *DECODERS], cli.list_of, cli.positive_int
+    one, text = parser.add_mutually_exclusive_group().add_argument, "decoder-124m, CPU toy-small"
+    one("--models", "--model", type=some(str, models), metavar="M", help=f"(default: {text})")
     one("--toy-model", dest="models", action="store_const", const=["toy"])
     one("--torchbench-model", metavar="NAME", help="of an installed torchbenchmark")
-    one = parser.add_mutually_exclusive_group().add_argument
-    some, text = cli.list_of(str, STRATEGIES), f"{', '.join(STRATEGIES)}, or all"
-    one("--strategies", type=some, metavar="NAME", help=f"{text} (all, CPU none,ddp,fsdp2)")
+    one, text = parser.add_mutually_exclusive_group().add_argument, "(default: all, CPU not fsdp1)"
+    one("--strategies", type=some(str, STRATEGIES), metavar="S", help=text)
     one("--ddp", dest="strategies", action="store_const", const=["ddp"])
     one("--fsdp", dest="strategies", action="store_const", const=["fsdp1"])
     add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
-    add("--backends", "--dynamo", type=names, metavar="NAME", help="(default: eager,inductor)")
+    text = "(default: eager,inductor)"
+    add("--backends", "--dynamo", type=some(str, backends), metavar="B", help=text)
     add("--batch-size", type=number, metavar="N", help="of a rank (default: 8, CPU 4)")
-    add("--image-size", type=number, metavar="PX", help="(default: 224, CPU 64)")
-    add("--sequence-length", type=number, metavar="N", help="(default: the decoder's)")
-    text = "fp32, tf32, or bf16 by autocast (none, ddp) or FSDP's mixed precision (default: fp32)"
-    dtypes = cli.list_of(str, tuple(TOLERANCES))
-    add("--dtype", type=dtypes, default=["fp32"], metavar="DTYPE", help=text)
+    text = "fp32, tf32 or bf16 (default: fp32)"
+    add("--dtype", type=some(str, [*TOLERANCES]), default=["fp32"], metavar="D", help=text)
     text = "each block is a unit of FSDP (default: yes), or the whole model is one"
     add("--fsdp-wrap", action=BooleanOptionalAction, default=True, help=text)
     switch("--fsdp-checkpoint", help="recompute each block's activations, under every strategy")
     switch("--dynamo-no-optimize-ddp", help="do not split graphs at the borders of DDP's buckets")
     switch("--warm-cache", help="use the compilers' own caches, not empty ones")
-    switch("--no-breakdown", help="time the step alone, in half the time")
-    switch("--profile", help="write a trace of five steps of each case and rank")
+    switch("--profile", help="trace five steps of each case and rank, for ui.perfetto.dev or HTA")
     text = "of --profile; case and rank are added to its name (default: profile.json)"
     add("--trace-file", type=Path, default=Path("profile.json"), metavar="PATH", help=text)
     switch("--torchviz", help="write each case's autograd graph to torchviz-*.dot")
     switch("--verbose", help="print the models and turn on dynamo's logs")
     add("--repeat", dest="iters", type=number, default=SUPPRESS, metavar="N", help="see --iters")
-    cli.add_common_flags(parser, max_seconds=2)
+    cli.add_common_flags(parser, max_seconds=2 if torch.cuda.is_available() else 1)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available() and args.device != "cpu"
     bench = [args.torchbench_model] if args.torchbench_model else []
     args.models = bench or args.models or ["decoder-124m" if cuda else "toy-small"]
     args.strategies = args.strategies or (list(STRATEGIES) if cuda else ["none", "ddp", "fsdp2"])
-    args.backends = args.backends or ["eager", "inductor"]
     args.strategies.sort(key=STRATEGIES.index)  # what others are compared with comes first
-    args.backends.sort(key=lambda name: name != "eager")
+    args.backends = sorted(args.backends or ["eager", "inductor"], key=lambda name: name != "eager")
     args.batch_size = args.batch_size or (None if bench else 8 if cuda else 4)
-    args.image_size = args.image_size or (224 if cuda else 64)
-    models = [*TOYS, *DECODERS, *bench, *torchvision.models.list_models(torchvision.models)]
-    backends = ["eager", "dynamo_eager", "print", *torch.compiler.list_backends(exclude_tags=())]
-    for kind, chosen, known in ("model", args.models, models), ("backend", args.backends, backends):
-        for name in set(chosen) - set(known):
-            cli.refuse(f"unknown {kind} '{name}'{cli.suggest(name, known)}")
     for flag, package in (args.torchviz, "torchviz"), (bench, "torchbenchmark"):
         if flag and importlib.util.find_spec(package) is None:
             cli.refuse(f"expected the package {package}, which is not installed")
@@ -143,92 +128,66 @@ class Layer(nn.Linear):
         return F.relu(super().forward(x))
 
 
-class Toy(nn.Sequential):
-    """Dynamo starts at a forward like this one, never at torch.nn's."""
+class Toy(nn.Module):
+    def __init__(self, wide: int, narrow: int) -> None:
+        super().__init__()
+        widths = itertools.pairwise([10, wide, wide, wide, *[narrow] * 8])
+        self.blocks = nn.ModuleList(Layer(a, b) for a, b in widths)
+        self.head = nn.Linear(narrow, 5)
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self:
-            x = layer(x)
-        return x
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
 
 
 def create(
-    name: str, args: Namespace, device: torch.device, count: int
-) -> tuple[nn.Module, list[Any], Loss, int | None]:
-    """A model, `count` batches, its loss, the FLOPs of a step unless they must be counted.
+    key: Key, device: torch.device, low: bool
+) -> tuple[nn.Module, list[Any], Callable[[nn.Module, Any], Tensor]]:
+    """A model, batches, and the loss of one; the same on every rank. low: autocast to bf16.
 
-    The same on every rank, and without dropout: losses can be compared.
+    Without dropout, or losses could not be compared.
     """
     torch.manual_seed(0)
-    size, flops = args.batch_size, None
-    if args.torchbench_model:  # of github.com/pytorch/benchmark; it has one batch only
+    name, size, count = key["model"], key["batch_size"], max(1, min(key["world_size"], BATCHES))
+    if name in TOYS:
+        model, targets = Toy(*TOYS[name]), torch.randint(5, (count, size))
+        batches = list(zip(torch.rand(count, size, 10), targets, strict=True))
+    elif name in DECODERS:
+        with device:
+            model = Decoder(DECODERS[name])
+        batches = [random_text(DECODERS[name], size, i) for i in range(count)]
+    else:  # of github.com/pytorch/benchmark; it has one batch only
         found = importlib.import_module("torchbenchmark").load_model_by_name(name)
         model, batch = found(test="train", device=device.type, batch_size=size).get_module()
         batches = [batch] * count
-    elif name in DECODERS:
-        length = args.sequence_length or DECODERS[name].context
-        config = dataclasses.replace(DECODERS[name], context=length)
-        with device:
-            model = Decoder(config)
-        batches = [random_text(config, size, i) for i in range(count)]
-        flops = size * length * flops_per_token(config)
-    else:
-        shape, classes = [3, args.image_size, args.image_size], 1000
-        if name in TOYS:
-            (wide, narrow), shape, classes = TOYS[name], [10], 5
-            widths = itertools.pairwise([*shape, wide, wide, wide, *[narrow] * 8])
-            model = Toy(*[Layer(a, b) for a, b in widths], nn.Linear(narrow, classes))
-        else:
-            model = torchvision.models.get_model(name, weights=None)
-        targets = torch.randint(classes, (count, size))
-        batches = list(zip(torch.rand(count, size, *shape), targets, strict=True))
-    for module, rate in itertools.product(model.modules(), ("p", "dropout", "attention_dropout")):
-        if isinstance(getattr(module, rate, None), float):
-            setattr(module, rate, 0.0)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+    def loss_of(model: nn.Module, batch: Any) -> Tensor:
+        # a context for each call: within one the weights' casts are kept, whatever a step changes
+        with torch.autocast(device.type, torch.bfloat16, enabled=low):
+            if name not in (*TOYS, *DECODERS):  # the first output that can be a loss
+                outputs = tree_leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
+                tensors = [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
+                return tensors[0].float().mean()
+            x, targets = batch
+            return F.cross_entropy(model(x).flatten(0, -2).float(), targets.flatten())
+
     batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)
-    loss_of = output_loss if args.torchbench_model else cross_entropy
-    return model.to(device), batches, loss_of, flops
-
-
-def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    x, targets = batch
-    return F.cross_entropy(model(x).flatten(0, -2).float(), targets.flatten())
-
-
-def output_loss(model: nn.Module, batch: Any) -> Tensor:
-    leaves = tree_leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
-    return next(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()).float().mean()
-
-
-def autocast(loss_of: Loss, device: torch.device, enabled: bool) -> Loss:
-    """A context for each call: within one the weights' casts are kept, whatever a step changes."""
-
-    def cast(model: nn.Module, batch: Any) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
-            return loss_of(model, batch)
-
-    return cast
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of the model's own classes (not torch.nn's) that come repeatedly."""
-    own = [m for m in model.modules() if not type(m).__module__.startswith("torch.nn.")]
-    counts = Counter(map(type, own))
-    repeated = [m for m in own if counts[type(m)] > 1 and m is not model]
-    within = {inner for m in repeated for inner in m.modules() if inner is not m}
-    return [m for m in repeated if m not in within]
+    return model.to(device), batches, loss_of
 
 
 def wrap(model: nn.Module, key: Key, device: torch.device, group: dist.ProcessGroup) -> nn.Module:
-    strategy, units = key["strategy"], blocks_of(model)
     if key["fsdp_checkpoint"]:
-        checkpoint.apply_activation_checkpointing(model, check_fn=lambda m: m in units)
-        units = [m for m in model.modules() if isinstance(m, checkpoint.CheckpointWrapper)]
-    units = units if key["fsdp_wrap"] else []
+        blocks = (Layer, Block)
+        checkpoint.apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, blocks))
+    units = [*getattr(model, "blocks", [])] if key["fsdp_wrap"] else []
     low, high = (torch.bfloat16, torch.float32) if key["dtype"] == "bf16" else (None, None)
-    if strategy == "ddp":
+    if key["strategy"] == "ddp":
         return DistributedDataParallel(model, process_group=group)
-    if strategy == "fsdp1":
+    if key["strategy"] == "fsdp1":
         return fsdp.FullyShardedDataParallel(
             model,
             process_group=group,
@@ -237,17 +196,11 @@ def wrap(model: nn.Module, key: Key, device: torch.device, group: dist.ProcessGr
             device_id=device,
             use_orig_params=True,  # torch.compile needs it
         )
-    if strategy == "fsdp2":
+    if key["strategy"] == "fsdp2":
         mesh = DeviceMesh.from_group(group, device.type)
-        for module in model.modules() if low else ():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                fsdp.fully_shard(module, mesh=mesh)  # in fp32, as its statistics are
         for module in [*units, model]:
             fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(low, high))
     return model
-
-
-# -- what compilers do -----------------------------------------------------------------------------
 
 
 def print_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -261,96 +214,68 @@ def compile_by(backend: str, model: Any) -> Any:
     return model if backend == "eager" else torch.compile(model, backend=chosen)
 
 
-@cache
-def start_backend(backend: str, device: torch.device) -> float:
-    """Seconds to compile next to nothing: imports, worker processes, a look at the compiler."""
-    x, compiled = torch.ones(64, device=device), compile_by(backend, torch.square)
-    return time_block(lambda: compiled(x), 1, device)[0][0]
-
-
-def compilations() -> dict[str, int]:
-    """Graphs so far, and frames that dynamo left in the middle."""
-    counters: Any = dynamo.counters
-    left = [*counters["graph_break"].items(), *counters["unimplemented"].items()]
-    # the context manager in DDP's forward, a generator, breaks nothing
-    breaks = sum(times for why, times in left if "enerator" not in why)
-    return {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": breaks}
-
-
 # -- one case --------------------------------------------------------------------------------------
 
 
-def train_reference(key: Key, args: Namespace, device: torch.device) -> Any:
-    """Reference and FLOPs of a rank's step: one eager process with the batches of all ranks."""
+def train_reference(key: Key, device: torch.device) -> Reference | None:
+    """One eager process with the batches of all ranks; None where the whole model does not fit."""
     ranks = max(1, key["world_size"])
     weights = [len(range(i, ranks, BATCHES)) / ranks for i in range(min(ranks, BATCHES))]
     try:
-        model, batches, task_loss, flops = create(key["model"], args, device, len(weights))
-        if flops is None:
-            with FlopCounterMode(display=False) as counter:
-                task_loss(model, batches[0]).backward()
-            flops = counter.get_total_flops()
-        loss_of = autocast(task_loss, device, key["dtype"] == "bf16")
-        return train_alone(model, batches, loss_of, weights), flops
-    except torch.OutOfMemoryError:  # the whole model does not fit
-        return None, None
+        return train_alone(*create(key, device, key["dtype"] == "bf16"), weights)
+    except torch.OutOfMemoryError:
+        return None
 
 
 def build(
-    args: Namespace, bench: Benchmark, references: dict[Any, Any], key: Key, group: Group
+    bench: Benchmark, references: dict[Any, Any], start_s: float, key: Key, group: Group
 ) -> Workload:
-    device, rank, backend = bench.job.device, bench.job.rank, key["compiler"]
-    name = f"{key['model']}-{key['dtype']}-{key['strategy']}-{backend}"
-    if device.type == "cpu" and (key["dtype"] == "tf32" or backend == "cudagraphs"):
+    args = bench.args
+    device, rank, dtype, backend = bench.job.device, bench.job.rank, key["dtype"], key["compiler"]
+    name = "-".join(key[part] for part in ("model", "dtype", "strategy", "compiler"))
+    if device.type == "cpu" and (dtype == "tf32" or backend == "cudagraphs"):
         raise ValueError("tf32 and cudagraphs need CUDA; try --dtype fp32 or --backends inductor")
-    torch.set_float32_matmul_precision("high" if key["dtype"] == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = key["dtype"] == "tf32"
-    same = (key["model"], key["dtype"], key["world_size"])
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+    same = key["model"], dtype, key["world_size"]
     if rank == 0 and same not in references:
-        references[same] = train_reference(key, args, device)
-    wanted, flops = share(references.get(same), group.control)
-    start_s = 0.0 if backend in ("eager", "print") else start_backend(backend, device)
-    torch.compiler.reset()
-    dynamo.counters.clear()
+        references[same] = train_reference(key, device)
+    wanted = share(references.get(same), group.control)
 
+    counters.clear()
     memory = start_peak(device)
-    count = min(len(group.ranks), BATCHES)
-    model, batches, task_loss, _ = create(key["model"], args, device, count)
-    model = wrap(model, key, device, group.test)
+    low = dtype == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
+    model, batches, loss_of = create(key, device, low)
+    model, batch = wrap(model, key, device, group.test), batches[rank % BATCHES]
     start_peak(device)  # the shards count, not the whole model that FSDP has cut them from
     if args.verbose:
         bench.print(f"# {name}\n{model}")
-    compiled = compile_by(backend, model)
-    optimizer = sgd(model, wanted.lr if wanted else 0.0)
-    low = key["dtype"] == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
-    loss_of, batch = autocast(task_loss, device, low), batches[rank % BATCHES]
+    compiled, optimizer = compile_by(backend, model), sgd(model, wanted.lr if wanted else 0.0)
 
     def step(update: bool = True) -> Tensor:
-        with record_function("forward"):
-            loss = loss_of(compiled, batch)
-        with record_function("backward"):
-            loss.backward()
-        with record_function("update"):
-            if update:
-                optimizer.step()
-            optimizer.zero_grad()
+        loss = loss_of(compiled, batch)
+        loss.backward()
+        if update:
+            optimizer.step()
+        optimizer.zero_grad()
         return loss.detach()
 
-    losses: list[Tensor] = []
-    first_s: list[float] = []
-    graphs: list[int] = []
+    losses, times_s, graphs = list[Tensor](), list[float](), list[int]()
     for i in range(CHECKED_STEPS):
         bench.watchdog.phase(name, f"step {i + 1} (the first one compiles)")
         dist.barrier(group.control)
-        first_s += time_block(lambda: losses.append(step()), 1, device)[0]
-        graphs.append(compilations()["graphs"])
+        times_s += time_block(lambda: losses.append(step()), 1, device)[0]
+        graphs.append(counters["stats"]["unique_graphs"])
     optimizer.param_groups[0]["lr"] = 0.0  # costs the same, and the weights stay finite
     gib = peak(device, memory)
 
-    def facts() -> dict[str, Any]:
-        found = {"first_step_s": first_s[0], "first_steps_s": sum(first_s), "start_s": start_s}
-        found |= compilations() | gib
-        found["recompiles"] = found["graphs"] - graphs[0]  # after the first step
+    def facts() -> Key:
+        left = counters["graph_break"] + counters["unimplemented"]
+        # the context manager in DDP's forward, a generator, breaks nothing
+        breaks = sum(times for why, times in left.items() if "enerator" not in why)
+        made = counters["stats"]["unique_graphs"]
+        found = {"graphs": made, "recompiles": made - graphs[0], "graph_breaks": breaks}
+        found |= {"first_step_s": times_s[0], "first_steps_s": sum(times_s), "start_s": start_s}
         if args.profile:
             with profile() as profiler:
                 time_block(step, 5, device)
@@ -362,14 +287,12 @@ def build(
             parameters = dict(model.named_parameters())
             graph = make_dot(loss_of(model, batch), parameters, show_attrs=True, show_saved=True)
             graph.save(f"torchviz-{name}-{rank}.dot")
-        seen = [float(loss) for loss in losses]
-        peak_s = peak_flops(device, key["dtype"])
-        return {"max": found, "losses": seen, "wanted": wanted, "flops": flops, "peak": peak_s}
+        seen, peak_s = [float(loss) for loss in losses], peak_flops(device, dtype)
+        return {"max": found | gib, "losses": seen, "wanted": wanted, "peak": peak_s}
 
     steps: dict[str, Callable[[], object]] = {"step": step}
     # two steps are timed in at least 6 rounds, each with an untimed iteration before
-    fits = share(first_s[-1], group.control) * 2 * 6 * 2 <= args.max_seconds or args.iters
-    if fits and not args.no_breakdown:
+    if args.iters or share(times_s[-1], group.control) * 2 * 6 * 2 <= args.max_seconds:
         steps["fwd+bwd"] = partial(step, update=False)
     return Workload(steps, facts=facts)
 
@@ -377,20 +300,22 @@ def build(
 # -- what rank 0 makes of it -----------------------------------------------------------------------
 
 
-def derive(args: Namespace, cases: dict[Any, Case], case: Case, facts: list[Any]) -> None:
+def derive(cases: dict[Any, Case], case: Case, facts: list[Any]) -> None:
     """Fill in the metrics and the check. cases: those before this one, of the same model."""
     m, key, first = case.metrics, case.key, facts[0]
-    m |= step_metrics(case.samples_s["step"], len(facts) * (args.batch_size or 0))
+    m |= step_metrics(case.samples_s["step"], len(facts) * (key["batch_size"] or 0))
     m |= {name: max(fact["max"][name] for fact in facts) for name in first["max"]}
     step_s, eager = m["step_time_p50_s"], cases.get((key["strategy"], "eager"))
     if "fwd+bwd" in case.samples_s:
         m["fwd_bwd_p50_s"] = float(np.median(np.max(case.samples_s["fwd+bwd"], axis=0)))
-    if not args.batch_size:
+    if not key["batch_size"]:
         del m["samples_per_s"]  # torchbenchmark chooses the size
-    if first["flops"]:
-        m["tflops"] = first["flops"] / step_s / 1e12
+    if key["model"] in DECODERS:
+        config = DECODERS[key["model"]]
+        flop_per_s = key["batch_size"] * config.context * flops_per_token(config) / step_s
+        m["tflops"] = flop_per_s / 1e12
         if all(fact["peak"] for fact in facts):
-            m["mfu"] = first["flops"] / step_s / np.mean([fact["peak"] for fact in facts])
+            m["mfu"] = flop_per_s / np.mean([fact["peak"] for fact in facts])
     for name, base in ("eager", eager), ("none", cases.get(("none", key["compiler"]))):
         if base:
             a, b = base.metrics["step_time_ci95_s"], m["step_time_ci95_s"]
@@ -451,9 +376,6 @@ COSTS: Columns = {
 NOTES = """
 # ?: the intervals of the two medians do not tell them apart
 # TORCH_LOGS=graph_breaks says where graphs break, TORCH_LOGS=recompiles why frames recompile"""
-TRACES = """
-# traces: open one in https://ui.perfetto.dev, those of all ranks of a case together in HTA
-# (github.com/facebookresearch/HolisticTraceAnalysis)"""
 
 
 def main() -> int:
@@ -462,15 +384,16 @@ def main() -> int:
     if args.verbose:
         torch._logging.set_logs(graph_breaks=True, recompiles=True)
     with Benchmark("compile_sweep", args) as bench:
-        job, references = bench.job, dict[Any, Any]()
-        options = ["batch_size", "image_size", "sequence_length", "fsdp_wrap", "fsdp_checkpoint"]
-        options += ["dynamo_no_optimize_ddp", "warm_cache"]
-        fixed = {name: getattr(args, name) for name in options}
+        job, references, start_s = bench.job, dict[Any, Any](), dict[str, float]()
+        options = ("fsdp_wrap", "fsdp_checkpoint", "dynamo_no_optimize_ddp", "warm_cache")
+        fixed = {name: getattr(args, name) for name in ("batch_size", *options)}
         fixed |= {"device": job.device.type, "backend": job.backend}
         caches: Any = contextlib.nullcontext if args.warm_cache else fresh_cache
-        for backend in set(args.backends) - {"eager", "print"}:  # on all ranks at once
+        # imports, worker processes, a look at the compiler: for all ranks at once, not in a case
+        for backend in [name for name in args.backends if name not in ("eager", "print")]:
+            start = partial(compile_by(backend, torch.square), torch.ones(64, device=job.device))
             with contextlib.suppress(Exception), caches():  # what fails here fails its cases
-                start_backend(backend, job.device)
+                start_s[backend] = time_block(start, 1, job.device)[0][0]
         for model, dtype in itertools.product(args.models, args.dtype):
             title = f"{model}, batch size {args.batch_size or 'of the model'}, {dtype}"
             bench.begin_table(title, COLUMNS, ["fsdp2 dynamo_eager", "+-10.0%"])
@@ -479,8 +402,8 @@ def main() -> int:
                 size = 0 if strategy == "none" else job.world_size
                 key = dict(model=model, dtype=dtype, strategy=strategy, compiler=compiler)
                 key |= {"world_size": size} | fixed
-                work = partial(build, args, bench, references, key)
-                made, ranks = partial(derive, args, cases), range(max(1, size))
+                work = partial(build, bench, references, start_s.get(compiler, 0.0), key)
+                made, ranks = partial(derive, cases), range(max(1, size))
                 with caches():
                     case = bench.measure(key, work, made, ranks)
                     torch.compiler.reset()  # it holds the model
@@ -491,7 +414,7 @@ def main() -> int:
             for case in cases.values():
                 if case.check != "passed":
                     bench.print(f"# {name_of(case)}: {case.check}")
-        bench.print(NOTES + TRACES * args.profile)
+        bench.print(NOTES)
     return bench.status
 
 

@@ -4,13 +4,13 @@ A fault patches what torch offers, never the project: what the project's checks 
 say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it says otherwise.
 """
 
-import contextlib
 import copy
 import inspect
 import json
 import os
 import resource
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -547,20 +547,11 @@ def slow_writer() -> None:
 
 @fault
 def disk_fills() -> None:
-    """Where rank 1 writes its 500th tensor the disk is full.
-
-    The disk is a limit on the size of its files, or the one of the folder $DISK, filled to the end.
-    """
+    """From its 500th tensor on rank 1 cannot write more than 4 KiB into a file."""
 
     def fill(number: int) -> None:
-        if number != 500 or RANK != 1:
-            return
-        if "DISK" not in os.environ:
+        if number == 500 and RANK == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-            return
-        with contextlib.suppress(OSError), open(f"{os.environ['DISK']}/filler", "wb", 0) as file:
-            while True:
-                file.write(bytes(4096))
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     in_write(fill)
@@ -568,10 +559,11 @@ def disk_fills() -> None:
 
 @fault
 def dies_in_save() -> None:
-    """Rank 1 is killed where it writes its 500th tensor."""
+    """Rank 1 is killed where it writes its 500th tensor; the folder $LEFT is $SAVES by then."""
 
     def die(number: int) -> None:
         if number == 500 and RANK == 1:
+            shutil.copytree(os.environ["SAVES"], os.environ["LEFT"])
             os.kill(os.getpid(), signal.SIGKILL)
 
     in_write(die)

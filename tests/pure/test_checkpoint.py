@@ -8,13 +8,11 @@ import pytest
 from benchmarks.checkpoint_sweep import claim, derive, state_bytes
 from common.report import Case
 
-SAVE = {"idle": 0.15, "write": 0.4, "digest": ""}
 
-
-def save(blocked: float, steps: int, seconds: float, upload: float) -> dict[str, Any]:
+def save(blocked: float, steps: int, seconds: float, upload: float, write: float = 0.4) -> Any:
     """A save of which so many steps were beside the upload, each of `seconds`."""
     times = {"save": blocked + steps * seconds, "alone": steps * 0.15, "blocked": blocked}
-    return SAVE | times | {"upload": upload}
+    return times | {"upload": upload, "write": write}
 
 
 def facts(**other: Any) -> dict[str, Any]:
@@ -24,10 +22,8 @@ def facts(**other: Any) -> dict[str, Any]:
         "unsynced": [save(0.10, 1, 0.20, 0.2)] * 3,
         "stop": "iters",
         "host_ram_gib": 0.5,
-        "cold_s": [0.4, 0.5, 0.6],
-        "warm_s": [0.1, 0.1, 0.3],
-        "dropped": True,
-        "read_bytes": 500_000_000,
+        "cold": [[0.4, 5e8, 2e8], [0.5, 5e8, 2e8], [0.6, 5e8, 2e8]],  # s, bytes, of the device
+        "warm": [[0.1, 5e8, 0], [0.1, 5e8, 0], [0.3, 5e8, 0]],
         "shard_bytes": 200_000_000,
         "same": True,
         "flipped": "not noticed",
@@ -42,7 +38,7 @@ def derived(ranks: list[dict[str, Any]], every: float = 600, strategy: str = "fs
 
 
 def test_the_example_of_the_page() -> None:
-    case = derived([facts(), facts(saves=[save(0.05, 4, 0.15, 0.7) | {"write": 0.2}] * 6)])
+    case = derived([facts(), facts(saves=[save(0.05, 4, 0.15, 0.7, write=0.2)] * 6)])
     m = case.metrics
     assert m["blocked_s"] == 0.10
     assert m["stall_s"] == pytest.approx(0.30)
@@ -65,8 +61,9 @@ def test_replicas_are_one_state_and_uploads_may_queue() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    whole = [save(0.1, 0, 0.0, 0.1) | {"write": 0.0}] * 6
-    m = derived([facts(dropped=False, saves=whole)]).metrics
+    """Loads of which the device gave a part are not cold; torch.save does not time its writes."""
+    cold = [[0.4, 5e8, 1.7e8]] * 3
+    m = derived([facts(cold=cold, saves=[save(0.1, 0, 0.0, 0.1, write=0.0)] * 6)]).metrics
     assert "load_cold_s" not in m
     assert "slowest_rank" not in m
     assert m["stall_s"] == m["blocked_s"] == m["upload_s"]
@@ -76,13 +73,9 @@ def test_what_is_not_known_is_left_out() -> None:
     ("ranks", "check", "bit"),
     [
         ([{}, {"same": False}], "failed: rank 1 loads another state than it saved", "not noticed"),
-        ([{"flipped": "noticed"}, {"flipped": "not read"}], "passed", "noticed"),
-        ([{}, {"flipped": "not read"}], "passed", "not noticed"),
-        (
-            [{"flipped": "not read"}] * 2,
-            "failed: a flipped bit of a file is in no rank's state",
-            "not noticed",
-        ),
+        ([{"flipped": "noticed"}, {"flipped": "in no tensor"}], "passed", "noticed"),
+        ([{}, {"flipped": "in no tensor"}], "passed", "not noticed"),
+        ([{"flipped": "in no tensor"}] * 2, "passed", "in no tensor"),
     ],
 )
 def test_the_check(ranks: list[dict[str, Any]], check: str, bit: str) -> None:
@@ -93,10 +86,10 @@ def test_the_check(ranks: list[dict[str, Any]], check: str, bit: str) -> None:
 def test_twelve_bytes_a_parameter() -> None:
     block = 2 * 64 + 4 * 64 * 64 + 2 * 4 * 64 * 64  # norms, attention, MLP
     parameters = 8 * block + 2 * 256 * 64 + 64  # tokens, head, norm
-    assert state_bytes({"model": "decoder-tiny", "sequence_length": 8}) == 12 * parameters
+    assert state_bytes("decoder-tiny") == 12 * parameters
 
 
 def test_too_little_space(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"expected 4,611,686,018,427,387,904 bytes free, got "):
-        claim(str(tmp_path / "new"), 2**62)
-    assert list(tmp_path.iterdir()) == []
+    folders, problem = claim([str(tmp_path / "new")], 2**62)
+    assert "expected 4,611,686,018,427,387,904 bytes free, got " in str(problem)
+    assert [str(path) for path in (tmp_path / "new").iterdir()] == folders  # to be removed
