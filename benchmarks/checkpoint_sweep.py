@@ -37,7 +37,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -106,7 +106,7 @@ class Training:
         self.device = device = bench.job.device
         self.say = partial(bench.watchdog.phase, key["mode"])
         # a save has collectives, too, which must not meet those of the steps beside it
-        self.saves: Any = dist.new_group(backend="gloo", timeout=FOREVER)
+        self.saves = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER))
         group.more.append(self.saves)
         torch.manual_seed(0)
         with device:

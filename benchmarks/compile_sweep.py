@@ -150,6 +150,7 @@ def create(
     """
     torch.manual_seed(0)
     name, size, count = key["model"], key["batch_size"], max(1, min(key["world_size"], BATCHES))
+    model: nn.Module
     if name in TOYS:
         model, targets = Toy(*TOYS[name]), torch.randint(5, (count, size))
         batches = list(zip(torch.rand(count, size, 10), targets, strict=True))
@@ -274,7 +275,7 @@ def build(
         # the context manager in DDP's forward, a generator, breaks nothing
         breaks = sum(times for why, times in left.items() if "enerator" not in why)
         made = counters["stats"]["unique_graphs"]
-        found = {"graphs": made, "recompiles": made - graphs[0], "graph_breaks": breaks}
+        found: Key = {"graphs": made, "recompiles": made - graphs[0], "graph_breaks": breaks}
         found |= {"first_step_s": times_s[0], "first_steps_s": sum(times_s), "start_s": start_s}
         if args.profile:
             with profile() as profiler:
