@@ -28,6 +28,7 @@ BSD-3-Clause. docs/compile_sweep.md shows how to read the tables.
 """
 
 import contextlib
+import gc
 import importlib.util
 import itertools
 import math
@@ -395,6 +396,7 @@ def main() -> int:
             start = partial(compile_by(backend, torch.square), torch.ones(64, device=job.device))
             with contextlib.suppress(Exception), caches():  # what fails here fails its cases
                 start_s[backend] = time_block(start, 1, job.device)[0][0]
+        gc.freeze()  # what was imported: collections between cases need not look at it
         for model, dtype in itertools.product(args.models, args.dtype):
             title = f"{model}, batch size {args.batch_size or 'of the model'}, {dtype}"
             bench.begin_table(title, COLUMNS, ["fsdp2 dynamo_eager", "+-10.0%"])
@@ -416,6 +418,7 @@ def main() -> int:
                 if case.check != "passed":
                     bench.print(f"# {name_of(case)}: {case.check}")
         bench.print(NOTES)
+        gc.unfreeze()
     return bench.status
 
 
