@@ -104,7 +104,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     switch("--torchviz", help="write each case's autograd graph to torchviz-*.dot")
     switch("--verbose", help="print the models and turn on dynamo's logs")
     add("--repeat", dest="iters", type=number, default=SUPPRESS, metavar="N", help="see --iters")
-    cli.add_common_flags(parser, max_seconds=2 if torch.cuda.is_available() else 1)
+    cli.add_common_flags(parser, max_seconds=2 if torch.cuda.is_available() else 1.5)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available() and args.device != "cpu"
     bench = [args.torchbench_model] if args.torchbench_model else []
