@@ -151,6 +151,7 @@ class Warm(Process):
                 start_new_session=True,
             )
         request = {"words": words, "ranks": ranks, "environment": environment()}
+        request["folder"] = os.getcwd()
         request |= {name: str(folder / f"{name}0") for name in ("out", "err")}
         assert Warm.server.stdin is not None
         Warm.server.stdin.write(json_module.dumps(request).encode() + b"\n")

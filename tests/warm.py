@@ -67,6 +67,7 @@ def status_of(work: Callable[[], None]) -> int:
 def child(request: dict[str, Any]) -> None:
     """The agent, in a session of its own; without ranks the script itself."""
     os.setsid()
+    os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
     for number, name in enumerate((os.devnull, request["out"], request["err"])):
