@@ -22,10 +22,9 @@ TENSORS = 67 * 3
 
 @pytest.mark.smoke
 def test_every_mode(bench: Callable[..., Any], tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    flags = ("--modes", "all", "--strategy", "fsdp2,ddp", "--every", "60")
-    run = bench(SCRIPT, *SMALL, *flags, TMPDIR=str(temporary), timeout=400)
+    path = tmp_path / "saves"
+    flags = ("--modes", "all", "--strategy", "fsdp2,ddp", "--every", "60", "--paths", str(path))
+    run = bench(SCRIPT, *SMALL, *flags, timeout=400)
     assert run.status == 0, run.out + run.err
     modes = [case.key["mode"] for case in run.report.cases]
     assert modes == list(checkpoint_sweep.MODES) * 2
@@ -44,7 +43,7 @@ def test_every_mode(bench: Callable[..., Any], tmp_path: Path) -> None:
             assert round(m["read_over_shard"]) == (2 if case.key["strategy"] == "fsdp2" else 1)
     files = [case.metrics["files"] for case in run.report.cases]
     assert files == [1, 5, 11, 5, 5] * 2  # .metadata, and of each rank its part and its seconds
-    assert list(temporary.glob("checkpoint_sweep-*")) == []
+    assert list(path.iterdir()) == []
 
 
 @pytest.mark.smoke
