@@ -13,13 +13,11 @@ it was interrupted: runs with a complete report are skipped.
         --a '/opt/torch-2.14/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py' \\
         --b '/opt/torch-2.15/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py'
 
---interleave is for a machine that is not yours alone: both runs of a pair start together and take
-turns, block by block, so that both see the same moments of the machine. Only one works at a time;
-both need their memory at once. For scripts of this project with rank 0 on this machine.
-
---until-decided looks at the result after --runs runs a side, then after a third more each time,
-and stops once every case has a verdict. Who looks K times at 5 % errs more often, so the 5 % are
-shared among the looks, all planned before the first run (Bonferroni; Jennison and Turnbull 1989).
+--interleave, for a machine that is not yours alone: both runs of a pair start together and take
+turns, block by block, so that both see the same moments of the machine. For scripts of this project
+with rank 0 on this machine. --until-decided looks at the result after --runs runs a side, then
+after a third more each time, and stops once every case has a verdict; the 5 % of error are shared
+among the looks, all planned before the first run. docs/compare.md says more.
 
 Exit status: 0; 1 where a run fails, or for what --fail-on names; 2 bad usage; 130 after Ctrl-C.
 BSD-3-Clause.
@@ -31,7 +29,6 @@ import json
 import os
 import select
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -51,50 +48,33 @@ from analysis.load import PLAN, load
 from analysis.show import clean
 from analysis.verdicts import Comparison, Design, compare
 from common import report
-from common.cli import Parser, positive_float, positive_int, refuse, wrong
+from common.cli import Parser, number, positive_int, refuse, wrong
 
 TURN = "TORCHRUN_BENCH_TURN"  # the two named pipes of a command: common/benchmark.py, class Turn
 
 
-def command(text: str) -> str:
-    """A command that can be split into words and whose program is there."""
-    words = shlex.split(text)
-    if not words or shutil.which(words[0]) is None:
-        wrong("a command", repr(text), "there is no such program")
-    return text
-
-
-def variable(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
+def variable(text: str) -> str:
+    name, equals, _ = text.partition("=")
     if not equals or not name.isidentifier():
         wrong("NAME=VALUE", repr(text))
-    return name, value
+    return text
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     for side, what in (("a", "the base, as one word: quote it"), ("b", "what is compared with it")):
-        add(f"--{side}", required=True, type=command, metavar="COMMAND", help=what)
+        add(f"--{side}", required=True, metavar="COMMAND", help=what)
         own = f"NAME=VALUE, variables of {side.upper()}'s runs alone"
         add(f"--{side}-env", type=variable, nargs="+", action="extend", default=[], help=own)
-    add("--out", required=True, metavar="DIR", help="keep plan, reports and logs here")
-    add("--runs", type=positive_int, default=6, metavar="N", help="runs a side (default: 6)")
+    add("--out", required=True, type=Path, metavar="DIR", help="keep plan, reports and logs here")
+    add("--runs", type=number(int, 2), default=6, metavar="N", help="runs a side (default: 6)")
     add("--interleave", action="store_true", help="both runs of a pair at once, block by block")
     add("--until-decided", action="store_true", help="stop once every case has a verdict")
     most = "at most so many runs a side, with --until-decided (default: 4 times --runs)"
     add("--max-runs", type=positive_int, metavar="N", help=most)
-    limit = "end a run that takes longer than S seconds (default: no limit)"
-    add("--timeout", type=positive_float, default=1e6, metavar="S", help=limit)
     add_verdict_flags(parser)
-    args = parser.parse_args(argv)
-    if args.runs < 2:
-        refuse("--runs must be at least 2: one run a side does not show how much runs differ")
-    if args.max_runs and (not args.until_decided or args.max_runs < args.runs):
-        refuse("--max-runs needs --until-decided, and at least --runs: --runs 6 --max-runs 24")
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        refuse("this starts the commands itself; start it with python, not with torchrun")
-    return args
+    return parser.parse_args(argv)
 
 
 @dataclass
@@ -103,7 +83,7 @@ class Side:
 
     name: str
     command: str
-    variables: list[tuple[str, str]]
+    variables: list[str]
     folder: Path
 
     def report(self, number: int) -> Path:
@@ -111,14 +91,12 @@ class Side:
 
     def why_no_report(self, number: int) -> str | None:
         """Why a run's report is of no use; None where it is complete."""
-        if not self.report(number).exists():
-            return "it wrote no report; does the command know --json?"
         try:
-            found = report.load(str(self.report(number)), lambda _, case: case.samples_s.clear())
+            found = report.load(str(self.report(number)))
         except ValueError as error:
             return str(error)
-        failed = [case.check for case in found.cases if case.failed]
-        return None if found.status == "complete" and found.cases else (failed or [found.status])[0]
+        whole = found.status == "complete" and found.cases
+        return None if whole else f"its report is {found.status}, with {len(found.cases)} cases"
 
     def start(self, number: int, turns: dict[str, str]) -> psutil.Popen:
         path = self.report(number)
@@ -126,89 +104,69 @@ class Side:
         with path.with_suffix(".log").open("wb") as log:
             return psutil.Popen(
                 [*shlex.split(self.command), "--json", str(path)],
-                env=os.environ | dict(self.variables) | turns,
+                env=os.environ | dict(v.split("=", 1) for v in self.variables) | turns,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for this process, which ends the commands
             )
 
-    def judge(self, number: int, status: int) -> str | None:
-        """What is wrong with a run that has ended, with the end of its log; None if nothing is."""
-        problem = self.why_no_report(number)
-        if status:
-            problem = f"exit status {status}; {problem or 'its report is complete'}"
-        if problem is None:
-            return None
-        log = self.report(number).with_suffix(".log")
-        lines = log.read_text(errors="replace").splitlines()[-15:]
-        tail = "".join(f"\n    {clean(line)}" for line in lines)
-        return f"{self.name} {number}: {clean(problem, 500)}; the end of {log}:{tail}"
 
-
-class Turns:
-    """The two pipes over which a command gets its turns and passes them on; `count` of them."""
-
-    def __init__(self, folder: str, name: str) -> None:
-        self.grant, release = f"{folder}/{name}.grant", f"{folder}/{name}.release"
-        for path in (self.grant, release):
-            os.mkfifo(path)
-        self.variables = {TURN: f"{self.grant}:{release}"}
-        self.reader = os.open(release, os.O_RDONLY | os.O_NONBLOCK)
-        self.writer, self.count = -1, 0
-
-    def wait_for_start(self, process: psutil.Popen, deadline: float) -> None:
-        """Until the command waits for its first turn: a pipe can be written once it is read."""
-        while self.writer < 0 and process.poll() is None and time.monotonic() < deadline:
-            try:
-                self.writer = os.open(self.grant, os.O_WRONLY | os.O_NONBLOCK)
-            except OSError:  # ENXIO: nobody reads
-                time.sleep(0.02)
-
-    def hand_out(self, process: psutil.Popen, deadline: float) -> bool:
-        """Let the command have a turn; False where it ends instead of passing it on."""
-        try:
-            os.write(self.writer, b".")
-        except OSError:  # it never asked for turns, or is gone
-            return False
-        self.count += 1
-        while not select.select([self.reader], [], [], 0.5)[0]:
-            if process.poll() is not None or time.monotonic() > deadline:
-                return False
-        return os.read(self.reader, 1) != b""  # empty: rank 0 is gone
-
-    def close(self) -> None:
-        for end in {self.reader, self.writer} - {-1}:
-            os.close(end)
-
-
-def run(sides: Sequence[Side], number: int, timeout: float) -> str | None:
-    """Run a command, or several at once that take turns. What went wrong, or None."""
-    deadline = time.monotonic() + timeout
-    started: list[tuple[Side, psutil.Popen, Turns]] = []
+def run(sides: Sequence[Side], number: int) -> None:
+    """Run a command, or two at once that take turns. Raises RuntimeError where one fails."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ends:
-        for side in sides:
-            turns = Turns(folder, side.name)
-            ends.callback(turns.close)
-            ends.callback(end_all)  # before the start: an interrupt may come in the middle of it
-            process = side.start(number, turns.variables if len(sides) > 1 else {})
-            started.append((side, process, turns))
-        if len(sides) > 1:
-            for _, process, turns in started:  # until all have imported torch and met
-                turns.wait_for_start(process, deadline)
-            alive = started
-            while alive:
-                alive = [row for row in alive if row[2].hand_out(row[1], deadline)]
-        for side, process, turns in started:
-            try:
-                status = process.wait(max(1.0, deadline - time.monotonic()))
-            except psutil.TimeoutExpired:
-                return f"{side.name} {number} took longer than --timeout {timeout:g} s"
-            if problem := side.judge(number, status):
-                return problem
-            if len(sides) > 1 and turns.count < 2:
-                return f"{side.name} {number} took no turns; only this project's scripts can"
-    return None
+        ends.callback(end_all)  # before the first start: an interrupt may come in the middle of it
+        pipes = [f"{folder}/{side.name}" for side in sides]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        started = []
+        for side, own, other in zip(sides, pipes, reversed(pipes), strict=True):
+            turns = {TURN: f"{own}:{other}"} if len(sides) > 1 else {}
+            started.append(side.start(number, turns))
+        took_turns = len(sides) == 1 or take_turns(pipes, started)
+        pairs = zip(sides, started, strict=True)
+        for side, process in sorted(pairs, key=lambda pair: pair[1].poll() is None):
+            status, problem = process.wait(), side.why_no_report(number)
+            if not problem and not took_turns:
+                problem = "it took no turns; only this project's scripts can"
+            if status or problem:
+                log = side.report(number).with_suffix(".log")
+                lines = log.read_text(errors="replace").splitlines()[-15:]
+                tail = "".join(f"\n    {clean(line)}" for line in lines)
+                what = f"exit status {status}; {clean(problem or 'its report is complete', 500)}"
+                raise RuntimeError(f"{side.name} {number}: {what}; the end of {log}:{tail}")
+
+
+def take_turns(pipes: list[str], started: list[psutil.Popen]) -> bool:
+    """Until two commands that take turns have ended, or one fails; False if it never took one.
+
+    A byte in its pipe is a command's turn; it passes the byte on into the other's pipe.
+    """
+    ends = [wait_for_reader(pipe, process) for pipe, process in zip(pipes, started, strict=True)]
+    if -1 in ends:
+        return False
+    turns = [os.open(pipe, os.O_RDWR) for pipe in pipes]
+    os.write(turns[0], b".")
+    while all(process.poll() is None for process in started):
+        time.sleep(0.05)
+    gone = 0 if started[0].poll() is not None else 1
+    if started[gone].poll() == 0:  # it had fewer cases, and the turn: hand it back from now on
+        os.write(turns[1 - gone], b".")
+        while started[1 - gone].poll() is None:
+            if select.select([turns[gone]], [], [], 0.5)[0]:
+                os.write(turns[1 - gone], os.read(turns[gone], 1))
+    for end in (*ends, *turns):
+        os.close(end)
+    return True
+
+
+def wait_for_reader(pipe: str, process: psutil.Popen) -> int:
+    """The pipe, once the command has imported torch and reads it; -1 where it ends before that."""
+    while process.poll() is None:
+        with contextlib.suppress(OSError):  # ENXIO: nobody reads
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        time.sleep(0.02)
+    return -1
 
 
 def end_all() -> None:
@@ -221,14 +179,13 @@ def end_all() -> None:
     for part in psutil.wait_procs(tree, 40)[1]:
         with contextlib.suppress(psutil.NoSuchProcess):
             part.kill()
-    psutil.wait_procs(tree, 10)
 
 
 def planned_looks(first: int, most: int) -> list[int]:
     """After how many runs a side the result is looked at: by a third more each time, and even.
 
-    Even, since ABBA balances a drift over two pairs. The last is `most`; one right before it, with
-    15 % fewer runs or less, would not be worth its share of the error rate.
+    Even, since ABBA balances a drift over two pairs. A look right before the last, with 15 % fewer
+    runs or less, would not be worth its share of the error rate.
     """
     looks = [first]
     while looks[-1] < most:
@@ -239,44 +196,38 @@ def planned_looks(first: int, most: int) -> list[int]:
 
 def open_folder(args: argparse.Namespace, looks: list[int]) -> list[Side]:
     """The sides; the plan is written. Raises ValueError where the folder holds another plan."""
-    folder = Path(args.out)
-    names = ("a", "a_env", "b", "b_env", "interleave")
-    plan = {name: getattr(args, name) for name in names} | {"looks after runs": looks}
-    plan = json.loads(json.dumps(plan))
-    path = folder / PLAN
-    try:
-        for name in "ab":
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        old = json.loads(path.read_text()) if path.exists() else plan
-        if other := [f"{n} was {old.get(n)}" for n in plan if old.get(n) != plan[n]]:
-            what = f"holds another comparison: {', '.join(other)}; give another --out"
-            raise ValueError(f"--out {folder} {what}, then compare.py on both folders")
+    plan = {name: getattr(args, name) for name in ("a", "a_env", "b", "b_env", "interleave")}
+    plan["looks after runs"] = looks
+    path = args.out / PLAN
+    for name in "ab":
+        (args.out / name).mkdir(parents=True, exist_ok=True)
+    if not path.exists():
         path.write_text(json.dumps(plan, indent=1) + "\n")
-    except (OSError, json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"--out {folder} cannot be used: {error}") from None
+    old = json.loads(path.read_text())
+    if other := [f"{name} was {old[name]}" for name in plan if old[name] != plan[name]]:
+        raise ValueError(f"{path} holds another comparison: {', '.join(other)}; give another --out")
     commands = {"a": (args.a, args.a_env), "b": (args.b, args.b_env)}
-    return [Side(name, *commands[name], folder / name) for name in commands]
+    return [Side(name, *commands[name], args.out / name) for name in commands]
 
 
 def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Comparison:
     """Run what is planned, or until every case has a verdict. Raises RuntimeError."""
     design = Design(args.margin, True, args.interleave, len(looks))
-    for number in range(1, looks[-1] + 1):
-        order = sides if number % 2 else sides[::-1]
-        todo = [side for side in order if side.why_no_report(number)]
+    for pair in range(1, looks[-1] + 1):
+        order = sides if pair % 2 else sides[::-1]
+        todo = [side for side in order if side.why_no_report(pair)]
         began = time.monotonic()
         for together in [order] if args.interleave and todo else [[side] for side in todo]:
-            if problem := run(together, number, args.timeout):
-                raise RuntimeError(problem)
+            run(together, pair)
         took = f"took {time.monotonic() - began:.1f} s" if todo else "is there already"
-        print(f"pair {number} of {looks[-1]} {took}", file=sys.stderr, flush=True)
-        if number in (1, *looks):  # after the first: do keys meet?
-            words = [str(side.report(n)) for side in sides for n in range(1, number + 1)]
-            runs = load(words, ignore=args.ignore_key)
-            result = compare(runs[:number], runs[number:], design)
-        if number in looks and all(case.verdict != "undecided" for case in result.cases):
+        print(f"pair {pair} of {looks[-1]} {took}", file=sys.stderr, flush=True)
+        if pair in (1, *looks):  # after the first: do keys meet?
+            words = [str(side.report(n)) for side in sides for n in range(1, pair + 1)]
+            runs = sorted(load(words, ignore=args.ignore_key), key=lambda run: run.label)
+            found = compare(runs[:pair], runs[pair:], design)
+        if pair in looks and all(case.verdict != "undecided" for case in found.cases):
             break
-    return result
+    return found
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -288,22 +239,18 @@ def main() -> int:
     args = parse_args()
     most = args.max_runs or 4 * args.runs
     looks = planned_looks(args.runs, most) if args.until_decided else [args.runs]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, interrupt)
     try:
         found = measure(args, open_folder(args, looks), looks)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         refuse(clean(error, 1000))
     except (RuntimeError, KeyboardInterrupt) as problem:
         stopped = isinstance(problem, KeyboardInterrupt)
         print(f"ab.py: {'interrupted' if stopped else problem}", file=sys.stderr)
         print("the finished runs are kept; the same command goes on", file=sys.stderr)
         return int(problem.args[0]) if stopped else 1
-    text = show(found, args.format)
-    if len(looks) > 1 and args.format != "json":
-        look, share = looks.index(len(found.base)) + 1, 100 - 5 / len(looks)
-        text += f"\n\nlook {look} of at most {len(looks)}: each interval holds with {share:g} %"
-    return conclude(text, found.verdicts, args.fail_on)
+    return conclude(show(found, args.format), found.verdicts, args.fail_on)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,9 @@
     python analysis/export.py report.jsonl --to csv > report.csv
     python analysis/export.py report.jsonl --to gha --metric step_time_p50_s > output.json
 
-gha, bmf and prometheus hold one value of a case: they take one run of each. BSD-3-Clause.
+gha, bmf and prometheus hold one value of a case, that of the newest run. BSD-3-Clause.
 """
 
-import argparse
 import json
 import re
 import sys
@@ -27,8 +26,8 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import Run, load, named
-from analysis.show import canonical, choices, clean, emit, flat, interval_of, is_number, unit_of
+from analysis.load import Run, load, rows_of
+from analysis.show import canonical, clean, interval_of, is_number, plain, unit_of
 from common import report
 from common.cli import Parser, list_of, refuse
 
@@ -36,55 +35,47 @@ NUMBERS = ["metric", "value", "ci_low", "ci_high", "n"]  # the last columns of a
 Rows = list[dict[str, Any]]
 
 
-def rows_of(runs: Sequence[Run], metrics: Sequence[str] | None) -> Rows:
+def numbers_of(runs: Sequence[Run], metrics: Sequence[str] | None) -> Rows:
     """A row a number of a case that did not fail, or one of these metrics; n: iterations."""
-    found, known = [], set()
-    for run, case, row in named(runs):
-        e = run.report.environment
-        about = {"run": run.path, "started_at": run.report.started_at, "torch": e.get("torch")}
-        about |= {"host": ", ".join(map(str, e.get("hosts") or [])), "key": row.key, "case": case}
-        about |= {"benchmark": run.report.benchmark, "name": f"{run.report.benchmark}/{case}"}
-        numbers = {} if row.failed else flat(row.metrics) or {row.measure: row.time_s}
-        known |= set(numbers)
-        for metric, value in numbers.items():
-            if is_number(value) and (not metrics or metric in metrics):
-                ends = interval_of(metric, numbers) or (None, None)
-                found.append(about | dict(zip(NUMBERS, (metric, value, *ends, row.n), strict=True)))
-    for metric in set(metrics or ()) - known:
-        raise ValueError(f"--metric: no case has '{metric}'{choices(metric, sorted(known))}")
+    found = []
+    for run in runs:
+        e = run.environment
+        about = {"run": run.label, "started_at": run.started_at, "torch": e.get("torch")}
+        about |= {"host": ", ".join(map(str, e.get("hosts") or []))}
+        for row in run.rows.values():
+            own = about | {"key": row.key, "case": row.name, "benchmark": run.benchmark}
+            numbers = plain(row.metrics) or {row.measure: row.time_s}
+            for metric, value in numbers.items():
+                if is_number(value) and not row.failed and (not metrics or metric in metrics):
+                    values = (metric, value, *(interval_of(metric, numbers) or (None, None)), row.n)
+                    found.append(own | dict(zip(NUMBERS, values, strict=True)))
     if not found:
-        raise ValueError("there is no case with a number in these reports")
+        names = sorted({name for row in rows_of(runs) for name in plain(row.metrics)})
+        raise ValueError(f"no case has such a number; there are {', '.join(names) or 'none'}")
     return found
 
 
-def once(rows: Rows) -> Rows:
-    seen: dict[tuple[str, str], str] = {}
-    for row in rows:
-        other = seen.setdefault((row["name"], row["metric"]), row["run"])
-        if other != row["run"]:
-            raise ValueError(
-                f"{row['run']} and {other} both have {row['name']}, and this format holds one "
-                "value of it; give one of them, or take --to csv"
-            )
-    return rows
+def by_metric(rows: Rows) -> dict[tuple[str, str], dict[str, Any]]:
+    """The last row of each `benchmark/case` and metric, of which these formats hold one value."""
+    return {(f"{row['benchmark']}/{row['case']}", row["metric"]): row for row in rows}
 
 
 def to_csv(rows: Rows) -> str:
     table = pd.json_normalize(rows).astype({"n": "Int64"})  # the key as columns key.*
-    return table[[*(name for name in table if name not in (*NUMBERS, "name")), *NUMBERS]].to_csv(
-        index=False
-    )
+    return table[[*(name for name in table if name not in NUMBERS), *NUMBERS]].to_csv(index=False)
 
 
 def to_bmf(rows: Rows) -> str:
     """https://bencher.dev/docs/reference/bencher-metric-format: at most 64 letters a measure."""
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for row in once(rows):
-        measure = found.setdefault(row["name"][:1024], {})[row["metric"][:64]] = {
-            "value": row["value"]
+    for (name, metric), row in by_metric(rows).items():
+        values = {
+            "value": row["value"],
+            "lower_value": row["ci_low"],
+            "upper_value": row["ci_high"],
         }
-        if row["ci_low"] is not None:
-            measure |= {"lower_value": row["ci_low"], "upper_value": row["ci_high"]}
+        known = {word: value for word, value in values.items() if value is not None}
+        found.setdefault(name[:1024], {})[metric[:64]] = known
     return json.dumps(found, indent=1)
 
 
@@ -93,9 +84,9 @@ def to_gha(rows: Rows) -> str:
     if len({row["metric"].endswith("_per_s") for row in rows}) > 1:
         rows = [row for row in rows if re.search(r"(?<!_per)_s$", row["metric"])]
     found = []
-    for row in once(rows):
-        unit = unit_of(row["metric"])[1] or "1"
-        entry = {"name": f"{row['name']}/{row['metric']}", "unit": unit, "value": row["value"]}
+    for (name, metric), row in by_metric(rows).items():
+        unit = unit_of(metric)[1] or "1"
+        entry = {"name": f"{name}/{metric}", "unit": unit, "value": row["value"]}
         if row["ci_low"] is not None:
             entry["range"] = f"± {(row['ci_high'] - row['ci_low']) / 2:.3g}"
         found.append(entry | ({"extra": f"{row['n']} iterations"} if row["n"] else {}))
@@ -104,7 +95,7 @@ def to_gha(rows: Rows) -> str:
 
 def to_records(rows: Rows) -> str:
     """pytorch/test-infra, clickhouse_db_schema/oss_ci_benchmark_v3: maps hold strings alone."""
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for row in rows:
         key = {name: str(entry) for name, entry in row["key"].items()}
         about = {"name": row["benchmark"], "mode": "", "dtype": key.get("dtype", "")}
@@ -114,7 +105,7 @@ def to_records(rows: Rows) -> str:
             "dependencies": {"torch": {"version": str(row["torch"])}},
             "metric": {"name": row["metric"], "benchmark_values": []},
         }
-        same = found.setdefault((row["name"], row["metric"]), record)
+        same = found.setdefault(canonical(record), record)
         same["metric"]["benchmark_values"].append(row["value"])
     return json.dumps(list(found.values()), indent=1)
 
@@ -122,8 +113,8 @@ def to_records(rows: Rows) -> str:
 def to_prometheus(rows: Rows) -> str:
     """https://prometheus.io/docs/instrumenting/exposition_formats; base units in the names."""
     groups: dict[str, list[str]] = {}
-    for row in once(rows):
-        metric = re.sub(r"_s$", "_seconds", re.sub(r"_per_s$", "_per_second", row["metric"]))
+    for (_, metric), row in by_metric(rows).items():
+        metric = re.sub(r"_s$", "_seconds", re.sub(r"_per_s$", "_per_second", metric))
         name = word(f"torchrun_bench_{metric}")
         labels = {label: row[label] for label in ("benchmark", "case", "host")}
         labels |= {f"key_{k}": entry for k, entry in row["key"].items() if entry is not None}
@@ -143,37 +134,35 @@ def to_pytorch(paths: Sequence[str]) -> str:
 
     Its measurements are the times of the first rank, then of the second, and so on.
     """
-    if len(paths) != 1:
-        raise ValueError(f"--to pytorch takes one report, got {len(paths)}")
     found = report.load(paths[0])
     cases = [c for c in found.cases if not c.failed and c.samples_s.get("step")]
     wrapped = [case for case in cases if case.key.get("world_size")]
-    if found.benchmark != "ddp_sweep" or not wrapped:
-        raise ValueError(f"{paths[0]}: --to pytorch needs a report of ddp_sweep.py")
-    first = wrapped[0].key
-    versions = {"pytorch_version": found.environment.get("torch")}
-    versions |= {"cuda_version": found.environment.get("cuda")}
-    about = {"distributed_backend": first["backend"], "bucket_size": first["bucket_size_mb"]}
+    if len(paths) != 1 or found.benchmark != "ddp_sweep" or not wrapped:
+        raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
     groups: dict[str, list[report.Case]] = {}
     for case in wrapped:
+        same = {name: case.key[name] for name in ("model", "dtype")}
+        bare = [c for c in cases if not c.key["world_size"] and same.items() <= c.key.items()]
         which = {k: v for k, v in case.key.items() if k not in ("label", "world_size")}
-        bare = [c for c in cases if not c.key["world_size"]]
-        bare = [c for c in bare if all(c.key[n] == case.key[n] for n in ("model", "dtype"))]
         groups.setdefault(canonical(which), bare[:1]).append(case)
     results = []
     for group in groups.values():
-        rows = [(c.ranks, list(chain(*c.samples_s["step"]))) for c in group]
+        rows = [{"ranks": c.ranks, "measurements": [*chain(*c.samples_s["step"])]} for c in group]
         entry = {name: group[-1].key[name] for name in ("model", "batch_size")}
-        results.append(entry | {"result": [{"ranks": r, "measurements": m} for r, m in rows]})
-    return json.dumps(versions | about | {"benchmark_results": results})
+        results.append(entry | {"result": rows})
+    document = {
+        "pytorch_version": found.environment.get("torch"),
+        "cuda_version": found.environment.get("cuda"),
+        "distributed_backend": wrapped[0].key["backend"],
+        "bucket_size": wrapped[0].key["bucket_size_mb"],
+        "benchmark_results": results,
+    }
+    return json.dumps(document)
 
 
 FORMATS: dict[str, Callable[[Rows], str]] = {
-    "csv": to_csv,
-    "bmf": to_bmf,
-    "gha": to_gha,
-    "records": to_records,
-    "prometheus": to_prometheus,
+    function.__name__.removeprefix("to_"): function
+    for function in (to_csv, to_bmf, to_gha, to_records, to_prometheus)
 }
 
 
@@ -183,15 +172,15 @@ def main() -> int:
     add("reports", nargs="+", metavar="REPORT", help="reports, folders of reports, or patterns")
     add("--to", required=True, choices=(*FORMATS, "pytorch"), help="the format")
     add("--metric", type=list_of(str), metavar="NAME", help="these alone; a list (default: all)")
-    args: argparse.Namespace = parser.parse_args()
+    args = parser.parse_args()
     try:
         if args.to == "pytorch":
             text = to_pytorch(args.reports)
         else:
-            text = FORMATS[args.to](rows_of(load(args.reports), args.metric))
+            text = FORMATS[args.to](numbers_of(load(args.reports), args.metric))
     except ValueError as error:
         refuse(clean(error, 1000))
-    emit(text.rstrip("\n"))
+    print(text.rstrip("\n"))
     return 0
 
 

@@ -5,29 +5,18 @@ FIGURES says what a benchmark has; one without an entry gets the time of each ca
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from cycler import cycler
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-from analysis.load import Run, frame, links_of, named
-from analysis.show import (
-    UNITS,
-    canonical,
-    case_names,
-    clean,
-    interval_of,
-    is_interval,
-    is_number,
-    time_unit,
-)
+from analysis.load import Run, frame, links_of, rows_of
+from analysis.show import UNITS, case_names, clean, interval_of, is_number, time_unit
 from common.cli import show_size
 from common.report import Report
 
@@ -35,11 +24,10 @@ SERIES = ("#0072b2", "#c2500a", "#007a5a", "#a8447f", "#8a6d00", "#3b7fa6", "#6b
 INK, LINE = "#1b1f24", "#d5d9de"
 VARIABLES = {color: f"var(--s{i})" for i, color in enumerate(SERIES)}
 VARIABLES |= {INK: "var(--ink)", LINE: "var(--line)"}
-MAX_FIGURES, MAX_BARS, LARGEST_MATRIX = 12, 40, 1024
+MAX_FIGURES, MAX_BARS = 12, 40
 
 mpl.rcParams |= {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "torchrun-bench",
     "text.parse_math": False,  # names may hold a $
     "font.family": ["sans-serif"],
     **{name: INK for name in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")},
@@ -49,58 +37,31 @@ mpl.rcParams |= {
 }
 
 
-@dataclass
-class Drawing:
-    title: str
-    figure: Figure
-    note: str = ""
-    wide: bool = False  # the whole width of the page
-
-    def svg(self, number: int) -> str:
-        """The figure as an element of a page; its ids, unlike those of others, start with f7-."""
-        file = io.StringIO()
-        self.figure.savefig(file, format="svg", transparent=True, bbox_inches="tight")
-        text = re.sub(r"<metadata>.*?</metadata>", "", file.getvalue(), flags=re.DOTALL)
-        text = re.sub(r'<g id="[^"]*"', "<g", text[text.index("<svg") :])
-        # an id is a hash of the content: definitions that are there twice are alike
-        for name in set(re.findall(r' id="([^"]+)"', text)):
-            first, mark, rest = text.partition(f' id="{name}"')
-            text = first + mark + rest.replace(mark, "")
-        text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>f{number}-", text)
-        for name in ("width", "height"):  # as wide as the page has room
-            text = re.sub(rf'(<svg[^>]*?) {name}="[^"]*"', r"\1", text, count=1)
-        return re.sub("|".join(VARIABLES), lambda match: VARIABLES[match[0]], text)
-
-
-# -- kinds of figures ------------------------------------------------------------------------------
-
-
-def axes(title: str, height: float = 3.4, **labels: str) -> tuple[Drawing, Axes]:
-    figure = Figure(figsize=(5.6, height))
-    found = figure.add_subplot()
-    found.set(**labels)  # type: ignore[arg-type]
-    return Drawing(title, figure), found
+def svg(figure: Figure, number: int) -> str:
+    """The figure as an element of a page; number: makes its ids unlike those of others."""
+    file = io.StringIO()
+    style: Any = {"format": "svg", "transparent": True, "bbox_inches": "tight"}
+    with mpl.rc_context({"svg.hashsalt": f"figure {number}"}):
+        figure.savefig(file, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), **style)
+    text = file.getvalue()[file.getvalue().index("<svg") :]
+    text = re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", text)  # alike in all figures
+    return re.sub("|".join(VARIABLES), lambda match: VARIABLES[match[0]], text)
 
 
 def present(table: pd.DataFrame, name: str) -> pd.DataFrame:
     """The rows that have a number of this name."""
-    if name not in table:
-        return table.iloc[:0]
-    return table[np.array([is_number(value) for value in table[name]], dtype=bool)]
+    return table.loc[[is_number(value) for value in table[name]]] if name in table else table[:0]
 
 
 def panels(table: pd.DataFrame, names: Sequence[str]) -> Iterator[tuple[str, pd.DataFrame]]:
     """The rows of each figure, and what it is called: one for each value of the key's `names`."""
-    names = [name for name in names if name in table]
-    if not names:
-        yield "", table
-        return
+    names = [name for name in names if name in table] or ["benchmark"]
     for values, rows in table.groupby(names, sort=False, dropna=False):
         yield " ".join(clean(value, 40) for value in values), rows
 
 
 def whiskers(rows: pd.DataFrame, name: str, scale: float) -> Any:
-    """How far the intervals reach below and above the values, [2, n]."""
+    """How far the 95 % intervals reach below and above the values, [2, n]."""
     found = []
     for row in rows.to_dict("records"):
         value = row[name] if is_number(row[name]) else 0.0
@@ -110,222 +71,157 @@ def whiskers(rows: pd.DataFrame, name: str, scale: float) -> Any:
 
 
 def curves(
-    table: pd.DataFrame,
-    x: str,
-    ys: dict[str, str],
-    label: str,
-    panel: Sequence[str] = (),
-    scale: float = 1,
-    ideal: bool = False,
-) -> Iterator[Drawing]:
-    """y over x with intervals, a curve for whatever else tells the cases of a panel apart.
+    table: pd.DataFrame, title: str, panel: Sequence[str], columns: dict[str, str], x: str
+) -> Iterator[Figure]:
+    """Columns over x, a curve for whatever else tells the cases of a panel apart.
 
-    ys: names of curves and their columns. ideal: a line from the case of x = 0 on.
+    Over world_size also what the case of 0 would scale to. Times are in microseconds.
     """
-    for title, cases in panels(present(table, x), panel):
-        rows, zero = cases[cases[x] > 0].sort_values(x), cases[cases[x] == 0]
-        drawing, ax = axes(title or label, xlabel=x.replace("_", " "), ylabel=label)
+    for name, cases in panels(present(table, x), panel):
+        rows = cases[cases[x] > 0].sort_values(x)
+        figure = Figure(figsize=(5.6, 3.4), label=name)
+        ax = figure.add_subplot(xlabel=x.replace("_", " "), ylabel=title)
         own = (x, "label", "count")
-        keys = [{k: v for k, v in key.items() if k not in own} for key in rows["key"]]
-        names = case_names(keys)
-        rows = rows.assign(curve=[names[canonical(key)] for key in keys])
-        for suffix, column in ys.items():
-            for (report, name), part in present(rows, column).groupby(
-                ["report", "curve"], sort=False
-            ):
-                words = [suffix, name * (len(names) > 1), report * (rows["report"].nunique() > 1)]
-                low_high = whiskers(part, column, scale)
-                drawing.note = "Lines are 95 % intervals." if low_high.any() else drawing.note
-                style: dict[str, Any] = {
-                    "label": ", ".join(filter(None, words)),
-                    "ms": 4,
-                    "capsize": 2,
-                }
-                values = [value * scale for value in part[column]]
-                ax.errorbar(part[x].tolist(), values, low_high, fmt="o-", **style)
-        first = next(iter(ys.values()))
-        if ideal and len(base := present(zero, first)):
-            most, one = rows[x].max(), base[first].iloc[0]
-            ax.plot([1, most], [one, one * most], "--", color=INK, lw=1, label="no ddp times ranks")
+        names = case_names([{k: v for k, v in key.items() if k not in own} for key in rows["key"]])
+        rows["curve"] = names if len(set(names)) > 1 else ""
+        for label, column in columns.items():
+            scale = 1e6 if column.endswith("_p50_s") else 1.0
+            for words, part in present(rows, column).groupby(["curve", "report"], sort=False):
+                words = [label, *words[: 1 + (rows["report"].nunique() > 1)]]
+                style: Any = {"fmt": "o-", "ms": 4, "label": ", ".join(filter(None, words))}
+                ends = whiskers(part, column, scale)
+                ax.errorbar(part[x].tolist(), part[column].astype(float) * scale, ends, **style)
+            zero = present(cases[cases[x] == 0], column)
+            if x == "world_size" and len(zero) and len(rows):
+                most, one = rows[x].max(), zero[column].iloc[0]
+                label = f"{zero['case'].iloc[0]} times ranks"
+                ax.plot([1, most], [one, one * most], "--", color=INK, lw=1, label=label)
         if x.endswith("_bytes"):
             ax.set(xscale="log", yscale="log")
             ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: show_size(value)))
             ax.xaxis.set_minor_locator(NullLocator())
-        ticks = sorted({int(value) for value in rows[x]})
-        ax.set_xticks(ticks[:: -(-len(ticks) // 8) or 1])
+        ticks = sorted(set(rows[x]))
+        ax.set_xticks(ticks[:: 1 + len(ticks) // 8])
         if any(ax.get_legend_handles_labels()[1]):
             ax.legend()
         if ax.containers:
-            yield drawing
+            yield figure
 
 
 def bars(
-    table: pd.DataFrame,
-    title: str,
-    parts: dict[str, str],
-    panel: Sequence[str] = (),
-    stacked: bool = True,
-) -> Iterator[Drawing]:
-    """Seconds of each case: its parts stacked, or side by side with their intervals.
-
-    parts: their names and columns.
-    """
+    table: pd.DataFrame, title: str, panel: Sequence[str], columns: dict[str, str], stacked: bool
+) -> Iterator[Figure]:
+    """Seconds of each case, column upon column, or side by side with their intervals."""
     for name, group in panels(table, panel):
-        have = {label: c for label, c in parts.items() if len(present(group, c))}
+        have = {label: column for label, column in columns.items() if len(present(group, column))}
         if not have:
             continue
-        numbers = group[list(have.values())].apply(pd.to_numeric, errors="coerce")
-        group = group[numbers.notna().any(axis=1)]
-        rows = group[:MAX_BARS]
-        drawing, ax = axes(f"{title}, {name}" if name else title, 1.2 + 0.3 * len(rows))
-        unit = time_unit(numbers.max(axis=None))
-        values = numbers.loc[rows.index].fillna(0).clip(lower=0) / UNITS[unit]
-        left, height = np.zeros(len(rows)), 0.7 if stacked else 0.7 / len(have)
-        for i, (label, column) in enumerate(have.items()):
-            at = np.arange(len(rows)) + (0 if stacked else (i - (len(have) - 1) / 2) * height)
-            ends = None if stacked else whiskers(rows, column, 1 / UNITS[unit])  # 95 % intervals
-            ax.barh(at, values[column], height, left, label=label, xerr=ends, ecolor=INK)
-            left = left + values[column] if stacked else left
+        rows = group[group[list(have.values())].notna().any(axis=1)][:MAX_BARS]
         names = rows["case"] + (", " + rows["report"] if rows["report"].nunique() > 1 else "")
-        ax.set_yticks(range(len(rows)), [clean(name, 60) for name in names])
-        ax.set(xlabel=unit, ylim=(len(rows) - 0.4, -0.6))
+        seconds = {label: pd.to_numeric(rows[column], "coerce") for label, column in have.items()}
+        values = pd.DataFrame(seconds).clip(lower=0).set_index(names.str[:60])
+        unit = time_unit(values.max(axis=None))
+        ends = [whiskers(rows, column, 1 / UNITS[unit]) for column in have.values()]
+        figure = Figure((5.6, 1.2 + 0.3 * len(rows)), label=f"{title}, {name}" if panel else title)
+        ax = figure.add_subplot()
+        style: Any = {"width": 0.7, "legend": False, "xlabel": unit, "ylabel": "", "ecolor": INK}
+        style |= {"stacked": True} if stacked else {"xerr": ends}
+        (values / UNITS[unit]).plot.barh(ax=ax, **style)
+        ax.invert_yaxis()
         ax.grid(axis="y", visible=False)
         if any(have):
             ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
-        if len(rows) < len(group):
-            drawing.note = f"{len(rows)} of {len(group)} cases are drawn."
-        yield drawing
+        yield figure
 
 
-def times(table: pd.DataFrame, column: str, panel: Sequence[str] = ()) -> Iterator[Drawing]:
-    """Seconds of each case with their interval."""
-    title = column.removesuffix("_s").replace("_", " ")
-    return bars(table, title, {"": column}, panel, stacked=False)
+def heat(report: Report, label: str = "") -> Iterator[Figure]:
+    """The links of a report of p2p_matrix, if it has any; yellow is good."""
+    links = [link for case in report.cases for link in links_of(case.metrics)]
+    if not links:
+        return
+    names = ["sends", "receives", "latency (us)", "bandwidth (GB/s)", "back", "both ways (GB/s)"]
+    there = pd.DataFrame(links, columns=names)
+    turned = dict(zip(names, [names[i] for i in (1, 0, 2, 4, 3, 5)], strict=True))
+    table = pd.concat([there, there.rename(columns=turned)])
+    figure = Figure(figsize=(12, 4.2), layout="constrained", label=f"Links {label}".strip())
+    for ax, name in zip(figure.subplots(1, 3), (names[2], names[3], names[5]), strict=True):
+        values = table.pivot_table(name, "sends", "receives")
+        image = ax.imshow(values, cmap="viridis_r" if name == "latency (us)" else "viridis")
+        ticks = range(0, len(values), 1 + len(values) // 16)
+        ax.set(title=name, xlabel="receives", ylabel="sends", xticks=ticks, yticks=ticks)
+        ax.grid(visible=False)
+        figure.colorbar(image, ax=ax, shrink=0.7)
+    yield figure
 
 
-# -- the figures of each benchmark -----------------------------------------------------------------
-
-MODEL = ("model", "dtype")
-
-
-def scaling(table: pd.DataFrame) -> Iterator[Drawing]:
-    """ddp_sweep: samples/s over ranks; the rates at both ends of the step's interval."""
-    rows = present(table, "samples_per_s")
-    if {"step_time_p50_s", "step_time_ci95_s"} <= set(rows):
-        work = rows["samples_per_s"] * rows["step_time_p50_s"]
-        ends = zip(work, rows["step_time_ci95_s"], strict=True)
-        rates = [
-            [w / ci[1], w / ci[0]] if is_interval(ci) and ci[0] > 0 else None for w, ci in ends
-        ]
-        rows = rows.assign(samples_per_s_ci95=rates)
-    return curves(rows, "world_size", {"": "samples_per_s"}, "samples/s", MODEL, ideal=True)
-
-
-def exposed(table: pd.DataFrame) -> Iterator[Drawing]:
+def exposed(table: pd.DataFrame) -> Iterator[Figure]:
     """parallel_sweep: computing, and what communication of each axis adds."""
-    columns = [name for name in table if re.fullmatch(r"exposed_\w+_s", str(name))]
-    parts = {"compute": "compute_s"} | {f"exposed {c[8:-2]}": c for c in columns if "ci95" not in c}
-    return bars(table, "Step", parts, MODEL)
+    names = [name for name in table if re.fullmatch(r"exposed_(?!.*ci95)\w+_s", str(name))]
+    columns = {"compute": "compute_s"} | {f"exposed {name[8:-2]}": name for name in names}
+    return bars(table, "Step", MODEL, columns, True)
 
 
-BUSBW = {
-    "out of place": "out_of_place_busbw_gb_per_s",
-    "in place": "in_place_busbw_gb_per_s",
-}
-STEP = {
-    "local compute": "local_compute_p50_s",
-    "exposed communication": "exposed_communication_s",
-}
+MODEL, STORAGE = ("model", "dtype"), ("path", "strategy")
+STEP = {"local compute": "local_compute_p50_s", "exposed communication": "exposed_communication_s"}
 SAVE = {"blocked": "blocked_s", "stall": "stall_s", "upload": "upload_s"}
 LOAD = {"cold": "load_cold_s", "warm": "load_warm_s"}
-STORAGE = ("path", "strategy")
+BUSBW = {"out of place": "out_of_place_busbw_gb_per_s", "in place": "in_place_busbw_gb_per_s"}
+BANDWIDTH = (curves, "busbw (GB/s)", ["collective"], BUSBW, "size_bytes")
 ROUND_TRIP = {"": "round_trip_p50_s"}
-Figures = Callable[[pd.DataFrame], Iterator[Drawing]]
-FIGURES: dict[str, list[Figures]] = {
-    "ddp_sweep": [scaling, lambda t: bars(t, "Where a step's time goes", STEP, MODEL)],
-    "collectives": [lambda t: curves(t, "size_bytes", BUSBW, "busbw (GB/s)", ("collective",))],
-    "nccl-tests": [lambda t: curves(t, "size_bytes", BUSBW, "busbw (GB/s)", ("collective",))],
-    "compile_sweep": [lambda t: times(t, "step_time_p50_s", MODEL)],
-    "rpc_latency": [
-        lambda t: curves(t, "size_bytes", ROUND_TRIP, "round trip (us)", ("operation",), 1e6)
+FIGURES: dict[str, list[Any]] = {
+    "ddp_sweep": [
+        (curves, "samples/s", MODEL, {"": "samples_per_s"}, "world_size"),
+        (bars, "Where a step's time goes", MODEL, STEP, True),
     ],
-    "parallel_sweep": [exposed],
+    "collectives": [BANDWIDTH],
+    "nccl-tests": [BANDWIDTH],
+    "compile_sweep": [(bars, "step time", MODEL, {"": "step_time_p50_s"}, False)],
+    "rpc_latency": [(curves, "round trip (us)", ["operation"], ROUND_TRIP, "size_bytes")],
+    "parallel_sweep": [(exposed,)],
     "checkpoint_sweep": [
-        lambda t: bars(t, "A save", SAVE, STORAGE, stacked=False),
-        lambda t: bars(t, "A load", LOAD, STORAGE, stacked=False),
+        (bars, "A save", STORAGE, SAVE, False),
+        (bars, "A load", STORAGE, LOAD, False),
     ],
 }
 
 
-def draw(runs: Sequence[Run]) -> list[Drawing]:
+def draw(runs: Sequence[Run]) -> list[Figure]:
     """The figures of the reports of one benchmark."""
-    if runs[0].report.benchmark == "p2p_matrix":
-        found = [link_figure(run.report, run.label) for run in runs]
-        return [drawing for drawing in found if drawing]
+    if runs[0].benchmark == "p2p_matrix":
+        return [figure for run in runs for figure in heat(run, run.label)]
     table = frame(runs)
+    table["key"] = [row.key for row in rows_of(runs)]
+    table = table.loc[[not row.failed for row in rows_of(runs)]]
     if table.empty:
         return []
-    cases = list(named(runs))
-    table["key"] = [row.key for _, _, row in cases]
-    table["report"] = [run.label for run, _, _ in cases]
-    table = table[[not row.failed for _, _, row in cases]]
-    own = FIGURES.get(runs[0].report.benchmark, [])
-    drawings = [drawing for make in own for drawing in make(table)]
-    if not drawings:
+    if "samples_per_s" in table and "step_time_ci95_rel" in table:
+        rate, rel = table["samples_per_s"].astype(float), table["step_time_ci95_rel"].astype(float)
+        table["samples_per_s_ci95"] = list(zip(rate / (1 + rel), rate / (1 - rel), strict=True))
+    own = FIGURES.get(runs[0].benchmark, [])
+    figures = [figure for kind, *rest in own for figure in kind(table, *rest)]
+    if not figures:
         count = {n: len(present(table, n)) for n in table if str(n).endswith(("_p50_s", "time_s"))}
-        drawings = list(times(table, max(count, key=lambda name: count[name])))
-    return drawings[:MAX_FIGURES]
-
-
-def link_figure(report: Report, label: str = "") -> Drawing | None:
-    """Heat maps of a report of p2p_matrix; None where it has no links."""
-    links = [link for case in report.cases for link in links_of(case.metrics)]
-    links = [link for link in links if max(link[:2]) < LARGEST_MATRIX]
-    if not links:
-        return None
-    n = int(1 + max(max(link[:2]) for link in links))
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    kinds = (("latency (us)", 2, 2), ("bandwidth (GB/s)", 3, 4), ("both ways (GB/s)", 5, 5))
-    for ax, (name, there, back) in zip(figure.subplots(1, 3), kinds, strict=True):
-        values = np.full((n, n), np.nan)
-        for a, b, *costs in links:
-            values[a, b], values[b, a] = costs[there - 2], costs[back - 2]
-        image = ax.imshow(values, cmap="viridis_r" if there == 2 else "viridis")  # yellow is good
-        ax.set(title=name, xlabel="receives", ylabel="sends")
-        ax.set_xticks(range(0, n, -(-n // 16)))
-        ax.set_yticks(range(0, n, -(-n // 16)))
-        ax.grid(visible=False)
-        for (a, b), value in np.ndenumerate(values) if n <= 8 else ():
-            if not np.isnan(value):
-                shade = image.norm(value) if there > 2 else 1 - image.norm(value)
-                color = "black" if shade > 0.5 else "white"
-                ax.text(b, a, f"{value:.3g}", ha="center", va="center", color=color, size=8)
-        figure.colorbar(image, ax=ax, shrink=0.7)
-    title = f"Links, {label}" if label else "Links"
-    return Drawing(title, figure, "Yellow is good, dark is bad.", True)
+        column = max(count, key=lambda name: count[name])
+        title = column.removesuffix("_s").replace("_", " ")
+        figures = list(bars(table, title, (), {"": column}, False))
+    return figures[:MAX_FIGURES]
 
 
 def link_heatmap(report: Report, path: str) -> None:
     """Draw the links of a report of p2p_matrix to a file, .png, .svg or .pdf."""
-    drawing = link_figure(report)
-    if drawing is None:
-        raise ValueError("there are no links to draw")
-    drawing.figure.savefig(path, dpi=150)
+    for figure in heat(report):
+        figure.savefig(path, dpi=150)
 
 
 def plot_history(groups: Sequence[Sequence[Run]], path: str) -> None:
-    """Draw each case over time to a file: an axes a benchmark and machine, each case relative to
-    its first run."""
-    groups = [runs for runs in groups if any(run.rows for run in runs)]
-    figure = Figure(figsize=(9, 3.6 * max(1, len(groups))), layout="constrained")
+    """Draw each case over time, relative to its first run: an axes a benchmark and machine."""
+    figure = Figure(figsize=(9, 3.6 * len(groups)), layout="constrained")
     for ax, runs in zip(np.ravel(figure.subplots(len(groups), 1)), groups, strict=True):
         table = frame(runs)
-        times = pd.to_datetime(table["started_at"], utc=True, format="ISO8601", errors="coerce")
-        table = table.assign(started_at=times).dropna(subset="time_s")
-        for name, rows in list(table.groupby("case", sort=False))[:20]:
-            relative = rows["time_s"] / rows["time_s"].iloc[0]
-            ax.plot(rows["started_at"], relative, "o-", ms=3, label=clean(name, 60))
-        ax.set(title=clean(runs[0].report.benchmark, 60), ylabel="time / first run's")
+        table["started"] = pd.to_datetime(table["started_at"], utc=True, format="ISO8601")
+        wide = table.pivot_table("time_s", "started", "case", sort=False).iloc[:, :20]
+        (wide / wide.bfill().iloc[0]).plot(ax=ax, marker="o", ms=3, xlabel="")
+        ax.set(title=clean(runs[0].benchmark, 60), ylabel="time / first run's")
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     figure.savefig(path, dpi=120)

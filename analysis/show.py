@@ -1,19 +1,18 @@
-"""How cases, metrics and times are named, and how text is printed, alike in all of analysis/."""
+"""How cases, metrics and times are named and printed, alike in all of analysis/."""
 
 import json
 import math
-import os
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from common.cli import refuse, show_size, suggest
+import tabulate
+
+from common.cli import show_size
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-# by what the name of a metric ends in
-UNITS_OF = {"_gb_per_s": "GB/s", "_gbps": "GB/s", "_mb_per_s": "MB/s", "_per_s": "1/s", "_s": "s"}
-UNITS_OF |= {"_gib": "GiB", "_bytes": "bytes", "_rel": "%", "": ""}
+UNITS_OF = {"_gb_per_s": "GB/s", "_mb_per_s": "MB/s", "_per_s": "1/s", "_s": "s", "_gib": "GiB"}
+UNITS_OF |= {"_bytes": "bytes", "": ""}  # by what the name of a metric ends in
 
 
 def canonical(key: dict[str, Any]) -> str:
@@ -29,15 +28,6 @@ def is_interval(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_number, value))
 
 
-def choices(name: str, known: Iterable[str]) -> str:
-    """What to say after a name that is not there."""
-    known = list(known)
-    return suggest(name, known) or f"; there are {', '.join(known) or 'none'}"
-
-
-# -- text ------------------------------------------------------------------------------------------
-
-
 def clean(text: Any, limit: int = 200) -> str:
     """Printable text on one line: a report may hold anything, a terminal should not see it."""
     words = "".join(c if c.isprintable() else " " for c in str(text))
@@ -45,30 +35,21 @@ def clean(text: Any, limit: int = 200) -> str:
 
 
 def markdown(text: Any, limit: int = 200) -> str:
-    """Text as a cell of a Markdown table, whatever it holds."""
+    """Text as a part of a Markdown document, whatever it holds."""
     words = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", clean(text, limit))
     return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def markdown_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
+def show_table(
+    header: Sequence[Any], rows: Iterable[Sequence[Any]], right: Sequence[int], style: str
 ) -> str:
-    """right: columns of numbers, aligned to the right."""
-    marks = ["--:" if i in right else "---" for i in range(len(header))]
-    head, *body = [[markdown(cell) for cell in row] for row in (header, *rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, marks, *body))
-
-
-def emit(text: str) -> None:
-    """Print; one line and status 1 where stdout is closed or its disk is full."""
-    try:
-        print(text.encode("utf-8", "replace").decode(), flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        refuse(f"cannot print: {error.strerror}", status=1)
-
-
-# -- numbers and names -----------------------------------------------------------------------------
+    """A table for a terminal, or in Markdown. right: columns of numbers, aligned to the right."""
+    tabulate.MIN_PADDING = 0  # or each header gets two blanks
+    escape, form = (markdown, "pipe") if style == "markdown" else (clean, "simple")
+    cells = [[escape(cell) for cell in row] for row in (header, *rows)]
+    align = ["right" if i in right else "left" for i in range(len(header))]
+    text = tabulate.tabulate(cells[1:], cells[0], form, colalign=align, disable_numparse=True)
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def unit_of(metric: str) -> tuple[str, str]:
@@ -78,8 +59,7 @@ def unit_of(metric: str) -> tuple[str, str]:
 
 def time_unit(seconds: float) -> str:
     """The unit that suits a time of four digits."""
-    rounded = abs(float(f"{seconds:.4g}"))
-    return next((unit for unit, length in UNITS.items() if rounded >= length), "ns")
+    return next((unit for unit, size in UNITS.items() if abs(seconds) >= 0.99995 * size), "ns")
 
 
 def show_time(seconds: float) -> str:
@@ -99,43 +79,34 @@ def show_value(name: str, value: Any) -> str:
     return f"{words.removesuffix(' mb')} {value:g}{' MB' if name.endswith('_mb') else ''}"
 
 
-def case_names(keys: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """A name for each key, by its canonical form: its label, and the entries that tell it apart."""
-    unique = {canonical(key): key for key in keys}
-    words = {
-        name: [clean(key["label"], 60)] if key.get("label") else [] for name, key in unique.items()
-    }
-    for entry in dict.fromkeys(entry for key in unique.values() for entry in key):
+def case_names(keys: Sequence[dict[str, Any]]) -> list[str]:
+    """A name for each key: its label, and the entries that tell it apart from others."""
+    names = [clean(key.get("label") or "", 60) for key in keys]
+    for entry in dict.fromkeys(entry for key in keys for entry in key if entry != "label"):
         values: dict[str, set[str]] = {}  # by what the cases are called so far
-        for name, key in unique.items():
-            values.setdefault(str(words[name]), set()).add(repr(key.get(entry)))
-        for name, key in unique.items():
-            if entry != "label" and len(values[str(words[name])]) > 1:
-                words[name] = [*words[name], clean(show_value(entry, key.get(entry)), 60)]
-    for name, key in unique.items():
+        for name, key in zip(names, keys, strict=True):
+            values.setdefault(name, set()).add(repr(key.get(entry)))
+        for i, key in enumerate(keys):
+            if len(values[names[i]]) > 1:
+                word = clean(show_value(entry, key.get(entry)), 60)
+                names[i] = f"{names[i]}, {word}" if names[i] else word
+    for i, key in enumerate(keys):
         texts = [clean(value, 60) for value in key.values() if isinstance(value, str)]
-        words[name] = words[name] or texts[:2] or ["the case"]
-    return {name: ", ".join(parts) for name, parts in words.items()}
+        names[i] = names[i] or ", ".join(texts[:2]) or "the case"
+    return names
 
 
-def flat(metrics: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Numbers, words and intervals of the metrics; those of dicts as `outer.inner`."""
-    found: dict[str, Any] = {}
-    for name, value in metrics.items():
-        if isinstance(value, dict) and len(value) <= 50 and prefix.count(".") < 3:
-            found |= flat(value, f"{prefix}{name}.")
-        elif is_number(value) or isinstance(value, str) or is_interval(value):
-            found[prefix + name] = value
-    return found
+def plain(metrics: dict[str, Any]) -> dict[str, Any]:
+    """The numbers, words and intervals of the metrics."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if is_number(value) or isinstance(value, str) or is_interval(value)
+    }
 
 
-def interval_of(name: str, metrics: dict[str, Any]) -> tuple[float, float] | None:
+def interval_of(name: str, metrics: dict[str, Any]) -> Any:
     """The 95 % interval of a metric: `step_time_ci95_s` is that of `step_time_p50_s`."""
-
-    def stem(text: str) -> list[str]:
-        return [word for word in text.split("_") if word not in ("ci95", "p50", "bounds")]
-
-    intervals = (
-        v for n, v in metrics.items() if n != name and is_interval(v) and stem(n) == stem(name)
-    )
-    return next(((low, high) for low, high in intervals), None)
+    stem = name.replace("_p50", "")
+    names = (f"{stem.removesuffix('_s')}_ci95_s", f"{stem}_ci95", f"{stem}_bounds")
+    return next((metrics[n] for n in names if is_interval(metrics.get(n))), None)

@@ -4,18 +4,17 @@ The run is the unit: what counts of a run is its median, on a log scale. Iterati
 say nothing about how much two runs differ that differ in nothing. docs/compare.md derives it.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import exp, log, log1p, sqrt
+from math import log1p, sqrt
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+import pandas as pd
+from numpy.typing import ArrayLike
 from scipy.special import stdtr, stdtrit  # Student's t; scipy.stats takes 0.7 s to import
 
 from analysis.load import Row, Run
-from analysis.show import canonical, case_names
 
 ALPHA = 0.05
 MIN_BLOCKS = 6  # of a pair of runs that took turns; with fewer their medians count
@@ -24,8 +23,8 @@ MAX_RUNS = 1000  # that are said to be needed
 HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
 GPU_HARDWARE = ("power.limit", "clocks.max.sm", "ecc.mode.current", "mig.mode.current")
 # not of interest by themselves: rows for each rank and device, and lines derived from them
-IGNORED = ("ranks", "gpus", "differences")
-Array = NDArray[np.float64]
+IGNORED = ("ranks", "gpus", "differences", "variables")
+TIMES = ("base_s", "test_s", "pair_ratios")  # of a result
 
 
 @dataclass(frozen=True)
@@ -33,9 +32,8 @@ class Design:
     """How runs are compared.
 
     margin: the smallest relative change that matters. paired: base[i] and test[i] were measured
-    one after the other, and their ratio is the unit, so that a drift cancels. interleaved: they
-    took turns, so that their blocks make pairs as well. looks: how often the data is looked at as
-    it grows, to stop once decided: the error rate is shared among the looks.
+    one after the other, and their ratio is the unit. interleaved: their blocks took turns, and make
+    pairs as well. looks: at the growing data, to stop once decided; they share the error rate.
     """
 
     margin: float = 0.02
@@ -95,268 +93,164 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
         raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
     a, b = rows_by_case(base), rows_by_case(test)
     if not a.keys() & b.keys():
-        raise ValueError(nothing_in_common(base, test))
+        has = [next((" ".join(name) for name in side), "none") for side in (a, b)]
+        raise ValueError(f"no case is on both sides: BASE has e.g. {has[0]}; TEST {has[1]}")
     cases = [
-        compare_case(name[0], a.get(name, []), b.get(name, []), design)
-        for name in dict.fromkeys([*a, *b])
+        compare_case(benchmark, a.get((benchmark, form), []), b.get((benchmark, form), []), design)
+        for benchmark, form in dict.fromkeys([*a, *b])
     ]
-    several = len({case.benchmark for case in cases}) > 1
-    keys = [({"benchmark": c.benchmark} if several else {}) | c.key for c in cases]
-    names = case_names(keys)
-    for case, key in zip(cases, keys, strict=True):
-        case.label = names[canonical(key)]
-    cases.sort(key=lambda case: case.ratio is None)
-    compared = [case for case in cases if case.ratio is not None]
-    mean = geometric_mean(base, test, compared, design)
-    decide([*compared, *([mean] if mean else [])], design)
-    about = (differences(base, test), warnings(base, test))
-    paths = ([run.path for run in base], [run.path for run in test])
-    return Comparison(cases, mean, *about, *paths, design)
+    if len({case.benchmark for case in cases}) > 1:
+        for case in cases:
+            case.label = f"{case.benchmark}, {case.label}"
+    cases.sort(key=lambda case: not case.measure)
+    compared = [case for case in cases if case.measure]
+    kinds = {case.benchmark for case in compared}
+    counts = tuple(sum(run.benchmark in kinds for run in side) for side in (base, test))
+    whole = [case for case in compared if (len(case.base_s), len(case.test_s)) == counts]
+    mean = None
+    if len(kinds) == 1 and len(whole) > 1:  # its unit is the run: what hits one case hits others
+        mean = Result(whole[0].benchmark, {}, f"geometric mean of {len(whole)} cases")
+        for name in TIMES:
+            logs = np.log([getattr(case, name) for case in whole])
+            setattr(mean, name, np.exp(logs.mean(axis=0)).tolist())
+    if compared:
+        estimate([*compared, *([mean] if mean else [])], design)
+    paths = [[run.label for run in side] for side in (base, test)]
+    ended = {run.label: run.status for run in (*base, *test) if run.status != "complete"}
+    warnings = [f"{label} is not complete: its status is {ended[label]}" for label in ended]
+    return Comparison(cases, mean, differences(base, test), warnings, *paths, design)
 
 
 def rows_by_case(runs: Sequence[Run]) -> dict[tuple[str, str], list[Row | None]]:
     """For each benchmark and key what each run of that benchmark has of it."""
-    names = dict.fromkeys((run.report.benchmark, name) for run in runs for name in run.rows)
+    names = dict.fromkeys((run.benchmark, form) for run in runs for form in run.rows)
     return {
-        (benchmark, name): [r.rows.get(name) for r in runs if r.report.benchmark == benchmark]
-        for benchmark, name in names
+        (benchmark, form): [run.rows.get(form) for run in runs if run.benchmark == benchmark]
+        for benchmark, form in names
     }
-
-
-def nothing_in_common(base: Sequence[Run], test: Sequence[Run]) -> str:
-    start = "no case is on both sides:"
-    names = [", ".join(sorted({run.report.benchmark for run in side})) for side in (base, test)]
-    if names[0] != names[1]:
-        return f"{start} BASE has reports of {names[0]}, TEST of {names[1]}"
-    for side, runs in (("BASE", base), ("TEST", test)):
-        if not any(run.rows for run in runs):
-            return f"{start} the reports of {side} have none"
-    a, b = (next(row.key for run in side for row in run.rows.values()) for side in (base, test))
-    fields = [f"{n} ({a.get(n)}, {b.get(n)})" for n in {**a, **b} if a.get(n) != b.get(n)]
-    return f"{start} cases are joined by their keys; of the first ones differ {', '.join(fields)}"
 
 
 def compare_case(
     benchmark: str, base: list[Row | None], test: list[Row | None], design: Design
 ) -> Result:
-    """Ratio, interval and p; the verdict comes later, when those of all cases are known."""
-    result = Result(benchmark, next(row for row in [*base, *test] if row).key)
-    notes, timed = [], []
+    """The times of a case, or why they cannot be compared."""
+    first = next(row for row in [*base, *test] if row)
+    result = Result(benchmark, first.key, first.name)
+    notes = []
     for side, rows in (("BASE", base), ("TEST", test)):
-        bad = [row.check for row in rows if row and not row.time_s]
-        if bad:
-            notes.append(f"{side}: {len(bad)} of {len(rows)} runs: {bad[0]}")
-        if None in rows:
-            notes.append(f"{side}: {rows.count(None)} of {len(rows)} runs lack it")
-        timed.append([row for row in rows if row and row.time_s])
+        bad = [row.check if row else "not measured" for row in rows if not row or not row.time_s]
+        notes += [f"{side}: {len(bad)} of {len(rows)} runs: {bad[0]}"] if bad else []
     result.reason = "; ".join(notes)
+    timed = [[row for row in rows if row and row.time_s] for rows in (base, test)]
     measures = sorted({row.measure for row in [*timed[0], *timed[1]]})
     if not timed[0] or not timed[1]:
         result.verdict = "missing" if timed[0] or (not timed[1] and base) else "new"
         result.reason = result.reason or "not measured"
-    elif len(measures) > 1:
+        return result
+    if len(measures) > 1:
         result.reason = f"different times were kept: {', '.join(measures)}"
-    else:
-        result.measure = measures[0]
-        pairs = [(a, b) for a, b in zip(base, test, strict=False) if a and b]
-        pairs = [(a, b) for a, b in pairs if a.time_s and b.time_s]
-        if design.paired and (not pairs or len(base) != len(test)):
+        return result
+    if design.paired:
+        both = [(a, b) for a, b in zip(base, test, strict=False) if a and b]
+        pairs = [(a, b) for a, b in both if a.time_s and b.time_s]
+        if not pairs or len(base) != len(test):
             result.reason = "there is no pair with both"
             return result
-        if design.paired:
-            timed = [[a for a, _ in pairs], [b for _, b in pairs]]
-        logs = [np.log([row.time_s or 0.0 for row in side]) for side in timed]
-        ratios = [log_ratio(a, b, design.interleaved) for a, b in pairs if design.paired]
-        estimate(result, logs[0], logs[1], np.array(ratios), design)
+        timed = [[a for a, _ in pairs], [b for _, b in pairs]]
+        result.pair_ratios = [ratio_of(a, b, design.interleaved) for a, b in pairs]
+    result.measure = measures[0]
+    result.base_s, result.test_s = ([row.time_s or 0.0 for row in side] for side in timed)
     return result
 
 
-def log_ratio(a: Row, b: Row, interleaved: bool) -> float:
-    """log(b / a) of a pair of runs: of their medians or, where they took turns, the median over
-    blocks that were neighbours in time. A slow moment hits both of those, or is an outlier.
+def ratio_of(a: Row, b: Row, interleaved: bool) -> float:
+    """b / a of a pair of runs: of their medians or, where they took turns, the median over blocks
+    that were neighbours in time. A slow moment hits both of those, or is an outlier.
     """
-    blocks = [block_medians(a), block_medians(b)]
-    common = min(map(len, blocks))
-    if interleaved and common >= MIN_BLOCKS and min(block.min() for block in blocks) > 0:
-        return float(np.median(np.log(blocks[1][:common] / blocks[0][:common])))
-    return log((b.time_s or 1) / (a.time_s or 1))
+    n = min(len(a.blocks_s), len(b.blocks_s))
+    if interleaved and n >= MIN_BLOCKS and min(*a.blocks_s, *b.blocks_s) > 0:
+        ratios = np.divide(b.blocks_s[:n], a.blocks_s[:n])
+        return float(np.exp(np.median(np.log(ratios))))
+    return (b.time_s or 1) / (a.time_s or 1)
 
 
-def block_medians(row: Row) -> Array:
-    if row.times_s is None or not row.rounds:
-        return np.empty(0)
-    blocks = np.split(row.times_s, np.cumsum(row.rounds)[:-1])
-    return np.array([np.median(block) for block in blocks])
+def estimate(cases: list[Result], design: Design) -> None:
+    """Fill in ratio, interval, p and verdict.
 
-
-def geometric_mean(
-    base: Sequence[Run], test: Sequence[Run], cases: list[Result], design: Design
-) -> Result | None:
-    """The mean of the log ratios. Its unit is the run as well: what hits one case hits others.
-
-    None where the cases are of several benchmarks, or fewer than two are in every run.
+    Student's t with one variance for both sides. With unequal numbers a side that is not safe:
+    there Welch's t (Biometrika 34, 1947) replaces it where that is wider. A side of one value has
+    no scatter of its own: the other side's counts for it.
     """
-    benchmarks = {case.benchmark for case in cases}
-    m, n = (sum(run.report.benchmark in benchmarks for run in side) for side in (base, test))
-    whole = [case for case in cases if (len(case.base_s), len(case.test_s)) == (m, n)]
-    if len(benchmarks) != 1 or len(whole) < 2:
-        return None
-    columns = zip(*((c.base_s, c.test_s, c.pair_ratios) for c in whole), strict=True)
-    logs = [np.log(rows).mean(axis=0) for rows in columns]
-    mean = Result(whole[0].benchmark, {}, f"geometric mean of {len(whole)} cases")
-    estimate(mean, logs[0], logs[1], logs[2], design)
-    return mean
-
-
-def estimate(result: Result, base: Array, test: Array, ratios: Array, design: Design) -> None:
-    """Fill in ratio, interval and p. base, test: logarithms of the runs' times; ratios: those of
-    the pairs."""
-    value = float(ratios.mean() if design.paired else test.mean() - base.mean())
-    result.base_s, result.test_s = np.exp(base).tolist(), np.exp(test).tolist()
-    result.pair_ratios = [limited_exp(ratio) for ratio in ratios]
-    result.ratio = limited_exp(value)
-    found = uncertainty(base, test, ratios, design.paired)
-    if found is None:
-        return
-    error, df = found
-    half = float(t_quantile(df, 1 - ALPHA / design.looks)) * error
-    result.ci95 = limited_exp(value - half), limited_exp(value + half)
-    result.p = 2 * float(stdtr(df, -abs(value) / error)) if error else float(value == 0)
-    share = 1 / len(base) if design.paired else 1 / len(base) + 1 / len(test)
-    runs, widths = quantiles(1 if design.paired else 2)
-    enough = runs[widths * error / sqrt(share) <= log1p(design.margin)]
-    result.runs_needed = int(enough[0]) if len(enough) else None
-
-
-def decide(cases: list[Result], design: Design) -> None:
-    """The verdicts. The false discovery rate is held over all cases with an interval."""
-    p_values = [case.p for case in cases if case.p is not None]
-    counts = iter(discoveries(p_values, ALPHA / design.looks))
-    for case in cases:
-        counted = case.p is not None and next(counts)
-        case.verdict, why = verdict_of(case, design.margin, counted, len(p_values))
-        case.reason = "; ".join(text for text in (why, case.reason) if text)
-
-
-def verdict_of(case: Result, margin: float, counts: bool, tests: int) -> tuple[str, str]:
-    if case.ci95 is None:
-        if len(case.base_s) == len(case.test_s) == 1 and not case.pair_ratios:
-            return "undecided", "one run a side: how much runs differ is unknown"
-        return "undecided", "too few runs"
-    low, high = case.ci95
-    if 1 / (1 + margin) <= low and high <= 1 + margin:
-        return "same", ""
-    ratio = case.ratio or 1.0
-    beyond = not 1 / (1 + margin) <= ratio <= 1 + margin
-    if counts and beyond:
-        return ("slower" if ratio > 1 else "faster"), ""
-    if low <= 1 <= high:
-        return "undecided", "the interval is too wide"
-    if beyond:
-        return "undecided", f"not certain enough for one of {tests} comparisons"
-    return "undecided", "a change, but perhaps within the margin"
-
-
-# -- statistics ------------------------------------------------------------------------------------
+    x, y, d = (np.log(pd.DataFrame([getattr(case, name) for case in cases])) for name in TIMES)
+    m, n = x.count(axis=1), y.count(axis=1)
+    value, error, df, share = d.mean(axis=1), d.sem(axis=1), m - 1.0, 1 / m
+    if not design.paired:
+        a, b = x.var(axis=1, ddof=0) * m, y.var(axis=1, ddof=0) * n  # sums of squares
+        value, df, share = y.mean(axis=1) - x.mean(axis=1), m + n - 2.0, 1 / m + 1 / n
+        error = np.sqrt((a + b) / df * share)
+        s, t = a / (m - 1) / m, b / (n - 1) / n
+        welch = (s + t) ** 2 / (s**2 / (m - 1) + t**2 / (n - 1))
+        wider = (m != n) & (t_quantile(welch) * np.sqrt(s + t) > t_quantile(df) * error)
+        error, df = error.mask(wider, np.sqrt(s + t)), df.mask(wider, welch)
+    p = (2 * stdtr(df, -value.abs() / error)).mask((value == 0) & (error == 0), 1.0)
+    real = p <= largest_discovery(p[df > 0], ALPHA / design.looks)
+    half = t_quantile(df, 1 - ALPHA / design.looks) * error
+    ends = (np.exp(np.clip(v, -700, 700)) for v in (value - half, value, value + half))
+    runs = np.arange(2, MAX_RUNS)
+    parts = 1 if design.paired else 2
+    widths = t_quantile(parts * (runs - 1)) * np.sqrt(parts / runs)  # if runs scatter by 1
+    least, most = 1 / (1 + design.margin), 1 + design.margin
+    for i, (case, low, ratio, high) in enumerate(zip(cases, *ends, strict=True)):
+        case.ratio, case.verdict = ratio, "undecided"
+        why = "one run a side: how much runs differ is unknown; measure several, better 6"
+        if df[i] > 0:
+            case.ci95, case.p = (low, high), p[i]
+            enough = runs[widths * error[i] / sqrt(share[i]) <= log1p(design.margin)]
+            case.runs_needed = int(enough[0]) if len(enough) else None
+            why = "a change, but not certain to be beyond the margin"
+            if low <= 1 <= high:
+                why = "the interval is too wide"
+            if least <= low and high <= most:
+                case.verdict, why = "same", ""
+            elif real[i] and not least <= ratio <= most:
+                case.verdict, why = "slower" if ratio > 1 else "faster", ""
+        case.reason = "; ".join(filter(None, (why, case.reason)))
 
 
 def t_quantile(df: ArrayLike, confidence: float = 1 - ALPHA) -> Any:
     return stdtrit(df, (1 + confidence) / 2)
 
 
-def uncertainty(a: Array, b: Array, ratios: Array, paired: bool) -> tuple[float, float] | None:
-    """Standard error and degrees of freedom of mean(b) - mean(a), or of the pairs' mean.
+def largest_discovery(p_values: ArrayLike, rate: float) -> float:
+    """The largest p that counts, so that of those up to it at most `rate` are false on average.
 
-    None where there is one value, or one of each. Student's t with one variance for both sides.
-    With unequal numbers a side that is not safe: there Welch's t (Biometrika 34, 1947) replaces it
-    where that is wider. A side of one value has no scatter of its own: the other side's counts for
-    it. a: [m], b: [n].
-    """
-    m, n = len(a), len(b)
-    if paired:
-        return (float(ratios.std(ddof=1)) / sqrt(n), n - 1.0) if n > 1 else None
-    if m + n < 3:
-        return None
-    squares = [float(np.square(x - x.mean()).sum()) for x in (a, b)]
-    pooled = (sqrt(sum(squares) / (m + n - 2) * (1 / m + 1 / n)), m + n - 2.0)
-    if m == n or min(m, n) == 1 or sum(squares) == 0:
-        return pooled
-    shares = [squares[0] / (m - 1) / m, squares[1] / (n - 1) / n]
-    df = sum(shares) ** 2 / (shares[0] ** 2 / (m - 1) + shares[1] ** 2 / (n - 1))
-    return max(pooled, (sqrt(sum(shares)), df), key=lambda found: t_quantile(found[1]) * found[0])
-
-
-def discoveries(p_values: Sequence[float], rate: float) -> list[bool]:
-    """Which tests count, so that of those at most `rate` are false on average.
-
-    Benjamini and Hochberg, J. R. Statist. Soc. B 57, 1995.
+    -1 where none does. Benjamini and Hochberg, J. R. Statist. Soc. B 57, 1995.
     """
     p = np.sort(p_values)
-    passed = p[p <= rate * np.arange(1, len(p) + 1) / max(1, len(p))]
-    return [value <= (passed[-1] if len(passed) else -1) for value in p_values]
-
-
-@functools.cache
-def quantiles(parts: int) -> tuple[Array, Array]:
-    """Numbers of runs, and t * sqrt(parts / runs) of each: half widths if runs scatter by 1."""
-    runs = np.arange(2, MAX_RUNS, dtype=np.float64)
-    return runs, t_quantile(parts * (runs - 1)) * np.sqrt(parts / runs)
-
-
-def limited_exp(x: float) -> float:
-    return exp(max(-700.0, min(700.0, x)))  # within what a float can hold
-
-
-# -- environments ----------------------------------------------------------------------------------
+    return float(p[p <= rate * np.arange(1, len(p) + 1) / max(1, len(p))].max(initial=-1))
 
 
 def fields(run: Run) -> dict[str, str]:
     """The environment as one text a field; so are each variable and the ranks' cores."""
-    found = {k: v for k, v in run.report.environment.items() if k not in IGNORED}
-    variables = found.pop("variables", None)
-    if isinstance(variables, dict):
-        found |= {f"variables.{name}": value for name, value in variables.items()}
-    ranks = run.report.environment.get("ranks")
-    if isinstance(ranks, list):
-        found["cores"] = [row.get("cores") for row in ranks if isinstance(row, dict)]
-    nodes = run.report.environment.get("gpus")
-    lists_of = [node for node in nodes if isinstance(node, list)] if isinstance(nodes, list) else []
-    gpus = [gpu for node in lists_of for gpu in node if isinstance(gpu, dict)]
-    found |= {f"GPU {name}": [gpu.get(name) for gpu in gpus] for name in GPU_HARDWARE if gpus}
-    lists = {
-        k: v if isinstance(v, list) else ["none" if v is None else v] for k, v in found.items()
-    }
-    return {name: ", ".join(dict.fromkeys(map(str, v))) or "none" for name, v in lists.items()}
+    e = run.environment
+    found = {name: value for name, value in e.items() if name not in IGNORED}
+    found |= {f"variables.{name}": value for name, value in (e.get("variables") or {}).items()}
+    if e.get("ranks"):
+        found["cores"] = [rank.get("cores") for rank in e["ranks"]]
+    for name in GPU_HARDWARE if e.get("gpus") else ():
+        found[f"GPU {name}"] = [gpu.get(name) for node in e["gpus"] for gpu in node]
+    lists = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
+    texts = {name: ", ".join(dict.fromkeys(map(str, values))) for name, values in lists.items()}
+    return {name: "none" if text in ("None", "") else text for name, text in texts.items()}
 
 
 def differences(base: Sequence[Run], test: Sequence[Run]) -> list[dict[str, Any]]:
     """The fields of the environment whose values differ between the sides; hardware first."""
-    sides = [[fields(run) for run in side] for side in (base, test)]
-    known = (*HARDWARE, *(f"GPU {name}" for name in GPU_HARDWARE))
+    table = pd.DataFrame([fields(run) for run in (*base, *test)]).fillna("unset")
     found = []
-    for name in dict.fromkeys(name for side in sides for row in side for name in row):
-        a, b = (list(dict.fromkeys(row.get(name, "unset") for row in side)) for side in sides)
+    for name in table:
+        a, b = (part[name].unique().tolist() for part in (table[: len(base)], table[len(base) :]))
         if set(a) != set(b):
-            found.append({"field": name, "base": a, "test": b, "hardware": name in known})
+            hardware = name in HARDWARE or name.startswith("GPU ")
+            found.append({"field": name, "base": a, "test": b, "hardware": hardware})
     return sorted(found, key=lambda difference: not difference["hardware"])
-
-
-def warnings(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
-    lines: list[str] = []
-    seen: dict[str, str] = {}
-    for run in (*base, *test):
-        if run.report.status != "complete":
-            lines.append(f"{run.path} is not complete: its status is {run.report.status}")
-        times = sorted((name, row.time_s, row.check) for name, row in run.rows.items())
-        identity = repr((run.report.benchmark, run.report.started_at, times))
-        other = seen.setdefault(identity, run.path)
-        if other != run.path:
-            lines.append(f"{run.path} and {other} hold the same run: that is one run's evidence")
-    for side, runs, other in (("BASE", base, "TEST"), ("TEST", test, "BASE")):
-        if len(runs) == 1 and len(base) + len(test) > 2:
-            lines.append(f"{side} is one run: it is taken to scatter as those of {other} do")
-        rows = [fields(run) for run in runs]
-        names = [name for name in rows[0] if any(row.get(name) != rows[0][name] for row in rows)]
-        if names:
-            lines.append(f"the runs of {side} differ among themselves in {', '.join(names)}")
-    return lines

@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import Row, Run
 from analysis.verdicts import Comparison, Design, compare
-from common.report import Report
 
 ITERATIONS, BLOCKS = 48, 24
 SCATTER, NOISE, CORRELATION = 0.03, 0.05, 0.5  # of runs; of iterations, and of neighbours
@@ -43,15 +42,16 @@ def simulate(
 
 def as_runs(times: Times, name: str) -> list[Run]:
     found = []
-    rounds = (ITERATIONS // BLOCKS,) * BLOCKS
     for j in range(times.shape[1]):
-        report = Report("simulated", {}, f"{name} {j}", [], f"{j:04}", status="complete")
-        medians = np.median(times[:, j], axis=1)
+        medians = np.median(times[:, j], axis=1).tolist()
+        blocks = np.median(times[:, j].reshape(len(times), BLOCKS, -1), axis=2).tolist()
         rows = {
-            f'{{"case": {i}}}': Row({"case": i}, "passed", {}, "step", float(m), own, rounds)
-            for i, (m, own) in enumerate(zip(medians, times[:, j], strict=True))
+            str(i): Row({"case": i}, "passed", {}, "step", m, ITERATIONS, own, f"case {i}")
+            for i, (m, own) in enumerate(zip(medians, blocks, strict=True))
         }
-        found.append(Run(report, rows))
+        run = Run("simulated", {}, started_at=f"{j:04}", status="complete", rows=rows)
+        run.label = f"{name} {j}"
+        found.append(run)
     return found
 
 

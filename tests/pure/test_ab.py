@@ -34,7 +34,7 @@ if pipes and mode != "no turns":
     os.read(grant, 1)
 log = open(os.path.dirname(os.path.dirname(path)) + "/order", "a")
 times = []
-for block in range(24):
+for block in range(12 if mode == "short" else 24):
     print(sys.argv[1], "begins", file=log, flush=True)
     times += [seconds * (1 + 0.001 * ((7 * number + block) % 5))] * 2
     print(sys.argv[1], "ends", file=log, flush=True)
@@ -44,7 +44,8 @@ for block in range(24):
         os.write(release, b".")
         if not os.read(grant, 1):
             sys.exit("nobody hands out turns")
-case = {"key": {"label": "x"}, "ranks": [0], "samples_s": {"step": [times]}, "rounds": [2] * 24}
+rounds = [2] * (len(times) // 2)
+case = {"key": {"label": "x"}, "ranks": [0], "samples_s": {"step": [times]}, "rounds": rounds}
 lines += [case, {"status": "complete", "finished_at": "2026-01-01"}]
 with open(path, "w") as file:
     file.write("".join(json.dumps(line) + "\\n" for line in lines))
@@ -85,6 +86,9 @@ def test_commands_that_take_turns(sides: Path) -> None:
     done = run("ab.py", *words(sides, "0.1 x", "0.11 x", "--runs", "2", "--interleave"))
     assert done.returncode == 0, done.stderr
     assert "their blocks took turns" in done.stdout
+    shorter = words(sides, "0.1 x", "0.11 short", "--runs", "2", "--interleave")
+    shorter[shorter.index("--out") + 1] += " 2"  # the other one goes on alone
+    assert run("ab.py", *shorter).returncode == 0
     lines = (sides / "out" / "order").read_text().splitlines()
     first = lines[: len(lines) // 2]  # of the first pair: one works at a time, in strict turn
     assert first == ["0.1 begins", "0.1 ends", "0.11 begins", "0.11 ends"] * 24
@@ -103,13 +107,6 @@ def test_a_command_that_fails_ends_the_pair(sides: Path, mode: str, message: str
     assert done.returncode == 1
     assert message in done.stderr
     assert "the same command goes on" in done.stderr
-    assert (sides / "out" / "a" / "01.jsonl").exists()  # the other one came to its end
-
-
-def test_a_run_that_takes_too_long(sides: Path) -> None:
-    done = run("ab.py", *words(sides, "0.1 hang", "0.1 x", "--timeout", "1"))
-    assert done.returncode == 1
-    assert "a 1 took longer than --timeout 1 s" in done.stderr
 
 
 def test_an_interrupt_leaves_no_process(sides: Path) -> None:
@@ -143,25 +140,17 @@ def test_looks_are_even_and_grow_by_a_third() -> None:
     assert planned_looks(2, 8) == [2, 4, 6, 8]
 
 
-def test_refusals(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+def test_refusals(sides: Path) -> None:
     for change, message in (
-        ({"--a": "no-such-program x"}, "there is no such program"),
-        ({"--a": "python3 'x"}, "invalid command value"),
-        ({"--runs": "1"}, "must be at least 2"),
-        ({"--max-runs": "9"}, "needs --until-decided"),
+        ({"--a": "no-such-program x"}, "No such file or directory: 'no-such-program'"),
+        ({"--a": "python3 'x"}, "No closing quotation"),
+        ({"--runs": "1"}, "expected a whole number of at least 2"),
         ({"--a-env": "FAKE"}, "expected NAME=VALUE, got 'FAKE'"),
-        ({"--out": str(sides / "fake.py")}, "cannot be used"),
+        ({"--out": str(sides / "fake.py")}, "Not a directory"),
     ):
-        flags = {"--a": "python3 x.py", "--b": "python3 x.py", "--out": str(sides / "o")} | change
+        folder = str(sides / message[:9])
+        flags = {"--a": "python3 x.py", "--b": "python3 x.py", "--out": folder} | change
         done = run("ab.py", *(word for pair in flags.items() for word in pair))
         assert done.returncode == 2, change
         assert message in done.stderr, change
         assert done.stderr.count("\n") == 1, done.stderr
-
-
-def test_torchrun_is_refused(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    done = run("ab.py", *words(sides, "0.1 x", "0.1 x"))
-    assert done.returncode == 2
-    assert "start it with python, not with torchrun" in done.stderr

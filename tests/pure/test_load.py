@@ -62,13 +62,11 @@ def test_measure_and_ignore_key(tmp_path: Path) -> None:
         "rounds": [1],
     }
     path = write(tmp_path / "a.jsonl", case("x", **steps))
-    (row,) = load([path], "local_compute", ["model"])[0].rows.values()
+    (row,) = load([path], "local compute", ["model"])[0].rows.values()
     assert row.time_s == 0.5
     assert "model" not in row.key
-    with pytest.raises(ValueError, match="no case has the time 'locl'"):
+    with pytest.raises(ValueError, match="no case has a step or a metric in seconds named 'locl'"):
         load([path], "locl")
-    with pytest.raises(ValueError, match="has no 'modl' in its key; did you mean model"):
-        load([path], ignore=["modl"])
     two = write(tmp_path / "b.jsonl", case("x"), case("y"))
     with pytest.raises(ValueError, match="several cases differ in label alone"):
         load([two], ignore=["label"])
@@ -90,14 +88,14 @@ def test_names_hold_what_tells_cases_apart() -> None:
         {"operation": "all_reduce", "size_bytes": 4 << 20, "count": 1 << 20, "dtype": "fp32"},
         {"operation": "broadcast", "size_bytes": 8, "count": 2, "dtype": "fp32"},
     ]
-    assert list(case_names(keys).values()) == ["all_reduce, 8", "all_reduce, 4M", "broadcast"]
+    assert case_names(keys) == ["all_reduce, 8", "all_reduce, 4M", "broadcast"]
     labelled: list[dict[str, Any]] = [
         {"label": "no ddp", "bucket_mb": None},
         {"label": "2G", "bucket_mb": 25.0},
     ]
-    assert list(case_names(labelled).values()) == ["no ddp", "2G"]
+    assert case_names(labelled) == ["no ddp", "2G"]
     buckets: list[dict[str, Any]] = [{"label": "2G", "bucket_mb": size} for size in (25.0, 100.0)]
-    assert list(case_names(buckets).values()) == ["2G, bucket 25 MB", "2G, bucket 100 MB"]
+    assert case_names(buckets) == ["2G, bucket 25 MB", "2G, bucket 100 MB"]
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
@@ -105,7 +103,7 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.jsonl", case("x"))
     (tmp_path / "ab.json").write_text("{}")  # the plan of ab.py
     (tmp_path / "notes.txt").write_text("no report")
-    found = [Path(r.path).name for r in load([str(tmp_path)])]
+    found = [Path(r.label).name for r in load([str(tmp_path)])]
     assert found == ["a.jsonl", "b.jsonl"]
     assert len(load([f"{tmp_path}/*.jsonl"])) == 2
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
@@ -165,8 +163,8 @@ def test_nccl_tests_report(tmp_path: Path) -> None:
     assert table["time_s"].tolist()[0] == pytest.approx(25.5e-6)
     assert table["in_place_busbw_gb_per_s"].tolist()[0] == 0.07
     assert table["check"].tolist() == ["passed", "failed: 3 wrong values in place"]
-    assert found.report.environment["nccl"] == "2.27.3"
-    assert found.report.environment["variables"] == {"NCCL_ALGO": "Ring"}  # and no secret
+    assert found.environment["nccl"] == 22703
+    assert found.environment["variables"] == {"NCCL_ALGO": "Ring"}  # and no secret
 
 
 @pytest.mark.parametrize(
@@ -196,7 +194,7 @@ BAD: dict[str, tuple[str, str]] = {
     "foreign": ("a,b\n1,2\n", "is no line of a report"),
     "other JSON": ('{"a": 1}\n', "schema is None"),
     "newer": ('{"schema": "torchrun-bench/3"}\n', "another version of torchrun-bench"),
-    "older": ('{\n "schema": "torchrun-bench/1"\n}\n', "another version of torchrun-bench"),
+    "older": ('{\n "schema": "torchrun-bench/1"\n}\n', "is no line of a report"),
     "NaN": (json.dumps(case("x", [float("nan")])), "samples_s.step: expected lists of seconds"),
     "negative": (json.dumps(case("x", [-1.0])), "samples_s.step: expected lists of seconds"),
     "word": (json.dumps(case("x", ["fast"])), "samples_s.step: expected lists of seconds"),
@@ -223,14 +221,14 @@ def test_a_truncated_line_is_left_out(tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     (found,) = load([str(path)])
     assert [row.key["label"] for row in found.rows.values()] == ["x"]
-    assert found.report.status == "interrupted"
+    assert found.status == "interrupted"
 
 
 def test_what_is_no_file(tmp_path: Path) -> None:
     for word, message in (
         (str(tmp_path / "absent.jsonl"), "No such file"),
         (str(tmp_path), "no report"),
-        (f"{tmp_path}/*.jsonl", "no report"),
+        (f"{tmp_path}/*.jsonl", "No such file"),
     ):
         with pytest.raises(ValueError, match=message):
             load([word])

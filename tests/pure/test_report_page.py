@@ -48,9 +48,9 @@ class Page(HTMLParser):
         self.text += data
 
 
-def page(folder: Path, *reports: str, flags: tuple[str, ...] = ()) -> tuple[Page, str]:
+def page(folder: Path, *reports: str) -> tuple[Page, str]:
     path = folder / "page.html"
-    done = run("report.py", *reports, "-o", str(path), *flags)
+    done = run("report.py", *reports, "-o", str(path))
     assert done.returncode == 0, done.stderr
     text = path.read_text()
     found = Page(text)
@@ -94,11 +94,11 @@ def test_figures_tables_and_environment(tmp_path: Path) -> None:
 
 
 def test_a_script_that_nobody_knows(tmp_path: Path) -> None:
-    numbers = metrics(0.002, heat_gib=1.5, inner={"queue_s": 0.25}, moved_bytes=4096, note="warm")
+    numbers = metrics(0.002, heat_gib=1.5, queue_s=0.25, moved_bytes=4096, note="warm")
     key = {"mode": "fast", "size_bytes": 1 << 20}
     lines = [case("", key=key, metrics=numbers), case("", key=key | {"mode": "slow"})]
     found, text = page(tmp_path, write(tmp_path / "new.jsonl", *lines, benchmark="from_mars"))
-    for words in ("heat (GiB)", "inner.queue (ms)", "moved bytes", "4K", "warm", "fast", "slow"):
+    for words in ("heat (GiB)", "queue (ms)", "moved bytes", "4K", "warm", "fast", "slow"):
         assert words in found.text
     assert text.count("<svg") == 1  # the time of each case
     assert "In all cases: 1M." in found.text
@@ -140,8 +140,6 @@ def test_links(tmp_path: Path) -> None:
     assert "0 -> 1" in found.text
     link_heatmap(load(path), str(tmp_path / "links.png"))
     assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no links"):
-        link_heatmap(load(write(tmp_path / "x.jsonl", case("x"))), str(tmp_path / "x.png"))
 
 
 def test_html_in_every_string_is_text(tmp_path: Path) -> None:
@@ -160,7 +158,7 @@ def test_html_in_every_string_is_text(tmp_path: Path) -> None:
         for name in ("ddp_sweep", "unknown")
     ]
     renamed = write(tmp_path / "<b>bold.jsonl", *lines, **(about | {"benchmark": BAD}))
-    found, text = page(tmp_path, *reports, renamed, flags=("--title", BAD))
+    found, text = page(tmp_path, *reports, renamed)
     assert "<script" not in text
     assert "<b>" not in text
     assert "\x1b" not in text
@@ -176,7 +174,7 @@ def test_markdown(tmp_path: Path) -> None:
     done = run("report.py", path, "--markdown")
     assert done.returncode == 0
     assert "## ddp\\_sweep" in done.stdout
-    assert re.search(r"\| no ddp \| 90 ±1.3 \|", done.stdout)
+    assert re.search(r"\| no ddp +\| +90 ±1.3 \|", done.stdout)
 
 
 def test_what_there_is_of_an_unfinished_or_empty_report(tmp_path: Path) -> None:
@@ -190,10 +188,9 @@ def test_what_there_is_of_an_unfinished_or_empty_report(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ddp(0, 0.09))
     for words, message in (
-        ([path], "nothing to do"),
-        ([path, "-o", path], "which is no page of this script"),
+        ([path], "expected a page to write, e.g. -o report.html"),
+        ([path, "-o", path, "--markdown"], "expected a page to write, e.g. -o report.html"),
         ([path, "-o", str(tmp_path / "no/where.html")], "cannot be written"),
-        ([path, "--markdown", "--labels", "a,b"], "2 names for 1 reports"),
         ([str(tmp_path / "absent"), "--markdown"], "No such file"),
     ):
         done = run("report.py", *words)
