@@ -47,7 +47,8 @@ def numbers_of(runs: Sequence[Run], metrics: Sequence[str] | None) -> Rows:
             numbers = plain(row.metrics) or {row.measure: row.time_s}
             for metric, value in numbers.items():
                 if is_number(value) and not row.failed and (not metrics or metric in metrics):
-                    values = (metric, value, *(interval_of(metric, numbers) or (None, None)), row.n)
+                    low, high = interval_of(metric, numbers) or (None, None)
+                    values = (metric, value, low, high, len(row.times_s) or None)
                     found.append(own | dict(zip(NUMBERS, values, strict=True)))
     if not found:
         names = sorted({name for row in rows_of(runs) for name in plain(row.metrics)})
@@ -69,13 +70,9 @@ def to_bmf(rows: Rows) -> str:
     """https://bencher.dev/docs/reference/bencher-metric-format: at most 64 letters a measure."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for (name, metric), row in by_metric(rows).items():
-        values = {
-            "value": row["value"],
-            "lower_value": row["ci_low"],
-            "upper_value": row["ci_high"],
-        }
-        known = {word: value for word, value in values.items() if value is not None}
-        found.setdefault(name[:1024], {})[metric[:64]] = known
+        names = {"value": "value", "ci_low": "lower_value", "ci_high": "upper_value"}
+        values = {names[key]: row[key] for key in names if row[key] is not None}
+        found.setdefault(name[:1024], {})[metric[:64]] = values
     return json.dumps(found, indent=1)
 
 
@@ -150,14 +147,10 @@ def to_pytorch(paths: Sequence[str]) -> str:
         rows = [{"ranks": c.ranks, "measurements": [*chain(*c.samples_s["step"])]} for c in group]
         entry = {name: group[-1].key[name] for name in ("model", "batch_size")}
         results.append(entry | {"result": rows})
-    document = {
-        "pytorch_version": found.environment.get("torch"),
-        "cuda_version": found.environment.get("cuda"),
-        "distributed_backend": wrapped[0].key["backend"],
-        "bucket_size": wrapped[0].key["bucket_size_mb"],
-        "benchmark_results": results,
-    }
-    return json.dumps(document)
+    e, key = found.environment, wrapped[0].key
+    document = {"pytorch_version": e.get("torch"), "cuda_version": e.get("cuda")}
+    document |= {"distributed_backend": key["backend"], "bucket_size": key["bucket_size_mb"]}
+    return json.dumps(document | {"benchmark_results": results})
 
 
 FORMATS: dict[str, Callable[[Rows], str]] = {

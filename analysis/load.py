@@ -39,7 +39,7 @@ class Row:
     """One case of one run, without its samples.
 
     measure: the step or metric that time_s is of, the run's time, None or 0 where there is none.
-    n: its iterations; blocks_s: the medians of its blocks; name: what tells the case apart.
+    times_s: of each iteration; rounds: how many a block has; name: what tells the case apart.
     """
 
     key: dict[str, Any]
@@ -47,8 +47,8 @@ class Row:
     metrics: dict[str, Any]
     measure: str = ""
     time_s: float | None = None
-    n: int | None = None
-    blocks_s: Sequence[float] = ()
+    times_s: Sequence[float] = ()
+    rounds: Sequence[int] = ()
     name: str = ""
 
     @property
@@ -146,8 +146,8 @@ def frame(runs: Sequence[Run]) -> pd.DataFrame:
     for run in runs:
         about = {"report": run.label, "benchmark": run.benchmark, "started_at": run.started_at}
         for row in run.rows.values():
-            own = {"case": row.name, "check": row.check, "measure": row.measure}
-            own |= {"time_s": row.time_s, "n": row.n}
+            own: dict[str, Any] = {"case": row.name, "check": row.check, "measure": row.measure}
+            own |= {"time_s": row.time_s, "n": len(row.times_s) or None}
             rows.append(plain(row.metrics) | row.key | about | own)
     return pd.DataFrame(rows)
 
@@ -162,10 +162,8 @@ def reduce(case: Case, benchmark: str, measure: str | None) -> Row:
     if rows.size:
         own = benchmark in UNALIGNED
         times = rows[np.median(rows, axis=1).argmax()] if own else rows.max(axis=0)
-        row.measure, row.time_s, row.n = name, float(np.median(times)), len(times)
-        if sum(case.rounds) == len(times):
-            blocks = np.split(times, np.cumsum(case.rounds)[:-1])
-            row.blocks_s = [float(np.median(block)) for block in blocks]
+        row.measure, row.time_s = name, float(np.median(times))
+        row.times_s, row.rounds = times.tolist(), case.rounds
     else:
         row.measure, row.time_s = time_metric(case.metrics, measure)
     if not row.time_s and row.check == "passed":
@@ -280,7 +278,7 @@ def nccl_cases(document: dict[str, Any], report: Report) -> None:
         for place in ("out_of_place", "in_place"):
             found = result.get(place) or {}
             time_us = found.get("time", found.get("cpu_time"))
-            if is_number(time_us):
+            if time_us is not None and is_number(time_us):
                 case.metrics[f"{place}_time_s"] = time_us / 1e6
                 case.metrics[f"{place}_algbw_gb_per_s"] = found["alg_bw"]
                 case.metrics[f"{place}_busbw_gb_per_s"] = found["bus_bw"]

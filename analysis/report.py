@@ -12,7 +12,6 @@ shown as well: its metrics as tables, and the time of each case with its interva
 Everything in a report is shown as text; nothing of it is executed. BSD-3-Clause.
 """
 
-import argparse
 import itertools
 import sys
 from collections import Counter
@@ -37,18 +36,6 @@ MAX_ROWS, MAX_COLUMNS = 200, 12
 FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("reports", nargs="+", metavar="REPORT", help="reports, folders of reports, or patterns")
-    add("-o", "--output", metavar="PAGE.html", help="the page to write")
-    add("--markdown", action="store_true", help="print the tables as Markdown")
-    args = parser.parse_args(argv)
-    if not (args.output or "no.html" * args.markdown).endswith(".html"):
-        refuse("expected a page to write, e.g. -o report.html, or --markdown")
-    return args
-
-
 @dataclass
 class Table:
     """left: columns of words, before those of numbers; marked: rows that stand out, as `mark`."""
@@ -62,8 +49,8 @@ class Table:
 
     def __post_init__(self) -> None:
         self.title += f" ({MAX_ROWS} of {len(self.rows)} rows)" * (len(self.rows) > MAX_ROWS)
-        self.header = [show.clean(cell, 100) for cell in self.header]
-        self.rows = [[show.clean(cell, 300) for cell in row] for row in self.rows[:MAX_ROWS]]
+        cells = (self.header, *self.rows[:MAX_ROWS])
+        self.header, *self.rows = [[show.clean(cell, 300) for cell in row] for row in cells]
 
     def markdown(self) -> str:
         right = range(self.left, len(self.header))
@@ -71,7 +58,8 @@ class Table:
 
 
 def summary(runs: Sequence[Run]) -> list[Table]:
-    rows, failed = [], []
+    rows: list[list[Any]] = []
+    failed: list[list[str]] = []
     for run in runs:
         e, cases = run.environment, run.rows.values()
         counts = Counter(case.check.split(":")[0].split(",")[0] for case in cases)
@@ -79,11 +67,10 @@ def summary(runs: Sequence[Run]) -> list[Table]:
         where = f"ranks: {e.get('world_size', '?')}, nodes: {e.get('num_nodes', '?')}"
         where += f", {show.clean(fields(run).get('devices', ''), 80)}"
         started = run.started_at[:16].replace("T", " ")
-        about = [run.label, run.benchmark, run.status, words, where, e.get("torch"), started]
-        rows.append([*about, " ".join(map(str, run.argv))])
+        rows.append([run.label, run.benchmark, run.status, words, where, e.get("torch"), started])
         failed += [[run.label, case.name, case.check] for case in cases if case.failed]
     bad = [i for i, run in enumerate(runs) if run.status != "complete" or "failed" in rows[i][3]]
-    names = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started", "command")
+    names = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
     tables = [Table("Reports", names, rows, marked=bad)]
     if failed:
         heads = ("report", "case", "reason")
@@ -93,7 +80,7 @@ def summary(runs: Sequence[Run]) -> list[Table]:
 
 def environment(runs: Sequence[Run]) -> dict[str, Any]:
     """A section: what the reports were measured on, and what differs."""
-    columns = [fields(run) for run in runs]
+    columns = [{"command": " ".join(map(str, run.argv))} | fields(run) for run in runs]
     names = [n for n in dict.fromkeys(n for column in columns for n in column) if n != "topologies"]
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
     differ = [i for i, row in enumerate(rows) if len(set(row[1:])) > 1]
@@ -171,7 +158,14 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def main() -> int:
-    args = parse_args()
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("reports", nargs="+", metavar="REPORT", help="reports, folders of reports, or patterns")
+    add("-o", "--output", metavar="PAGE.html", help="the page to write")
+    add("--markdown", action="store_true", help="print the tables as Markdown")
+    args = parser.parse_args()
+    if not (args.output or "no.html" * args.markdown).endswith(".html"):
+        refuse("expected a page to write, e.g. -o report.html, or --markdown")
     try:
         runs = load(args.reports)
         names = [Path(run.label).stem for run in runs]

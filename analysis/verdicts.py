@@ -91,14 +91,17 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     """Compare every case that both sides have. Raises ValueError where there is none."""
     if design.paired and len(base) != len(test):
         raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
-    a, b = rows_by_case(base), rows_by_case(test)
-    if not a.keys() & b.keys():
-        has = [next((" ".join(name) for name in side), "none") for side in (a, b)]
-        raise ValueError(f"no case is on both sides: BASE has e.g. {has[0]}; TEST {has[1]}")
-    cases = [
-        compare_case(benchmark, a.get((benchmark, form), []), b.get((benchmark, form), []), design)
-        for benchmark, form in dict.fromkeys([*a, *b])
-    ]
+    cases, common = [], False
+    for benchmark in dict.fromkeys(run.benchmark for run in (*base, *test)):
+        sides = [[run for run in side if run.benchmark == benchmark] for side in (base, test)]
+        for form in dict.fromkeys(form for side in sides for run in side for form in run.rows):
+            a, b = ([run.rows.get(form) for run in side] for side in sides)
+            cases.append(compare_case(benchmark, a, b, design))
+            common |= any(a) and any(b)
+    if not common:
+        has = [[f"{run.benchmark} {form}" for run in s for form in run.rows] for s in (base, test)]
+        a_case, b_case = (side[0] if side else "none" for side in has)
+        raise ValueError(f"no case is on both sides: BASE has e.g. {a_case}; TEST {b_case}")
     if len({case.benchmark for case in cases}) > 1:
         for case in cases:
             case.label = f"{case.benchmark}, {case.label}"
@@ -115,19 +118,10 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
             setattr(mean, name, np.exp(logs.mean(axis=0)).tolist())
     if compared:
         estimate([*compared, *([mean] if mean else [])], design)
-    paths = [[run.label for run in side] for side in (base, test)]
     ended = {run.label: run.status for run in (*base, *test) if run.status != "complete"}
     warnings = [f"{label} is not complete: its status is {ended[label]}" for label in ended]
-    return Comparison(cases, mean, differences(base, test), warnings, *paths, design)
-
-
-def rows_by_case(runs: Sequence[Run]) -> dict[tuple[str, str], list[Row | None]]:
-    """For each benchmark and key what each run of that benchmark has of it."""
-    names = dict.fromkeys((run.benchmark, form) for run in runs for form in run.rows)
-    return {
-        (benchmark, form): [run.rows.get(form) for run in runs if run.benchmark == benchmark]
-        for benchmark, form in names
-    }
+    names = [[run.label for run in side] for side in (base, test)]
+    return Comparison(cases, mean, differences(base, test), warnings, names[0], names[1], design)
 
 
 def compare_case(
@@ -143,23 +137,20 @@ def compare_case(
     result.reason = "; ".join(notes)
     timed = [[row for row in rows if row and row.time_s] for rows in (base, test)]
     measures = sorted({row.measure for row in [*timed[0], *timed[1]]})
+    pairs = [(a, b) for a, b in zip(base, test, strict=False) if a and b]
+    pairs = [(a, b) for a, b in pairs if a.time_s and b.time_s and len(base) == len(test)]
     if not timed[0] or not timed[1]:
-        result.verdict = "missing" if timed[0] or (not timed[1] and base) else "new"
-        result.reason = result.reason or "not measured"
-        return result
-    if len(measures) > 1:
+        result.verdict = "missing" if timed[0] or (not timed[1] and any(base)) else "new"
+    elif len(measures) > 1:
         result.reason = f"different times were kept: {', '.join(measures)}"
-        return result
-    if design.paired:
-        both = [(a, b) for a, b in zip(base, test, strict=False) if a and b]
-        pairs = [(a, b) for a, b in both if a.time_s and b.time_s]
-        if not pairs or len(base) != len(test):
-            result.reason = "there is no pair with both"
-            return result
-        timed = [[a for a, _ in pairs], [b for _, b in pairs]]
-        result.pair_ratios = [ratio_of(a, b, design.interleaved) for a, b in pairs]
-    result.measure = measures[0]
-    result.base_s, result.test_s = ([row.time_s or 0.0 for row in side] for side in timed)
+    elif design.paired and not pairs:
+        result.reason = "there is no pair with both"
+    else:
+        if design.paired:
+            timed = [[a for a, _ in pairs], [b for _, b in pairs]]
+            result.pair_ratios = [ratio_of(a, b, design.interleaved) for a, b in pairs]
+        result.base_s, result.test_s = ([row.time_s or 0.0 for row in side] for side in timed)
+        result.measure = measures[0]
     return result
 
 
@@ -167,10 +158,12 @@ def ratio_of(a: Row, b: Row, interleaved: bool) -> float:
     """b / a of a pair of runs: of their medians or, where they took turns, the median over blocks
     that were neighbours in time. A slow moment hits both of those, or is an outlier.
     """
-    n = min(len(a.blocks_s), len(b.blocks_s))
-    if interleaved and n >= MIN_BLOCKS and min(*a.blocks_s, *b.blocks_s) > 0:
-        ratios = np.divide(b.blocks_s[:n], a.blocks_s[:n])
-        return float(np.exp(np.median(np.log(ratios))))
+    if interleaved and all(sum(row.rounds) == len(row.times_s) for row in (a, b)):
+        ends = (np.cumsum(row.rounds)[:-1] for row in (a, b))
+        blocks = (np.split(row.times_s, end) for row, end in zip((a, b), ends, strict=True))
+        pairs = [(np.median(x), np.median(y)) for x, y in zip(*blocks, strict=False)]
+        if len(pairs) >= MIN_BLOCKS and np.min(pairs) > 0:
+            return float(np.exp(np.median([np.log(y / x) for x, y in pairs])))
     return (b.time_s or 1) / (a.time_s or 1)
 
 
@@ -237,8 +230,8 @@ def fields(run: Run) -> dict[str, str]:
     found |= {f"variables.{name}": value for name, value in (e.get("variables") or {}).items()}
     if e.get("ranks"):
         found["cores"] = [rank.get("cores") for rank in e["ranks"]]
-    for name in GPU_HARDWARE if e.get("gpus") else ():
-        found[f"GPU {name}"] = [gpu.get(name) for node in e["gpus"] for gpu in node]
+    gpus = [gpu for node in e.get("gpus") or [] for gpu in node]
+    found |= {f"GPU {name}": [gpu.get(name) for gpu in gpus] for name in GPU_HARDWARE if gpus}
     lists = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
     texts = {name: ", ".join(dict.fromkeys(map(str, values))) for name, values in lists.items()}
     return {name: "none" if text in ("None", "") else text for name, text in texts.items()}

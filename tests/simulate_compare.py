@@ -42,12 +42,12 @@ def simulate(
 
 def as_runs(times: Times, name: str) -> list[Run]:
     found = []
+    rounds = [ITERATIONS // BLOCKS] * BLOCKS
     for j in range(times.shape[1]):
         medians = np.median(times[:, j], axis=1).tolist()
-        blocks = np.median(times[:, j].reshape(len(times), BLOCKS, -1), axis=2).tolist()
         rows = {
-            str(i): Row({"case": i}, "passed", {}, "step", m, ITERATIONS, own, f"case {i}")
-            for i, (m, own) in enumerate(zip(medians, blocks, strict=True))
+            str(i): Row({"case": i}, "passed", {}, "step", m, own, rounds, f"case {i}")
+            for i, (m, own) in enumerate(zip(medians, times[:, j], strict=True))
         }
         run = Run("simulated", {}, started_at=f"{j:04}", status="complete", rows=rows)
         run.label = f"{name} {j}"
