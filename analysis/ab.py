@@ -60,23 +60,6 @@ def variable(text: str) -> str:
     return text
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    for side, what in (("a", "the base, as one word: quote it"), ("b", "what is compared with it")):
-        add(f"--{side}", required=True, metavar="COMMAND", help=what)
-        own = f"NAME=VALUE, variables of {side.upper()}'s runs alone"
-        add(f"--{side}-env", type=variable, nargs="+", action="extend", default=[], help=own)
-    add("--out", required=True, type=Path, metavar="DIR", help="keep plan, reports and logs here")
-    add("--runs", type=number(int, 2), default=6, metavar="N", help="runs a side (default: 6)")
-    add("--interleave", action="store_true", help="both runs of a pair at once, block by block")
-    add("--until-decided", action="store_true", help="stop once every case has a verdict")
-    most = "at most so many runs a side, with --until-decided (default: 4 times --runs)"
-    add("--max-runs", type=positive_int, metavar="N", help=most)
-    add_verdict_flags(parser)
-    return parser.parse_args(argv)
-
-
 @dataclass
 class Side:
     """One of the two commands; its reports and logs are in `folder`."""
@@ -236,7 +219,20 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    args = parse_args()
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    for side, what in (("a", "the base, as one word: quote it"), ("b", "what is compared with it")):
+        add(f"--{side}", required=True, metavar="COMMAND", help=what)
+        own = f"NAME=VALUE, variables of {side.upper()}'s runs alone"
+        add(f"--{side}-env", type=variable, nargs="+", action="extend", default=[], help=own)
+    add("--out", required=True, type=Path, metavar="DIR", help="keep plan, reports and logs here")
+    add("--runs", type=number(int, 2), default=6, metavar="N", help="runs a side (default: 6)")
+    add("--interleave", action="store_true", help="both runs of a pair at once, block by block")
+    add("--until-decided", action="store_true", help="stop once every case has a verdict")
+    limit = "at most so many runs a side, with --until-decided (default: 4 times --runs)"
+    add("--max-runs", type=positive_int, metavar="N", help=limit)
+    add_verdict_flags(parser)
+    args = parser.parse_args()
     most = args.max_runs or 4 * args.runs
     looks = planned_looks(args.runs, most) if args.until_decided else [args.runs]
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

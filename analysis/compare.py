@@ -39,26 +39,6 @@ from common.cli import Parser, fraction, list_of, positive_int, refuse
 FAILURES = ("slower", "faster", "undecided", "missing")
 
 
-def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("base", nargs="*", metavar="BASE", help="reports, folders of reports, or patterns")
-    add("--test", nargs="+", metavar="TEST", help="the same, of what is compared with BASE")
-    add("--history", metavar="DIR", help="a folder of reports over time, instead of BASE and TEST")
-    add("--last", type=positive_int, default=10, metavar="N", help="of its runs (default: 10)")
-    add("--plot", metavar="PATH", help="with --history: draw each case over time, .svg or .png")
-    add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
-    add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
-    add("--measure", metavar="NAME", help="another step of the cases, or a metric in seconds")
-    add_verdict_flags(parser)
-    args = parser.parse_args(argv)
-    given = bool(args.base), bool(args.test), bool(args.history)
-    if given not in ((True, True, False), (False, False, True)):
-        what = "compare.py base.jsonl --test test.jsonl, or compare.py --history reports/"
-        refuse(f"expected reports of two sides, or a history; e.g. {what}")
-    return args
-
-
 def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that ab.py has as well."""
     add = parser.add_argument
@@ -163,7 +143,22 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
 
 
 def main() -> int:
-    args = parse_args()
+    parser = Parser(__doc__)
+    add = parser.add_argument
+    add("base", nargs="*", metavar="BASE", help="reports, folders of reports, or patterns")
+    add("--test", nargs="+", metavar="TEST", help="the same, of what is compared with BASE")
+    add("--history", metavar="DIR", help="a folder of reports over time, instead of BASE and TEST")
+    add("--last", type=positive_int, default=10, metavar="N", help="of its runs (default: 10)")
+    add("--plot", metavar="PATH", help="with --history: draw each case over time, .svg or .png")
+    add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
+    add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
+    add("--measure", metavar="NAME", help="another step of the cases, or a metric in seconds")
+    add_verdict_flags(parser)
+    args = parser.parse_args()
+    given = bool(args.base), bool(args.test), bool(args.history)
+    if given not in ((True, True, False), (False, False, True)):
+        what = "compare.py base.jsonl --test test.jsonl, or compare.py --history reports/"
+        refuse(f"expected reports of two sides, or a history; e.g. {what}")
     gc.disable()  # a report is millions of numbers without a cycle among them
     try:
         found = over_time(args) if args.history else [two_sides(args)]

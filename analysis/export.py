@@ -16,6 +16,7 @@ gha, bmf and prometheus hold one value of a case, that of the newest run. BSD-3-
 
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -166,14 +167,15 @@ def main() -> int:
     add("--to", required=True, choices=(*FORMATS, "pytorch"), help="the format")
     add("--metric", type=list_of(str), metavar="NAME", help="these alone; a list (default: all)")
     args = parser.parse_args()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for | head
     try:
         if args.to == "pytorch":
             text = to_pytorch(args.reports)
         else:
             text = FORMATS[args.to](numbers_of(load(args.reports), args.metric))
+        print(text.rstrip("\n"))
     except ValueError as error:
         refuse(clean(error, 1000))
-    print(text.rstrip("\n"))
     return 0
 
 

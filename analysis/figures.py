@@ -155,16 +155,10 @@ def heat(report: Report, label: str = "") -> Iterator[Figure]:
     yield figure
 
 
-def exposed(table: pd.DataFrame) -> Iterator[Figure]:
-    """parallel_sweep: computing, and what communication of each axis adds."""
-    names = [name for name in table if re.fullmatch(r"exposed_(?!.*ci95)\w+_s", str(name))]
-    columns = {"compute": "compute_s"} | {f"exposed {name[8:-2]}": name for name in names}
-    return bars(table, "Step", MODEL, columns, True)
-
-
 MODEL, STORAGE = ("model", "dtype"), ("path", "strategy")
 STEP = {"local compute": "local_compute_p50_s", "exposed communication": "exposed_communication_s"}
 SAVE = {"blocked": "blocked_s", "stall": "stall_s", "upload": "upload_s"}
+EXPOSED = {f"exposed {axis}": f"exposed_{axis}_s" for axis in ("pp", "dp", "cp", "ep", "tp")}
 LOAD = {"cold": "load_cold_s", "warm": "load_warm_s"}
 BUSBW = {"out of place": "out_of_place_busbw_gb_per_s", "in place": "in_place_busbw_gb_per_s"}
 BANDWIDTH = (curves, "busbw (GB/s)", ["collective"], BUSBW, "size_bytes")
@@ -178,7 +172,7 @@ FIGURES: dict[str, list[Any]] = {
     "nccl-tests": [BANDWIDTH],
     "compile_sweep": [(bars, "step time", MODEL, {"": "step_time_p50_s"}, False)],
     "rpc_latency": [(curves, "round trip (us)", ["operation"], ROUND_TRIP, "size_bytes")],
-    "parallel_sweep": [(exposed,)],
+    "parallel_sweep": [(bars, "Step", MODEL, {"compute": "compute_s"} | EXPOSED, True)],
     "checkpoint_sweep": [
         (bars, "A save", STORAGE, SAVE, False),
         (bars, "A load", STORAGE, LOAD, False),

@@ -32,7 +32,7 @@ from analysis.load import Run, by_benchmark, load, rows_of
 from analysis.verdicts import differences, fields
 from common.cli import Parser, refuse, show_size
 
-MAX_ROWS, MAX_COLUMNS = 200, 12
+MAX_ROWS = 200
 FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
 
 
@@ -111,15 +111,13 @@ def benchmark(runs: Sequence[Run]) -> dict[str, Any]:
     if len(runs) > 1:
         left.append(("report", [run.label for run in runs for _ in run.rows]))
     failed = [i for i, row in enumerate(cases) if row.failed]
-    tables = []
-    for i in range(0, len(columns), MAX_COLUMNS):
-        header, cells = zip(*left, *columns[i : i + MAX_COLUMNS], strict=True)
-        tables.append(Table("Metrics", header, [*zip(*cells, strict=True)], len(left), failed))
+    header, cells = zip(*left, *columns, strict=True)
+    table = Table("Metrics", header, [*zip(*cells, strict=True)], len(left), failed)
     keys = [row.key for row in cases] or [{}]
     alike = [(k, v) for k, v in keys[0].items() if all(key.get(k) == v for key in keys)]
     words = ", ".join(show.clean(show.show_value(name, value), 60) for name, value in alike)
     name = show.clean(runs[0].benchmark, 80)
-    return {"title": name, "tables": tables, "quiet": f"In all cases: {words or 'nothing'}."}
+    return {"title": name, "tables": [table], "quiet": f"In all cases: {words or 'nothing'}."}
 
 
 def column(name: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
