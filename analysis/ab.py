@@ -4,7 +4,7 @@
 The commands alternate as A B, B A, A B: a drift of the machine hits both alike, and neighbours in
 time make a pair. Every run writes a report of its own to OUT/a or OUT/b (`--json` is added to the
 command), and the run is the unit of evidence: see compare.py. The same command again goes on where
-it was interrupted: runs with a complete report are skipped.
+it was interrupted.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
         --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
@@ -43,7 +43,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.compare import add_verdict_flags, conclude, show
+from analysis.compare import add_verdict_flags, conclude
 from analysis.load import PLAN, load
 from analysis.show import clean
 from analysis.verdicts import Comparison, Design, compare
@@ -246,7 +246,7 @@ def main() -> int:
         print(f"ab.py: {'interrupted' if stopped else problem}", file=sys.stderr)
         print("the finished runs are kept; the same command goes on", file=sys.stderr)
         return int(problem.args[0]) if stopped else 1
-    return conclude(show(found, args.format), found.verdicts, args.fail_on)
+    return conclude([found], args.format, args.fail_on)
 
 
 if __name__ == "__main__":

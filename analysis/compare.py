@@ -23,7 +23,7 @@ import gc
 import json
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import exp, log
 from pathlib import Path
@@ -112,9 +112,12 @@ def remarks(found: Comparison) -> list[str]:
     return lines
 
 
-def conclude(text: str, verdicts: Collection[str], fail_on: Iterable[str]) -> int:
-    """Print the result; the exit status: 1 for a verdict that `fail_on` names."""
-    print(text)
+def conclude(found: Sequence[Comparison], style: str, fail_on: Sequence[str]) -> int:
+    """Print the results; the exit status: 1 for a verdict that `fail_on` names."""
+    shown = [show(comparison, style) for comparison in found]
+    several = style == "json" and len(shown) > 1
+    print(f"[{','.join(shown)}]" if several else "\n\n".join(shown))
+    verdicts = {case.verdict for one in found for case in (*one.cases, one.mean) if case}
     if failures := [name for name in fail_on if name in verdicts]:
         refuse(f"failed: {', '.join(failures)} (--fail-on)", status=1)
     return 0
@@ -164,11 +167,7 @@ def main() -> int:
         found = over_time(args) if args.history else [two_sides(args)]
     except (ValueError, OSError) as error:
         refuse(clean(error, 1000))
-    shown = [show(comparison, args.format) for comparison in found]
-    text = "\n\n".join(shown)
-    if args.format == "json" and args.history:
-        text = f"[{','.join(shown)}]"
-    return conclude(text, {v for comparison in found for v in comparison.verdicts}, args.fail_on)
+    return conclude(found, args.format, args.fail_on)
 
 
 if __name__ == "__main__":

@@ -35,25 +35,17 @@ PLAN = "ab.json"  # of analysis/ab.py
 
 
 @dataclass
-class Row:
+class Row(Case):
     """One case of one run, without its samples.
 
     measure: the step or metric that time_s is of, the run's time, None or 0 where there is none.
-    times_s: of each iteration; rounds: how many a block has; name: what tells the case apart.
+    times_s: of each iteration; name: what tells the case apart.
     """
 
-    key: dict[str, Any]
-    check: str
-    metrics: dict[str, Any]
     measure: str = ""
     time_s: float | None = None
     times_s: Sequence[float] = ()
-    rounds: Sequence[int] = ()
     name: str = ""
-
-    @property
-    def failed(self) -> bool:
-        return self.check.startswith("failed")
 
 
 @dataclass
@@ -154,7 +146,7 @@ def frame(runs: Sequence[Run]) -> pd.DataFrame:
 
 def reduce(case: Case, benchmark: str, measure: str | None) -> Row:
     """A case without its samples. Its time: median over i of max over ranks of samples_s[r][i]."""
-    row = Row(case.key, case.check, case.metrics)
+    row = Row(case.key, [], {}, case.rounds, case.stop, case.metrics, case.check)
     if row.failed:
         return row
     name = measure or next(iter(case.samples_s), "")
@@ -163,7 +155,7 @@ def reduce(case: Case, benchmark: str, measure: str | None) -> Row:
         own = benchmark in UNALIGNED
         times = rows[np.median(rows, axis=1).argmax()] if own else rows.max(axis=0)
         row.measure, row.time_s = name, float(np.median(times))
-        row.times_s, row.rounds = times.tolist(), case.rounds
+        row.times_s = times.tolist()
     else:
         row.measure, row.time_s = time_metric(case.metrics, measure)
     if not row.time_s and row.check == "passed":
@@ -205,7 +197,8 @@ def split_links(row: Row) -> list[Row]:
         ways = (f"{a} -> {b}", f"{b} -> {a}", f"{a} <-> {b}")
         costs += [(way, "gigabyte_s", 1 / rate) for way, rate in zip(ways, rates, strict=True)]
         for name, unit, cost in costs:
-            parts.append(Row({"link": name} | own, row.check, {unit: cost}, unit, cost))
+            about: Any = {"metrics": {unit: cost}, "check": row.check}
+            parts.append(Row({"link": name} | own, [], measure=unit, time_s=cost, **about))
     return [row] if row.failed or not parts else parts
 
 

@@ -82,10 +82,6 @@ class Comparison:
     test: list[str]
     design: Design
 
-    @property
-    def verdicts(self) -> set[str]:
-        return {case.verdict for case in [*self.cases, *([self.mean] if self.mean else [])]}
-
 
 def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Comparison:
     """Compare every case that both sides have. Raises ValueError where there is none."""

@@ -46,7 +46,9 @@ def as_runs(times: Times, name: str) -> list[Run]:
     for j in range(times.shape[1]):
         medians = np.median(times[:, j], axis=1).tolist()
         rows = {
-            str(i): Row({"case": i}, "passed", {}, "step", m, own, rounds, f"case {i}")
+            str(i): Row(
+                {"case": i}, [], {}, rounds, measure="step", time_s=m, times_s=own, name=str(i)
+            )
             for i, (m, own) in enumerate(zip(medians, times[:, j], strict=True))
         }
         run = Run("simulated", {}, started_at=f"{j:04}", status="complete", rows=rows)
