@@ -211,23 +211,20 @@ def read_foreign(path: str) -> Report | None:
         document = report_file.strict_json(Path(path).read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    for name, program, convert in (
-        ("benchmark_results", "PyTorch's DDP benchmark", pytorch_cases),
-        ("results", "nccl-tests", nccl_cases),
-    ):
-        if isinstance(document, dict) and isinstance(document.get(name), list):
-            report = Report(program, {}, path, [], str(document.get("start_time", "")))
-            try:
-                convert(document, report)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                what = f"{path} looks like a report of {program}, but does not fit"
-                raise ValueError(f"{what}: {type(error).__name__} {str(error)[:80]}") from None
-            return report
-    return None
+    if not isinstance(document, dict):
+        return None
+    try:
+        if isinstance(document.get("benchmark_results"), list):
+            return pytorch_report(document, path)
+        return nccl_report(document, path) if isinstance(document.get("results"), list) else None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        what = f"{path} looks like a report of another program, but does not fit"
+        raise ValueError(f"{what}: {type(error).__name__} {str(error)[:80]}") from None
 
 
-def pytorch_cases(document: dict[str, Any], report: Report) -> None:
+def pytorch_report(document: dict[str, Any], path: str) -> Report:
     """Of PyTorch's DDP benchmark: times of the first rank, then of the second, ..."""
+    report = Report("PyTorch's DDP benchmark", {}, path, [], "", status="complete")
     fixed = {name: document.get(name) for name in ("distributed_backend", "bucket_size")}
     for entry in document["benchmark_results"]:
         seen: list[int] = []
@@ -245,11 +242,13 @@ def pytorch_cases(document: dict[str, Any], report: Report) -> None:
     report.environment["torch"] = document.get("pytorch_version")
     report.environment["cuda"] = document.get("cuda_version")
     report.environment["world_size"] = max(len(case.ranks) for case in report.cases)
-    report.status = "complete"
+    return report
 
 
-def nccl_cases(document: dict[str, Any], report: Report) -> None:
+def nccl_report(document: dict[str, Any], path: str) -> Report:
     """Of nccl-tests' -J: microseconds and GB/s, out of place and in place."""
+    argv = [str(word) for word in document.get("args") or ["nccl-tests"]]
+    report = Report("nccl-tests", {}, path, argv, str(document.get("start_time", "")))
     config = document["config"]
     devices = config.get("devices") or []
     ranks = max(len(devices), config.get("nthreads", 1) * config.get("ngpus", 1))
@@ -262,9 +261,8 @@ def nccl_cases(document: dict[str, Any], report: Report) -> None:
         "variables": dict(v.split("=", 1) for v in variables),
     }
     report.status = "complete" if "end_time" in document else "interrupted"
-    report.argv = [str(word) for word in document.get("args") or ["nccl-tests"]]
     for result in document["results"]:
-        key = {"collective": Path(report.argv[0]).name.removesuffix("_perf")}
+        key = {"collective": Path(argv[0]).name.removesuffix("_perf")}
         key |= {"size_bytes": result["size"], "dtype": result["type"]}
         key |= {"redop": result["redop"], "root": str(result["root"]).strip(), "ranks": ranks}
         case = Case(key, list(range(ranks)))
@@ -278,3 +276,4 @@ def nccl_cases(document: dict[str, Any], report: Report) -> None:
             if is_number(found.get("nwrong")) and found["nwrong"] > 0:
                 case.check = f"failed: {found['nwrong']:g} wrong values {place.replace('_', ' ')}"
         report.cases.append(case)
+    return report
