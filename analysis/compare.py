@@ -31,7 +31,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import by_benchmark, find, load
+from analysis.load import by_benchmark, find, load, rows_of
 from analysis.show import clean, markdown, show_table, show_time
 from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
 from common.cli import Parser, fraction, list_of, positive_int, refuse
@@ -138,7 +138,7 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
     if args.plot:
         from analysis.figures import plot_history  # matplotlib takes a second to import
 
-        plot_history(groups, args.plot)
+        plot_history([runs for runs in groups if rows_of(runs)], args.plot)
     several = [runs for runs in groups if len(runs) > 1]
     if not several:
         raise ValueError(f"--history {args.history}: no benchmark has two reports")

@@ -154,7 +154,7 @@ def ratio_of(a: Row, b: Row, interleaved: bool) -> float:
     """b / a of a pair of runs: of their medians or, where they took turns, the median over blocks
     that were neighbours in time. A slow moment hits both of those, or is an outlier.
     """
-    if interleaved and all(sum(row.rounds) == len(row.times_s) for row in (a, b)):
+    if interleaved and all(0 < sum(row.rounds) == len(row.times_s) for row in (a, b)):
         ends = (np.cumsum(row.rounds)[:-1] for row in (a, b))
         blocks = (np.split(row.times_s, end) for row, end in zip((a, b), ends, strict=True))
         pairs = [(np.median(x), np.median(y)) for x, y in zip(*blocks, strict=False)]
@@ -177,7 +177,7 @@ def estimate(cases: list[Result], design: Design) -> None:
         a, b = x.var(axis=1, ddof=0) * m, y.var(axis=1, ddof=0) * n  # sums of squares
         value, df, share = y.mean(axis=1) - x.mean(axis=1), m + n - 2.0, 1 / m + 1 / n
         error = np.sqrt((a + b) / df * share)
-        s, t = a / (m - 1) / m, b / (n - 1) / n
+        s, t = a / (m - 1) / m, b / (n - 1) / n  # squared errors of the means
         welch = (s + t) ** 2 / (s**2 / (m - 1) + t**2 / (n - 1))
         wider = (m != n) & (t_quantile(welch) * np.sqrt(s + t) > t_quantile(df) * error)
         error, df = error.mask(wider, np.sqrt(s + t)), df.mask(wider, welch)
