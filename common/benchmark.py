@@ -252,8 +252,8 @@ class Benchmark:
 class Turn:
     """A place among commands of which only one measures at a time: `analysis/ab.py --interleave`.
 
-    ab.py puts a byte into the first pipe when it is this command's turn, and waits for one in the
-    second. A command keeps its turn while it sets up a case or gathers.
+    A byte in the first pipe is this command's turn, in the second one the other's. A command keeps
+    its turn while it sets up a case or gathers.
     """
 
     def __init__(self) -> None:
@@ -264,7 +264,7 @@ class Turn:
 
     def pass_on(self) -> None:
         """Let the others have theirs, and come back with the next one."""
-        os.write(self.release, b".")  # raises BrokenPipeError once ab.py is gone
+        os.write(self.release, b".")
         os.read(self.grant, 1)
 
 
