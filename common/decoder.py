@@ -5,7 +5,7 @@ RMSNorm, rotary positions, no biases, no dropout. Parallelism is applied from ou
     tensor, sequence   attention.{q,k,v,o}, mlp.{up,down} and the norms; heads are counted by width
     pipeline           model.blocks = model.blocks[2:4]; tokens, norm, head become nn.Identity()
     context            attention.attend is replaced; model.rotation holds the rank's own positions
-    expert             a block's mlp is replaced: [batch, sequence, width] -> the same
+    expert             the experts of the middle block; the `compute` of their module is replaced
 """
 
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ class DecoderConfig:
     width: int  # of the residual stream; a head has width / heads of it, an even number
     vocab: int
     context: int  # the longest sequence, in tokens
+    experts: int = 0  # that take the place of the middle block's MLP
 
 
 # The large ones have the layers, widths and number of parameters of GPT-2 small and GPT-3 XL, with
@@ -65,6 +66,34 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class Experts(nn.Module):
+    """An MLP for each token, by its position: the k-th is drawn 1/k as often as the first one.
+
+    [batch, sequence, width] -> the same. The load is skewed, and alike wherever the model is split.
+    """
+
+    expert: Tensor  # of each position
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.count = config.experts
+        self.each = nn.ModuleList(MLP(config.width) for _ in range(self.count))
+        popularity = 1 / torch.arange(1, self.count + 1)  # Zipf
+        drawn = torch.multinomial(popularity, config.context, replacement=True)
+        self.register_buffer("expert", drawn, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        expert = self.expert.repeat(len(x))
+        order = expert.argsort(stable=True)
+        y = self.compute(x.flatten(0, 1)[order], expert.bincount(minlength=self.count))
+        return y[order.argsort()].view_as(x)
+
+    def compute(self, tokens: Tensor, counts: Tensor) -> Tensor:
+        """tokens: [..., n, width], sorted by expert; counts: how many each of them gets."""
+        parts = zip(self.each, tokens.split(counts.tolist(), dim=-2), strict=True)
+        return torch.cat([mlp(part) for mlp, part in parts], dim=-2)
+
+
 class Block(nn.Module):
     """Attention, then an MLP, each on a normalised copy and added to the stream."""
 
@@ -88,6 +117,8 @@ class Decoder(nn.Module):
         self.config = config
         self.tokens: nn.Module = nn.Embedding(config.vocab, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        if config.experts:
+            self.blocks[config.layers // 2].mlp = Experts(config)
         self.norm: nn.Module = nn.RMSNorm(config.width)
         self.head: nn.Module = nn.Linear(config.width, config.vocab, bias=False)
         # [context, head width]: cosines, then sines (Su et al. 2021, arXiv 2104.09864)
