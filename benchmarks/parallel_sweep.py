@@ -507,12 +507,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--mesh", type=list_of(parse_mesh), help="a list (default, of 4: dp4,tp4,dp2tp2,pp4:1f1b)")
-    add("--model", choices=list(DECODERS), help="(default: decoder-124m, CPU decoder-tiny)")
+    add("--model", choices=list(DECODERS), help="(default: decoder-124m, CPU decoder-nano)")
     text = "of weights, gradients and optimizer (default: fp32)"
     add("--dtype", choices=list(DTYPES), default="fp32", help=text)
     number = partial(add, type=positive_int, metavar="N")
     number("--global-batch", help="sequences of all ranks together (default: 8 a rank, CPU 4)")
-    number("--sequence-length", help="tokens (default: the model's, CPU 64)")
+    number("--sequence-length", help="tokens (default: the model's)")
     number("--microbatches", help="of a pipeline (default: 2 for each of its ranks)")
     add("--no-breakdown", action="store_true", help="time the steps alone, without twins")
     add_common_flags(parser, max_seconds=3)
@@ -527,11 +527,11 @@ def main() -> int:
     with Benchmark("parallel_sweep", args) as bench:
         job, cuda = bench.job, bench.job.device.type == "cuda"
         meshes = args.mesh or [parse_mesh(name) for name in default_meshes(job.world_size)]
-        model = args.model or ("decoder-124m" if cuda else "decoder-tiny")
+        model = args.model or ("decoder-124m" if cuda else "decoder-nano")
         same = {
             "model": model,
             "dtype": args.dtype,
-            "sequence_length": args.sequence_length or (DECODERS[model].context if cuda else 64),
+            "sequence_length": args.sequence_length or DECODERS[model].context,
             "global_batch": args.global_batch or (8 if cuda else 4) * job.world_size,
             "experts": EXPERTS if any(mesh.ep > 1 for mesh in meshes) else 0,
             "world_size": job.world_size,

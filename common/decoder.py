@@ -28,6 +28,7 @@ class DecoderConfig:
 # The large ones have the layers, widths and number of parameters of GPT-2 small and GPT-3 XL, with
 # half of GPT-2's vocabulary and a head of its own, which pipeline stages need.
 DECODERS = {
+    "decoder-nano": DecoderConfig(layers=4, heads=8, width=64, vocab=256, context=64),
     "decoder-tiny": DecoderConfig(layers=8, heads=8, width=64, vocab=256, context=128),
     "decoder-10m": DecoderConfig(layers=8, heads=8, width=320, vocab=256, context=256),
     "decoder-124m": DecoderConfig(layers=12, heads=12, width=768, vocab=25600, context=1024),

@@ -12,10 +12,9 @@ SCRIPT = "benchmarks/parallel_sweep.py"
 SMALL = ("--sequence-length", "32", "--global-batch", "8", "--warmup-iters", "0")
 ONCE = (*SMALL, "--iters", "1")
 RUNS = [
-    (4, "dp4,ddp4,dp2x2,tp4,cp4,pp4:gpipe,pp4:1f1b,pp4:interleaved,pp4:zbv,dp2tp2,dp2pp2:1f1b"),
-    (8, "dp8,ddp8,dp2x4,tp8,cp8,pp8:gpipe,pp8:1f1b,dp2pp4:interleaved,dp2pp4:izb,dp2pp4:zbv"),
-    (8, "dp4tp2,dp2pp4:gpipe,cp2tp4,pp2tp4:1f1b"),
-    (8, "ep8,dp2ep4,cp2ep4"),
+    (4, "dp4,ddp4,dp2x2,tp4,cp4,pp4:gpipe,pp4:1f1b,dp2pp2:interleaved,dp2pp2:zbv,dp2tp2"),
+    (8, "dp8,ddp8,dp2x4,tp8,cp8,dp4tp2,cp2tp4,dp2pp4:gpipe,dp2pp4:1f1b,pp2tp4:interleaved"),
+    (8, "dp4pp2:izb,dp4pp2:zbv,ep8,dp2ep4,cp2ep4"),
 ]
 
 

@@ -80,7 +80,7 @@ def test_default_meshes_fit_their_ranks() -> None:
     assert default_meshes(3) == ["dp3"]
     assert default_meshes(4) == ["dp4", "tp4", "dp2tp2", "pp4:1f1b"]
     assert default_meshes(8) == ["dp8", "dp2tp4", "dp4tp2", "dp2pp4:1f1b"]
-    key = {"model": "decoder-tiny", "sequence_length": 64, "experts": 0}
+    key = {"model": "decoder-nano", "sequence_length": 64, "experts": 0}
     for ranks in range(1, 65):
         key |= {"world_size": ranks, "global_batch": 4 * ranks}
         for name in default_meshes(ranks):
