@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Which mesh is best for this model on these devices, and what does each axis of it cost?
 
-Trains one transformer, with one global batch, under every mesh given, and times whole steps. A
-mesh is a product of axes over all ranks, as dp4tp2, dp2pp4:1f1b or dp2ep4:
+Trains one transformer with one global batch under every mesh, and times whole steps. A mesh is a
+product of axes over all ranks, as dp4tp2, dp2pp4:1f1b or dp2ep4:
 
     dp8       FSDP2 (fully_shard); dp2x4 is HSDP, 2 replicas of 4 shards; ddp8, by itself, is DDP
     tp8       tensor parallel, with sequence parallelism and loss_parallel
@@ -10,9 +10,8 @@ mesh is a product of axes over all ranks, as dp4tp2, dp2pp4:1f1b or dp2ep4:
     cp8       context parallel by gathering keys and values; cp8:ring by context_parallel (CUDA)
     ep8       expert parallel: a block has 8 experts for its MLP, tokens go to them by all-to-all
 
-Each axis is also timed without its communication: the same code on a twin of the mesh, where its
-collectives return at once (torch's `fake` backend), in blocks that alternate with the real ones.
-A twin computes garbage with a learning rate of 0; only its time is used.
+Each axis is also timed without its communication: the same code, in alternating blocks, on a twin
+of the mesh whose collectives return at once (torch's `fake` backend). What it computes is garbage.
 
     exposed(axis)  median over rounds of step - step with the axis fake
     compute        step with all axes fake
@@ -23,8 +22,8 @@ A twin computes garbage with a learning rate of 0; only its time is used.
     torchrun --nproc-per-node 8 benchmarks/parallel_sweep.py --model decoder-1.3b --dtype bf16 \\
         --mesh dp8,dp4tp2,dp2pp4:1f1b,dp2pp4:zbv,cp8 --json report.jsonl
 
-Loss and gradient norm of 3 steps are compared with one process. docs/parallel_sweep.md shows how
-to read the table. BSD-3-Clause: copy the function of the axis you need.
+Loss and gradient norm of 3 steps are checked against one process. How to read the table:
+docs/parallel_sweep.md. BSD-3-Clause: copy the function of the axis you need.
 """
 
 import argparse
@@ -224,7 +223,8 @@ def parse_mesh(text: str) -> Layout:
     words = re.findall(r"([a-z]p)(\d+)(?:x(\d+))?", product)
     n = dict.fromkeys(AXES, 1) | {axis: int(a) * int(b or 1) for axis, a, b in words}
     known = r"ddp[1-9]\d*|(dp[1-9]\d*x[1-9]\d*|(dp|tp|pp|cp|ep)[1-9]\d*)+"
-    if not re.fullmatch(known, product) or len({axis for axis, _, _ in words}) < len(words):
+    once = len({axis for axis, _, _ in words}) == len(words)
+    if not re.fullmatch(known, product) or not once:
         wrong("a mesh", repr(text), "e.g. dp8, dp2x4, dp4tp2, dp2pp4:1f1b, cp8; ddp8 by itself")
     if how not in (SCHEDULES if n["pp"] > 1 else ("", "ring") if n["cp"] > 1 else ("",)):
         wrong(f"{', '.join(SCHEDULES)} after a pipeline", repr(text), "e.g. pp4:1f1b or cp4:ring")
@@ -291,9 +291,6 @@ def open_meshes(mesh: Layout, fake: list[str], job: Job, group: Group) -> dict[s
         if "replicas" in sizes:
             found["dp"] = made["replicas" + of, "dp" + of]
     return found
-
-
-# -- a case ----------------------------------------------------------------------------------------
 
 
 def config_of(key: dict[str, Any]) -> Any:
@@ -477,10 +474,7 @@ COLUMNS: Columns = {  # and the exposed communication of each axis
 
 
 def best(cases: list[Case]) -> str | None:
-    """`# best: A, 1.12x B (95 % 1.09 to 1.15)`, and which neighbours cannot be told apart.
-
-    Bounds are of the two medians at their worst; what changed between the cases is not in them.
-    """
+    """`# best: A, 1.12x B (95 % 1.09 to 1.15)`, and which neighbours cannot be told apart."""
     ranked = sorted((c for c in cases if not c.failed), key=lambda c: c.metrics["step_time_p50_s"])
     if len(ranked) < 2:
         return None
