@@ -279,6 +279,8 @@ def open_meshes(mesh: Layout, fake: list[str], job: Job, group: Group) -> dict[s
     found: dict[str, DeviceMesh] = {}
     for shape in shapes:
         sizes = {axis: size for axis, size in shape.items() if size > 1}
+        if not sizes:  # dp1
+            continue
         backends: Any = {axis + of: "fake" if axis in silent else job.backend for axis in sizes}
         names: Any = {"mesh_dim_names": tuple(backends), "backend_override": backends}
         made = init_device_mesh(job.device.type, tuple(sizes.values()), **names)
