@@ -1,7 +1,6 @@
 """ddp_sweep.py as its user runs it. What the core promises is in test_faults.py."""
 
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import ddp_sweep
-from tests.conftest import ROOT, command_of, environment
+from tests.conftest import ROOT
 
 SCRIPT = "benchmarks/ddp_sweep.py"
 SMALL = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
@@ -34,62 +33,38 @@ def test_two_ranks_then_resume(bench: Callable[..., Any]) -> None:
     assert last.metrics["samples_per_s"] == pytest.approx(2 * 2 / p50)
     base = run.report.cases[0].metrics["step_time_p50_s"]
     assert last.metrics["efficiency"] == pytest.approx(base / p50)
-    found = run.report.environment
-    assert (found["world_size"], len(found["ranks"])) == (2, 2)
-    assert found["variables"]["OMP_NUM_THREADS"] == "1"
+    assert run.report.environment["variables"]["OMP_NUM_THREADS"] == "1"
 
     lines = run.path.read_text().splitlines()
     again = bench(SCRIPT, *SHORT, "--resume", ranks=2)
     assert again.status == 0, again.err
     assert row in again.out  # shown from the report
     assert again.path.read_text().splitlines()[:-1] == lines  # and a second last line
-    other = bench(SCRIPT, *SHORT, "--resume", ranks=1)
-    assert other.status != 0
-    assert "numbers that do not belong together" in other.err
 
 
 @smoke
-@pytest.mark.parametrize(
-    ("ranks", "labels"),
-    [
-        (0, ["no ddp", "1M/1G"]),  # plain python
-        (3, ["no ddp", "1M/1G", "1M/2G", "1M/3G"]),
-        (5, ["no ddp", "1M/1G", "1M/2G", "1M/4G", "1M/5G"]),
-    ],
-)
-def test_odd_worlds(bench: Callable[..., Any], ranks: int, labels: list[str]) -> None:
-    run = bench(SCRIPT, *SHORT, "--no-breakdown", ranks=ranks)
+def test_five_ranks_from_a_path_with_a_space(bench: Callable[..., Any], tmp_path: Path) -> None:
+    copy = tmp_path / "a checkout"
+    for folder in ("benchmarks", "common"):
+        shutil.copytree(ROOT / folder, copy / folder)
+    run = bench(str(copy / SCRIPT), *SHORT, "--no-breakdown", ranks=5)
     assert run.status == 0, run.err
-    assert [case.key["label"] for case in run.report.cases] == labels
+    labels = [case.key["label"] for case in run.report.cases]
+    assert labels == ["no ddp", "1M/1G", "1M/2G", "1M/4G", "1M/5G"]
     assert {case.check for case in run.report.cases} == {"passed"}
 
 
 @smoke
 def test_hooks_and_dtypes(bench: Callable[..., Any]) -> None:
-    hooks = "none,allreduce,fp16,bf16,noop,powersgd"
+    hooks = "none,allreduce,fp16,bf16,powersgd"
     flags = ("--comm-hook", hooks, "--bucket-size", "1", "--dtype", "bf16")
     run = bench(SCRIPT, *SMALL, *flags, "--iters", "2", "--world-sizes", "2", ranks=2)
-    checks = {c.key["comm_hook"]: c.check for c in run.report.cases}
+    cases = {case.key["comm_hook"]: case for case in run.report.cases}
     for hook in ("none", "allreduce", "fp16", "bf16"):
-        assert checks[hook] == "passed"
-    assert checks["noop"].startswith("skipped: ")
-    assert "deadlocks gloo" in checks["powersgd"]
+        assert cases[hook].check == "passed"
+        assert cases[hook].metrics["communication_p50_s"] > 0
+    assert "deadlocks gloo" in cases["powersgd"].check
     assert run.status != 0
-
-
-@smoke
-def test_from_a_path_with_a_space(tmp_path: Path) -> None:
-    copy = tmp_path / "a checkout"
-    copy.mkdir()
-    for folder in ("benchmarks", "common"):
-        shutil.copytree(ROOT / folder, copy / folder)
-    flags = (*SHORT, "--no-breakdown", "--world-sizes", "2", "--json", "a report.jsonl")
-    command = command_of(str(copy / SCRIPT), *flags)[0]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "a report.jsonl").exists()
 
 
 @pytest.mark.parametrize(
@@ -98,11 +73,8 @@ def test_from_a_path_with_a_space(tmp_path: Path) -> None:
         (("--modle", "resnet50"), "unknown argument '--modle'; did you mean --model"),
         (("--model", "resnet5"), "unknown model 'resnet5'; did you mean resnet50"),
         (("--model", "fcn_resnet50"), "unknown model 'fcn_resnet50'"),  # no classifier
-        (("--batch-size", "0"), "--batch-size: expected a whole number of at least 1, got '0'"),
         (("--bucket-size", "25,x"), "--bucket-size: expected a number above 0, got 'x'"),
         (("--comm-hook", "bf61"), "got 'bf61'; did you mean bf16?"),
-        (("--dtype", "int8"), "expected some of fp32, tf32, bf16, fp16, got 'int8'"),
-        (("--device", "cuda:1"), "--device: invalid choice: 'cuda:1'"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -119,8 +91,7 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (("--world-sizes", "4"), "is more than the 1 ranks there are"),
-        (("--json", "/nowhere/r.jsonl"), "cannot be written: No such file or directory"),
+        (("--world-sizes", "4"), "--world-sizes 4 is more than the 1 ranks"),
         (("--json", __file__), "--json would replace"),
         (("--backend", "smoke"), "--backend smoke: this torch was built without it"),
     ],
