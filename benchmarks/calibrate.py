@@ -32,81 +32,52 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.benchmark import Benchmark, Build, Derive, Workload
-from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int
+from common import cli
+from common.benchmark import Benchmark, Workload
 from common.dist import Group
 from common.report import Case
 from common.stats import difference, median_interval, percentiles
 from common.table import Columns
 from common.timing import ROUNDS, Step, StopRule, time_block, time_steps
 
-MODES = ("barrier", "perturbation", "resolution")
-
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--modes", type=list_of(str, MODES), default=list(MODES), help="a list (default: all)")
-    add(
-        "--seconds",
-        type=list_of(positive_float),
-        default=[1.0, 2.0, 5.0, 10.0],
-        metavar="S",
-        help="time for each `resolution`; a list (default: 1,2,5,10)",
-    )
-    add(
-        "--step-ms",
-        type=positive_float,
-        default=1.0,
-        metavar="MS",
-        help="the step takes at least this (default: 1)",
-    )
-    add(
-        "--pairs",
-        type=positive_int,
-        default=60,
-        metavar="N",
-        help="of harness and bare loop, for `perturbation` (default: 60)",
-    )
-    add_common_flags(parser)
+    parser = cli.Parser(__doc__)
+    add, positive = parser.add_argument, cli.positive_float
+    modes = cli.list_of(str, tuple(MODES))
+    add("--modes", type=modes, default=list(MODES), metavar="M", help=f"{', '.join(MODES)} (all)")
+    seconds, text = cli.list_of(positive), "time for each `resolution` (default: 1,2,5,10)"
+    add("--seconds", type=seconds, default=[1.0, 2.0, 5.0, 10.0], metavar="S", help=text)
+    text = "the step takes at least this (default: 1)"
+    add("--step-ms", type=positive, default=1.0, metavar="MS", help=text)
+    text = "of harness and bare loop, for `perturbation` (default: 60)"
+    add("--pairs", type=cli.positive_int, default=60, metavar="N", help=text)
+    cli.add_common_flags(parser)
     return parser.parse_args(argv)
 
 
-def training_step(device: torch.device, seconds: float) -> tuple[Step, int]:
-    """A training step (forward, backward, SGD) deep enough to take `seconds`; and its depth."""
-    depth = 2
+def step_of(ms: float, device: torch.device) -> Step:
+    """A training step (forward, backward, SGD) with as many layers as it takes to last so long."""
+    model, inputs = nn.Sequential(), torch.randn(32, 128, device=device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
     while True:
-        torch.manual_seed(0)
-        model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(depth)]).to(device)
+        for _ in range(1 + len(model) // 4):
+            model.append(nn.Linear(128, 128, device=device))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        inputs = torch.randn(32, 128, device=device)
-        step = partial(train, model, optimizer, inputs)
         time_block(step, 5, device)
-        if np.median(time_block(step, 20, device)[0]) >= seconds:
-            return step, depth
-        depth += max(1, depth // 4)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor) -> None:
-    optimizer.zero_grad()
-    model(inputs).square().mean().backward()
-    optimizer.step()
-
-
-def bare_loop(step: Step, iters: int, device: torch.device) -> float:
-    """Seconds an iteration, as anybody would time it by hand."""
-    start = perf_counter()
-    for _ in range(iters):
-        step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return (perf_counter() - start) / iters
+        if np.median(time_block(step, 20, device)[0]) >= ms / 1e3:
+            return step
 
 
 # -- the modes: each builds a workload, and derives metrics from it on rank 0 ----------------------
 
 
-def build_barrier(group: Group) -> Workload:
+def build_barrier(args: argparse.Namespace, bench: Benchmark, group: Group) -> Workload:
     stamps: list[float] = []
 
     def leave() -> None:
@@ -117,17 +88,16 @@ def build_barrier(group: Group) -> Workload:
 
 
 def derive_barrier(case: Case, facts: list[tuple[str, list[float]]]) -> None:
-    hosts = {host for host, _ in facts}
-    left = {host: np.array([stamps for h, stamps in facts if h == host]) for host in hosts}
-    spreads = {host: np.ptp(stamps, axis=0) for host, stamps in left.items()}  # [200]
-    worst = max(spreads.values(), key=lambda spread: float(np.median(spread)))
-    case.metrics |= percentiles(worst, "spread")
+    """Of several hosts the worst one counts."""
+    hosts = {host: [stamps for h, stamps in facts if h == host] for host, _ in facts}
+    spreads = [np.ptp(stamps, axis=0) for stamps in hosts.values()]  # [200] each
+    case.metrics |= percentiles(max(spreads, key=np.median), "spread")
 
 
 def build_perturbation(args: argparse.Namespace, bench: Benchmark, group: Group) -> Workload:
     """The pairs are timed here; the case's own loop times the step once more."""
     device = bench.job.device
-    step, depth = training_step(device, args.step_ms / 1e3)
+    step = step_of(args.step_ms, device)
     # a pair is a block each, as long as those of a case with three steps and a budget of 5 seconds
     block_s = 5 / ROUNDS / 3
     iters = max(10, int(block_s / (args.step_ms / 1e3)))
@@ -137,80 +107,84 @@ def build_perturbation(args: argparse.Namespace, bench: Benchmark, group: Group)
         timing = time_steps({"step": step}, group, device, rule)
         return float(np.mean(timing.samples_s["step"][0])) if timing.samples_s else 1.0
 
-    def by_hand() -> float:
+    def bare_loop() -> float:
+        """Seconds an iteration, as anybody would time it by hand."""
         dist.barrier(group.control)  # all ranks load the machine at the same time, as there
-        return bare_loop(step, iters, device)
+        start = perf_counter()
+        for _ in range(iters):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (perf_counter() - start) / iters
 
     ratios = []
     for pair in range(args.pairs):
         bench.watchdog.phase("perturbation", f"pair {pair + 1}")
         if pair % 2 == 0:
-            reported, bare = harness(), by_hand()
+            reported, bare = harness(), bare_loop()
         else:
-            bare, reported = by_hand(), harness()
+            bare, reported = bare_loop(), harness()
         ratios.append(reported / bare)
-    return Workload({"step": step}, facts=lambda: {"ratios": ratios, "depth": depth})
+    return Workload({"step": step}, facts=lambda: ratios)
 
 
-def derive_perturbation(case: Case, facts: list[dict[str, Any]]) -> None:
+def derive_perturbation(case: Case, facts: list[list[float]]) -> None:
     """Of the first rank, where the harness gathers what it reports."""
-    ratios = facts[0]["ratios"]
-    case.metrics |= {"ratio": float(np.median(ratios)), "ratio_ci95": median_interval(ratios)}
-    case.metrics |= percentiles(case.samples_s["step"][0], "step_time") | facts[0]
+    ratios, interval = facts[0], median_interval(facts[0])
+    case.metrics |= {"ratio": float(np.median(ratios)), "ratio_ci95": interval, "ratios": ratios}
+    case.metrics |= percentiles(case.samples_s["step"][0], "step_time")
 
 
 def build_resolution(args: argparse.Namespace, bench: Benchmark, group: Group) -> Workload:
-    step, depth = training_step(bench.job.device, args.step_ms / 1e3)
-    return Workload({"a": step, "b": step}, facts=lambda: depth)
+    step = step_of(args.step_ms, bench.job.device)
+    return Workload({"a": step, "b": step})
 
 
-def derive_resolution(case: Case, depths: list[int]) -> None:
+def derive_resolution(case: Case, facts: list[None]) -> None:
     a, b = (np.max(case.samples_s[name], axis=0) for name in "ab")
     p50 = float(np.median(a))
     shift, interval = difference(a, b, case.rounds)
-    case.metrics |= {"step_time_p50_s": p50, "depth": depths[0], "difference_rel": shift / p50}
+    case.metrics |= {"step_time_p50_s": p50, "difference_rel": shift / p50}
     if interval:
         case.metrics["resolution_rel"] = (interval[1] - interval[0]) / 2 / p50
 
 
-def describe(case: Case) -> str:
+MODES: dict[str, tuple[Any, Any]] = {
+    "barrier": (build_barrier, derive_barrier),
+    "perturbation": (build_perturbation, derive_perturbation),
+    "resolution": (build_resolution, derive_resolution),
+}
+
+
+def found(case: Case) -> str:
     """What a case says, as a cell."""
-    m = case.metrics
-    if case.key["mode"] == "barrier":
-        text = f"{m['spread_p50_s'] * 1e6:.1f} us apart, 95 % under {m['spread_p95_s'] * 1e6:.1f}"
-        return f"ranks of a host leave a barrier {text} us"
-    if case.key["mode"] == "perturbation":
+    mode, m = case.key["mode"], case.metrics
+    if mode == "barrier":
+        p50, p95 = m["spread_p50_s"] * 1e6, m["spread_p95_s"] * 1e6
+        return f"ranks of a host leave a barrier {p50:.1f} us apart, 95 % under {p95:.1f} us"
+    step = f"a step of {m['step_time_p50_s'] * 1e3:.2f} ms"
+    if mode == "perturbation":
         low, high = m["ratio_ci95"] or (math.nan, math.nan)
-        step = f"a step of {m['step_time_p50_s'] * 1e3:.2f} ms"
         return f"reported / bare loop = {m['ratio']:.4f} (95 % {low:.4f} to {high:.4f}), {step}"
-    seen = m.get("resolution_rel")
-    found = f"+-{seen:.2%} of a step" if seen else "too few rounds to say"
-    return f"{found} of {m['step_time_p50_s'] * 1e3:.2f} ms, after {sum(case.rounds)} steps"
+    seen = f"+-{m['resolution_rel']:.2%}" if "resolution_rel" in m else "too few rounds to say"
+    return f"{seen} of {step}, after {sum(case.rounds)} steps"
 
 
 def main() -> int:
     args = parse_args()
     with Benchmark("calibrate", args) as bench:
-        columns: Columns = {"": lambda case: case.key["name"], "found": describe}
+        columns: Columns = {"": lambda case: case.key["name"], "found": found}
         bench.begin_table("What can be told apart", columns, ["resolution, 10 s", ""])
         fixed = {"device": bench.job.device.type, "step_ms": args.step_ms}
-        rule = bench.rule
         for mode in args.modes:
+            build, derive = MODES[mode]
+            iters = 240 if mode == "barrier" else None
             for seconds in args.seconds if mode == "resolution" else [None]:
+                limits: dict[str, Any] = {"iters": iters, "max_seconds": seconds or 1}
+                bench.rule = replace(bench.rule, target_ci=1e-9, **limits)
                 name = f"{mode}, {seconds:g} s" if seconds else mode
                 key = {"mode": mode, "name": name, "seconds": seconds} | fixed
-                build: Build = partial(build_resolution, args, bench)
-                derive: Derive = derive_resolution
-                bench.rule = replace(rule, iters=None, target_ci=1e-9, max_seconds=seconds or 1)
-                if mode == "barrier":
-                    build, derive, bench.rule = (
-                        build_barrier,
-                        derive_barrier,
-                        replace(rule, iters=240),
-                    )
-                elif mode == "perturbation":
-                    build, derive = partial(build_perturbation, args, bench), derive_perturbation
-                bench.measure(key, build, derive)
+                bench.measure(key, partial(build, args, bench), derive)
     return bench.status
 
 
