@@ -1,30 +1,26 @@
 #!/usr/bin/env python3
 """Which link, rank or node is the bad one? Latency and bandwidth between every pair of ranks.
 
-All pairs meet once, in the rounds of a tournament: the disjoint pairs of a round at once, or one
-pair at a time with --serial. Not timed: connecting, making buffers, the check of the data.
+All pairs meet once, in the rounds of a tournament: a round's at once, or one by one (--serial).
 
     latency         = time of a ping-pong of --latency-size bytes / 2
     a -> b          = size * n / (time of n sends and b's word that all have come)
     bidirectional   = 2 * size * n / time of n exchanges
     Of the samples the fastest counts: what disturbs a link only adds time.
-    slow            = above the median of its like (links within nodes, links between nodes) by
-                      --sigmas median absolute deviations, and by 10 %; factor = how many times
-    --by node       = rank i of one node with rank i of the other, all i at once; bandwidths
-                      added, the largest latency
+    slow            = costs 10 % and --sigmas median absolute deviations more than its like
+    --by node       = rank i of one node with rank i of the other, all at once; bandwidths added
 
     torchrun --nproc-per-node 4 benchmarks/p2p_matrix.py
     torchrun --nproc-per-node 8 benchmarks/p2p_matrix.py --plot links.png --json p2p.jsonl
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/p2p_matrix.py --by node --json nodes.jsonl
 
-Written for this project. BSD-3-Clause. docs/p2p_matrix.md shows how to read the output.
+Written for this project. BSD-3-Clause.
 """
 
 import argparse
 import sys
 from pathlib import Path
-from statistics import median
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -38,8 +34,7 @@ from common.links import KINDS, Link, Messages, directed, measure_round, rounds_
 from common.memory import too_much
 from common.outliers import SIGMAS, sentences
 
-LARGEST_MATRIX = 32  # members; above, the worst links and the medians of nodes are printed
-WORST = 20
+LARGEST_MATRIX, WORST = 32, 20  # above so many members so many links are printed
 
 
 def parse_args() -> argparse.Namespace:
@@ -56,37 +51,23 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-# -- what is printed -------------------------------------------------------------------------------
-
-
-def tables(links: list[Link], node_of: list[int], by: str) -> str:
-    """The matrices; of many members the worst links and each node's median."""
-    n, lines = len(node_of), []
+def tables(links: list[Link], n: int, by: str) -> str:
+    """The matrices of n members; of many the worst links."""
+    lines = []
     for kind, (_, unit, less) in KINDS.items():
         lines.append(f"\n{kind} ({unit}), by {by}\n")
         values = directed(links, kind)
-        if n <= LARGEST_MATRIX:
-            full = {pair[::-1]: value for pair, value in values.items()} | values
-            lines.append(" " * 5 + "".join(f"{b:>9}" for b in range(n)))
-            for a in range(n):
-                row = (f"{full[a, b]:>9.4g}" if (a, b) in full else f"{'-':>9}" for b in range(n))
-                lines.append(f"{a:>4} {''.join(row)}")
+        if n > LARGEST_MATRIX:
+            worst = sorted(values, key=lambda pair: values[pair], reverse=less)[:WORST]
+            lines.append(f"worst {len(worst)} of {len(values)} links:")
+            lines += [f"  {a:>5} -> {b:<5} {values[a, b]:.4g}" for a, b in worst]
             continue
-        worst = sorted(values, key=lambda pair: values[pair] * (-1 if less else 1))[:WORST]
-        lines.append(f"worst {WORST} of {len(values)} links:")
-        lines += [f"  {a:>5} -> {b:<5} {values[a, b]:.4g}" for a, b in worst]
-        lines.append("median of each node's links, within it and to others:")
-        for node in sorted(set(node_of)):
-            parts: dict[bool, list[float]] = {True: [], False: []}
-            for (a, b), value in values.items():
-                if node in (node_of[a], node_of[b]):
-                    parts[node_of[a] == node_of[b]].append(value)
-            cells = (f"{median(some):.4g}" if some else "-" for some in parts.values())
-            lines.append(f"  node {node:<5} {'  '.join(cells)}")
+        full = {pair[::-1]: value for pair, value in values.items()} | values
+        lines.append(" " * 5 + "".join(f"{b:>9}" for b in range(n)))
+        for a in range(n):
+            row = (f"{full[a, b]:>9.4g}" if (a, b) in full else f"{'-':>9}" for b in range(n))
+            lines.append(f"{a:>4} {''.join(row)}")
     return "\n".join(lines)
-
-
-# -- the run ---------------------------------------------------------------------------------------
 
 
 def main() -> int:
@@ -95,7 +76,6 @@ def main() -> int:
     args.device = "cpu" if moved else args.device
     with Benchmark("p2p_matrix", args) as bench:
         job, nodes = bench.job, node_of_each(bench.share(bench.report.environment))
-        links: list[Link] = []
         if moved:
             bench.print("# gloo sends no CUDA tensors: these are the links of the CPU")
         args.size = args.size or (2**28 if job.device.type == "cuda" else 2**20)
@@ -103,28 +83,26 @@ def main() -> int:
             members = partition(args.by, nodes)
         except ValueError as error:
             bench.refuse(f"--by {args.by}: {error}")
-        n = len(members)
-        few = f"a link needs two {args.by}s, and there is 1; e.g. torchrun --nproc-per-node 2"
-        if text := bench.share(few if n < 2 else too_much(2 * args.size, job, "--size")):
+        if len(members) < 2:
+            bench.refuse(f"a link needs two {args.by}s, and there is 1; e.g. --nproc-per-node 2")
+        if text := bench.share(too_much(2 * args.size, job, "--size")):
             bench.refuse(text)
-        rounds = rounds_of(n)
+        rounds = rounds_of(len(members))
         if args.serial:
             rounds = [[pair] for pairs in rounds for pair in pairs]
-        names = ("size", "latency_size", "calls", "by", "serial")
-        fixed = {"rounds": len(rounds)} | {name: getattr(args, name) for name in names}
-        fixed |= {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
+        fixed = {n: getattr(args, n) for n in ("size", "latency_size", "calls", "by", "serial")}
+        fixed |= {"rounds": len(rounds), "world_size": job.world_size}
+        fixed |= {"device": job.device.type, "backend": job.backend}
         how = "one pair at a time" if args.serial else "the pairs of a round at once"
         bench.print(f"\n# {len(rounds)} rounds, {how}")
-        messages = Messages(args.size, args.latency_size, args.calls)
+        links, messages = list[Link](), Messages(args.size, args.latency_size, args.calls)
         for number, pairs in enumerate(rounds, 1):
-            key = {"round": number} | fixed
-            links += measure_round(bench, key, pairs, members, messages)
+            links += measure_round(bench, {"round": number} | fixed, pairs, members, messages)
         if links:
-            node_of = [nodes[ranks[0]] for ranks in members]
-            slow = slow_links(links, node_of, args.by, args.sigmas)
-            lines = sentences(slow) or ["no link, rank or node is slow beyond noise"]
-            bench.print(tables(links, node_of, args.by))
-            bench.print("\n" + "\n".join(f"# {line}" for line in lines))
+            slow = slow_links(links, [nodes[ranks[0]] for ranks in members], args.by, args.sigmas)
+            bench.print(tables(links, len(members), args.by) + "\n")
+            for line in sentences(slow) or ["no link, rank or node is slow beyond noise"]:
+                bench.print(f"# {line}")
         if args.plot and links:
             try:  # what draws is no part of measuring
                 from analysis.report import link_heatmap

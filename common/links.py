@@ -1,9 +1,8 @@
 """Links between ranks: what a pair measures, who meets whom, and which are slow."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +26,7 @@ KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class Messages:
+class Messages(NamedTuple):
     """Bytes of a message, of one whose latency counts, and how many of them are in a sample."""
 
     size: int
@@ -36,26 +34,61 @@ class Messages:
     calls: int
 
 
-# -- one pair --------------------------------------------------------------------------------------
+def rounds_of(n: int) -> list[list[Pair]]:
+    """A tournament of n by the circle method: in n - 1 + n % 2 rounds all meet once."""
+    last, rounds = n - 1 + n % 2, []
+    for number in range(last):
+        # one seat stays, the others move on; of an odd number one has nobody to meet
+        seats = [0, *((place - number) % last + 1 for place in range(last))]
+        pairs = [sorted((seats[i], seats[last - i])) for i in range((last + 1) // 2)]
+        rounds.append([(a, b) for a, b in pairs if b < n])
+    return rounds
 
 
-def build(
-    meetings: dict[int, tuple[int, bool]], messages: Messages, job: Job, group: Group
-) -> Workload:
-    """This rank's part in a round. meetings: of each rank its peer, and whether it is the first."""
-    peer, first = meetings[job.rank]
-    big = torch.empty(messages.size, dtype=torch.uint8, device=job.device)
+def rounds_by_node(members: list[list[int]]) -> list[list[Pair]]:
+    """Each two ranks of a node meet once, all nodes at the same time; then each two nodes, the
+    i-th rank of one and the i-th of the other, all i at the same time. members: of each node."""
+    inside = [
+        [(own[a], own[b]) for own in members for a, b in pairs if b < len(own)]
+        for pairs in rounds_of(max(map(len, members)))
+    ]
+    between = [
+        [pair for a, b in pairs for pair in zip(members[a], members[b], strict=False)]
+        for pairs in rounds_of(len(members))
+    ]
+    return [pairs for pairs in inside + between if pairs]
+
+
+def measure_round(
+    bench: Benchmark,
+    key: dict[str, Any],
+    pairs: Sequence[Pair],
+    members: list[list[int]],
+    messages: Messages,
+) -> list[Link]:
+    """A case in which the pairs of members meet. Its links, on rank 0."""
+    meetings = [list(zip(members[a], members[b], strict=True)) for a, b in pairs]
+    work = partial(build, meetings, messages, bench.job)
+    made = partial(derive, pairs, meetings, messages)
+    case = bench.measure(key, work, made, sorted(np.ravel(meetings).tolist()))
+    if case and case.failed:
+        bench.print(f"# round {key['round']}: {case.check}")
+    return [tuple(link) for link in case.metrics.get("links", [])] if case else []
+
+
+def build(meetings: list[list[Pair]], messages: Messages, job: Job, group: Group) -> Workload:
+    """This rank's part in a round. meetings: of ranks, for each pair of members."""
+    a, b = next(pair for pairs in meetings for pair in pairs if job.rank in pair)
+    first, peer = job.rank == a, a + b - job.rank
+    big, into = torch.empty(2, messages.size, dtype=torch.uint8, device=job.device)
     patterns.fill(big, patterns.tile(job.rank))
-    into = torch.empty_like(big)
-    few = max(1, messages.latency_size)
-    small, word = torch.zeros(2, few, dtype=torch.uint8, device=job.device)
+    small, word = torch.zeros(2, messages.latency_size, dtype=torch.uint8, device=job.device)
     to_peer = partial(dist.P2POp, group=group.test, group_peer=group.ranks.index(peer))
     out, come = to_peer(dist.isend, big), to_peer(dist.irecv, into)
     ping, pong = to_peer(dist.isend, small), to_peer(dist.irecv, word)
 
     def batches(*some: list[dist.P2POp]) -> Step:
-        """One after the other. Each is one kernel of NCCL, and all are one graph on CUDA, since
-        the host takes longer to launch a call than the link to carry it."""
+        """One after the other; on CUDA one graph, or launching would take longer than the link."""
 
         def step() -> None:
             for batch in some:
@@ -83,82 +116,24 @@ def build(
 
 
 def derive(
-    pairs: Sequence[Pair], members: list[list[int]], messages: Messages, case: Case, facts: Any
+    pairs: Sequence[Pair], meetings: list[list[Pair]], messages: Messages, case: Case, facts: Any
 ) -> None:
     """The links of a round. Of a sample the slower rank counts, of the samples the fastest."""
     links: list[Link] = []
-    for a, b in pairs:
-        slowest, rates = 0.0, np.zeros(3)
-        for pair in zip(members[a], members[b], strict=True):
+    for (a, b), ranks in zip(pairs, meetings, strict=True):
+        latency, rates = 0.0, np.zeros(3)
+        for pair in ranks:  # of two nodes those that meet at the same time
             rows = [case.ranks.index(rank) for rank in pair]
-            seconds = {
-                step: float(np.max([samples[row] for row in rows], axis=0).min()) / messages.calls
-                for step, samples in case.samples_s.items()
-            }
-            slowest = max(slowest, seconds["latency"] / 2)
-            times = [seconds["there"], seconds["back"], seconds["both"] / 2]
-            rates += messages.size / np.array(times) / 1e9
-        links.append((a, b, *(float(f"{x:.4g}") for x in (slowest * 1e6, *rates))))
+            there, back, both, ping = (
+                float(np.max([case.samples_s[step][row] for row in rows], axis=0).min())
+                for step in ("there", "back", "both", "latency")
+            )
+            latency = max(latency, ping / messages.calls / 2 * 1e6)
+            rates += messages.size * messages.calls / np.array([there, back, both / 2]) / 1e9
+        links.append((a, b, *(float(f"{x:.4g}") for x in (latency, *rates))))
     case.metrics["links"] = links
     wrong = [rank for rank, count in zip(case.ranks, facts, strict=True) if count]
     case.check = f"failed: wrong data came to rank {wrong[0]}" if wrong else "passed"
-
-
-# -- who meets whom --------------------------------------------------------------------------------
-
-
-def pairs_of(n: int, number: int) -> list[Pair]:
-    """The pairs of one round, from 0, of a tournament of n: in n - 1 + n % 2 rounds all meet once.
-
-    The circle method: one seat stays, the others move on by one place a round. Of an odd number
-    one in turn has nobody to meet.
-    """
-    last = n - 1 + n % 2
-    seats = [0, *((place - number) % last + 1 for place in range(last))]
-    pairs = ((seats[i], seats[last - i]) for i in range((last + 1) // 2))
-    return [(min(pair), max(pair)) for pair in pairs if max(pair) < n]
-
-
-def rounds_of(n: int) -> list[list[Pair]]:
-    """All rounds of a tournament of n."""
-    return [pairs_of(n, number) for number in range(n - 1 + n % 2)]
-
-
-def rounds_by_node(members: list[list[int]]) -> list[list[Pair]]:
-    """Each two ranks of a node meet once, all nodes at the same time; then each two nodes, the
-    i-th rank of one and the i-th of the other, all i at the same time. members: of each node."""
-    inside = [
-        [(own[a], own[b]) for own in members for a, b in pairs if b < len(own)]
-        for pairs in rounds_of(max(map(len, members)))
-    ]
-    between = [
-        [pair for a, b in pairs for pair in zip(members[a], members[b], strict=False)]
-        for pairs in rounds_of(len(members))
-    ]
-    return [pairs for pairs in inside + between if pairs]
-
-
-def measure_round(
-    bench: Benchmark,
-    key: dict[str, Any],
-    pairs: Sequence[Pair],
-    members: list[list[int]],
-    messages: Messages,
-) -> list[Link]:
-    """A case in which the pairs of members meet. Its links, on rank 0."""
-    meetings: dict[int, tuple[int, bool]] = {}
-    for a, b in pairs:
-        for r, s in zip(members[a], members[b], strict=True):
-            meetings |= {r: (s, True), s: (r, False)}
-    work = partial(build, meetings, messages, bench.job)
-    made = partial(derive, pairs, members, messages)
-    case = bench.measure(key, work, made, sorted(meetings))
-    if case and case.failed:
-        bench.print(f"# round {key['round']}: {case.check}")
-    return [tuple(link) for link in case.metrics.get("links", [])] if case else []
-
-
-# -- who is slow -----------------------------------------------------------------------------------
 
 
 def directed(links: Sequence[Link], kind: str) -> dict[Pair, float]:
