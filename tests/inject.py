@@ -414,19 +414,6 @@ def left_out() -> None:
 
 
 @fault
-def fails_at_16() -> None:
-    """On rank 1 an all_reduce of 16 values of bfloat16 raises."""
-    real = dist.all_reduce
-
-    def all_reduce(tensor: Any, *args: Any, **more: Any) -> Any:
-        if RANK == 1 and tested(tensor) is not None and len(tensor) == 16:
-            raise RuntimeError("injected: this rank alone is broken")
-        return real(tensor, *args, **more)
-
-    dist.all_reduce = all_reduce
-
-
-@fault
 def slow_sends() -> None:
     """Whatever rank 2 sends to its peers takes 2 ms more."""
     real = dist.batch_isend_irecv

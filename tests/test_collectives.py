@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import collectives
 from benchmarks.collectives import OPERATIONS
 
 SCRIPT = "benchmarks/collectives.py"
@@ -15,7 +16,7 @@ SMALL = (*SHORT, "--cache-warm")
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_every_operation(bench: Callable[..., Any], ranks: int) -> None:
     flags = ("--collective", "all", "-r", str(ranks - 1), "-c", "2")
     run = bench(SCRIPT, *SMALL, *flags, ranks=ranks)
@@ -54,58 +55,41 @@ def test_types_and_reductions(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("groups", "nodes", "ranks"),
-    [("0,3/1,2", 1, 5), ("1,2", 1, 3), ("cross", 2, 2)],
-)
+@pytest.mark.parametrize(("groups", "nodes", "ranks"), [("0,3/1,2", 1, 5), ("cross", 2, 2)])
 def test_groups(bench: Callable[..., Any], groups: str, nodes: int, ranks: int) -> None:
     flags = ("--collective", "all_reduce,broadcast,barrier", "-r", "1", "--groups", groups)
     run = bench(SCRIPT, *SMALL, *flags, nodes=nodes, ranks=ranks)
     assert run.status == 0, run.err
     assert {case.check for case in run.report.cases} == {"passed"}
-    assert {tuple(case.ranks) for case in run.report.cases} == {
-        (1, 2) if ranks == 3 else (0, 1, 2, 3)
-    }
-    of_groups = run.report.cases[0].metrics.get("in_place_group_times_s", [])
-    assert len(of_groups) == (0 if ranks == 3 else 2)
+    assert {tuple(case.ranks) for case in run.report.cases} == {(0, 1, 2, 3)}
+    assert len(run.report.cases[0].metrics["in_place_group_times_s"]) == 2
     assert f"# all_reduce float32 sum, {groups} (2 ranks)" in run.out
 
 
 @pytest.mark.smoke
-def test_a_traffic_matrix(bench: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_traffic_matrix_through_cold_buffers(bench: Callable[..., Any], tmp_path: Path) -> None:
     """Rank 1 receives most: 4096 + 64 bytes. Rank 2 gets nothing from rank 1."""
     path = tmp_path / "matrix.txt"
     path.write_text("0 4096 16\n1000, 0, 0\n512 64 32\n")
-    run = bench(SCRIPT, *SHORT, "--matrix", str(path), "-d", "float,double", ranks=3)
-    assert run.status == 0, run.err
+    flags = ("--matrix", str(path), "-d", "float,double", "--limit", "5", "--min-busbw", "1e9")
+    run = bench(SCRIPT, *SHORT, *flags, ranks=3)
     sizes = [(c.key["size_bytes"], c.key["count"], c.check) for c in run.report.cases]
     assert sizes == [(4160, 1040, "passed"), (4160, 520, "passed")]
-
-
-@pytest.mark.smoke
-def test_cold_buffers_without_a_check_and_a_bar_not_reached(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, "-c", "0", "--limit", "5", "--min-busbw", "1e9", ranks=2)
+    assert {case.key["caches"] for case in run.report.cases} == {"cold"}
+    m = run.report.cases[1].metrics
+    assert m["efficiency"] == pytest.approx(m["out_of_place_busbw_gb_per_s"] / 5)
+    assert "% of the limit" in run.out
     assert run.status == 1
     assert "under 0.9 of --min-busbw 1e+09" in run.err
-    assert {case.check for case in run.report.cases} == {"skipped: -c 0"}
-    assert {case.key["caches"] for case in run.report.cases} == {"cold"}
-    assert "% of the limit" in run.out
-    m = run.report.cases[1].metrics
-    best = max(m["in_place_busbw_gb_per_s"], m["out_of_place_busbw_gb_per_s"])
-    assert m["efficiency"] == pytest.approx(best / 5)
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (("-r", "1"), "-r 1: a root is a rank within its group of 1; e.g. -r 0"),
-        (("-b", "8", "-e", "4"), "expected -e at or above -b"),
         (("-e", "64T"), "lower -e"),
-        (("--groups", "0,1"), "--groups: expected world, node, cross or disjoint groups"),
-        (("-G", "3"), "-G captures CUDA graphs"),
-        (("--collective", "allreduce"), "did you mean all_reduce"),
-        (("--matrix", "/dev/null"), "expected rows of as many bytes as rows"),
+        (("--groups", "0,1", "-c", "0"), "expected world, node, cross or disjoint groups"),
+        (("--matrix", "/nowhere"), "No such file or directory: '/nowhere'"),
     ],
 )
 def test_mistakes(bench: Callable[..., Any], flags: tuple[str, ...], text: str) -> None:
@@ -113,6 +97,14 @@ def test_mistakes(bench: Callable[..., Any], flags: tuple[str, ...], text: str) 
     assert run.status == 2
     assert text in run.err
     assert run.err.count("\n") == 1
+
+
+def test_names_of_nccl_tests() -> None:
+    args = collectives.parse_args(["-d", "half,double", "-o", "all", "-a", "2", "-n", "3"])
+    assert args.datatype == ["float16", "float64"]
+    assert args.op == ["sum", "avg", "min", "max", "prod"]
+    with pytest.raises(SystemExit):
+        collectives.parse_args(["--collective", "allreduce"])
 
 
 @pytest.mark.faults
@@ -139,15 +131,3 @@ def test_a_rank_that_does_not_take_part(bench: Callable[..., Any]) -> None:
     assert run.status == 1
     assert [case.key["redop"] for case in run.report.cases] == ["sum", "avg", "max"]
     assert all(case.metrics["in_place_wrong"] > 100 for case in run.report.cases)
-
-
-@pytest.mark.faults
-def test_a_size_that_fails_on_one_rank(bench: Callable[..., Any]) -> None:
-    flags = ("-d", "bfloat16", "-b", "16", "-e", "64", "-f", "2", "--groups", "0,1/2,3")
-    run = bench(SCRIPT, *SMALL, *flags, inject="fails-at-16", ranks=4)
-    assert run.status == 1
-    assert {case.key["size_bytes"]: case.check for case in run.report.cases} == {
-        16: "passed",
-        32: "failed: RuntimeError: injected: this rank alone is broken (rank 1)",
-        64: "passed",
-    }
