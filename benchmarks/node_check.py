@@ -57,13 +57,10 @@ from common.timing import Step
 Key = dict[str, Any]
 Teams = list[list[int]]  # ranks of nodes, or of rails
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-UNITS = {"flop": ("TFLOP/s", 1e-12), "bytes": ("GB/s", 1e-9), "calls": ("1000/s", 1e-3)}
+DTYPES = {"cpu": {"fp32": torch.float32}, "cuda": {"bf16": torch.bfloat16, "fp32": torch.float32}}
 LAUNCHES = 200  # in a sample
 PRODUCTS = 3  # whose bits are compared
 BATCH = 2  # texts of a rank in the training step
-# slower by less is not named, alone and together. CPUs have neighbours, and links cross their cores
-MARGINS = {"cuda": (0.10, 0.10), "cpu": (0.40, 1.0)}
 
 
 def parse_args() -> argparse.Namespace:
@@ -73,10 +70,6 @@ def parse_args() -> argparse.Namespace:
     add("--budget", type=positive, default=60.0, metavar="SECONDS", help=budget)
     what = "what ends with status 1: all that is slow or wrong, or wrong alone (default: slow)"
     add("--fail-on", choices=("slow", "wrong"), default="slow", help=what)
-    dtypes = "of the products; a list (default: fp32, on CUDA bf16,fp32)"
-    add("--dtype", type=cli.list_of(str, tuple(DTYPES)), metavar="DTYPE", help=dtypes)
-    size = "of an all_reduce; a link carries an eighth of it (default: 1M, on CUDA 256M)"
-    add("--size", type=cli.size, metavar="SIZE", help=size)
     add("--sigmas", type=positive, default=SIGMAS, metavar="S", help="(default: 5)")
     margin = "slower by less is not named (default: 0.1; on the CPU 0.4, and 1 for all together)"
     add("--margin", type=positive, metavar="SHARE", help=margin)
@@ -84,12 +77,7 @@ def parse_args() -> argparse.Namespace:
     add("--min-busbw", type=positive, default=0, metavar="GB/S", help="of all_reduce in each node")
     add("--gpus", type=cli.positive_int, metavar="N", help="that each node must have")
     cli.add_common_flags(parser, min_iters=6, max_seconds=6, timeout=60)
-    args = parser.parse_args()
-    cuda = torch.cuda.is_available() and args.device != "cpu"
-    args.dtype = args.dtype or (["bf16", "fp32"] if cuda else ["fp32"])
-    args.size = args.size or (2**28 if cuda else 2**20)
-    args.margins = (args.margin,) * 2 if args.margin else MARGINS["cuda" if cuda else "cpu"]
-    return args
+    return parser.parse_args()
 
 
 # -- each rank alone -------------------------------------------------------------------------------
@@ -99,25 +87,22 @@ class Probe(NamedTuple):
     step: Step
     work: float  # in one step
     unit: str
+    result: torch.Tensor | None = None  # alike on all devices of a kind
 
 
-def seeded(dtype: str, device: torch.device) -> list[torch.Tensor]:
-    """Two matrices that are the same on every device of a kind, and room for their product."""
-    n = 8192 if device.type == "cuda" else 512
-    source = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(n, n, generator=source, device=device).to(DTYPES[dtype]) for _ in "ab")
-    return [a, b, torch.empty_like(a)]
-
-
-def probes(dtypes: list[str], device: torch.device) -> dict[str, Probe]:
-    found = {}
-    for dtype in dtypes:
-        a, b, c = seeded(dtype, device)
-        found[f"matmul {dtype}"] = Probe(partial(torch.mm, a, b, out=c), 2 * len(a) ** 3, "flop")
-    size = 2**29 if device.type == "cuda" else 2**24
+def probes(device: torch.device) -> dict[str, Probe]:
+    found, cuda = dict[str, Probe](), device.type == "cuda"
+    n, source = 8192 if cuda else 512, torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(n, n, generator=source, device=device) for _ in "ab")
+    for name, dtype in DTYPES[device.type].items():
+        x, y, product = a.to(dtype), b.to(dtype), torch.empty_like(a, dtype=dtype)
+        found[f"matmul {name}"] = Probe(
+            partial(torch.mm, x, y, out=product), 2 * n**3, "flop", product
+        )
+    size = 2**29 if cuda else 2**24
     x, y = torch.ones(2, size, dtype=torch.uint8, device=device)
     found["copy"] = Probe(partial(y.copy_, x), 2 * size, "bytes")  # read and written
-    if device.type == "cuda":
+    if cuda:
         host = torch.ones(size, dtype=torch.uint8, pin_memory=True)
         found["to device"] = Probe(partial(x.copy_, host, non_blocking=True), size, "bytes")
         found["to host"] = Probe(partial(host.copy_, x, non_blocking=True), size, "bytes")
@@ -130,27 +115,26 @@ def probes(dtypes: list[str], device: torch.device) -> dict[str, Probe]:
     return found | {"launch": Probe(launch, LAUNCHES, "calls")}
 
 
-def product_bits(dtypes: list[str], device: torch.device) -> str:
-    hasher = hashlib.blake2b(digest_size=4)
-    for dtype in dtypes:
-        a, b, c = seeded(dtype, device)
-        torch.mm(a, b, out=c)
-        hasher.update(c.cpu().view(torch.uint8).numpy().tobytes())
-    return hasher.hexdigest()
-
-
-def build_alone(dtypes: list[str], job: Job, turns: int, group: Group) -> Workload:
+def build_alone(turns: int, job: Job, group: Group) -> Workload:
     """While a rank has its turn, the others of its node wait in a barrier, which does not spin."""
-    found, mine = probes(dtypes, job.device), job.local_rank if turns > 1 else 0
+    found, mine = probes(job.device), job.local_rank if turns > 1 else 0
     steps: dict[str, Step] = {
         f"{name}, turn {turn}": probe.step if turn == mine else lambda: None
         for turn in range(turns)
         for name, probe in found.items()
     }
 
+    def product_bits() -> str:
+        hasher = hashlib.blake2b(digest_size=4)
+        for probe in found.values():
+            if probe.result is not None:
+                probe.step()
+                hasher.update(probe.result.cpu().view(torch.uint8).numpy().tobytes())
+        return hasher.hexdigest()
+
     def facts() -> dict[str, Any]:
-        bits = [product_bits(dtypes, job.device) for _ in range(PRODUCTS)]
         work = {name: (probe.work, probe.unit) for name, probe in found.items()}
+        bits = [product_bits() for _ in range(PRODUCTS)]
         return {"work": work, "turn": f", turn {mine}", "bits": bits}
 
     return Workload(steps, facts=facts)
@@ -201,8 +185,13 @@ def split(
     pick: Callable[[Any], Any] = np.median if case.key["device"] == "cuda" else np.min
     for number, ranks in enumerate(teams):
         rows = [case.ranks.index(rank) for rank in ranks]
-        fact, samples = facts[rows[0]], dict[str, list[list[float]]]()
-        metrics: dict[str, Any] = {"product": bits[rows[0]][0]}
+        fact, place = facts[rows[0]], report.environment["ranks"][ranks[0]]
+        key, metrics, samples = case.key | {level: number}, dict[str, Any](), {}
+        if level != "rail":
+            key["host"] = place["host"]
+        if level == "rank":
+            metrics = {"product": bits[rows[0]][0]}
+            metrics |= {name: place[name] for name in ("pci", "network") if name in place}
         for name, (work, unit) in fact["work"].items():
             steps = case.samples_s[name + fact.get("turn", "")]
             samples[name] = [steps[row] for row in rows]
@@ -214,25 +203,24 @@ def split(
         wrong = [odd[row] for row in rows if row in odd]
         bad = [rank for rank, row in zip(ranks, rows, strict=True) if facts[row].get("wrong")]
         wrong += [f"a wrong sum on rank {rank}" for rank in bad]
-        key, check = case.key | {level: number}, verdict(wrong[0] if wrong else None)
-        if level != "rail":
-            key["host"] = report.environment["ranks"][ranks[0]]["host"]
+        check = verdict(wrong[0] if wrong else None)
         report.add(Case(key, ranks, samples, case.rounds, case.stop, metrics, check))
     case.samples_s = {}
 
 
-def columns(level: str, first: Case, ranks: list[dict[str, Any]]) -> Columns:
-    """Who and where, each rate that was measured, and what the product hashes to."""
-    found: Columns = {level: lambda case: str(case.key[level])}
-    for name in ("host", "pci", "network") if level == "rank" else ():
-        found[name] = partial(lambda name, case: ranks[case.key["rank"]][name], name)
-    for name in [name for name in first.metrics if name.endswith("_per_s")]:
-        *words, unit, _, _ = name.split("_")
-        label, scale = UNITS[unit]
-        found[f"{' '.join(words)}\n{label}"] = metric(name, scale, 3)
-    if first.metrics["product"]:
-        found["product"] = lambda case: case.metrics["product"]
-    return found
+COLUMNS: Columns = {  # of what was measured
+    "host": lambda case: case.key.get("host", "-"),
+    "pci": lambda case: case.metrics.get("pci", "-"),
+    "network": lambda case: case.metrics.get("network", "-"),
+    "matmul bf16\nTFLOP/s": metric("matmul_bf16_flop_per_s", 1e-12, 3),
+    "matmul fp32\nTFLOP/s": metric("matmul_fp32_flop_per_s", 1e-12, 3),
+    "copy\nGB/s": metric("copy_bytes_per_s", 1e-9, 3),
+    "to device\nGB/s": metric("to_device_bytes_per_s", 1e-9, 3),
+    "to host\nGB/s": metric("to_host_bytes_per_s", 1e-9, 3),
+    "launch\n1000/s": metric("launch_calls_per_s", 1e-3, 3),
+    "all reduce\nGB/s": metric("all_reduce_bytes_per_s", 1e-9, 3),
+    "product": lambda case: case.metrics.get("product", "-"),
+}
 
 
 def conclude(
@@ -252,113 +240,124 @@ def conclude(
 # -- the run ---------------------------------------------------------------------------------------
 
 
+class Phase(NamedTuple):
+    """share: of the budget, that each case is timed for. judge: who is slow, of all that came."""
+
+    name: str
+    share: float
+    cases: list[Callable[[Key], object]]
+    judge: Callable[[list[Case]], Findings]
+
+
+def plan(args: argparse.Namespace, bench: Benchmark, found: dict[str, Any]) -> list[Phase]:
+    job, cpu, nodes = bench.job, bench.job.device.type == "cpu", node_of_each(found)
+    kinds = [f"{row['device']}, {row['threads']} threads" for row in found["ranks"]]
+    singles = [[rank] for rank in range(job.world_size)]
+    members = [[r for r, n in enumerate(nodes) if n == node] for node in range(max(nodes) + 1)]
+    rails = [list(ranks) for ranks in zip(*members, strict=False)]
+    turns, size = (max(map(len, members)), 2**20) if cpu else (1, 2**28)
+    # CPUs have neighbours, and links cross their cores
+    alone, together = (args.margin or share for share in ((0.4, 1.0) if cpu else (0.1, 0.1)))
+    limits = {"rank": {"flop_per_s": args.min_tflops * 1e12}}
+    limits["node"] = {"bytes_per_s": args.min_busbw * 1e9}
+
+    def compare(name: str, share: float, level: str, teams: Teams, build: Build) -> Phase:
+        """All teams do the same at the same time, and each becomes a case of the report."""
+        by_rank, ranks = level == "rank", sorted(rank for team in teams for rank in team)
+        apart: Any = {"ranks": ranks, "teams": None if by_rank else teams}
+        derive = partial(split, bench.report, level, teams, kinds)
+        above, of = ({"node": nodes}, kinds) if by_rank else ({}, [""] * len(teams))
+        how = (above, of, limits.get(level, {}), args.sigmas, alone if by_rank else together)
+
+        def judged(cases: list[Case]) -> Findings:
+            if cases := [case for case in cases if level in case.key]:
+                shown = {head: cell for head, cell in COLUMNS.items() if cell(cases[0]) != "-"}
+                shown = {level: lambda case: str(case.key[level])} | shown
+                bench.print(f"\n{name}\n\n{render(shown, cases)}\n")
+            return judge({case.key[level]: case.metrics for case in cases}, level, *how)
+
+        measure = partial(bench.measure, build=build, derive=derive, **apart)
+        return Phase(name, share, [measure] if by_rank or min(map(len, teams)) > 1 else [], judged)
+
+    def derive_step(case: Case, digests: list[str]) -> None:
+        case.metrics |= step_metrics(case.samples_s["step"], BATCH * len(case.ranks))
+        case.check = verdict(compare_replicas(digests, case.ranks))
+        bench.print(f"# a training step: {case.metrics['step_time_p50_s'] * 1e3:.4g} ms")
+
+    def meet(number: int, pairs: list[links.Pair], key: Key) -> None:
+        messages = links.Messages(size // 8, 8, 1)
+        key = key | {"round": number, "size": messages.size}
+        links.measure_round(bench, key, pairs, singles, messages)
+
+    def judge_links(cases: list[Case]) -> Findings:
+        rows = [tuple(link) for case in cases for link in case.metrics.get("links", [])]
+        return links.slow_links(rows, nodes, "rank", args.sigmas, together)
+
+    what, reduce = f"all_reduce of {cli.show_size(size)}", partial(build_all_reduce, size)
+    turn, by_itself = 0.06 * min(1, 2 / turns), partial(build_alone, turns, job)
+    step = partial(bench.measure, build=partial(build_step, job), derive=derive_step)
+    rounds = links.rounds_by_node(members) if cpu or job.backend != "gloo" else []
+    return [
+        compare("each rank alone", turn, "rank", singles, by_itself),
+        compare(f"{what} inside nodes", 1 / 60, "node", members, partial(reduce, members, job)),
+        compare(f"{what} between nodes", 1 / 60, "rail", rails, partial(reduce, rails, job)),
+        Phase("training step", 1 / 30, [step], lambda cases: {}),
+        Phase("links", 1 / 150, [partial(meet, *r) for r in enumerate(rounds, 1)], judge_links),
+    ]
+
+
+def check(phases: list[Phase], bench: Benchmark) -> tuple[Findings, list[str]]:
+    """Who is slow whenever it is measured, and what the budget left out.
+
+    A case begins where there is time for it and for all of its phase again: who is suspected is
+    measured again.
+    """
+    args, job, rule = bench.args, bench.job, bench.rule
+    slow, left_out, longest = Findings(), list[str](), args.budget / 20
+    fixed = {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
+
+    def left() -> float:
+        """Seconds, by the clock of rank 0. All ranks call it."""
+        return bench.share(psutil.Process().create_time() + args.budget - time.time())
+
+    for name, share, cases, judged in phases:
+        seconds, warm = min(args.max_seconds, share * args.budget), min(args.warmup_iters, 2)
+        bench.rule = replace(rule, warmup_iters=warm, target_ci=1e-9, max_seconds=seconds)
+        spent, suspects = 0.0, Findings()
+        for attempt in (1, 2):
+            key = {"probe": name, "attempt": attempt} | fixed
+            for number, measure in enumerate(cases):
+                before = left()
+                if attempt == 1 and before < spent + 2 * longest:
+                    some = f"{len(cases) - number} of {len(cases)} rounds of " if number else ""
+                    left_out.append(some + name)
+                    cases = cases[:number]
+                    break
+                measure(key)
+                took = before - left()
+                spent, longest = spent + took, max(longest, took)
+            found = [case for case in bench.report.cases if case.key == case.key | key]
+            accused: Findings = bench.share(judged(found))
+            if attempt == 2:
+                slow |= {who: by for who, by in accused.items() if who in suspects}
+            elif suspects := accused:
+                names = ", ".join(dict.fromkeys(who for who, _ in suspects))
+                bench.print(f"# {name} again, for {names}")
+            else:
+                break
+    return slow, left_out
+
+
 def main() -> int:
     args = parse_args()
     with Benchmark("node_check", args) as bench:
-        job, report = bench.job, bench.report
-        found = bench.share(report.environment)
-        nodes = node_of_each(found)
-        members = [[r for r, n in enumerate(nodes) if n == k] for k in range(max(nodes) + 1)]
-        kinds = [f"{row['device']}, {row['threads']} threads" for row in found["ranks"]]
-        fixed = {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
-        limits = {"rank": {"flop_per_s": args.min_tflops * 1e12}, "rail": {}}
-        limits["node"] = {"all_reduce_bytes_per_s": args.min_busbw * 1e9}
-        end, rule = psutil.Process().create_time() + args.budget, bench.rule
-        slow, left_out, longest = Findings(), list[str](), 0.0
-
-        def left() -> float:
-            """Seconds of the budget, by the clock of rank 0. All ranks call it."""
-            return bench.share(end - time.time())
-
-        def twice(what: str, share: float, once: Callable[[Key, Findings], Findings]) -> None:
-            """Measure, and again if somebody is to be named. Of `once` rank 0's findings count.
-
-            share: of the budget, that a case may take.
-            """
-            nonlocal longest
-            if (before := left()) < max(longest, args.budget / 10):
-                left_out.append(what)
-                return
-            seconds = min(args.max_seconds, share * args.budget)
-            warm = min(args.warmup_iters, 2)
-            bench.rule = replace(rule, warmup_iters=warm, target_ci=1e-9, max_seconds=seconds)
-            key = {"probe": what, "attempt": 1} | fixed
-            first = bench.share(once(key, {}))
-            names = ", ".join(dict.fromkeys(who for who, _ in first))
-            longest = max(longest, before - left())
-            if first and left() < longest:
-                left_out.append(f"{what} again, although this suspects {names}")
-            elif first:
-                bench.print(f"# {what} again, for {names}")
-                second = bench.share(once(key | {"attempt": 2}, first))
-                slow.update({who: by for who, by in second.items() if who in first})
-
-        def probe(level: str, teams: Teams, build: Build, key: Key, _: Findings) -> Findings:
-            """Measure and judge each rank, node or rail."""
-            ranks = sorted(rank for team in teams for rank in team)
-            derive = partial(split, report, level, teams, kinds)
-            bench.measure(key, build, derive, ranks, None if level == "rank" else teams)
-            cases = [c for c in report.cases if level in c.key and c.key == c.key | key]
-            if not cases:
-                return {}
-            table = render(columns(level, cases[0], found["ranks"]), cases)
-            bench.print(f"\n{key['probe']}\n\n{table}\n")
-            values = {case.key[level]: case.metrics for case in cases}
-            levels, of = ({"node": nodes}, kinds) if level == "rank" else ({}, [""] * len(values))
-            margin = args.margins[level != "rank"]
-            return judge(values, level, levels, of, limits[level], args.sigmas, margin)
-
-        measured: dict[links.Pair, links.Link] = {}
-
-        def all_links(key: Key, suspects: Findings) -> Findings:
-            """The second time those rounds alone that hold a suspect."""
-            rounds = list(enumerate(links.rounds_by_node(members), 1))
-            rounds = [r for r in rounds if not suspects or links.concerned(r[1], suspects, nodes)]
-            reserve, slowest = (0.0 if suspects else left() / 2), 0.0
-            messages = links.Messages(max(1, args.size // 8), 8, 1)
-            for done, (number, pairs) in enumerate(rounds):
-                if (start := left()) - slowest < reserve:
-                    rest = f"{len(rounds) - done} of {len(rounds)} rounds of links"
-                    left_out.append(rest + " again" * bool(suspects))
-                    if suspects:  # the values of some are still those of the first time
-                        return {}
-                    break
-                this = key | {"round": number, "size": messages.size}
-                rows = links.measure_round(bench, this, pairs, singles, messages)
-                measured.update({(row[0], row[1]): row for row in rows})
-                slowest = max(slowest, start - left())
-            rows = list(measured.values())
-            return links.slow_links(rows, nodes, "rank", args.sigmas, args.margins[1])
-
-        def step(key: Key, _: Findings) -> Findings:
-            def derive(case: Case, digests: list[str]) -> None:
-                case.metrics |= step_metrics(case.samples_s["step"], BATCH * len(case.ranks))
-                case.check = verdict(compare_replicas(digests, case.ranks))
-
-            case = bench.measure(key, partial(build_step, job), derive)
-            if case and not case.failed:
-                bench.print(f"# a training step: {case.metrics['step_time_p50_s'] * 1e3:.4g} ms")
-            return {}
-
-        turns = max(map(len, members)) if job.device.type == "cpu" else 1
-        build = partial(build_alone, args.dtype, job, turns)
-        singles = [[rank] for rank in range(job.world_size)]
-        share = 0.06 * min(1, 2 / turns)
-        twice("each rank alone", share, partial(probe, "rank", singles, build))
-        rails = [list(ranks) for ranks in zip(*members, strict=False)]
-        for where, level, teams in (("inside", "node", members), ("between", "rail", rails)):
-            if min(map(len, teams)) > 1:
-                build = partial(build_all_reduce, args.size, teams, job)
-                what = f"all_reduce of {cli.show_size(args.size)} {where} nodes"
-                twice(what, 1 / 60, partial(probe, level, teams, build))
-        twice("training step", 1 / 30, step)
-        if job.world_size > 1 and not (job.device.type == "cuda" and job.backend == "gloo"):
-            twice("links", 1 / 150, all_links)
+        found = bench.share(bench.report.environment)
+        slow, left_out = check(plan(args, bench, found), bench)
         for what in left_out:
             bench.print(f"# left out, for --budget {args.budget:g}: {what}")
-        if job.rank == 0:
+        if bench.job.rank == 0:
             lacks = {f"node {node}": why for node, why in lacking(found, args.gpus).items()}
-            lines, problem = conclude(slow, lacks, report.cases, args.fail_on)
+            lines, problem = conclude(slow, lacks, bench.report.cases, args.fail_on)
             bench.print("\n" + "\n".join(f"# {on_hosts(line, found)}" for line in lines))
             if problem:
                 bench.fail(on_hosts(problem, found))

@@ -595,8 +595,25 @@ def half_speed() -> None:
 
 
 @fault
-def wrong_product() -> None:
-    """On rank 1 the last value of each product is the next one that there is."""
+def wrong_sum() -> None:
+    """On rank 1 the last value of each large all_reduce of float32 is off by one."""
+    real = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
+        work = real(tensor, *args, **more)
+        if RANK == 1 and tensor.dtype == torch.float32 and tensor.numel() > 1000:
+            if work is not None:
+                work.wait()
+            tensor[-1] += 1
+        return work
+
+    dist.all_reduce = all_reduce
+
+
+@fault
+def wrong_numbers() -> None:
+    """A wrong sum; and on rank 1 the last value of each product is the next one that there is."""
+    wrong_sum()
     real = torch.mm
 
     def mm(*args: Any, out: torch.Tensor) -> torch.Tensor:
@@ -606,20 +623,6 @@ def wrong_product() -> None:
         return out
 
     torch.mm = mm  # type: ignore[assignment]
-
-
-@fault
-def wrong_sum() -> None:
-    """On rank 1 the last value of each large all_reduce of float32 is off by one."""
-    real = dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
-        result = real(tensor, *args, **more)
-        if RANK == 1 and tensor.dtype == torch.float32 and tensor.numel() > 1000:
-            tensor[-1] += 1
-        return result
-
-    dist.all_reduce = all_reduce
 
 
 @fault
