@@ -323,18 +323,19 @@ def check(phases: list[Phase], bench: Benchmark) -> tuple[Findings, list[str]]:
     for name, share, cases, judged in phases:
         seconds, warm = min(args.max_seconds, share * args.budget), min(args.warmup_iters, 2)
         bench.rule = replace(rule, warmup_iters=warm, target_ci=1e-9, max_seconds=seconds)
-        spent, suspects = 0.0, Findings()
+        spent, expected, suspects = 0.0, longest, Findings()
         for attempt in (1, 2):
             key = {"probe": name, "attempt": attempt} | fixed
             for number, measure in enumerate(cases):
                 before = left()
-                if attempt == 1 and before < spent + 2 * longest:
+                if attempt == 1 and before < spent + 2 * expected:
                     some = f"{len(cases) - number} of {len(cases)} rounds of " if number else ""
                     left_out.append(some + name)
                     cases = cases[:number]
                     break
                 measure(key)
                 took = before - left()
+                expected = max(took, expected if number else 0)
                 spent, longest = spent + took, max(longest, took)
             found = [case for case in bench.report.cases if case.key == case.key | key]
             accused: Findings = bench.share(judged(found))

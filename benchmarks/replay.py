@@ -310,6 +310,14 @@ COLUMNS: Columns = {  # GB/s: busbw
 }
 
 
+def output(m: dict[str, Any]) -> str:
+    rows = [Case({n: r[n] for n in Kind._fields}, [], metrics=r) for r in m["operations"]]
+    names = ("back_to_back_p50_s", "with_gaps_p50_s", "job_step_s")
+    bare, here, job = (f"{m[name] * 1e3:.1f} ms" for name in names)
+    text = f"# a step: {bare} back to back, {here} with the job's gaps; the job took {job}"
+    return f"\n{render(COLUMNS, rows)}\n\n{text}"
+
+
 # -- recordings ------------------------------------------------------------------------------------
 
 
@@ -328,9 +336,10 @@ def flight_recorder(content: dict[str, Any]) -> Recording:
             group, label = e["process_group"]
             team = group if label in ("", "undefined") else label, tuple(groups.get(group, ()))
             dtype = [*e["input_dtypes"], *e["output_dtypes"], "Byte"][0]  # some ranks have no input
-            sizes = [sum(map(math.prod, e[f"{way}_sizes"])) for way in ("input", "output")]
+            sent, received = (sum(map(math.prod, e[f"{way}_sizes"])) for way in ("input", "output"))
+            what = *team, e["collective_seq_id"], dtype, sent, received
             times = (e["time_created_ns"] - start) / 1e9, e.get("duration_ms", 0) / 1e3
-            calls.append(Collective(name, *team, e["collective_seq_id"], dtype, *sizes, *times))
+            calls.append(Collective(name, *what, *times))
     return Recording(content.get("steps", 1), (end - start) / 1e9, calls)
 
 
@@ -453,19 +462,12 @@ def main() -> int:
             bench.refuse(next(filter(None, tight)))
         kinds = sorted({call.kind for each in found for call in each.calls})
         digest = hashlib.sha256(repr(recorded).encode()).hexdigest()[:12]
-        key = {"recording": digest, "only": ",".join(args.only) or "all"}
+        key: dict[str, Any] = {"recording": digest, "only": ",".join(args.only) or "all"}
         key |= {"scale_size": args.scale_size, "world_size": job.world_size}
         key |= {"device": job.device.type, "backend": job.backend}
         measured = partial(build, found, kinds, job), partial(derive, found, kinds)
-        if (case := bench.measure(key, *measured)) and not case.failed:
-            m = case.metrics
-            rows = [Case({n: r[n] for n in Kind._fields}, [], metrics=r) for r in m["operations"]]
-            names = ("back_to_back_p50_s", "with_gaps_p50_s", "job_step_s")
-            bare, here, there = (f"{m[name] * 1e3:.1f} ms" for name in names)
-            bench.print(f"\n{render(COLUMNS, rows)}\n")
-            bench.print(
-                f"# a step: {bare} back to back, {here} with the job's gaps; the job took {there}"
-            )
+        if case := bench.measure(key, *measured):
+            bench.print(f"# {case.check}" if case.failed else output(case.metrics))
         bench.print("\n".join(lines))
     return bench.status
 

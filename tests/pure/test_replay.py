@@ -196,7 +196,8 @@ def test_coalesced_operations_share_a_number() -> None:
 
 def test_ranks_that_disagree() -> None:
     """On a size, on a dtype, and on one whose parts are even on one rank alone."""
-    same, gather = call(9), {"name": "all_gather", "sent": 6}
+    gather: dict[str, Any] = {"name": "all_gather", "sent": 6}
+    same = call(9)
     assert kept([call(1, 5), same], [call(1, 6), same]) == [[9], [9]]
     assert kept([call(1), same], [call(1, dtype="Half"), same]) == [[9], [9]]
     even, odd = call(1, **gather, received=12), call(1, **gather, received=11)
@@ -230,7 +231,7 @@ def test_nothing_is_left() -> None:
 
 def test_scaled_sizes_have_no_time_of_the_job() -> None:
     """Each part is rounded up: 6 elements, of which 2 ranks bring 3 each, become 1 each."""
-    parts = {"name": "all_to_all", "sent": 6, "received": 6}
+    parts: dict[str, Any] = {"name": "all_to_all", "sent": 6, "received": 6}
     row = [call(count=3, job_s=1.0), call(2, **parts), call(3, count=0, name="barrier")]
     found, _ = replay.replayable([Recording(1, 0.01, row)] * 2, scale=0.1)
     assert [(each.sent, each.received) for each in found[0].calls] == [(1, 1), (2, 2), (0, 0)]
