@@ -107,8 +107,8 @@ def share(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 @contextmanager
 def peers() -> Iterator[None]:
-    """Around collectives of a control group: their errors mean that a process has died. Its
-    launcher knows which, and ends the others; where it does not, they end here."""
+    """Around the control group's collectives and calls of the store: their errors mean that a
+    process has died. Its launcher knows which, and ends the others; where not, they end here."""
     try:
         yield
     except RuntimeError as error:

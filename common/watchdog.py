@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import HANG
-from common.dist import Group, Job, abort_group
+from common.dist import Group, Job, abort_group, peers
 
 GRACE_S = 2.0  # for the answers to a roll call
 PR_SET_PDEATHSIG = 1  # of Linux
@@ -65,20 +65,23 @@ class Watchdog:
         host, order = socket.gethostname(), None if phase == "not part of it" else self.order
         self.where = f"rank {self.job.rank} on {host}, case '{label}', {phase}"
         now = {"where": self.where, "order": [self.case, order], "host": host, "pid": os.getpid()}
-        self.store.set(f"phase/{self.job.rank}", json.dumps(now))
-        self.store.add("changes", 1)
+        with peers():
+            self.store.set(f"phase/{self.job.rank}", json.dumps(now))
+            self.store.add("changes", 1)
         # the last resort, in C: it needs neither Python nor the store
         faulthandler.dump_traceback_later(self.timeout_s * 1.5 + 20, exit=True)
 
     def fail(self, reason: str) -> None:
         """This rank's case failed. The first reason counts: the others follow from it."""
-        self.store.compare_set(f"failed/{self.case}", "", reason)
-        self.store.add("changes", 1)
+        with peers():
+            self.store.compare_set(f"failed/{self.case}", "", reason)
+            self.store.add("changes", 1)
 
     def reason(self) -> str | None:
         """Why the case failed, on any rank; None if it did not."""
         key = f"failed/{self.case}"
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        with peers():
+            return self.store.get(key).decode() if self.store.check([key]) else None
 
     def stop(self) -> None:
         self.over.set()

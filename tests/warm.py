@@ -88,7 +88,7 @@ def main() -> None:
     for name in USED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    torchrun.run_script_path = run_script  # torch's own leaves by SystemExit, which it waits for
+    torchrun.run_script_path = run_script  # type: ignore[assignment]  # torch's own leaves by SystemExit, which it waits for
     api.logger.exception = api.logger.error  # type: ignore[method-assign]  # as of a subprocess
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
