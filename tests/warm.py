@@ -88,7 +88,8 @@ def main() -> None:
     for name in USED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
-    torchrun.run_script_path = run_script  # type: ignore[assignment]  # torch's own leaves by SystemExit, which it waits for
+    # torch's own leaves by SystemExit, and the agent would wait for its answer
+    torchrun.run_script_path = run_script  # type: ignore[assignment]
     api.logger.exception = api.logger.error  # type: ignore[method-assign]  # as of a subprocess
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
