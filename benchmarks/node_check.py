@@ -354,6 +354,8 @@ def main() -> int:
     with Benchmark("node_check", args) as bench:
         found = bench.share(bench.report.environment)
         slow, left_out = check(plan(args, bench, found), bench)
+        if not bench.share(len(bench.report.cases)):
+            bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
         for what in left_out:
             bench.print(f"# left out, for --budget {args.budget:g}: {what}")
         if bench.job.rank == 0:

@@ -244,7 +244,7 @@ FAULTS: dict[str, tuple[Callable[[Lab], object], str]] = {  # what happens, what
     "link cut": (lambda lab: lab.link_down(2), SILENT),
     "dropped packets": (lambda lab: lab.drop(2, 1), SILENT),
     "scancel": (lambda lab: lab.run(0, "scancel", "-n", "torchrun-bench"), r"SIGTERM: \d+ cases"),
-    "full disk": (fill_disk, r"a report.jsonl: No space left on device; it holds the cases before"),
+    "full disk": (fill_disk, r"\.jsonl: No space left on device; it holds the cases before"),
 }
 FAST = [("killed rank", TORCHRUN), ("power cut", SRUN), ("scancel", SRUN)]
 FAST += [("killed agent", TORCHRUN), ("dropped packets", SRUN)]
@@ -261,7 +261,7 @@ def test_a_fault_ends_the_job(
     if (name, wrapper) == ("killed rank", TORCHRUN):
         says = r"host +: node2\n +rank +: 1 .*\n +exitcode +: -9"
     timeout = 10 if "ALL_FAULTS" in os.environ else 5
-    place = {"report": lab.disk / "a report.jsonl"} if name == "full disk" else {}
+    place = {"report": lab.disk / f"{wrapper}.jsonl"} if name == "full disk" else {}
     job = submit(wrapper, f"{LONG} --resume --timeout {timeout}", GIVE_UP_S="10", **place)
     before = job.until_cases(2)
     begun, named, gone = time.monotonic(), 0.0, dict[int, float]()
