@@ -131,7 +131,7 @@ def derive(
             latency = max(latency, ping / messages.calls / 2 * 1e6)
             rates += messages.size * messages.calls / np.array([there, back, both / 2]) / 1e9
         links.append((a, b, *(float(f"{x:.4g}") for x in (latency, *rates))))
-    case.metrics["links"] = links
+    case.metrics["links"] = [list(link) for link in links]  # as in the report
     wrong = [rank for rank, count in zip(case.ranks, facts, strict=True) if count]
     case.check = f"failed: wrong data came to rank {wrong[0]}" if wrong else "passed"
 

@@ -60,7 +60,7 @@ def main() -> str | None:
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    width = 1024 if device.type == "cpu" else 8192
+    width = 512 if device.type == "cpu" else 8192
     counts = [ranks, 2 * ranks, 4 * ranks]
     silent: Any = dist.new_group(backend="fake")
     torch.manual_seed(0)  # all ranks make all stages, to check the gradients; a job would not
