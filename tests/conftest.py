@@ -241,10 +241,11 @@ def bench(
 ) -> Iterator[Callable[..., Run]]:
     """bench("benchmarks/x.py", *flags, ranks=2, timeout=240, ...) -> Run, with --json added.
 
-    torch is imported already, but in tests marked `faults` or `oldest` and with `start`'s other
-    options: there it is torchrun as a user types it.
+    torch is imported already (tests/warm.py), but in test_faults.py, in tests marked `oldest` and
+    with `start`'s other options: there it is torchrun as a user types it.
     """
-    cold = any(mark.name in ("faults", "oldest") for mark in request.node.iter_markers())
+    oldest = request.node.get_closest_marker("oldest") is not None
+    cold = oldest or request.node.path.name == "test_faults.py"
     runs: list[Warm] = []
 
     def run(

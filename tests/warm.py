@@ -2,8 +2,8 @@
 
 Importing torch takes longer than what most tests measure, in the agent and in every rank. This
 process does it once and forks: an agent for each request and, by torchrun's own --start-method,
-its ranks. So the tests of a script can be many; those marked `oldest` or `faults`, and those that
-change the environment, start it as a user does.
+its ranks. So the tests of a script can be many; those marked `oldest`, those of test_faults.py,
+and those that change the environment, start it as a user does.
 """
 
 import atexit
