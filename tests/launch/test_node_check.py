@@ -29,13 +29,15 @@ def slow_link(lab: Lab) -> Iterator[None]:
     """What comes to node2 comes at 20 Mbit/s."""
     shape = ("root", "tbf", "rate", "20mbit", "burst", "16kb", "latency", "200ms")
     lab.network(0, "tc", "qdisc", "add", "dev", "veth2", *shape)
-    yield
-    lab.network(0, "tc", "qdisc", "del", "dev", "veth2", "root")
+    try:
+        yield
+    finally:
+        lab.network(0, "tc", "qdisc", "del", "dev", "veth2", "root")
 
 
 @contextmanager
 def slow_node(lab: Lab) -> Iterator[None]:
-    """All that runs on node2 has 20 ms of a core in each 100 ms."""
+    """All that runs on node2 has 10 ms of a core in each 100 ms."""
     if not CGROUP.parent.is_dir():
         pytest.skip("needs the cpu controller of cgroup v1")
 
@@ -50,11 +52,13 @@ def slow_node(lab: Lab) -> Iterator[None]:
 
     CGROUP.mkdir(exist_ok=True)
     (CGROUP / "cpu.cfs_period_us").write_text("100000")
-    (CGROUP / "cpu.cfs_quota_us").write_text("20000")
+    (CGROUP / "cpu.cfs_quota_us").write_text("10000")
     move(CGROUP)
-    yield
-    move(CGROUP.parent)
-    CGROUP.rmdir()
+    try:
+        yield
+    finally:
+        move(CGROUP.parent)
+        CGROUP.rmdir()
 
 
 @pytest.mark.parametrize("fault", [slow_link, slow_node])
