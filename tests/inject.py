@@ -154,12 +154,12 @@ def drifting_replica() -> None:
 
 @fault
 def slow_rank() -> None:
-    """Rank 1 waits 300 ms in each optimizer step: long against what else a full machine does."""
+    """Rank 1 waits 150 ms in each optimizer step: long against what else a full machine does."""
     real = torch.optim.SGD.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if RANK == 1:
-            end = time.perf_counter() + 0.3
+            end = time.perf_counter() + 0.15
             while time.perf_counter() < end:
                 pass
         return real(self, *args, **kwargs)

@@ -130,7 +130,7 @@ def test_ctrl_c_in_a_terminal_twice(tmp_path: Path) -> None:
 
 def test_a_case_that_fails_on_one_rank_is_a_row(bench: Callable[..., Any]) -> None:
     """In build, then in a step; the next case is measured, and its slow rank is named."""
-    flags = (*SHORT, "--iters", "15", "--comm-hook", "none,allreduce,fp16")
+    flags = (*SHORT, "--iters", "30", "--comm-hook", "none,allreduce,fp16")
     run = bench(SCRIPT, *flags, inject="build-raises,step-raises,slow-rank")
     checks = {case.key["comm_hook"]: case.check for case in run.report.cases}
     memory = "failed: OutOfMemoryError: injected: out of memory (rank 1)"
