@@ -6,15 +6,15 @@ what a link has to carry, and to check what was computed.
     $ torchrun --nproc-per-node 2 examples/allreduce_busbw.py
     2 ranks, gloo: all_reduce of float32, in place
          bytes  median us   95 % interval    algbw GB/s  busbw GB/s   wrong
-          4096     1428.5   480.8 to 2268.7       0.003       0.003       0
-         65536     1515.2   611.8 to 2299.3       0.043       0.043       0
-       1048576     1761.5   1231.6 to 4755.9      0.595       0.595       0
-      16777216    26481.8   24143.9 to 36096.5    0.634       0.634       0
+          4096     1848.6   683.2 to 3548.4       0.002       0.002       0
+         65536     1761.9   1558.9 to 2403.4      0.037       0.037       0
+       1048576     1780.2   786.1 to 3086.3       0.589       0.589       0
+      16777216    20478.6   15558.3 to 23173.6    0.819       0.819       0
 
 algbw = bytes / time. A ring sends 2 (n - 1) / n of the bytes over each rank's link, so busbw =
 algbw * 2 (n - 1) / n can be held against the rate of a link, however many ranks there are.
 
-BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15, busy.
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
 import gc

@@ -6,11 +6,11 @@ without averaging gradients (`no_sync`), and to put an interval on the differenc
     $ torchrun --nproc-per-node 2 examples/ddp_exposed.py
     2 ranks, gloo, 4.2 M parameters, replicas equal: True
                     median ms   95 % interval
-    step               107.39   88.77 to 132.18
-    local compute       70.23   56.85 to 90.18
-    exposed             42.22   24.43 to 51.46
+    step                60.97   57.27 to 65.05
+    local compute       33.40   28.50 to 36.36
+    exposed             28.89   20.91 to 31.65
 
-BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15, busy.
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
 import gc

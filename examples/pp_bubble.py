@@ -7,11 +7,11 @@ theory p equal stages and m microbatches are idle for (p - 1) / (m + p - 1) of t
     $ torchrun --nproc-per-node 2 examples/pp_bubble.py
     2 stages, gloo; medians
     microbatches   step ms   idle %   95 % interval   in theory %
-               2     17.25     46.3   11.5 to 69.9           33.3
-               4     39.39     25.4   -3.5 to 58.7           20.0
-               8     63.77     51.0   33.8 to 57.9           11.1
+               2      7.40     51.7   50.4 to 65.2           33.3
+               4     14.43     50.2   40.2 to 62.2           20.0
+               8     27.98     52.0   47.6 to 61.4           11.1
 
-BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, busy, torch 2.15.
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
 import gc

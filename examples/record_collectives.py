@@ -6,7 +6,7 @@ benchmarks/replay.py replays. `--ddp`: DDP instead of FSDP2 x tensor parallelism
 
     $ torchrun --nproc-per-node 4 examples/record_collectives.py
     4 ranks, gloo, dp x tp = (2, 2), 3 steps recorded
-    step   110.37 ms   95 % interval 102.24 to 156.33
+    step   111.36 ms   95 % interval 91.68 to 131.46
     op             group            MiB   a step
     all_gather     mesh_dp        0.501        4
     all_gather     mesh_dp        0.502        4
@@ -14,7 +14,7 @@ benchmarks/replay.py replays. `--ddp`: DDP instead of FSDP2 x tensor parallelism
     all_reduce     mesh_dp        0.502        2
     all_reduce     mesh_tp        0.031        3
 
-BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15, busy.
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
 import itertools

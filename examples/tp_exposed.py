@@ -6,11 +6,11 @@ sends nothing. exposed = step - step with this axis faked, which computes garbag
     $ torchrun --nproc-per-node 2 examples/tp_exposed.py
     2 ranks, gloo, ('dp', 'tp') = (1, 2), output right: True
                     median ms   95 % interval
-    step                81.26   63.62 to 94.36
-    exposed dp          -4.31   -17.80 to 12.91
-    exposed tp          -2.70   -8.43 to 9.24
+    step                49.98   36.73 to 60.59
+    exposed dp          -0.71   -4.49 to 4.58
+    exposed tp           1.71   -6.36 to 9.73
 
-BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15, busy.
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
 import gc

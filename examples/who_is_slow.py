@@ -7,10 +7,10 @@ Time what a rank does without the others, and compare it with theirs at the same
     $ torchrun --nproc-per-node 2 examples/who_is_slow.py --slow 1
     2 ranks, gloo; medians
     rank   step ms   local ms   local / others'   95 % interval
-       0     17.34       6.78              0.60   0.56 to 0.69
-       1     16.86      10.57              1.66   1.44 to 1.78   slow
+       0     19.96       7.06              0.60   0.48 to 0.71
+       1     19.16      12.04              1.67   1.42 to 2.10   slow
 
-BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, no GPU, torch 2.15, busy.
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
 import argparse
