@@ -106,11 +106,12 @@ def run(sides: Sequence[Side], number: int) -> None:
         for side, own, other in zip(sides, pipes, reversed(pipes), strict=True):
             turns = {TURN: f"{own}:{other}"} if len(sides) > 1 else {}
             started.append(side.start(number, turns))
-        took_turns = len(sides) == 1 or take_turns(pipes, started)
-        pairs = zip(sides, started, strict=True)
-        for side, process in sorted(pairs, key=lambda pair: pair[1].poll() is None):
+        first = 0 if len(sides) == 1 else take_turns(pipes, started)
+        over = first if first is not None else int(started[0].poll() is None)
+        pairs = list(zip(sides, started, strict=True))
+        for side, process in pairs[over:] + pairs[:over]:  # the other may end for it, or wait
             status, problem = process.wait(), side.why_no_report(number)
-            if not problem and not took_turns:
+            if not problem and first is None:
                 problem = "it took no turns; only this project's scripts can"
             if status or problem:
                 log = side.report(number).with_suffix(".log")
@@ -120,14 +121,15 @@ def run(sides: Sequence[Side], number: int) -> None:
                 raise RuntimeError(f"{side.name} {number}: {what}; the end of {log}:{tail}")
 
 
-def take_turns(pipes: list[str], started: list[psutil.Popen]) -> bool:
-    """Until two commands that take turns have ended, or one fails; False if it never took one.
+def take_turns(pipes: list[str], started: list[psutil.Popen]) -> int | None:
+    """Until two commands that take turns have ended, or one fails; None if it never took one.
 
-    A byte in its pipe is a command's turn; it passes the byte on into the other's pipe.
+    A byte in its pipe is a command's turn; it passes the byte on into the other's pipe. Returns
+    the index of the command that ended first.
     """
     ends = [wait_for_reader(pipe, process) for pipe, process in zip(pipes, started, strict=True)]
     if -1 in ends:
-        return False
+        return None
     turns = [os.open(pipe, os.O_RDWR) for pipe in pipes]
     os.write(turns[0], b".")
     while all(process.poll() is None for process in started):
@@ -140,7 +142,7 @@ def take_turns(pipes: list[str], started: list[psutil.Popen]) -> bool:
                 os.write(turns[1 - gone], os.read(turns[gone], 1))
     for end in (*ends, *turns):
         os.close(end)
-    return True
+    return gone
 
 
 def wait_for_reader(pipe: str, process: psutil.Popen) -> int:
