@@ -222,7 +222,7 @@ def parse_mesh(text: str) -> Layout:
     product, _, how = text.partition(":")
     words = re.findall(r"([a-z]p)(\d+)(?:x(\d+))?", product)
     n = dict.fromkeys(AXES, 1) | {axis: int(a) * int(b or 1) for axis, a, b in words}
-    known = r"ddp[1-9]\d*|(dp[1-9]\d*x[1-9]\d*|(dp|tp|pp|cp|ep)[1-9]\d*)+"
+    known = r"ddp[1-9]\d*|(dp[1-9]\d*x([2-9]|[1-9]\d+)|(dp|tp|pp|cp|ep)[1-9]\d*)+"
     once = len({axis for axis, _, _ in words}) == len(words)
     if not re.fullmatch(known, product) or not once:
         wrong("a mesh", repr(text), "e.g. dp8, dp2x4, dp4tp2, dp2pp4:1f1b, cp8; ddp8 by itself")

@@ -159,10 +159,3 @@ def slow_links(
             what = f"{kind.partition(',')[0]} {place}"
             found |= accuse(costs, levels, "link", what, sigmas, margin)
     return found
-
-
-def concerned(pairs: Sequence[Pair], findings: Findings, node_of: list[int]) -> bool:
-    """Whether what was found is about one of these pairs, its ranks or their nodes."""
-    names = {f"link {a} -> {b}" for pair in pairs for a, b in (pair, pair[::-1])}
-    names |= {text for pair in pairs for r in pair for text in (f"rank {r}", f"node {node_of[r]}")}
-    return any(who in names for who, _ in findings)

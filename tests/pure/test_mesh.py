@@ -36,6 +36,7 @@ def test_mesh_by_name(name: str, axes: list[str], what: dict[str, Any]) -> None:
         ("fsdp8", "a mesh, got 'fsdp8'; e.g. dp8"),
         ("dp0", "a mesh"),
         ("tp2x4", "a mesh"),
+        ("dp4x1", "a mesh"),  # one shard is no HSDP
         ("ddp4tp2", "ddp8 by itself"),
         ("dp2dp4", "a mesh"),
         ("pp4", "after a pipeline"),  # which schedule?

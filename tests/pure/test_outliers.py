@@ -7,7 +7,7 @@ import pytest
 from benchmarks import node_check
 from common.check import odd_results
 from common.gpus import lacking
-from common.links import concerned, rounds_by_node
+from common.links import rounds_by_node
 from common.outliers import accuse, judge, on_hosts, sentences
 from common.report import Case, Report
 
@@ -165,14 +165,3 @@ def test_links_of_nodes(members: list[list[int]]) -> None:
     for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(ranks) == len(set(ranks))
-
-
-def test_which_links_are_measured_again() -> None:
-    for who, pairs, want in (
-        ("link 3 -> 2", [(2, 3)], True),
-        ("rank 2", [(2, 3)], True),
-        ("node 1", [(0, 1), (2, 4)], True),
-        ("node 2", [(0, 1), (2, 3)], False),
-        ("rank 4", [(0, 1)], False),
-    ):
-        assert concerned(pairs, {(who, "x"): (2, 9)}, NODES) == want, who
