@@ -38,6 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if not config.option.markexpr:
         config.option.markexpr = " and ".join(f"not {name}" for name in MARKS)
+    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests of the CPU are the same on every machine
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -241,11 +243,11 @@ def bench(
 ) -> Iterator[Callable[..., Run]]:
     """bench("benchmarks/x.py", *flags, ranks=2, timeout=240, ...) -> Run, with --json added.
 
-    torch is imported already (tests/warm.py), but in test_faults.py, in tests marked `oldest` and
-    with `start`'s other options: there it is torchrun as a user types it.
+    torch is imported already (tests/warm.py), but in test_faults.py, in tests marked `oldest` or
+    `gpu` and with `start`'s other options: there it is torchrun as a user types it.
     """
-    oldest = request.node.get_closest_marker("oldest") is not None
-    cold = oldest or request.node.path.name == "test_faults.py"
+    marked = any(request.node.get_closest_marker(name) for name in ("oldest", "gpu"))
+    cold = marked or request.node.path.name == "test_faults.py"
     runs: list[Warm] = []
 
     def run(
