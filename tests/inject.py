@@ -534,10 +534,10 @@ def slow_writer() -> None:
 
 @fault
 def disk_fills() -> None:
-    """From its 500th tensor on rank 1 cannot write more than 4 KiB into a file."""
+    """From its 250th tensor on rank 1 cannot write more than 4 KiB into a file."""
 
     def fill(number: int) -> None:
-        if number == 500 and RANK == 1:
+        if number == 250 and RANK == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
 
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -546,10 +546,10 @@ def disk_fills() -> None:
 
 @fault
 def dies_in_save() -> None:
-    """Rank 1 is killed where it writes its 500th tensor; the folder $LEFT is $SAVES by then."""
+    """Rank 1 is killed where it writes its 250th tensor; the folder $LEFT is $SAVES by then."""
 
     def die(number: int) -> None:
-        if number == 500 and RANK == 1:
+        if number == 250 and RANK == 1:
             shutil.copytree(os.environ["SAVES"], os.environ["LEFT"])
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -11,22 +11,26 @@ from common.report import Case
 
 def save(blocked: float, steps: int, seconds: float, upload: float, write: float = 0.4) -> Any:
     """A save of which so many steps were beside the upload, each of `seconds`."""
-    times = {"save": blocked + steps * seconds, "alone": steps * 0.15, "blocked": blocked}
-    return times | {"upload": upload, "write": write}
+    return [blocked + steps * seconds, steps * 0.15, blocked, upload, write]
+
+
+FIRST = save(1.10, 4, 0.20, 1.6)
 
 
 def facts(**other: Any) -> dict[str, Any]:
     return {
-        "first": save(1.10, 4, 0.20, 1.6),
-        "saves": [save(0.10, 4, 0.20, 0.8)] * 6,
+        "saves": [FIRST, *[save(0.10, 4, 0.20, 0.8)] * 6],
         "unsynced": [save(0.10, 1, 0.20, 0.2)] * 3,
         "stop": "iters",
         "host_ram_gib": 0.5,
-        "cold": [[0.4, 5e8, 2e8], [0.5, 5e8, 2e8], [0.6, 5e8, 2e8]],  # s, bytes, of the device
-        "warm": [[0.1, 5e8, 0], [0.1, 5e8, 0], [0.3, 5e8, 0]],
+        "loads": [  # cold and warm: seconds, bytes, of the device
+            [[0.4, 5e8, 2e8], [0.1, 5e8, 0]],
+            [[0.5, 5e8, 2e8], [0.1, 5e8, 0]],
+            [[0.6, 5e8, 2e8], [0.3, 5e8, 0]],
+        ],
         "shard_bytes": 200_000_000,
         "same": True,
-        "flipped": "not noticed",
+        "noticed": False,
         "files": 5,
     } | other
 
@@ -38,7 +42,7 @@ def derived(ranks: list[dict[str, Any]], every: float = 600, strategy: str = "fs
 
 
 def test_the_example_of_the_page() -> None:
-    case = derived([facts(), facts(saves=[save(0.05, 4, 0.15, 0.7, write=0.2)] * 6)])
+    case = derived([facts(), facts(saves=[FIRST, *[save(0.05, 4, 0.15, 0.7, write=0.2)] * 6])])
     m = case.metrics
     assert m["blocked_s"] == 0.10
     assert m["stall_s"] == pytest.approx(0.30)
@@ -62,8 +66,8 @@ def test_replicas_are_one_state_and_uploads_may_queue() -> None:
 
 def test_what_is_not_known_is_left_out() -> None:
     """Loads of which the device gave a part are not cold; torch.save does not time its writes."""
-    cold = [[0.4, 5e8, 1.7e8]] * 3
-    m = derived([facts(cold=cold, saves=[save(0.1, 0, 0.0, 0.1, write=0.0)] * 6)]).metrics
+    loads = [[[0.4, 5e8, 1.7e8], [0.1, 5e8, 0]]] * 3
+    m = derived([facts(loads=loads, saves=[save(0.1, 0, 0.0, 0.1, write=0.0)] * 7)]).metrics
     assert "load_cold_s" not in m
     assert "slowest_rank" not in m
     assert m["stall_s"] == m["blocked_s"] == m["upload_s"]
@@ -73,9 +77,7 @@ def test_what_is_not_known_is_left_out() -> None:
     ("ranks", "check", "bit"),
     [
         ([{}, {"same": False}], "failed: rank 1 loads another state than it saved", "not noticed"),
-        ([{"flipped": "noticed"}, {"flipped": "in no tensor"}], "passed", "noticed"),
-        ([{}, {"flipped": "in no tensor"}], "passed", "not noticed"),
-        ([{"flipped": "in no tensor"}] * 2, "passed", "in no tensor"),
+        ([{"noticed": True}, {}], "passed", "noticed"),
     ],
 )
 def test_the_check(ranks: list[dict[str, Any]], check: str, bit: str) -> None:
