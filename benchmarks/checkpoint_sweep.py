@@ -68,7 +68,7 @@ from common.table import Columns, half_width, metric, render
 from common.timing import STOPS, agree, decide
 
 Facts = dict[str, Any]
-TIMES = ("save", "alone", "blocked", "upload", "write")  # of a save, in seconds
+TIMES = ("save", "alone", "blocked", "upload")  # of a save, in seconds
 LOADS = 3  # cold ones, and as many warm ones; with --iters 1 or 2 as few
 
 
@@ -206,7 +206,7 @@ class Training:
         return times
 
     def save(self, path: Path, fsync: bool) -> list[float]:
-        """Seconds of one save on this rank, in the order of TIMES."""
+        """Seconds of one save on this rank: those of TIMES, and of its writing."""
         overlaps = self.mode.startswith("async")
         idle = self.train(lambda steps: steps < (4 if overlaps else 1))
         for copy, x in zip(self.saved, self.own_bytes(), strict=True):
@@ -221,7 +221,8 @@ class Training:
             future.add_done_callback(lambda _: uploaded.append(perf_counter() - start))
             steps = self.train(lambda _: not uploaded)
             future.result()  # raises what went wrong
-        alone, upload = len(steps) * float(np.median(idle)), [*uploaded, blocked][0]
+        alone = len(steps) * float(np.median(idle))
+        upload = uploaded[0] if uploaded else blocked
         wrote = path / f"seconds.{dist.get_rank()}"
         write = float(wrote.read_text()) if wrote.exists() else 0.0
         return [blocked + sum(steps), alone, blocked, upload, write]
@@ -290,6 +291,8 @@ def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Facts:
         stop = STOPS[agree(decide(times, len(times), spent, bench.rule), group)]
     facts: Facts = {"saves": saves, "unsynced": unsynced, "stop": stop, "noticed": True}
     facts["host_ram_gib"] = peak(cpu, memory)["memory_gib"]
+    if t.mode == "async-process":
+        facts["host_ram_gib"] += sum(p.memory_full_info().uss for p in process.children()) / 2**30
     facts["loads"] = [[load_once(cold=True), load_once()] for _ in times[:LOADS]]
     facts["same"] = all(map(torch.equal, (x.cpu() for x in t.own_bytes()), t.saved))
     facts["shard_bytes"], facts["files"] = sum(map(len, t.saved)), len(os.listdir(paths[-1]))
@@ -311,12 +314,12 @@ def derive(every: float, case: Case, facts: list[Facts]) -> None:
     )
     case.samples_s = {name: saves[:, 1:, i].tolist() for i, name in enumerate(TIMES)}
     case.stop, case.rounds = facts[0]["stop"], [1] * (saves.shape[1] - 1)
-    first, *_ = rows = saves.max(axis=0)  # [1 + saves, TIMES]
+    rows = saves.max(axis=0)  # [1 + saves, times], the first save apart
     save, alone, blocked, upload, _ = rows[1:].T
     m = case.metrics
     m |= {"blocked_s": np.median(blocked), "upload_s": np.median(upload)}
     m["stall_s"], m["stall_ci95_s"] = difference(save, alone, case.rounds)
-    m["first_extra_s"] = first[0] - first[1] - m["stall_s"]
+    m["first_extra_s"] = rows[0, 0] - rows[0, 1] - m["stall_s"]
     m["state_bytes"] = int(shards.sum() if case.key["strategy"] == "fsdp2" else shards.max())
     m["write_gb_per_s"] = m["state_bytes"] / m["upload_s"] / 1e9
     m["fsync_factor"] = m["upload_s"] / np.median(unsynced[:, :, 3].max(axis=0))
