@@ -168,7 +168,6 @@ class Training:
         self.control, self.device, self.mode = group.control, bench.job.device, key["mode"]
         self.say = partial(bench.watchdog.phase, self.mode)
         # a save has collectives, too, which must not meet those of the steps beside it
-        self.saves: Any = dist.new_group(backend="gloo", timeout=FOREVER)
         self.saves = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER))
         group.more.append(self.saves)
         torch.manual_seed(0)
@@ -187,7 +186,7 @@ class Training:
         texts = random_text(DECODERS[key["model"]], key["batch_size"], seed=bench.job.rank)
         length = 32 if self.device.type == "cpu" else None
         self.tokens, self.targets = (text[:, :length].to(self.device) for text in texts)
-        self.stager: DefaultStager | None = None  # the one of `async_save`
+        self.stager: DefaultStager | None = None  # of `async_save`
         self.saved = [x.to("cpu", copy=True) for x in self.own_bytes()]  # by the newest save
 
     def train(self, more: Callable[[int], bool]) -> list[float]:
