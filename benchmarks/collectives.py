@@ -2,16 +2,13 @@
 """How fast is each collective, at each size, and are its results right? nccl-tests for torch.
 
     time    = a sample of -n calls / n; -a of the ranks' (default max); median of the samples
-    algbw   = size / time, in GB/s of 10^9 bytes;     busbw = algbw * factor
-    factor  = 2(n-1)/n for all_reduce; (n-1)/n for all_gather, reduce_scatter, all_to_all, gather
-              and scatter; 1 for broadcast, reduce and sendrecv (a ring)
+    algbw   = size / time, in GB/s of 10^9 bytes;     busbw = algbw * its factor below
     size    = the larger of what a rank sends and receives, in bytes; count = elements it brings
     #wrong  = values that differ from what rank and position say; must be 0
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 4 -e 64M -f 2
     torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all -e 1G --json report.jsonl
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-        benchmarks/collectives.py -b 1G -e 1G --groups cross --limit 50
+    torchrun --nproc-per-node 8 benchmarks/collectives.py -b 1G -e 1G --limit 450 --min-busbw 400
 
 Flags, table and formulas are those of NVIDIA's nccl-tests; written anew. BSD-3-Clause.
 """
@@ -344,10 +341,8 @@ def main() -> int:
         except (OSError, ValueError) as error:
             bench.refuse(f"--groups or --matrix: {error}")
         if args.matrix:  # the rank with the most to send or receive
-            args.minbytes = args.maxbytes = int(
-                max(*np.sum(args.matrix, 0), *np.sum(args.matrix, 1))
-            )
-            args.collective = ["all_to_all"]
+            most = max(int(np.sum(args.matrix, axis).max()) for axis in (0, 1))
+            args.collective, args.minbytes, args.maxbytes = ["all_to_all"], most, most
         if text := bench.share(too_much(2 * args.maxbytes, job, "-e")):
             bench.refuse(text)
         tables, made = plan(args, job, ranks), partial(derive, args, groups)

@@ -31,7 +31,6 @@ from common import cli
 from common.benchmark import Benchmark
 from common.dist import node_of_each, partition
 from common.links import KINDS, Link, Messages, directed, measure_round, rounds_of, slow_links
-from common.memory import too_much
 from common.outliers import SIGMAS, sentences
 
 LARGEST_MATRIX, WORST = 32, 20  # above so many members so many links are printed
@@ -85,15 +84,12 @@ def main() -> int:
             bench.refuse(f"--by {args.by}: {error}")
         if len(members) < 2:
             bench.refuse(f"a link needs two {args.by}s, and there is 1; e.g. --nproc-per-node 2")
-        if text := bench.share(too_much(2 * args.size, job, "--size")):
-            bench.refuse(text)
-        rounds = rounds_of(len(members))
+        rounds, how = rounds_of(len(members)), "the pairs of a round at once"
         if args.serial:
-            rounds = [[pair] for pairs in rounds for pair in pairs]
+            rounds, how = [[pair] for pairs in rounds for pair in pairs], "one pair at a time"
         fixed = {n: getattr(args, n) for n in ("size", "latency_size", "calls", "by", "serial")}
         fixed |= {"rounds": len(rounds), "world_size": job.world_size}
         fixed |= {"device": job.device.type, "backend": job.backend}
-        how = "one pair at a time" if args.serial else "the pairs of a round at once"
         bench.print(f"\n# {len(rounds)} rounds, {how}")
         links, messages = list[Link](), Messages(args.size, args.latency_size, args.calls)
         for number, pairs in enumerate(rounds, 1):

@@ -15,8 +15,9 @@ from common.outliers import MARGIN, Costs, Findings, accuse
 from common.report import Case
 from common.timing import Step, cuda_graph
 
+Key = dict[str, Any]
 Pair = tuple[int, int]  # of members: ranks or nodes
-Link = tuple[Any, ...]  # a, b, latency in us, a -> b, b -> a, both in GB/s
+Link = Sequence[Any]  # a, b, latency in us, a -> b, b -> a, both in GB/s
 
 # what is measured: where a Link has it (of a -> b, of b -> a), unit, whether less is better
 KINDS = {
@@ -60,11 +61,7 @@ def rounds_by_node(members: list[list[int]]) -> list[list[Pair]]:
 
 
 def measure_round(
-    bench: Benchmark,
-    key: dict[str, Any],
-    pairs: Sequence[Pair],
-    members: list[list[int]],
-    messages: Messages,
+    bench: Benchmark, key: Key, pairs: list[Pair], members: list[list[int]], messages: Messages
 ) -> list[Link]:
     """A case in which the pairs of members meet. Its links, on rank 0."""
     meetings = [list(zip(members[a], members[b], strict=True)) for a, b in pairs]
@@ -73,7 +70,7 @@ def measure_round(
     case = bench.measure(key, work, made, sorted(np.ravel(meetings).tolist()))
     if case and case.failed:
         bench.print(f"# round {key['round']}: {case.check}")
-    return [tuple(link) for link in case.metrics.get("links", [])] if case else []
+    return case.metrics.get("links", []) if case else []
 
 
 def build(meetings: list[list[Pair]], messages: Messages, job: Job, group: Group) -> Workload:
@@ -119,7 +116,7 @@ def derive(
     pairs: Sequence[Pair], meetings: list[list[Pair]], messages: Messages, case: Case, facts: Any
 ) -> None:
     """The links of a round. Of a sample the slower rank counts, of the samples the fastest."""
-    links: list[Link] = []
+    case.metrics["links"] = links = list[Link]()
     for (a, b), ranks in zip(pairs, meetings, strict=True):
         latency, rates = 0.0, np.zeros(3)
         for pair in ranks:  # of two nodes those that meet at the same time
@@ -130,8 +127,7 @@ def derive(
             )
             latency = max(latency, ping / messages.calls / 2 * 1e6)
             rates += messages.size * messages.calls / np.array([there, back, both / 2]) / 1e9
-        links.append((a, b, *(float(f"{x:.4g}") for x in (latency, *rates))))
-    case.metrics["links"] = [list(link) for link in links]  # as in the report
+        links.append([a, b, *(float(f"{x:.4g}") for x in (latency, *rates))])
     wrong = [rank for rank, count in zip(case.ranks, facts, strict=True) if count]
     case.check = f"failed: wrong data came to rank {wrong[0]}" if wrong else "passed"
 
