@@ -229,6 +229,6 @@ def test_one_process_alone() -> None:
     assert isinstance(found, Reference)
     assert [len(row) for row in found.losses] == [8] * 3  # ranks 8 and 9 share those of 0 and 1
     means = [sum(row) / 8 for row in found.losses]
-    assert means[2] < 0.9 * means[0]
+    assert means[0] - means[2] > compile_sweep.TOLERANCES["fp32"] * means[0]
     text = compile_sweep.train_alone_on("unheard-of", 4, "fp32", 1, cpu)
     assert text == "one process alone fails: ModuleNotFoundError: No module named 'torchbenchmark'"
