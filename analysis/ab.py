@@ -50,7 +50,7 @@ from analysis.verdicts import Comparison, Design, compare
 from common import report
 from common.cli import Parser, number, positive_int, refuse, wrong
 
-TURN = "TORCHRUN_BENCH_TURN"  # the two named pipes of a command: common/benchmark.py, class Turn
+TURN = "TORCHRUN_BENCH_TURN"  # the two named pipes of a command: common/cli.py, turn_taker
 
 
 def variable(text: str) -> str:

@@ -119,12 +119,9 @@ def build_perturbation(args: argparse.Namespace, bench: Benchmark, group: Group)
 
     ratios = []
     for pair in range(args.pairs):
-        bench.watchdog.phase("perturbation", f"pair {pair + 1}")
-        if pair % 2 == 0:
-            reported, bare = harness(), bare_loop()
-        else:
-            bare, reported = bare_loop(), harness()
-        ratios.append(reported / bare)
+        bench.watchdog.phase(f"pair {pair + 1}")
+        took = {each: each() for each in [harness, bare_loop][:: 1 if pair % 2 == 0 else -1]}
+        ratios.append(took[harness] / took[bare_loop])
     return Workload({"step": step}, facts=lambda: ratios)
 
 
@@ -176,12 +173,12 @@ def main() -> int:
         columns: Columns = {"": lambda case: case.key["name"], "found": found}
         bench.begin_table("What can be told apart", columns, ["resolution, 10 s", ""])
         fixed = {"device": bench.job.device.type, "step_ms": args.step_ms}
+        rule = replace(bench.rule, target_ci=1e-9)  # which no step reaches
         for mode in args.modes:
             build, derive = MODES[mode]
             iters = 240 if mode == "barrier" else None
             for seconds in args.seconds if mode == "resolution" else [None]:
-                limits: dict[str, Any] = {"iters": iters, "max_seconds": seconds or 1}
-                bench.rule = replace(bench.rule, target_ci=1e-9, **limits)
+                bench.rule = replace(rule, iters=iters, max_seconds=seconds or 1)
                 name = f"{mode}, {seconds:g} s" if seconds else mode
                 key = {"mode": mode, "name": name, "seconds": seconds} | fixed
                 bench.measure(key, partial(build, args, bench), derive)

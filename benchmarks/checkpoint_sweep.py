@@ -166,7 +166,7 @@ class Training:
 
     def __init__(self, key: Facts, bench: Benchmark, group: Group) -> None:
         self.control, self.device, self.mode = group.control, bench.job.device, key["mode"]
-        self.say = partial(bench.watchdog.phase, self.mode)
+        self.say = bench.watchdog.phase
         # a save has collectives, too, which must not meet those of the steps beside it
         self.saves = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER))
         group.more.append(self.saves)
@@ -257,8 +257,7 @@ def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Facts:
     cpu, process, paths = torch.device("cpu"), psutil.Process(), list[Path]()
 
     def save(fsync: bool = True) -> list[float]:
-        if bench.turn:
-            bench.turn.pass_on()
+        bench.turn()
         if bench.job.rank == 0 and len(paths) > 1:  # the newest stays until this one is complete
             shutil.rmtree(paths[-2])
         paths.append(folder / str(len(paths) + 1))

@@ -249,7 +249,7 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
 
     losses, times_s, graphs = list[Tensor](), list[float](), list[int]()
     for i in range(CHECKED_STEPS):
-        bench.watchdog.phase(name, f"step {i + 1} (the first one compiles)")
+        bench.watchdog.phase(f"step {i + 1} (the first one compiles)")
         dist.barrier(group.control)
         times_s += time_block(lambda: losses.append(step()), 1, device)[0]
         graphs.append(counters["stats"]["unique_graphs"])

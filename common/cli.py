@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 HANG = 3  # exit status
+TURN = "TORCHRUN_BENCH_TURN"  # the variable with the two named pipes of `ab.py --interleave`
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -22,6 +23,30 @@ def refuse(message: str, status: int = 2) -> NoReturn:
         line = " ".join(message.split())
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    if "On WorkerInfo(" in lines[0] and len(lines) > 1:  # what RPC adds
+        return lines[1]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def turn_taker(pipes: str) -> Callable[[], None]:
+    """Of two commands only one measures at a time (`ab.py --interleave`): wait for the first turn.
+    Returns what passes the turn on and waits for the next one.
+
+    pipes: two names. A byte in the first is this command's turn, in the second the other's.
+    """
+    own, other = map(os.open, pipes.split(":"), (os.O_RDONLY, os.O_WRONLY))
+    os.read(own, 1)
+
+    def pass_on() -> None:
+        os.write(other, b".")
+        os.read(own, 1)
+
+    return pass_on
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ The default group is the job's control group: gloo over all ranks, for metadata 
 group under test is made for each case, over exactly its ranks, for nothing but the workload.
 """
 
+import gc
 import os
 import sys
 import time
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -82,11 +84,15 @@ def abort_group(group: Group) -> None:
 
 def close_group(group: Group, failed: bool = False) -> None:
     """Its members call it, each for itself. failed: with work in flight."""
+    gc.collect()  # what is left of the workload; NCCL would wait for its CUDA graphs
     # destroying an NCCL group would wait for its work, for ever (pytorch/pytorch#141510)
     drop = dist.distributed_c10d._abort_process_group if failed else dist.destroy_process_group
     for each in (*group.more, group.test):
         drop(each)
     dist.destroy_process_group(group.control)
+    if failed:
+        with suppress(RuntimeError):  # of a CUDA context that is lost
+            torch.cuda.empty_cache()
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
@@ -143,16 +149,12 @@ def partition(spec: str, nodes: list[int]) -> list[list[int]]:
 
     everyone = list(range(len(nodes)))
     members = [[r for r in everyone if nodes[r] == node] for node in range(max(nodes) + 1)]
-    named = {"world": [everyone], "rank": [[r] for r in everyone], "node": members}
+    cross = [list(ranks) for ranks in zip_longest(*members)]  # uneven nodes: with None
+    named = {"world": [everyone], "rank": [[r] for r in everyone], "node": members, "cross": cross}
     groups = named.get(spec, [])
     with suppress(ValueError):  # what is wrong is found below
-        if spec == "cross":
-            groups = [list(ranks) for ranks in zip(*members, strict=True)]
-        elif spec not in named:
-            groups = [
-                sorted(r for word in part.split(",") for r in span(word))
-                for part in spec.split("/")
-            ]
+        for part in spec.split("/") if spec not in named else []:
+            groups.append(sorted(r for word in part.split(",") for r in span(word)))
     ranks = [rank for group in groups for rank in group]
     one_size = len({len(group) for group in groups}) == 1
     if not (ranks and one_size) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):

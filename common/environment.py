@@ -43,12 +43,11 @@ def collect(job: Job) -> dict[str, Any]:
         "torch": torch.__version__,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
     }
-    ranks = gather(row)
-    node = {"topology": topology(cuda), "gpus": gpu_state() if cuda else []} if first else None
-    nodes = gather(node)
-    if ranks is None or nodes is None:
+    node = {"topology": topology(cuda), "gpus": gpu_state() if cuda else []} if first else {}
+    rows = gather((row, node))
+    if rows is None:
         return {}
-    leaders = [row | more for row, more in zip(ranks, nodes, strict=True) if more]
+    ranks, leaders = [row for row, _ in rows], [row | node for row, node in rows if node]
     # torch 2.15 has a second implementation of NCCL's process group, and takes it by default
     new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
     nccl = "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"

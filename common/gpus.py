@@ -40,14 +40,22 @@ def gpu_state() -> list[dict[str, str]]:
     return [dict(zip(GPU_STATE, row, strict=True)) for row in rows if len(row) == len(GPU_STATE)]
 
 
-def at_the_end(job: Job) -> dict[str, list[Any]]:
-    """What each node says after the last case, on rank 0: `gpus`, their state, and `nccl`, what it
-    chose. Empty lists on the CPU and elsewhere. All ranks call it."""
+def at_the_end(job: Job, hosts: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """What each node says after the last case, on rank 0: for the report, and lines to print.
+
+    Empty on the CPU and elsewhere. All ranks call it.
+    """
     log = Path(os.environ.get("NCCL_DEBUG_FILE", ""))  # of the node's first rank; join.py sets it
     text = log.read_text(errors="replace") if log.is_file() else ""
     first = job.local_rank == 0 and job.device.type == "cuda"
     rows = gather((gpu_state(), nccl_choices(text)) if first else None) or []
-    return {name: [row[i] for row in rows if row] for i, name in enumerate(("gpus", "nccl"))}
+    if not any(rows):
+        return {}, []
+    gpus, nccl = map(list, zip(*filter(None, rows), strict=True))
+    lines = [f"warning: {line} at the end of the run" for line in throttled(hosts, gpus)]
+    chosen = [f"{name} {', '.join(names)}" for name, names in nccl[0].items() if names]
+    lines += [f"NCCL chose {'; '.join(chosen)}"] if chosen else []
+    return {"gpus": gpus, "nccl": nccl}, lines
 
 
 def nccl_choices(log: str) -> dict[str, list[str]]:

@@ -178,17 +178,18 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
         _channels=None if "auto" in options.channels else options.channels,
     )
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of it
-    bench.watchdog.begin("RPC start", True)
+    bench.watchdog.begin("RPC start")
     try:
         rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
     except RuntimeError as error:
         if "not in use by this listener" in str(error):
-            bench.end(f"--rpc-transports {','.join(options.transports)}: there is none here")
+            names = ",".join(options.transports)
+            bench.refuse(f"--rpc-transports {names}: there is none here", 1)
         raise
     graceful = False
     try:
         yield devices
-        bench.watchdog.begin("RPC end", True)
+        bench.watchdog.begin("RPC end")
         # a failed case may have left calls that nobody answers: they are not waited for
         graceful = not share(any(case.failed for case in bench.report.cases))
     finally:

@@ -11,6 +11,10 @@ from tqdm import tqdm
 from common.report import Case
 
 Columns = dict[str, Callable[[Case], str]]  # a column's header -> a case's cell
+LAUNCH_BOUND = 0.9  # of the device's time is spent launching
+LAUNCH_HINT = """
+# launch-bound: the host takes over 90 % of the time to launch the kernels, so this measures
+# Python; try a larger --batch-size, CUDA graphs (-G) or compile"""
 tabulate.MIN_PADDING = 0  # or each header gets two blanks
 tqdm.monitor_interval = 0  # no thread beside the timed ones
 
@@ -83,6 +87,12 @@ def percentile_columns(
         columns |= {f"p{q}\n{unit}": metric(name, digits=4)}
         columns |= {f"p{q}\n{rate_unit}": partial(rate, name)}
     return columns
+
+
+def launch_bound(case: Case) -> str:
+    """A mark for the row of a case whose kernels take the host too long to launch, else nothing."""
+    share = max(case.metrics.get("launch_share", {"": 0.0}).values())
+    return f"  launch-bound {share:.0%}" if share > LAUNCH_BOUND else ""
 
 
 def progress_line(enabled: bool) -> tqdm:

@@ -18,6 +18,7 @@ from common.stats import relative_ci95
 Step = Callable[[], object]
 
 ROUNDS = 12  # that a case's budget is planned for
+TURN_ROUNDS = 24  # of a case that takes turns with those of another command
 MIN_ROUNDS = 6  # fewer give no 95 % interval of a difference between steps
 LEAD_IN = 1  # untimed iterations that start a block: caches and queues as the step leaves them
 
@@ -42,8 +43,8 @@ class Timing:
     samples_s: dict[str, NDArray[np.float64]]  # [ranks, iterations], on the group's first rank
     rounds: list[int]
     stop: str
-    # on CUDA, for each step: how much of the device's time the host took to launch it
-    launch_share: dict[str, float] = field(default_factory=dict)
+    # on CUDA `launch_share`: of each step, how much of the device's time the host took to launch it
+    metrics: dict[str, Any] = field(default_factory=dict)
 
 
 def time_block(
@@ -151,12 +152,13 @@ def time_steps(
         return Timing({}, rounds, stop)
     table = torch.stack(rows).numpy()  # [ranks, steps, iterations + 1]
     times_s = {name: table[:, i, :-1] for i, name in enumerate(steps)}
-    shares = {}
+    metrics = {}
     if device.type == "cuda":
         device_s = table[:, :, :-1].sum(axis=2) * calls
         ratios = (table[:, :, -1] / np.maximum(device_s, 1e-9)).max(axis=0)
         shares = {name: round(float(ratios[i]), 3) for i, name in enumerate(steps)}
-    return Timing(times_s, rounds, stop, shares)
+        metrics["launch_share"] = shares
+    return Timing(times_s, rounds, stop, metrics)
 
 
 STOPS = ("", "iters", "rounds", "target-ci", "max-seconds")

@@ -1,12 +1,10 @@
-"""Who hangs, and where; who failed; an orderly end on a signal.
+"""Who hangs, and where; who failed; an orderly end on a signal. Examples: docs/reliability.md.
 
 Each rank leaves in the store what it does (its phase), between timed blocks and never inside one.
 A thread of each looks there, twice a second in a small job:
 
 - No rank has changed its phase for `timeout` seconds: a hang, and a roll call of these threads. Who
   does not answer is stopped, dead or out of reach; who does and is behind others did not arrive.
-  Stacks are printed, silent ranks of this host are killed, status 3. Where even that fails,
-  faulthandler's timer ends the process (docs/reliability.md).
 - A rank of the case has failed: the group is aborted here as well, or this rank would wait for ever
   in a collective that the other one has left.
 """
@@ -22,7 +20,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +27,7 @@ import torch.distributed as dist
 
 from common.cli import HANG
 from common.dist import Group, Job, abort_group, peers
+from common.report import Report
 
 GRACE_S = 2.0  # for the answers to a roll call
 PR_SET_PDEATHSIG = 1  # of Linux
@@ -39,32 +37,32 @@ FATES = ("does not answer (stopped, dead or out of reach)", "did not arrive", "w
 class Watchdog:
     """Start it once the ranks have met; `stop` it before the process leaves the job."""
 
-    def __init__(self, job: Job, timeout_s: float, so_far: Callable[[], str]) -> None:
-        """so_far: what rank 0 says when a signal ends the run."""
-        self.job, self.timeout_s, self.so_far = job, timeout_s, so_far
+    def __init__(self, job: Job, timeout_s: float, report: Report) -> None:
+        self.job, self.timeout_s, self.report = job, timeout_s, report
         self.store = dist.PrefixStore("watchdog", job.store)  # the main thread's
         self.other = dist.PrefixStore("watchdog", job.store.clone())  # the watching thread's
-        self.over = threading.Event()
-        self.case, self.order = 0, 0
-        self.group: Group | None = None  # is aborted when a rank of the case fails
+        self.over, self.case = threading.Event(), 0
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self.store.set(f"answer/{job.rank}", "")
-        self.phase("start", "")
+        self.begin("start")
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
         self._end_on_signals()
 
-    def begin(self, label: str, member: bool) -> None:
-        """A new case; ranks outside it wait, and are neither ahead of its ranks nor behind."""
-        self.case, self.order, self.group = self.case + 1, 0, None
-        self.phase(label, "set up" if member else "not part of it")
+    def begin(self, label: str, member: bool = True) -> None:
+        """A new case; ranks outside it wait, and are never behind its ranks."""
+        self.label, self.case = label, self.case + 1
+        self.group: Group | None = None  # is aborted when a rank of the case fails
+        self.order = 0 if member else -1
+        self.phase("set up" if member else "not part of it")
 
-    def phase(self, label: str, phase: str) -> None:
+    def phase(self, what: str) -> None:
         """Say what comes next. It calls the store: keep it out of timed code."""
         self.order += 1
-        host, order = socket.gethostname(), None if phase == "not part of it" else self.order
-        self.where = f"rank {self.job.rank} on {host}, case '{label}', {phase}"
-        now = {"where": self.where, "order": [self.case, order], "host": host, "pid": os.getpid()}
+        host = socket.gethostname()
+        self.where = f"rank {self.job.rank} on {host}, case '{self.label}', {what}"
+        order = [self.case, self.order]  # the second is 0 for ranks outside the case
+        now = {"where": self.where, "order": order, "host": host, "pid": os.getpid()}
         with peers():
             self.store.set(f"phase/{self.job.rank}", json.dumps(now))
             self.store.add("changes", 1)
@@ -111,9 +109,10 @@ class Watchdog:
 
     def _roll_call(self) -> NoReturn:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        stack, newest = "".join(traceback.format_stack(frame)), last_collective()
-        write(f"{self.where}; {newest['text']}\n{stack.rstrip()}")
-        self.other.set(f"answer/{self.job.rank}", json.dumps(newest))
+        stack = "".join(traceback.format_stack(frame)).rstrip()
+        group, number, text = newest_collective()
+        write(f"{self.where}; newest collective {text}, number {number} of group {group}\n{stack}")
+        self.other.set(f"answer/{self.job.rank}", json.dumps([group, number]))
         time.sleep(GRACE_S)
         ranks = range(self.job.world_size)
         states = [json.loads(x) for x in self.other.multi_get([f"phase/{r}" for r in ranks])]
@@ -125,9 +124,13 @@ class Watchdog:
             self.other.set("said", "")
         with contextlib.suppress(RuntimeError):  # nobody ends before it has been said
             self.other.wait(["said"])
-        for state in states:
-            if state["newest"] is None and state["host"] == socket.gethostname():
-                dump_and_kill(state["pid"])
+        silent = [s["pid"] for s in states if not s["newest"] and s["host"] == socket.gethostname()]
+        for pid in silent:
+            with contextlib.suppress(OSError):  # a neighbour was faster
+                os.kill(pid, signal.SIGUSR2)  # faulthandler prints its stacks
+                os.kill(pid, signal.SIGCONT)
+                time.sleep(0.5)
+                os.kill(pid, signal.SIGKILL)
         end(HANG)
 
     def _end_on_signals(self) -> None:
@@ -142,11 +145,12 @@ class Watchdog:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
         def wait() -> None:
-            number = 0
-            while number not in (signal.SIGINT, signal.SIGTERM):
-                number = os.read(read, 1)[0]
-            name = signal.Signals(number).name
-            end(128 + number, f"{name}: {self.so_far()}" if self.job.rank == 0 else "")
+            while (number := os.read(read, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
+                pass
+            path = self.report.path
+            line = f"{signal.Signals(number).name}: {len(self.report.cases)} cases are measured"
+            line += f" and in {path}; go on with --resume" if path else ""
+            end(128 + number, line if self.job.rank == 0 else "")
 
         threading.Thread(target=wait, name="signals", daemon=True).start()
 
@@ -156,44 +160,32 @@ def verdict(states: list[dict[str, Any]]) -> str:
 
     Who is behind another one did not arrive: in the case's phases, or in a group's collectives.
     """
-    furthest, numbers = [0, 0], dict[str, int]()
-    for s in states:
-        if s["newest"] is not None:
-            furthest = max(furthest, s["order"]) if s["order"][1] else furthest
-            group, number = s["newest"]["group"], s["newest"]["number"]
-            numbers[group] = max(number, numbers.get(group, 0))
+    answered = [s for s in states if s["newest"]]
+    furthest = max(s["order"] for s in answered)
+    numbers = dict(sorted(s["newest"] for s in answered))  # of each group the highest
 
     def fate(s: dict[str, Any]) -> int:
-        if s["newest"] is None:
+        if not s["newest"]:
             return 0
-        late = s["order"] != furthest or s["newest"]["number"] < numbers[s["newest"]["group"]]
-        return 1 if s["order"][1] and late else 2
+        group, number = s["newest"]
+        late = s["order"] < furthest or number < numbers[group]
+        return 1 if late and s["order"][1] else 2
 
     lines = sorted((fate(s), s["where"]) for s in states)
     return "\n".join(f"{where}: {FATES[number]}" for number, where in lines)
 
 
-def last_collective() -> dict[str, Any]:
-    """This rank's newest collective, as torch's flight recorder has it: group, number, text."""
+def newest_collective() -> tuple[str, int, str]:
+    """Of this rank, as torch's flight recorder has it: its group, its number there, what it is."""
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's and NCCL's
         with contextlib.suppress(Exception):  # private interfaces, and the run is over anyway
             entries += json.loads(getattr(torch._C._distributed_c10d, name)())["entries"]
     if not entries:
-        return {"group": "", "number": 0, "text": "no collective so far"}
+        return "none", 0, "none so far"
     e = max(entries, key=lambda e: e["time_created_ns"])
-    group, number = e["process_group"][0], e.get("collective_seq_id") or 0
-    text = f"newest collective {e['profiling_name']} of {e.get('input_sizes')}"
-    return {"group": group, "number": number, "text": f"{text}, number {number} of group {group}"}
-
-
-def dump_and_kill(pid: int) -> None:
-    """Have a silent process of this host print its stacks, then end it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGUSR2)  # faulthandler's
-        os.kill(pid, signal.SIGCONT)
-        time.sleep(0.5)
-        os.kill(pid, signal.SIGKILL)
+    text = f"{e['profiling_name']} of {e.get('input_sizes')}"
+    return e["process_group"][0], e.get("collective_seq_id") or 0, text
 
 
 def end(status: int, text: str = "") -> NoReturn:
