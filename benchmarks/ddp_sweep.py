@@ -53,9 +53,9 @@ CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # for a first look on a laptop, at a small size
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-# each hook, and how far an averaged gradient may be off, relative to the largest one, by its
-# precision: fp16 rounds to 11 bits and bf16 to 8, each rank's share and then the sum; the quantised
-# ones have 255 levels; PowerSGD projects on one direction, which the check's gradients have
+# each hook, and how far an averaged gradient may be off, relative to the largest one: fp16 rounds
+# to 11 bits and bf16 to 8, a rank's share and the sum; the quantised ones have 255 levels;
+# PowerSGD projects on one direction, which the check's gradients have
 HOOKS: dict[str, tuple[Any, float]] = {
     "none": (None, 1e-5),  # DDP's own all-reduce, in C++
     "allreduce": (ddp_comm_hooks.default.allreduce_hook, 1e-5),
@@ -67,8 +67,10 @@ HOOKS: dict[str, tuple[Any, float]] = {
 }
 # they wait for a collective within the callback of another, which blocks gloo: pytorch#48478
 INLINE_WAITS = ("powersgd", "quantize_per_tensor", "quantize_per_channel")
-# DDP rebuilds its buckets in the second step (the third with static_graph), and logs them after it
-SETTLING_STEPS = 4
+FOOTER = """
+# exposed: a median of differences within rounds, not the difference of the two
+# medians before it; overlap under 0: communication costs more inside the step"""
+SETTLING_STEPS = 4  # DDP rebuilds its buckets in the second or third, and logs them after it
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -197,9 +199,8 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
 def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> None:
     """Raise ValueError where the gradients that this hook averages are not the average.
 
-    The reference is made by this process alone, from the batches of all ranks. The rows of a batch
-    have the same input and other targets, so a weight's gradient is a matrix of rank one, which
-    PowerSGD of rank one must reproduce.
+    This process alone makes the reference, from all ranks' batches. Rows of a batch differ in
+    targets only: a weight's gradient is of rank one, which PowerSGD of rank one must reproduce.
     """
 
     def gradients(model: nn.Module, rank: int) -> Tensor:
@@ -239,19 +240,16 @@ def derive(cases: list[Case], batch_size: int, case: Case, facts: list[Key]) -> 
 
 def name_of(args: argparse.Namespace, case: Case) -> str:
     """The set of ranks, and what else tells the case from its neighbours."""
-    key, parts = case.key, [case.key["label"]]
-    if key["comm_hook"] and len(args.bucket_size) > 1:
-        parts.append(f"{key['bucket_size_mb']:g}MB")
-    if key["comm_hook"] and len(args.comm_hook) > 1:
-        parts.append(key["comm_hook"])
-    return " ".join(parts)
+    bucket, hook = case.key["bucket_size_mb"], case.key["comm_hook"]
+    size = f" {bucket:g}MB" if hook and len(args.bucket_size) > 1 else ""
+    return case.key["label"] + size + (f" {hook}" if hook and len(args.comm_hook) > 1 else "")
 
 
 def columns(args: argparse.Namespace) -> Columns:
     """The first table: how long a step takes."""
+    names: Columns = {"": partial(name_of, args), "95% ci\nof p50": relative("step_time_ci95_rel")}
     rates = percentile_columns("step_time", "sec/iter", "ex/sec/dev", lambda c: c.key["batch_size"])
-    first: Columns = {"": partial(name_of, args), "95% ci\nof p50": relative("step_time_ci95_rel")}
-    return first | rates
+    return names | rates
 
 
 def why_columns(args: argparse.Namespace, job: Job) -> Columns:
@@ -286,37 +284,36 @@ def world_sizes(world_size: int, node: int) -> list[int]:
 def label_of(world_size: int, node: int) -> str:
     """`2M/8G`: 2 machines with 8 ranks each. Uneven: `2M/12G in all`."""
     machines = -(-world_size // node)
-    if machines > 1 and world_size % node:
-        return f"{machines}M/{world_size}G in all"
-    return f"{machines}M/{min(world_size, node)}G"
+    uneven = machines > 1 and world_size % node
+    return f"{machines}M/" + (f"{world_size}G in all" if uneven else f"{min(world_size, node)}G")
 
 
-def plan(args: argparse.Namespace, job: Job, node: int) -> list[Key]:
-    """The key of each case of one model and dtype, small sets of ranks first."""
+def plan(model: str, dtype: str, args: argparse.Namespace, job: Job, node: int) -> list[Key]:
+    """The key of each case of one model and dtype, small sets of ranks first. node: its ranks."""
     options = ("batch_size", "image_size", "channels_last", "gradient_as_bucket_view")
     fixed = {name: getattr(args, name) for name in (*options, "static_graph", "bind_cores")}
     fixed |= {"device": job.device.type, "backend": job.backend}
-    sizes = args.world_sizes or world_sizes(job.world_size, node)
+    sizes = sorted(args.world_sizes or world_sizes(job.world_size, node))
     cases = [(0, "no ddp", None, None)]
-    for size, bucket, hook in itertools.product(sorted(sizes), args.bucket_size, args.comm_hook):
+    for size, bucket, hook in itertools.product(sizes, args.bucket_size, args.comm_hook):
         cases.append((size, label_of(size, node), bucket, hook))
-    names = ("world_size", "label", "bucket_size_mb", "comm_hook")
-    return [dict(zip(names, case, strict=True)) | fixed for case in cases]
+    names = ("model", "dtype", "world_size", "label", "bucket_size_mb", "comm_hook")
+    return [dict(zip(names, (model, dtype, *case), strict=True)) | fixed for case in cases]
 
 
 def main() -> int:
     args = parse_args()
     with Benchmark("ddp_sweep", args) as bench:
-        job, largest = bench.job, max(args.world_sizes or [1])
+        job, found, largest = bench.job, bench.report.environment, max(args.world_sizes or [1])
         if largest > job.world_size:
             bench.refuse(f"--world-sizes {largest} is more than the {job.world_size} ranks")
-        keys = plan(args, job, bench.share(job.local_world_size))  # nodes may differ, plans may not
+        for line in found["differences"] if args.strict_topology else []:
+            bench.refuse(f"--strict-topology: {line}")
         for model, dtype in itertools.product(args.models, args.dtype):
             title = f"{model}, batch size {args.batch_size}, {args.image_size} px, {dtype}"
             bench.begin_table(title, columns(args), ["1M/2G 25MB none", "+-10.0%"])
             cases: list[Case] = []
-            for key in keys:
-                key = {"model": model, "dtype": dtype} | key
+            for key in plan(model, dtype, args, job, found["local_world_size"]):
                 work = partial(build, key, args, job)
                 made = partial(derive, cases, args.batch_size)
                 if case := bench.measure(key, work, made, range(max(1, key["world_size"]))):
@@ -324,10 +321,7 @@ def main() -> int:
             if whole := [case for case in cases if not case.failed]:
                 bench.print(f"\nWhy: {title}\n\n{render(why_columns(args, job), whole)}")
         if not args.no_breakdown:
-            bench.print(
-                "\n# exposed: a median of differences within rounds, not the difference of the two"
-                "\n# medians before it; overlap under 0: communication costs more inside the step"
-            )
+            bench.print(FOOTER)
     return bench.status
 
 
