@@ -36,15 +36,13 @@ def run(command: list[str]) -> str:
 def gpu_state() -> list[dict[str, str]]:
     """What nvidia-smi says of each GPU of this node; empty where it says nothing."""
     text = run(["nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader"])
-    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    rows = [line.split(", ") for line in text.splitlines()]
     return [dict(zip(GPU_STATE, row, strict=True)) for row in rows if len(row) == len(GPU_STATE)]
 
 
 def at_the_end(job: Job, hosts: list[str]) -> tuple[dict[str, Any], list[str]]:
     """What each node says after the last case, on rank 0: for the report, and lines to print.
-
-    Empty on the CPU and elsewhere. All ranks call it.
-    """
+    Empty on the CPU and elsewhere. All ranks call it."""
     log = Path(os.environ.get("NCCL_DEBUG_FILE", ""))  # of the node's first rank; join.py sets it
     text = log.read_text(errors="replace") if log.is_file() else ""
     first = job.local_rank == 0 and job.device.type == "cuda"

@@ -56,7 +56,7 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     return Job(rank, local_rank, world_size, local_world_size, place, backend, store)
 
 
-def world() -> tuple[int, int, int, int]:
+def world() -> tuple[int, ...]:
     """(rank, local rank, world size, local world size) as the launcher set them."""
     # srun and mpirun start N processes that each take themselves for rank 0 of 1
     single = "RANK" not in os.environ or os.environ.get("GROUP_WORLD_SIZE") == "1"
@@ -71,8 +71,7 @@ def world() -> tuple[int, int, int, int]:
                 "launch/slurm_srun.sbatch (a task a rank), or without srun or mpirun"
             )
     defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    a, b, c, d = (int(os.environ.get(name, default)) for name, default in defaults.items())
-    return a, b, c, d
+    return tuple(int(os.environ.get(name, default)) for name, default in defaults.items())
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
@@ -80,15 +79,9 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     here, address = socket.gethostname(), os.environ.get("MASTER_ADDR", "")
     port = int(os.environ.get("MASTER_PORT", "0"))
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
-    end = time.monotonic() + timeout_s
+    own, end = rank == 0 and not served, time.monotonic() + timeout_s
     try:
-        tcp = dist.TCPStore(
-            address,
-            port,
-            is_master=rank == 0 and not served,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        tcp = dist.TCPStore(address, port, None, own, timedelta(seconds=timeout_s), False)
     except RuntimeError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             reason = str(error).splitlines()[0]
@@ -136,7 +129,6 @@ def address_towards(host: str) -> str:
 
 def bind(local_rank: int, local_world_size: int, device: torch.device) -> None:
     """Bind this process to its share of the cores; on CUDA of those next to its GPU."""
-
     allowed = sorted(os.sched_getaffinity(0))
 
     def cores_of(rank: int) -> list[int]:
