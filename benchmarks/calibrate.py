@@ -48,8 +48,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--modes", type=modes, default=list(MODES), metavar="M", help=f"{', '.join(MODES)} (all)")
     seconds, text = cli.list_of(positive), "time for each `resolution` (default: 1,2,5,10)"
     add("--seconds", type=seconds, default=[1.0, 2.0, 5.0, 10.0], metavar="S", help=text)
-    add("--step-ms", type=positive, default=1.0, metavar="MS", help="a step takes this (default: 1)")
-    add("--pairs", type=cli.positive_int, default=60, metavar="N", help="of perturbation (default: 60)")
+    text = "the step takes at least this (default: 1)"
+    add("--step-ms", type=positive, default=1.0, metavar="MS", help=text)
+    text = "of harness and bare loop, for `perturbation` (default: 60)"
+    add("--pairs", type=cli.positive_int, default=60, metavar="N", help=text)
     cli.add_common_flags(parser)
     return parser.parse_args(argv)
 

@@ -335,7 +335,7 @@ def main() -> int:
         job, largest = bench.job, 2**30 if bench.job.device.type == "cuda" else 2**26
         args.maxbytes = max(args.minbytes, args.maxbytes or largest)
         try:
-            groups = partition(args.groups, node_of_each(bench.share(bench.report.environment)))
+            groups = partition(args.groups, node_of_each(bench.report.environment))
             ranks, members = len(groups[0]), sorted(itertools.chain(*groups))
             args.matrix = read_matrix(args.matrix, ranks) if args.matrix else []
         except (OSError, ValueError) as error:

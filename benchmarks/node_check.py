@@ -353,7 +353,7 @@ def check(phases: list[Phase], bench: Benchmark) -> tuple[Findings, list[str]]:
 def main() -> int:
     args = parse_args()
     with Benchmark("node_check", args) as bench:
-        found = bench.share(bench.report.environment)
+        found = bench.report.environment
         slow, left_out = check(plan(args, bench, found), bench)
         if not bench.share(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")

@@ -74,7 +74,7 @@ def main() -> int:
     moved = args.backend == "gloo" and args.device != "cpu" and torch.cuda.is_available()
     args.device = "cpu" if moved else args.device
     with Benchmark("p2p_matrix", args) as bench:
-        job, nodes = bench.job, node_of_each(bench.share(bench.report.environment))
+        job, nodes = bench.job, node_of_each(bench.report.environment)
         if moved:
             bench.print("# gloo sends no CUDA tensors: these are the links of the CPU")
         args.size = args.size or (2**28 if job.device.type == "cuda" else 2**20)
