@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
 """Is B slower than A? Runs two commands in turn and compares their reports.
 
-The commands alternate as A B, B A, A B: a drift of the machine hits both alike, and neighbours in
-time make a pair. Every run writes a report of its own to OUT/a or OUT/b (`--json` is added to the
-command), and the run is the unit of evidence: see compare.py. The same command again goes on where
-it was interrupted.
+The order is A B, B A, A B: a drift of the machine hits both alike, and neighbours in time make a
+pair. Every run writes its report to OUT/a or OUT/b (`--json` is added to the command). The same
+command again goes on where it was interrupted. docs/compare.md says more.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
         --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
@@ -13,11 +12,10 @@ it was interrupted.
         --a '/opt/torch-2.14/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py' \\
         --b '/opt/torch-2.15/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py'
 
---interleave, for a machine that is not yours alone: both runs of a pair start together and take
-turns, block by block, so that both see the same moments of the machine. For scripts of this project
-with rank 0 on this machine. --until-decided looks at the result after --runs runs a side, then
-after a third more each time, and stops once every case has a verdict; the 5 % of error are shared
-among the looks, all planned before the first run. docs/compare.md says more.
+--interleave: both runs of a pair start together and take turns block by block, so that both see
+the same moments of a machine with neighbours. For this project's scripts, rank 0 on this machine.
+--until-decided looks after --runs runs a side, then after a third more each time, and stops once
+every case has a verdict. The looks, all planned before the first run, share the 5 % of error.
 
 Exit status: 0; 1 where a run fails, or for what --fail-on names; 2 bad usage; 130 after Ctrl-C.
 BSD-3-Clause.
@@ -25,7 +23,6 @@ BSD-3-Clause.
 
 import argparse
 import contextlib
-import json
 import os
 import select
 import shlex
@@ -44,7 +41,7 @@ import psutil
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.compare import add_verdict_flags, conclude
-from analysis.load import PLAN, load
+from analysis.load import load
 from analysis.show import clean
 from analysis.verdicts import Comparison, Design, compare
 from common import report
@@ -54,8 +51,7 @@ TURN = "TORCHRUN_BENCH_TURN"  # the two named pipes of a command: common/cli.py,
 
 
 def variable(text: str) -> str:
-    name, equals, _ = text.partition("=")
-    if not equals or not name.isidentifier():
+    if "=" not in text:
         wrong("NAME=VALUE", repr(text))
     return text
 
@@ -181,18 +177,16 @@ def planned_looks(first: int, most: int) -> list[int]:
 
 def open_folder(args: argparse.Namespace, looks: list[int]) -> list[Side]:
     """The sides; the plan is written. Raises ValueError where the folder holds another plan."""
-    plan = {name: getattr(args, name) for name in ("a", "a_env", "b", "b_env", "interleave")}
-    plan["looks after runs"] = looks
-    path = args.out / PLAN
-    for name in "ab":
-        (args.out / name).mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.write_text(json.dumps(plan, indent=1) + "\n")
-    old = json.loads(path.read_text())
-    if other := [f"{name} was {old[name]}" for name in plan if old[name] != plan[name]]:
-        raise ValueError(f"{path} holds another comparison: {', '.join(other)}; give another --out")
-    commands = {"a": (args.a, args.a_env), "b": (args.b, args.b_env)}
-    return [Side(name, *commands[name], args.out / name) for name in commands]
+    names = ("a", "a_env", "b", "b_env", "interleave")
+    plan = {name: getattr(args, name) for name in names} | {"looks after runs": looks}
+    sides = [Side(name, plan[name], plan[f"{name}_env"], args.out / name) for name in "ab"]
+    for side in sides:
+        side.folder.mkdir(parents=True, exist_ok=True)
+    path, text = args.out / "plan.txt", "".join(f"{name}: {plan[name]}\n" for name in plan)
+    if path.exists() and path.read_text() != text:
+        raise ValueError(f"{path} is of another comparison; give another --out")
+    path.write_text(text)
+    return sides
 
 
 def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Comparison:

@@ -60,10 +60,7 @@ def show(found: Comparison, style: str) -> str:
         kind = "THE HARDWARE DIFFERS" if field["hardware"] else "environment"
         notes.append(f"{kind}: {field['field']}: {base} in BASE, {test} in TEST")
     header = ["case", "BASE", "TEST", "TEST is", "95 % interval", "verdict"]
-    rows = [cells(case) for case in found.cases]
-    if found.mean:  # of different cases, which have no time together
-        label, _, _, *rest = cells(found.mean)
-        rows.append([label, "", "", *rest])
+    rows = [cells(case) for case in (*found.cases, found.mean) if case]
     body = show_table(header, rows, (1, 2), style).splitlines()
     if found.mean and style == "table":
         body.insert(-1, body[1])
@@ -88,6 +85,7 @@ def heading(found: Comparison) -> str:
 
 def cells(case: Result) -> list[str]:
     times = [show_time(exp(fmean(map(log, s)))) if s else "-" for s in (case.base_s, case.test_s)]
+    times = times if case.key else ["", ""]  # a mean of different cases has no time of its own
     interval = "-" if case.ci95 is None else " to ".join(f"{end:.4g}" for end in case.ci95)
     return [case.label, *times, show_ratio(case.ratio), interval, case.verdict]
 
@@ -127,9 +125,8 @@ def two_sides(args: argparse.Namespace) -> Comparison:
     runs = load([*args.base, *args.test], args.measure, args.ignore_key)
     paths = find(args.base)
     base, test = ([run for run in runs if (run.label in paths) is side] for side in (True, False))
-    return compare(
-        base, test, Design(args.margin, args.paired or args.interleaved, args.interleaved)
-    )
+    paired = args.paired or args.interleaved
+    return compare(base, test, Design(args.margin, paired, args.interleaved))
 
 
 def over_time(args: argparse.Namespace) -> list[Comparison]:

@@ -18,7 +18,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -27,34 +27,12 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import Run, load, rows_of
-from analysis.show import canonical, clean, interval_of, is_number, plain, unit_of
+from analysis.load import load, numbers
+from analysis.show import canonical, clean, unit_of
 from common import report
 from common.cli import Parser, list_of, refuse
 
-NUMBERS = ["metric", "value", "ci_low", "ci_high", "n"]  # the last columns of a row
 Rows = list[dict[str, Any]]
-
-
-def numbers_of(runs: Sequence[Run], metrics: Sequence[str] | None) -> Rows:
-    """A row a number of a case that did not fail, or one of these metrics; n: iterations."""
-    found = []
-    for run in runs:
-        e = run.environment
-        about = {"run": run.label, "started_at": run.started_at, "torch": e.get("torch")}
-        about |= {"host": ", ".join(map(str, e.get("hosts") or []))}
-        for row in run.rows.values():
-            own = about | {"key": row.key, "case": row.name, "benchmark": run.benchmark}
-            numbers = plain(row.metrics) or {row.measure: row.time_s}
-            for metric, value in numbers.items():
-                if is_number(value) and not row.failed and (not metrics or metric in metrics):
-                    low, high = interval_of(metric, numbers) or (None, None)
-                    values = (metric, value, low, high, len(row.times_s) or None)
-                    found.append(own | dict(zip(NUMBERS, values, strict=True)))
-    if not found:
-        names = sorted({name for row in rows_of(runs) for name in plain(row.metrics)})
-        raise ValueError(f"no case has such a number; there are {', '.join(names) or 'none'}")
-    return found
 
 
 def by_metric(rows: Rows) -> dict[tuple[str, str], dict[str, Any]]:
@@ -64,7 +42,8 @@ def by_metric(rows: Rows) -> dict[tuple[str, str], dict[str, Any]]:
 
 def to_csv(rows: Rows) -> str:
     table = pd.json_normalize(rows).astype({"n": "Int64"})  # the key as columns key.*
-    return table[[*(name for name in table if name not in NUMBERS), *NUMBERS]].to_csv(index=False)
+    last = ["metric", "value", "ci_low", "ci_high", "n"]
+    return table[[*table.columns.difference(last, sort=False), *last]].to_csv(index=False)
 
 
 def to_bmf(rows: Rows) -> str:
@@ -127,7 +106,7 @@ def word(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
-def to_pytorch(paths: Sequence[str]) -> str:
+def to_pytorch(paths: list[str]) -> str:
     """The report of benchmarks/distributed/ddp/benchmark.py: no ddp first, then by ranks.
 
     Its measurements are the times of the first rank, then of the second, and so on.
@@ -172,7 +151,12 @@ def main() -> int:
         if args.to == "pytorch":
             text = to_pytorch(args.reports)
         else:
-            text = FORMATS[args.to](numbers_of(load(args.reports), args.metric))
+            rows = numbers(load(args.reports))
+            chosen = [row for row in rows if not args.metric or row["metric"] in args.metric]
+            if not chosen:
+                names = ", ".join(sorted({row["metric"] for row in rows}))
+                raise ValueError(f"no case has such a number; there are {names or 'none'}")
+            text = FORMATS[args.to](chosen)
         print(text.rstrip("\n"))
     except ValueError as error:
         refuse(clean(error, 1000))

@@ -12,10 +12,8 @@ import glob
 import multiprocessing
 import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import numpy as np
 import pandas as pd
 from pandas.io.json import ujson_loads  # half the time of json's
 
-from analysis.show import canonical, case_names, is_number, plain
+from analysis.show import canonical, case_names, interval_of, is_number, plain
 from common import report as report_file
 from common.report import Case, Report
 
@@ -31,7 +29,6 @@ from common.report import Case, Report
 # time, and the slowest row counts instead of the slowest of each iteration.
 UNALIGNED = ("rpc_latency", "batch_update_ps", "p2p_matrix")
 LARGE_BYTES = 2**24  # reading so much JSON takes half a second
-PLAN = "ab.json"  # of analysis/ab.py
 
 
 @dataclass
@@ -64,11 +61,11 @@ def load(words: Sequence[str], measure: str | None = None, ignore: Sequence[str]
     """
     paths = find(words)
     read_one = partial(read, measure=measure, ignore=ignore)
-    if sum(os.path.isfile(path) and os.path.getsize(path) > LARGE_BYTES for path in paths) < 2:
-        runs = [read_one(path) for path in paths]
+    if sum(os.path.getsize(path) > LARGE_BYTES for path in filter(os.path.isfile, paths)) < 2:
+        runs = list(map(read_one, paths))
     else:  # reading JSON fills one core
-        with ProcessPoolExecutor(2, multiprocessing.get_context("fork")) as pool:
-            runs = list(pool.map(read_one, paths))
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            runs = pool.map(read_one, paths)
     runs.sort(key=lambda run: run.started_at)
     for same in by_benchmark(runs).values():
         rows = rows_of(same)
@@ -83,8 +80,8 @@ def find(words: Sequence[str]) -> list[str]:
     for word in words:
         paths = sorted(glob.glob(word)) or [word]
         if os.path.isdir(word):
-            inside = (p for p in Path(word).rglob("*.json*") if p.suffix in (".json", ".jsonl"))
-            paths = sorted(str(p) for p in inside if p.is_file() and p.name != PLAN)
+            inside = sorted(Path(word).rglob("*.json*"))
+            paths = [str(path) for path in inside if path.suffix in (".json", ".jsonl")]
         if not paths:
             raise ValueError(f"there is no report (*.jsonl) in {word}")
         for path in paths:
@@ -111,7 +108,7 @@ def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
     if measure and rows and not any(row.measure for row in rows.values()):
         raise ValueError(f"{path}: no case has a step or a metric in seconds named '{measure}'")
     run = Run(**vars(report), label=path)
-    for row in chain.from_iterable(map(split_links, rows.values())):
+    for row in [part for whole in rows.values() for part in split_links(whole)]:
         row.key = {name: value for name, value in row.key.items() if name not in ignore}
         form = canonical(row.key)
         if form in run.rows:
@@ -144,18 +141,34 @@ def frame(runs: Sequence[Run]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row a number of a case that did not fail, with its 95 % interval; n: iterations."""
+    found = []
+    for run in runs:
+        e = run.environment
+        about = {"run": run.label, "started_at": run.started_at, "torch": e.get("torch")}
+        about |= {"host": ", ".join(map(str, e.get("hosts") or []))}
+        for row in run.rows.values():
+            own = about | {"key": row.key, "case": row.name, "benchmark": run.benchmark}
+            for metric, value in row.metrics.items():
+                if is_number(value) and not row.failed:
+                    low, high = interval_of(metric, row.metrics) or (None, None)
+                    values = {"metric": metric, "value": value, "ci_low": low, "ci_high": high}
+                    found.append(own | values | {"n": len(row.times_s) or None})
+    return found
+
+
 def reduce(case: Case, benchmark: str, measure: str | None) -> Row:
     """A case without its samples. Its time: median over i of max over ranks of samples_s[r][i]."""
     row = Row(case.key, [], {}, case.rounds, case.stop, case.metrics, case.check)
     if row.failed:
         return row
-    name = measure or next(iter(case.samples_s), "")
-    rows = np.asarray(case.samples_s.get(name, []), dtype=np.float64)
+    row.measure = measure or next(iter(case.samples_s), "")
+    rows = np.asarray(case.samples_s.get(row.measure, []), dtype=np.float64)
     if rows.size:
-        own = benchmark in UNALIGNED
-        times = rows[np.median(rows, axis=1).argmax()] if own else rows.max(axis=0)
-        row.measure, row.time_s = name, float(np.median(times))
-        row.times_s = times.tolist()
+        slowest = np.median(rows, axis=1).argmax()
+        times = rows[slowest] if benchmark in UNALIGNED else rows.max(axis=0)
+        row.time_s, row.times_s = float(np.median(times)), times.tolist()
     else:
         row.measure, row.time_s = time_metric(case.metrics, measure)
     if not row.time_s and row.check == "passed":
@@ -192,14 +205,14 @@ def split_links(row: Row) -> list[Row]:
     """
     own = {name: value for name, value in row.key.items() if name != "round"}
     parts = []
-    for a, b, latency_us, *rates in links_of(row.metrics):
+    for a, b, latency_us, *rates in [] if row.failed else links_of(row.metrics):
         costs = [(f"{a} - {b} latency", "latency_s", latency_us / 1e6)]
         ways = (f"{a} -> {b}", f"{b} -> {a}", f"{a} <-> {b}")
         costs += [(way, "gigabyte_s", 1 / rate) for way, rate in zip(ways, rates, strict=True)]
         for name, unit, cost in costs:
             about: Any = {"metrics": {unit: cost}, "check": row.check}
             parts.append(Row({"link": name} | own, [], measure=unit, time_s=cost, **about))
-    return [row] if row.failed or not parts else parts
+    return parts or [row]
 
 
 def read_foreign(path: str) -> Report | None:
@@ -211,12 +224,9 @@ def read_foreign(path: str) -> Report | None:
         document = report_file.strict_json(Path(path).read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    if not isinstance(document, dict):
-        return None
+    lists = [name for name in FOREIGN if isinstance(document, dict) and name in document]
     try:
-        if isinstance(document.get("benchmark_results"), list):
-            return pytorch_report(document, path)
-        return nccl_report(document, path) if isinstance(document.get("results"), list) else None
+        return FOREIGN[lists[0]](document, path) if lists else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"{path} looks like a report of another program, but does not fit"
         raise ValueError(f"{what}: {type(error).__name__} {str(error)[:80]}") from None
@@ -236,40 +246,39 @@ def pytorch_report(document: dict[str, Any], path: str) -> Report:
             label = "no ddp" if bare else f"{count} rank{'s' * (count > 1)}"
             key = {"model": entry["model"], "batch_size": entry["batch_size"], "label": label}
             key |= {"number": seen.count(count)} | fixed
-            rows = np.reshape(result["measurements"], (count, -1)).tolist()
-            report.cases.append(Case(key, ranks, {"step": rows}))
+            rows = np.reshape(result["measurements"], (count, -1))
+            median = {"step_time_p50_s": float(np.median(rows.max(axis=0)))}
+            report.cases.append(Case(key, ranks, {"step": rows.tolist()}, metrics=median))
             seen.append(count)
-    report.environment["torch"] = document.get("pytorch_version")
-    report.environment["cuda"] = document.get("cuda_version")
-    report.environment["world_size"] = max(len(case.ranks) for case in report.cases)
+    about = {"torch": document.get("pytorch_version"), "cuda": document.get("cuda_version")}
+    report.environment = about | {"world_size": max(len(case.ranks) for case in report.cases)}
     return report
 
 
 def nccl_report(document: dict[str, Any], path: str) -> Report:
     """Of nccl-tests' -J: microseconds and GB/s, out of place and in place."""
     argv = [str(word) for word in document.get("args") or ["nccl-tests"]]
-    report = Report("nccl-tests", {}, path, argv, str(document.get("start_time", "")))
     config = document["config"]
     devices = config.get("devices") or []
     ranks = max(len(devices), config.get("nthreads", 1) * config.get("ngpus", 1))
     variables = [v for v in document.get("env") or [] if v.startswith("NCCL_")]  # not the secrets
-    report.environment |= {
+    environment = {
         "nccl": document.get("nccl_version"),
         "world_size": ranks,
         "hosts": sorted({d["hostname"] for d in devices}),
         "devices": sorted({d["device_info"] for d in devices}),
         "variables": dict(v.split("=", 1) for v in variables),
     }
+    report = Report("nccl-tests", environment, path, argv, str(document.get("start_time", "")))
     report.status = "complete" if "end_time" in document else "interrupted"
     for result in document["results"]:
         key = {"collective": Path(argv[0]).name.removesuffix("_perf")}
-        key |= {"size_bytes": result["size"], "dtype": result["type"]}
-        key |= {"redop": result["redop"], "root": str(result["root"]).strip(), "ranks": ranks}
-        case = Case(key, list(range(ranks)))
+        key |= {"size_bytes": result["size"], "dtype": result["type"], "redop": result["redop"]}
+        case = Case(key | {"root": str(result["root"]).strip(), "ranks": ranks}, [*range(ranks)])
         for place in ("out_of_place", "in_place"):
             found = result.get(place) or {}
             time_us = found.get("time", found.get("cpu_time"))
-            if time_us is not None and is_number(time_us):
+            if is_number(time_us):
                 case.metrics[f"{place}_time_s"] = time_us / 1e6
                 case.metrics[f"{place}_algbw_gb_per_s"] = found["alg_bw"]
                 case.metrics[f"{place}_busbw_gb_per_s"] = found["bus_bw"]
@@ -277,3 +286,6 @@ def nccl_report(document: dict[str, Any], path: str) -> Report:
                 case.check = f"failed: {found['nwrong']:g} wrong values {place.replace('_', ' ')}"
         report.cases.append(case)
     return report
+
+
+FOREIGN = {"benchmark_results": pytorch_report, "results": nccl_report}

@@ -32,7 +32,6 @@ from analysis.load import Run, by_benchmark, load, rows_of
 from analysis.verdicts import differences, fields
 from common.cli import Parser, refuse, show_size
 
-MAX_ROWS = 200
 FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
 
 
@@ -47,17 +46,8 @@ class Table:
     marked: Sequence[int] = ()
     mark: str = "failed"
 
-    def __post_init__(self) -> None:
-        self.title += f" ({MAX_ROWS} of {len(self.rows)} rows)" * (len(self.rows) > MAX_ROWS)
-        cells = (self.header, *self.rows[:MAX_ROWS])
-        self.header, *self.rows = [[show.clean(cell, 300) for cell in row] for row in cells]
 
-    def markdown(self) -> str:
-        right = range(self.left, len(self.header))
-        return f"### {self.title}\n\n{show.show_table(self.header, self.rows, right, 'markdown')}"
-
-
-def summary(runs: Sequence[Run]) -> list[Table]:
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
     rows: list[list[Any]] = []
     failed: list[list[str]] = []
     for run in runs:
@@ -65,23 +55,21 @@ def summary(runs: Sequence[Run]) -> list[Table]:
         counts = Counter(case.check.split(":")[0].split(",")[0] for case in cases)
         words = ", ".join(f"{n} {check}" for check, n in counts.items()) or "no case"
         where = f"ranks: {e.get('world_size', '?')}, nodes: {e.get('num_nodes', '?')}"
-        where += f", {show.clean(fields(run).get('devices', ''), 80)}"
+        where += f", {fields(run).get('devices', '')}"
         started = run.started_at[:16].replace("T", " ")
         rows.append([run.label, run.benchmark, run.status, words, where, e.get("torch"), started])
         failed += [[run.label, case.name, case.check] for case in cases if case.failed]
     bad = [i for i, run in enumerate(runs) if run.status != "complete" or "failed" in rows[i][3]]
-    names = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
-    tables = [Table("Reports", names, rows, marked=bad)]
-    if failed:
-        heads = ("report", "case", "reason")
-        tables.append(Table("Failed cases", heads, failed, marked=range(len(failed))))
-    return tables
+    heads = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
+    reasons = Table("Failed cases", ("report", "case", "reason"), failed, marked=range(len(failed)))
+    reports = Table("Reports", heads, rows, marked=bad)
+    return {"title": "Summary", "tables": [reports, reasons] if failed else [reports]}
 
 
 def environment(runs: Sequence[Run]) -> dict[str, Any]:
-    """A section: what the reports were measured on, and what differs."""
+    """What the reports were measured on, and what differs."""
     columns = [{"command": " ".join(map(str, run.argv))} | fields(run) for run in runs]
-    names = [n for n in dict.fromkeys(n for column in columns for n in column) if n != "topologies"]
+    names = dict.fromkeys(name for column in columns for name in column if name != "topologies")
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
     differ = [i for i, row in enumerate(rows) if len(set(row[1:])) > 1]
     title = f"Environment of each report: {len(differ)} of {len(rows)} fields differ"
@@ -90,69 +78,72 @@ def environment(runs: Sequence[Run]) -> dict[str, Any]:
     for name, same in by_benchmark(runs).items():
         found = differences(same[:1], same[1:]) if len(same) > 1 else []
         if hardware := ", ".join(d["field"] for d in found if d["hardware"]):
-            what = f"The hardware of the {show.clean(name)} reports differs ({hardware})"
+            what = f"The hardware of the {name} reports differs ({hardware})"
             loud.append(f"{what}: they do not compare one program with another.")
     for run in runs:
         lines = run.environment.get("differences") or []
-        loud += [f"Nodes differ, {run.label}: {show.clean(line, 300)}" for line in lines]
+        loud += [f"Nodes differ, {run.label}: {line}" for line in lines]
     return {"title": "Environment", "tables": [table], "loud": loud}
 
 
 def benchmark(runs: Sequence[Run]) -> dict[str, Any]:
-    """A section: every number of every case. New metrics, and new scripts, get columns."""
+    """Every number of every case. New metrics, and new scripts, get columns."""
     cases = rows_of(runs)
     metrics = [show.plain(row.metrics) for row in cases]
-    if not any(metrics):
-        metrics = [{row.measure or "time_s": row.time_s} for row in cases]
-    names = list(dict.fromkeys(name for numbers in metrics for name in numbers))
+    names = dict.fromkeys(name for numbers in metrics for name in numbers)
     names = [n for n in names if not any(show.is_interval(m.get(n)) for m in metrics)]
-    columns = [column(name, metrics) for name in names]
     left = [("case", [row.name for row in cases])]
     if len(runs) > 1:
         left.append(("report", [run.label for run in runs for _ in run.rows]))
+    header, cells = zip(*left, *(column(name, metrics) for name in names), strict=True)
     failed = [i for i, row in enumerate(cases) if row.failed]
-    header, cells = zip(*left, *columns, strict=True)
     table = Table("Metrics", header, [*zip(*cells, strict=True)], len(left), failed)
     keys = [row.key for row in cases] or [{}]
     alike = [(k, v) for k, v in keys[0].items() if all(key.get(k) == v for key in keys)]
-    words = ", ".join(show.clean(show.show_value(name, value), 60) for name, value in alike)
-    name = show.clean(runs[0].benchmark, 80)
-    return {"title": name, "tables": [table], "quiet": f"In all cases: {words or 'nothing'}."}
+    words = ", ".join(show.show_value(name, value) for name, value in alike)
+    quiet = f"In all cases: {words or 'nothing'}."
+    return {"title": runs[0].benchmark, "tables": [table], "quiet": quiet}
 
 
 def column(name: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     """A metric's head, with its unit by the end of its name, and its cells, with intervals."""
-    numbers = [abs(m[name]) for m in metrics if show.is_number(m.get(name))]
     end, unit = show.unit_of(name)
-    if unit == "s" and numbers:
-        unit = show.time_unit(max(numbers))
-    unit = "%" if name.endswith(FRACTIONS) else unit
-    scale = 100.0 if unit == "%" else 1 / show.UNITS.get(unit, 1.0)
-    cells = []
-    for m in metrics:
-        value, ci = m.get(name, "-"), show.interval_of(name, m)
+    scale = 1.0
+    if name.endswith(FRACTIONS):
+        unit, scale = "%", 100.0
+    elif unit == "s":
+        numbers = [abs(m[name]) for m in metrics if show.is_number(m.get(name))]
+        unit = show.time_unit(max(numbers, default=1))
+        scale = 1 / show.UNITS[unit]
+
+    def cell(m: dict[str, Any]) -> str:
+        value, ends = m.get(name, "-"), show.interval_of(name, m)
         if not show.is_number(value):
-            cells.append(show.clean(value, 60))
-        elif unit == "bytes":
-            cells.append(show_size(value))
-        else:
-            cell = f"{value * scale:.4g}" if isinstance(value, float) else f"{value:,}"
-            cells.append(cell + (f" ±{(ci[1] - ci[0]) / 2 * scale:.2g}" if ci else ""))
+            return str(value)
+        if unit == "bytes":
+            return show_size(value)
+        text = f"{value * scale:.4g}" if isinstance(value, float) else f"{value:,}"
+        return f"{text} ±{(ends[1] - ends[0]) / 2 * scale:.2g}" if ends else text
+
     head = name.removesuffix(end).replace("_", " ")
-    return f"{head} ({unit})" if unit not in ("", "bytes") else name.replace("_", " "), cells
+    head = f"{head} ({unit})" if unit not in ("", "bytes") else name.replace("_", " ")
+    return head, [cell(m) for m in metrics]
 
 
 def page(runs: Sequence[Run]) -> str:
-    groups, numbers = by_benchmark(runs), itertools.count()
-    sections = [{"title": "Summary", "tables": summary(runs)}, environment(runs)]
-    for same in groups.values():
+    """The document; every string of a report is cleaned and escaped where it is put in."""
+    sections, numbers = [summary(runs), environment(runs)], itertools.count()
+    for same in by_benchmark(runs).values():
         # matplotlib escapes its texts
         figures = [(figure, Markup(svg(figure, next(numbers)))) for figure in draw(same)]
         sections.append(benchmark(same) | {"figures": figures})
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    title = show.clean(f"torchrun-bench: {', '.join(groups)}")
-    template = jinja2.Environment(loader=loader, autoescape=True).get_template("report.html.j2")
-    return template.render(title=title, sections=sections)
+    jinja = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else show.clean(value, 500),
+    )
+    title = f"torchrun-bench: {', '.join(by_benchmark(runs))}"
+    return jinja.get_template("report.html.j2").render(title=title, sections=sections)
 
 
 def main() -> int:
@@ -175,15 +166,14 @@ def main() -> int:
         refuse(show.clean(error, 1000))
     except OSError as error:
         refuse(f"-o {args.output} cannot be written: {error.strerror}")
-    if args.markdown:
-        blocks = [table.markdown() for table in summary(runs)]
-        for section in map(benchmark, by_benchmark(runs).values()):
-            blocks += [
-                f"## {show.markdown(section['title'])}",
-                show.markdown(section["quiet"], 1000),
-            ]
-            blocks += [table.markdown() for table in section["tables"]]
-        print("\n\n".join(blocks))
+    sections = [summary(runs), *map(benchmark, by_benchmark(runs).values())]
+    for section in sections if args.markdown else ():
+        print(f"## {show.markdown(section['title'])}\n")
+        print(f"{show.markdown(section.get('quiet', ''), 1000)}\n")
+        for table in section["tables"]:
+            right = range(table.left, len(table.header))
+            body = show.show_table(table.header, table.rows, right, "markdown")
+            print(f"### {table.title}\n\n{body}\n")
     return 0
 
 

@@ -85,11 +85,13 @@ class Comparison:
 
 def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Comparison:
     """Compare every case that both sides have. Raises ValueError where there is none."""
-    if design.paired and len(base) != len(test):
-        raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
     cases, common = [], False
-    for benchmark in dict.fromkeys(run.benchmark for run in (*base, *test)):
+    benchmarks = dict.fromkeys(run.benchmark for run in (*base, *test))
+    for benchmark in benchmarks:
         sides = [[run for run in side if run.benchmark == benchmark] for side in (base, test)]
+        m, n = map(len, sides)
+        if design.paired and m != n:
+            raise ValueError(f"pairs need as many runs a side, got {m} and {n}")
         for form in dict.fromkeys(form for side in sides for run in side for form in run.rows):
             a, b = ([run.rows.get(form) for run in side] for side in sides)
             cases.append(compare_case(benchmark, a, b, design))
@@ -98,16 +100,13 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
         has = [[f"{run.benchmark} {form}" for run in s for form in run.rows] for s in (base, test)]
         a_case, b_case = (side[0] if side else "none" for side in has)
         raise ValueError(f"no case is on both sides: BASE has e.g. {a_case}; TEST {b_case}")
-    if len({case.benchmark for case in cases}) > 1:
-        for case in cases:
-            case.label = f"{case.benchmark}, {case.label}"
+    for case in cases if len(benchmarks) > 1 else ():
+        case.label = f"{case.benchmark}, {case.label}"
     cases.sort(key=lambda case: not case.measure)
     compared = [case for case in cases if case.measure]
-    kinds = {case.benchmark for case in compared}
-    counts = tuple(sum(run.benchmark in kinds for run in side) for side in (base, test))
-    whole = [case for case in compared if (len(case.base_s), len(case.test_s)) == counts]
+    whole = [case for case in compared if (len(case.base_s), len(case.test_s)) == (m, n)]
     mean = None
-    if len(kinds) == 1 and len(whole) > 1:  # its unit is the run: what hits one case hits others
+    if len(benchmarks) == 1 and len(whole) > 1:  # what hits one case of a run hits others
         mean = Result(whole[0].benchmark, {}, f"geometric mean of {len(whole)} cases")
         for name in TIMES:
             logs = np.log([getattr(case, name) for case in whole])
@@ -133,8 +132,7 @@ def compare_case(
     result.reason = "; ".join(notes)
     timed = [[row for row in rows if row and row.time_s] for rows in (base, test)]
     measures = sorted({row.measure for row in [*timed[0], *timed[1]]})
-    pairs = [(a, b) for a, b in zip(base, test, strict=False) if a and b]
-    pairs = [(a, b) for a, b in pairs if a.time_s and b.time_s and len(base) == len(test)]
+    pairs = [(a, b) for a, b in zip(base, test, strict=False) if a and b and a.time_s and b.time_s]
     if not timed[0] or not timed[1]:
         result.verdict = "missing" if timed[0] or (not timed[1] and any(base)) else "new"
     elif len(measures) > 1:

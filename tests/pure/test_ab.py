@@ -79,7 +79,7 @@ def test_abba_and_resume(sides: Path) -> None:
     assert len((sides / "out" / "order").read_text().split()[0::2]) == 288 + 48
     other = run("ab.py", *words(sides, "0.1 x", "0.12 x", *more))
     assert other.returncode == 2
-    assert "holds another comparison: b was" in other.stderr
+    assert "is of another comparison; give another --out" in other.stderr
 
 
 def test_commands_that_take_turns(sides: Path) -> None:

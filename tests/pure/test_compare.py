@@ -45,13 +45,32 @@ def test_interval_by_hand(tmp_path: Path) -> None:
     assert found.p == pytest.approx(0.01942, abs=2e-5)
 
 
-def test_unequal_numbers_take_the_wider_interval(tmp_path: Path) -> None:
-    # Welch: variances 0.0002 / 2 and 0.02 / 3, so error 0.0822 at 2.06 degrees of freedom
-    logs = [(-0.01, 0.01), (0.0, 0.1414, 0.2828)]
-    base, test = ([math.exp(x) for x in side] for side in logs)
-    (found,) = compared(tmp_path, base, test).cases
+@pytest.mark.parametrize(
+    ("base", "test", "half"),
+    [
+        # Welch: s = 0.09 / 3, t = 0.05 / 5; (s + t)^2 / (s^2 / 2 + t^2 / 4) = 3.368 degrees of
+        # freedom, so 2.9943 * sqrt(0.04); one variance for both would say 2.447 * 0.1838
+        ([-0.3, 0, 0.3], [0.02**0.5 * i for i in (-2, -1, 0, 1, 2)], 0.59886),
+        # one variance for both: 3.1824 * sqrt((0.02 + 0.18) / 3 * (1/2 + 1/3)); Welch 0.65
+        ([-0.1, 0.1], [0, 0.3, 0.6], 0.75011),
+        # as many runs a side are safe: 2.7764 * sqrt(0.18 / 4 * 2/3), though Welch would say 0.745
+        ([-0.3, 0, 0.3], [0.1, 0.1, 0.1], 0.48089),
+    ],
+)
+def test_unequal_numbers_take_the_wider_interval(
+    tmp_path: Path, base: list[float], test: list[float], half: float
+) -> None:
+    sides = ([math.exp(x) for x in side] for side in (base, test))
+    (found,) = compared(tmp_path, *sides).cases
     assert found.ci95 is not None
-    assert math.log(found.ci95[1] / (found.ratio or 0)) == pytest.approx(4.18 * 0.0822, rel=0.01)
+    assert math.log(found.ci95[1] / (found.ratio or 0)) == pytest.approx(half, rel=2e-4)
+    assert math.log((found.ratio or 0) / found.ci95[0]) == pytest.approx(half, rel=2e-4)
+
+
+def test_no_interval_is_infinite(tmp_path: Path) -> None:
+    """JSON has no infinity: an end is at most e^700 times as slow."""
+    (found,) = compared(tmp_path, [1e-150, 1e150], [1e-150, 1e150]).cases
+    assert found.ci95 == pytest.approx((math.exp(-700), math.exp(700)))
 
 
 def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
@@ -65,16 +84,27 @@ def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
         compared(tmp_path / "c", base, test[:3], paired=True)
 
 
-def test_runs_that_took_turns_are_compared_block_by_block(tmp_path: Path) -> None:
-    # blocks of 40, 60, 41 against 42, 66, 60 ms: 1.05, 1.10, 1.46, so 1.10; the medians alone 1.46
-    blocks = {"a": [40.0, 60, 41] * 2, "b": [42.0, 66, 60] * 2}
-    for side, times in blocks.items():
+@pytest.mark.parametrize(
+    ("base", "test", "blocks", "ratio"),
+    [
+        # 1.05, 1.10 and 1.46 twice, so 1.10
+        ([0.040, 0.060, 0.041], [0.042, 0.066, 0.060], 6, 1.10),
+        # of 5 blocks, or with one of 0 s, the runs' medians count: 41 and 60 ms
+        ([0.040, 0.060, 0.041], [0.042, 0.066, 0.060], 5, 60 / 41),
+        ([0.000, 0.060, 0.041], [0.042, 0.066, 0.060], 6, 60 / 41),
+    ],
+)
+def test_runs_that_took_turns_are_compared_block_by_block(
+    tmp_path: Path, base: list[float], test: list[float], blocks: int, ratio: float
+) -> None:
+    for side, times in (("a", base), ("b", test)):
         for i in range(2):
-            line = case("x", [t for t in times for _ in range(3)], rounds=[3] * 6)
+            each = [t for t in (times * 2)[:blocks] for _ in range(3)]
+            line = case("x", each, rounds=[3] * blocks)
             write(tmp_path / side / f"{i}.jsonl", line, started_at=f"2026-01-01T0{i}:00:00")
     a, b = tmp_path / "a", tmp_path / "b"
     (found,) = judged(a, b, paired=True, interleaved=True).cases
-    assert found.pair_ratios == pytest.approx([1.10, 1.10])
+    assert found.pair_ratios == pytest.approx([ratio, ratio])
     (medians,) = judged(a, b, paired=True).cases
     assert medians.pair_ratios == pytest.approx([60 / 41, 60 / 41])
 
@@ -115,6 +145,9 @@ def test_runs_needed_by_hand(tmp_path: Path) -> None:
     side = [math.exp(x) for x in logs]
     (found,) = compared(tmp_path, side, side).cases
     assert found.runs_needed == 10  # t(18) = 2.101: 0.01879 <= 0.0198; n = 9: 0.01999
+    # pairs whose ratios differ by as much: t(n - 1) * s / sqrt(n), 0.0185 of 7 and 0.0210 of 6
+    (paired,) = compared(tmp_path / "pairs", [1.0, 1.0, 1.0], side, paired=True).cases
+    assert paired.runs_needed == 7
 
 
 def test_geometric_mean_by_hand(tmp_path: Path) -> None:
@@ -130,13 +163,19 @@ def test_geometric_mean_by_hand(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     failed = case("x", check="failed: out of memory", samples_s={}, rounds=[])
-    write(tmp_path / "base.jsonl", case("x"), case("y"), case("z"))
-    write(tmp_path / "test.jsonl", failed, case("y"), case("new"))
+    never, mended, late = (
+        {**failed, "key": {"label": name}} for name in ("never", "mended", "late")
+    )
+    write(tmp_path / "base.jsonl", case("x"), case("y"), case("z"), never, mended)
+    mended = case("", key=mended["key"])
+    write(tmp_path / "test.jsonl", failed, case("y"), case("new"), never, mended, late)
     found = judged(tmp_path / "base.jsonl", tmp_path / "test.jsonl")
-    verdicts = {c.label: (c.verdict, c.reason) for c in found.cases}
-    assert verdicts["x"] == ("missing", "TEST: 1 of 1 runs: failed: out of memory")
-    assert verdicts["z"][0] == "missing"
-    assert verdicts["new"][0] == "new"
+    reasons = {c.label: c.reason for c in found.cases}
+    assert reasons["x"] == "TEST: 1 of 1 runs: failed: out of memory"
+    assert {c.label: c.verdict for c in found.cases} == {
+        **{"y": "undecided", "x": "missing", "z": "missing", "never": "missing"},
+        **{"mended": "new", "new": "new", "late": "new"},
+    }
     done = run(
         *("compare.py", str(tmp_path / "base.jsonl"), "--test", str(tmp_path / "test.jsonl")),
         *("--fail-on", "missing"),

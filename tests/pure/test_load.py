@@ -101,7 +101,6 @@ def test_names_hold_what_tells_cases_apart() -> None:
 def test_folders_and_patterns(tmp_path: Path) -> None:
     for name in ("b", "a"):
         write(tmp_path / f"{name}.jsonl", case("x"))
-    (tmp_path / "ab.json").write_text("{}")  # the plan of ab.py
     (tmp_path / "notes.txt").write_text("no report")
     found = [Path(r.label).name for r in load([str(tmp_path)])]
     assert found == ["a.jsonl", "b.jsonl"]
