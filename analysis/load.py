@@ -278,7 +278,7 @@ def nccl_report(document: dict[str, Any], path: str) -> Report:
         for place in ("out_of_place", "in_place"):
             found = result.get(place) or {}
             time_us = found.get("time", found.get("cpu_time"))
-            if is_number(time_us):
+            if time_us is not None and is_number(time_us):
                 case.metrics[f"{place}_time_s"] = time_us / 1e6
                 case.metrics[f"{place}_algbw_gb_per_s"] = found["alg_bw"]
                 case.metrics[f"{place}_busbw_gb_per_s"] = found["bus_bw"]

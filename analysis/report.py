@@ -90,8 +90,8 @@ def benchmark(runs: Sequence[Run]) -> dict[str, Any]:
     """Every number of every case. New metrics, and new scripts, get columns."""
     cases = rows_of(runs)
     metrics = [show.plain(row.metrics) for row in cases]
-    names = dict.fromkeys(name for numbers in metrics for name in numbers)
-    names = [n for n in names if not any(show.is_interval(m.get(n)) for m in metrics)]
+    every = dict.fromkeys(name for numbers in metrics for name in numbers)
+    names = [n for n in every if not any(show.is_interval(m.get(n)) for m in metrics)]
     left = [("case", [row.name for row in cases])]
     if len(runs) > 1:
         left.append(("report", [run.label for run in runs for _ in run.rows]))

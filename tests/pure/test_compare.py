@@ -70,7 +70,8 @@ def test_unequal_numbers_take_the_wider_interval(
 def test_no_interval_is_infinite(tmp_path: Path) -> None:
     """JSON has no infinity: an end is at most e^700 times as slow."""
     (found,) = compared(tmp_path, [1e-150, 1e150], [1e-150, 1e150]).cases
-    assert found.ci95 == pytest.approx((math.exp(-700), math.exp(700)))
+    assert found.ci95 is not None
+    assert [math.log(end) for end in found.ci95] == pytest.approx([-700, 700])
 
 
 def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
@@ -89,9 +90,9 @@ def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
     [
         # 1.05, 1.10 and 1.46 twice, so 1.10
         ([0.040, 0.060, 0.041], [0.042, 0.066, 0.060], 6, 1.10),
-        # of 5 blocks, or with one of 0 s, the runs' medians count: 41 and 60 ms
+        # of 5 blocks, or with one of 0 s, the runs' medians count: 41 and 60 ms, 41 and 66
         ([0.040, 0.060, 0.041], [0.042, 0.066, 0.060], 5, 60 / 41),
-        ([0.000, 0.060, 0.041], [0.042, 0.066, 0.060], 6, 60 / 41),
+        ([0.000, 0.060, 0.041], [0.070, 0.066, 0.050], 6, 66 / 41),
     ],
 )
 def test_runs_that_took_turns_are_compared_block_by_block(
@@ -106,7 +107,7 @@ def test_runs_that_took_turns_are_compared_block_by_block(
     (found,) = judged(a, b, paired=True, interleaved=True).cases
     assert found.pair_ratios == pytest.approx([ratio, ratio])
     (medians,) = judged(a, b, paired=True).cases
-    assert medians.pair_ratios == pytest.approx([60 / 41, 60 / 41])
+    assert medians.pair_ratios == pytest.approx([sorted(test)[1] / sorted(base)[1]] * 2)
 
 
 def test_two_single_reports_are_never_called_different(tmp_path: Path) -> None:
