@@ -5,6 +5,7 @@ FIGURES says what a benchmark has; one without an entry gets the time of each ca
 
 import io
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -55,8 +56,8 @@ def curves(
 
     Over world_size also what the case of 0 would scale to.
     """
-    rows = rows.assign(x=pd.to_numeric(rows["key"].str.get(x), "coerce")).sort_values("x")
-    bare, rows = rows[rows["x"] == 0], rows[rows["x"] > 0].copy()
+    rows = rows.assign(x=pd.to_numeric(rows["key"].str.get(x), "coerce"))
+    bare, rows = rows[rows["x"] == 0], rows[rows["x"] > 0].sort_values("x", kind="stable")
     if rows.empty:
         return None
     figure = Figure(figsize=(5.6, 3.4), label=name)
@@ -159,7 +160,7 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     figures = [f for entry in FIGURES.get(runs[0].benchmark, []) for f in plot(table, *entry)]
     times = table["metric"][table["metric"].str.endswith(("_p50_s", "time_s"))]
     if not figures and len(times):
-        often = times.mode()[0]  # what most cases have
+        often, _ = Counter(times).most_common()[0]  # what most cases have
         title = often.removesuffix("_s").replace("_", " ")
         figures = plot(table, (), {title: often}, bars, title, False)
     return figures[:MAX_FIGURES]

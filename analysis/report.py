@@ -130,6 +130,11 @@ def column(name: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]
     return head, [cell(m) for m in metrics]
 
 
+def as_markdown(table: Table) -> str:
+    right = range(table.left, len(table.header))
+    return f"### {table.title}\n\n{show.show_table(table.header, table.rows, right, 'markdown')}"
+
+
 def page(runs: Sequence[Run]) -> str:
     """The document; every string of a report is cleaned and escaped where it is put in."""
     sections, numbers = [summary(runs), environment(runs)], itertools.count()
@@ -166,14 +171,12 @@ def main() -> int:
         refuse(show.clean(error, 1000))
     except OSError as error:
         refuse(f"-o {args.output} cannot be written: {error.strerror}")
-    sections = [summary(runs), *map(benchmark, by_benchmark(runs).values())]
-    for section in sections if args.markdown else ():
-        print(f"## {show.markdown(section['title'])}\n")
-        print(f"{show.markdown(section.get('quiet', ''), 1000)}\n")
-        for table in section["tables"]:
-            right = range(table.left, len(table.header))
-            body = show.show_table(table.header, table.rows, right, "markdown")
-            print(f"### {table.title}\n\n{body}\n")
+    if args.markdown:
+        blocks = []
+        for section in (summary(runs), *map(benchmark, by_benchmark(runs).values())):
+            words = show.markdown(section["title"]), show.markdown(section.get("quiet", ""), 1000)
+            blocks += [f"## {words[0]}", words[1], *map(as_markdown, section["tables"])]
+        print("\n\n".join(filter(None, blocks)))
     return 0
 
 
