@@ -87,15 +87,11 @@ def cells(case: Result) -> list[str]:
     times = [show_time(exp(fmean(map(log, s)))) if s else "-" for s in (case.base_s, case.test_s)]
     times = times if case.key else ["", ""]  # a mean of different cases has no time of its own
     interval = "-" if case.ci95 is None else " to ".join(f"{end:.4g}" for end in case.ci95)
-    return [case.label, *times, show_ratio(case.ratio), interval, case.verdict]
-
-
-def show_ratio(ratio: float | None) -> str:
-    """`1.04x slower`, `1.04x faster`, or `1.00x`."""
-    if ratio is None:
-        return "-"
-    factor = f"{max(ratio, 1 / ratio):.2f}x"
-    return factor if factor == "1.00x" else f"{factor} {'slower' if ratio > 1 else 'faster'}"
+    words = "-"
+    if case.ratio is not None:
+        words = f"{max(case.ratio, 1 / case.ratio):.2f}x"
+        words += "" if words == "1.00x" else " slower" if case.ratio > 1 else " faster"
+    return [case.label, *times, words, interval, case.verdict]
 
 
 def remarks(found: Comparison) -> list[str]:

@@ -154,7 +154,12 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     """The figures of the reports of one benchmark."""
     if runs[0].benchmark == "p2p_matrix":
         return [figure for run in runs for figure in heat(run, run.label)]
-    table = pd.DataFrame(numbers(runs))
+    rows = numbers(runs)
+    spread = {id(row["key"]): row["value"] for row in rows if row["metric"] == "step_time_ci95_rel"}
+    for row in rows:  # a rate is as uncertain as its time
+        if row["metric"] == "samples_per_s" and (rel := spread.get(id(row["key"]), 1.0)) < 1:
+            row["ci_low"], row["ci_high"] = row["value"] / (1 + rel), row["value"] / (1 - rel)
+    table = pd.DataFrame(rows)
     if table.empty:
         return []
     figures = [f for entry in FIGURES.get(runs[0].benchmark, []) for f in plot(table, *entry)]
