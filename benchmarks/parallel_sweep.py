@@ -36,6 +36,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ from common.report import Case
 from common.stats import difference, step_metrics, straggler
 from common.table import Columns, half_width, metric, relative
 
+Key = dict[str, Any]
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: neighbours talk most
 SCHEDULES: dict[str, tuple[Any, int]] = {  # with the stages on a rank
     "gpipe": (pipelining.ScheduleGPipe, 1),
@@ -84,7 +86,7 @@ TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of loss and norm, over the first on
 # -- one function an axis: torch's public API, to copy ---------------------------------------------
 
 
-def data_parallelize(model: Decoder, dp: DeviceMesh, how: str, apart: list[nn.Parameter]) -> Any:
+def data_parallelize(model: Decoder, dp: DeviceMesh, how: str) -> Any:
     """FSDP2, a unit for each block; a 2-D mesh is HSDP. Or DDP: every rank has all weights."""
     if how == "ddp":
         ddp = DistributedDataParallel(model, process_group=dp.get_group())
@@ -93,44 +95,39 @@ def data_parallelize(model: Decoder, dp: DeviceMesh, how: str, apart: list[nn.Pa
         return ddp
     keep = how in SCHEDULES  # the weights, until the last microbatch
     for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=dp, reshard_after_forward=not keep, ignored_params={*apart})
+        fully_shard(unit, mesh=dp, reshard_after_forward=not keep)
     return model
 
 
 def tensor_parallelize(model: Decoder, mesh: DeviceMesh) -> None:
     """Split heads, hidden units and words; between them each rank has a part of the sequence."""
     part, whole = Shard(1), Replicate()
-    in_block = {
-        "attention_norm": tp.SequenceParallel(),
-        "attention": tp.PrepareModuleInput(
+    plan = {
+        "tokens": tp.RowwiseParallel(input_layouts=whole, output_layouts=part),
+        "blocks.*.attention_norm": tp.SequenceParallel(),
+        "blocks.*.attention": tp.PrepareModuleInput(
             input_layouts=(part, None), desired_input_layouts=(whole, None)
         ),
-        **{f"attention.{name}": tp.ColwiseParallel() for name in "qkv"},
-        "attention.o": tp.RowwiseParallel(output_layouts=part),
-        "mlp_norm": tp.SequenceParallel(),
-        "mlp": tp.PrepareModuleInput(input_layouts=part, desired_input_layouts=whole),
-        "mlp.up": tp.ColwiseParallel(),
-        "mlp.down": tp.RowwiseParallel(output_layouts=part),
+        "blocks.*.attention.[qkv]": tp.ColwiseParallel(),
+        "blocks.*.attention.o": tp.RowwiseParallel(output_layouts=part),
+        "blocks.*.mlp_norm": tp.SequenceParallel(),
+        "blocks.*.mlp": tp.PrepareModuleInput(input_layouts=part, desired_input_layouts=whole),
+        "blocks.*.mlp.up": tp.ColwiseParallel(),
+        "blocks.*.mlp.down": tp.RowwiseParallel(output_layouts=part),
+        "norm": tp.SequenceParallel(),
+        # each rank gets the logits of its words
+        "head": tp.ColwiseParallel(input_layouts=part, use_local_output=False),
     }
-    for block in model.blocks:
-        tp.parallelize_module(block, mesh, in_block)
-    if isinstance(model.tokens, nn.Embedding):  # the first stage of a pipeline
-        words = tp.RowwiseParallel(input_layouts=whole, output_layouts=part)
-        tp.parallelize_module(model, mesh, {"tokens": words})
-    if isinstance(model.head, nn.Linear):  # the last one: each rank gets the logits of its words
-        head = tp.ColwiseParallel(input_layouts=part)
-        tp.parallelize_module(model, mesh, {"norm": tp.SequenceParallel(), "head": head})
+    tp.parallelize_module(model, mesh, plan)
 
 
 def context_parallelize(model: Decoder, cp: DeviceMesh) -> None:
     """Each rank has a part of every sequence, and gathers the keys and values of all of it."""
-    rotation = model.get_buffer("rotation")
-    everywhere = torch.arange(len(rotation), device=rotation.device)
+    everywhere = torch.arange(model.config.context, device=cp.device_type)
     here = everywhere.chunk(cp.size())[cp.get_local_rank()]
     seen = here[:, None] >= everywhere
-    model.rotation = rotation[here]
-    for moe in experts_in(model):
-        moe.expert = moe.expert[here]
+    for buffer in model.buffers():  # the rotation and the expert of each position
+        buffer.data = buffer[here]
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         kv = DTensor.from_local(torch.stack((k, v)), cp, [Shard(3)], run_check=False)
@@ -141,15 +138,15 @@ def context_parallelize(model: Decoder, cp: DeviceMesh) -> None:
         block.get_submodule("attention").attend = attend  # type: ignore[assignment]
 
 
-def expert_parallelize(moe: Experts, ep: DeviceMesh, same: DeviceMesh | None) -> None:
+def expert_parallelize(model: Decoder, ep: DeviceMesh, same: DeviceMesh) -> None:
     """Each rank keeps some of the experts; tokens go to theirs by all-to-all, and back.
 
     The ranks have the same numbers of tokens for each. same: those that keep the same experts.
     """
+    [moe] = [module for module in model.modules() if isinstance(module, Experts)]
     ranks, here, group = ep.size(), ep.get_local_rank(), ep.get_group()
     moe.each = moe.each[here * moe.count // ranks : (here + 1) * moe.count // ranks]
-    if same is not None:
-        fully_shard([*moe.each], mesh=same)
+    fully_shard([*moe.each], mesh=same)
     compute_here, swap = moe.compute, funcol.all_to_all_single_autograd
 
     def compute(tokens: Tensor, counts: Tensor) -> Tensor:
@@ -173,80 +170,124 @@ def cut(model: Decoder, stage: int, stages: int) -> None:
 
 
 def pipeline(
-    models: dict[int, nn.Module], pp: DeviceMesh, key: dict[str, Any], texts: Any, loss_of: Any
+    models: dict[int, Any], pp: DeviceMesh, mesh: "Mesh", parts: int, texts: Any, loss_of: Any
 ) -> Callable[[], list[Tensor]]:
     """Forward and backward through this rank's stages; returns the microbatches' losses."""
-    mesh, config, (tokens, targets) = parse_mesh(key["mesh"]), config_of(key), texts
-    last, parts = mesh.stages - 1, key["microbatches"]
+    (tokens, targets), (first, *_) = texts, models.values()
     # torch can find out the shapes between stages by itself, but not over a fake group
-    text = tokens[: len(tokens) // parts].to("meta")
-    meta = partial(text.new_empty, dtype=DTYPES[key["dtype"]], requires_grad=True)
-    hidden = meta((len(text), text.shape[1] // mesh.tp, config.width))
-    logits = meta((*text.shape, config.vocab // mesh.tp))
+    text = tokens.chunk(parts)[0].to("meta")
+    meta = partial(text.new_empty, dtype=next(first.parameters()).dtype, requires_grad=True)
+    hidden = meta((len(text), text.shape[1] // mesh.tp, first.config.width))
+    logits = meta((*text.shape, first.config.vocab))
     stages = []
     for i, model in models.items():
-        shapes = (hidden if i > 0 else text, hidden if i < last else logits)
+        shapes = (text if i == 0 else hidden, logits if i == mesh.stages - 1 else hidden)
         place = (i, mesh.stages, tokens.device)
         stages.append(pipelining.PipelineStage(model, *place, *shapes, group=pp.get_group()))
     schedule_class, on_a_rank = SCHEDULES[mesh.how]
     schedule = schedule_class(stages if on_a_rank > 1 else stages[0], parts, loss_of)
 
     def forward_backward() -> list[Tensor]:
-        losses: list[Tensor] = []
-        inputs, wanted = (tokens,) if 0 in models else (), targets if last in models else None
-        schedule.step(*inputs, target=wanted, losses=losses, return_outputs=False)
+        losses: list[Tensor] = []  # stays empty without the last stage
+        inputs = (tokens,) if 0 in models else ()
+        schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
         return losses
 
     return forward_backward
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How many ranks each axis has, and what follows from that."""
+def train(key: Key, job: Job, axes: dict[str, DeviceMesh], lr: float) -> tuple[Any, ...]:
+    """This rank's part of the model, the optimizer, and the step, which returns losses."""
+    mesh = Mesh(key["mesh"])
+    pp, dp, cp, ep, _ = map(int, np.unravel_index(job.rank, mesh.shape))
+
+    def parallelize(stage: int) -> Any:
+        model = create(key, job.device)
+        if mesh.tp > 1:
+            tensor_parallelize(model, axes["tp"])
+        if mesh.cp > 1 and mesh.how != "ring":
+            context_parallelize(model, axes["cp"])
+        if mesh.ep > 1:
+            expert_parallelize(model, axes["ep"], axes["same"])
+        cut(model, stage, mesh.stages)
+        # last: it shards what the others left
+        return data_parallelize(model, axes["dp"], mesh.how) if mesh.data > 1 else model
+
+    second = mesh.stages - 1 - pp if mesh.how == "zbv" else pp + mesh.pp  # zbv's form a V
+    models = {stage: parallelize(stage) for stage in (pp, second)[: mesh.stages // mesh.pp]}
+    trained = nn.ModuleList(models.values())
+    optimizer = sgd(trained, lr)
+    experts: Any = [weight for name, weight in trained.named_parameters() if ".each." in name]
+    texts = random_text(config_of(key), key["global_batch"], seed=0)
+    tokens, targets = (x.chunk(mesh.dp * mesh.ep)[dp * mesh.ep + ep].to(job.device) for x in texts)
+    ring: Any = nullcontext
+    if mesh.how == "ring":  # it cuts the texts, and what the model has for each position
+        buffers = [tokens, targets, *trained.buffers()]
+        dims = [1, 1] + [0] * (len(buffers) - 2)
+        ring = partial(context_parallel, axes["cp"], buffers=buffers, buffer_seq_dims=dims)
+    else:
+        tokens, targets = (x.chunk(mesh.cp, dim=1)[cp].contiguous() for x in (tokens, targets))
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        loss = next_token_loss(logits, targets)
+        return loss.to_local() if isinstance(loss, DTensor) else loss
+
+    def forward_backward() -> list[Tensor]:
+        loss = loss_of(models[0](tokens), targets)
+        loss.backward()
+        return [loss]
+
+    if mesh.pp > 1:
+        texts = (tokens, targets)
+        forward_backward = pipeline(models, axes["pp"], mesh, key["microbatches"], texts, loss_of)
+
+    def step() -> list[Tensor]:
+        optimizer.zero_grad()
+        with tp.loss_parallel() if mesh.tp > 1 else nullcontext(), ring():
+            losses = forward_backward()
+        for weight in experts:
+            weight.grad /= mesh.ep  # a sum over tokens of all ep; FSDP's mean is over the rest
+        optimizer.step()
+        return losses
+
+    return trained, optimizer, step
+
+
+# -- meshes: their names, whether they fit, their process groups -----------------------------------
+
+
+@dataclass
+class Mesh:
+    """`dp2tp2`, `dp2x4`, `pp4:1f1b`, `cp4:ring`: the ranks of each axis, then how."""
 
     name: str
-    how: str  # a schedule, ring, ddp or nothing
-    pp: int
-    dp: int
-    cp: int
-    ep: int
-    tp: int
-    data: int  # ranks that hold the same weights, and so share their gradients
-    replicas: int  # parts of these, each of which has all weights
-    stages: int
-    axes: list[str]  # those that communicate
+
+    def __post_init__(self) -> None:
+        product, _, how = self.name.partition(":")
+        words = re.findall(r"([a-z]p)(\d+)(?:x(\d+))?", product)
+        ranks = dict.fromkeys(AXES, 1) | {axis: int(a) * int(b or 1) for axis, a, b in words}
+        known = r"ddp[1-9]\d*|(dp[1-9]\d*x([2-9]|[1-9]\d+)|(dp|tp|pp|cp|ep)[1-9]\d*)+"
+        twice = len({axis for axis, _, _ in words}) < len(words)
+        if twice or not re.fullmatch(known, product):
+            wrong("a mesh", repr(self.name), "e.g. dp8, dp2x4, dp4tp2, dp2pp4:1f1b; ddp8 by itself")
+        ways = SCHEDULES if ranks["pp"] > 1 else ("", "ring") if ranks["cp"] > 1 else ("",)
+        if how not in ways:
+            names = ", ".join(SCHEDULES)
+            wrong(f"{names} after a pipeline", repr(self.name), "e.g. pp4:1f1b or cp4:ring")
+        self.how = "ddp" if product.startswith("ddp") else how
+        self.shape = self.pp, self.dp, self.cp, self.ep, self.tp = tuple(ranks.values())
+        self.replicas = next((int(a) for _, a, b in words if b), 1)  # of dp: HSDP's
+        self.data = self.dp * self.cp * self.ep  # ranks that share weights, and so gradients
+        self.stages = self.pp * (SCHEDULES[how][1] if self.pp > 1 else 1)
+        self.axes = [axis for axis, n in (ranks | {"dp": self.data}).items() if n > 1]
 
 
-def parse_mesh(text: str) -> Layout:
-    """`dp2tp2`, `dp2x4`, `pp4:1f1b`, `cp4:ring`: a product of axes, then how."""
-    product, _, how = text.partition(":")
-    words = re.findall(r"([a-z]p)(\d+)(?:x(\d+))?", product)
-    n = dict.fromkeys(AXES, 1) | {axis: int(a) * int(b or 1) for axis, a, b in words}
-    known = r"ddp[1-9]\d*|(dp[1-9]\d*x([2-9]|[1-9]\d+)|(dp|tp|pp|cp|ep)[1-9]\d*)+"
-    once = len({axis for axis, _, _ in words}) == len(words)
-    if not re.fullmatch(known, product) or not once:
-        wrong("a mesh", repr(text), "e.g. dp8, dp2x4, dp4tp2, dp2pp4:1f1b, cp8; ddp8 by itself")
-    if how not in (SCHEDULES if n["pp"] > 1 else ("", "ring") if n["cp"] > 1 else ("",)):
-        wrong(f"{', '.join(SCHEDULES)} after a pipeline", repr(text), "e.g. pp4:1f1b or cp4:ring")
-    data = n["dp"] * n["cp"] * n["ep"]
-    return Layout(
-        text,
-        how="ddp" if product.startswith("ddp") else how,
-        **n,
-        data=data,
-        replicas=next((int(a) for _, a, b in words if b), 1),
-        stages=n["pp"] * (SCHEDULES[how][1] if n["pp"] > 1 else 1),
-        axes=[axis for axis in AXES if n[axis] > 1 or (axis == "dp" and data > 1)],
-    )
-
-
-def misfit(key: dict[str, Any]) -> str | None:
+def misfit(key: Key) -> str | None:
     """Which number of a case does not fit its mesh, or None."""
-    mesh, config, parts = parse_mesh(key["mesh"]), config_of(key), key["microbatches"]
-    size, ranks = mesh.pp * mesh.data * mesh.tp, key["world_size"]
-    if size != ranks:
+    mesh, config, ranks = Mesh(key["mesh"]), config_of(key), key["world_size"]
+    if (size := math.prod(mesh.shape)) != ranks:
         return f"mesh {mesh.name} has {size} ranks, this job {ranks}; e.g. dp{ranks}"
-    rows = mesh.dp * mesh.ep * parts
+    rows = mesh.dp * mesh.ep * key["microbatches"]
     for name, n, whole, of in (
         ("tp", mesh.tp, config.heads, "heads"),
         ("stages", mesh.stages, config.layers, "layers"),
@@ -261,45 +302,56 @@ def misfit(key: dict[str, Any]) -> str | None:
     return None
 
 
-def open_meshes(mesh: Layout, fake: list[str], job: Job, group: Group) -> dict[str, DeviceMesh]:
+def open_meshes(mesh: Mesh, fake: list[str], job: Job, group: Group) -> dict[str, DeviceMesh]:
     """A DeviceMesh for each axis; collectives of the axes in `fake` return at once.
 
     dp holds the ranks of cp and ep, too, and is 2-D for HSDP; `same`: those with the same experts.
     """
-    silent = {*fake, "outer", "inner", *(("replicas", "same") if "dp" in fake else ())}
-    # DTensor keeps what it has worked out for a mesh, and takes meshes with the same ranks and
-    # names for one: without names of its own a twin would talk over the real groups
-    of = f" of {mesh.name}, fake {'+'.join(fake) or 'none'}"
+    real = {*mesh.axes} - {*fake}
+    if "dp" in real:
+        real |= {"replicas", "same"}
     shards = mesh.data // mesh.replicas
     shapes = [{"pp": mesh.pp, "replicas": mesh.replicas, "dp": shards, "tp": mesh.tp}]
     if mesh.cp > 1:
         shapes += [{"outer": mesh.pp * mesh.dp, "cp": mesh.cp, "inner": mesh.ep * mesh.tp}]
     if mesh.ep > 1:
         shapes += [{"outer": mesh.pp, "same": mesh.dp * mesh.cp, "ep": mesh.ep}]
+    # DTensor keeps what it has worked out for a mesh, and takes meshes with the same ranks and
+    # names for one: without names of its own a twin would talk over the real groups
+    of = f" of {mesh.name}, fake {'+'.join(fake) or 'none'}"
     found: dict[str, DeviceMesh] = {}
     for shape in shapes:
-        sizes = {axis: size for axis, size in shape.items() if size > 1}
-        if not sizes:  # dp1
-            continue
-        backends: Any = {axis + of: "fake" if axis in silent else job.backend for axis in sizes}
-        names: Any = {"mesh_dim_names": tuple(backends), "backend_override": backends}
-        made = init_device_mesh(job.device.type, tuple(sizes.values()), **names)
+        talks = {axis for axis, size in shape.items() if axis in real and size > 1}
+        backends: Any = {axis + of: job.backend if axis in talks else "fake" for axis in shape}
+        names: Any = {"mesh_dim_names": (*backends,), "backend_override": backends}
+        made = init_device_mesh(job.device.type, (*shape.values(),), **names)
         for each in made.get_all_groups():
             group.more.append(each)
             dist.all_reduce(torch.ones(1, device=job.device), group=each)  # NCCL connects here
         # DTensor's caches keep the mesh for ever, and it, for torch.compile, its groups
         made._pg_registry.clear()
-        found |= {axis: made[axis + of] for axis in sizes}
-        if "replicas" in sizes:
+        found |= {axis: made[axis + of] for axis in shape}
+        if mesh.replicas > 1 and "replicas" in shape:
             found["dp"] = made["replicas" + of, "dp" + of]
     return found
 
 
-def config_of(key: dict[str, Any]) -> Any:
+def default_meshes(n: int) -> list[str]:
+    """dp, tp, both, and a pipeline, on n ranks; tp and pp over at most 4 of them."""
+    p = math.gcd(n, 4)
+    dp = f"dp{n // p}" if n > p else ""
+    both = [f"dp{n // 2}tp2"] if p == 4 else []
+    return [f"dp{n}", *([f"{dp}tp{p}", *both, f"{dp}pp{p}:1f1b"] if p > 1 else [])]
+
+
+# -- a case: the model, its twins, the check -------------------------------------------------------
+
+
+def config_of(key: Key) -> Any:
     return replace(DECODERS[key["model"]], context=key["sequence_length"], experts=key["experts"])
 
 
-def create(key: dict[str, Any], device: torch.device) -> Decoder:
+def create(key: Key, device: torch.device) -> Decoder:
     """The same model on every rank and in every mesh."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -309,70 +361,7 @@ def create(key: dict[str, Any], device: torch.device) -> Decoder:
     return model
 
 
-def experts_in(model: nn.Module) -> list[Experts]:
-    return [module for module in model.modules() if isinstance(module, Experts)]
-
-
-def train(key: dict[str, Any], job: Job, axes: dict[str, DeviceMesh], lr: float) -> tuple[Any, ...]:
-    """This rank's part of the model, the optimizer, and the step, which returns losses."""
-    mesh, device = parse_mesh(key["mesh"]), job.device
-    place = np.unravel_index(job.rank, [getattr(mesh, axis) for axis in AXES])
-    pp, dp, cp, ep, _ = map(int, place)
-    second = mesh.stages - 1 - pp if mesh.how == "zbv" else pp + mesh.pp  # zbv's form a V
-    models: dict[int, Any] = {}
-    for stage in (pp, second)[: mesh.stages // mesh.pp]:
-        models[stage] = model = create(key, device)
-        cut(model, stage, mesh.stages)
-        if mesh.tp > 1:
-            tensor_parallelize(model, axes["tp"])
-        if mesh.cp > 1 and mesh.how != "ring":
-            context_parallelize(model, axes["cp"])
-        spread = experts_in(model) if mesh.ep > 1 else []
-        for moe in spread:
-            expert_parallelize(moe, axes["ep"], axes.get("same"))
-        if mesh.data > 1:  # last: it shards what the others left
-            apart = [weight for moe in spread for weight in moe.each.parameters()]
-            models[stage] = data_parallelize(model, axes["dp"], mesh.how, apart)
-    trained = nn.ModuleList(models.values())
-    optimizer = sgd(trained, lr)
-    experts: Any = [weight for moe in experts_in(trained) for weight in moe.each.parameters()]
-    texts = random_text(config_of(key), key["global_batch"], seed=0)
-    tokens, targets = (x.chunk(mesh.dp * mesh.ep)[dp * mesh.ep + ep].to(device) for x in texts)
-    ring: Any = nullcontext
-    if mesh.how == "ring":  # it cuts the texts, and what the model has for each position
-        buffers = [tokens, targets, *trained.buffers()]
-        dims = [1, 1] + [0] * (len(buffers) - 2)
-        ring = partial(context_parallel, axes["cp"], buffers=buffers, buffer_seq_dims=dims)
-    else:
-        tokens, targets = (x.chunk(mesh.cp, dim=1)[cp].contiguous() for x in (tokens, targets))
-
-    def loss_of(logits: Any, targets: Tensor) -> Any:
-        if mesh.tp > 1:
-            logits = DTensor.from_local(logits, axes["tp"], [Shard(-1)], run_check=False)
-        loss: Any = next_token_loss(logits, targets)
-        return loss.to_local() if mesh.tp > 1 else loss
-
-    def forward_backward() -> list[Tensor]:
-        loss = loss_of(models[0](tokens), targets)
-        loss.backward()
-        return [loss]
-
-    if mesh.pp > 1:
-        forward_backward = pipeline(models, axes["pp"], key, (tokens, targets), loss_of)
-
-    def step() -> list[Tensor]:
-        optimizer.zero_grad()
-        with tp.loss_parallel() if mesh.tp > 1 else nullcontext(), ring():
-            losses = forward_backward()
-        for weight in experts:
-            weight.grad /= mesh.ep  # a sum over tokens of all ep; FSDP's mean is over the rest
-        optimizer.step()
-        return losses
-
-    return trained, optimizer, step
-
-
-def train_reference(key: dict[str, Any], device: torch.device) -> Reference:
+def train_reference(key: Key, device: torch.device) -> Reference:
     """The same training in one process, a sequence at a time."""
     texts = random_text(config_of(key), key["global_batch"], seed=0)
     rows = list(zip(*(x.to(device).split(1) for x in texts), strict=True))
@@ -380,7 +369,7 @@ def train_reference(key: dict[str, Any], device: torch.device) -> Reference:
     return train_alone(model, rows, lambda f, row: next_token_loss(f(row[0]), row[1]), weights)
 
 
-def square_norm(model: nn.Module, mesh: Layout) -> float:
+def square_norm(model: nn.Module, mesh: Mesh) -> float:
     """This rank's share of |gradient|^2: ranks that hold the same weight share it."""
     total = 0.0
     for name, weight in model.named_parameters():
@@ -391,8 +380,8 @@ def square_norm(model: nn.Module, mesh: Layout) -> float:
     return total
 
 
-def build(key: dict[str, Any], lr: float, twins: bool, job: Job, group: Group) -> Workload:
-    mesh = parse_mesh(key["mesh"])
+def build(key: Key, lr: float, twins: bool, job: Job, group: Group) -> Workload:
+    mesh = Mesh(key["mesh"])
     if mesh.how == "ring" and job.device.type != "cuda":
         raise ValueError("ring attention (context_parallel) needs CUDA; try cp without :ring")
     if mesh.how == "zbv" and job.backend == "gloo" and torch.__version__ < "2.15":  # it hangs
@@ -414,8 +403,11 @@ def build(key: dict[str, Any], lr: float, twins: bool, job: Job, group: Group) -
     return Workload(steps, facts=lambda: facts)
 
 
+# -- what rank 0 makes of it -----------------------------------------------------------------------
+
+
 def derive(alone: Reference, device: torch.device, case: Case, facts: list[Any]) -> None:
-    """Fill in the metrics and the check, on rank 0."""
+    """Fill in the metrics and the check."""
     key, m = case.key, case.metrics
     m |= step_metrics(case.samples_s["step"], key["global_batch"])
     m["tokens_per_s"] = m["samples_per_s"] * key["sequence_length"]
@@ -425,7 +417,7 @@ def derive(alone: Reference, device: torch.device, case: Case, facts: list[Any])
     memory = [fact["memory_gib"] for fact in facts]
     m |= {"memory_gib": max(memory), "memory_min_gib": min(memory)}
     if "compute" in case.samples_s:
-        m |= breakdown(parse_mesh(key["mesh"]), case)
+        m |= breakdown(Mesh(key["mesh"]), case)
     losses = np.mean([fact["losses"] for fact in facts if fact["losses"][0]], axis=(0, 2))
     norms = np.sqrt(np.sum([fact["norms"] for fact in facts], axis=0))
     compare = partial(compare_training, tolerance=TOLERANCES[key["dtype"]])
@@ -433,7 +425,7 @@ def derive(alone: Reference, device: torch.device, case: Case, facts: list[Any])
     case.check = verdict(problem or compare("the loss", losses, np.mean(alone.losses, axis=1)))
 
 
-def breakdown(mesh: Layout, case: Case) -> dict[str, Any]:
+def breakdown(mesh: Mesh, case: Case) -> dict[str, Any]:
     """What each axis exposes, and what each stage of a pipeline computes and waits."""
     samples = {name: np.array(rows) for name, rows in case.samples_s.items()}  # [ranks, n]
     step, compute = samples["step"].max(axis=0), samples["compute"]
@@ -458,6 +450,19 @@ def breakdown(mesh: Layout, case: Case) -> dict[str, Any]:
     return found
 
 
+def best(cases: list[Case]) -> str | None:
+    """`# best: A, 1.12x B (95 % 1.09 to 1.15)`, and which neighbours cannot be told apart."""
+    names = ("step_time_p50_s", "step_time_ci95_s")  # no interval for too few samples
+    rows = [(*(c.metrics[name] for name in names), c.key["mesh"]) for c in cases if not c.failed]
+    if len(rows) < 2:
+        return None
+    (fast, a, name), (slow, b, other), *_ = rows = sorted(rows, key=lambda row: row[0])
+    within = f"95 % {b[0] / a[1]:.2f} to {b[1] / a[0]:.2f}" if a and b else "too few samples"
+    alike = [f"{x} and {y}" for (_, a, x), (_, b, y) in pairwise(rows) if a and b and b[0] <= a[1]]
+    line = f"# best: {name}, {slow / fast:.2f}x {other} ({within})"
+    return line + (f"; {', '.join(alike)} cannot be told apart" if alike else "")
+
+
 COLUMNS: Columns = {  # and the exposed communication of each axis
     "mesh": lambda case: case.key["mesh"],
     "tokens/s": metric("tokens_per_s", digits=0),
@@ -475,34 +480,10 @@ COLUMNS: Columns = {  # and the exposed communication of each axis
 }
 
 
-def best(cases: list[Case]) -> str | None:
-    """`# best: A, 1.12x B (95 % 1.09 to 1.15)`, and which neighbours cannot be told apart."""
-    ranked = sorted((c for c in cases if not c.failed), key=lambda c: c.metrics["step_time_p50_s"])
-    if len(ranked) < 2:
-        return None
-    names = [case.key["mesh"] for case in ranked]
-    times = [case.metrics["step_time_p50_s"] for case in ranked]
-    spans = [case.metrics["step_time_ci95_s"] for case in ranked]  # None for too few samples
-    a, b = spans[:2]
-    within = f"95 % {b[0] / a[1]:.2f} to {b[1] / a[0]:.2f}" if a and b else "too few samples"
-    line = f"# best: {names[0]}, {times[1] / times[0]:.2f}x {names[1]} ({within})"
-    pairs = zip(names, names[1:], spans, spans[1:], strict=False)
-    alike = [f"{x} and {y}" for x, y, a, b in pairs if a and b and b[0] <= a[1]]
-    return line + (f"; {', '.join(alike)} cannot be told apart" if alike else "")
-
-
-def default_meshes(n: int) -> list[str]:
-    """dp, tp, both, and a pipeline, on n ranks; tp and pp over at most 4 of them."""
-    p = math.gcd(n, 4)
-    dp = f"dp{n // p}" if n > p else ""
-    both = [f"dp{n // 2}tp2"] if p == 4 else []
-    return [f"dp{n}", *([f"{dp}tp{p}", *both, f"{dp}pp{p}:1f1b"] if p > 1 else [])]
-
-
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("--mesh", type=list_of(parse_mesh), help="a list (default, of 4: dp4,tp4,dp2tp2,pp4:1f1b)")
+    add("--mesh", type=list_of(Mesh), help="a list (default, of 4: dp4,tp4,dp2tp2,pp4:1f1b)")
     add("--model", choices=list(DECODERS), help="(default: decoder-124m, CPU decoder-nano)")
     text = "of weights, gradients and optimizer (default: fp32)"
     add("--dtype", choices=list(DTYPES), default="fp32", help=text)
@@ -522,7 +503,7 @@ def main() -> int:
     torch.set_flush_denormal(True)  # a twin's garbage must not be slow to compute with
     with Benchmark("parallel_sweep", args) as bench:
         job, cuda = bench.job, bench.job.device.type == "cuda"
-        meshes = args.mesh or [parse_mesh(name) for name in default_meshes(job.world_size)]
+        meshes = args.mesh or [Mesh(name) for name in default_meshes(job.world_size)]
         model = args.model or ("decoder-124m" if cuda else "decoder-nano")
         same = {
             "model": model,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parallel_sweep import best, breakdown, default_meshes, misfit, parse_mesh
+from benchmarks.parallel_sweep import Mesh, best, breakdown, default_meshes, misfit
 from common.report import Case
 
 
@@ -25,7 +25,7 @@ from common.report import Case
     ],
 )
 def test_mesh_by_name(name: str, axes: list[str], what: dict[str, Any]) -> None:
-    mesh = parse_mesh(name)
+    mesh = Mesh(name)
     assert (mesh.name, mesh.axes) == (name, axes)
     assert {field: getattr(mesh, field) for field in what} == what
 
@@ -47,7 +47,7 @@ def test_mesh_by_name(name: str, axes: list[str], what: dict[str, Any]) -> None:
 )
 def test_what_is_no_mesh(name: str, says: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError) as error:
-        parse_mesh(name)
+        Mesh(name)
     assert says in str(error.value)
 
 
@@ -85,7 +85,7 @@ def test_default_meshes_fit_their_ranks() -> None:
     for ranks in range(1, 65):
         key |= {"world_size": ranks, "global_batch": 4 * ranks}
         for name in default_meshes(ranks):
-            parts = 2 * parse_mesh(name).pp if "pp" in name else 1
+            parts = 2 * Mesh(name).pp if "pp" in name else 1
             assert misfit(key | {"mesh": name, "microbatches": parts}) is None
 
 
@@ -99,7 +99,7 @@ def test_breakdown_by_hand() -> None:
     }
     samples = {name: [[s] * 6 for s in ranks] for name, ranks in seconds.items()}
     case = Case({"microbatches": 4}, [0, 1, 2, 3], samples, [1] * 6)
-    found = breakdown(parse_mesh("dp2pp2:1f1b"), case)
+    found = breakdown(Mesh("dp2pp2:1f1b"), case)
     assert found["compute_s"] == pytest.approx(0.7)
     assert found["exposed_pp_s"] == pytest.approx(1.0 - 0.8)
     assert found["exposed_dp_s"] == pytest.approx(1.0 - 0.9)
@@ -110,7 +110,7 @@ def test_breakdown_by_hand() -> None:
     assert found["pipeline_idle_theory"] == pytest.approx(1 / 5)  # 2 stages: 1 of 4 + 1 slots
     # two stages on a rank halve each slot: 3 of 2 * 8 + 3
     case = Case({"microbatches": 8}, [0, 1, 2, 3], samples, [1] * 6)
-    found = breakdown(parse_mesh("pp4:interleaved"), case)
+    found = breakdown(Mesh("pp4:interleaved"), case)
     assert found["pipeline_idle_theory"] == pytest.approx(3 / 19)
 
 
