@@ -93,9 +93,8 @@ def data_parallelize(model: Decoder, dp: DeviceMesh, how: str) -> Any:
         if dist.get_backend(dp.get_group()) == "fake":  # whose futures DDP cannot use
             ddp.register_comm_hook(None, noop_hook)
         return ddp
-    keep = how in SCHEDULES  # the weights, until the last microbatch
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh=dp, reshard_after_forward=not keep)
+    for unit in (*model.blocks, model):  # a pipeline keeps the weights for its next microbatch
+        fully_shard(unit, mesh=dp, reshard_after_forward=how not in SCHEDULES)
     return model
 
 
@@ -170,10 +169,10 @@ def cut(model: Decoder, stage: int, stages: int) -> None:
 
 
 def pipeline(
-    models: dict[int, Any], pp: DeviceMesh, mesh: "Mesh", parts: int, texts: Any, loss_of: Any
-) -> Callable[[], list[Tensor]]:
-    """Forward and backward through this rank's stages; returns the microbatches' losses."""
-    (tokens, targets), (first, *_) = texts, models.values()
+    models: dict[int, Any], pp: DeviceMesh, mesh: "Mesh", parts: int, tokens: Tensor, loss_of: Any
+) -> Any:
+    """The schedule of this rank's stages. tokens: of all `parts` microbatches."""
+    first = next(iter(models.values()))
     # torch can find out the shapes between stages by itself, but not over a fake group
     text = tokens.chunk(parts)[0].to("meta")
     meta = partial(text.new_empty, dtype=next(first.parameters()).dtype, requires_grad=True)
@@ -184,16 +183,8 @@ def pipeline(
         shapes = (text if i == 0 else hidden, logits if i == mesh.stages - 1 else hidden)
         place = (i, mesh.stages, tokens.device)
         stages.append(pipelining.PipelineStage(model, *place, *shapes, group=pp.get_group()))
-    schedule_class, on_a_rank = SCHEDULES[mesh.how]
-    schedule = schedule_class(stages if on_a_rank > 1 else stages[0], parts, loss_of)
-
-    def forward_backward() -> list[Tensor]:
-        losses: list[Tensor] = []  # stays empty without the last stage
-        inputs = (tokens,) if 0 in models else ()
-        schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
-        return losses
-
-    return forward_backward
+    schedule, on_a_rank = SCHEDULES[mesh.how]
+    return schedule(stages if on_a_rank > 1 else stages[0], parts, loss_of)
 
 
 def train(key: Key, job: Job, axes: dict[str, DeviceMesh], lr: float) -> tuple[Any, ...]:
@@ -218,33 +209,33 @@ def train(key: Key, job: Job, axes: dict[str, DeviceMesh], lr: float) -> tuple[A
     trained = nn.ModuleList(models.values())
     optimizer = sgd(trained, lr)
     experts: Any = [weight for name, weight in trained.named_parameters() if ".each." in name]
-    texts = random_text(config_of(key), key["global_batch"], seed=0)
-    tokens, targets = (x.chunk(mesh.dp * mesh.ep)[dp * mesh.ep + ep].to(job.device) for x in texts)
+    batch = random_text(config_of(key), key["global_batch"], seed=0)
+    texts = [x.chunk(mesh.dp * mesh.ep)[dp * mesh.ep + ep].to(job.device) for x in batch]
     ring: Any = nullcontext
     if mesh.how == "ring":  # it cuts the texts, and what the model has for each position
-        buffers = [tokens, targets, *trained.buffers()]
+        buffers = [*texts, *trained.buffers()]
         dims = [1, 1] + [0] * (len(buffers) - 2)
         ring = partial(context_parallel, axes["cp"], buffers=buffers, buffer_seq_dims=dims)
     else:
-        tokens, targets = (x.chunk(mesh.cp, dim=1)[cp].contiguous() for x in (tokens, targets))
+        texts = [x.chunk(mesh.cp, dim=1)[cp].contiguous() for x in texts]
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         loss = next_token_loss(logits, targets)
         return loss.to_local() if isinstance(loss, DTensor) else loss
 
-    def forward_backward() -> list[Tensor]:
-        loss = loss_of(models[0](tokens), targets)
-        loss.backward()
-        return [loss]
-
     if mesh.pp > 1:
-        texts = (tokens, targets)
-        forward_backward = pipeline(models, axes["pp"], mesh, key["microbatches"], texts, loss_of)
+        schedule = pipeline(models, axes["pp"], mesh, key["microbatches"], texts[0], loss_of)
 
     def step() -> list[Tensor]:
         optimizer.zero_grad()
+        losses: list[Tensor] = []  # of microbatches; empty without the last stage
         with tp.loss_parallel() if mesh.tp > 1 else nullcontext(), ring():
-            losses = forward_backward()
+            if mesh.pp > 1:
+                inputs = texts[:1] if 0 in models else []
+                schedule.step(*inputs, target=texts[1], losses=losses, return_outputs=False)
+            else:
+                losses.append(loss_of(models[0](texts[0]), texts[1]))
+                losses[0].backward()
         for weight in experts:
             weight.grad /= mesh.ep  # a sum over tokens of all ep; FSDP's mean is over the rest
         optimizer.step()
@@ -397,8 +388,8 @@ def build(key: Key, lr: float, twins: bool, job: Job, group: Group) -> Workload:
         norms.append(square_norm(model, mesh))
     optimizer.param_groups[0]["lr"] = 0.0
     steps: dict[str, Callable[[], object]] = {"step": step}
-    fakes = {f"{axis} fake": [axis] for axis in mesh.axes} if len(mesh.axes) > 1 else {}
-    for name, fake in (fakes | {"compute": mesh.axes}).items() if twins else ():
+    fakes = {f"{axis} fake": [axis] for axis in mesh.axes if len(mesh.axes) > 1}
+    for name, fake in {**fakes, "compute": mesh.axes}.items() if twins else ():
         _, _, steps[name] = train(key, job, open_meshes(mesh, fake, job, group), lr=0.0)
     return Workload(steps, facts=lambda: facts)
 

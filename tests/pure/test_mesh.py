@@ -26,7 +26,7 @@ from common.report import Case
 )
 def test_mesh_by_name(name: str, axes: list[str], what: dict[str, Any]) -> None:
     mesh = Mesh(name)
-    assert (mesh.name, mesh.axes) == (name, axes)
+    assert mesh.axes == axes
     assert {field: getattr(mesh, field) for field in what} == what
 
 
