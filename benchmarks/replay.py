@@ -10,8 +10,8 @@
                    sends and receives
     share        = calls * replayed, of the sum over all rows
 
-Paste this into the job; all ranks call it after its last `steps` steps, which began at started_ns,
-time.time_ns(). TORCH_FR_BUFFER_SIZE operations are kept (2,000). On NCCL: _dump_nccl_trace_json.
+Paste this into the job; all ranks call it after their last `steps` steps, which began at
+started_ns = time.time_ns(). On NCCL it is _dump_nccl_trace_json.
 
     def record(folder, started_ns, steps):
         trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
@@ -23,10 +23,9 @@ time.time_ns(). TORCH_FR_BUFFER_SIZE operations are kept (2,000). On NCCL: _dump
 
     torchrun --nproc-per-node 4 benchmarks/replay.py trace/
     torchrun --nproc-per-node 8 benchmarks/replay.py kineto_traces/ --only dp
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-        benchmarks/replay.py trace/ --scale-size 0.5 --json report.jsonl
+    torchrun --nproc-per-node 4 benchmarks/replay.py trace/ --scale-size 0.5 --json report.jsonl
 
-It reads such files, Kineto traces and NCCL's pickled dumps, one a rank. Written for this project.
+It reads such files, Kineto traces and NCCL's pickled dumps, one a rank. Written for this project,
 BSD-3-Clause. docs/replay.md shows how to read the table.
 """
 
@@ -40,10 +39,10 @@ import pickle
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -63,12 +62,9 @@ from common.stats import median_interval, percentiles
 from common.table import Columns, half_width, metric, render
 from common.timing import Step
 
-Team = tuple[str, tuple[int, ...]]  # a group: its name, which disjoint ones share, and its ranks
-
 N = 0
 # parts that a rank sends and receives (N: one for each rank); busbw / algbw; the call.
 # Not recorded, and so chosen: the reduction (a sum) and the root (the group's first rank).
-# fmt: off
 OPERATIONS: dict[str, tuple[int, int, Callable[[int], float], Callable[..., Any]]] = {
     "all_reduce": (1, 1, lambda n: 2 * (n - 1) / n, lambda d, s, **on: dist.all_reduce(d, **on)),
     "all_gather": (1, N, lambda n: (n - 1) / n, dist.all_gather_into_tensor),
@@ -78,12 +74,10 @@ OPERATIONS: dict[str, tuple[int, int, Callable[[int], float], Callable[..., Any]
     "reduce": (1, 1, lambda n: 1, lambda d, s, **on: dist.reduce(d, group_dst=0, **on)),
     "barrier": (1, 1, lambda n: 0, lambda d, s, **on: dist.barrier(**on)),
 }
-# fmt: on
 MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
-DTYPES = {"Float": torch.float32, "Double": torch.float64, "Half": torch.float16}
-DTYPES |= {"BFloat16": torch.bfloat16, "Long": torch.int64, "Int": torch.int32, "Char": torch.int8}
-DTYPES |= dict.fromkeys(("Byte", "Bool", "Float8_e4m3fn", "Float8_e5m2"), torch.uint8)
-FILE = re.compile(r"(?:fr|rank)[_-]?(\d+)")  # fr_0.json, nccl_trace_rank_0, rank-0.json.gz
+DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
+DTYPES |= {"Long": "int64", "Int": "int32", "Char": "int8", "Byte": "uint8", "Bool": "uint8"}
+DTYPES |= {"Float8_e4m3fn": "uint8", "Float8_e5m2": "uint8"}
 
 
 def parse_args() -> argparse.Namespace:
@@ -107,96 +101,65 @@ class Kind(NamedTuple):
     dtype: str
     size_bytes: int
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Elements of a part, and of all that a rank sends and receives."""
+        sends, receives = (n or self.group_ranks for n in OPERATIONS[self.op][:2])
+        part = self.size_bytes // getattr(torch, self.dtype).itemsize // max(sends, receives)
+        return part, sends * part, receives * part
+
 
 @dataclass(frozen=True)
 class Collective:
     """An operation of a rank, as recorded; equal ones of several ranks are one.
 
-    sent, received: elements. begin_s: since the recorded steps began. job_s: 0 if not recorded.
+    team: name and ranks of its group. begin_s: since the steps began. job_s: 0 if not recorded.
+    blocking: the job waited for it at once.
     """
 
-    name: str
-    group: str
-    ranks: tuple[int, ...]
+    kind: Kind
+    team: tuple[str, tuple[int, ...]]
     seq: int
-    dtype: str
-    sent: int
-    received: int
-    begin_s: float = field(default=0.0, compare=False)
-    job_s: float = field(default=0.0, compare=False)
-    blocking: bool = field(default=False, compare=False)
-
-    def __post_init__(self) -> None:
-        for value in (self.seq, self.sent, self.received, *self.ranks):
-            if type(value) is not int or value < 0:
-                raise ValueError(f"{str(value)[:40]!r} where a whole number from 0 on belongs")
-
-    @cached_property
-    def op(self) -> str:
-        """torch's word, as all_gather for _allgather_base."""
-        plain = self.name.replace("_", "").lower()
-        known = [op for op in OPERATIONS if plain.startswith(op.replace("_", ""))]
-        return max(known, key=len, default=self.name)
-
-    @property
-    def team(self) -> Team:
-        return self.group, self.ranks
-
-    @property
-    def parts(self) -> tuple[int, int]:
-        """Of what it sends and receives."""
-        sends, receives, *_ = OPERATIONS[self.op]
-        return sends or len(self.ranks), receives or len(self.ranks)
-
-    @cached_property
-    def kind(self) -> Kind:
-        dtype, size = DTYPES[self.dtype], max(self.sent, self.received)
-        name = str(dtype).removeprefix("torch.")
-        return Kind(self.op, self.group, len(self.ranks), name, size * dtype.itemsize)
-
-    @property
-    def why_not(self) -> str:
-        """The reason not to replay it, whatever the other ranks have; empty if there is none."""
-        if self.op not in OPERATIONS or self.dtype not in DTYPES:
-            return f"this {'dtype' if self.op in OPERATIONS else 'operation'} is not known"
-        if not self.ranks:
-            return "the ranks of its group are not recorded"
-        sends, receives = self.parts
-        even = self.sent % sends == 0 and self.sent * receives == self.received * sends
-        return "" if even else "parts differ in size, and only the sum is recorded"
+    problem: str  # why it cannot be replayed
+    begin_s: float = field(compare=False)
+    job_s: float = field(compare=False, default=0.0)
+    blocking: bool = field(compare=False, default=False)
 
 
-class Recording(NamedTuple):
-    """Of one rank. time_s: of all its steps."""
+Recording = tuple[int, float, list[Collective]]  # of a rank: steps, their seconds, its calls
+Replay = dict[Kind, list[float]]  # seconds of each call
+
+
+class Plan(NamedTuple):
+    """What is replayed: the calls of each rank, and their kinds. lines: on the rest."""
 
     steps: int
     time_s: float
-    calls: list[Collective]
+    calls: list[list[Collective]]
+    kinds: list[Kind]
+    lines: list[str]
 
 
-# -- the replay ------------------------------------------------------------------------------------
-
-
-def play(calls: Sequence[Collective], starts: Sequence[Step], end_s: float = 0.0) -> list[float]:
+def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> Replay:
     """Start all operations, with the job's gaps if its end is given. Seconds of each until done.
 
     One is waited for where the next of its group starts; at once if the job is known to have done.
     """
-    seconds, under_way = [0.0] * len(calls), dict[Team, tuple[int, float, Any]]()
+    seconds, under_way = defaultdict[Kind, list[float]](list), dict[Any, Any]()
     zero = time.perf_counter()
 
-    def look(awaited: Team | None = None) -> None:
-        for team, (i, begun, work) in list(under_way.items()):
+    def look(awaited: object = None) -> None:
+        for team, (kind, begun, work) in list(under_way.items()):
             if team == awaited or work.is_completed():
                 wait(work)
-                seconds[i] = time.perf_counter() - begun
+                seconds[kind].append(time.perf_counter() - begun)
                 del under_way[team]
 
-    for i, call in enumerate(calls):
+    for call in calls:
         look(call.team)
         while end_s and time.perf_counter() - zero < call.begin_s:
             look()
-        under_way[call.team] = i, time.perf_counter(), starts[i]()
+        under_way[call.team] = call.kind, time.perf_counter(), starts[call.kind, call.team]()
         look(call.team if call.blocking else None)
     for team in list(under_way):
         look(team)
@@ -211,86 +174,74 @@ def wait(work: Any) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def build(found: Sequence[Recording], kinds: list[Kind], job: Job, group: Group) -> Workload:
+def build(plan: Plan, job: Job, group: Group) -> Workload:
     """This rank's operations with the job's gaps and without, and one of each kind alone."""
-    _, time_s, calls = found[job.rank]
-    groups, starts = dict[Team, Any](), dict[tuple[Kind, Team], Step]()
-    for name, ranks in sorted({call.team for each in found for call in each.calls}):
-        new: Any = dist.new_group(list(ranks), backend=job.backend, timeout=FOREVER)
-        if job.rank in ranks:
-            groups[name, ranks] = new
+    calls, groups, replays = plan.calls[job.rank], dict[Any, Any](), list[Replay]()
+    for team in sorted({call.team for row in plan.calls for call in row}):
+        new: Any = dist.new_group(list(team[1]), backend=job.backend, timeout=FOREVER)
+        if job.rank in team[1]:
+            groups[team] = new
             group.more.append(new)
-    for kind, call in sorted({(call.kind, call.team): call for call in calls}.items()):
-        starts[kind] = tried(call, groups[call.team], job)
-    each = [starts[call.kind, call.team] for call in calls]
-    replays: list[list[float]] = []
+    own = sorted({(call.kind, call.team) for call in calls})
+    starts = {(kind, team): tried(kind, team[1], groups[team], job) for kind, team in own}
 
     def alone(kind: Kind) -> None:
-        for (other, _), start in starts.items():
-            if kind == other:
-                wait(start())
+        for start in [starts[key] for key in own if key[0] == kind]:
+            wait(start())
 
     steps: dict[str, Step] = {
-        "with gaps": lambda: replays.append(play(calls, each, time_s)),
-        "back to back": partial(play, calls, each),
+        "with gaps": lambda: replays.append(play(calls, starts, plan.time_s)),
+        "back to back": lambda: play(calls, starts),
     }
-    return Workload(
-        steps | {str(kind): partial(alone, kind) for kind in kinds}, facts=lambda: np.array(replays)
-    )
+    steps |= {str(kind): partial(alone, kind) for kind in plan.kinds}
+    return Workload(steps, facts=lambda: replays)
 
 
-def tried(call: Collective, group: Any, job: Job) -> Step:
+def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
     """What starts an operation. Raises ValueError where not what was sent arrives."""
-    options: Any = {"dtype": DTYPES[call.dtype], "device": job.device}
-    received, sent = (torch.zeros(n, **options) for n in (call.received, call.sent))
-    start = partial(OPERATIONS[call.op][3], received, sent, group=group, async_op=True)
-    first = job.rank == min(call.ranks)  # it sends ones, the others zeros
-    sent.fill_(first)
-    received.fill_(first)
+    part, *counts = kind.counts
+    dtype, first = getattr(torch, kind.dtype), job.rank == min(ranks)
+    # the first rank sends ones, the others zeros
+    sent, received = (torch.full((n,), first, dtype=dtype, device=job.device) for n in counts)
+    start = partial(OPERATIONS[kind.op][3], received, sent, group=group, async_op=True)
     wait(start())
     want = torch.zeros_like(received)
-    want[: call.received // call.parts[1]] = 1
-    if not torch.equal(received, want) and (first or call.op != "reduce"):
-        raise ValueError(f"{call.op} of {call.group} brought wrong values")
+    want[:part] = 1
+    if not torch.equal(received, want) and (first or kind.op != "reduce"):
+        raise ValueError(f"{kind.op} of {kind.group} brought wrong values")
     sent.zero_()
     received.zero_()
     return start
 
 
-# -- what comes out of it --------------------------------------------------------------------------
-
-
-def derive(found: Sequence[Recording], kinds: list[Kind], case: Case, replays: list[Any]) -> None:
-    """Of each iteration the slowest rank counts. replays: of each rank [replays, operations]."""
-    m, steps = case.metrics, found[0].steps
-    slowest = {name: np.max(rows, axis=0) for name, rows in case.samples_s.items()}
+def derive(plan: Plan, case: Case, replays: list[Any]) -> None:
+    """Of each iteration the slowest rank counts. replays: of each rank what `play` returned."""
+    m, rows = case.metrics, list[dict[str, Any]]()
+    slowest = {name: np.max(times, axis=0) for name, times in case.samples_s.items()}
     for name in ("with gaps", "back to back"):
-        prefix, step = name.replace(" ", "_"), slowest[name] / steps
+        prefix, step = name.replace(" ", "_"), slowest[name] / plan.steps
         m |= percentiles(step, prefix) | {f"{prefix}_ci95_s": median_interval(step)}
-    rows = []
-    for kind in kinds:
-        means, job = [], []
-        for recording, seconds in zip(found, replays, strict=True):
-            mine = [i for i, call in enumerate(recording.calls) if call.kind == kind]
-            job += [recording.calls[i].job_s for i in mine]
-            if mine:
-                means.append(seconds[:, mine].mean(axis=1))
-        replayed = np.max(means, axis=0)[-sum(case.rounds) :]  # without those of the warm-up
-        row = kind._asdict() | {"calls": len(job) / len(means) / steps}
-        row["replayed_ci95_s"] = median_interval(replayed)
-        times = {"replayed": replayed, "alone": slowest[str(kind)], "job": [s for s in job if s]}
-        for name, some in times.items():
-            if len(some):
-                p50, factor = float(np.median(some)), OPERATIONS[kind.op][2](kind.group_ranks)
-                row[f"{name}_p50_s"] = p50
-                row[f"{name}_busbw_gb_per_s"] = factor * kind.size_bytes / p50 / 1e9
+    for kind in plan.kinds:
+        calls = [call for row in plan.calls for call in row if call.kind == kind]
+        each = [[np.mean(replay[kind]) for replay in mine] for mine in replays if kind in mine[0]]
+        times = {
+            "replayed": np.max(each, axis=0)[-sum(case.rounds) :],  # without the warm-up's
+            "alone": slowest[str(kind)],
+            "job": np.array([call.job_s for call in calls if call.job_s]),
+        }
+        row = kind._asdict() | {"calls": len(calls) / len(each) / plan.steps}
+        row["replayed_ci95_s"] = median_interval(times["replayed"])
+        for name in (name for name in times if len(times[name])):
+            p50, factor = float(np.median(times[name])), OPERATIONS[kind.op][2](kind.group_ranks)
+            row[f"{name}_p50_s"] = p50
+            row[f"{name}_busbw_gb_per_s"] = factor * kind.size_bytes / p50 / 1e9
         row["replayed_over_alone"] = row["replayed_p50_s"] / row["alone_p50_s"]
         rows.append(row)
     total = sum(row["calls"] * row["replayed_p50_s"] for row in rows)
     for row in rows:
         row["share"] = row["calls"] * row["replayed_p50_s"] / total
     m["step_bytes"] = sum(row["calls"] * row["size_bytes"] for row in rows)
-    m |= {"job_step_s": found[0].time_s / steps, "operations": rows}
+    m |= {"job_step_s": plan.time_s / plan.steps, "operations": rows}
 
 
 COLUMNS: Columns = {  # GB/s: busbw
@@ -311,14 +262,36 @@ COLUMNS: Columns = {  # GB/s: busbw
 
 
 def output(m: dict[str, Any]) -> str:
-    rows = [Case({n: r[n] for n in Kind._fields}, [], metrics=r) for r in m["operations"]]
+    rows = [Case(row, [], metrics=row) for row in m["operations"]]
     names = ("back_to_back_p50_s", "with_gaps_p50_s", "job_step_s")
     bare, here, job = (f"{m[name] * 1e3:.1f} ms" for name in names)
     text = f"# a step: {bare} back to back, {here} with the job's gaps; the job took {job}"
     return f"\n{render(COLUMNS, rows)}\n\n{text}"
 
 
-# -- recordings ------------------------------------------------------------------------------------
+# -- recordings: a function a format ---------------------------------------------------------------
+
+
+def collective(
+    name: str, team: Any, seq: int, dtype: str, sizes: Sequence[int], *job: Any
+) -> Collective:
+    """What every format has, in torch's words. sizes: elements sent and received."""
+    group, ranks, letters = team[0], tuple(team[1]), name.replace("_", "").lower()
+    for value in (seq, *sizes, *ranks):
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{str(value)[:40]!r} where a whole number from 0 on belongs")
+    # all_gather is also _allgather_base
+    op = next((op for op in OPERATIONS if letters.startswith(op.replace("_", ""))), name)
+    plain = DTYPES.get(dtype, "uint8")
+    kind = Kind(op, group, len(ranks), plain, max(sizes) * getattr(torch, plain).itemsize)
+    problem = ""
+    if op not in OPERATIONS or dtype not in DTYPES:
+        problem = f"this {'dtype' if op in OPERATIONS else 'operation'} is not known"
+    elif not ranks:
+        problem = "the ranks of its group are not recorded"
+    elif kind.counts[1:] != sizes:
+        problem = "parts differ in size, and only the sum is recorded"
+    return Collective(kind, (group, ranks), seq, problem, *job)
 
 
 def flight_recorder(content: dict[str, Any]) -> Recording:
@@ -326,47 +299,42 @@ def flight_recorder(content: dict[str, Any]) -> Recording:
     groups = content.get("groups") or {
         name: json.loads(config["ranks"]) for name, config in content["pg_config"].items()
     }
-    entries = content.get("entries", [])
-    created = [e["time_created_ns"] for e in entries] or [0]
+    created = [e["time_created_ns"] for e in content["entries"]]
     start, end = content.get("started_ns", min(created)), content.get("ended_ns", max(created))
     calls = []
-    for e in entries:
+    for e in content["entries"]:
         name = e["profiling_name"].rpartition(":")[2].partition(" ")[0]  # of `nccl:send 0->1`
         if e["time_created_ns"] >= start and name not in MARKERS:
-            group, label = e["process_group"]
-            team = group if label in ("", "undefined") else label, tuple(groups.get(group, ()))
+            group, label = map(str, e["process_group"])
+            team = group if label in ("", "undefined") else label, groups.get(group, ())
             dtype = [*e["input_dtypes"], *e["output_dtypes"], "Byte"][0]  # some ranks have no input
-            sent, received = (sum(map(math.prod, e[f"{way}_sizes"])) for way in ("input", "output"))
-            what = *team, e["collective_seq_id"], dtype, sent, received
-            times = (e["time_created_ns"] - start) / 1e9, e.get("duration_ms", 0) / 1e3
-            calls.append(Collective(name, *what, *times))
-    return Recording(content.get("steps", 1), (end - start) / 1e9, calls)
+            sizes = tuple(sum(map(math.prod, e[way])) for way in ("input_sizes", "output_sizes"))
+            job = (e["time_created_ns"] - start) / 1e9, e.get("duration_ms", 0) / 1e3
+            calls.append(collective(name, team, e["collective_seq_id"], dtype, sizes, *job))
+    return int(content.get("steps", 1)), (end - start) / 1e9, calls
 
 
 def kineto(content: dict[str, Any]) -> Recording:
     """From torch.profiler: operations by record_param_comms, their times from NCCL's kernels."""
-    known = content["distributedInfo"].get("pg_config", [])
-    groups = {group["pg_name"]: group.get("ranks", []) for group in known}
+    groups = {g["pg_name"]: g["ranks"] for g in content["distributedInfo"]["pg_config"]}
     events = [e for e in content["traceEvents"] if e.get("ph") == "X"]
     comms = [e for e in events if "Collective name" in e.get("args", {})]
-    marks = [e for e in events if "ProfilerStep#" in e["name"]]
-    marks = [e for e in marks if e["cat"] == "user_annotation"]  # the GPU has copies
-    start = min((e["ts"] for e in marks or comms), default=0)
-    end = max((e["ts"] + e["dur"] for e in marks or comms), default=0)
-    job_s = {e["args"]["External id"]: e["dur"] / 1e6 for e in comms if e.get("cat") == "kernel"}
+    steps = [e for e in events if e["name"].startswith("ProfilerStep#")]
+    steps = [e for e in steps if e["cat"] == "user_annotation"]  # the GPU has copies
+    start = min(e["ts"] for e in steps or comms)
+    end = max(e["ts"] + e["dur"] for e in steps or comms)
+    kernels = {e["args"]["External id"]: e["dur"] / 1e6 for e in comms if e["cat"] == "kernel"}
     calls = []
     for e in sorted(comms, key=lambda e: e["ts"]):
         a, name = e["args"], e["args"]["Collective name"]
-        recorded = e["name"] == "record_param_comms" and name not in MARKERS
-        if recorded and start <= e["ts"] <= end:
-            group, text = a.get("Process Group Name", ""), a.get("Process Group Ranks", "[]")
-            ranks = groups.get(group, []) if "..." in text else json.loads(text)
-            team = a.get("Process Group Description") or group, tuple(ranks)
-            sizes = a["dtype"], a["In msg nelems"], a["Out msg nelems"]
+        if e["cat"] == "cpu_op" and name not in MARKERS and start <= e["ts"] <= end:
+            group = a["Process Group Name"]
+            team = a.get("Process Group Description") or group, groups.get(group, ())
+            sizes = a["In msg nelems"], a["Out msg nelems"]
             blocking = str(a.get("Is asynchronized op", True)).lower() == "false"
-            times = (e["ts"] - start) / 1e6, job_s.get(a["External id"], 0.0)
-            calls.append(Collective(name, *team, a.get("Seq", 0), *sizes, *times, blocking))
-    return Recording(len(marks) or 1, (end - start) / 1e6, calls)
+            job = (e["ts"] - start) / 1e6, kernels.get(a["External id"], 0.0), blocking
+            calls.append(collective(name, team, a.get("Seq", 0), a["dtype"], sizes, *job))
+    return len(steps) or 1, (end - start) / 1e6, calls
 
 
 class NoClasses(pickle.Unpickler):
@@ -376,99 +344,80 @@ class NoClasses(pickle.Unpickler):
         raise ValueError(f"it asks for the class {module}.{name}, and a recording has none")
 
 
-def read(path: Path) -> Recording:
-    """A rank's file. Raises ValueError, in one line."""
+def read(folder: str, rank: int, world_size: int) -> Recording | str:
+    """A rank's recording, or in one line what is wrong with it."""
+    path = Path(folder)
     try:
+        # fr_0.json, nccl_trace_rank_0, rank-0.json.gz
+        found = {re.search(r"(?:fr|rank)[_-]?(\d+)", file.name): file for file in path.iterdir()}
+        files = {int(match[1]): file for match, file in found.items() if match}
+        if sorted(files) != list(range(world_size)):
+            ranks, last = ", ".join(map(str, sorted(files))), max(files, default=0)
+            return (
+                f"{folder} has recordings of ranks {ranks}, and this job has {world_size}; "
+                f"e.g. torchrun --nproc-per-node {last + 1} benchmarks/replay.py {folder}"
+            )
+        path = files[rank]
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        is_json = data[:64].lstrip().startswith(b"{")
+        is_json = data.startswith(b"{")
         content = json.loads(data) if is_json else NoClasses(io.BytesIO(data)).load()
         return kineto(content) if "traceEvents" in content else flight_recorder(content)
     except Exception as error:  # a damaged pickle raises anything
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        raise ValueError(f"{path}: expected a rank's recording, got {kind}{error}") from None
+        return f"{path}: expected a rank's recording, got {type(error).__name__}: {error}"
 
 
-def read_all(folder: str, job: Job) -> list[Recording]:
-    """Each rank reads its file; all get all of them. Raises ValueError, on all ranks alike."""
-    mine: Recording | str
-    try:
-        found = {FILE.search(path.name): path for path in Path(folder).iterdir()}
-        files = {int(match[1]): path for match, path in found.items() if match}
-        if sorted(files) != list(range(job.world_size)):
-            ranks, last = ", ".join(map(str, sorted(files))), max(files, default=0)
-            raise ValueError(
-                f"{folder} has recordings of ranks {ranks}, and this job has {job.world_size}; "
-                f"e.g. torchrun --nproc-per-node {last + 1} benchmarks/replay.py {folder}"
-            )
-        mine = read(files[job.rank])
-    except (OSError, ValueError) as error:
-        mine = str(error)
-    recordings = share(gather(mine))
-    for each in recordings:
-        if isinstance(each, str):
-            raise ValueError(each)
-    return recordings
-
-
-def replayable(
-    found: Sequence[Recording], only: Sequence[str] = (), scale: float = 1.0
-) -> tuple[list[Recording], list[str]]:
-    """What all ranks of a group have recorded, and lines on the rest. Raises ValueError.
-
-    What one of them lacks would hang: ring buffers do not begin together.
-    """
+def choose(found: Sequence[Recording], only: Sequence[str] = (), scale: float = 1.0) -> Plan:
+    """What all ranks of a group have recorded: what one of them lacks would hang."""
+    steps, times, rows = zip(*found, strict=True)
     wanted = {name for word in only for name in (word, f"mesh_{word}")}
-    rows = [[c for c in each.calls if not only or c.group in wanted] for each in found]
-    # coalesced operations share a number, and may be equal: all ranks must have as many
+    rows = [[call for call in row if not only or call.kind.group in wanted] for row in rows]
+    # ring buffers do not begin together; coalesced operations share a number, and may be equal
     counts = Counter((rank, call) for rank, row in enumerate(rows) for call in row)
-    why = {call: call.why_not for _, call in counts}
-    for call in why:
-        if not why[call] and len({counts[rank, call] for rank in call.ranks}) > 1:
-            why[call] = "not recorded alike on every rank of its group"
-    lost = Counter(f"{c.op} of {c.group}: {why[c]}" for row in rows for c in row if why[c])
+    kept, lost = [list[Collective]() for _ in rows], Counter[str]()
+    for rank, row in enumerate(rows):
+        for call in row:
+            problem, (name, ranks) = call.problem, call.team
+            if not problem and len({counts[other, call] for other in ranks}) > 1:
+                problem = "not recorded alike on every rank of its group"
+            if problem:
+                lost[f"{call.kind.op} of {name}: {problem}"] += 1
+            else:
+                kept[rank].append(call if scale == 1 else scaled(call, scale))
     lines = [f"# {count} x {text}" for text, count in lost.items()]
     lines.append(f"# not replayed: {lost.total()} of {sum(map(len, rows))}")
-    if lost.total() == sum(map(len, rows)):
-        names = ", ".join(sorted({call.group for each in found for call in each.calls}))
-        raise ValueError(f"nothing is left to replay of the groups {names}; {'; '.join(lines)}")
-    steps, time_s = max(1, *(each.steps for each in found)), max(each.time_s for each in found)
-    kept = [[scaled(call, scale) for call in row if not why[call]] for row in rows]
-    return [Recording(steps, time_s, row) for row in kept], lines
+    kinds = sorted({call.kind for row in kept for call in row})
+    return Plan(max(1, *steps), max(times), kept, kinds, lines)
 
 
 def scaled(call: Collective, scale: float) -> Collective:
-    """The job's time is that of the recorded size alone."""
-    (sends, receives), job_s = call.parts, call.job_s if scale == 1 else 0.0
-    part = math.ceil(call.sent // sends * scale)
-    return replace(call, sent=part * sends, received=part * receives, job_s=job_s)
-
-
-# -- the run ---------------------------------------------------------------------------------------
+    """Each part rounded up. The job's time is that of the recorded size alone."""
+    part = call.kind.counts[0]
+    size_bytes = call.kind.size_bytes * math.ceil(part * scale) // max(1, part)
+    return replace(call, kind=call.kind._replace(size_bytes=size_bytes), job_s=0.0)
 
 
 def main() -> int:
     args = parse_args()
     with Benchmark("replay", args) as bench:
         job = bench.job
-        try:
-            recorded = read_all(args.trace, job)
-            found, lines = replayable(recorded, args.only, args.scale_size)
-        except ValueError as error:
-            bench.refuse(str(error))
-        own = {(call.kind, call.team): call for call in found[job.rank].calls}.values()
-        needed = sum((c.sent + c.received) * DTYPES[c.dtype].itemsize for c in own)
-        tight = share(gather(too_much(needed, job, "--scale-size")))
-        if any(tight):
-            bench.refuse(next(filter(None, tight)))
-        kinds = sorted({call.kind for each in found for call in each.calls})
-        digest = hashlib.sha256(repr(recorded).encode()).hexdigest()[:12]
+        found = share(gather(read(args.trace, job.rank, job.world_size)))
+        for problem in (each for each in found if isinstance(each, str)):
+            bench.refuse(problem)
+        plan = choose(found, args.only, args.scale_size)
+        if not any(plan.calls):
+            groups = ", ".join(sorted({c.team[0] for _, _, calls in found for c in calls}))
+            bench.refuse(f"nothing is left of the groups {groups}; {'; '.join(plan.lines)}")
+        own = {(call.kind, call.team) for call in plan.calls[job.rank]}
+        needed = sum(sum(kind.counts[1:]) * getattr(torch, kind.dtype).itemsize for kind, _ in own)
+        for problem in filter(None, share(gather(too_much(needed, job, "--scale-size")))):
+            bench.refuse(problem)
+        digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
         key: dict[str, Any] = {"recording": digest, "only": ",".join(args.only) or "all"}
         key |= {"scale_size": args.scale_size, "world_size": job.world_size}
         key |= {"device": job.device.type, "backend": job.backend}
-        measured = partial(build, found, kinds, job), partial(derive, found, kinds)
-        if case := bench.measure(key, *measured):
+        if case := bench.measure(key, partial(build, plan, job), partial(derive, plan)):
             bench.print(f"# {case.check}" if case.failed else output(case.metrics))
-        bench.print("\n".join(lines))
+        bench.print("\n".join(plan.lines))
     return bench.status
 
 
