@@ -6,8 +6,7 @@
     replayed     = an operation within the latter, from its start until it is seen to be done: mean
                    of a step's calls, p50 of the replays; the slowest rank counts
     alone        = the same operation with nothing else under way
-    busbw        = bytes / time * factor, as in collectives.py; bytes: the larger of what a rank
-                   sends and receives
+    busbw        = bytes / time * factor, as in collectives.py
     share        = calls * replayed, of the sum over all rows
 
 Paste this into the job; all ranks call it after their last `steps` steps, which began at
@@ -74,6 +73,7 @@ OPERATIONS: dict[str, tuple[int, int, Callable[[int], float], Callable[..., Any]
     "reduce": (1, 1, lambda n: 1, lambda d, s, **on: dist.reduce(d, group_dst=0, **on)),
     "barrier": (1, 1, lambda n: 0, lambda d, s, **on: dist.barrier(**on)),
 }
+FILE = re.compile(r"(?:fr|rank)[_-]?(\d+)")  # fr_0.json, nccl_trace_rank_0, rank-0.json.gz
 MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
 DTYPES |= {"Long": "int64", "Int": "int32", "Char": "int8", "Byte": "uint8", "Bool": "uint8"}
@@ -348,16 +348,14 @@ def read(folder: str, rank: int, world_size: int) -> Recording | str:
     """A rank's recording, or in one line what is wrong with it."""
     path = Path(folder)
     try:
-        # fr_0.json, nccl_trace_rank_0, rank-0.json.gz
-        found = {re.search(r"(?:fr|rank)[_-]?(\d+)", file.name): file for file in path.iterdir()}
-        files = {int(match[1]): file for match, file in found.items() if match}
-        if sorted(files) != list(range(world_size)):
-            ranks, last = ", ".join(map(str, sorted(files))), max(files, default=0)
+        names = [(FILE.search(file.name), file) for file in path.iterdir()]
+        files = sorted((int(match[1]), file) for match, file in names if match)
+        if (ranks := [number for number, _ in files]) != list(range(world_size)):
             return (
                 f"{folder} has recordings of ranks {ranks}, and this job has {world_size}; "
-                f"e.g. torchrun --nproc-per-node {last + 1} benchmarks/replay.py {folder}"
+                f"e.g. torchrun --nproc-per-node {max(ranks, default=0) + 1} {sys.argv[0]} {folder}"
             )
-        path = files[rank]
+        path = files[rank][1]
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         is_json = data.startswith(b"{")
         content = json.loads(data) if is_json else NoClasses(io.BytesIO(data)).load()
@@ -368,32 +366,28 @@ def read(folder: str, rank: int, world_size: int) -> Recording | str:
 
 def choose(found: Sequence[Recording], only: Sequence[str] = (), scale: float = 1.0) -> Plan:
     """What all ranks of a group have recorded: what one of them lacks would hang."""
-    steps, times, rows = zip(*found, strict=True)
+    steps, times, recorded = zip(*found, strict=True)
     wanted = {name for word in only for name in (word, f"mesh_{word}")}
-    rows = [[call for call in row if not only or call.kind.group in wanted] for row in rows]
+    rows = [[call for call in row if not only or call.kind.group in wanted] for row in recorded]
     # ring buffers do not begin together; coalesced operations share a number, and may be equal
     counts = Counter((rank, call) for rank, row in enumerate(rows) for call in row)
-    kept, lost = [list[Collective]() for _ in rows], Counter[str]()
-    for rank, row in enumerate(rows):
-        for call in row:
-            problem, (name, ranks) = call.problem, call.team
-            if not problem and len({counts[other, call] for other in ranks}) > 1:
-                problem = "not recorded alike on every rank of its group"
-            if problem:
-                lost[f"{call.kind.op} of {name}: {problem}"] += 1
-            else:
-                kept[rank].append(call if scale == 1 else scaled(call, scale))
+    why = {call: call.problem for _, call in counts}
+    for call in why:
+        if not why[call] and len({counts[rank, call] for rank in call.team[1]}) > 1:
+            why[call] = "not recorded alike on every rank of its group"
+    lost = Counter(f"{c.kind.op} of {c.team[0]}: {why[c]}" for r in rows for c in r if why[c])
     lines = [f"# {count} x {text}" for text, count in lost.items()]
     lines.append(f"# not replayed: {lost.total()} of {sum(map(len, rows))}")
-    kinds = sorted({call.kind for row in kept for call in row})
-    return Plan(max(1, *steps), max(times), kept, kinds, lines)
 
+    def scaled(call: Collective) -> Collective:
+        part = call.kind.counts[0]
+        size_bytes = call.kind.size_bytes * math.ceil(part * scale) // max(1, part)
+        # the job's time is that of the recorded size
+        return replace(call, kind=call.kind._replace(size_bytes=size_bytes), job_s=0.0)
 
-def scaled(call: Collective, scale: float) -> Collective:
-    """Each part rounded up. The job's time is that of the recorded size alone."""
-    part = call.kind.counts[0]
-    size_bytes = call.kind.size_bytes * math.ceil(part * scale) // max(1, part)
-    return replace(call, kind=call.kind._replace(size_bytes=size_bytes), job_s=0.0)
+    calls = [[c if scale == 1 else scaled(c) for c in row if not why[c]] for row in rows]
+    kinds = sorted({call.kind for row in calls for call in row})
+    return Plan(max(1, *steps), max(times), calls, kinds, lines)
 
 
 def main() -> int:

@@ -19,12 +19,8 @@ RECORDING = ROOT / "tests" / "recording"
 
 def recording(**more: Any) -> dict[str, Any]:
     """An all-reduce of a world of one."""
-    entry = {
-        **{"profiling_name": "gloo:all_reduce", "process_group": ["0", "default_pg"]},
-        **{"collective_seq_id": 1, "input_sizes": [[8]], "output_sizes": [[8]]},
-        **{"input_dtypes": ["Float"], "output_dtypes": ["Float"], "time_created_ns": 5},
-    }
-    return {"world_size": 1, "groups": {"0": [0]}, "entries": [entry | more]}
+    (entry, *_) = json.loads((RECORDING / "fr_0.json").read_text())["entries"]
+    return {"groups": {"0": [0]}, "entries": [entry | more]}
 
 
 def recorded(folder: Path) -> tuple[int, float]:
@@ -103,21 +99,20 @@ class Code:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(
-    ("content", "text"),
+    ("content", "text", "flags"),
     [
-        (pickle.dumps(Code()), "it asks for the class builtins.print"),
-        (recording(input_sizes=[[2**38]], output_sizes=[[2**38]]), "the buffers need 2,199,"),
-        (None, "has recordings of ranks 3, and this job has 1; e.g. torchrun --nproc-per-node 4"),
+        (pickle.dumps(Code()), "it asks for the class builtins.print", ()),
+        (recording(input_sizes=[[2**38]], output_sizes=[[2**38]]), "the buffers need 2,199,", ()),
+        (recording(), "nothing is left of the groups default_pg; # not replayed", ("--only", "dp")),
     ],
-    ids=["code", "1 TB", "other world"],
+    ids=["code", "1 TB", "no such group"],
 )
 def test_bad_input_is_one_line(
-    content: Any, text: str, bench: Callable[..., Any], tmp_path: Path
+    content: Any, text: str, flags: tuple[str, ...], bench: Callable[..., Any], tmp_path: Path
 ) -> None:
     data = content if isinstance(content, bytes) else json.dumps(content).encode()
-    name = "fr_3.json" if content is None else "fr_0.json"
-    (tmp_path / name).write_bytes(data)
-    run = bench(SCRIPT, str(tmp_path), ranks=0)
+    (tmp_path / "fr_0.json").write_bytes(data)
+    run = bench(SCRIPT, str(tmp_path), *flags, ranks=0)
     assert run.status == 2
     assert text in run.err
     assert run.err.count("\n") == 1

@@ -6,18 +6,17 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from benchmarks import replay
-from benchmarks.replay import Collective, Kind, Recording
+from benchmarks.replay import Collective, Kind
 from common.report import Case
 
 MS = 1_000_000  # nanoseconds
 
 
 def entry(name: str = "all_reduce", sent: Any = 6, received: Any = 6, **more: Any) -> Any:
-    """Of the flight recorder, 1 ms after the start."""
+    """Of the flight recorder, 1 ms after the start. None: a rank without that tensor."""
     return {
         "profiling_name": f"gloo:{name}",
         "process_group": ["7", "mesh_dp"],
@@ -27,7 +26,6 @@ def entry(name: str = "all_reduce", sent: Any = 6, received: Any = 6, **more: An
         "input_dtypes": ["Float"] if sent is not None else [],
         "output_dtypes": ["Float"],
         "time_created_ns": 1000 * MS,
-        "is_p2p": False,
     } | more
 
 
@@ -37,10 +35,11 @@ def recording(*entries: Any, **more: Any) -> Any:
     return {"entries": list(entries), "groups": {"7": [0, 1]}} | fixed | more
 
 
-def read(folder: Path, content: Any, name: str = "fr_0.json") -> Recording:
-    path = folder / name
-    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
-    return replay.read(path)
+def read(folder: Path, content: Any, name: str = "fr_0.json") -> Any:
+    """What is read of rank 0 in a world of one."""
+    data = content if isinstance(content, bytes) else json.dumps(content).encode()
+    (folder / name).write_bytes(data)
+    return replay.read(str(folder), 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +50,7 @@ def read(folder: Path, content: Any, name: str = "fr_0.json") -> Recording:
         ("_all_gather_base", 6, 12, "all_gather"),
         ("all_gather_single", 6, 12, "all_gather"),
         ("_reduce_scatter_base", 12, 6, "reduce_scatter"),
+        ("_reduce_oop", 6, 6, "reduce"),
         ("all_to_all", 6, 6, "all_to_all"),
         ("broadcast", 6, 6, "broadcast"),
         ("barrier", None, None, "barrier"),
@@ -58,14 +58,12 @@ def read(folder: Path, content: Any, name: str = "fr_0.json") -> Recording:
 )
 def test_an_entry(tmp_path: Path, name: str, sent: Any, received: Any, op: str) -> None:
     setup, marker = entry(time_created_ns=998 * MS), entry("coalesced", None, None)
-    found = read(tmp_path, recording(setup, marker, entry(name, sent, received)))
-    assert (found.steps, found.time_s) == pytest.approx((2, 0.020))
-    (call,) = found.calls
-    assert (call.op, call.why_not, call.seq) == (op, "", 4)
-    assert call.team == ("mesh_dp", (0, 1))
-    assert (call.sent, call.received) == (sent or 0, received or 0)
-    assert call.begin_s == pytest.approx(1e-3)
-    assert call.kind == Kind(op, "mesh_dp", 2, "float32", 4 * max(sent or 0, received or 0))
+    steps, time_s, calls = read(tmp_path, recording(setup, marker, entry(name, sent, received)))
+    assert (steps, time_s) == pytest.approx((2, 0.020))
+    kind = Kind(op, "mesh_dp", 2, "float32", 4 * max(sent or 0, received or 0))
+    assert calls == [Collective(kind, ("mesh_dp", (0, 1)), 4, "", 0.0)]
+    assert calls[0].begin_s == pytest.approx(1e-3)
+    assert kind.counts[1:] == (sent or 0, received or 0)
 
 
 @pytest.mark.parametrize(
@@ -80,64 +78,47 @@ def test_an_entry(tmp_path: Path, name: str, sent: Any, received: Any, op: str) 
     ],
 )
 def test_what_cannot_be_replayed_says_why(tmp_path: Path, broken: Any, why: str) -> None:
-    (call,) = read(tmp_path, recording(broken)).calls
-    assert call.why_not == why
+    _, _, (call,) = read(tmp_path, recording(broken))
+    assert call.problem == why
 
 
 def test_an_nccl_dump(tmp_path: Path) -> None:
     """A pickle without record(): groups are in pg_config, times in duration_ms."""
     config = {"7": {"name": "7", "desc": "mesh_dp", "ranks": "[0, 1, 2, 3]"}}
-    timed = entry("all_reduce", duration_ms=2.5) | {"profiling_name": "nccl:all_reduce"}
+    timed = entry(duration_ms=2.5) | {"profiling_name": "nccl:all_reduce"}
     dump = pickle.dumps({"entries": [timed], "pg_config": config, "version": "2.10"}, protocol=2)
-    (call,) = read(tmp_path, dump, "nccl_trace_rank_0").calls
-    assert call.ranks == (0, 1, 2, 3)
+    _, _, (call,) = read(tmp_path, dump, "nccl_trace_rank_0")
+    assert call.team == ("mesh_dp", (0, 1, 2, 3))
     assert call.job_s == pytest.approx(2.5e-3)
 
 
-def kineto(**more: Any) -> Any:
-    """Two steps of 10 ms, in the first an all-gather that took 3 ms; a kernel, and a wait."""
-    comms = {
-        "External id": 12,
-        "Collective name": "_allgather_base",
-        "In msg nelems": 8,
-        "Out msg nelems": 16,
-        "dtype": "BFloat16",
-        "Process Group Name": "3",
-        "Process Group Description": "mesh_dp",
-        "Process Group Ranks": "[0, 1]",
-    } | more
-    event: dict[str, Any] = {"ph": "X", "cat": "cpu_op", "name": "record_param_comms"}
-    kernel = event | {"cat": "kernel", "name": "nccl", "dur": 3000.0}
-    step = {"ph": "X", "cat": "user_annotation", "dur": 10_000.0}
-    return {
-        "distributedInfo": {"rank": 0, "world_size": 2, "pg_config": [{"pg_name": "3"}]},
-        "traceEvents": [
-            event | {"ts": 5002_000.0, "dur": 90.0, "args": comms},
-            event | {"ts": 5003_000.0, "dur": 1.0, "args": comms | {"Collective name": "wait"}},
-            event | {"ts": 4000_000.0, "dur": 1.0, "args": comms},  # before the first step
-            kernel | {"ts": 5002_500.0, "args": comms},
-            step | {"name": "ProfilerStep#1", "ts": 5000_000.0},
-            step | {"name": "ProfilerStep#2", "ts": 5010_000.0},
-            {"ph": "M", "name": "process_name"},
-        ],
-    }
-
-
 def test_a_kineto_trace(tmp_path: Path) -> None:
-    found = read(tmp_path, gzip.compress(json.dumps(kineto()).encode()), "rank0.json.gz")
-    assert (found.steps, found.time_s) == pytest.approx((2, 0.020))
-    (call,) = found.calls
-    assert (call.op, call.team) == ("all_gather", ("mesh_dp", (0, 1)))
-    assert (call.sent, call.received, call.kind.size_bytes) == (8, 16, 32)
+    """Two steps of 10 ms, in the first an all-gather whose kernel took 3 ms, and a wait."""
+    comms = {
+        **{"External id": 12, "Collective name": "_allgather_base", "dtype": "BFloat16"},
+        **{"In msg nelems": 8, "Out msg nelems": 16, "Is asynchronized op": False},
+        **{"Process Group Name": "3", "Process Group Description": "mesh_dp"},
+    }
+    event: dict[str, Any] = {"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "dur": 1.0}
+    step = {"ph": "X", "cat": "user_annotation", "dur": 10_000.0}
+    events = [
+        event | {"ts": 5002_000.0, "args": comms},
+        event | {"ts": 5003_000.0, "args": comms | {"Collective name": "wait"}},
+        event | {"ts": 4000_000.0, "args": comms},  # before the first step
+        event | {"ts": 5002_500.0, "args": comms, "cat": "kernel", "dur": 3000.0},
+        step | {"name": "ProfilerStep#1", "ts": 5000_000.0},
+        step | {"name": "ProfilerStep#2", "ts": 5010_000.0},
+        step | {"name": "ProfilerStep#1", "ts": 4000_000.0, "cat": "gpu_user_annotation"},
+        {"ph": "M", "name": "process_name"},
+    ]
+    groups = [{"pg_name": "3", "ranks": [0, 1]}]
+    content = {"distributedInfo": {"pg_config": groups}, "traceEvents": events}
+    data = gzip.compress(json.dumps(content).encode())
+    steps, time_s, (call,) = read(tmp_path, data, "rank0.json.gz")
+    assert (steps, time_s) == pytest.approx((2, 0.020))
+    assert call.kind == Kind("all_gather", "mesh_dp", 2, "bfloat16", 32)
+    assert call.team == ("mesh_dp", (0, 1))
     assert (call.begin_s, call.job_s) == pytest.approx((2e-3, 3e-3))
-    assert not call.blocking
-
-
-def test_a_kineto_trace_with_many_ranks_cut_short(tmp_path: Path) -> None:
-    content = kineto(**{"Process Group Ranks": "[0, 1, ..., 31]", "Is asynchronized op": False})
-    content["distributedInfo"]["pg_config"] = [{"pg_name": "3", "ranks": [0, 1]}]
-    (call,) = read(tmp_path, content, "rank0.json").calls
-    assert call.ranks == (0, 1)
     assert call.blocking
 
 
@@ -158,6 +139,7 @@ class Evil:
         (recording(entry(sent=2.5)), "'2.5' where a whole number"),
         (recording(entry(), groups={"7": [0, -1]}), "'-1' where a whole number"),
         (recording({"profiling_name": "gloo:all_reduce"}), "KeyError: 'time_created_ns'"),
+        (recording(entry(), steps="many"), "ValueError: invalid literal"),
         (b'{"traceEvents": []}', "KeyError: 'distributedInfo'"),
         (b'{"a":' + b"[" * 100_000, "RecursionError"),
     ],
@@ -165,77 +147,73 @@ class Evil:
 def test_bad_files_are_one_line(
     tmp_path: Path, content: Any, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(ValueError, match="expected a rank's recording") as error:
-        read(tmp_path, content)
-    assert text in str(error.value)
-    assert str(error.value).startswith(str(tmp_path / "fr_0.json"))
-    assert "\n" not in str(error.value)
+    said = read(tmp_path, content)
+    assert said.startswith(f"{tmp_path / 'fr_0.json'}: expected a rank's recording, got ")
+    assert text in said
+    assert "\n" not in said
     assert capsys.readouterr().out == ""
 
 
-def call(seq: int = 1, count: int = 100, **more: Any) -> Collective:
-    fields: dict[str, Any] = {"name": "all_reduce", "group": "mesh_dp", "ranks": (0, 1)}
-    sizes = {"sent": count, "received": count}
-    return Collective(**fields | {"seq": seq, "dtype": "Float"} | sizes | more)
+@pytest.mark.parametrize(
+    ("files", "ranks"), [("0 1 3", "[0, 1, 3]"), ("0 1 2 3 03", "[0, 1, 2, 3, 3]")]
+)
+def test_files_that_are_not_one_a_rank(tmp_path: Path, files: str, ranks: str) -> None:
+    for number in files.split():
+        (tmp_path / f"fr_{number}.json").touch()
+    said = replay.read(str(tmp_path), 0, 2)
+    assert f"has recordings of ranks {ranks}, and this job has 2" in said
+    assert "e.g. torchrun --nproc-per-node 4 " in said
 
 
-def kept(*rows: list[Collective]) -> list[list[int]]:
-    """The sequence numbers of what each rank replays."""
-    found, _ = replay.replayable([Recording(1, 0.010, row) for row in rows])
-    return [[each.seq for each in recording.calls] for recording in found]
+def call(seq: int = 1, size: int = 400, **more: Any) -> Collective:
+    """An all-reduce of mesh_dp of the ranks 0 and 1."""
+    fields: dict[str, Any] = {"op": "all_reduce", "group": "mesh_dp", "ranks": (0, 1)} | more
+    ranks, dtype = fields["ranks"], fields.get("dtype", "float32")
+    kind = Kind(fields["op"], fields["group"], len(ranks), dtype, size)
+    problem, job_s = fields.get("problem", ""), fields.get("job_s", 0.0)
+    return Collective(kind, (kind.group, ranks), seq, problem, 0.0, job_s)
 
 
-def test_ring_buffers_that_begin_apart() -> None:
-    assert kept([call(1), call(2)], [call(2), call(3)]) == [[2], [2]]
+ODD = call(1, problem="parts differ")
+EVEN_RANKS, ODD_RANKS = [call(ranks=(0, 2))], [call(ranks=(1, 3))]
 
 
-def test_coalesced_operations_share_a_number() -> None:
-    assert kept([call(1), call(1, 7)], [call(1), call(1, 7)]) == [[1, 1], [1, 1]]
-    assert kept([call(1), call(1), call(2)], [call(1), call(2)]) == [[2], [2]]
-
-
-def test_ranks_that_disagree() -> None:
-    """On a size, on a dtype, and on one whose parts are even on one rank alone."""
-    gather: dict[str, Any] = {"name": "all_gather", "sent": 6}
-    same = call(9)
-    assert kept([call(1, 5), same], [call(1, 6), same]) == [[9], [9]]
-    assert kept([call(1), same], [call(1, dtype="Half"), same]) == [[9], [9]]
-    even, odd = call(1, **gather, received=12), call(1, **gather, received=11)
-    assert kept([even, same], [odd, same]) == [[9], [9]]
-
-
-def test_groups_of_one_name() -> None:
-    """Disjoint groups may have the same name: their ranks tell them apart."""
-    even, odd = [call(ranks=(0, 2))], [call(ranks=(1, 3))]
-    assert kept(even, odd, even, odd) == [[1]] * 4
+@pytest.mark.parametrize(
+    ("rows", "kept"),
+    [
+        ([[call(1), call(2)], [call(2), call(3)]], [[2], [2]]),  # ring buffers begin apart
+        ([[call(1), call(1, 28)]] * 2, [[1, 1]] * 2),  # coalesced ones share a number
+        ([[call(1), call(1), call(2)], [call(1), call(2)]], [[2], [2]]),
+        ([[call(1, 20), call(9)], [call(1, 24), call(9)]], [[9], [9]]),
+        ([[call(1), call(9)], [call(1, dtype="float16"), call(9)]], [[9], [9]]),
+        ([[call(1), call(9)], [ODD, call(9)]], [[9], [9]]),
+        ([EVEN_RANKS, ODD_RANKS] * 2, [[1]] * 4),  # two groups of one name
+    ],
+)
+def test_what_all_ranks_of_a_group_have(rows: Any, kept: Any) -> None:
+    plan = replay.choose([(1, 0.010, row) for row in rows])
+    assert [[each.seq for each in row] for row in plan.calls] == kept
 
 
 @pytest.mark.parametrize("only", [(), ("dp",), ("mesh_dp", "mesh_tp")])
 def test_what_is_left(only: tuple[str, ...]) -> None:
     """4 all-reduces, one of tp and an unknown one, on each of 2 ranks; 3 and 2 steps."""
     row = [call(1), call(2), call(3), call(4), call(1, group="mesh_tp")]
-    odd = call(2, group="mesh_tp", name="what")
-    recordings = [Recording(3, 0.03, [*row, odd]), Recording(2, 0.06, [*row, odd])]
-    found, lines = replay.replayable(recordings, only)
+    odd = call(2, group="mesh_tp", op="what", problem="this operation is not known")
+    plan = replay.choose([(3, 0.03, [*row, odd]), (2, 0.06, [*row, odd])], only)
     tp = only != ("dp",)
-    assert found == [Recording(3, 0.06, row if tp else row[:4])] * 2
+    assert (plan.steps, plan.time_s) == (3, 0.06)
+    assert plan.calls == [row if tp else row[:4]] * 2
     what = ["# 2 x what of mesh_tp: this operation is not known"]
-    assert lines == ([*what, "# not replayed: 2 of 12"] if tp else ["# not replayed: 0 of 8"])
-
-
-def test_nothing_is_left() -> None:
-    recordings = [Recording(1, 0.01, [call(), call(group="mesh_tp")])] * 2
-    with pytest.raises(ValueError, match="nothing is left to replay of the groups mesh_dp, mesh_"):
-        replay.replayable(recordings, ["pp"])
+    assert plan.lines == ([*what, "# not replayed: 2 of 12"] if tp else ["# not replayed: 0 of 8"])
 
 
 def test_scaled_sizes_have_no_time_of_the_job() -> None:
     """Each part is rounded up: 6 elements, of which 2 ranks bring 3 each, become 1 each."""
-    parts: dict[str, Any] = {"name": "all_to_all", "sent": 6, "received": 6}
-    row = [call(count=3, job_s=1.0), call(2, **parts), call(3, count=0, name="barrier")]
-    found, _ = replay.replayable([Recording(1, 0.01, row)] * 2, scale=0.1)
-    assert [(each.sent, each.received) for each in found[0].calls] == [(1, 1), (2, 2), (0, 0)]
-    assert found[0].calls[0].job_s == 0
+    row = [call(size=12, job_s=1.0), call(2, 24, op="all_to_all"), call(3, 0, op="barrier")]
+    plan = replay.choose([(1, 0.01, row)] * 2, scale=0.1)
+    assert [each.kind.counts[1:] for each in plan.calls[0]] == [(1, 1), (2, 2), (0, 0)]
+    assert plan.calls[0][0].job_s == 0
 
 
 @pytest.mark.parametrize(
@@ -256,15 +234,17 @@ def test_the_table_by_hand() -> None:
     warm-up; rank 1 takes half of rank 0's time.
     """
     four: dict[str, Any] = {"group": "dp", "ranks": (0, 1, 2, 3)}
-    bigs = [call(seq, 2_000_000, job_s=0.019 + seq % 2 * 0.002, **four) for seq in range(4)]
-    small = [call(seq, name="all_gather", sent=250_000, received=10**6, **four) for seq in (4, 5)]
-    found = [Recording(2, 0.2, [*bigs, *small])] * 2
+    bigs = [call(seq, 8_000_000, job_s=0.019 + seq % 2 * 0.002, **four) for seq in range(4)]
+    small = [call(seq, 4_000_000, op="all_gather", **four) for seq in (4, 5)]
     big, other = bigs[0].kind, small[0].kind
+    plan = replay.Plan(2, 0.2, [[*bigs, *small]] * 2, [big, other], [])
     samples = {"with gaps": 0.2, "back to back": 0.08, str(big): 0.005, str(other): 0.010}
     rows = {name: [[s] * 8, [s / 2] * 8] for name, s in samples.items()}
     case = Case({}, [0, 1], rows, [4, 4])
-    seconds = np.array([[9.0] * 6] * 2 + [[0.009, 0.011, 0.010, 0.010, 0.020, 0.020]] * 8)
-    replay.derive(found, [big, other], case, [seconds, seconds / 2])
+    cold = {big: [9.0] * 4, other: [9.0] * 2}
+    slow = {big: [0.009, 0.011, 0.010, 0.010], other: [0.020] * 2}
+    fast = {kind: [s / 2 for s in seconds] for kind, seconds in slow.items()}
+    replay.derive(plan, case, [[cold] * 2 + [each] * 8 for each in (slow, fast)])
     m, (row, last) = case.metrics, case.metrics["operations"]
     assert (m["with_gaps_p50_s"], m["back_to_back_p50_s"]) == (0.1, 0.04)
     assert (m["job_step_s"], m["step_bytes"]) == (0.1, 2 * 8_000_000 + 4_000_000)
