@@ -43,6 +43,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
@@ -185,16 +186,19 @@ def build(plan: Plan, job: Job, group: Group) -> Workload:
     own = sorted({(call.kind, call.team) for call in calls})
     starts = {(kind, team): tried(kind, team[1], groups[team], job) for kind, team in own}
 
-    def alone(kind: Kind) -> None:
-        for start in [starts[key] for key in own if key[0] == kind]:
+    def alone(those: list[Step]) -> None:
+        for start in those:
             wait(start())
 
     steps: dict[str, Step] = {
         "with gaps": lambda: replays.append(play(calls, starts, plan.time_s)),
         "back to back": lambda: play(calls, starts),
     }
-    steps |= {str(kind): partial(alone, kind) for kind in plan.kinds}
-    return Workload(steps, facts=lambda: replays)
+    for kind in plan.kinds:
+        steps[str(kind)] = partial(alone, [starts[key] for key in own if key[0] == kind])
+    return Workload(
+        steps, facts=lambda: [{kind: fmean(s) for kind, s in each.items()} for each in replays]
+    )
 
 
 def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
@@ -215,7 +219,7 @@ def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
 
 
 def derive(plan: Plan, case: Case, replays: list[Any]) -> None:
-    """Of each iteration the slowest rank counts. replays: of each rank what `play` returned."""
+    """Of each iteration the slowest rank counts. replays: of each rank the mean of a kind."""
     m, rows = case.metrics, list[dict[str, Any]]()
     slowest = {name: np.max(times, axis=0) for name, times in case.samples_s.items()}
     for name in ("with gaps", "back to back"):
@@ -223,7 +227,7 @@ def derive(plan: Plan, case: Case, replays: list[Any]) -> None:
         m |= percentiles(step, prefix) | {f"{prefix}_ci95_s": median_interval(step)}
     for kind in plan.kinds:
         calls = [call for row in plan.calls for call in row if call.kind == kind]
-        each = [[np.mean(replay[kind]) for replay in mine] for mine in replays if kind in mine[0]]
+        each = [[replay[kind] for replay in mine] for mine in replays if kind in mine[0]]
         times = {
             "replayed": np.max(each, axis=0)[-sum(case.rounds) :],  # without the warm-up's
             "alone": slowest[str(kind)],

@@ -241,9 +241,7 @@ def test_the_table_by_hand() -> None:
     samples = {"with gaps": 0.2, "back to back": 0.08, str(big): 0.005, str(other): 0.010}
     rows = {name: [[s] * 8, [s / 2] * 8] for name, s in samples.items()}
     case = Case({}, [0, 1], rows, [4, 4])
-    cold = {big: [9.0] * 4, other: [9.0] * 2}
-    slow = {big: [0.009, 0.011, 0.010, 0.010], other: [0.020] * 2}
-    fast = {kind: [s / 2 for s in seconds] for kind, seconds in slow.items()}
+    cold, slow, fast = ({big: s, other: 2 * s} for s in (9.0, 0.010, 0.005))
     replay.derive(plan, case, [[cold] * 2 + [each] * 8 for each in (slow, fast)])
     m, (row, last) = case.metrics, case.metrics["operations"]
     assert (m["with_gaps_p50_s"], m["back_to_back_p50_s"]) == (0.1, 0.04)
