@@ -177,12 +177,11 @@ def wait(work: Any) -> None:
 
 def build(plan: Plan, job: Job, group: Group) -> Workload:
     """This rank's operations with the job's gaps and without, and one of each kind alone."""
-    calls, groups, replays = plan.calls[job.rank], dict[Any, Any](), list[Replay]()
-    for team in sorted({call.team for row in plan.calls for call in row}):
-        new: Any = dist.new_group(list(team[1]), backend=job.backend, timeout=FOREVER)
-        if job.rank in team[1]:
-            groups[team] = new
-            group.more.append(new)
+    calls, replays = plan.calls[job.rank], list[Replay]()
+    teams = sorted({call.team for row in plan.calls for call in row})
+    connect: Any = partial(dist.new_group, backend=job.backend, timeout=FOREVER)
+    groups = {team: connect(list(team[1])) for team in teams}
+    group.more.extend(groups[team] for team in teams if job.rank in team[1])
     own = sorted({(call.kind, call.team) for call in calls})
     starts = {(kind, team): tried(kind, team[1], groups[team], job) for kind, team in own}
 
@@ -361,8 +360,7 @@ def read(folder: str, rank: int, world_size: int) -> Recording | str:
             )
         path = files[rank][1]
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        is_json = data.startswith(b"{")
-        content = json.loads(data) if is_json else NoClasses(io.BytesIO(data)).load()
+        content = json.loads(data) if data[:1] == b"{" else NoClasses(io.BytesIO(data)).load()
         return kineto(content) if "traceEvents" in content else flight_recorder(content)
     except Exception as error:  # a damaged pickle raises anything
         return f"{path}: expected a rank's recording, got {type(error).__name__}: {error}"
@@ -410,9 +408,8 @@ def main() -> int:
         for problem in filter(None, share(gather(too_much(needed, job, "--scale-size")))):
             bench.refuse(problem)
         digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
-        key: dict[str, Any] = {"recording": digest, "only": ",".join(args.only) or "all"}
-        key |= {"scale_size": args.scale_size, "world_size": job.world_size}
-        key |= {"device": job.device.type, "backend": job.backend}
+        key = dict(recording=digest, only=",".join(args.only) or "all", scale_size=args.scale_size)
+        key |= dict(world_size=job.world_size, device=job.device.type, backend=job.backend)
         if case := bench.measure(key, partial(build, plan, job), partial(derive, plan)):
             bench.print(f"# {case.check}" if case.failed else output(case.metrics))
         bench.print("\n".join(plan.lines))

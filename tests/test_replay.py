@@ -85,6 +85,30 @@ def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: P
     assert [(row["size_bytes"], row["calls"]) for row in rows] == [(524800, 1), (1577472, 1)]
 
 
+@pytest.mark.smoke
+def test_a_kineto_trace_is_replayed(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """In a world of one: an all-gather of 2 KiB that the job waited for; its kernel took 3 ms."""
+    args = {
+        **{"External id": 12, "Collective name": "_allgather_base", "dtype": "Half"},
+        **{"In msg nelems": 1024, "Out msg nelems": 1024, "Is asynchronized op": False},
+        **{"Process Group Name": "3", "Process Group Description": "mesh_dp"},
+    }
+    event = {"ph": "X", "cat": "cpu_op", "name": "record_param_comms", "args": args, "ts": 9e6}
+    kernel = event | {"cat": "kernel", "ts": 9.0005e6, "dur": 3000.0}
+    step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#7", "ts": 8.99e6}
+    groups = {"pg_config": [{"pg_name": "3", "ranks": [0]}]}
+    events = [event | {"dur": 90.0}, kernel, step | {"dur": 20_000.0}]
+    trace = {"distributedInfo": groups, "traceEvents": events}
+    (tmp_path / "rank0.pt.trace.json").write_text(json.dumps(trace))
+    run = bench(SCRIPT, str(tmp_path), *SHORT, ranks=0)
+    assert run.status == 0, run.err
+    metrics = run.report.cases[0].metrics
+    (row,) = metrics["operations"]
+    assert [row["op"], row["group"], row["size_bytes"]] == ["all_gather", "mesh_dp", 2048]
+    assert (row["job_p50_s"], metrics["job_step_s"]) == pytest.approx((0.003, 0.020))
+    assert metrics["with_gaps_p50_s"] >= 0.020
+
+
 @pytest.mark.faults
 def test_wrong_values_fail_the_case(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, str(RECORDING), *SHORT, ranks=2, inject="wrong-sum")
