@@ -98,10 +98,11 @@ class Process:
         found: dict[int, psutil.Process] = {}
         for process in self.tree():
             try:
-                rank = process.environ().get("RANK")
+                variables, name = process.environ(), process.name()
             except psutil.Error:
                 continue
-            if rank is not None and "RANK" not in os.environ:
+            named = name[5:] if name.startswith("rank ") else None  # by tests/warm.py
+            if rank := variables.get("RANK", named):
                 found.setdefault(int(rank), process)
         return found
 
@@ -137,12 +138,12 @@ class Process:
 
 
 class Warm(Process):
-    """A run that tests/warm.py starts, which spares every process the import of torch."""
+    """Commands that tests/warm.py starts, which spares every process the import of torch."""
 
     server: subprocess.Popen[bytes] | None = None
 
-    def __init__(self, folder: Path, words: list[str], ranks: int) -> None:
-        self.folder, self.files = folder, []
+    def __init__(self, commands: list[list[str]], folder: Path, env: dict[str, str]) -> None:
+        self.folder, self.files, self.over = folder, [], False
         if Warm.server is None:
             Warm.server = subprocess.Popen(
                 [sys.executable, str(ROOT / "tests" / "warm.py")],
@@ -152,25 +153,26 @@ class Warm(Process):
                 env=environment(),
                 start_new_session=True,
             )
-        request = {"words": words, "ranks": ranks, "environment": environment()}
-        request["folder"] = os.getcwd()
-        request |= {name: str(folder / f"{name}0") for name in ("out", "err")}
+        request = {"commands": commands, "environment": env, "folder": os.getcwd()}
+        request["files"] = [
+            [str(folder / f"{name}{i}") for name in ("out", "err")] for i in range(len(commands))
+        ]
         assert Warm.server.stdin is not None
         Warm.server.stdin.write(json_module.dumps(request).encode() + b"\n")
-        self.pid, self.parts = self.answer(60), []
-        with contextlib.suppress(psutil.NoSuchProcess):  # over already
-            self.parts = [psutil.Process(self.pid)]
-        self.over = False
+        self.parts = []
+        for pid in self.answer(60):
+            with contextlib.suppress(psutil.NoSuchProcess):  # over already
+                self.parts.append(psutil.Process(pid))
 
-    def answer(self, seconds: float) -> int:
+    def answer(self, seconds: float) -> list[int]:
         assert Warm.server is not None
         assert Warm.server.stdout is not None
         if not select.select([Warm.server.stdout], [], [], max(0, seconds))[0]:
             pytest.fail(f"no end after {seconds} s; stdout:\n{self.out}\nstderr:\n{self.err}")
-        return int(Warm.server.stdout.readline())
+        return [int(word) for word in Warm.server.stdout.readline().split()]
 
     def wait(self, seconds: float) -> int:
-        status = self.answer(seconds)
+        (status,) = self.answer(seconds)
         self.over = True
         return status
 
@@ -181,16 +183,11 @@ class Warm(Process):
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's variables without a launcher's, and with one thread a rank."""
+    """This process's variables without a launcher's; one thread a rank, also to compile."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "SLURM_", "GROUP_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    return kept | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | extra
-
-
-def words_of(script: str, *flags: str, inject: str | None = None) -> list[str]:
-    """What follows `python` or torchrun's options; inject: a fault of tests/inject.py."""
-    path = script if os.path.isabs(script) else str(ROOT / script)
-    return [*([INJECT, inject] if inject else []), path, *flags]
+    lean = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    return kept | lean | {"PYTHONUNBUFFERED": "1"} | extra
 
 
 def command_of(
@@ -198,9 +195,10 @@ def command_of(
 ) -> list[list[str]]:
     """The torchrun commands that start a script: one for each node, all on this host.
 
-    ranks: of a node; 0 is plain python.
+    ranks: of a node; 0 is plain python. inject: a fault of tests/inject.py.
     """
-    words = words_of(script, *flags, inject=inject)
+    path = script if os.path.isabs(script) else str(ROOT / script)
+    words = [*([INJECT, inject] if inject else []), path, *flags]
     if ranks == 0:
         return [[sys.executable, *words]]
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
@@ -214,8 +212,12 @@ def command_of(
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """start("benchmarks/x.py", *flags, ranks=2, nodes=1, inject=None, **variables) -> Process."""
+def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Process]]:
+    """start("benchmarks/x.py", *flags, ranks=2, nodes=1, inject=None, **variables) -> Process.
+
+    torch is imported already (tests/warm.py); with `cold=True`, and in tests marked `gpu`, it is
+    torchrun as a user types it. One at a time: what was started before has ended, or is waited for.
+    """
     started: list[Process] = []
 
     def begin(
@@ -224,12 +226,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
         ranks: int = 2,
         nodes: int = 1,
         inject: str | None = None,
+        cold: bool = False,
         **variables: str,
     ) -> Process:
         folder = tmp_path / f"run{len(started)}"
         folder.mkdir()
         commands = command_of(script, *flags, ranks=ranks, nodes=nodes, inject=inject)
-        started.append(Process(commands, folder, environment(**variables)))
+        kind = Process if cold or request.node.get_closest_marker("gpu") else Warm
+        started.append(kind(commands, folder, environment(**variables)))
         return started[-1]
 
     yield begin
@@ -238,40 +242,20 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 
 @pytest.fixture
-def bench(
-    start: Callable[..., Process], tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[..., Run]]:
-    """bench("benchmarks/x.py", *flags, ranks=2, timeout=240, ...) -> Run, with --json added.
+def bench(start: Callable[..., Process], tmp_path: Path) -> Callable[..., Run]:
+    """bench("benchmarks/x.py", *flags, timeout=240, json=True, ...) -> Run, as `start` begins it.
 
-    torch is imported already (tests/warm.py), but in test_faults.py, in tests marked `oldest` or
-    `gpu` and with `start`'s other options: there it is torchrun as a user types it.
+    json: add --json to the flags.
     """
-    marked = any(request.node.get_closest_marker(name) for name in ("oldest", "gpu"))
-    cold = marked or request.node.path.name == "test_faults.py"
-    runs: list[Warm] = []
 
     def run(
-        script: str,
-        *flags: str,
-        timeout: float = 240,
-        json: bool = True,
-        ranks: int = 2,
-        inject: str | None = None,
-        **options: Any,
+        script: str, *flags: str, timeout: float = 240, json: bool = True, **options: Any
     ) -> Run:
         path = tmp_path / "a folder" / "report.jsonl"
         path.parent.mkdir(exist_ok=True)
         words = [*flags, *(["--json", str(path)] if json else [])]
-        if cold or options:
-            process = start(script, *words, ranks=ranks, inject=inject, **options)
-        else:
-            folder = tmp_path / f"warm{len(runs)}"
-            folder.mkdir()
-            process = Warm(folder, words_of(script, *words, inject=inject), ranks)
-            runs.append(process)
+        process = start(script, *words, **options)
         status = process.wait(timeout)
         return Run(status, process.out, process.err, path)
 
-    yield run
-    for process in runs:
-        process.stop()
+    return run

@@ -159,9 +159,7 @@ def slow_rank() -> None:
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         if RANK == 1:
-            end = time.perf_counter() + 0.15
-            while time.perf_counter() < end:
-                pass
+            time.sleep(0.15)
         return real(self, *args, **kwargs)
 
     torch.optim.SGD.step = step  # type: ignore[method-assign]
@@ -281,8 +279,10 @@ def unaveraged_gradients() -> None:
 @fault
 def compiler_fails() -> None:
     """Rank 1's C++ compiler fails, as on a node where its headers are missing."""
+    from torch._inductor import config
+
     if RANK == 1:
-        os.environ["CXX"] = "false"
+        config.cpp.cxx = (None, "false")
 
 
 def on_server(change: Callable[[Any, Callable[[], Any]], Any]) -> None:

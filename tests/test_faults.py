@@ -1,4 +1,4 @@
-"""What is promised when things go wrong (docs/reliability.md), each once, on the real torchrun."""
+"""What is promised when things go wrong (docs/reliability.md), each once."""
 
 import os
 import pty
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.faults
 
 
 def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, "--timeout", "20", inject="stops")
+    run = bench(SCRIPT, *SHORT, "--timeout", "8", inject="stops")
     assert run.status != 0
     _, stopped, waiting = run.err[run.err.index("HANG") :].splitlines()[:3]
     assert stopped.startswith("rank 1 on ")
@@ -40,7 +40,7 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
 
 
 def test_a_rank_that_waits_in_python_did_not_arrive(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, "--timeout", "20", inject="stuck-in-build")
+    run = bench(SCRIPT, *SHORT, "--timeout", "8", inject="stuck-in-build")
     hang = run.err[run.err.index("HANG") :]
     assert "rank 1" in hang.splitlines()[1]
     assert "did not arrive" in hang.splitlines()[1]
@@ -49,7 +49,7 @@ def test_a_rank_that_waits_in_python_did_not_arrive(bench: Callable[..., Any]) -
 
 
 def test_a_killed_rank_ends_the_run(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT, inject="dies")
+    run = bench(SCRIPT, *SHORT, inject="dies", cold=True)
     assert run.status != 0
     assert "rank      : 1" in run.err  # torchrun's summary
     assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
@@ -60,10 +60,10 @@ def test_everything_is_killed_and_resume_goes_on(
     start: Callable[..., Any], bench: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Until then nothing listens beyond loopback; a rank whose torchrun is gone ends by itself."""
-    marker = tmp_path / "marker"
-    path = tmp_path / "a folder" / "report.jsonl"
+    marker, path = tmp_path / "marker", tmp_path / "a folder" / "report.jsonl"
     path.parent.mkdir()
-    process = start(SCRIPT, *SHORT, "--json", str(path), inject="waits", MARKER=str(marker))
+    flags = (*SHORT, "--json", str(path))
+    process = start(SCRIPT, *flags, inject="waits", cold=True, MARKER=str(marker))
     process.until(marker.exists)
     ranks = process.ranks()
     for connection in [c for rank in ranks.values() for c in rank.net_connections("inet")]:

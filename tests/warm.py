@@ -1,13 +1,14 @@
-"""Starts torchrun with torch imported already: a request in, an exit status out, a line each.
+"""Starts torchrun with torch imported already: a request in, pids and an exit status out.
 
 Importing torch takes longer than what most tests measure, in the agent and in every rank. This
-process does it once and forks: an agent for each request and, by torchrun's own --start-method,
-its ranks. So the tests of a script can be many; those marked `oldest`, those of test_faults.py,
-and those that change the environment, start it as a user does.
+process does it once and forks: an agent for each node of a request and, by torchrun's own
+--start-method, its ranks. So the tests of a script can be many; those that say `cold=True` start
+it as a user does.
 """
 
 import atexit
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -16,6 +17,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ USED = (  # by the scripts; what a torch lacks is left to the script that asks f
     "psutil",
     "tabulate",
     "torch._dynamo",
+    "torch._inductor.compile_fx",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
@@ -34,12 +37,16 @@ USED = (  # by the scripts; what a torch lacks is left to the script that asks f
     "torchvision.models",
     "tqdm",
 )
+TORCHRUN = ["-m", "torch.distributed.run"]
 
 
 def run_script(script: str, *flags: str) -> None:
     """As `python script flags`; an exit status of 0 is a return, as the agent wants it."""
     sys.argv = [script, *flags]
-    sys.path[0] = str(Path(script).parent)
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:1] = [str(Path(script).parent), *filter(None, added)]
+    if "RANK" in os.environ:  # /proc still shows the environment that this file was started with
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -64,23 +71,22 @@ def status_of(work: Callable[[], None]) -> int:
     return 0
 
 
-def child(request: dict[str, Any]) -> None:
-    """The agent, in a session of its own; without ranks the script itself."""
+def start(number: int, request: dict[str, Any]) -> int:
+    """Run the number-th command of a request, in a session of its own; its pid."""
+    if pid := os.fork():
+        return pid
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    for number, name in enumerate((os.devnull, request["out"], request["err"])):
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
-    words, ranks = request["words"], request["ranks"]
-    flags = ["--standalone", f"--nproc-per-node={ranks}", "--run-path", "--start-method=fork"]
-
-    def work() -> None:
-        if ranks == 0:
-            run_script(*words)
-        else:
-            torchrun.main([*flags, *words])
-
+    for place, name in enumerate((os.devnull, *request["files"][number])):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), place)
+    words = request["commands"][number][1:]  # without python
+    if words[:2] == TORCHRUN:
+        work = partial(torchrun.main, ["--run-path", "--start-method=fork", *words[2:]])
+    else:
+        work = partial(run_script, *words)
     os._exit(status_of(work))
 
 
@@ -91,14 +97,15 @@ def main() -> None:
     # torch's own leaves by SystemExit, and the agent would wait for its answer
     torchrun.run_script_path = run_script  # type: ignore[assignment]
     api.logger.exception = api.logger.error  # type: ignore[method-assign]  # as of a subprocess
+    # what is imported is no garbage: the scripts look for some after each case
+    gc.freeze()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
-        if (pid := os.fork()) == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            child(json.loads(line))
-        print(pid, file=answers)
-        _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), file=answers)
+        request = json.loads(line)
+        pids = [start(number, request) for number in range(len(request["commands"]))]
+        print(*pids, file=answers)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        print(next((status for status in statuses if status), 0), file=answers)
 
 
 if __name__ == "__main__":

@@ -9,19 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.lab import TOOLS, Lab, need
+from tests.launch.lab import Lab
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
 CGROUP = Path("/sys/fs/cgroup/cpu/torchrun-bench-slow-node")
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    need(*TOOLS, root=True)
-    with Lab(tmp_path_factory.mktemp("lab") / "lab", 3) as lab:
-        yield lab
 
 
 @contextmanager

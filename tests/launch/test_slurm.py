@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.launch.lab import OVER, TOOLS, Lab, need, until
+from tests.launch.lab import OVER, Lab, until
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(400)]
 
@@ -59,13 +59,6 @@ class Job:
 
     def end(self, seconds: float = 120) -> str:
         return self.lab.until_over(self.number, seconds, lambda: self.text)
-
-
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    need(*TOOLS, root=True)
-    with Lab(tmp_path_factory.mktemp("lab") / "lab", 3) as lab:
-        yield lab
 
 
 @pytest.fixture(scope="module")
