@@ -9,16 +9,18 @@ import pytest
 from common.report import load
 from tests.conftest import ROOT, environment
 
+# groups of one rank each, by whatever number of ranks: all of them have the same cases
 SWEEP = "benchmarks/collectives.py -b 64 -e 64 -n 4 --cache-warm --iters 24 --device cpu"
+SWEEP += " --groups cross --collective"
 
 
 @pytest.mark.smoke
-def test_two_sweeps_take_turns(tmp_path: Path) -> None:
-    """One of two cases, and one that has a case less."""
-    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {SWEEP}"
-    command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "1"]
-    command += ["--a", f"{torchrun} --collective all_reduce,barrier"]
-    command += ["--b", f"{torchrun} --collective all_reduce"]
+def test_two_runs_take_turns(tmp_path: Path) -> None:
+    """One of two ranks and one of a single process, which has a case less."""
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2"]
+    command += ["--a", f"{torchrun} {SWEEP} all_reduce,barrier"]
+    command += ["--b", f"{sys.executable} {SWEEP} all_reduce"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path)],
         capture_output=True,

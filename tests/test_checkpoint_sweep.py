@@ -139,7 +139,7 @@ def test_ctrl_c_beside_a_process_that_saves(start: Callable[..., Any], tmp_path:
     """Nothing listens beyond loopback, the folders go, and no process is left."""
     path = tmp_path / "saves"
     flags = ("--modes", "async-process", "--iters", "1000", "--paths", str(path))
-    process = start(SCRIPT, *SMALL, *flags)
+    process = start(SCRIPT, *SMALL, *flags, cold=True)  # a fork would listen where torchrun does
     process.until(lambda: [*path.glob("*/fsdp2-async-process/2/.metadata")])
     ranks = process.ranks()
     family = [p for rank in ranks.values() for p in (rank, *rank.children(recursive=True))]

@@ -69,7 +69,7 @@ def test_no_rank_listens_beyond_loopback_and_a_killed_callee_is_named(
     path = tmp_path / "report.jsonl"
     every = ("--rpc-channels", "mpt_uv,basic", "--rpc-transports", "auto")  # all that listen
     flags = (*LONG, *every, "--timeout", "20", "--json", str(path))
-    process = start(SCRIPT, *flags)
+    process = start(SCRIPT, *flags, cold=True)  # a fork would listen where torchrun does
     process.until(lambda: cases_in(path), 150)
     there, ranks = process.tree(), process.ranks()
     assert sorted(ranks) == [0, 1]  # torchrun's own agent listens on all interfaces
