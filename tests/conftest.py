@@ -187,6 +187,8 @@ def environment(**extra: str) -> dict[str, str]:
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "SLURM_", "GROUP_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     lean = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    # without the header of all of torch, and without a trial of what the processor can do
+    lean |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
     return kept | lean | {"PYTHONUNBUFFERED": "1"} | extra
 
 

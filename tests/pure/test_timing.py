@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from functools import partial
+from time import sleep
 from typing import Any
 
 import pytest
@@ -66,6 +67,8 @@ def test_a_block_calls_so_often_and_divides_by_calls() -> None:
     assert len(calls) == 12
     assert len(times) == 3
     assert sum(times) * 4 <= host_s
+    assert len(time_block(lambda: calls.append(1), 3, CPU)[0]) == 3
+    assert len(calls) == 15
 
 
 @pytest.fixture
@@ -96,6 +99,28 @@ def test_steps_alternate_and_turn_around(group: Group) -> None:
 def test_the_last_block_is_cut_to_the_count(group: Group) -> None:
     timing = time_steps({"a": lambda: None}, group, CPU, StopRule(iters=13, warmup_iters=0))
     assert timing.rounds == [2] * 6 + [1]
+
+
+@pytest.mark.parametrize(
+    ("rule", "count"),
+    [
+        (StopRule(warmup_iters=3, max_seconds=1e-9, rounds=1), 1),  # a quarter of it is over
+        (StopRule(warmup_iters=3, max_seconds=99, rounds=1, longest_block_s=0), 3),
+        (StopRule(warmup_iters=3, max_seconds=1e-9, iters=1), 3),  # no budget holds
+    ],
+)
+def test_slow_steps_get_fewer_warm_ups(group: Group, rule: StopRule, count: int) -> None:
+    phases: list[str] = []
+    time_steps({"a": lambda: None}, group, CPU, rule, progress=phases.append)
+    assert phases[:-2] == [f"a, warm-up {i + 1}" for i in range(count)]
+
+
+def test_a_block_is_planned_by_samples_not_by_calls(group: Group) -> None:
+    """0.1 s of samples of at least 10 * 1 ms: no more than 10, and the lead-in is one of them."""
+    rule = StopRule(warmup_iters=2, min_iters=1, max_seconds=0.1, rounds=1)
+    timing = time_steps({"a": lambda: sleep(0.001)}, group, CPU, rule, calls=10)
+    assert timing.stop == "rounds"
+    assert 1 <= timing.rounds[0] <= 9
 
 
 def test_collection_of_garbage_is_off_within_blocks_and_on_after_an_error(group: Group) -> None:
