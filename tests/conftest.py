@@ -187,8 +187,7 @@ def environment(**extra: str) -> dict[str, str]:
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "SLURM_", "GROUP_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     lean = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    # without the header of all of torch, and without a trial of what the processor can do
-    lean |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
+    lean["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # without a program that tries what the processor can
     return kept | lean | {"PYTHONUNBUFFERED": "1"} | extra
 
 

@@ -8,19 +8,18 @@ import pytest
 
 from tests.conftest import ROOT
 
+SCRIPTS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
 TIMES = ("--iters", "6", "--warmup-iters", "1")
 RPC = ("--max-seconds", "0.5")
+ELSEWHERE = {"ddp_rpc", "parameter_server", "replay"}  # in their own files
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp_sweep": (2, ("--model", "mobilenet_v3_small", "--image-size", "32", *TIMES)),
     "calibrate": (2, ("--modes", "barrier,resolution", "--seconds", "1")),
     "collectives": (2, ("--collective", "all", "-b", "64", "-e", "64", "-n", "2", *TIMES)),
     "p2p_matrix": (3, ("--size", "4K", "-n", "2", *TIMES)),
-    "replay": (2, (str(ROOT / "tests" / "recording"), *TIMES)),
     "compile_sweep": (2, ("--strategies", "ddp,fsdp2", "--backends", "eager", *TIMES)),
     "rpc_latency": (2, ("--sizes", "4,64K", *RPC)),
     "batch_update_ps": (3, RPC),
-    "ddp_rpc": (3, ("--epochs", "2", "--warmup-cycles", "1")),
-    "parameter_server": (4, ("--servers", "running", *TIMES)),
     "checkpoint_sweep": (2, ("--modes", "all", "--model", "decoder-tiny", "--iters", "1")),
     "node_check": (2, ("--budget", "100", "--margin", "3", *TIMES)),
     "parallel_sweep": (2, ("--mesh", "dp2,tp2,pp2:1f1b", *TIMES)),
@@ -28,7 +27,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 
 @pytest.mark.oldest
-@pytest.mark.parametrize("script", sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py")))
+@pytest.mark.parametrize("script", sorted(SCRIPTS - ELSEWHERE))
 def test_once(script: str, bench: Callable[..., Any]) -> None:
     ranks, flags = COMMANDS[script]
     cold = script == "ddp_sweep"  # the first that a user starts
