@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,24 +30,6 @@ def compare_replicas(digests: Sequence[str], ranks: Sequence[int]) -> str | None
         return None
     names = ", ".join(odd[:8]) + (", ..." if odd[8:] else "")
     return f"after the steps the parameters of rank {names} differ from rank {ranks[0]}'s"
-
-
-def odd_results(digests: Sequence[Sequence[str]], kinds: Sequence[str]) -> dict[int, str]:
-    """Who computes something else than most of its kind: row -> why.
-
-    digests: of each row those of several results that should be the same, bit by bit.
-    """
-    text = "its results differ from one another"
-    odd = {row: text for row, own in enumerate(digests) if len({*own}) > 1}
-    for kind in dict.fromkeys(kinds):
-        rows = [row for row, k in enumerate(kinds) if k == kind and row not in odd]
-        most = Counter(digests[row][0] for row in rows).most_common(2)
-        for row in rows if len(most) == 2 else []:
-            if most[0][1] == most[1][1]:
-                odd[row] = "its result is not that of others, and no majority says whose is wrong"
-            elif digests[row][0] != most[0][0]:
-                odd[row] = f"its result is not that of {most[0][1]} others of its kind"
-    return odd
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

@@ -46,20 +46,6 @@ def rounds_of(n: int) -> list[list[Pair]]:
     return rounds
 
 
-def rounds_by_node(members: list[list[int]]) -> list[list[Pair]]:
-    """Each two ranks of a node meet once, all nodes at the same time; then each two nodes, the
-    i-th rank of one and the i-th of the other, all i at the same time. members: of each node."""
-    inside = [
-        [(own[a], own[b]) for own in members for a, b in pairs if b < len(own)]
-        for pairs in rounds_of(max(map(len, members)))
-    ]
-    between = [
-        [pair for a, b in pairs for pair in zip(members[a], members[b], strict=False)]
-        for pairs in rounds_of(len(members))
-    ]
-    return [pairs for pairs in inside + between if pairs]
-
-
 def measure_round(
     bench: Benchmark, key: Key, pairs: list[Pair], members: list[list[int]], messages: Messages
 ) -> list[Link]:

@@ -611,9 +611,8 @@ def wrong_sum() -> None:
 
 
 @fault
-def wrong_numbers() -> None:
-    """A wrong sum; and on rank 1 the last value of each product is the next one that there is."""
-    wrong_sum()
+def wrong_product() -> None:
+    """On rank 1 the last value of each product is the next one that there is."""
     real = torch.mm
 
     def mm(*args: Any, out: torch.Tensor) -> torch.Tensor:

@@ -20,15 +20,22 @@ def test_fit(bench: Callable[..., Any]) -> None:
     assert run.out.splitlines()[-1] == "# fit"
     assert "left out" not in run.out
     assert {case.check for case in run.report.cases} == {"passed"}
-    ranks = [case for case in run.report.cases if "rank" in case.key]
+    ranks, together = (
+        [case for case in run.report.cases if "rank" in case.key and case.key["probe"] == probe]
+        for probe in ("each rank alone", "all ranks together")
+    )
     assert [case.key["rank"] for case in ranks] == [0, 1, 2, 3]
-    assert len({case.metrics["product"] for case in ranks}) == 1
+    assert len({case.metrics["bits"] for case in ranks}) == 1
     for case in ranks:
-        assert [*case.samples_s] == ["matmul fp32", "copy", "launch"]
+        assert [*case.samples_s] == ["matmul_fp32", "copy", "launch"]
         assert [len(rows) for rows in case.samples_s.values()] == [1, 1, 1]
         assert case.metrics["matmul_fp32_s"] <= case.metrics["matmul_fp32_sustained_s"]
-    for level in ("node", "rail"):
-        assert [case.key[level] for case in run.report.cases if level in case.key] == [0, 1]
+    names = ["training_step", "all_reduce_inside", "all_reduce_between"]
+    assert [[*case.samples_s] for case in together] == [names] * 4
+    a, b, c, d = (case.metrics["all_reduce_inside_s"] for case in together)
+    assert (a, c) == (b, d)  # the slowest rank's, of nodes and of rails
+    a, b, c, d = (case.metrics["all_reduce_between_s"] for case in together)
+    assert (a, b) == (c, d)
     links = [link for case in run.report.cases for link in case.metrics.get("links", [])]
     assert [link[:2] for link in links] == [[0, 1], [2, 3], [0, 2], [1, 3]]
     exported = analyse("export.py", str(run.path), "--to", "prometheus")
@@ -65,16 +72,16 @@ def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any]) -> None:
 @pytest.mark.faults
 def test_wrong_numbers_and_limits_are_named(bench: Callable[..., Any]) -> None:
     """Rank 1 computes another product than two others, and a wrong sum; nobody is fast enough."""
-    run = bench(SCRIPT, "--min-tflops", "1000", *SURE, ranks=3, inject="wrong-numbers")
+    run = bench(SCRIPT, "--min-tflops", "1000", *SURE, ranks=3, inject="wrong-product,wrong-sum")
     assert run.status == 1, run.out + run.err
     lines = [line for line in run.out.splitlines() if line.startswith("# wrong ")]
     assert lines[0].startswith("# wrong rank 1 on ")
-    assert lines[0].endswith(": its result is not that of 2 others of its kind")
-    assert lines[1].startswith("# wrong node 0 on ")
-    assert ": a wrong sum on rank 1 on " in lines[1]
+    assert lines[0].endswith(" are those of 1 of 3 of its kind")
+    assert lines[-1].startswith("# wrong rank 1 on ")
+    assert lines[-1].endswith(": a wrong sum of all_reduce_inside")
     assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
     others = [case.check for case in run.report.cases if case.key.get("rank") in (0, 2)]
-    assert others == ["passed"] * 4
+    assert others == ["passed"] * 6  # alone, alone again, together
     assert "# each rank alone again, for rank 0, rank 1, rank 2\n" in run.out
     assert "matmul fp32 flop per s " in run.out
     assert ", under 1e+15\n" in run.out

@@ -5,10 +5,9 @@ from typing import Any
 import pytest
 
 from benchmarks import node_check
-from common.check import odd_results
+from benchmarks.node_check import judge, odd_results, on_hosts, rounds_by_node
 from common.gpus import lacking
-from common.links import rounds_by_node
-from common.outliers import accuse, judge, on_hosts, sentences
+from common.outliers import accuse, sentences
 from common.report import Case, Report
 
 NODES = [0, 0, 1, 1, 2, 2]
@@ -27,9 +26,7 @@ def test_one_slow_rank() -> None:
     found = accuse(costs(1.0, 2.0, 1.01, 1.02, 1.01, 1.01), {"node": NODES}, "rank", "a product")
     [(who, words)] = found
     assert who == "rank 1"
-    factor, sigmas = found[who, words]
-    assert factor == pytest.approx(2.0 / 1.01)
-    assert sigmas == pytest.approx(0.99 / (1.4826 * 0.005))
+    assert found[who, words] == "1.98x the median's time, 134 sigmas"  # 0.99 / (1.4826 * 0.005)
     assert sentences(found) == ["slow rank 1: a product 1.98x the median's time, 134 sigmas"]
 
 
@@ -62,30 +59,46 @@ def test_of_two_nobody_knows_which() -> None:
     assert names(found) == ["node 1 or node 0"]
 
 
+TEAMS = {"rank": [[0], [1], [2]], "node": [[0, 1], [2]], "rail": [[0, 2]], "job": [[0, 1, 2]]}
+MARGINS = {"rank": 0.1, "node": 1.0, "rail": 1.0, "job": 1.0}
+
+
+def ranks_with(step: str, *seconds: float) -> list[Case]:
+    """A case for each rank; 10 bytes in so many seconds."""
+    names = (f"{step}_s", f"{step}_sustained_s", f"{step}_bytes_per_s")
+    values = [dict(zip(names, (s, s, 10 / s), strict=True)) for s in seconds]
+    return [Case({"rank": rank}, [rank], metrics=own) for rank, own in enumerate(values)]
+
+
 def test_kinds_and_limits() -> None:
     """A slower kind of device is none of the slow; a limit is a user's."""
-    values: dict[int, dict[str, Any]] = {
-        rank: {"copy_s": seconds, "copy_bytes_per_s": 10 / seconds, "product": "beef"}
-        for rank, seconds in enumerate([1.0, 1.0, 1.0, 2.0, 2.0, 5.0])
-    }
+    cases = ranks_with("copy", 1, 1, 1, 2, 2, 5)
+    teams = TEAMS | {"rank": [[rank] for rank in range(6)], "node": [list(range(6))]}
     kinds = ["new", "new", "new", "old", "old", "old"]
-    found = judge(values, "rank", {}, kinds, {}, 5, 0.1)
+    found = judge(cases, teams, kinds, {}, 5, MARGINS)
+    assert [*found] == [("rank 5", "copy"), ("rank 5", "copy sustained")]
     assert sentences(found)[0].startswith("slow rank 5: copy 2.50x the median's time")
-    assert len(found) == 1
-    limit = {"bytes_per_s": 4.0}
-    found = judge(values, "rank", {}, kinds, limit, 5, 9.0)
+    found = judge(cases, teams, kinds, {("rank", "bytes"): 4.0}, 5, MARGINS | {"rank": 9.0})
     assert sentences(found) == ["slow rank 5: copy bytes per s 2, under 4"]
+
+
+def test_nodes_are_compared_by_their_all_reduce() -> None:
+    """Three nodes of two ranks; the third takes three times as long, its ranks are not named."""
+    cases = ranks_with("all_reduce_inside", 1, 1, 1.1, 1.1, 3.3, 3.3)
+    teams = TEAMS | {"node": [[0, 1], [2, 3], [4, 5]]}
+    found = judge(cases, teams, ["k"] * 6, {}, 5, MARGINS)
+    assert [*dict.fromkeys(names(found))] == ["node 2"]
+    assert sentences(found)[0].startswith("slow node 2: all reduce inside 3.00x the median's time")
 
 
 def test_each_rank_becomes_a_case() -> None:
     """Two turns of two rounds of two samples. Rank 1: blocks of 3 and 2 s, the fastest 1 s."""
-    ranks = [{"host": "a"}, {"host": "b"}]
-    report = Report("node_check", {"ranks": ranks})
+    place = {"host": "a", "pci": "", "network": "lo"}
+    report = Report("node_check", {"ranks": [place, place | {"host": "b"}]})
     rows = {"copy, turn 0": [[2, 2, 2, 2], [0, 0, 0, 0]], "copy, turn 1": [[0] * 4, [5, 1, 2, 2]]}
     case = Case({"device": "cpu"}, [0, 1], rows, [2, 2])  # type: ignore[arg-type]
-    work = {"copy": (10.0, "bytes")}
-    facts = [{"work": work, "turn": f", turn {r}", "bits": ["x", "x"]} for r in (0, 1)]
-    node_check.split(report, "rank", [[0], [1]], ["k", "k"], case, facts)
+    facts = [{"did": {f"copy, turn {r}": 10.0}, "bits": "x"} for r in (0, 1)]
+    node_check.split(report, {"rank": [[0], [1]]}, ["k", "k"], case, facts)
     first, second = report.cases
     assert second.key == {"device": "cpu", "rank": 1, "host": "b"}
     assert second.samples_s == {"copy": [[5, 1, 2, 2]]}
@@ -98,33 +111,30 @@ def test_each_rank_becomes_a_case() -> None:
 
 def test_the_slowest_rank_of_a_node_counts() -> None:
     """Of each iteration: 3, 4, 3, 2; on CUDA the median of the blocks' 3.5 and 2.5."""
-    report = Report("node_check", {"ranks": [{"host": "a"}] * 2})
-    rows = [[1.0, 4.0, 1.0, 2.0], [3.0, 1.0, 3.0, 1.0]]
-    case = Case({"device": "cuda"}, [0, 1], {"all_reduce": rows}, [2, 2])
-    facts = [{"work": {"all_reduce": (6.0, "bytes")}, "wrong": wrong} for wrong in (0, 7)]
-    node_check.split(report, "node", [[0, 1]], ["k", "k"], case, facts)
-    [found] = report.cases
-    assert found.metrics["all_reduce_sustained_s"] == 3
-    assert found.metrics["all_reduce_s"] == 2
-    assert found.check == "failed: a wrong sum on rank 1"
+    report = Report("node_check", {"ranks": [{"host": "a", "pci": "", "network": ""}] * 2})
+    step, rows = "all_reduce_inside", [[1.0, 4.0, 1.0, 2.0], [3.0, 1.0, 3.0, 1.0]]
+    case = Case({"device": "cuda"}, [0, 1], {step: rows}, [2, 2])
+    facts = [{"did": {step: 6.0}, "bits": "x", "wrong": wrong} for wrong in (None, "why")]
+    node_check.split(report, {"node": [[0, 1]]}, ["k", "k"], case, facts)
+    assert [case.metrics[f"{step}_sustained_s"] for case in report.cases] == [3, 3]
+    assert [case.metrics[f"{step}_s"] for case in report.cases] == [2, 2]
+    assert [case.samples_s[step] for case in report.cases] == [[rows[0]], [rows[1]]]
+    assert [case.check for case in report.cases] == ["passed", "failed: why"]
 
 
 def test_odd_results() -> None:
-    assert odd_results([["a", "a"]] * 3, ["k"] * 3) == {}
-    assert odd_results([["a"], ["b"], ["a"]], ["k"] * 3) == {
-        1: "its result is not that of 2 others of its kind"
-    }
-    assert odd_results([["a"], ["b"]], ["k", "l"]) == {}  # two kinds may round differently
-    assert [*odd_results([["a"], ["b"]], ["k", "k"])] == [0, 1]
-    assert odd_results([["a", "b"], ["a", "a"]], ["k", "k"]) == {
-        0: "its results differ from one another"
-    }
+    assert odd_results(["a"] * 3, ["k"] * 3) == {}
+    one = {1: "its results (b) are those of 1 of 3 of its kind"}
+    assert odd_results(["a", "b", "a"], ["k"] * 3) == one
+    assert odd_results(["a", "b"], ["k", "l"]) == {}  # two kinds may round differently
+    assert [*odd_results(["a", "b"], ["k", "k"])] == [0, 1]  # of two nobody knows which
+    assert [*odd_results(["not finite"] * 2, ["k", "k"])] == [0, 1]
 
 
 def test_the_last_lines() -> None:
     found = accuse(costs(1.0, 2.0, 1.0), {}, "rank", "copy")
     bad = Case({"probe": "each rank alone", "rank": 2}, [2], check="failed: why")
-    lines, problem = node_check.conclude(found, {"node 0": "lacks"}, [bad], "slow")
+    lines, problem = node_check.conclude(found, {0: "lacks"}, [bad, bad], "slow")
     assert problem == "not fit: node 0, rank 2, rank 1"
     assert lines[-3:] == ["wrong node 0: lacks", "wrong rank 2: why", problem]
     assert node_check.conclude(found, {}, [], "wrong") == (
