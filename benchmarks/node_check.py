@@ -310,7 +310,7 @@ def plan(bench: Benchmark, found: dict[str, Any]) -> list[Phase]:
         links.measure_round(bench, key, pairs, singles, messages)
 
     def judge_links(cases: list[Case]) -> Findings:
-        rows = [tuple(link) for case in cases for link in case.metrics.get("links", [])]
+        rows = [link for case in cases for link in case.metrics.get("links", [])]
         return links.slow_links(rows, nodes, "rank", args.sigmas, together)
 
     turn, derive = 0.06 * min(1, 2 / turns), partial(split, bench.report, teams, kinds)
