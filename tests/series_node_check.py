@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.conftest import Warm, words_of
+from tests.conftest import Warm, command_of, environment
 
 FAULTS = {"healthy": None, "half speed": "half-speed", "wrong product": "wrong-product"}
 VERDICTS = ("nobody", "exactly rank 1", "rank 1 and others", "somebody else", "no verdict")
@@ -44,8 +44,9 @@ def main() -> int:
             with tempfile.TemporaryDirectory() as folder:
                 start = time.monotonic()
                 budget = ["--budget", "20" if fault else "60"]
-                words = words_of("benchmarks/node_check.py", *budget, *flags, inject=fault)
-                run = Warm(Path(folder), words, ranks=6)
+                script = ("benchmarks/node_check.py", *budget, *flags)
+                commands = command_of(*script, ranks=6, inject=fault)
+                run = Warm(commands, Path(folder), environment())
                 run.wait(300)
                 found, seconds = verdict(run.out), time.monotonic() - start
                 counts[condition][found] += 1
