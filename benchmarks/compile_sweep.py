@@ -343,7 +343,7 @@ def main() -> int:
             start = partial(compile_by(backend, torch.square), torch.ones(64, device=job.device))
             with contextlib.suppress(Exception), fresh_cache():  # what fails here fails its cases
                 start_s[backend] = time_block(start, 1, job.device)[0][0]
-        gc.freeze()  # what was imported: collections between cases need not look at it
+        gc.freeze()  # what the backends import, as `join` does
         for model, dtype in itertools.product(args.models, args.dtype):
             title = f"{model}, batch size {args.batch_size}, {dtype}"
             bench.begin_table(title, COLUMNS, ["fsdp2 dynamo_eager", "+-10.0%"])
