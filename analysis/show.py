@@ -76,7 +76,7 @@ def show_value(name: str, value: Any) -> str:
         return value
     if name.endswith("_bytes"):
         return show_size(value)
-    return f"{words.removesuffix(' mb')} {value:g}{' MB' if name.endswith('_mb') else ''}"
+    return f"{words.removesuffix(' mb')} {value:.10g}{' MB' if name.endswith('_mb') else ''}"
 
 
 def case_names(keys: Sequence[dict[str, Any]]) -> list[str]:
