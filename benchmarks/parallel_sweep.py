@@ -59,7 +59,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.benchmark import Benchmark, Workload
+from common.benchmark import Benchmark, Workload, describe
 from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, wrong
 from common.decoder import DECODERS, Decoder, Experts, flops_per_token, next_token_loss, random_text
@@ -352,12 +352,16 @@ def create(key: Key, device: torch.device) -> Decoder:
     return model
 
 
-def train_reference(key: Key, device: torch.device) -> Reference:
-    """The same training in one process, a sequence at a time."""
+def train_reference(key: Key, device: torch.device) -> Reference | str:
+    """The same training in one process, a sequence at a time; or why that failed."""
     texts = random_text(config_of(key), key["global_batch"], seed=0)
     rows = list(zip(*(x.to(device).split(1) for x in texts), strict=True))
-    model, weights = create(key, device), [1 / len(rows)] * len(rows)
-    return train_alone(model, rows, lambda f, row: next_token_loss(f(row[0]), row[1]), weights)
+    weights = [1 / len(rows)] * len(rows)
+    try:
+        model = create(key, device)
+        return train_alone(model, rows, lambda f, row: next_token_loss(f(row[0]), row[1]), weights)
+    except RuntimeError as error:  # a model that needs several devices has none
+        return f"one process alone fails: {describe(error)}"
 
 
 def square_norm(model: nn.Module, mesh: Mesh) -> float:
@@ -397,7 +401,7 @@ def build(key: Key, lr: float, twins: bool, job: Job, group: Group) -> Workload:
 # -- what rank 0 makes of it -----------------------------------------------------------------------
 
 
-def derive(alone: Reference, device: torch.device, case: Case, facts: list[Any]) -> None:
+def derive(alone: Reference | str, device: torch.device, case: Case, facts: list[Any]) -> None:
     """Fill in the metrics and the check."""
     key, m = case.key, case.metrics
     m |= step_metrics(case.samples_s["step"], key["global_batch"])
@@ -409,6 +413,9 @@ def derive(alone: Reference, device: torch.device, case: Case, facts: list[Any])
     m |= {"memory_gib": max(memory), "memory_min_gib": min(memory)}
     if "compute" in case.samples_s:
         m |= breakdown(Mesh(key["mesh"]), case)
+    if isinstance(alone, str):
+        case.check = f"skipped: {alone}"
+        return
     losses = np.mean([fact["losses"] for fact in facts if fact["losses"][0]], axis=(0, 2))
     norms = np.sqrt(np.sum([fact["norms"] for fact in facts], axis=0))
     compare = partial(compare_training, tolerance=TOLERANCES[key["dtype"]])
@@ -519,9 +526,11 @@ def main() -> int:
         longest = max((mesh.name for mesh in meshes), key=len)
         bench.begin_table(title.format(**same), columns, [longest])
         alone = bench.share(train_reference(keys[0], job.device) if job.rank == 0 else None)
-        cases = []
+        if isinstance(alone, str):
+            bench.print(f"# not checked: {alone}")
+        lr, cases = 0.0 if isinstance(alone, str) else alone.lr, []
         for key in keys:
-            begin = partial(build, key, alone.lr, not args.no_breakdown, job)
+            begin = partial(build, key, lr, not args.no_breakdown, job)
             if case := bench.measure(key, begin, partial(derive, alone, job.device)):
                 cases.append(case)  # on rank 0
         bench.print("")
