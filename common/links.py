@@ -81,11 +81,11 @@ def build(meetings: list[list[Pair]], messages: Messages, job: Job, group: Group
         return cuda_graph(step, job.device) if job.device.type == "cuda" else step
 
     n = messages.calls
-    send, receive = batches([out] * n, [pong]), batches([come] * n, [ping])
-    steps = {
+    send, receive = ([out] * n, [pong]), ([come] * n, [ping])
+    steps = {  # made in this order, since a graph is run once when it is made: the peer must answer
         "both": batches(*[[out, come]] * n),
-        "there": send if first else receive,
-        "back": receive if first else send,
+        "there": batches(*(send if first else receive)),
+        "back": batches(*(receive if first else send)),
         "latency": batches(*([[ping], [pong]] if first else [[pong], [ping]]) * n),
     }
 
