@@ -93,7 +93,8 @@ def problem(found: dict[str, Any], tested: range | None = None) -> str | None:
     """What must not be measured: another torch on a node, ranks of `tested` (by default all) that
     share a GPU under NCCL."""
     for name in ("torch", "nccl"):
-        counts = Counter(row[name] for row in found["ranks"]).most_common()
+        # a server on the CPU has no NCCL
+        counts = Counter(row[name] for row in found["ranks"] if row[name]).most_common()
         if len(counts) > 1:
             host = next(row["host"] for row in found["ranks"] if row[name] == counts[-1][0])
             return f"{name} is {counts[-1][0]} on {host}, {counts[0][0]} elsewhere"
