@@ -98,7 +98,7 @@ class Benchmark:
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
-        if "CUDA error" in error and "out of memory" not in error:
+        if error and gpus.lost(self.job.device):
             end(1, f"{error}: this process cannot use its GPU any more")
         if error and group:
             # gloo's peers notice once the sockets are closed, which is when nothing refers to the

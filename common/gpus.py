@@ -6,6 +6,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.dist import Job, gather
 
 GPU_STATE = (
@@ -75,6 +77,16 @@ def throttled(hosts: list[str], gpus: list[list[dict[str, str]]]) -> list[str]:
         if reasons := [name for bit, name in THROTTLED.items() if bits & bit]:
             lines.append(f"GPU {gpu['index']} of {host} is throttled: {', '.join(reasons)}")
     return lines
+
+
+def lost(device: torch.device) -> bool:
+    """Whether an error lasts on the GPU, e.g. a failed assertion: then every call there fails."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).query()  # does not wait, as peers may never answer
+    except RuntimeError:
+        return True
+    return False
 
 
 def lacking(found: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
