@@ -221,6 +221,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
     need = -(-max(send + recv, 2 * count, 1) // 64) * 64  # of a buffer, on all ranks alike
     length = COLD // dtype.itemsize if key["caches"] == "cold" else 0
     stride = max(need, length // 4096 // 64 * 64)  # 4096 buffers at most
+    torch.cuda.empty_cache()  # NCCL has no use for what torch keeps of smaller sizes
     memory = torch.ones(max(1, length // stride), stride, dtype=dtype, device=device)
     whole = [row[: max(send, recv)] for row in memory]
     own = slice(rank * count, (rank + 1) * count)
@@ -268,6 +269,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
         {v: step_of(calls[v], number) for v in op.variants},
         number * max(1, args.cudagraph),
         lambda: {"calls": number} | {v: sum(wrong(v) for _ in range(args.check)) for v in calls},
+        launches=args.blocking == "0" and key["collective"] != "barrier",  # else the host waits
     )
 
 

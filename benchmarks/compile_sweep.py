@@ -282,7 +282,7 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
             result = verdict(off)
         return {"max": cost | gib, "check": result, "peak": peak_flops(device, dtype)}
 
-    return Workload({"step": step}, facts=facts)
+    return Workload({"step": step}, facts=facts, launches=True)
 
 
 def derive(cases: dict[Any, Case], case: Case, facts: list[Any]) -> None:

@@ -163,6 +163,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
     if dtype == "tf32" and device.type != "cuda":
         raise ValueError("tf32 is a mode of CUDA's tensor cores; try --dtype fp32 or bf16")
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"  # torch's default lets convolutions of fp32
     buffers = "forward_sync_buffers" if torch.__version__ >= "2.15" else "broadcast_buffers"
     options: Key = {"process_group": group.test, "static_graph": args.static_graph, buffers: False}
     options["gradient_as_bucket_view"] = args.gradient_as_bucket_view
@@ -193,7 +194,8 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
         steps["local compute"] = local_compute
         if key["world_size"] > 1:
             steps["alone"] = alone
-    return Workload(steps, facts=lambda: facts | {"digest": digest(model)})
+    launches = dtype != "fp16"  # whose GradScaler waits for the device in each step
+    return Workload(steps, facts=lambda: facts | {"digest": digest(model)}, launches=launches)
 
 
 def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> None:

@@ -32,6 +32,7 @@ class Workload:
     steps: dict[str, Step]
     calls: int = 1  # of a step in one sample, for steps shorter than the clock
     facts: Callable[[], Any] = lambda: None  # after the timing, untimed; gathered for `derive`
+    launches: bool = False  # that is all the host does in a step: whether it takes too long is said
 
 
 Build = Callable[[Group], Workload]
@@ -128,7 +129,7 @@ class Benchmark:
             timing = time_steps(work.steps, group, self.job.device, self.rule, work.calls, progress)
             case.samples_s = {n: rows.round(9).tolist() for n, rows in timing.samples_s.items()}
             case.rounds, case.stop = timing.rounds, timing.stop
-            case.metrics |= timing.metrics
+            case.metrics |= timing.metrics if work.launches else {}
             self.watchdog.phase("check")
         return work.facts()
 

@@ -14,12 +14,14 @@ from numpy.typing import NDArray
 
 from common.dist import Group
 from common.stats import relative_ci95
+from common.table import LAUNCH_BOUND
 
 Step = Callable[[], object]
 
 ROUNDS = 12  # that a case's budget is planned for
 TURN_ROUNDS = 24  # of a case that takes turns with those of another command
 MIN_ROUNDS = 6  # fewer give no 95 % interval of a difference between steps
+AHEAD_S = 5e-3  # a full queue, of some 1,000 launches, is that much work for the device at least
 LEAD_IN = 1  # untimed iterations that start a block: caches and queues as the step leaves them
 
 
@@ -73,7 +75,12 @@ def time_block(
     host_s = perf_counter() - start
     if cuda:
         torch.cuda.synchronize(device)
-        return [a.elapsed_time(b) / 1e3 / calls for a, b in pairwise(stamps)], host_s
+        # events resolve half a microsecond: what launches nothing may take none
+        times = [max(a.elapsed_time(b), 5e-4) / 1e3 / calls for a, b in pairwise(stamps)]
+        if perf_counter() - start - host_s > AHEAD_S:
+            # so far ahead it may have waited for room in the queue, and held nothing up
+            host_s = min(host_s, LAUNCH_BOUND * sum(times) * calls)
+        return times, host_s
     return [(b - a) / calls for a, b in pairwise(stamps)], host_s
 
 
