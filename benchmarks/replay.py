@@ -10,7 +10,8 @@
     share        = calls * replayed, of the sum over all rows
 
 Paste this into the job; all ranks call it after their last `steps` steps, which began at
-started_ns = time.time_ns(). On NCCL it is _dump_nccl_trace_json.
+started_ns = time.time_ns(). On NCCL it is _dump_nccl_trace_json, and
+with torch 2.15 _dump_fr_trace_json(backend="nccl2").
 
     def record(folder, started_ns, steps):
         trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())

@@ -178,9 +178,11 @@ def verdict(states: list[dict[str, Any]]) -> str:
 def newest_collective() -> tuple[str, int, str]:
     """Of this rank, as torch's flight recorder has it: its group, its number there, what it is."""
     entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's and NCCL's
+    dumps = ["_dump_fr_trace_json", "_dump_nccl_trace_json", "_dump_fr_trace_json"]
+    for name, options in zip(dumps, ({}, {}, {"backend": "nccl2"}), strict=True):  # of torch 2.15
         with contextlib.suppress(Exception):  # private interfaces, and the run is over anyway
-            entries += json.loads(getattr(torch._C._distributed_c10d, name)())["entries"]
+            dump = getattr(torch._C._distributed_c10d, name)
+            entries += json.loads(dump(**options))["entries"]
     if not entries:
         return "none", 0, "none so far"
     e = max(entries, key=lambda e: e["time_created_ns"])
