@@ -63,7 +63,7 @@ def nccl_choices(log: str) -> dict[str, list[str]]:
     found = {
         "network": re.findall(r"Using network (\S+)", log),
         "transport": re.findall(r"Channel \S+ : \S+ -> \S+(?: \[\w+\])? via (\S+)", log),
-        "nvls": re.findall(r"NVLS multicast support is (\w+)", log),
+        "nvls": re.findall(r"NVLS multicast support is ((?:not )?available)", log),
     }
     return {name: sorted(set(values)) for name, values in found.items()}
 
