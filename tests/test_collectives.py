@@ -1,5 +1,6 @@
 """collectives.py as its user runs it; tests/pure/test_busbw.py has its arithmetic."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,3 +132,17 @@ def test_a_rank_that_does_not_take_part(bench: Callable[..., Any]) -> None:
     assert run.status == 1
     assert [case.key["redop"] for case in run.report.cases] == ["sum", "avg", "max"]
     assert all(case.metrics["in_place_wrong"] > 100 for case in run.report.cases)
+
+
+@pytest.mark.smoke
+def test_a_launch_bound_row_says_so(bench: Callable[..., Any]) -> None:
+    """Which a CPU never is: so it is written into the report, and the run shows its rows again."""
+    run = bench(SCRIPT, *SMALL, ranks=0)
+    assert "launch-bound" not in run.out
+    lines = [json.loads(line) for line in run.path.read_text().splitlines()]
+    lines[1]["metrics"]["launch_share"] = {"in_place": 0.5, "out_of_place": 0.93}
+    run.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = bench(SCRIPT, *SMALL, "--resume", ranks=0)
+    assert run.status == 0, run.err
+    assert [line.endswith("  launch-bound 93%") for line in run.out.splitlines()].count(True) == 1
+    assert "try a larger --batch-size, CUDA graphs (-G) or compile" in run.out
