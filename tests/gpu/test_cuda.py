@@ -116,6 +116,17 @@ def test_out_of_memory_is_a_row_and_the_next_model_is_measured(bench: Callable[.
     assert run.status == 1
 
 
+@pytest.mark.skipif(GPUS < 2, reason="a peer needs a GPU of its own")
+def test_a_rank_that_fails_beside_its_peers_kernels_is_a_row(bench: Callable[..., Any]) -> None:
+    """Its peers are in an all-reduce that it has left: they are aborted, and go on."""
+    flags = (*SMALL, *SHORT, "--world-sizes", "2", "--comm-hook", "none,fp16", "--no-breakdown")
+    run = bench(SWEEP, *flags, inject="step-raises", ranks=2)
+    checks = {case.key["comm_hook"]: case.check for case in run.report.cases}
+    assert "injected: no kernel for this step (rank 1)" in checks["none"]
+    assert checks["fp16"] == "passed"
+    assert run.status == 1
+
+
 def test_an_error_that_lasts_ends_the_run_with_its_reason(bench: Callable[..., Any]) -> None:
     run = bench(SWEEP, *SMALL, *SHORT, inject="device-assert", ranks=1)
     assert run.status == 1
