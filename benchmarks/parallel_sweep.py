@@ -411,6 +411,8 @@ def derive(alone: Reference | str, device: torch.device, case: Case, facts: list
         m["mfu"] = m["tokens_per_s_per_rank"] * flops_per_token(config_of(key)) / top
     memory = [fact["memory_gib"] for fact in facts]
     m |= {"memory_gib": max(memory), "memory_min_gib": min(memory)}
+    if "memory_allocated_gib" in facts[0]:  # on CUDA
+        m["memory_allocated_gib"] = max(fact["memory_allocated_gib"] for fact in facts)
     if "compute" in case.samples_s:
         m |= breakdown(Mesh(key["mesh"]), case)
     if isinstance(alone, str):
