@@ -30,13 +30,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli, patterns
+from common import cli, gpus, patterns
 from common.benchmark import Benchmark, Workload
 from common.dist import Group, Job, node_of_each, partition
 from common.memory import too_much
 from common.report import Case
 from common.table import Table
-from common.timing import Step, cuda_graph
+from common.timing import Step
 
 Key = dict[str, Any]
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
@@ -219,7 +219,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
     send = count if op.sends else sum(matrix[rank])
     recv = count if op.receives else sum(row[rank] for row in matrix)
     need = -(-max(send + recv, 2 * count, 1) // 64) * 64  # of a buffer, on all ranks alike
-    length = COLD // dtype.itemsize if key["caches"] == "cold" else 0
+    length = COLD // dtype.itemsize * (key["caches"] == "cold")
     stride = max(need, length // 4096 // 64 * 64)  # 4096 buffers at most
     torch.cuda.empty_cache()  # NCCL has no use for what torch keeps of smaller sizes
     memory = torch.ones(max(1, length // stride), stride, dtype=dtype, device=device)
@@ -236,7 +236,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
         """A call on the next buffers; with -G each n-th replays a graph of n calls, others none."""
         feed, counter = itertools.cycle(calls), itertools.count(1)
         if args.cudagraph:
-            replay = cuda_graph(lambda: [next(feed)() for _ in range(n)], device)
+            replay = gpus.cuda_graph(lambda: [next(feed)() for _ in range(n)], device)
             return lambda: replay() if next(counter) % n == 0 else None
         if args.blocking == "1" and device.type == "cuda":
             return lambda: [call() for call in (next(feed), torch.cuda.synchronize)]
@@ -252,8 +252,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
         dist.barrier(group.control)
         if key["collective"] == "barrier":  # all count themselves before it, and one comes late
             time.sleep(0.02 if rank == n - 1 else 0)
-            name = f"barrier/{group.test.group_name}"
-            job.store.add(name, 1)
+            job.store.add(name := f"barrier/{group.test.group_name}", 1)
             step()
             return -job.store.add(name, 0) % n  # who was not waited for
         for _ in some:
@@ -269,7 +268,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
         {v: step_of(calls[v], number) for v in op.variants},
         number * max(1, args.cudagraph),
         lambda: {"calls": number} | {v: sum(wrong(v) for _ in range(args.check)) for v in calls},
-        launches=args.blocking == "0" and key["collective"] != "barrier",  # else the host waits
+        args.blocking != "1" and key["collective"] != "barrier",  # there the host waits
     )
 
 
@@ -322,8 +321,7 @@ def footer(tables: dict[str, list[Key]], wanted: float | None, bench: Benchmark)
         every += itertools.chain(*rates)
         if any(rates):
             top = max(float(np.mean(some[-len(some) // 4 :])) for some in rates if some)
-            text = f"{title}: busbw over the top quarter of the sizes {top:.4g} GB/s"
-            bench.print(text)
+            bench.print(text := f"{title}: busbw over the top quarter of the sizes {top:.4g} GB/s")
             if wanted and top < 0.9 * wanted:
                 bench.fail(f"{text[2:]}, under 0.9 of --min-busbw {wanted:g}")
     wrong = sum(case.metrics.get("wrong", 0) for case in bench.report.cases)

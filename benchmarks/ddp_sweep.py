@@ -2,8 +2,8 @@
 """How long does a training step take under DistributedDataParallel, and how far does it scale?
 
 Times whole training steps (zero_grad, forward, loss, backward with gradient averaging, optimizer
-step) of torchvision models: `no ddp`, then 1, 2, 4, ... ranks of a node, then whole nodes (`2M/8G`:
-2 machines with 8 ranks each). Each rank trains on one batch of random images, made before.
+step) of torchvision models on random images: `no ddp`, then 1, 2, 4, ... ranks of a node, then
+whole nodes (`2M/8G`: 2 machines with 8 ranks each).
 
     step            the step; of each iteration the slowest rank counts
     local compute   the same step without averaging gradients (DDP's no_sync)
@@ -65,7 +65,6 @@ HOOKS: dict[str, tuple[Any, float]] = {
     "quantize_per_tensor": (ddp_comm_hooks.quantization.quantization_pertensor_hook, 2 / 255),
     "quantize_per_channel": (ddp_comm_hooks.quantization.quantization_perchannel_hook, 2 / 255),
 }
-# they wait for a collective within the callback of another, which blocks gloo: pytorch#48478
 INLINE_WAITS = ("powersgd", "quantize_per_tensor", "quantize_per_channel")
 FOOTER = """
 # exposed: a median of differences within rounds, not the difference of the two
@@ -101,6 +100,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.models = args.models or (CUDA_MODELS if cuda else CPU_MODELS)
     args.batch_size = args.batch_size or (32 if cuda else 8)
     args.image_size = args.image_size or (224 if cuda else 64)
+    if "tf32" in args.dtype and not cuda:
+        parser.error("tf32 is a mode of CUDA's tensor cores; try --dtype fp32 or bf16")
     known = torchvision.models.list_models(module=torchvision.models)  # those that classify
     for name in set(args.models).difference(known):
         cli.refuse(f"unknown model '{name}'{cli.suggest(name, known) or '; e.g. resnet50'}")
@@ -160,13 +161,11 @@ def register_hook(name: str, ddp: DistributedDataParallel) -> Step:
 def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workload:
     """What a rank measures in a case: the step, and the parts that it is made of."""
     dtype, hook, device = key["dtype"], key["comm_hook"], job.device
-    if dtype == "tf32" and device.type != "cuda":
-        raise ValueError("tf32 is a mode of CUDA's tensor cores; try --dtype fp32 or bf16")
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = dtype == "tf32"  # torch's default lets convolutions of fp32
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"  # by default convolutions of fp32 are in it
     buffers = "forward_sync_buffers" if torch.__version__ >= "2.15" else "broadcast_buffers"
-    options: Key = {"process_group": group.test, "static_graph": args.static_graph, buffers: False}
-    options["gradient_as_bucket_view"] = args.gradient_as_bucket_view
+    options: Key = {"process_group": group.test, buffers: False}
+    options |= {n: getattr(args, n) for n in ("static_graph", "gradient_as_bucket_view")}
     if hook:
         check_hook(hook, dtype, device, options)
     memory = start_peak(device)
@@ -195,7 +194,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
         if key["world_size"] > 1:
             steps["alone"] = alone
     launches = dtype != "fp16"  # whose GradScaler waits for the device in each step
-    return Workload(steps, facts=lambda: facts | {"digest": digest(model)}, launches=launches)
+    return Workload(steps, 1, lambda: facts | {"digest": digest(model)}, launches)
 
 
 def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> None:

@@ -1,8 +1,9 @@
-"""What nvidia-smi and NCCL say of the GPUs of a node, and what is wrong with it."""
+"""GPUs: what nvidia-smi and NCCL say of them, what is wrong with a node's, and CUDA graphs."""
 
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,14 @@ def sharing(found: dict[str, Any], tested: range | None = None) -> str | None:
             if other != row["rank"]:
                 return f"ranks {other} and {row['rank']} share a GPU on {row['host']}"
     return None
+
+
+def cuda_graph(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The kernels that `step` launches as one CUDA graph, which costs one launch to replay."""
+    step()  # connects NCCL, which a capture must not
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's own watchdog thread must not break the capture: only this thread's calls may
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from common import patterns
 from common.benchmark import Benchmark, Workload
 from common.dist import Group, Job
+from common.gpus import cuda_graph
 from common.outliers import MARGIN, Costs, Findings, accuse
 from common.report import Case
-from common.timing import Step, cuda_graph
+from common.timing import Step
 
 Key = dict[str, Any]
 Pair = tuple[int, int]  # of members: ranks or nodes

@@ -84,17 +84,6 @@ def time_block(
     return [(b - a) / calls for a, b in pairwise(stamps)], host_s
 
 
-def cuda_graph(step: Step, device: torch.device) -> Step:
-    """The kernels that `step` launches as one CUDA graph, which costs one launch to replay."""
-    step()  # connects NCCL, which a capture must not
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's own watchdog thread must not break the capture: only this thread's calls may
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    return graph.replay
-
-
 def time_steps(
     steps: dict[str, Step],
     group: Group,

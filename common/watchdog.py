@@ -30,7 +30,6 @@ from common.dist import Group, Job, abort_group, peers
 from common.report import Report
 
 GRACE_S = 2.0  # for the answers to a roll call
-PR_SET_PDEATHSIG = 1  # of Linux
 FATES = ("does not answer (stopped, dead or out of reach)", "did not arrive", "waits")
 
 
@@ -53,7 +52,7 @@ class Watchdog:
         """A new case; ranks outside it wait, and are never behind its ranks."""
         self.label, self.case = label, self.case + 1
         self.group: Group | None = None  # is aborted when a rank of the case fails
-        self.order = 0 if member else -1
+        self.order = 0 if member else -1  # the phase of ranks outside the case is number 0
         self.phase("set up" if member else "not part of it")
 
     def phase(self, what: str) -> None:
@@ -61,7 +60,7 @@ class Watchdog:
         self.order += 1
         host = socket.gethostname()
         self.where = f"rank {self.job.rank} on {host}, case '{self.label}', {what}"
-        order = [self.case, self.order]  # the second is 0 for ranks outside the case
+        order = [self.case, self.order]
         now = {"where": self.where, "order": order, "host": host, "pid": os.getpid()}
         with peers():
             self.store.set(f"phase/{self.job.rank}", json.dumps(now))
@@ -142,7 +141,7 @@ class Watchdog:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks end with it, however it ends
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
         def wait() -> None:
             while (number := os.read(read, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
@@ -178,11 +177,10 @@ def verdict(states: list[dict[str, Any]]) -> str:
 def newest_collective() -> tuple[str, int, str]:
     """Of this rank, as torch's flight recorder has it: its group, its number there, what it is."""
     entries: list[dict[str, Any]] = []
-    dumps = ["_dump_fr_trace_json", "_dump_nccl_trace_json", "_dump_fr_trace_json"]
-    for name, options in zip(dumps, ({}, {}, {"backend": "nccl2"}), strict=True):  # of torch 2.15
+    name = "_dump_fr_trace_json"  # gloo's, and of torch 2.15's NCCL
+    for dump, of in (name, {}), ("_dump_nccl_trace_json", {}), (name, {"backend": "nccl2"}):
         with contextlib.suppress(Exception):  # private interfaces, and the run is over anyway
-            dump = getattr(torch._C._distributed_c10d, name)
-            entries += json.loads(dump(**options))["entries"]
+            entries += json.loads(getattr(torch._C._distributed_c10d, dump)(**of))["entries"]
     if not entries:
         return "none", 0, "none so far"
     e = max(entries, key=lambda e: e["time_created_ns"])
