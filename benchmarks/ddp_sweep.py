@@ -223,8 +223,8 @@ def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> Non
         got = gradients(ddp, dist.get_rank(group))
     error = float((got - each.double().mean(0)).abs().max() / each.abs().max())
     if not error <= tolerance:  # nor is NaN
-        text = f"off by {error:.2g} of the largest; the precision of hook {name} explains"
-        raise ValueError(f"averaged gradients are {text} {tolerance:.2g}")
+        explained = f"hook {name} explains {tolerance:.2g}"
+        raise ValueError(f"averaged gradients are off by {error:.2g} of the largest; {explained}")
 
 
 def derive(cases: list[Case], batch_size: int, case: Case, facts: list[Key]) -> None:
@@ -248,9 +248,8 @@ def name_of(args: argparse.Namespace, case: Case) -> str:
 
 def columns(args: argparse.Namespace) -> Columns:
     """The first table: how long a step takes."""
-    names: Columns = {"": partial(name_of, args), "95% ci\nof p50": relative("step_time_ci95_rel")}
     rates = percentile_columns("step_time", "sec/iter", "ex/sec/dev", lambda c: c.key["batch_size"])
-    return names | rates
+    return {"": partial(name_of, args), "95% ci\nof p50": relative("step_time_ci95_rel")} | rates
 
 
 def why_columns(args: argparse.Namespace, job: Job) -> Columns:
