@@ -249,7 +249,7 @@ def name_of(args: argparse.Namespace, case: Case) -> str:
 def columns(args: argparse.Namespace) -> Columns:
     """The first table: how long a step takes."""
     rates = percentile_columns("step_time", "sec/iter", "ex/sec/dev", lambda c: c.key["batch_size"])
-    return {"": partial(name_of, args), "95% ci\nof p50": relative("step_time_ci95_rel")} | rates
+    return {"": partial(name_of, args), "95% ci\nof p50": relative("step_time_ci95_rel"), **rates}
 
 
 def why_columns(args: argparse.Namespace, job: Job) -> Columns:
