@@ -16,11 +16,13 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 
 RANK = int(os.environ.get("RANK", "0"))
 FAULTS: dict[str, Callable[[], None]] = {}
@@ -31,27 +33,45 @@ def fault(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def in_step(number: int, then: Callable[[], None], rank: int = 1) -> None:
-    """Have `then` called in the number-th optimizer step of a rank: by then blocks are timed."""
-    real, calls = torch.optim.SGD.step, [0]
+def in_call(owner: Any, name: str, number: int, then: Callable[[], Any], rank: int = 1) -> None:
+    """Have `then` called before the number-th call of a function of torch on a rank."""
+    real, calls = getattr(owner, name), [0]
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         if calls[0] == number and rank == RANK:
             then()
-        return real(self, *args, **kwargs)
+        return real(*args, **kwargs)
 
-    torch.optim.SGD.step = step  # type: ignore[method-assign]
+    setattr(owner, name, call)
+
+
+# in an optimizer step; by the twelfth one blocks are timed
+in_step = partial(in_call, torch.optim.SGD, "step")
+# where rank 2, a server, adds its 40th gradient to others
+in_addition = partial(in_call, torch.Tensor, "add_", 40, rank=2)
+
+
+def fail(error: type[Exception], text: str) -> NoReturn:
+    raise error(f"injected: {text}")
+
+
+def send(signal_number: int) -> None:
+    """To this process."""
+    os.kill(os.getpid(), signal_number)
+
+
+def busy(seconds: float) -> None:
+    """Wait, and take a core for it."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 @fault
 def step_raises() -> None:
     """An optimizer step of rank 1 raises, as a kernel would that a GPU does not have."""
-
-    def no_kernel() -> None:
-        raise RuntimeError("injected: no kernel for this step")
-
-    in_step(12, no_kernel)
+    in_step(12, partial(fail, RuntimeError, "no kernel for this step"))
 
 
 @fault
@@ -68,13 +88,13 @@ def device_assert() -> None:
 @fault
 def stops() -> None:
     """Rank 1 is stopped in a step, as by SIGSTOP or a debugger."""
-    in_step(12, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    in_step(12, partial(send, signal.SIGSTOP))
 
 
 @fault
 def dies() -> None:
     """Rank 1 is killed in a step, as by the kernel when memory runs out."""
-    in_step(12, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    in_step(12, partial(send, signal.SIGKILL))
 
 
 @fault
@@ -105,15 +125,8 @@ def build_raises() -> None:
     """Rank 1 runs out of memory in its first model."""
     import torchvision
 
-    real, calls = torchvision.models.get_model, [0]
-
-    def get_model(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == 1 and RANK == 1:
-            raise torch.OutOfMemoryError("injected: out of memory")
-        return real(*args, **kwargs)
-
-    torchvision.models.get_model = get_model
+    out_of_memory = partial(fail, torch.OutOfMemoryError, "out of memory")
+    in_call(torchvision.models, "get_model", 1, out_of_memory)
 
 
 @fault
@@ -246,14 +259,7 @@ def stuck_in_build() -> None:
     """Rank 1 waits for ever where it makes its first model."""
     import torchvision
 
-    real = torchvision.models.get_model
-
-    def get_model(*args: Any, **kwargs: Any) -> Any:
-        if RANK == 1:
-            time.sleep(600)
-        return real(*args, **kwargs)
-
-    torchvision.models.get_model = get_model
+    in_call(torchvision.models, "get_model", 1, partial(time.sleep, 600))
 
 
 @fault
@@ -332,7 +338,7 @@ def callee_stops() -> None:
     def stop(function: Any, run: Callable[[], Any]) -> Any:
         calls[0] += 1
         if calls[0] == 150:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            send(signal.SIGSTOP)
         return run()
 
     on_server(stop)
@@ -420,9 +426,7 @@ def slow_sends() -> None:
 
     def exchange(ops: Any) -> Any:
         if RANK == 2 and any(op.op is dist.isend for op in ops):
-            end = time.perf_counter() + 0.002
-            while time.perf_counter() < end:
-                pass
+            busy(0.002)
         return real(ops)
 
     dist.batch_isend_irecv = exchange  # type: ignore[assignment]
@@ -431,15 +435,13 @@ def slow_sends() -> None:
 @fault
 def wrong_answer() -> None:
     """Rank 2, a server, answers later (RPC's async_execution) with one thousandth too much."""
-    import functools
-
     import torch.distributed.rpc as rpc
 
     def more(answer: torch.futures.Future[Any]) -> Any:
         return [x * 1.001 if x.is_floating_point() else x for x in answer.value()]
 
     def decorate(function: Any) -> Any:
-        @functools.wraps(function)
+        @wraps(function)
         def answer(*args: Any) -> Any:
             return function(*args).then(more) if RANK == 2 else function(*args)
 
@@ -448,39 +450,22 @@ def wrong_answer() -> None:
     real, rpc.functions.async_execution = rpc.functions.async_execution, decorate
 
 
-def in_addition(number: int, then: Callable[[], None]) -> None:
-    """Have `then` called where rank 2, a server, adds its number-th gradient to others."""
-    real, calls = torch.Tensor.add_, [0]
-
-    def add_(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == number and RANK == 2:
-            then()
-        return real(*args, **kwargs)
-
-    torch.Tensor.add_ = add_  # type: ignore[method-assign, assignment]
-
-
 @fault
 def server_raises() -> None:
     """Rank 2, a server, runs out of memory."""
-
-    def out_of_memory() -> None:
-        raise torch.OutOfMemoryError("injected: out of memory")
-
-    in_addition(40, out_of_memory)
+    in_addition(partial(fail, torch.OutOfMemoryError, "out of memory"))
 
 
 @fault
 def server_stops() -> None:
     """Rank 2, a server, is stopped, as by a debugger."""
-    in_addition(40, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    in_addition(partial(send, signal.SIGSTOP))
 
 
 @fault
 def server_dies() -> None:
     """Rank 2, a server, is killed, as for its memory."""
-    in_addition(40, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    in_addition(partial(send, signal.SIGKILL))
 
 
 @fault
@@ -506,61 +491,40 @@ def lost_gradient() -> None:
     torch.autograd.grad = grad
 
 
-def in_write(then: Callable[[int], None]) -> None:
-    """Call `then` with their number before each tensor that DCP writes in this process."""
-    from torch.distributed.checkpoint import filesystem
-
-    real, calls = filesystem._write_item, [0]
+@fault
+def slow_writer() -> None:
+    """Each tensor that DCP writes takes 5 ms more of a core, on all ranks."""
+    real = filesystem._write_item
 
     def write_item(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        then(calls[0])
+        busy(0.005)
         return real(*args, **kwargs)
 
     filesystem._write_item = write_item
 
 
 @fault
-def slow_writer() -> None:
-    """Each tensor that DCP writes takes 5 ms more of a core, on all ranks."""
-
-    def busy(number: int) -> None:
-        end = time.perf_counter() + 0.005
-        while time.perf_counter() < end:
-            pass
-
-    in_write(busy)
-
-
-@fault
 def disk_fills() -> None:
     """From its 250th tensor on rank 1 cannot write more than 4 KiB into a file."""
-
-    def fill(number: int) -> None:
-        if number == 250 and RANK == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    in_write(fill)
+    small = (resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    in_call(filesystem, "_write_item", 250, partial(resource.setrlimit, *small))
 
 
 @fault
 def dies_in_save() -> None:
     """Rank 1 is killed where it writes its 250th tensor; the folder $LEFT is $SAVES by then."""
 
-    def die(number: int) -> None:
-        if number == 250 and RANK == 1:
-            shutil.copytree(os.environ["SAVES"], os.environ["LEFT"])
-            os.kill(os.getpid(), signal.SIGKILL)
+    def die() -> None:
+        shutil.copytree(os.environ["SAVES"], os.environ["LEFT"])
+        send(signal.SIGKILL)
 
-    in_write(die)
+    in_call(filesystem, "_write_item", 250, die)
 
 
 @fault
 def wrong_load() -> None:
     """The last value of each tensor that rank 1 loads by DCP is off by the smallest step."""
-    from torch.distributed.checkpoint import filesystem
-
     real = filesystem.narrow_tensor_by_index
 
     def narrow(*args: Any) -> torch.Tensor:
@@ -581,9 +545,7 @@ def half_speed() -> None:
         def call(*args: Any, **more: Any) -> Any:
             start = time.perf_counter()
             result = real(*args, **more)
-            end = 2 * time.perf_counter() - start
-            while time.perf_counter() < end:
-                pass
+            busy(time.perf_counter() - start)
             return result
 
         return call
@@ -627,15 +589,7 @@ def wrong_product() -> None:
 @fault
 def stuck_product() -> None:
     """Rank 1 waits for ever in its tenth product."""
-    real, calls = torch.mm, [0]
-
-    def mm(*args: Any, **more: Any) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] == 10 and RANK == 1:
-            time.sleep(600)
-        return real(*args, **more)
-
-    torch.mm = mm  # type: ignore[assignment]
+    in_call(torch, "mm", 10, partial(time.sleep, 600))
 
 
 if __name__ == "__main__":
