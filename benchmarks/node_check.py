@@ -92,7 +92,7 @@ def parse_args() -> argparse.Namespace:
     what = "what ends with status 1: all that is slow or wrong, or wrong alone (default: slow)"
     add("--fail-on", choices=("slow", "wrong"), default="slow", help=what)
     add("--sigmas", type=positive, default=SIGMAS, metavar="S", help="(default: 5)")
-    margin = "slower by less is not named (default: 0.1; on the CPU 0.4, and 1 for all together)"
+    margin = "slower by less is not named (default: 0.1; on the CPU 0.4, and 2 for all together)"
     add("--margin", type=positive, metavar="SHARE", help=margin)
     add("--min-tflops", type=positive, default=0, metavar="T", help="of each product, on each rank")
     add("--min-busbw", type=positive, default=0, metavar="GB/S", help="of all_reduce in each node")
@@ -293,7 +293,7 @@ def plan(bench: Benchmark, found: dict[str, Any]) -> list[Phase]:
     kinds = [f"{row['device']}, {row['threads']} threads" for row in found["ranks"]]
     turns, size = (max(map(len, members)), 2**20) if cpu else (1, 2**28)
     # CPUs have neighbours, and links cross their cores
-    alone, together = (args.margin or share for share in ((0.4, 1.0) if cpu else (0.1, 0.1)))
+    alone, together = (args.margin or share for share in ((0.4, 2.0) if cpu else (0.1, 0.1)))
     margins = dict.fromkeys(teams, together) | {"rank": alone}
     limits = {("rank", "flop"): args.min_tflops * 1e12, ("node", "bytes"): args.min_busbw * 1e9}
 
