@@ -45,9 +45,7 @@ from analysis.load import load
 from analysis.show import clean
 from analysis.verdicts import Comparison, Design, compare
 from common import report
-from common.cli import Parser, number, positive_int, refuse, wrong
-
-TURN = "TORCHRUN_BENCH_TURN"  # the two named pipes of a command: common/cli.py, turn_taker
+from common.cli import TURN, Parser, number, positive_int, refuse, wrong
 
 
 def variable(text: str) -> str:

@@ -268,7 +268,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
         {v: step_of(calls[v], number) for v in op.variants},
         number * max(1, args.cudagraph),
         lambda: {"calls": number} | {v: sum(wrong(v) for _ in range(args.check)) for v in calls},
-        args.blocking != "1" and key["collective"] != "barrier",  # there the host waits
+        args.blocking != "1" and key["collective"] != "barrier",  # the host waits in those
     )
 
 

@@ -50,7 +50,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.benchmark import Benchmark, Workload, describe
+from common.benchmark import Benchmark, Workload
 from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
 from common.decoder import DECODERS, Decoder, flops_per_token, random_text
 from common.dist import Group, share
@@ -214,7 +214,7 @@ def train_alone_on(
     try:
         found = train_alone(*create(name, size, len(weights), device, dtype == "bf16"), weights)
     except Exception as error:  # what fails on all ranks as well fails their case
-        return f"one process alone fails: {describe(error)}"
+        return f"one process alone fails: {cli.describe(error)}"
     first, *_, last = map(np.mean, found.losses)
     still = abs(last - first) <= TOLERANCES[dtype] * abs(first)
     return "the losses stay as they are: a wrong gradient would not show" if still else found

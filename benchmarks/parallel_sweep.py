@@ -59,9 +59,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.benchmark import Benchmark, Workload, describe
+from common.benchmark import Benchmark, Workload
 from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
-from common.cli import Parser, add_common_flags, list_of, positive_int, wrong
+from common.cli import Parser, add_common_flags, describe, list_of, positive_int, wrong
 from common.decoder import DECODERS, Decoder, Experts, flops_per_token, next_token_loss, random_text
 from common.dist import Group, Job
 from common.memory import peak, start_peak

@@ -51,7 +51,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.benchmark import Benchmark, Workload, describe
+from common import cli
+from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int, refuse
 from common.dist import Group, Job
@@ -270,7 +271,7 @@ def build(
             try:  # value() would take a server's exception for an answer
                 average.set_result(unpack(call.wait(), device))
             except Exception as error:
-                average.set_exception(RuntimeError(f"{name}: {describe(error)}"))
+                average.set_exception(RuntimeError(f"{name}: {cli.describe(error)}"))
 
         call.add_done_callback(on_answer)
         return average

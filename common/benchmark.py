@@ -32,7 +32,7 @@ class Workload:
     steps: dict[str, Step]
     calls: int = 1  # of a step in one sample, for steps shorter than the clock
     facts: Callable[[], Any] = lambda: None  # after the timing, untimed; gathered for `derive`
-    launches: bool = False  # that is all the host does in a step: whether it takes too long is said
+    launches: bool = False  # the host only launches kernels in a step: say where that limits it
 
 
 Build = Callable[[Group], Workload]

@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 import torch
 
+from common.cli import TURN
 from common.dist import Job, gather
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 
@@ -20,7 +21,7 @@ PREFIXES = (
     *("CUBLAS_", "CUDNN_", "TRITON_", "UCX_", "FI_", "NVSHMEM_", "SLURM_JOB_"),
 )
 PER_RUN = (  # and those of them that tell nothing
-    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHRUN_BENCH_TURN", "NCCL_DEBUG_FILE"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", TURN, "NCCL_DEBUG_FILE"),
 )
 
 

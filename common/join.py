@@ -55,7 +55,7 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     own: Any = dict(store=dist.PrefixStore("control", store), rank=rank, world_size=world_size)
     dist.init_process_group("gloo", timeout=FOREVER, **own)
     gc.freeze()  # what was imported is no garbage: collections between cases need not look at it
-    atexit.register(gc.unfreeze)  # but for nanobind, which then speaks of leaks
+    atexit.register(gc.unfreeze)  # or nanobind reports leaks at the end
     return Job(rank, local_rank, world_size, local_world_size, place, backend, store)
 
 
