@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int, refuse
-from common.dist import Group, gather
+from common.dist import Group
 from common.phases import timed
 from common.report import Case
 from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
@@ -197,9 +197,9 @@ def build(key: Key, bench: Benchmark, server: str, patience_s: float, group: Gro
 
     for _ in range(CHECKED_STEPS):
         step()
-    trained, wrong = gather(flat(model.parameters()).cpu(), group.control), None
-    if trained:  # on trainer 0
-        wrong = differs(key, trained, rpc.rpc_sync("server0", get_state))
+    trained: list[Any] | None = [None] * len(group.ranks) if trainer == 0 else None
+    dist.gather_object(flat(model.parameters()).cpu(), trained, group_dst=0, group=group.control)
+    wrong = differs(key, trained, rpc.rpc_sync("server0", get_state)) if trained else None
 
     def facts() -> dict[str, Any]:  # all trainers are done: their times are gathered
         updates = rpc.rpc_sync("server0", get_state)["updates"] if trainer == 0 else []

@@ -60,12 +60,12 @@ from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
-from common.dist import FOREVER, Group
+from common.dist import FOREVER, Group, share
 from common.memory import peak, start_peak
 from common.report import Case
 from common.stats import difference
 from common.table import Columns, half_width, metric, render
-from common.timing import STOPS, agree, decide
+from common.timing import agree, decide
 
 Facts = dict[str, Any]
 TIMES = ("save", "alone", "blocked", "upload")  # of a save, in seconds
@@ -286,7 +286,7 @@ def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Facts:
         if len(saves) % 2 == 0:
             unsynced.append(save(fsync=False))
         times, spent = [row[0] for row in saves[1:]], perf_counter() - started
-        stop = STOPS[agree(decide(times, len(times), spent, bench.rule), group)]
+        stop = agree(decide(times, len(times), spent, bench.rule), group)
     facts: Facts = {"saves": saves, "unsynced": unsynced, "stop": stop, "noticed": True}
     facts["host_ram_gib"] = peak(cpu, memory)["memory_gib"]
     if t.mode == "async-process":
@@ -394,7 +394,7 @@ def main() -> int:
         fixed: Facts = {"model": args.model, "batch_size": args.batch_size, "every_s": args.every}
         fixed |= {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
         # the newest checkpoint stays until the next one is complete
-        folders, problem = bench.share(claim(args.paths, 2 * size) if job.rank == 0 else None)
+        folders, problem = share(claim(args.paths, 2 * size) if job.rank == 0 else None)
         if job.rank == 0:
             command = ["sh", "-c", REMOVE, "sh", *folders]
             remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -32,8 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli, gpus, patterns
 from common.benchmark import Benchmark, Workload
-from common.dist import Group, Job, node_of_each, partition
+from common.dist import Group, Job, share
 from common.memory import too_much
+from common.partition import node_of_each, partition
 from common.report import Case
 from common.table import Table
 from common.timing import Step
@@ -343,7 +344,7 @@ def main() -> int:
         if args.matrix:  # the rank with the most to send or receive
             most = max(int(np.sum(args.matrix, axis).max()) for axis in (0, 1))
             args.collective, args.minbytes, args.maxbytes = ["all_to_all"], most, most
-        if text := bench.share(too_much(2 * args.maxbytes, job, "-e")):
+        if text := share(too_much(2 * args.maxbytes, job, "-e")):
             bench.refuse(text)
         tables, made = plan(args, job, ranks), partial(derive, args, groups)
         for title, keys in tables.items():

@@ -51,15 +51,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.benchmark import Benchmark, Workload
-from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
+from common.check import verdict
 from common.decoder import DECODERS, Decoder, flops_per_token, random_text
-from common.dist import Group, share
+from common.dist import Group
 from common.memory import peak, start_peak
 from common.peaks import peak_flops
 from common.report import Case
 from common.stats import step_metrics
 from common.table import Columns, metric, relative, render
-from common.timing import time_block
+from common.timing import agree, time_block
+from common.training import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
 Key = dict[str, Any]
 LossOf = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
@@ -228,7 +229,7 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"
     alone = train_alone_on(key["model"], size, dtype, ranks, device) if rank == 0 else None
-    wanted = share(alone, group.control)
+    wanted = agree(alone, group)
     counters.clear()
     memory = start_peak(device)
     low = dtype == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself

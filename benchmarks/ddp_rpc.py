@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
-from common.dist import Group, Job
+from common.dist import Group, Job, share
 from common.phases import Phases, pool, timed
 from common.report import Case
 from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
@@ -325,7 +325,7 @@ def main() -> int:
     logging.captureWarnings(True)
     with Benchmark("ddp_rpc", args, tested=roles.trainers) as bench:
         options = rpc_options(args, bench)
-        fixed |= options.key() | {"backend": bench.share(bench.job.backend)}
+        fixed |= options.key() | {"backend": share(bench.job.backend)}
         table = f"a table of {args.number_embeddings} x {args.embedding_dim} each"
         bench.print(f"\n{trainers} trainers, {servers} servers with {table}; {options}")
         with rpc_workers(bench, roles, options) as devices:

@@ -47,9 +47,10 @@ from common import cli, links, patterns
 from common.benchmark import Benchmark, Workload
 from common.check import digest, verdict
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
-from common.dist import Group, Job, node_of_each
+from common.dist import Group, Job, share
 from common.gpus import lacking
 from common.outliers import SIGMAS, Costs, Findings, accuse, sentences
+from common.partition import node_of_each
 from common.report import Case, Report
 from common.table import Columns, cell, metric, render
 from common.timing import Step
@@ -334,7 +335,7 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
 
     def left() -> float:
         """Seconds, by the clock of rank 0. All ranks call it."""
-        return float(bench.share(psutil.Process().create_time() + args.budget - time.time()))
+        return float(share(psutil.Process().create_time() + args.budget - time.time()))
 
     seconds, warm = min(args.max_seconds, phase.share * args.budget), min(args.warmup_iters, 2)
     bench.rule = replace(bench.rule, warmup_iters=warm, target_ci=1e-9, max_seconds=seconds)
@@ -353,7 +354,7 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
             before, now = now, left()
             expected = before - now
         measured = [case for case in bench.report.cases if key.items() <= case.key.items()]
-        suspects, found = found, bench.share(phase.judge(measured))
+        suspects, found = found, share(phase.judge(measured))
         if not found:
             break
         if attempt == 1:
@@ -394,7 +395,7 @@ def main() -> int:
         found, slow = bench.report.environment, Findings()
         for phase in plan(bench, found):
             slow |= measure_twice(bench, phase)
-        if not bench.share(len(bench.report.cases)):
+        if not share(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
         if bench.job.rank == 0:
             lacks, cases = lacking(found, args.gpus), bench.report.cases

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.benchmark import Benchmark
-from common.dist import node_of_each, partition
 from common.links import KINDS, Link, Messages, directed, measure_round, rounds_of, slow_links
 from common.outliers import SIGMAS, sentences
+from common.partition import node_of_each, partition
 
 LARGEST_MATRIX, WORST = 32, 20  # above so many members so many links are printed
 

@@ -60,15 +60,16 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.benchmark import Benchmark, Workload
-from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
+from common.check import verdict
 from common.cli import Parser, add_common_flags, describe, list_of, positive_int, wrong
 from common.decoder import DECODERS, Decoder, Experts, flops_per_token, next_token_loss, random_text
-from common.dist import Group, Job
+from common.dist import Group, Job, share
 from common.memory import peak, start_peak
 from common.peaks import peak_flops
 from common.report import Case
 from common.stats import difference, step_metrics, straggler
 from common.table import Columns, half_width, metric, relative
+from common.training import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
 Key = dict[str, Any]
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: neighbours talk most
@@ -527,7 +528,7 @@ def main() -> int:
         title = "{model}, {sequence_length} tokens, global batch {global_batch}, {dtype}"
         longest = max((mesh.name for mesh in meshes), key=len)
         bench.begin_table(title.format(**same), columns, [longest])
-        alone = bench.share(train_reference(keys[0], job.device) if job.rank == 0 else None)
+        alone = share(train_reference(keys[0], job.device) if job.rank == 0 else None)
         if isinstance(alone, str):
             bench.print(f"# not checked: {alone}")
         lr, cases = 0.0 if isinstance(alone, str) else alone.lr, []

@@ -55,7 +55,7 @@ from common import cli
 from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int, refuse
-from common.dist import Group, Job
+from common.dist import Group, Job, share
 from common.phases import Phases, phase_table, pool, summaries, timed
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
@@ -427,7 +427,7 @@ def main() -> int:
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default; said, it does not warn
     devices: list[str] = []
     with Benchmark("parameter_server", args, tested=roles.trainers) as bench, ExitStack() as stack:
-        options, backend = rpc_options(args, bench), bench.share(bench.job.backend)
+        options, backend = rpc_options(args, bench), share(bench.job.backend)
         fixed["backend"] = "multi" if args.multi and backend == "nccl" else backend
         bench.begin_table(title, COLUMNS, ["sparse_rpc running grouped", "+-10.0%"])
         for route, kind, placement in ways:

@@ -14,13 +14,13 @@ from typing import Any
 import torch.distributed as dist
 
 from common import environment, gpus
-from common.cli import TURN, describe, refuse, turn_taker
-from common.dist import Group, close_group, gather, open_group, share
+from common.cli import TURN, describe, end, refuse, turn_taker
+from common.dist import Group, close_group, connect, gather, open_group, share
 from common.join import join
 from common.report import Case, Report, not_json
 from common.table import LAUNCH_HINT, Columns, Table, launch_bound, progress_line
-from common.timing import TURN_ROUNDS, Step, StopRule, time_steps
-from common.watchdog import Watchdog, end
+from common.timing import Step, StopRule, Timing, launch_share, samples_of, time_steps
+from common.watchdog import Watchdog
 
 
 @dataclass
@@ -35,14 +35,11 @@ class Workload:
     launches: bool = False  # the host only launches kernels in a step: say where that limits it
 
 
-Build = Callable[[Group], Workload]
 Derive = Callable[[Case, list[Any]], None]  # on rank 0: fills case.metrics and case.check
 
 
 class Benchmark:
     """Use it as a context manager, on every rank. `status` is the exit status after it."""
-
-    share = staticmethod(share)  # rank 0's value, on all ranks
 
     def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
         """tested: the ranks that the groups under test may hold; None for all of them."""
@@ -53,8 +50,7 @@ class Benchmark:
         self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
         first, turns = self.job.rank == 0, os.environ.get(TURN)
         self.turn = turn_taker(turns) if turns and first else lambda: None
-        flags = (args.warmup_iters, args.iters, args.min_iters, args.target_ci, args.max_seconds)
-        self.rule = StopRule(*flags, TURN_ROUNDS if turns else None, args.timeout / 4)
+        self.rule = StopRule.by_flags(args, bool(turns))
         self.table: Table | None = None
         self.progress = progress_line(first)
         found = share(environment.collect(self.job))
@@ -65,7 +61,7 @@ class Benchmark:
             if not problem:
                 self.report.start(args.resume)
         except (OSError, ValueError) as error:
-            problem = f"--json: {error}" if isinstance(error, OSError) else str(error)
+            problem = f"--json: {error}"
         if problem := share(problem):
             self.refuse(problem)
         self.print(environment.preamble(name, found))
@@ -74,7 +70,7 @@ class Benchmark:
     def measure(
         self,
         key: dict[str, Any],
-        build: Build,
+        build: Callable[[Group], Workload],
         derive: Derive,
         ranks: Sequence[int] | None = None,
         teams: Sequence[Sequence[int]] | None = None,
@@ -91,54 +87,58 @@ class Benchmark:
         label = " ".join(str(value) for value in key.values() if not isinstance(value, bool | None))
         self.progress.set_description_str(label)
         self.watchdog.begin(label, member)
-        group, facts, error = None, None, ""
+        group, found, error = None, None, ""
         try:
             if group := open_group(ranks, self.job, teams):
                 self.watchdog.group = group
-                facts = self.time(case, build(group), group)
+                connect(group, self.job.device)
+                found = self.time(build(group), group)
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
-        if error and gpus.lost(self.job.device):
-            end(1, f"{error}: this process cannot use its GPU any more")
-        if error and group:
-            # gloo's peers notice once the sockets are closed, which is when nothing refers to the
-            # group; the traceback, which held the model and its group, is gone by now
+            if gpus.lost(self.job.device):
+                end(1, f"{error}: this process cannot use its GPU any more")
+        if error and group:  # the traceback, which held the model and its group, is gone by now
+            self.watchdog.group = None
             close_group(group, failed=True)
             group = None
         if member:
             self.watchdog.phase("waits for all ranks")
-        rows = gather((facts, case))
-        if rows:
-            case = rows[ranks[0]][1]  # the first rank of the case has the samples
-        problem = share(self.keep(case, derive, [row[0] for row in rows]) if rows else None)
+        rows = gather(found)
+        reason, full = share(self.keep(case, derive, rows) if rows else None)
         if group:
-            close_group(group, failed=problem is not None)  # its peers may have left collectives
-        if problem and problem.startswith("--json"):
-            self.refuse(problem, 1)
+            close_group(group, failed=reason is not None)  # its peers may have left collectives
+        if full:
+            self.refuse(full, 1)
         return self.show(case if rows else None)
 
-    def time(self, case: Case, work: Workload, group: Group) -> Any:
-        """Time the steps of a case. What its `facts` then say."""
+    def time(self, work: Workload, group: Group) -> tuple[Timing | None, Any]:
+        """Time the steps of a case on this rank. The times, and what its `facts` then say."""
 
         def progress(phase: str) -> None:
             self.turn()
             self.watchdog.phase(phase)
 
+        timing = None
         if work.steps:
             timing = time_steps(work.steps, group, self.job.device, self.rule, work.calls, progress)
-            case.samples_s = {n: rows.round(9).tolist() for n, rows in timing.samples_s.items()}
-            case.rounds, case.stop = timing.rounds, timing.stop
-            case.metrics |= timing.metrics if work.launches else {}
+            if not work.launches or self.job.device.type != "cuda":
+                timing.launching_s = {}
             self.watchdog.phase("check")
-        return work.facts()
+        return timing, work.facts()
 
-    def keep(self, case: Case, derive: Derive, facts: list[Any]) -> str | None:
-        """Complete the case and add it to the report; on rank 0. What went wrong, or None."""
-        reason = self.watchdog.reason()
+    def keep(self, case: Case, derive: Derive, rows: list[Any]) -> tuple[str | None, str | None]:
+        """Complete and report the case, on rank 0. Why it failed; why it could not be written."""
+        reason, full = self.watchdog.reason(), None
         if reason is None:
             try:
-                derive(case, [facts[rank] for rank in case.ranks])
+                timings, facts = zip(*(rows[rank] for rank in case.ranks), strict=True)
+                if first := timings[0]:
+                    case.samples_s = samples_of(timings)
+                    case.rounds, case.stop = first.rounds, first.stop
+                    if first.launching_s:
+                        case.metrics["launch_share"] = launch_share(timings)
+                derive(case, list(facts))
                 reason = not_json(case.metrics)
             except Exception as error:
                 reason = describe(error)
@@ -147,8 +147,8 @@ class Benchmark:
         try:
             self.report.add(case)
         except OSError as error:
-            return f"--json {self.args.json}: {error.strerror}; it holds the cases before this one"
-        return reason
+            full = f"--json {self.args.json}: {error.strerror}; it holds the cases before this one"
+        return reason, full
 
     def begin_table(self, title: str, columns: Columns, widest: Sequence[str] = ()) -> None:
         """The rows of the cases that follow go here."""

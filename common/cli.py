@@ -1,6 +1,7 @@
 """Command lines: how a script reads its flags and says no. Needs the standard library only."""
 
 import argparse
+import contextlib
 import difflib
 import math
 import os
@@ -23,6 +24,18 @@ def refuse(message: str, status: int = 2) -> NoReturn:
         line = " ".join(message.split())
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
     sys.exit(status)
+
+
+def end(status: int, text: str = "") -> NoReturn:
+    """Leave at once, from any thread, whatever the main one does."""
+    write(text)
+    os._exit(status)
+
+
+def write(text: str) -> None:
+    """On stderr, in one call: the ranks' lines do not mix."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode() if text else b"")
 
 
 def describe(error: BaseException) -> str:

@@ -16,13 +16,10 @@ from common.dist import Job, gather
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 
 # variables that change what is measured, or that tell runs apart
-PREFIXES = (
-    *("NCCL_", "GLOO_", "TP_", "OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH_", "CUDA_", "NVIDIA_TF32"),
-    *("CUBLAS_", "CUDNN_", "TRITON_", "UCX_", "FI_", "NVSHMEM_", "SLURM_JOB_"),
-)
-PER_RUN = (  # and those of them that tell nothing
-    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", TURN, "NCCL_DEBUG_FILE"),
-)
+FAMILIES = "NCCL_ NVSHMEM_ GLOO_ UCX_ FI_ TP_ OMP_ MKL_ KMP_ TORCH PYTORCH_ TRITON_ CUDA_ CUBLAS_"
+FAMILIES += " CUDNN_ NVIDIA_TF32 SLURM_JOB_"
+# and those of them that tell nothing
+PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)
 
 
 def collect(job: Job) -> dict[str, Any]:
@@ -53,7 +50,8 @@ def collect(job: Job) -> dict[str, Any]:
     new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
     nccl = "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
     by_hand = "srun" if "SLURM_PROCID" in os.environ and "RANK" in os.environ else "python"
-    variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(PREFIXES)}
+    prefixes = tuple(FAMILIES.split())
+    variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(prefixes)}
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,

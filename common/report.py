@@ -76,7 +76,7 @@ class Report:
             try:
                 old = load(str(path))
             except ValueError as error:
-                raise ValueError(f"--json would replace what is there: {error}") from None
+                raise ValueError(f"it would replace what is there: {error}") from None
             if resume:
                 self.take_over(old, path)
                 return
@@ -91,8 +91,8 @@ class Report:
         for name in ("benchmark", *SAME):
             if mine.get(name) != theirs.get(name):
                 raise ValueError(
-                    f"--resume: {path} has {name} {theirs.get(name)}, this run {mine.get(name)}: "
-                    "numbers that do not belong together; give another --json"
+                    f"{path} has {name} {theirs.get(name)}, this run {mine.get(name)}: "
+                    "numbers that do not belong together; give another path"
                 )
         self.cases = old.cases
         content = path.read_bytes()

@@ -1,20 +1,18 @@
 """The timed loop of all scripts: alternating blocks of the steps to compare, and when to stop."""
 
+import argparse
 import gc
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from common.dist import Group
 from common.stats import relative_ci95
-from common.table import LAUNCH_BOUND
 
 Step = Callable[[], object]
 
@@ -37,22 +35,28 @@ class StopRule:
     rounds: int | None = None  # if given, exactly so many
     longest_block_s: float = 75.0  # a block is one phase to the watchdog
 
+    @classmethod
+    def by_flags(cls, args: argparse.Namespace, turns: bool) -> "StopRule":
+        """turns: whether the case takes turns with another command's."""
+        flags = (args.warmup_iters, args.iters, args.min_iters, args.target_ci, args.max_seconds)
+        return cls(*flags, TURN_ROUNDS if turns else None, args.timeout / 4)
+
 
 @dataclass
 class Timing:
-    """What one case took."""
+    """What one case took on this rank."""
 
-    samples_s: dict[str, NDArray[np.float64]]  # [ranks, iterations], on the group's first rank
-    rounds: list[int]
-    stop: str
-    # on CUDA `launch_share`: of each step, how much of the device's time the host took to launch it
-    metrics: dict[str, Any] = field(default_factory=dict)
+    samples_s: dict[str, list[float]]  # of each step
+    launching_s: dict[str, float]  # of each step on CUDA, in all: the host may hold the device up
+    rounds: list[int]  # the iterations of each
+    stop: str  # the rule that ended it: iters, rounds, target-ci or max-seconds
 
 
 def time_block(
     step: Step, iters: int, device: torch.device, calls: int = 1
 ) -> tuple[list[float], float]:
-    """Seconds of each of `iters` samples of `calls` calls, and of the host until all were launched.
+    """Seconds of a call in each of `iters` samples of `calls` calls, and in all what the host took
+    to launch them, also by `calls`: 0 where the device was so far behind that it never waited.
 
     On CUDA a sample is the time between two events on the current stream, with one synchronize at
     the end, so that launches stay asynchronous.
@@ -72,16 +76,14 @@ def time_block(
         for _ in range(calls):
             step()
         stamps.append(stamp())
-    host_s = perf_counter() - start
-    if cuda:
-        torch.cuda.synchronize(device)
-        # events resolve half a microsecond: what launches nothing may take none
-        times = [max(a.elapsed_time(b), 5e-4) / 1e3 / calls for a, b in pairwise(stamps)]
-        if perf_counter() - start - host_s > AHEAD_S:
-            # so far ahead it may have waited for room in the queue, and held nothing up
-            host_s = min(host_s, LAUNCH_BOUND * sum(times) * calls)
-        return times, host_s
-    return [(b - a) / calls for a, b in pairwise(stamps)], host_s
+    launched = perf_counter()
+    if not cuda:
+        return [(b - a) / calls for a, b in pairwise(stamps)], 0.0
+    torch.cuda.synchronize(device)
+    behind = perf_counter() - launched > AHEAD_S
+    # events resolve half a microsecond: what launches nothing may take none
+    times = [max(a.elapsed_time(b), 5e-4) / 1e3 / calls for a, b in pairwise(stamps)]
+    return times, 0.0 if behind else (launched - start) / calls
 
 
 def time_steps(
@@ -101,19 +103,19 @@ def time_steps(
     def warm_up(name: str) -> float:
         """Seconds of a warm sample. Slow steps get fewer iterations: a quarter of the budget."""
         times: list[float] = []
-        start, more = perf_counter(), 1
+        start, more = perf_counter(), True
         while more:
             progress(f"{name}, warm-up {len(times) + 1}")
             dist.barrier(group.control)
             times += time_block(steps[name], 1, device, calls)[0]
             over = perf_counter() - start > rule.max_seconds / 4 and not rule.iters
-            more = agree(int(len(times) < rule.warmup_iters and not over), group)
+            more = agree(len(times) < rule.warmup_iters and not over, group)
         return min(times[1:] or times) * calls
 
     block = agree(block_length(sum(map(warm_up, steps)), rule), group)
     samples: dict[str, list[float]] = {name: [] for name in steps}
-    host_s = dict.fromkeys(steps, 0.0)
-    slowest: list[float] = []  # of the first step
+    launching_s = dict.fromkeys(steps, 0.0)
+    slowest: list[float] = []  # of the first step; on ranks but the first one only its length
     rounds: list[int] = []
     spent, stop = 0.0, ""
     gc.collect()
@@ -126,38 +128,34 @@ def time_steps(
                 dist.barrier(group.control)
                 for _ in range(LEAD_IN * calls):
                     steps[name]()
-                times, host = time_block(steps[name], block, device, calls)
+                times, launching = time_block(steps[name], block, device, calls)
                 samples[name] += times
-                host_s[name] += host
+                launching_s[name] += launching
                 spent += perf_counter() - start
             rounds.append(block)
             newest = torch.tensor(samples[next(iter(steps))][-block:], dtype=torch.float64)
             dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=group.control)
             slowest += newest.tolist()
-            stop = STOPS[agree(decide(slowest, len(rounds), spent, rule), group)]
+            stop = agree(decide(slowest, len(rounds), spent, rule), group)
             if rule.iters:
                 block = max(1, min(block, rule.iters - len(slowest)))
     finally:
         gc.enable()
-    progress("gather")
-    mine = torch.tensor([[*samples[n], host_s[n]] for n in steps], dtype=torch.float64)
-    first = dist.get_rank(group.control) == 0
-    rows = [torch.empty_like(mine) for _ in group.ranks] if first else None
-    dist.gather(mine, rows, group_dst=0, group=group.control)
-    if rows is None:
-        return Timing({}, rounds, stop)
-    table = torch.stack(rows).numpy()  # [ranks, steps, iterations + 1]
-    times_s = {name: table[:, i, :-1] for i, name in enumerate(steps)}
-    metrics = {}
-    if device.type == "cuda":
-        device_s = table[:, :, :-1].sum(axis=2) * calls
-        ratios = (table[:, :, -1] / np.maximum(device_s, 1e-9)).max(axis=0)
-        shares = {name: round(float(ratios[i]), 3) for i, name in enumerate(steps)}
-        metrics["launch_share"] = shares
-    return Timing(times_s, rounds, stop, metrics)
+    return Timing(samples, launching_s, rounds, stop)
 
 
-STOPS = ("", "iters", "rounds", "target-ci", "max-seconds")
+def samples_of(timings: Sequence[Timing]) -> dict[str, list[list[float]]]:
+    """Of each step [ranks][iterations], to the nanosecond."""
+    steps = timings[0].samples_s
+    return {name: [[round(s, 9) for s in t.samples_s[name]] for t in timings] for name in steps}
+
+
+def launch_share(timings: Sequence[Timing]) -> dict[str, float]:
+    """How much of the device's time launching took, of each step on the rank with the most."""
+    return {
+        name: round(max(t.launching_s[name] / sum(t.samples_s[name]) for t in timings), 3)
+        for name in timings[0].launching_s
+    }
 
 
 def block_length(round_s: float, rule: StopRule) -> int:
@@ -167,28 +165,28 @@ def block_length(round_s: float, rule: StopRule) -> int:
     longest = max(1, int(rule.longest_block_s / round_s))
     if rule.iters:
         return min(longest, -(-rule.iters // rounds))
-    affordable = max(1, min(int(rule.max_seconds / rounds / round_s - LEAD_IN), 1000))
+    affordable = max(1, min(int(rule.max_seconds / rounds / round_s) - LEAD_IN, 1000))
     if affordable == 1:  # --max-seconds comes before --min-iters
         return 1
     return min(longest, max(-(-rule.min_iters // rounds), affordable))
 
 
-def decide(slowest: list[float], rounds: int, spent_s: float, rule: StopRule) -> int:
-    """0 to go on, else the index in STOPS of the rule that the first step has reached."""
+def decide(slowest: list[float], rounds: int, spent_s: float, rule: StopRule) -> str:
+    """The rule that the first step has reached; nothing to go on."""
     if rule.iters:
-        return 1 if len(slowest) >= rule.iters else 0
+        return "iters" if len(slowest) >= rule.iters else ""
     if rule.rounds:
-        return 2 if rounds >= rule.rounds else 0
+        return "rounds" if rounds >= rule.rounds else ""
     if rounds < MIN_ROUNDS:
-        return 0
+        return ""
     ci = relative_ci95(slowest)
     if len(slowest) >= rule.min_iters and ci is not None and ci <= rule.target_ci:
-        return 3
-    return 4 if spent_s >= rule.max_seconds else 0
+        return "target-ci"
+    return "max-seconds" if spent_s >= rule.max_seconds else ""
 
 
-def agree(value: int, group: Group) -> int:
-    """The value of the group's first rank, on all of them."""
-    tensor = torch.tensor([value])
-    dist.broadcast(tensor, group_src=0, group=group.control)
-    return int(tensor)
+def agree(value: Any, group: Group) -> Any:
+    """The value of the group's first rank, on all of them. Here an error belongs to the case."""
+    box = [value]
+    dist.broadcast_object_list(box, group_src=0, group=group.control)
+    return box[0]

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG
+from common.cli import HANG, end, write
 from common.dist import Group, Job, abort_group, peers
 from common.report import Report
 
@@ -93,18 +93,22 @@ class Watchdog:
                 changes = self.other.add("changes", 0)
                 if changes == seen:
                     if time.monotonic() - since > self.timeout_s:
-                        self.other.set("hang", "")
+                        self.other.set("hang", "")  # all see it at their next poll, this one too
                         self.other.add("changes", 1)
                     continue
                 seen, since = changes, time.monotonic()
                 if self.other.check(["hang"]):
                     self._roll_call()
-                if self.group is not None and self.other.check([f"failed/{self.case}"]):
-                    abort_group(self.group)
-                    self.group = None
+                self._abort_failed()
             except RuntimeError:  # the store is gone: its host has died, or the run is over
                 if not self.over.wait(10):
                     end(1, f"{self.where}: the rendezvous store is gone")
+
+    def _abort_failed(self) -> None:
+        group = self.group
+        if group and self.other.check([f"failed/{self.case}"]):
+            abort_group(group)
+            self.group = None
 
     def _roll_call(self) -> NoReturn:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
@@ -119,7 +123,7 @@ class Watchdog:
         for state, answer in zip(states, answers, strict=True):
             state["newest"] = json.loads(answer) if answer else None  # it is silent
         if self.other.add("speaker", 1) == 1:
-            write(f"HANG: no progress for {self.timeout_s:g} s\n{verdict(states)}")
+            write(f"HANG: no progress for {self.timeout_s:g} s\n{fates(states)}")
             self.other.set("said", "")
         with contextlib.suppress(RuntimeError):  # nobody ends before it has been said
             self.other.wait(["said"])
@@ -154,7 +158,7 @@ class Watchdog:
         threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
-def verdict(states: list[dict[str, Any]]) -> str:
+def fates(states: list[dict[str, Any]]) -> str:
     """What each rank has last said -> a line for each: does not answer, did not arrive, or waits.
 
     Who is behind another one did not arrive: in the case's phases, or in a group's collectives.
@@ -186,14 +190,3 @@ def newest_collective() -> tuple[str, int, str]:
     e = max(entries, key=lambda e: e["time_created_ns"])
     text = f"{e['profiling_name']} of {e.get('input_sizes')}"
     return e["process_group"][0], e.get("collective_seq_id") or 0, text
-
-
-def end(status: int, text: str = "") -> NoReturn:
-    """Leave at once, whatever the main thread does."""
-    write(text)
-    os._exit(status)
-
-
-def write(text: str) -> None:
-    with contextlib.suppress(OSError):  # one call: the ranks' lines do not mix
-        os.write(2, f"{text}\n".encode() if text else b"")

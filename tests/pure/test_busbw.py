@@ -10,7 +10,7 @@ import torch
 
 from benchmarks import collectives, p2p_matrix
 from common import links, outliers, patterns
-from common.dist import node_of_each, partition
+from common.partition import node_of_each, partition
 from common.report import Case
 
 KEY = {"collective": "all_reduce", "size_bytes": 64_000_000, "group_ranks": 4}

@@ -1,4 +1,4 @@
-"""common/check.py by hand: what counts as the same result, and as the same training."""
+"""By hand: what counts as the same result (check.py), and as the same training (training.py)."""
 
 import math
 
@@ -6,14 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.check import (
-    compare_replicas,
-    compare_training,
-    digest,
-    relative_error,
-    train_alone,
-    verdict,
-)
+from common.check import compare_replicas, digest, relative_error, verdict
+from common.training import compare_training, train_alone
 
 
 def weight(*values: float) -> nn.Module:

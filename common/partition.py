@@ -1,0 +1,45 @@
+"""Which ranks belong together: the nodes of a job, and its parts by a word of the command line."""
+
+from collections import Counter
+from contextlib import suppress
+from itertools import zip_longest
+from typing import Any
+
+
+def node_of_each(environment: dict[str, Any]) -> list[int]:
+    """The node of each rank, from 0. A host may run several: there local ranks start anew."""
+    seen: Counter[tuple[str, int]] = Counter()
+    nodes: list[tuple[str, int]] = []
+    for row in environment["ranks"]:
+        seen[row["host"], row["local_rank"]] += 1
+        nodes.append((row["host"], seen[row["host"], row["local_rank"]]))
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    return [numbers[node] for node in nodes]
+
+
+def partition(spec: str, nodes: list[int]) -> list[list[int]]:
+    """Groups of ranks, of one size and disjoint. nodes: of each rank.
+
+    `world`, `rank` (each by itself), `node`, `cross` (the first ranks of all nodes, the second
+    ones, ...), or ranks as `0,1/2,3` and `0-3/4-7`. Raises ValueError.
+    """
+
+    def span(word: str) -> range:
+        first, _, last = word.partition("-")
+        return range(int(first), int(last or first) + 1)
+
+    everyone = list(range(len(nodes)))
+    members = [[r for r in everyone if nodes[r] == node] for node in range(max(nodes) + 1)]
+    cross = [list(ranks) for ranks in zip_longest(*members)]  # uneven nodes: with None
+    named = {"world": [everyone], "rank": [[r] for r in everyone], "node": members, "cross": cross}
+    groups = named.get(spec, [])
+    with suppress(ValueError):  # what is wrong is found below
+        for part in spec.split("/") if spec not in named else []:
+            groups.append(sorted(r for word in part.split(",") for r in span(word)))
+    ranks = [rank for group in groups for rank in group]
+    one_size = len({len(group) for group in groups}) == 1
+    if not (ranks and one_size) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):
+        what = f"world, node, cross or disjoint groups of one size among ranks 0 to {everyone[-1]}"
+        got = f"got {spec} on {len(members)} nodes"
+        raise ValueError(f"expected {what}, e.g. 0,1/2,3 or 0-3/4-7, {got}")
+    return groups
