@@ -30,10 +30,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli, gpus, patterns
+from common import cli, gpus, memory, patterns
 from common.benchmark import Benchmark, Workload
 from common.dist import Group, Job, share
-from common.memory import too_much
 from common.partition import node_of_each, partition
 from common.report import Case
 from common.table import Table
@@ -223,11 +222,11 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
     length = COLD // dtype.itemsize * (key["caches"] == "cold")
     stride = max(need, length // 4096 // 64 * 64)  # 4096 buffers at most
     torch.cuda.empty_cache()  # NCCL has no use for what torch keeps of smaller sizes
-    memory = torch.ones(max(1, length // stride), stride, dtype=dtype, device=device)
-    whole = [row[: max(send, recv)] for row in memory]
+    buffers = torch.ones(max(1, length // stride), stride, dtype=dtype, device=device)
+    whole = [row[: max(send, recv)] for row in buffers]
     own = slice(rank * count, (rank + 1) * count)
     buffers = {
-        "out_of_place": [(row[:send], row[send : send + recv]) for row in memory],
+        "out_of_place": [(row[:send], row[send : send + recv]) for row in buffers],
         "in_place": [(w[own] if send < recv else w, w[own] if send > recv else w) for w in whole],
     }
     calls = {v: [partial(op.call, *pair, at) for pair in buffers[v]] for v in op.variants}
@@ -344,7 +343,7 @@ def main() -> int:
         if args.matrix:  # the rank with the most to send or receive
             most = max(int(np.sum(args.matrix, axis).max()) for axis in (0, 1))
             args.collective, args.minbytes, args.maxbytes = ["all_to_all"], most, most
-        if text := share(too_much(2 * args.maxbytes, job, "-e")):
+        if text := share(memory.too_much(2 * args.maxbytes, job, "-e")):
             bench.refuse(text)
         tables, made = plan(args, job, ranks), partial(derive, args, groups)
         for title, keys in tables.items():

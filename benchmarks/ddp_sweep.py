@@ -51,7 +51,7 @@ from common.timing import Step
 Key = dict[str, Any]
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # for a first look on a laptop, at a small size
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # each hook, and how far an averaged gradient may be off, relative to the largest one: fp16 rounds
 # to 11 bits and bf16 to 8, a rank's share and the sum; the quantised ones have 255 levels;
@@ -75,19 +75,18 @@ SETTLING_STEPS = 4  # DDP rebuilds its buckets in the second or third, and logs 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, whole = parser.add_argument, cli.list_of, cli.positive_int
-    text = f"a list (default: {','.join(CUDA_MODELS)} on CUDA, {','.join(CPU_MODELS)} on the CPU)"
-    add("--models", "--model", type=list_of(str), metavar="NAME", help=text)
+    models = f"a list (default: {','.join(CUDA_MODELS)} on CUDA, {','.join(CPU_MODELS)} on the CPU)"
+    add("--models", "--model", type=list_of(str), metavar="NAME", help=models)
     add("--batch-size", type=whole, metavar="N", help="of a rank (default: 32, CPU 8)")
     add("--image-size", type=whole, metavar="PX", help="(default: 224, CPU 64)")
-    text = "ranks beside `no ddp` (default: 1, 2, 4, ... of one node, then of nodes, and all)"
-    add("--world-sizes", type=list_of(whole), metavar="N", help=text)
-    megabytes, text = list_of(cli.positive_float), "DDP's bucket_cap_mb (default: 25)"
-    add("--bucket-size", type=megabytes, default=[25.0], metavar="MB", help=text)
-    hooks, text = list_of(str, tuple(HOOKS)), f"{', '.join(HOOKS)} (default: none, DDP's own)"
-    add("--comm-hook", type=hooks, default=["none"], metavar="H", help=text)
-    dtypes = list_of(str, ("fp32", "tf32", *AUTOCAST))
-    text = "fp32, tf32, autocast to bf16, or to fp16 with a GradScaler (default: fp32)"
-    add("--dtype", type=dtypes, default=["fp32"], metavar="DTYPE", help=text)
+    sizes = "ranks beside `no ddp` (default: 1, 2, 4, ... of one node, then of nodes, and all)"
+    add("--world-sizes", type=list_of(whole), metavar="N", help=sizes)
+    cap = "DDP's bucket_cap_mb (default: 25)"
+    add("--bucket-size", type=list_of(cli.positive_float), default=[25.0], metavar="MB", help=cap)
+    hooks = f"{', '.join(HOOKS)} (default: none, DDP's own)"
+    add("--comm-hook", type=list_of(str, tuple(HOOKS)), default=["none"], metavar="H", help=hooks)
+    dtypes = "fp32, tf32, autocast to bf16, or to fp16 with a GradScaler (default: fp32)"
+    add("--dtype", type=list_of(str, tuple(AUTOCAST)), default=["fp32"], metavar="D", help=dtypes)
     add("--channels-last", action="store_true", help="images and weights in NHWC")
     add("--gradient-as-bucket-view", action="store_true", help="DDP's option")
     add("--static-graph", action="store_true", help="DDP's option")
@@ -119,7 +118,7 @@ def training_step(model: nn.Module, images: Tensor, targets: Tensor, lr: float, 
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device, AUTOCAST.get(dtype), enabled=dtype in AUTOCAST):
+        with torch.autocast(device, AUTOCAST[dtype], enabled=bool(AUTOCAST[dtype])):
             loss = nn.functional.cross_entropy(model(images), targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -136,8 +135,8 @@ def register_hook(name: str, ddp: DistributedDataParallel) -> Step:
     average: Any = partial(dist.all_reduce, group=group, async_op=True)
     buckets: list[Any] = []  # of the newest backward pass
     if hook:
-        powersgd = partial(ddp_comm_hooks.powerSGD.PowerSGDState, start_powerSGD_iter=2)
-        average = partial(hook, powersgd(group, 1) if name == "powersgd" else group)
+        powersgd = ddp_comm_hooks.powerSGD.PowerSGDState(group, 1, start_powerSGD_iter=2)
+        average = partial(hook, powersgd if name == "powersgd" else group)
 
         def remember(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             if bucket.index() == 0:
@@ -181,7 +180,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
     steps = {"step": training_step(model, images, targets, 1e-3, dtype)}
     for _ in range(SETTLING_STEPS):
         steps["step"]()
-    facts = peak(device, memory)  # before the breakdown, which needs memory of its own
+    peaks = peak(device, memory)  # before the breakdown, which needs memory of its own
     if hook and not args.no_breakdown:
         # a learning rate of 0 costs the same, and leaves the replicas equal
         local_step = training_step(model, images, targets, 0.0, dtype)
@@ -194,7 +193,7 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
         if key["world_size"] > 1:
             steps["alone"] = alone
     launches = dtype != "fp16"  # whose GradScaler waits for the device in each step
-    return Workload(steps, 1, lambda: facts | {"digest": digest(model)}, launches)
+    return Workload(steps, facts=lambda: (digest(model), peaks), launches=launches)
 
 
 def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> None:
@@ -208,7 +207,7 @@ def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> Non
         model.zero_grad()
         inputs = torch.linspace(-1, 1, 96, device=device).repeat(4, 1)
         targets = (torch.arange(4, device=device) * 5 + rank * 3) % 16
-        with torch.autocast(device.type, AUTOCAST.get(dtype), enabled=dtype in AUTOCAST):
+        with torch.autocast(device.type, AUTOCAST[dtype], enabled=bool(AUTOCAST[dtype])):
             loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -227,7 +226,7 @@ def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> Non
         raise ValueError(f"averaged gradients are off by {error:.2g} of the largest; {explained}")
 
 
-def derive(cases: list[Case], batch_size: int, case: Case, facts: list[Key]) -> None:
+def derive(cases: list[Case], batch_size: int, case: Case, facts: list[Any]) -> None:
     """Fill in the metrics and the check. cases: those before it, `no ddp` first."""
     samples, m = case.samples_s, case.metrics
     m |= step_metrics(samples["step"], len(case.ranks) * batch_size)
@@ -235,8 +234,8 @@ def derive(cases: list[Case], batch_size: int, case: Case, facts: list[Key]) -> 
         m["efficiency"] = cases[0].metrics["step_time_p50_s"] / m["step_time_p50_s"]
     if local := samples.get("local compute"):
         m |= breakdown_metrics(samples["step"], local, samples.get("alone"), case.rounds)
-    case.check = verdict(compare_replicas([fact.pop("digest") for fact in facts], case.ranks))
-    m |= {name: max(fact[name] for fact in facts) for name in facts[0]}
+    case.check = verdict(compare_replicas([digest for digest, _ in facts], case.ranks))
+    m |= {name: max(memory[name] for _, memory in facts) for name in facts[0][1]}
 
 
 def name_of(args: argparse.Namespace, case: Case) -> str:
@@ -294,11 +293,12 @@ def plan(model: str, dtype: str, args: argparse.Namespace, job: Job, node: int) 
     fixed = {name: getattr(args, name) for name in (*options, "static_graph", "bind_cores")}
     fixed |= {"device": job.device.type, "backend": job.backend}
     sizes = sorted(args.world_sizes or world_sizes(job.world_size, node))
-    cases = [(0, "no ddp", None, None)]
+    base = {"model": model, "dtype": dtype, "world_size": 0, "label": "no ddp"}
+    keys = [base | {"bucket_size_mb": None, "comm_hook": None} | fixed]
     for size, bucket, hook in itertools.product(sizes, args.bucket_size, args.comm_hook):
-        cases.append((size, label_of(size, node), bucket, hook))
-    names = ("model", "dtype", "world_size", "label", "bucket_size_mb", "comm_hook")
-    return [dict(zip(names, (model, dtype, *case), strict=True)) | fixed for case in cases]
+        own = {"world_size": size, "label": label_of(size, node)}
+        keys.append(keys[0] | own | {"bucket_size_mb": bucket, "comm_hook": hook})
+    return keys
 
 
 def main() -> int:
