@@ -23,6 +23,7 @@ BSD-3-Clause.
 
 import argparse
 import contextlib
+import math
 import os
 import select
 import shlex
@@ -33,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import FrameType
 
@@ -75,77 +77,62 @@ class Side:
         whole = found.status == "complete" and found.cases
         return None if whole else f"its report is {found.status}, with {len(found.cases)} cases"
 
-    def start(self, number: int, turns: dict[str, str]) -> psutil.Popen:
+    def start(self, number: int, **variables: str) -> subprocess.Popen[bytes]:
         path = self.report(number)
         path.unlink(missing_ok=True)  # half a one, of an earlier attempt
         with path.with_suffix(".log").open("wb") as log:
-            return psutil.Popen(
+            return subprocess.Popen(
                 [*shlex.split(self.command), "--json", str(path)],
-                env=os.environ | dict(v.split("=", 1) for v in self.variables) | turns,
+                env=os.environ | dict(v.split("=", 1) for v in self.variables) | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for this process, which ends the commands
             )
 
-
-def run(sides: Sequence[Side], number: int) -> None:
-    """Run a command, or two at once that take turns. Raises RuntimeError where one fails."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ends:
-        ends.callback(end_all)  # before the first start: an interrupt may come in the middle of it
-        pipes = [f"{folder}/{side.name}" for side in sides]
-        for pipe in pipes:
-            os.mkfifo(pipe)
-        started = []
-        for side, own, other in zip(sides, pipes, reversed(pipes), strict=True):
-            turns = {TURN: f"{own}:{other}"} if len(sides) > 1 else {}
-            started.append(side.start(number, turns))
-        first = 0 if len(sides) == 1 else take_turns(pipes, started)
-        over = first if first is not None else int(started[0].poll() is None)
-        pairs = list(zip(sides, started, strict=True))
-        for side, process in pairs[over:] + pairs[:over]:  # the other may end for it, or wait
-            status, problem = process.wait(), side.why_no_report(number)
-            if not problem and first is None:
-                problem = "it took no turns; only this project's scripts can"
-            if status or problem:
-                log = side.report(number).with_suffix(".log")
-                lines = log.read_text(errors="replace").splitlines()[-15:]
-                tail = "".join(f"\n    {clean(line)}" for line in lines)
-                what = f"exit status {status}; {clean(problem or 'its report is complete', 500)}"
-                raise RuntimeError(f"{side.name} {number}: {what}; the end of {log}:{tail}")
+    def finish(self, number: int, process: subprocess.Popen[bytes]) -> None:
+        """Wait for the end of a run. Raises RuntimeError where it has failed."""
+        status, problem = process.wait(), self.why_no_report(number)
+        if status or problem:
+            log = self.report(number).with_suffix(".log")
+            lines = log.read_text(errors="replace").splitlines()[-15:]
+            tail = "".join(f"\n    {clean(line)}" for line in lines)
+            what = f"exit status {status}; {clean(problem or 'its report is complete', 500)}"
+            raise RuntimeError(f"{self.name} {number}: {what}; the end of {log}:{tail}")
 
 
-def take_turns(pipes: list[str], started: list[psutil.Popen]) -> int | None:
-    """Until two commands that take turns have ended, or one fails; None if it never took one.
+def take_turns(sides: Sequence[Side], number: int) -> None:
+    """Run two commands at once of which only one measures. Raises RuntimeError where one fails.
 
-    A byte in its pipe is a command's turn; it passes the byte on into the other's pipe. Returns
-    the index of the command that ended first.
+    A byte in a command's first pipe is its turn; by a byte in its second it gives the turn back.
     """
-    ends = [wait_for_reader(pipe, process) for pipe, process in zip(pipes, started, strict=True)]
-    if -1 in ends:
-        return None
-    turns = [os.open(pipe, os.O_RDWR) for pipe in pipes]
-    os.write(turns[0], b".")
-    while all(process.poll() is None for process in started):
-        time.sleep(0.05)
-    gone = 0 if started[0].poll() is not None else 1
-    if started[gone].poll() == 0:  # it had fewer cases, and the turn: hand it back from now on
-        os.write(turns[1 - gone], b".")
-        while started[1 - gone].poll() is None:
-            if select.select([turns[gone]], [], [], 0.5)[0]:
-                os.write(turns[1 - gone], os.read(turns[gone], 1))
-    for end in (*ends, *turns):
-        os.close(end)
-    return gone
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
+        running = []
+        for side in sides:
+            names = [f"{folder}/{side.name} {end}" for end in ("turn", "back")]
+            for name in names:
+                os.mkfifo(name)
+            # for both ways: opening waits for nobody, here and in the command
+            turn, back = (files.enter_context(open(name, "r+b", buffering=0)) for name in names)
+            running.append((side, side.start(number, **{TURN: ":".join(names)}), turn, back))
+        while running:
+            for run in running.copy():
+                side, process, turn, back = run
+                turn.write(b".")
+                while process.poll() is None:
+                    if readable(back, 0.1):
+                        back.read(1)
+                        break
+                else:  # it has ended; the other one goes on alone
+                    running.remove(run)
+                    side.finish(number, process)
+                    if readable(turn, 0):
+                        what = "it took no turns; only this project's scripts can"
+                        raise RuntimeError(f"{side.name} {number}: {what}")
 
 
-def wait_for_reader(pipe: str, process: psutil.Popen) -> int:
-    """The pipe, once the command has imported torch and reads it; -1 where it ends before that."""
-    while process.poll() is None:
-        with contextlib.suppress(OSError):  # ENXIO: nobody reads
-            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        time.sleep(0.02)
-    return -1
+def readable(pipe: FileIO, seconds: float) -> bool:
+    return bool(select.select([pipe], [], [], seconds)[0])
 
 
 def end_all() -> None:
@@ -168,7 +155,7 @@ def planned_looks(first: int, most: int) -> list[int]:
     """
     looks = [first]
     while looks[-1] < most:
-        following = 2 * -(-max(4 * looks[-1], 3 * looks[-1] + 3) // 6)
+        following = 2 * math.ceil(looks[-1] * 2 / 3)
         looks.append(most if following * 1.15 >= most else following)
     return looks
 
@@ -194,8 +181,11 @@ def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Co
         order = sides if pair % 2 else sides[::-1]
         todo = [side for side in order if side.why_no_report(pair)]
         began = time.monotonic()
-        for together in [order] if args.interleave and todo else [[side] for side in todo]:
-            run(together, pair)
+        if todo and args.interleave:
+            take_turns(order, pair)
+        else:
+            for side in todo:
+                side.finish(pair, side.start(pair))
         took = f"took {time.monotonic() - began:.1f} s" if todo else "is there already"
         print(f"pair {pair} of {looks[-1]} {took}", file=sys.stderr, flush=True)
         if pair in (1, *looks):  # after the first: do keys meet?
@@ -240,6 +230,8 @@ def main() -> int:
         print(f"ab.py: {'interrupted' if stopped else problem}", file=sys.stderr)
         print("the finished runs are kept; the same command goes on", file=sys.stderr)
         return int(problem.args[0]) if stopped else 1
+    finally:
+        end_all()
     return conclude([found], args.format, args.fail_on)
 
 

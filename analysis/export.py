@@ -4,7 +4,7 @@
     csv         a row a case and metric: key, value, interval, n. pandas, DuckDB, spreadsheets
     bmf         Bencher Metric Format: bencher run --adapter json --file FILE
     gha         github-action-benchmark: customSmallerIsBetter, or customBiggerIsBetter for rates
-    records     PyTorch's OSS benchmark database (v3), a value a run
+    records     PyTorch's OSS benchmark database (v3)
     pytorch     the report of PyTorch's benchmarks/distributed/ddp: for its diff.py
     prometheus  text format: for the textfile collector of node_exporter
 
@@ -18,7 +18,6 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import load, numbers
-from analysis.show import canonical, clean, unit_of
+from analysis.show import clean, unit_of
 from common import report
 from common.cli import Parser, list_of, refuse
 
@@ -72,7 +71,7 @@ def to_gha(rows: Rows) -> str:
 
 def to_records(rows: Rows) -> str:
     """pytorch/test-infra, clickhouse_db_schema/oss_ci_benchmark_v3: maps hold strings alone."""
-    found: dict[str, dict[str, Any]] = {}
+    records = []
     for row in rows:
         key = {name: str(entry) for name, entry in row["key"].items()}
         about = {"name": row["benchmark"], "mode": "", "dtype": key.get("dtype", "")}
@@ -80,11 +79,10 @@ def to_records(rows: Rows) -> str:
             "benchmark": about | {"extra_info": key},
             "model": {"name": key.get("model", row["case"]), "backend": key.get("backend", "")},
             "dependencies": {"torch": {"version": str(row["torch"])}},
-            "metric": {"name": row["metric"], "benchmark_values": []},
+            "metric": {"name": row["metric"], "benchmark_values": [row["value"]]},
         }
-        same = found.setdefault(canonical(record), record)
-        same["metric"]["benchmark_values"].append(row["value"])
-    return json.dumps(list(found.values()), indent=1)
+        records.append(record)
+    return json.dumps(records, indent=1)
 
 
 def to_prometheus(rows: Rows) -> str:
@@ -112,31 +110,24 @@ def to_pytorch(paths: list[str]) -> str:
     Its measurements are the times of the first rank, then of the second, and so on.
     """
     found = report.load(paths[0])
-    cases = [c for c in found.cases if not c.failed and c.samples_s.get("step")]
-    wrapped = [case for case in cases if case.key.get("world_size")]
-    if len(paths) != 1 or found.benchmark != "ddp_sweep" or not wrapped:
+    cases = [case for case in found.cases if not case.failed and case.samples_s.get("step")]
+    if len(paths) != 1 or found.benchmark != "ddp_sweep" or not cases:
         raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
-    groups: dict[str, list[report.Case]] = {}
-    for case in wrapped:
-        same = {name: case.key[name] for name in ("model", "dtype")}
-        bare = [c for c in cases if not c.key["world_size"] and same.items() <= c.key.items()]
-        which = {k: v for k, v in case.key.items() if k not in ("label", "world_size")}
-        groups.setdefault(canonical(which), bare[:1]).append(case)
-    results = []
-    for group in groups.values():
-        rows = [{"ranks": c.ranks, "measurements": [*chain(*c.samples_s["step"])]} for c in group]
-        entry = {name: group[-1].key[name] for name in ("model", "batch_size")}
-        results.append(entry | {"result": rows})
-    e, key = found.environment, wrapped[0].key
+    cases.sort(key=lambda case: case.key["world_size"])
+    results: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        entry = {name: case.key[name] for name in ("model", "batch_size")}
+        row = {"ranks": case.ranks, "measurements": [*chain(*case.samples_s["step"])]}
+        same = results.setdefault(f"{entry} {case.key['dtype']}", entry | {"result": []})
+        same["result"].append(row)
+    e, key = found.environment, cases[-1].key
     document = {"pytorch_version": e.get("torch"), "cuda_version": e.get("cuda")}
     document |= {"distributed_backend": key["backend"], "bucket_size": key["bucket_size_mb"]}
-    return json.dumps(document | {"benchmark_results": results})
+    return json.dumps(document | {"benchmark_results": [*results.values()]})
 
 
-FORMATS: dict[str, Callable[[Rows], str]] = {
-    function.__name__.removeprefix("to_"): function
-    for function in (to_csv, to_bmf, to_gha, to_records, to_prometheus)
-}
+FORMATS = {"csv": to_csv, "bmf": to_bmf, "gha": to_gha, "records": to_records}
+FORMATS["prometheus"] = to_prometheus
 
 
 def main() -> int:

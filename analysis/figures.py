@@ -1,12 +1,12 @@
-"""The figures of a page, by matplotlib: light and dark by the style sheet of the page around them.
+"""The figures of a page, by matplotlib. What is black in them takes the colour of the page's text.
 
 FIGURES says what a benchmark has; one without an entry gets the time of each case.
 """
 
 import io
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib as mpl
@@ -17,41 +17,33 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
 from analysis.load import Run, frame, links_of, numbers
-from analysis.show import UNITS, case_names, clean, show_time, time_unit
+from analysis.show import UNITS, case_names, clean, show_time, time_unit, unit_of
 from common.cli import show_size
 from common.report import Report
 
-SERIES = ("#0072b2", "#c2500a", "#007a5a", "#a8447f", "#8a6d00", "#3b7fa6", "#6b4fa0", "#4a4f55")
-INK, LINE = "#1b1f24", "#d5d9de"
-VARIABLES = {color: f"var(--s{i})" for i, color in enumerate(SERIES)}
-VARIABLES |= {INK: "var(--ink)", LINE: "var(--line)"}
+# each with a contrast of 3 to white and to a dark page
+SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f7f7f", "#a0522d")
 MAX_FIGURES, MAX_BARS = 12, 40
 
 mpl.rcParams |= {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # names may hold a $
-    "font.family": ["sans-serif"],
-    **{name: INK for name in ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")},
-    **{"axes.edgecolor": LINE, "grid.color": LINE, "axes.grid": True, "axes.axisbelow": True},
+    **{"axes.prop_cycle": cycler(color=SERIES), "axes.grid": True, "axes.axisbelow": True},
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False},
-    **{"axes.prop_cycle": cycler(color=SERIES), "font.size": 9, "legend.fontsize": 8},
+    **{"grid.alpha": 0.4, "font.size": 9, "legend.fontsize": 8},
 }
 
 
-def svg(figure: Figure, number: int) -> str:
-    """The figure as an element of a page; number: makes its ids unlike those of others."""
+def svg(figure: Figure) -> str:
+    """The figure as an element of a page."""
     file = io.StringIO()
     style: Any = {"format": "svg", "transparent": True, "bbox_inches": "tight"}
-    with mpl.rc_context({"svg.hashsalt": f"figure {number}"}):
-        figure.savefig(file, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), **style)
-    text = file.getvalue()[file.getvalue().index("<svg") :]
-    text = re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", text)  # alike in all figures
-    return re.sub("|".join(VARIABLES), lambda match: VARIABLES[match[0]], text)
+    figure.savefig(file, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), **style)
+    text = file.getvalue()[file.getvalue().index("<svg") :].replace("#000000", "currentColor")
+    return re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", text)  # alike in all figures
 
 
-def curves(
-    rows: pd.DataFrame, name: str, title: str, x: str, show: Callable[[float], str]
-) -> Figure | None:
+def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
     """Values over x, a curve for whatever else tells the cases apart.
 
     Over world_size also what the case of 0 would scale to.
@@ -71,13 +63,15 @@ def curves(
         ax.errorbar(part["x"], part["value"], ends, fmt="o-", ms=4, label=label)
     if x == "world_size" and len(bare):
         most, one = rows["x"].max(), bare["value"].iloc[0]
-        label = f"{bare['case'].iloc[0]} times ranks"
-        ax.plot([1, most], [one, one * most], "--", color=INK, lw=1, label=label)
+        ax.plot(
+            [1, most], [one, one * most], "k--", lw=1, label=f"{bare['case'].iloc[0]} times ranks"
+        )
     if x.endswith("_bytes"):
         ax.set(xscale="log", yscale="log")
         ax.xaxis.set_major_formatter(lambda value, _: show_size(value))
         ax.xaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(lambda value, _: show(value))
+    seconds = unit_of(rows["metric"].iloc[0])[1] == "s"
+    ax.yaxis.set_major_formatter(lambda value, _: show_time(value) if seconds else f"{value:g}")
     ticks = sorted(set(rows["x"]))
     ax.set_xticks(ticks[:: 1 + len(ticks) // 8])
     if any(ax.get_legend_handles_labels()[1]):
@@ -85,7 +79,7 @@ def curves(
     return figure
 
 
-def bars(rows: pd.DataFrame, name: str, title: str, stacked: bool) -> Figure:
+def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Figure:
     """Seconds of each case, series upon series, or side by side with their intervals."""
     several = rows["run"].nunique() > 1
     rows = rows.assign(bar=rows["case"].str[:60] + (", " + rows["run"] if several else ""))
@@ -93,11 +87,11 @@ def bars(rows: pd.DataFrame, name: str, title: str, stacked: bool) -> Figure:
     wide = rows.pivot_table(["low", "value", "high"], "bar", "series", sort=False)[:MAX_BARS]
     wide = wide.clip(lower=0) / UNITS[unit]
     low, value, high = (wide[end].to_numpy().T for end in ("low", "value", "high"))
-    figure = Figure((5.6, 1.2 + 0.3 * len(wide)), label=", ".join(filter(None, (title, name))))
+    figure = Figure((5.6, 1.2 + 0.3 * len(wide)), label=name)
     ax = figure.add_subplot()
-    style: Any = {"width": 0.7, "legend": False, "xlabel": unit, "ylabel": "", "ecolor": INK}
-    ends = {} if stacked else {"xerr": np.stack([value - low, high - value], axis=1)}
-    wide["value"].plot.barh(ax=ax, stacked=stacked, **style, **ends)
+    ends = None if stacked else np.stack([value - low, high - value], axis=1)
+    style: Any = {"width": 0.7, "legend": False, "xlabel": unit, "ylabel": ""}
+    wide["value"].plot.barh(ax=ax, stacked=stacked, xerr=ends, **style)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
@@ -125,29 +119,26 @@ def heat(report: Report, label: str = "") -> Iterator[Figure]:
     yield figure
 
 
-MODEL, STORAGE = ("model", "dtype"), ("path", "strategy")
-STEP = {"local compute": "local_compute_p50_s", "exposed communication": "exposed_communication_s"}
-EXPOSED = {f"exposed {axis}": f"exposed_{axis}_s" for axis in ("pp", "dp", "cp", "ep", "tp")}
-SAVE = {"blocked": "blocked_s", "stall": "stall_s", "upload": "upload_s"}
-LOAD = {"cold": "load_cold_s", "warm": "load_warm_s"}
-BUSBW = {"out of place": "out_of_place_busbw_gb_per_s", "in place": "in_place_busbw_gb_per_s"}
-RATE, TRIP = {"": "samples_per_s"}, {"": "round_trip_p50_s"}
-BANDWIDTH = (["collective"], BUSBW, curves, "busbw (GB/s)", "size_bytes", "{:g}".format)
-# a figure for each value of these entries of the key; the columns in it; how it is drawn
-FIGURES: dict[str, list[Any]] = {
+over_size, stacked = partial(curves, x="size_bytes"), partial(bars, stacked=True)
+AXES = [f"exposed_{axis}_s" for axis in ("pp", "dp", "cp", "ep", "tp")]
+PLACES = [f"{place}_busbw_gb_per_s" for place in ("out_of_place", "in_place")]
+BUSBW = ("busbw (GB/s)", PLACES, over_size)
+# by benchmark: title, metrics, and how they are drawn
+FIGURES: dict[str, list[tuple[str, list[str], Callable[..., Figure | None]]]] = {
     "ddp_sweep": [
-        (MODEL, RATE, curves, "samples/s", "world_size", "{:g}".format),
-        (MODEL, STEP, bars, "Where a step's time goes", True),
+        ("samples/s", ["samples_per_s"], partial(curves, x="world_size")),
+        ("Where a step's time goes", ["local_compute_p50_s", "exposed_communication_s"], stacked),
     ],
-    "collectives": [BANDWIDTH],
-    "nccl-tests": [BANDWIDTH],
-    "rpc_latency": [(["operation"], TRIP, curves, "round trip", "size_bytes", show_time)],
-    "parallel_sweep": [(MODEL, {"compute": "compute_s"} | EXPOSED, bars, "Step", True)],
+    "collectives": [BUSBW],
+    "nccl-tests": [BUSBW],
+    "rpc_latency": [("round trip", ["round_trip_p50_s"], over_size)],
+    "parallel_sweep": [("Where a step's time goes", ["compute_s", *AXES], stacked)],
     "checkpoint_sweep": [
-        (STORAGE, SAVE, bars, "A save", False),
-        (STORAGE, LOAD, bars, "A load", False),
+        ("A save", ["blocked_s", "stall_s", "upload_s"], bars),
+        ("A load", ["load_cold_s", "load_warm_s"], bars),
     ],
 }
+PANELS = ("model", "collective", "operation")  # each value of these has a figure of its own
 
 
 def draw(runs: Sequence[Run]) -> list[Figure]:
@@ -162,26 +153,18 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     table = pd.DataFrame(rows)
     if table.empty:
         return []
-    figures = [f for entry in FIGURES.get(runs[0].benchmark, []) for f in plot(table, *entry)]
+    ends = table[["value", "ci_low", "ci_high"]].astype(float)
+    table["low"], table["high"] = ends.min(axis=1), ends.max(axis=1)
+    names = [metric.removesuffix(unit_of(metric)[0]) for metric in table["metric"]]
+    table["series"] = [name.removesuffix("_p50").replace("_", " ") for name in names]
+    table["panel"] = [" ".join(clean(k[n], 40) for n in PANELS if n in k) for k in table["key"]]
     times = table["metric"][table["metric"].str.endswith(("_p50_s", "time_s"))]
-    if not figures and len(times):
-        often, _ = Counter(times).most_common()[0]  # what most cases have
-        title = often.removesuffix("_s").replace("_", " ")
-        figures = plot(table, (), {title: often}, bars, title, False)
-    return figures[:MAX_FIGURES]
-
-
-def plot(
-    table: pd.DataFrame, panel: Sequence[str], series: dict[str, str], kind: Any, *options: Any
-) -> list[Figure]:
-    """A figure of these metrics, by their names in it, for each value of the entries `panel`."""
-    named = (table[table["metric"] == series[name]].assign(series=name) for name in series)
-    rows = pd.concat(named)
-    values = rows[["value", "ci_low", "ci_high"]].astype(float)
-    rows["low"], rows["high"] = values.min(axis=1), values.max(axis=1)
-    rows["panel"] = [" ".join(clean(k[n], 40) for n in panel if n in k) for k in rows["key"]]
-    figures = [kind(part, name, *options) for name, part in rows.groupby("panel", sort=False)]
-    return [figure for figure in figures if figure]
+    often = times.value_counts(sort=False).nlargest(1)  # what most cases have
+    figures = []
+    for title, metrics, kind in FIGURES.get(runs[0].benchmark, [("Time", [*often.index], bars)]):
+        for name, part in table[table["metric"].isin(metrics)].groupby("panel", sort=False):
+            figures.append(kind(part, title, f"{title}, {name}".strip(", ")))
+    return [figure for figure in figures if figure][:MAX_FIGURES]
 
 
 def link_heatmap(report: Report, path: str) -> None:

@@ -12,11 +12,11 @@ shown as well: its metrics as tables, and the time of each case with its interva
 Everything in a report is shown as text; nothing of it is executed. BSD-3-Clause.
 """
 
-import itertools
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,33 +37,34 @@ FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
 
 @dataclass
 class Table:
-    """left: columns of words, before those of numbers; marked: rows that stand out, as `mark`."""
+    """marks: rows that stand out, and why; left: columns of words, before those of numbers."""
 
     title: str
     header: Sequence[Any]
     rows: Sequence[Sequence[Any]]
+    marks: dict[int, str] = field(default_factory=dict)
     left: int = 100
-    marked: Sequence[int] = ()
-    mark: str = "failed"
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
-    rows: list[list[Any]] = []
-    failed: list[list[str]] = []
-    for run in runs:
+    """What each report holds, and why cases of it failed."""
+    rows, failed, bad = [], [], {}
+    for i, run in enumerate(runs):
         e, cases = run.environment, run.rows.values()
-        counts = Counter(case.check.split(":")[0].split(",")[0] for case in cases)
+        counts = Counter(re.split("[:,]", case.check)[0] for case in cases)
         words = ", ".join(f"{n} {check}" for check, n in counts.items()) or "no case"
         where = f"ranks: {e.get('world_size', '?')}, nodes: {e.get('num_nodes', '?')}"
         where += f", {fields(run).get('devices', '')}"
         started = run.started_at[:16].replace("T", " ")
         rows.append([run.label, run.benchmark, run.status, words, where, e.get("torch"), started])
         failed += [[run.label, case.name, case.check] for case in cases if case.failed]
-    bad = [i for i, run in enumerate(runs) if run.status != "complete" or "failed" in rows[i][3]]
+        if run.status != "complete" or counts["failed"]:
+            bad[i] = "failed"
     heads = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
-    reasons = Table("Failed cases", ("report", "case", "reason"), failed, marked=range(len(failed)))
-    reports = Table("Reports", heads, rows, marked=bad)
-    return {"title": "Summary", "tables": [reports, reasons] if failed else [reports]}
+    tables = [Table("Reports", heads, rows, bad)]
+    if failed:
+        tables.append(Table("Failed cases", ("report", "case", "reason"), failed))
+    return {"title": "Summary", "tables": tables}
 
 
 def environment(runs: Sequence[Run]) -> dict[str, Any]:
@@ -71,9 +72,9 @@ def environment(runs: Sequence[Run]) -> dict[str, Any]:
     columns = [{"command": " ".join(map(str, run.argv))} | fields(run) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column if name != "topologies")
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
-    differ = [i for i, row in enumerate(rows) if len(set(row[1:])) > 1]
+    differ = {i: "differs" for i, row in enumerate(rows) if len(set(row[1:])) > 1}
     title = f"Environment of each report: {len(differ)} of {len(rows)} fields differ"
-    table = Table(title, ["field", *(run.label for run in runs)], rows, 100, differ, "differs")
+    table = Table(title, ["field", *(run.label for run in runs)], rows, differ)
     loud = []
     for name, same in by_benchmark(runs).items():
         found = differences(same[:1], same[1:]) if len(same) > 1 else []
@@ -96,8 +97,8 @@ def benchmark(runs: Sequence[Run]) -> dict[str, Any]:
     if len(runs) > 1:
         left.append(("report", [run.label for run in runs for _ in run.rows]))
     header, cells = zip(*left, *(column(name, metrics) for name in names), strict=True)
-    failed = [i for i, row in enumerate(cases) if row.failed]
-    table = Table("Metrics", header, [*zip(*cells, strict=True)], len(left), failed)
+    failed = {i: "failed" for i, row in enumerate(cases) if row.failed}
+    table = Table("Metrics", header, [*zip(*cells, strict=True)], failed, len(left))
     keys = [row.key for row in cases] or [{}]
     alike = [(k, v) for k, v in keys[0].items() if all(key.get(k) == v for key in keys)]
     words = ", ".join(show.show_value(name, value) for name, value in alike)
@@ -130,17 +131,23 @@ def column(name: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]
     return head, [cell(m) for m in metrics]
 
 
-def as_markdown(table: Table) -> str:
-    right = range(table.left, len(table.header))
-    return f"### {table.title}\n\n{show.show_table(table.header, table.rows, right, 'markdown')}"
+def as_markdown(section: dict[str, Any]) -> str:
+    blocks = [
+        f"## {show.markdown(section['title'])}",
+        show.markdown(section.get("quiet", ""), 1000),
+    ]
+    for table in section["tables"]:
+        right = range(table.left, len(table.header))
+        text = show.show_table(table.header, table.rows, right, "markdown")
+        blocks += [f"### {table.title}", text]
+    return "\n\n".join(filter(None, blocks))
 
 
 def page(runs: Sequence[Run]) -> str:
     """The document; every string of a report is cleaned and escaped where it is put in."""
-    sections, numbers = [summary(runs), environment(runs)], itertools.count()
+    sections = [summary(runs), environment(runs)]
     for same in by_benchmark(runs).values():
-        # matplotlib escapes its texts
-        figures = [(figure, Markup(svg(figure, next(numbers)))) for figure in draw(same)]
+        figures = [(figure, Markup(svg(figure))) for figure in draw(same)]  # escaped by matplotlib
         sections.append(benchmark(same) | {"figures": figures})
     jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -172,11 +179,8 @@ def main() -> int:
     except OSError as error:
         refuse(f"-o {args.output} cannot be written: {error.strerror}")
     if args.markdown:
-        blocks = []
-        for section in (summary(runs), *map(benchmark, by_benchmark(runs).values())):
-            words = show.markdown(section["title"]), show.markdown(section.get("quiet", ""), 1000)
-            blocks += [f"## {words[0]}", words[1], *map(as_markdown, section["tables"])]
-        print("\n\n".join(filter(None, blocks)))
+        sections = (summary(runs), *map(benchmark, by_benchmark(runs).values()))
+        print("\n\n".join(map(as_markdown, sections)))
     return 0
 
 
