@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Is B slower than A? Runs two commands in turn and compares their reports.
 
-The order is A B, B A, A B: a drift of the machine hits both alike, and neighbours in time make a
-pair. Every run writes its report to OUT/a or OUT/b (`--json` is added to the command). The same
-command again goes on where it was interrupted. docs/compare.md says more.
+The order is A B, B A, A B: a drift of the machine hits both alike, and neighbours make a pair.
+Every run writes its report to OUT/a or OUT/b (`--json` is added to the command). The same command
+goes on where it was interrupted. docs/compare.md says more.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
         --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
@@ -34,9 +34,9 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -77,22 +77,24 @@ class Side:
         whole = found.status == "complete" and found.cases
         return None if whole else f"its report is {found.status}, with {len(found.cases)} cases"
 
-    def start(self, number: int, **variables: str) -> subprocess.Popen[bytes]:
+    def start(self, number: int, turns: dict[str, str]) -> subprocess.Popen[bytes]:
         path = self.report(number)
         path.unlink(missing_ok=True)  # half a one, of an earlier attempt
         with path.with_suffix(".log").open("wb") as log:
             return subprocess.Popen(
                 [*shlex.split(self.command), "--json", str(path)],
-                env=os.environ | dict(v.split("=", 1) for v in self.variables) | variables,
+                env=os.environ | dict(v.split("=", 1) for v in self.variables) | turns,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for this process, which ends the commands
             )
 
-    def finish(self, number: int, process: subprocess.Popen[bytes]) -> None:
-        """Wait for the end of a run. Raises RuntimeError where it has failed."""
+    def finish(self, number: int, process: subprocess.Popen[bytes], untaken: Any = ()) -> None:
+        """Wait for the end of a run. Raises RuntimeError where it failed, or left turns untaken."""
         status, problem = process.wait(), self.why_no_report(number)
+        if untaken and not problem:
+            problem = "it took no turns; only this project's scripts can"
         if status or problem:
             log = self.report(number).with_suffix(".log")
             lines = log.read_text(errors="replace").splitlines()[-15:]
@@ -114,25 +116,19 @@ def take_turns(sides: Sequence[Side], number: int) -> None:
                 os.mkfifo(name)
             # for both ways: opening waits for nobody, here and in the command
             turn, back = (files.enter_context(open(name, "r+b", buffering=0)) for name in names)
-            running.append((side, side.start(number, **{TURN: ":".join(names)}), turn, back))
+            process = side.start(number, {TURN: ":".join(names)})
+            running.append((side, process, turn, back))
         while running:
             for run in running.copy():
                 side, process, turn, back = run
                 turn.write(b".")
                 while process.poll() is None:
-                    if readable(back, 0.1):
+                    if select.select([back], [], [], 0.1)[0]:
                         back.read(1)
                         break
                 else:  # it has ended; the other one goes on alone
+                    side.finish(number, process, select.select([turn], [], [], 0)[0])
                     running.remove(run)
-                    side.finish(number, process)
-                    if readable(turn, 0):
-                        what = "it took no turns; only this project's scripts can"
-                        raise RuntimeError(f"{side.name} {number}: {what}")
-
-
-def readable(pipe: FileIO, seconds: float) -> bool:
-    return bool(select.select([pipe], [], [], seconds)[0])
 
 
 def end_all() -> None:
@@ -185,7 +181,7 @@ def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Co
             take_turns(order, pair)
         else:
             for side in todo:
-                side.finish(pair, side.start(pair))
+                side.finish(pair, side.start(pair, {}))
         took = f"took {time.monotonic() - began:.1f} s" if todo else "is there already"
         print(f"pair {pair} of {looks[-1]} {took}", file=sys.stderr, flush=True)
         if pair in (1, *looks):  # after the first: do keys meet?

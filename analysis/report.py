@@ -16,9 +16,8 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
@@ -35,15 +34,14 @@ from common.cli import Parser, refuse, show_size
 FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
 
 
-@dataclass
-class Table:
-    """marks: rows that stand out, and why; left: columns of words, before those of numbers."""
+class Table(NamedTuple):
+    """marks: rows that stand out, and why; words: columns of them, before those of numbers."""
 
     title: str
     header: Sequence[Any]
     rows: Sequence[Sequence[Any]]
-    marks: dict[int, str] = field(default_factory=dict)
-    left: int = 100
+    marks: dict[int, str]
+    words: int = 100
 
 
 def summary(runs: Sequence[Run]) -> dict[str, Any]:
@@ -63,7 +61,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
     heads = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
     tables = [Table("Reports", heads, rows, bad)]
     if failed:
-        tables.append(Table("Failed cases", ("report", "case", "reason"), failed))
+        tables.append(Table("Failed cases", ("report", "case", "reason"), failed, {}))
     return {"title": "Summary", "tables": tables}
 
 
@@ -132,15 +130,14 @@ def column(name: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]
 
 
 def as_markdown(section: dict[str, Any]) -> str:
-    blocks = [
-        f"## {show.markdown(section['title'])}",
-        show.markdown(section.get("quiet", ""), 1000),
-    ]
+    blocks = [f"## {show.markdown(section['title'])}"]
+    if words := section.get("quiet"):
+        blocks.append(show.markdown(words, 1000))
     for table in section["tables"]:
-        right = range(table.left, len(table.header))
+        right = range(table.words, len(table.header))
         text = show.show_table(table.header, table.rows, right, "markdown")
         blocks += [f"### {table.title}", text]
-    return "\n\n".join(filter(None, blocks))
+    return "\n\n".join(blocks)
 
 
 def page(runs: Sequence[Run]) -> str:
@@ -174,10 +171,8 @@ def main() -> int:
             run.label = show.clean(name if names.count(name) == 1 else run.label, 60)
         if args.output:
             Path(args.output).write_text(page(runs), encoding="utf-8")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         refuse(show.clean(error, 1000))
-    except OSError as error:
-        refuse(f"-o {args.output} cannot be written: {error.strerror}")
     if args.markdown:
         sections = (summary(runs), *map(benchmark, by_benchmark(runs).values()))
         print("\n\n".join(map(as_markdown, sections)))
