@@ -7,7 +7,6 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -37,8 +36,8 @@ mpl.rcParams |= {
 def svg(figure: Figure) -> str:
     """The figure as an element of a page."""
     file = io.StringIO()
-    style: Any = {"format": "svg", "transparent": True, "bbox_inches": "tight"}
-    figure.savefig(file, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")), **style)
+    plain = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no metadata, with its addresses
+    figure.savefig(file, format="svg", transparent=True, bbox_inches="tight", metadata=plain)
     text = file.getvalue()[file.getvalue().index("<svg") :].replace("#000000", "currentColor")
     return re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", text)  # alike in all figures
 
@@ -90,8 +89,7 @@ def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Fi
     figure = Figure((5.6, 1.2 + 0.3 * len(wide)), label=name)
     ax = figure.add_subplot()
     ends = None if stacked else np.stack([value - low, high - value], axis=1)
-    style: Any = {"width": 0.7, "legend": False, "xlabel": unit, "ylabel": ""}
-    wide["value"].plot.barh(ax=ax, stacked=stacked, xerr=ends, **style)
+    wide["value"].plot.barh(ax=ax, stacked=stacked, xerr=ends, width=0.7, xlabel=unit, ylabel="")
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)

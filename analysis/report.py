@@ -82,7 +82,7 @@ def environment(runs: Sequence[Run]) -> dict[str, Any]:
     for run in runs:
         lines = run.environment.get("differences") or []
         loud += [f"Nodes differ, {run.label}: {line}" for line in lines]
-    return {"title": "Environment", "tables": [table], "loud": loud}
+    return {"title": "Environment", "loud": loud, "tables": [table]}
 
 
 def benchmark(runs: Sequence[Run]) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def benchmark(runs: Sequence[Run]) -> dict[str, Any]:
     keys = [row.key for row in cases] or [{}]
     alike = [(k, v) for k, v in keys[0].items() if all(key.get(k) == v for key in keys)]
     words = ", ".join(show.show_value(name, value) for name, value in alike)
-    quiet = f"In all cases: {words or 'nothing'}."
-    return {"title": runs[0].benchmark, "tables": [table], "quiet": quiet}
+    quiet = [f"In all cases: {words or 'nothing'}."]
+    return {"title": runs[0].benchmark, "quiet": quiet, "runs": runs, "tables": [table]}
 
 
 def column(name: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
@@ -130,9 +130,8 @@ def column(name: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]
 
 
 def as_markdown(section: dict[str, Any]) -> str:
-    blocks = [f"## {show.markdown(section['title'])}"]
-    if words := section.get("quiet"):
-        blocks.append(show.markdown(words, 1000))
+    lines = (*section.get("loud", ()), *section.get("quiet", ()))
+    blocks = [f"## {show.markdown(section['title'])}", *(show.markdown(s, 1000) for s in lines)]
     for table in section["tables"]:
         right = range(table.words, len(table.header))
         text = show.show_table(table.header, table.rows, right, "markdown")
@@ -140,18 +139,16 @@ def as_markdown(section: dict[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def page(runs: Sequence[Run]) -> str:
+def as_page(sections: Sequence[dict[str, Any]]) -> str:
     """The document; every string of a report is cleaned and escaped where it is put in."""
-    sections = [summary(runs), environment(runs)]
-    for same in by_benchmark(runs).values():
-        figures = [(figure, Markup(svg(figure))) for figure in draw(same)]  # escaped by matplotlib
-        sections.append(benchmark(same) | {"figures": figures})
     jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else show.clean(value, 500),
     )
-    title = f"torchrun-bench: {', '.join(by_benchmark(runs))}"
+    jinja.globals["draw"] = draw
+    jinja.filters["svg"] = lambda figure: Markup(svg(figure))  # matplotlib escapes its texts
+    title = f"torchrun-bench: {', '.join(section['title'] for section in sections[2:])}"
     return jinja.get_template("report.html.j2").render(title=title, sections=sections)
 
 
@@ -169,12 +166,13 @@ def main() -> int:
         names = [Path(run.label).stem for run in runs]
         for run, name in zip(runs, names, strict=True):
             run.label = show.clean(name if names.count(name) == 1 else run.label, 60)
+        parts = map(benchmark, by_benchmark(runs).values())
+        sections = [summary(runs), environment(runs), *parts]
         if args.output:
-            Path(args.output).write_text(page(runs), encoding="utf-8")
+            Path(args.output).write_text(as_page(sections), encoding="utf-8")
     except (ValueError, OSError) as error:
         refuse(show.clean(error, 1000))
     if args.markdown:
-        sections = (summary(runs), *map(benchmark, by_benchmark(runs).values()))
         print("\n\n".join(map(as_markdown, sections)))
     return 0
 
