@@ -12,10 +12,9 @@ goes on where it was interrupted. docs/compare.md says more.
         --a '/opt/torch-2.14/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py' \\
         --b '/opt/torch-2.15/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py'
 
---interleave: both runs of a pair start together and take turns block by block, so that both see
-the same moments of a machine with neighbours. For this project's scripts, rank 0 on this machine.
---until-decided looks after --runs runs a side, then after a third more each time, and stops once
-every case has a verdict. The looks, all planned before the first run, share the 5 % of error.
+--interleave, for a machine with neighbours: both runs of a pair take turns, block by block. For
+this project's scripts, with rank 0 on this machine. --until-decided looks after --runs runs a side,
+then after a third more each time; the looks share the 5 % of error.
 
 Exit status: 0; 1 where a run fails, or for what --fail-on names; 2 bad usage; 130 after Ctrl-C.
 BSD-3-Clause.
@@ -35,7 +34,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
@@ -193,7 +191,7 @@ def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Co
     return found
 
 
-def interrupt(number: int, frame: FrameType | None) -> None:
+def interrupt(number: int, frame: Any) -> None:
     signal.signal(number, signal.SIG_IGN)  # once is enough: the commands are being ended
     raise KeyboardInterrupt(128 + number)
 

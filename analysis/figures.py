@@ -43,10 +43,7 @@ def svg(figure: Figure) -> str:
 
 
 def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
-    """Values over x, a curve for whatever else tells the cases apart.
-
-    Over world_size also what the case of 0 would scale to.
-    """
+    """Values over x, a curve for whatever tells cases apart; what the case of 0 would scale to."""
     rows = rows.assign(x=pd.to_numeric(rows["key"].str.get(x), "coerce"))
     bare, rows = rows[rows["x"] == 0], rows[rows["x"] > 0].sort_values("x", kind="stable")
     if rows.empty:
@@ -58,13 +55,10 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
     words = [part for part in (rows["series"], names, rows["run"]) if len(set(part)) > 1]
     rows["curve"] = [", ".join(curve) for curve in zip(*words, strict=True)] if words else ""
     for label, part in rows.groupby("curve", sort=False):
-        ends = [part["value"] - part["low"], part["high"] - part["value"]]
-        ax.errorbar(part["x"], part["value"], ends, fmt="o-", ms=4, label=label)
+        ax.plot(part["x"], part["value"], "o-", ms=4, label=label)
     if x == "world_size" and len(bare):
-        most, one = rows["x"].max(), bare["value"].iloc[0]
-        ax.plot(
-            [1, most], [one, one * most], "k--", lw=1, label=f"{bare['case'].iloc[0]} times ranks"
-        )
+        one, ends = bare.iloc[0], np.array([1, rows["x"].max()])
+        ax.plot(ends, ends * one["value"], "k--", lw=1, label=f"{one['case']} times ranks")
     if x.endswith("_bytes"):
         ax.set(xscale="log", yscale="log")
         ax.xaxis.set_major_formatter(lambda value, _: show_size(value))
@@ -83,12 +77,11 @@ def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Fi
     several = rows["run"].nunique() > 1
     rows = rows.assign(bar=rows["case"].str[:60] + (", " + rows["run"] if several else ""))
     unit = time_unit(rows["value"].max())
-    wide = rows.pivot_table(["low", "value", "high"], "bar", "series", sort=False)[:MAX_BARS]
+    wide = rows.pivot_table(["value", "below", "above"], "bar", "series", sort=False)[:MAX_BARS]
     wide = wide.clip(lower=0) / UNITS[unit]
-    low, value, high = (wide[end].to_numpy().T for end in ("low", "value", "high"))
     figure = Figure((5.6, 1.2 + 0.3 * len(wide)), label=name)
     ax = figure.add_subplot()
-    ends = None if stacked else np.stack([value - low, high - value], axis=1)
+    ends = None if stacked else [[wide["below"][s], wide["above"][s]] for s in wide["value"]]
     wide["value"].plot.barh(ax=ax, stacked=stacked, xerr=ends, width=0.7, xlabel=unit, ylabel="")
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
@@ -143,16 +136,11 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     """The figures of the reports of one benchmark."""
     if runs[0].benchmark == "p2p_matrix":
         return [figure for run in runs for figure in heat(run, run.label)]
-    rows = numbers(runs)
-    spread = {id(row["key"]): row["value"] for row in rows if row["metric"] == "step_time_ci95_rel"}
-    for row in rows:  # a rate is as uncertain as its time
-        if row["metric"] == "samples_per_s" and (rel := spread.get(id(row["key"]), 1.0)) < 1:
-            row["ci_low"], row["ci_high"] = row["value"] / (1 + rel), row["value"] / (1 - rel)
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(numbers(runs))
     if table.empty:
         return []
-    ends = table[["value", "ci_low", "ci_high"]].astype(float)
-    table["low"], table["high"] = ends.min(axis=1), ends.max(axis=1)
+    table["below"] = (table["value"] - table["ci_low"].astype(float)).fillna(0)
+    table["above"] = (table["ci_high"].astype(float) - table["value"]).fillna(0)
     names = [metric.removesuffix(unit_of(metric)[0]) for metric in table["metric"]]
     table["series"] = [name.removesuffix("_p50").replace("_", " ") for name in names]
     table["panel"] = [" ".join(clean(k[n], 40) for n in PANELS if n in k) for k in table["key"]]
