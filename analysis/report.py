@@ -148,8 +148,7 @@ def as_page(sections: Sequence[dict[str, Any]]) -> str:
     )
     jinja.globals["draw"] = draw
     jinja.filters["svg"] = lambda figure: Markup(svg(figure))  # matplotlib escapes its texts
-    title = f"torchrun-bench: {', '.join(section['title'] for section in sections[2:])}"
-    return jinja.get_template("report.html.j2").render(title=title, sections=sections)
+    return jinja.get_template("report.html.j2").render(sections=sections)
 
 
 def main() -> int:
