@@ -52,23 +52,20 @@ def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def show(found: Comparison, style: str) -> str:
-    if style == "json":
-        return json.dumps({"schema": "torchrun-bench-compare/2"} | asdict(found), indent=1)
-    notes = [heading(found), *(f"warning: {line}" for line in found.warnings)]
+    """A comparison as text; style: table or markdown."""
+    above = [heading(found), *(f"warning: {line}" for line in found.warnings)]
     for field in found.environment:
         base, test = (clean("; ".join(field[side]), 150) for side in ("base", "test"))
         kind = "THE HARDWARE DIFFERS" if field["hardware"] else "environment"
-        notes.append(f"{kind}: {field['field']}: {base} in BASE, {test} in TEST")
+        above.append(f"{kind}: {field['field']}: {base} in BASE, {test} in TEST")
     header = ["case", "BASE", "TEST", "TEST is", "95 % interval", "verdict"]
     rows = [cells(case) for case in (*found.cases, found.mean) if case]
     body = show_table(header, rows, (1, 2), style).splitlines()
     if found.mean and style == "table":
         body.insert(-1, body[1])
-    counts = Counter(case.verdict for case in found.cases)
-    ends = [", ".join(f"{n} {verdict}" for verdict, n in counts.items()), *remarks(found)]
     mark, escape = ("-", markdown) if style == "markdown" else ("#", clean)
-    above, below = ([f"{mark} {escape(line, 500)}" for line in lines] for lines in (notes, ends))
-    return "\n".join([*above, "", *body, "", *below])
+    notes = [[f"{mark} {escape(line, 500)}" for line in side] for side in (above, below(found))]
+    return "\n".join([*notes[0], "", *body, "", *notes[1]])
 
 
 def heading(found: Comparison) -> str:
@@ -94,10 +91,12 @@ def cells(case: Result) -> list[str]:
     return [case.label, *times, words, interval, case.verdict]
 
 
-def remarks(found: Comparison) -> list[str]:
-    """Why cases have no better verdict, and how many runs might decide them."""
+def below(found: Comparison) -> list[str]:
+    """How many cases have each verdict, why no better one, and how many runs might decide them."""
+    counts = Counter(case.verdict for case in found.cases)
     reasons = Counter(f"{case.verdict}: {case.reason}" for case in found.cases if case.reason)
-    lines = [f"{n} case{'s' * (n > 1)}, {reason}" for reason, n in reasons.items()]
+    lines = [", ".join(f"{n} {verdict}" for verdict, n in counts.items())]
+    lines += [f"{n} case{'s' * (n > 1)}, {reason}" for reason, n in reasons.items()]
     wide = [case for case in found.cases if case.verdict == "undecided" and case.ci95]
     most = max((case.runs_needed or MAX_RUNS for case in wide), default=0)
     if most > len(found.base):
@@ -108,9 +107,11 @@ def remarks(found: Comparison) -> list[str]:
 
 def conclude(found: Sequence[Comparison], style: str, fail_on: Sequence[str]) -> int:
     """Print the results; the exit status: 1 for a verdict that `fail_on` names."""
-    shown = [show(comparison, style) for comparison in found]
-    several = style == "json" and len(shown) > 1
-    print(f"[{','.join(shown)}]" if several else "\n\n".join(shown))
+    if style == "json":
+        documents = [{"schema": "torchrun-bench-compare/2"} | asdict(one) for one in found]
+        print(json.dumps(documents if len(found) > 1 else documents[0], indent=1))
+    else:
+        print("\n\n".join(show(comparison, style) for comparison in found))
     verdicts = {case.verdict for one in found for case in (*one.cases, one.mean) if case}
     if failures := [name for name in fail_on if name in verdicts]:
         refuse(f"failed: {', '.join(failures)} (--fail-on)", status=1)

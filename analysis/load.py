@@ -2,7 +2,7 @@
 
     from analysis.load import frame, load
     table = frame(load(["results/", "more/*.jsonl"]))       # a row a case
-    table.pivot_table("time_s", "case", "report")
+    table.pivot_table("time_s", "case", "run")
 
 Reads this project's reports, those of PyTorch's benchmarks/distributed/ddp/benchmark.py, and what
 nccl-tests write with `-J` (its src/util.cu, versions 1 and 2).
@@ -11,7 +11,7 @@ nccl-tests write with `-J` (its src/util.cu, versions 1 and 2).
 import glob
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,36 +21,32 @@ import numpy as np
 import pandas as pd
 from pandas.io.json import ujson_loads  # half the time of json's
 
-from analysis.show import canonical, case_names, interval_of, is_number, plain
+from analysis.show import canonical, case_names, interval_of, is_number, plain, unit_of
 from common import report as report_file
 from common.report import Case, Report
 
-# Rows of these are callers or links that go their own way: their i-th samples are not at the same
-# time, and the slowest row counts instead of the slowest of each iteration.
-UNALIGNED = ("rpc_latency", "batch_update_ps", "p2p_matrix")
+# Rows of these are callers that go their own way: their i-th samples are not at the same time, and
+# the slowest row counts instead of the slowest of each iteration.
+UNALIGNED = ("rpc_latency", "batch_update_ps")
 LARGE_BYTES = 2**24  # reading so much JSON takes half a second
 
 
 @dataclass
 class Row(Case):
-    """One case of one run, without its samples.
+    """One case of one run, without its samples."""
 
-    measure: the step or metric that time_s is of, the run's time, None or 0 where there is none.
-    times_s: of each iteration; name: what tells the case apart.
-    """
-
-    measure: str = ""
-    time_s: float | None = None
-    times_s: Sequence[float] = ()
-    name: str = ""
+    measure: str = ""  # the step or metric that its time is of
+    time_s: float = 0.0  # of the run; 0 where there is none
+    times_s: Sequence[float] = ()  # of each iteration
+    name: str = ""  # what tells the case apart
 
 
 @dataclass
 class Run(Report):
-    """One report; its cases as rows, by their canonical keys. label: its path, or a page's name."""
+    """One report."""
 
-    rows: dict[str, Row] = field(default_factory=dict)
-    label: str = ""
+    rows: dict[str, Row] = field(default_factory=dict)  # its cases by their canonical keys
+    label: str = ""  # its path, or a page's name
 
 
 def load(words: Sequence[str], measure: str | None = None, ignore: Sequence[str] = ()) -> list[Run]:
@@ -80,8 +76,8 @@ def find(words: Sequence[str]) -> list[str]:
     for word in words:
         paths = sorted(glob.glob(word)) or [word]
         if os.path.isdir(word):
-            inside = sorted(Path(word).rglob("*.json*"))
-            paths = [str(path) for path in inside if path.suffix in (".json", ".jsonl")]
+            inside = [path for path in Path(word).rglob("*") if path.suffix in (".json", ".jsonl")]
+            paths = sorted(map(str, inside))
         if not paths:
             raise ValueError(f"there is no report (*.jsonl) in {word}")
         for path in paths:
@@ -94,28 +90,48 @@ def find(words: Sequence[str]) -> list[str]:
 
 def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
     """The report at a path as a run; see `load`."""
-    rows: dict[str, Row] = {}
 
-    def keep(report: Report, case: Case) -> None:
-        rows[canonical(case.key)] = reduce(case, report.benchmark, measure)
+    def shrink(report: Report, case: Case) -> None:
+        """Keep the times of one step alone: of each iteration the slowest rank's."""
+        step = measure or next(iter(case.samples_s), "")
+        samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)
         case.samples_s = {}
+        if samples.size:
+            slowest = np.median(samples, axis=1).argmax()
+            alone = report.benchmark in UNALIGNED
+            times = samples[slowest] if alone else samples.max(axis=0)
+            case.samples_s = {step: [times.tolist()]}
 
-    if report := read_foreign(path):
-        for case in report.cases:
-            keep(report, case)
-    else:
-        report = report_file.load(path, keep, partial(ujson_loads, precise_float=True))
-    if measure and rows and not any(row.measure for row in rows.values()):
-        raise ValueError(f"{path}: no case has a step or a metric in seconds named '{measure}'")
+    report = read_foreign(path)
+    if not report:
+        report = report_file.load(path, shrink, partial(ujson_loads, precise_float=True))
     run = Run(**vars(report), label=path)
-    for row in [part for whole in rows.values() for part in split_links(whole)]:
+    for case in [part for whole in report.cases for part in split_links(whole)]:
+        row = timed(case, measure)
         row.key = {name: value for name, value in row.key.items() if name not in ignore}
         form = canonical(row.key)
         if form in run.rows:
             what = f"several cases differ in {', '.join(ignore)} alone, e.g. {form}"
             raise ValueError(f"{path}: {what}; measure one of them a report")
         run.rows[form] = row
+    if measure and run.rows and not any(row.measure for row in run.rows.values()):
+        raise ValueError(f"{path}: no case has a step or a metric in seconds named '{measure}'")
     return run
+
+
+def timed(case: Case, measure: str | None) -> Row:
+    """A case and its time: the median of its iterations, else the first metric in seconds."""
+    row = Row(**vars(case) | {"samples_s": {}})
+    if row.failed:
+        return row
+    if case.samples_s:
+        row.measure, (row.times_s,) = case.samples_s.popitem()
+        row.time_s = float(np.median(row.times_s))
+    for name, value in row.metrics.items() if not row.measure else ():
+        if measure in (None, name) and unit_of(name)[1] == "s" and is_number(value) and value > 0:
+            row.measure, row.time_s = name, float(value)
+            break
+    return row
 
 
 def by_benchmark(runs: Sequence[Run]) -> dict[str, list[Run]]:
@@ -129,66 +145,35 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     return [row for run in runs for row in run.rows.values()]
 
 
-def frame(runs: Sequence[Run]) -> pd.DataFrame:
-    """A row a case: of which report, its name, check and time, the key, and the metrics."""
-    rows = []
+def every_row(runs: Sequence[Run]) -> Iterator[tuple[Row, dict[str, Any]]]:
+    """Each case, and what a table says of it; n: iterations."""
     for run in runs:
-        about = {"report": run.label, "benchmark": run.benchmark, "started_at": run.started_at}
+        e = run.environment
+        about = {"run": run.label, "started_at": run.started_at, "torch": e.get("torch")}
+        about |= {"host": ", ".join(map(str, e.get("hosts") or [])), "benchmark": run.benchmark}
         for row in run.rows.values():
-            own: dict[str, Any] = {"case": row.name, "check": row.check, "measure": row.measure}
-            own |= {"time_s": row.time_s, "n": len(row.times_s) or None}
-            rows.append(plain(row.metrics) | row.key | about | own)
+            yield row, about | {"case": row.name, "n": len(row.times_s) or None}
+
+
+def frame(runs: Sequence[Run]) -> pd.DataFrame:
+    """A row a case: of which run, its name, check and time, the key, and the metrics."""
+    rows = []
+    for row, about in every_row(runs):
+        own = {"check": row.check, "measure": row.measure, "time_s": row.time_s or None}
+        rows.append(plain(row.metrics) | row.key | about | own)
     return pd.DataFrame(rows)
 
 
 def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row a number of a case that did not fail, with its 95 % interval; n: iterations."""
+    """A row a number of a case that did not fail, with its 95 % interval."""
     found = []
-    for run in runs:
-        e = run.environment
-        about = {"run": run.label, "started_at": run.started_at, "torch": e.get("torch")}
-        about |= {"host": ", ".join(map(str, e.get("hosts") or []))}
-        for row in run.rows.values():
-            own = about | {"key": row.key, "case": row.name, "benchmark": run.benchmark}
-            for metric, value in row.metrics.items():
-                if is_number(value) and not row.failed:
-                    low, high = interval_of(metric, row.metrics) or (None, None)
-                    values = {"metric": metric, "value": value, "ci_low": low, "ci_high": high}
-                    found.append(own | values | {"n": len(row.times_s) or None})
+    for row, about in every_row(runs):
+        for metric, value in row.metrics.items():
+            if is_number(value) and not row.failed:
+                low, high = interval_of(metric, row.metrics) or (None, None)
+                values = {"metric": metric, "value": value, "ci_low": low, "ci_high": high}
+                found.append(about | {"key": row.key} | values)
     return found
-
-
-def reduce(case: Case, benchmark: str, measure: str | None) -> Row:
-    """A case without its samples. Its time: median over i of max over ranks of samples_s[r][i]."""
-    row = Row(case.key, [], {}, case.rounds, case.stop, case.metrics, case.check)
-    if row.failed:
-        return row
-    row.measure = measure or next(iter(case.samples_s), "")
-    rows = np.asarray(case.samples_s.get(row.measure, []), dtype=np.float64)
-    if rows.size:
-        slowest = np.median(rows, axis=1).argmax()
-        times = rows[slowest] if benchmark in UNALIGNED else rows.max(axis=0)
-        row.time_s, row.times_s = float(np.median(times)), times.tolist()
-    else:
-        row.measure, row.time_s = time_metric(case.metrics, measure)
-    if not row.time_s and row.check == "passed":
-        row.check = "passed, but without a time"
-    return row
-
-
-def time_metric(metrics: dict[str, Any], wanted: str | None) -> tuple[str, float | None]:
-    """The metric that says how long a case took: its name, and seconds; None where there is none.
-
-    Of several the first median, else the first other time; of a rate the time of one.
-    """
-    names = [n for n in metrics if wanted in (None, n) and (n == "rate" or n.endswith("_s"))]
-    names = [n for n in names if is_number(metrics[n]) and metrics[n] > 0]
-    rates = [n for n in names if n.endswith(("_per_s", "rate"))]
-    names.sort(key=lambda n: (n in rates, not n.endswith("_p50_s"), not n.endswith("time_s")))
-    if not names:
-        return "", None
-    name, value = names[0], float(metrics[names[0]])
-    return (f"1 / {name}", 1 / value) if name in rates else (name, value)
 
 
 def links_of(metrics: dict[str, Any]) -> list[list[Any]]:
@@ -198,21 +183,18 @@ def links_of(metrics: dict[str, Any]) -> list[list[Any]]:
     return [x for x in rows if len(x) == 6 and all(map(is_number, x)) and min(x[3:]) > 0]
 
 
-def split_links(row: Row) -> list[Row]:
+def split_links(case: Case) -> list[Case]:
     """A round of p2p_matrix as four cases a link; another case as it is.
 
     A link has its latency, and the seconds that 1 GB takes: either way, and both at once.
     """
-    own = {name: value for name, value in row.key.items() if name != "round"}
-    parts = []
-    for a, b, latency_us, *rates in [] if row.failed else links_of(row.metrics):
-        costs = [(f"{a} - {b} latency", "latency_s", latency_us / 1e6)]
-        ways = (f"{a} -> {b}", f"{b} -> {a}", f"{a} <-> {b}")
-        costs += [(way, "gigabyte_s", 1 / rate) for way, rate in zip(ways, rates, strict=True)]
-        for name, unit, cost in costs:
-            about: Any = {"metrics": {unit: cost}, "check": row.check}
-            parts.append(Row({"link": name} | own, [], measure=unit, time_s=cost, **about))
-    return parts or [row]
+    costs: dict[str, dict[str, Any]] = {}
+    for a, b, latency_us, there, back, both in [] if case.failed else links_of(case.metrics):
+        costs[f"{a} - {b} latency"] = {"latency_s": latency_us / 1e6}
+        for way, rate in ((f"{a} -> {b}", there), (f"{b} -> {a}", back), (f"{a} <-> {b}", both)):
+            costs[way] = {"gigabyte_s": 1 / rate}
+    own = {name: value for name, value in case.key.items() if name != "round"}
+    return [Case({"link": way} | own, [], metrics=costs[way]) for way in costs] or [case]
 
 
 def read_foreign(path: str) -> Report | None:
@@ -237,19 +219,14 @@ def pytorch_report(document: dict[str, Any], path: str) -> Report:
     report = Report("PyTorch's DDP benchmark", {}, path, [], "", status="complete")
     fixed = {name: document.get(name) for name in ("distributed_backend", "bucket_size")}
     for entry in document["benchmark_results"]:
-        seen: list[int] = []
-        for result in entry["result"]:
-            ranks = result["ranks"]
-            count = len(ranks)
+        for i, result in enumerate(entry["result"]):
+            count = len(result["ranks"])
             # it measures one rank twice: first without DDP, then with it
-            bare = count == 1 and 1 not in seen
-            label = "no ddp" if bare else f"{count} rank{'s' * (count > 1)}"
+            label = f"{count} rank{'s' * (count > 1)}" if i or count > 1 else "no ddp"
             key = {"model": entry["model"], "batch_size": entry["batch_size"], "label": label}
-            key |= {"number": seen.count(count)} | fixed
-            rows = np.reshape(result["measurements"], (count, -1))
-            median = {"step_time_p50_s": float(np.median(rows.max(axis=0)))}
-            report.cases.append(Case(key, ranks, {"step": rows.tolist()}, metrics=median))
-            seen.append(count)
+            slowest = np.reshape(result["measurements"], (count, -1)).max(axis=0)
+            median = {"step_time_p50_s": float(np.median(slowest))}
+            report.cases.append(Case(key | fixed, result["ranks"], metrics=median))
     about = {"torch": document.get("pytorch_version"), "cuda": document.get("cuda_version")}
     report.environment = about | {"world_size": max(len(case.ranks) for case in report.cases)}
     return report
@@ -259,8 +236,8 @@ def nccl_report(document: dict[str, Any], path: str) -> Report:
     """Of nccl-tests' -J: microseconds and GB/s, out of place and in place."""
     argv = [str(word) for word in document.get("args") or ["nccl-tests"]]
     config = document["config"]
-    devices = config.get("devices") or []
-    ranks = max(len(devices), config.get("nthreads", 1) * config.get("ngpus", 1))
+    devices = config["devices"]  # the first of each process
+    ranks = len(devices) * config["nthreads"] * config["ngpus"]
     variables = [v for v in document.get("env") or [] if v.startswith("NCCL_")]  # not the secrets
     environment = {
         "nccl": document.get("nccl_version"),
@@ -278,7 +255,7 @@ def nccl_report(document: dict[str, Any], path: str) -> Report:
         for place in ("out_of_place", "in_place"):
             found = result.get(place) or {}
             time_us = found.get("time", found.get("cpu_time"))
-            if time_us is not None and is_number(time_us):
+            if is_number(time_us):
                 case.metrics[f"{place}_time_s"] = time_us / 1e6
                 case.metrics[f"{place}_algbw_gb_per_s"] = found["alg_bw"]
                 case.metrics[f"{place}_busbw_gb_per_s"] = found["bus_bw"]

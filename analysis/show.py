@@ -3,8 +3,9 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import tabulate
 
@@ -20,7 +21,7 @@ def canonical(key: dict[str, Any]) -> str:
     return json.dumps(key, sort_keys=True)
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and math.isfinite(value)
 
 
@@ -72,8 +73,8 @@ def show_value(name: str, value: Any) -> str:
     words = name.replace("_", " ")
     if isinstance(value, bool) or value is None:
         return words if value else f"no {words}"
-    if isinstance(value, str):
-        return value
+    if not is_number(value):
+        return str(value)
     if name.endswith("_bytes"):
         return show_size(value)
     return f"{words.removesuffix(' mb')} {value:.10g}{' MB' if name.endswith('_mb') else ''}"
@@ -83,13 +84,11 @@ def case_names(keys: Sequence[dict[str, Any]]) -> list[str]:
     """A name for each key: its label, and the entries that tell it apart from others."""
     names = [clean(key.get("label") or "", 60) for key in keys]
     for entry in dict.fromkeys(entry for key in keys for entry in key if entry != "label"):
-        values: dict[str, set[str]] = {}  # by what the cases are called so far
-        for name, key in zip(names, keys, strict=True):
-            values.setdefault(name, set()).add(repr(key.get(entry)))
-        for i, key in enumerate(keys):
-            if len(values[names[i]]) > 1:
-                word = clean(show_value(entry, key.get(entry)), 60)
-                names[i] = f"{names[i]}, {word}" if names[i] else word
+        words = [clean(show_value(entry, key.get(entry)), 60) for key in keys]
+        several = Counter(name for name, _ in set(zip(names, words, strict=True)))
+        for i, name in enumerate(names):
+            if several[name] > 1:
+                names[i] = f"{name}, {words[i]}" if name else words[i]
     for i, key in enumerate(keys):
         texts = [clean(value, 60) for value in key.values() if isinstance(value, str)]
         names[i] = names[i] or ", ".join(texts[:2]) or "the case"
@@ -98,15 +97,12 @@ def case_names(keys: Sequence[dict[str, Any]]) -> list[str]:
 
 def plain(metrics: dict[str, Any]) -> dict[str, Any]:
     """The numbers, words and intervals of the metrics."""
-    return {
-        name: value
-        for name, value in metrics.items()
-        if is_number(value) or isinstance(value, str) or is_interval(value)
-    }
+    kinds = is_number, is_interval, lambda value: isinstance(value, str)
+    return {name: value for name, value in metrics.items() if any(kind(value) for kind in kinds)}
 
 
 def interval_of(name: str, metrics: dict[str, Any]) -> Any:
     """The 95 % interval of a metric: `step_time_ci95_s` is that of `step_time_p50_s`."""
     stem = name.replace("_p50", "")
-    names = (f"{stem.removesuffix('_s')}_ci95_s", f"{stem}_ci95", f"{stem}_bounds")
+    names = (f"{stem.removesuffix('_s')}_ci95_s", f"{stem}_ci95")
     return next((metrics[n] for n in names if is_interval(metrics.get(n))), None)

@@ -17,6 +17,7 @@ from scipy.special import stdtr, stdtrit  # Student's t; scipy.stats takes 0.7 s
 from analysis.load import Row, Run
 
 ALPHA = 0.05
+SURE = 1 - ALPHA / 2  # two-sided
 MIN_BLOCKS = 6  # of a pair of runs that took turns; with fewer their medians count
 MAX_RUNS = 1000  # that are said to be needed
 # Where these differ another machine was measured, whatever else was changed.
@@ -29,17 +30,12 @@ TIMES = ("base_s", "test_s", "pair_ratios")  # of a result
 
 @dataclass(frozen=True)
 class Design:
-    """How runs are compared.
+    """How runs are compared."""
 
-    margin: the smallest relative change that matters. paired: base[i] and test[i] were measured
-    one after the other, and their ratio is the unit. interleaved: their blocks took turns, and make
-    pairs as well. looks: at the growing data, to stop once decided; they share the error rate.
-    """
-
-    margin: float = 0.02
-    paired: bool = False
-    interleaved: bool = False
-    looks: int = 1
+    margin: float = 0.02  # the smallest relative change that matters
+    paired: bool = False  # base[i] and test[i] were neighbours in time: their ratio is the unit
+    interleaved: bool = False  # their blocks took turns, and make pairs as well
+    looks: int = 1  # at the growing data, to stop once decided; they share the error rate
 
 
 @dataclass
@@ -47,9 +43,7 @@ class Result:
     """One case on both sides. Times in seconds, one a run; ratio = test / base, over 1 is slower.
 
     verdict: slower, faster, same, undecided; missing where TEST has no time, new where BASE has
-    none, else not compared. ci95 is None where the runs do not tell how runs scatter; p: of no
-    difference. runs_needed: about how many a side would narrow the interval to +-margin.
-    pair_ratios: of runs that are compared pair by pair; ratio is then their geometric mean.
+    none, else not compared.
     """
 
     benchmark: str
@@ -61,90 +55,77 @@ class Result:
     base_s: list[float] = field(default_factory=list)
     test_s: list[float] = field(default_factory=list)
     ratio: float | None = None
-    ci95: tuple[float, float] | None = None
-    p: float | None = None
-    runs_needed: int | None = None
-    pair_ratios: list[float] = field(default_factory=list)
+    ci95: tuple[float, float] | None = None  # None where nothing tells how runs scatter
+    p: float | None = None  # of no difference
+    runs_needed: int | None = None  # a side, about, to narrow the interval to +-margin
+    pair_ratios: list[float] = field(default_factory=list)  # of runs that are compared in pairs
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """cases: all; mean: the geometric mean over those that every run has; base, test: paths.
-
-    environment: fields that differ, each with all its values on either side; hardware first.
-    """
-
     cases: list[Result]
-    mean: Result | None
-    environment: list[dict[str, Any]]
+    mean: Result | None  # the geometric mean over the cases that every run has
+    environment: list[dict[str, Any]]  # what differs, with all values of each side; hardware first
     warnings: list[str]
-    base: list[str]
+    base: list[str]  # paths
     test: list[str]
     design: Design
 
 
 def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Comparison:
-    """Compare every case that both sides have. Raises ValueError where there is none."""
-    cases, common = [], False
-    benchmarks = dict.fromkeys(run.benchmark for run in (*base, *test))
-    for benchmark in benchmarks:
-        sides = [[run for run in side if run.benchmark == benchmark] for side in (base, test)]
-        m, n = map(len, sides)
-        if design.paired and m != n:
-            raise ValueError(f"pairs need as many runs a side, got {m} and {n}")
-        for form in dict.fromkeys(form for side in sides for run in side for form in run.rows):
-            a, b = ([run.rows.get(form) for run in side] for side in sides)
-            cases.append(compare_case(benchmark, a, b, design))
-            common |= any(a) and any(b)
-    if not common:
-        has = [[f"{run.benchmark} {form}" for run in s for form in run.rows] for s in (base, test)]
-        a_case, b_case = (side[0] if side else "none" for side in has)
+    """Compare every case that either side has. Raises ValueError where none is on both."""
+    sides = base, test
+    has = [dict.fromkeys((run.benchmark, form) for run in s for form in run.rows) for s in sides]
+    if not has[0].keys() & has[1].keys():
+        a_case, b_case = (" ".join(next(iter(side), ["none"])) for side in has)
         raise ValueError(f"no case is on both sides: BASE has e.g. {a_case}; TEST {b_case}")
-    for case in cases if len(benchmarks) > 1 else ():
+    cases = []
+    for name, form in has[0] | has[1]:
+        rows = [[run.rows.get(form) for run in side if run.benchmark == name] for side in sides]
+        cases.append(compare_case(name, rows, design))
+    for case in cases if len({case.benchmark for case in cases}) > 1 else ():
         case.label = f"{case.benchmark}, {case.label}"
     cases.sort(key=lambda case: not case.measure)
     compared = [case for case in cases if case.measure]
-    whole = [case for case in compared if (len(case.base_s), len(case.test_s)) == (m, n)]
+    whole = [c for c in compared if (len(c.base_s), len(c.test_s)) == (len(base), len(test))]
     mean = None
-    if len(benchmarks) == 1 and len(whole) > 1:  # what hits one case of a run hits others
+    if len(whole) > 1:  # what hits one case of a run hits others
         mean = Result(whole[0].benchmark, {}, f"geometric mean of {len(whole)} cases")
         for name in TIMES:
             logs = np.log([getattr(case, name) for case in whole])
             setattr(mean, name, np.exp(logs.mean(axis=0)).tolist())
-    if compared:
-        estimate([*compared, *([mean] if mean else [])], design)
-    ended = {run.label: run.status for run in (*base, *test) if run.status != "complete"}
-    warnings = [f"{label} is not complete: its status is {ended[label]}" for label in ended]
-    names = [[run.label for run in side] for side in (base, test)]
-    return Comparison(cases, mean, differences(base, test), warnings, names[0], names[1], design)
+    estimate([*compared, *([mean] if mean else [])], design)
+    ended = [run for run in (*base, *test) if run.status != "complete"]
+    warnings = [f"{run.label} is not complete: its status is {run.status}" for run in ended]
+    a, b = ([run.label for run in side] for side in sides)
+    return Comparison(cases, mean, differences(base, test), warnings, a, b, design)
 
 
-def compare_case(
-    benchmark: str, base: list[Row | None], test: list[Row | None], design: Design
-) -> Result:
+def compare_case(benchmark: str, sides: list[list[Row | None]], design: Design) -> Result:
     """The times of a case, or why they cannot be compared."""
-    first = next(row for row in [*base, *test] if row)
+    m, n = map(len, sides)
+    if design.paired and m != n:
+        raise ValueError(f"pairs need as many runs a side, got {m} and {n}")
+    first = next(row for side in sides for row in side if row)
     result = Result(benchmark, first.key, first.name)
     notes = []
-    for side, rows in (("BASE", base), ("TEST", test)):
+    for side, rows in zip(("BASE", "TEST"), sides, strict=True):
         bad = [row.check if row else "not measured" for row in rows if not row or not row.time_s]
-        notes += [f"{side}: {len(bad)} of {len(rows)} runs: {bad[0]}"] if bad else []
+        notes += [f"{side}: no time in {len(bad)} of {len(rows)} runs: {bad[0]}"] if bad else []
     result.reason = "; ".join(notes)
-    timed = [[row for row in rows if row and row.time_s] for rows in (base, test)]
-    measures = sorted({row.measure for row in [*timed[0], *timed[1]]})
-    pairs = [(a, b) for a, b in zip(base, test, strict=False) if a and b and a.time_s and b.time_s]
-    if not timed[0] or not timed[1]:
-        result.verdict = "missing" if timed[0] or (not timed[1] and any(base)) else "new"
+    timed = [[row for row in side if row and row.time_s] for side in sides]
+    measures = sorted({row.measure for side in timed for row in side})
+    pairs = [(a, b) for a, b in zip(*sides, strict=False) if a and b and a.time_s and b.time_s]
+    if not all(timed):
+        result.verdict = "new" if timed[1] or not any(sides[0]) else "missing"
     elif len(measures) > 1:
         result.reason = f"different times were kept: {', '.join(measures)}"
-    elif design.paired and not pairs:
-        result.reason = "there is no pair with both"
-    else:
+    elif pairs or not design.paired:
+        result.measure = measures[0]
         if design.paired:
             timed = [[a for a, _ in pairs], [b for _, b in pairs]]
             result.pair_ratios = [ratio_of(a, b, design.interleaved) for a, b in pairs]
-        result.base_s, result.test_s = ([row.time_s or 0.0 for row in side] for side in timed)
-        result.measure = measures[0]
+        result.base_s, result.test_s = ([row.time_s for row in side] for side in timed)
     return result
 
 
@@ -152,13 +133,15 @@ def ratio_of(a: Row, b: Row, interleaved: bool) -> float:
     """b / a of a pair of runs: of their medians or, where they took turns, the median over blocks
     that were neighbours in time. A slow moment hits both of those, or is an outlier.
     """
-    if interleaved and all(0 < sum(row.rounds) == len(row.times_s) for row in (a, b)):
-        ends = (np.cumsum(row.rounds)[:-1] for row in (a, b))
-        blocks = (np.split(row.times_s, end) for row, end in zip((a, b), ends, strict=True))
-        pairs = [(np.median(x), np.median(y)) for x, y in zip(*blocks, strict=False)]
-        if len(pairs) >= MIN_BLOCKS and np.min(pairs) > 0:
-            return float(np.exp(np.median([np.log(y / x) for x, y in pairs])))
-    return (b.time_s or 1) / (a.time_s or 1)
+
+    def medians(row: Row) -> list[Any]:
+        return [np.median(block) for block in np.split(row.times_s, np.cumsum(row.rounds)[:-1])]
+
+    if interleaved and min(len(a.rounds), len(b.rounds)) >= MIN_BLOCKS:
+        blocks = np.array(list(zip(medians(a), medians(b), strict=False)))
+        if blocks.min() > 0:
+            return float(np.exp(np.median(np.log(blocks[:, 1] / blocks[:, 0]))))
+    return b.time_s / a.time_s
 
 
 def estimate(cases: list[Result], design: Design) -> None:
@@ -177,15 +160,15 @@ def estimate(cases: list[Result], design: Design) -> None:
         error = np.sqrt((a + b) / df * share)
         s, t = a / (m - 1) / m, b / (n - 1) / n  # squared errors of the means
         welch = (s + t) ** 2 / (s**2 / (m - 1) + t**2 / (n - 1))
-        wider = (m != n) & (t_quantile(welch) * np.sqrt(s + t) > t_quantile(df) * error)
+        wider = (m != n) & (stdtrit(welch, SURE) * np.sqrt(s + t) > stdtrit(df, SURE) * error)
         error, df = error.mask(wider, np.sqrt(s + t)), df.mask(wider, welch)
     p = (2 * stdtr(df, -value.abs() / error)).mask((value == 0) & (error == 0), 1.0)
     real = p <= largest_discovery(p[df > 0], ALPHA / design.looks)
-    half = t_quantile(df, 1 - ALPHA / design.looks) * error
+    half = stdtrit(df, 1 - ALPHA / design.looks / 2) * error
     ends = (np.exp(np.clip(v, -700, 700)) for v in (value - half, value, value + half))
     runs = np.arange(2, MAX_RUNS)
     parts = 1 if design.paired else 2
-    widths = t_quantile(parts * (runs - 1)) * np.sqrt(parts / runs)  # if runs scatter by 1
+    widths = stdtrit(parts * (runs - 1), SURE) * np.sqrt(parts / runs)  # if runs scatter by 1
     least, most = 1 / (1 + design.margin), 1 + design.margin
     for i, (case, low, ratio, high) in enumerate(zip(cases, *ends, strict=True)):
         case.ratio, case.verdict = ratio, "undecided"
@@ -204,10 +187,6 @@ def estimate(cases: list[Result], design: Design) -> None:
         case.reason = "; ".join(filter(None, (why, case.reason)))
 
 
-def t_quantile(df: ArrayLike, confidence: float = 1 - ALPHA) -> Any:
-    return stdtrit(df, (1 + confidence) / 2)
-
-
 def largest_discovery(p_values: ArrayLike, rate: float) -> float:
     """The largest p that counts, so that of those up to it at most `rate` are false on average.
 
@@ -222,13 +201,12 @@ def fields(run: Run) -> dict[str, str]:
     e = run.environment
     found = {name: value for name, value in e.items() if name not in IGNORED}
     found |= {f"variables.{name}": value for name, value in (e.get("variables") or {}).items()}
-    if e.get("ranks"):
-        found["cores"] = [rank.get("cores") for rank in e["ranks"]]
+    found["cores"] = [rank.get("cores") for rank in e.get("ranks") or []]
     gpus = [gpu for node in e.get("gpus") or [] for gpu in node]
-    found |= {f"GPU {name}": [gpu.get(name) for gpu in gpus] for name in GPU_HARDWARE if gpus}
+    found |= {f"GPU {name}": [gpu.get(name) for gpu in gpus] for name in GPU_HARDWARE}
     lists = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
     texts = {name: ", ".join(dict.fromkeys(map(str, values))) for name, values in lists.items()}
-    return {name: "none" if text in ("None", "") else text for name, text in texts.items()}
+    return {name: text for name, text in texts.items() if text not in ("None", "")}
 
 
 def differences(base: Sequence[Run], test: Sequence[Run]) -> list[dict[str, Any]]:

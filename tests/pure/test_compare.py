@@ -172,7 +172,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", failed, case("y"), case("new"), never, mended, late)
     found = judged(tmp_path / "base.jsonl", tmp_path / "test.jsonl")
     reasons = {c.label: c.reason for c in found.cases}
-    assert reasons["x"] == "TEST: 1 of 1 runs: failed: out of memory"
+    assert reasons["x"] == "TEST: no time in 1 of 1 runs: failed: out of memory"
     assert {c.label: c.verdict for c in found.cases} == {
         **{"y": "undecided", "x": "missing", "z": "missing", "never": "missing"},
         **{"mended": "new", "new": "new", "late": "new"},

@@ -43,9 +43,8 @@ def test_callers_that_go_their_own_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metrics", "measure", "seconds"),
     [
-        ({"first_s": 9.0, "call_p50_s": 2.0}, "call_p50_s", 2.0),
-        ({"updates_per_s": 4.0}, "1 / updates_per_s", 0.25),
-        ({"rate": 4.0, "first_s": 9.0}, "first_s", 9.0),
+        ({"calls_per_s": 4.0, "stall_s": -1.0, "first_s": 9.0, "call_s": 2.0}, "first_s", 9.0),
+        ({"calls_per_s": 4.0, "note": "warm"}, "", 0.0),
     ],
 )
 def test_a_case_without_samples_has_a_metric(
@@ -132,6 +131,7 @@ def test_pytorchs_report(tmp_path: Path) -> None:
 
 def nccl_report() -> dict[str, Any]:
     """As src/util.cu of nccl-tests writes it."""
+    # of each process the first device
     device = {"rank": 0, "hostname": "node1", "device": 0, "device_info": "NVIDIA H100"}
     body = {"time": 25.5, "alg_bw": 0.04, "bus_bw": 0.07, "nwrong": 0.0}
     sizes: list[dict[str, Any]] = [
@@ -146,7 +146,7 @@ def nccl_report() -> dict[str, Any]:
         "args": ["./build/all_reduce_perf", "-J", "out.json"],
         "env": ["NCCL_ALGO=Ring", "SECRET=hunter2"],
         "nccl_version": 22703,
-        "config": {"nthreads": 1, "ngpus": 2, "devices": [device, device | {"rank": 1}]},
+        "config": {"nthreads": 1, "ngpus": 4, "devices": [device, device | {"rank": 4}]},
         "results": results,
         "out_of_bounds": {"count": 0, "okay": "true"},
         "end_time": "2026-01-01 10:00:09",
@@ -163,6 +163,7 @@ def test_nccl_tests_report(tmp_path: Path) -> None:
     assert table["in_place_busbw_gb_per_s"].tolist()[0] == 0.07
     assert table["check"].tolist() == ["passed", "failed: 3 wrong values in place"]
     assert found.environment["nccl"] == 22703
+    assert found.environment["world_size"] == 8
     assert found.environment["variables"] == {"NCCL_ALGO": "Ring"}  # and no secret
 
 
