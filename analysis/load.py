@@ -74,10 +74,11 @@ def find(words: Sequence[str]) -> list[str]:
     """The files that the words name, each once. Raises ValueError where a folder has none."""
     found: dict[str, str] = {}
     for word in words:
-        paths = sorted(glob.glob(word)) or [word]
         if os.path.isdir(word):
-            inside = [path for path in Path(word).rglob("*") if path.suffix in (".json", ".jsonl")]
-            paths = sorted(map(str, inside))
+            inside = Path(word).rglob("*")
+            paths = sorted(str(path) for path in inside if path.suffix in (".json", ".jsonl"))
+        else:
+            paths = sorted(glob.glob(word)) or [word]
         if not paths:
             raise ValueError(f"there is no report (*.jsonl) in {word}")
         for path in paths:

@@ -137,9 +137,9 @@ def ratio_of(a: Row, b: Row, interleaved: bool) -> float:
     def medians(row: Row) -> list[Any]:
         return [np.median(block) for block in np.split(row.times_s, np.cumsum(row.rounds)[:-1])]
 
-    if interleaved and min(len(a.rounds), len(b.rounds)) >= MIN_BLOCKS:
+    if interleaved and all(0 < sum(row.rounds) == len(row.times_s) for row in (a, b)):
         blocks = np.array(list(zip(medians(a), medians(b), strict=False)))
-        if blocks.min() > 0:
+        if len(blocks) >= MIN_BLOCKS and blocks.min() > 0:
             return float(np.exp(np.median(np.log(blocks[:, 1] / blocks[:, 0]))))
     return b.time_s / a.time_s
 
@@ -151,7 +151,8 @@ def estimate(cases: list[Result], design: Design) -> None:
     there Welch's t (Biometrika 34, 1947) replaces it where that is wider. A side of one value has
     no scatter of its own: the other side's counts for it.
     """
-    x, y, d = (np.log(pd.DataFrame([getattr(case, name) for case in cases])) for name in TIMES)
+    times = ([dict(enumerate(getattr(case, name))) for case in cases] for name in TIMES)
+    x, y, d = (np.log(pd.DataFrame(rows)) for rows in times)  # a row a case, shorter ones padded
     m, n = x.count(axis=1), y.count(axis=1)
     value, error, df, share = d.mean(axis=1), d.sem(axis=1), m - 1.0, 1 / m
     if not design.paired:
