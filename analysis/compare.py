@@ -31,7 +31,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import by_benchmark, find, load, rows_of
+from analysis.load import by_benchmark, find, load
 from analysis.show import clean, markdown, show_table, show_time
 from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
 from common.cli import Parser, fraction, list_of, positive_int, refuse
@@ -128,15 +128,16 @@ def two_sides(args: argparse.Namespace) -> Comparison:
 
 def over_time(args: argparse.Namespace) -> list[Comparison]:
     """The newest run of each benchmark against those before it."""
-    groups = list(by_benchmark(load([args.history], args.measure, args.ignore_key)).values())
+    groups = by_benchmark(load([args.history], args.measure, args.ignore_key)).values()
+    several = [runs for runs in groups if len(runs) > 1]
+    found = [compare(runs[-1 - args.last : -1], runs[-1:], Design(args.margin)) for runs in several]
+    if not found:
+        raise ValueError(f"--history {args.history}: no benchmark has two reports")
     if args.plot:
         from analysis.figures import plot_history  # matplotlib takes a second to import
 
-        plot_history([runs for runs in groups if rows_of(runs)], args.plot)
-    several = [runs for runs in groups if len(runs) > 1]
-    if not several:
-        raise ValueError(f"--history {args.history}: no benchmark has two reports")
-    return [compare(runs[-1 - args.last : -1], runs[-1:], Design(args.margin)) for runs in several]
+        plot_history(several, args.plot)
+    return found
 
 
 def main() -> int:

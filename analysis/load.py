@@ -235,19 +235,16 @@ def pytorch_report(document: dict[str, Any], path: str) -> Report:
 
 def nccl_report(document: dict[str, Any], path: str) -> Report:
     """Of nccl-tests' -J: microseconds and GB/s, out of place and in place."""
-    argv = [str(word) for word in document.get("args") or ["nccl-tests"]]
+    argv = [str(word) for word in document["args"]]
     config = document["config"]
     devices = config["devices"]  # the first of each process
     ranks = len(devices) * config["nthreads"] * config["ngpus"]
-    variables = [v for v in document.get("env") or [] if v.startswith("NCCL_")]  # not the secrets
-    environment = {
-        "nccl": document.get("nccl_version"),
-        "world_size": ranks,
-        "hosts": sorted({d["hostname"] for d in devices}),
-        "devices": sorted({d["device_info"] for d in devices}),
-        "variables": dict(v.split("=", 1) for v in variables),
-    }
-    report = Report("nccl-tests", environment, path, argv, str(document.get("start_time", "")))
+    variables = [v for v in document["env"] if v.startswith("NCCL_")]  # not the secrets
+    environment = {"nccl": document["nccl_version"], "world_size": ranks}
+    environment |= {"hosts": sorted({device["hostname"] for device in devices})}
+    environment |= {"devices": sorted({device["device_info"] for device in devices})}
+    environment |= {"variables": dict(variable.split("=", 1) for variable in variables)}
+    report = Report("nccl-tests", environment, path, argv, str(document["start_time"]))
     report.status = "complete" if "end_time" in document else "interrupted"
     for result in document["results"]:
         key = {"collective": Path(argv[0]).name.removesuffix("_perf")}

@@ -24,6 +24,7 @@ def test_a_row_a_case(tmp_path: Path) -> None:
     )
     table = frame(load([path]))
     assert table["case"].tolist() == ["no ddp", "2 ranks"]
+    assert table["run"].tolist() == [path] * 2
     # of each iteration the slowest rank counts: 0.2, 0.3, 0.2
     assert table["time_s"].tolist() == [2, 0.2]
     assert table["n"].tolist() == [3, 3]
