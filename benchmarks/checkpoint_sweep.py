@@ -294,6 +294,7 @@ def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Facts:
     facts["loads"] = [[load_once(cold=True), load_once()] for _ in times[:LOADS]]
     facts["same"] = all(map(torch.equal, (x.cpu() for x in t.own_bytes()), t.saved))
     facts["shard_bytes"], facts["files"] = sum(map(len, t.saved)), len(os.listdir(paths[-1]))
+    dist.barrier(t.control)  # all have read what is now changed
     if bench.job.rank == 0:  # what is in the middle of the largest file is a tensor's
         largest = max(paths[-1].iterdir(), key=lambda file: file.stat().st_size)
         with open(largest, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:

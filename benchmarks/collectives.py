@@ -222,11 +222,11 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
     length = COLD // dtype.itemsize * (key["caches"] == "cold")
     stride = max(need, length // 4096 // 64 * 64)  # 4096 buffers at most
     torch.cuda.empty_cache()  # NCCL has no use for what torch keeps of smaller sizes
-    buffers = torch.ones(max(1, length // stride), stride, dtype=dtype, device=device)
-    whole = [row[: max(send, recv)] for row in buffers]
+    block = torch.ones(max(1, length // stride), stride, dtype=dtype, device=device)
+    whole = [row[: max(send, recv)] for row in block]
     own = slice(rank * count, (rank + 1) * count)
     buffers = {
-        "out_of_place": [(row[:send], row[send : send + recv]) for row in buffers],
+        "out_of_place": [(row[:send], row[send : send + recv]) for row in block],
         "in_place": [(w[own] if send < recv else w, w[own] if send > recv else w) for w in whole],
     }
     calls = {v: [partial(op.call, *pair, at) for pair in buffers[v]] for v in op.variants}

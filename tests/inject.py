@@ -538,6 +538,18 @@ def wrong_load() -> None:
 
 
 @fault
+def late_reader() -> None:
+    """Rank 1 reads a file of torch.save's half a second after the others."""
+    real = torch.load
+
+    def load(file: Any, **kwargs: Any) -> Any:
+        time.sleep(0.5 * (RANK == 1 and isinstance(file, Path)))
+        return real(file, **kwargs)
+
+    torch.load = load  # type: ignore[assignment]
+
+
+@fault
 def half_speed() -> None:
     """Rank 1 takes twice the time for products, copies and additions: it waits, busily."""
 

@@ -92,7 +92,7 @@ def test_a_mistake_is_one_line(
     ("flags", "line"),
     [
         (("--world-sizes", "4"), "--world-sizes 4 is more than the 1 ranks"),
-        (("--json", __file__), "--json would replace"),
+        (("--json", __file__), "--json: it would replace"),
         (("--backend", "smoke"), "--backend smoke: this torch was built without it"),
     ],
 )
