@@ -9,6 +9,7 @@ nccl-tests write with `-J` (its src/util.cu, versions 1 and 2).
 """
 
 import glob
+import json
 import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
@@ -204,7 +205,7 @@ def read_foreign(path: str) -> Report | None:
         with open(path, "rb") as file:
             if b'"schema"' in file.readline(4096):
                 return None
-        document = report_file.strict_json(Path(path).read_text())
+        document = json.loads(Path(path).read_text())
     except (OSError, ValueError, RecursionError):
         return None
     lists = [name for name in FOREIGN if isinstance(document, dict) and name in document]

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 SCHEMA = "torchrun-bench/2"
-OTHER = "; another version of torchrun-bench may have written it"
 # of the environment: what must be alike for a report to be resumed
 SAME = ("torch", "nccl", "world_size", "local_world_size", "devices", "backend")
 
@@ -121,17 +120,10 @@ class Report:
                 os.fsync(file.fileno())
 
 
-def strict_json(text: str) -> Any:
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not a number in JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
-
 def load(
     path: str,
     each: Callable[[Report, Case], None] = lambda report, case: None,
-    parse: Callable[[str], Any] = strict_json,
+    parse: Callable[[str], Any] = json.loads,
 ) -> Report:
     """The report at `path`. Raises ValueError, naming the file and the line, if it is none.
 
@@ -149,7 +141,8 @@ def load(
                 expect(isinstance(content, dict), "the line", "an object", content)
                 if report is None:
                     if (schema := content.get("schema")) != SCHEMA:
-                        raise ValueError(f"schema is {schema!r}, not {SCHEMA!r}{OTHER}")
+                        other = "another version of torchrun-bench may have written it"
+                        raise ValueError(f"schema is {schema!r}, not {SCHEMA!r}; {other}")
                     report = Report(**content, path=path)
                 elif "status" in content:
                     report.status = content.pop("status")
