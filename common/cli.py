@@ -113,37 +113,42 @@ def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) ->
     return parse
 
 
-def number(kind: type[int] | type[float], minimum: float = 0, above: bool = False) -> Any:
-    """A finite number from `minimum` on, or `above` it."""
-    noun = "a whole number" if kind is int else "a number"
-    limit = f"above {minimum:g}" if above else f"of at least {minimum:g}"
+def checked(
+    convert: Callable[[str], Any], valid: Callable[[Any], bool], expected: str, example: str = ""
+) -> Any:
+    """The type of a flag: what `convert` makes of its text, where that is `valid`."""
 
     def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not minimum <= value < math.inf or (above and value == minimum):
-            wrong(f"{noun} {limit}", repr(text))
-        return value
+        with contextlib.suppress(ValueError):
+            if valid(value := convert(text)):
+                return value
+        wrong(expected, repr(text), example)
 
     return parse
 
 
+def number(kind: type[int] | type[float], minimum: float = 0, above: bool = False) -> Any:
+    """A finite number from `minimum` on, or `above` it."""
+    noun = "a whole number" if kind is int else "a number"
+    limit = f"above {minimum:g}" if above else f"of at least {minimum:g}"
+    low = math.nextafter(minimum, math.inf) if above else minimum
+    return checked(kind, lambda value: low <= value < math.inf, f"{noun} {limit}")
+
+
+def to_bytes(text: str) -> int:
+    unit = UNITS.get(text[-1:].upper(), 1)
+    value = float(text[:-1] if unit > 1 else text) * unit
+    return int(value) if value.is_integer() else -1
+
+
+def to_share(text: str) -> float:
+    return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+
+
 positive_int = number(int, 1)
 positive_float = number(float, 0, above=True)
-
-
-def size(text: str) -> int:
-    """Bytes: 8, 64K, 4M or 1G, in powers of 1024."""
-    unit = UNITS.get(text[-1:].upper(), 1)
-    try:
-        value = float(text[:-1] if unit > 1 else text) * unit
-    except ValueError:
-        value = math.nan
-    if value < 0 or not value.is_integer():
-        wrong("a size in bytes", repr(text), "e.g. 8, 64K, 4M or 1G")
-    return int(value)
+size = checked(to_bytes, lambda n: n >= 0, "a size in bytes", "e.g. 8, 64K, 4M or 1G")
+fraction = checked(to_share, lambda x: 0 < x < 1, "a share between 0 and 1", "e.g. 5% or 0.05")
 
 
 def show_size(count: float) -> str:
@@ -152,17 +157,6 @@ def show_size(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.4g}{unit}"
     return f"{count:g}"
-
-
-def fraction(text: str) -> float:
-    """`5%` or 0.05, between 0 and 1."""
-    try:
-        value = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
-        wrong("a share between 0 and 1", repr(text), "e.g. 5% or 0.05")
-    return value
 
 
 def wrong(expected: str, got: str, example: str = "") -> NoReturn:
