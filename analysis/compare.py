@@ -31,7 +31,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import by_benchmark, find, load
+from analysis.load import by_benchmark, find, load, rows_of
 from analysis.show import clean, markdown, show_table, show_time
 from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
 from common.cli import Parser, fraction, list_of, positive_int, refuse
@@ -129,10 +129,11 @@ def two_sides(args: argparse.Namespace) -> Comparison:
 def over_time(args: argparse.Namespace) -> list[Comparison]:
     """The newest run of each benchmark against those before it."""
     groups = by_benchmark(load([args.history], args.measure, args.ignore_key)).values()
-    several = [runs for runs in groups if len(runs) > 1]
+    timed = [runs for runs in groups if any(row.time_s for row in rows_of(runs))]
+    several = [runs for runs in timed if len(runs) > 1]
     found = [compare(runs[-1 - args.last : -1], runs[-1:], Design(args.margin)) for runs in several]
     if not found:
-        raise ValueError(f"--history {args.history}: no benchmark has two reports")
+        raise ValueError(f"--history {args.history}: no benchmark has two reports with times")
     if args.plot:
         from analysis.figures import plot_history  # matplotlib takes a second to import
 
@@ -150,7 +151,7 @@ def main() -> int:
     add("--plot", metavar="PATH", help="with --history: draw each case over time, .svg or .png")
     add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
     add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
-    add("--measure", metavar="NAME", help="another step of the cases, or a metric in seconds")
+    add("--measure", metavar="NAME", help="another step of the cases, or a time or rate of theirs")
     add_verdict_flags(parser)
     args = parser.parse_args()
     given = bool(args.base), bool(args.test), bool(args.history)

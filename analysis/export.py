@@ -27,7 +27,7 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import load, numbers
-from analysis.show import clean, unit_of
+from analysis.show import canonical, clean, unit_of
 from common import report
 from common.cli import Parser, list_of, refuse
 
@@ -111,19 +111,24 @@ def to_pytorch(paths: list[str]) -> str:
     """
     found = report.load(paths[0])
     cases = [case for case in found.cases if not case.failed and case.samples_s.get("step")]
-    if len(paths) != 1 or found.benchmark != "ddp_sweep" or not cases:
+    wrapped = [case for case in cases if case.key.get("world_size")]
+    if len(paths) != 1 or found.benchmark != "ddp_sweep" or not wrapped:
         raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
-    cases.sort(key=lambda case: case.key["world_size"])
-    results: dict[str, dict[str, Any]] = {}
-    for case in cases:
-        entry = {name: case.key[name] for name in ("model", "batch_size")}
-        row = {"ranks": case.ranks, "measurements": [*chain(*case.samples_s["step"])]}
-        same = results.setdefault(f"{entry} {case.key['dtype']}", entry | {"result": []})
-        same["result"].append(row)
-    e, key = found.environment, cases[-1].key
+    bare = {(c.key["model"], c.key["dtype"]): [c] for c in cases if not c.key["world_size"]}
+    groups: dict[str, list[report.Case]] = {}  # an entry for each bucket size and hook
+    for case in wrapped:
+        which = {k: v for k, v in case.key.items() if k not in ("label", "world_size")}
+        first = bare.get((case.key["model"], case.key["dtype"]), [])
+        groups.setdefault(canonical(which), [*first]).append(case)
+    results = []
+    for group in groups.values():
+        rows = [{"ranks": c.ranks, "measurements": [*chain(*c.samples_s["step"])]} for c in group]
+        entry = {name: group[-1].key[name] for name in ("model", "batch_size")}
+        results.append(entry | {"result": rows})
+    e, key = found.environment, wrapped[0].key
     document = {"pytorch_version": e.get("torch"), "cuda_version": e.get("cuda")}
     document |= {"distributed_backend": key["backend"], "bucket_size": key["bucket_size_mb"]}
-    return json.dumps(document | {"benchmark_results": [*results.values()]})
+    return json.dumps(document | {"benchmark_results": results})
 
 
 FORMATS = {"csv": to_csv, "bmf": to_bmf, "gha": to_gha, "records": to_records}

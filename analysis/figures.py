@@ -129,7 +129,7 @@ FIGURES: dict[str, list[tuple[str, list[str], Callable[..., Figure | None]]]] = 
         ("A load", ["load_cold_s", "load_warm_s"], bars),
     ],
 }
-PANELS = ("model", "collective", "operation")  # each value of these has a figure of its own
+PANELS = ("model", "dtype", "collective", "operation")  # a figure for each value of them
 
 
 def draw(runs: Sequence[Run]) -> list[Figure]:
@@ -146,11 +146,12 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     table["panel"] = [" ".join(clean(k[n], 40) for n in PANELS if n in k) for k in table["key"]]
     times = table["metric"][table["metric"].str.endswith(("_p50_s", "time_s"))]
     often = times.value_counts(sort=False).nlargest(1)  # what most cases have
-    figures = []
-    for title, metrics, kind in FIGURES.get(runs[0].benchmark, [("Time", [*often.index], bars)]):
-        for name, part in table[table["metric"].isin(metrics)].groupby("panel", sort=False):
-            figures.append(kind(part, title, f"{title}, {name}".strip(", ")))
-    return [figure for figure in figures if figure][:MAX_FIGURES]
+    figures: list[Figure] = []
+    for plan in FIGURES.get(runs[0].benchmark, []), [("Time", [*often.index], bars)]:
+        for title, metrics, kind in plan if not figures else ():
+            for name, part in table[table["metric"].isin(metrics)].groupby("panel", sort=False):
+                figures += filter(None, [kind(part, title, f"{title}, {name}".strip(", "))])
+    return figures[:MAX_FIGURES]
 
 
 def link_heatmap(report: Report, path: str) -> None:

@@ -53,8 +53,8 @@ class Run(Report):
 def load(words: Sequence[str], measure: str | None = None, ignore: Sequence[str] = ()) -> list[Run]:
     """The reports that paths, folders and patterns name, as runs, in the order of their start.
 
-    measure: the step, or the metric in seconds, to take instead of the first step. ignore: fields
-    of the keys by which cases are not told apart. Raises ValueError with one line.
+    measure: the step, time or rate to take instead of the first step. ignore: fields of the keys
+    by which cases are not told apart. Raises ValueError with one line.
     """
     paths = find(words)
     read_one = partial(read, measure=measure, ignore=ignore)
@@ -104,8 +104,10 @@ def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
             times = samples[slowest] if alone else samples.max(axis=0)
             case.samples_s = {step: [times.tolist()]}
 
-    report = read_foreign(path)
-    if not report:
+    if report := read_foreign(path):
+        for case in report.cases:
+            shrink(report, case)
+    else:
         report = report_file.load(path, shrink, partial(ujson_loads, precise_float=True))
     run = Run(**vars(report), label=path)
     for case in [part for whole in report.cases for part in split_links(whole)]:
@@ -117,21 +119,26 @@ def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
             raise ValueError(f"{path}: {what}; measure one of them a report")
         run.rows[form] = row
     if measure and run.rows and not any(row.measure for row in run.rows.values()):
-        raise ValueError(f"{path}: no case has a step or a metric in seconds named '{measure}'")
+        raise ValueError(f"{path}: no case has a step, a time or a rate named '{measure}'")
     return run
 
 
 def timed(case: Case, measure: str | None) -> Row:
-    """A case and its time: the median of its iterations, else the first metric in seconds."""
+    """A case and its time: the median of its iterations, else the first metric in seconds; of a
+    rate that `measure` names the time that follows from it."""
     row = Row(**vars(case) | {"samples_s": {}})
     if row.failed:
         return row
     if case.samples_s:
         row.measure, (row.times_s,) = case.samples_s.popitem()
         row.time_s = float(np.median(row.times_s))
-    for name, value in row.metrics.items() if not row.measure else ():
-        if measure in (None, name) and unit_of(name)[1] == "s" and is_number(value) and value > 0:
-            row.measure, row.time_s = name, float(value)
+        return row
+    names = [measure] if measure else [name for name in row.metrics if unit_of(name)[1] == "s"]
+    for name in names:
+        value = row.metrics.get(name)
+        if is_number(value) and value > 0:
+            rate = name.endswith("_per_s")
+            row.measure, row.time_s = (f"1 / {name}", 1 / value) if rate else (name, value)
             break
     return row
 
@@ -226,9 +233,10 @@ def pytorch_report(document: dict[str, Any], path: str) -> Report:
             # it measures one rank twice: first without DDP, then with it
             label = f"{count} rank{'s' * (count > 1)}" if i or count > 1 else "no ddp"
             key = {"model": entry["model"], "batch_size": entry["batch_size"], "label": label}
-            slowest = np.reshape(result["measurements"], (count, -1)).max(axis=0)
-            median = {"step_time_p50_s": float(np.median(slowest))}
-            report.cases.append(Case(key | fixed, result["ranks"], metrics=median))
+            rows = np.reshape(result["measurements"], (count, -1))
+            median = {"step_time_p50_s": float(np.median(rows.max(axis=0)))}
+            case = Case(key | fixed, result["ranks"], {"step": rows.tolist()}, metrics=median)
+            report.cases.append(case)
     about = {"torch": document.get("pytorch_version"), "cuda": document.get("cuda_version")}
     report.environment = about | {"world_size": max(len(case.ranks) for case in report.cases)}
     return report

@@ -111,7 +111,8 @@ def compare_case(benchmark: str, sides: list[list[Row | None]], design: Design) 
     notes = []
     for side, rows in zip(("BASE", "TEST"), sides, strict=True):
         bad = [row.check if row else "not measured" for row in rows if not row or not row.time_s]
-        notes += [f"{side}: no time in {len(bad)} of {len(rows)} runs: {bad[0]}"] if bad else []
+        why = bad[0] if bad and bad[0] != "passed" else "it has none"
+        notes += [f"{side}: no time in {len(bad)} of {len(rows)} runs: {why}"] if bad else []
     result.reason = "; ".join(notes)
     timed = [[row for row in side if row and row.time_s] for side in sides]
     measures = sorted({row.measure for side in timed for row in side})

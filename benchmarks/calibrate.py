@@ -123,7 +123,7 @@ def build_perturbation(args: argparse.Namespace, bench: Benchmark, group: Group)
 
 
 def derive_perturbation(case: Case, facts: list[list[float]]) -> None:
-    """Of the first rank, where the harness gathers what it reports."""
+    """Of the first rank."""
     ratios, interval = facts[0], median_interval(facts[0])
     case.metrics |= {"ratio": float(np.median(ratios)), "ratio_ci95": interval, "ratios": ratios}
     case.metrics |= percentiles(case.samples_s["step"][0], "step_time")

@@ -312,7 +312,7 @@ def plan(bench: Benchmark, found: dict[str, Any]) -> list[Phase]:
 
     def judge_links(cases: list[Case]) -> Findings:
         rows = [link for case in cases for link in case.metrics.get("links", [])]
-        # inside a host of CPUs they are cores that all share: their data counts, not their times
+        # inside a node of CPUs they are cores that all share: their data counts, not their times
         rows = [link for link in rows if not cpu or nodes[link[0]] != nodes[link[1]]]
         return links.slow_links(rows, nodes, "rank", args.sigmas, together)
 

@@ -105,10 +105,11 @@ class Watchdog:
                     end(1, f"{self.where}: the rendezvous store is gone")
 
     def _abort_failed(self) -> None:
-        group = self.group
-        if group and self.other.check([f"failed/{self.case}"]):
+        group, case = self.group, self.case
+        if group and self.other.check([f"failed/{case}"]):
             abort_group(group)
-            self.group = None
+            if self.group is group:  # else the next case has begun meanwhile
+                self.group = None
 
     def _roll_call(self) -> NoReturn:
         frame = sys._current_frames()[threading.main_thread().ident or 0]

@@ -15,13 +15,9 @@ from tests.pure.reports import ROOT, case, write
 
 
 def test_a_row_a_case(tmp_path: Path) -> None:
-    two_ranks: dict[str, Any] = {
-        "samples_s": {"step": [[0.1, 0.3, 0.2], [0.2, 0.1, 0.1]]},
-        "ranks": [0, 1],
-    }
-    path = write(
-        tmp_path / "a.jsonl", case("no ddp", [1, 3, 2]), case("2 ranks", **two_ranks, rounds=[3])
-    )
+    samples = {"step": [[0.1, 0.3, 0.2], [0.2, 0.1, 0.1]]}
+    two = case("2 ranks", samples_s=samples, ranks=[0, 1], rounds=[3])
+    path = write(tmp_path / "a.jsonl", case("no ddp", [1, 3, 2]), two)
     table = frame(load([path]))
     assert table["case"].tolist() == ["no ddp", "2 ranks"]
     assert table["run"].tolist() == [path] * 2
@@ -32,11 +28,8 @@ def test_a_row_a_case(tmp_path: Path) -> None:
 
 
 def test_callers_that_go_their_own_way(tmp_path: Path) -> None:
-    rows: dict[str, Any] = {
-        "samples_s": {"step": [[1, 1, 1, 9], [2, 2, 2, 2]]},
-        "ranks": [0, 1],
-        "rounds": [4],
-    }
+    samples = {"step": [[1, 1, 1, 9], [2, 2, 2, 2]]}
+    rows: dict[str, Any] = {"samples_s": samples, "ranks": [0, 1], "rounds": [4]}
     path = write(tmp_path / "a.jsonl", case("x", **rows), benchmark="rpc_latency")
     assert frame(load([path]))["time_s"].tolist() == [2]
 
@@ -57,15 +50,15 @@ def test_a_case_without_samples_has_a_metric(
 
 
 def test_measure_and_ignore_key(tmp_path: Path) -> None:
-    steps: dict[str, Any] = {
-        "samples_s": {"step": [[1.0]], "local compute": [[0.5]]},
-        "rounds": [1],
-    }
-    path = write(tmp_path / "a.jsonl", case("x", **steps))
+    samples = {"step": [[1.0]], "local compute": [[0.5]]}
+    numbers = {"updates_per_s": 8}
+    path = write(tmp_path / "a.jsonl", case("x", samples_s=samples, rounds=[1], metrics=numbers))
     (row,) = load([path], "local compute", ["model"])[0].rows.values()
     assert row.time_s == 0.5
     assert "model" not in row.key
-    with pytest.raises(ValueError, match="no case has a step or a metric in seconds named 'locl'"):
+    (row,) = load([path], "updates_per_s")[0].rows.values()
+    assert (row.measure, row.time_s) == ("1 / updates_per_s", 0.125)
+    with pytest.raises(ValueError, match="no case has a step, a time or a rate named 'locl'"):
         load([path], "locl")
     two = write(tmp_path / "b.jsonl", case("x"), case("y"))
     with pytest.raises(ValueError, match="several cases differ in label alone"):
