@@ -26,7 +26,6 @@ MAX_FIGURES, MAX_BARS = 12, 40
 
 mpl.rcParams |= {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "torchrun-bench",  # the same reports make the same page
     "text.parse_math": False,  # names may hold a $
     **{"axes.prop_cycle": cycler(color=SERIES), "axes.grid": True, "axes.axisbelow": True},
     **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False},
