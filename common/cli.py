@@ -136,12 +136,14 @@ def number(kind: type[int] | type[float], minimum: float = 0, above: bool = Fals
 
 
 def to_bytes(text: str) -> int:
+    """8, 64K, 4M or 1G, in powers of 1024; -1 for a part of a byte."""
     unit = UNITS.get(text[-1:].upper(), 1)
     value = float(text[:-1] if unit > 1 else text) * unit
     return int(value) if value.is_integer() else -1
 
 
 def to_share(text: str) -> float:
+    """`5%` or 0.05."""
     return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 

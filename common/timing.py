@@ -47,7 +47,7 @@ class Timing:
     """What one case took on this rank."""
 
     samples_s: dict[str, list[float]]  # of each step
-    launching_s: dict[str, float]  # of each step on CUDA, in all: the host may hold the device up
+    launching_s: dict[str, float]  # of each step on CUDA, what the host took to launch all samples
     rounds: list[int]  # the iterations of each
     stop: str  # the rule that ended it: iters, rounds, target-ci or max-seconds
 
@@ -55,9 +55,10 @@ class Timing:
 def time_block(
     step: Step, iters: int, device: torch.device, calls: int = 1
 ) -> tuple[list[float], float]:
-    """Seconds of a call in each of `iters` samples of `calls` calls, and in all what the host took
-    to launch them, also by `calls`: 0 where the device was so far behind that it never waited.
+    """Time a block of `iters` samples, each of `calls` calls of the step.
 
+    Seconds of a call in each sample, and those that the host took to launch the block, divided by
+    `calls` as well; 0 on the CPU, and where the device had work for AHEAD_S more: it never waited.
     On CUDA a sample is the time between two events on the current stream, with one synchronize at
     the end, so that launches stay asynchronous.
     """

@@ -32,7 +32,7 @@ def test_sweep(bench: Callable[..., Any], ranks: int, backend: str) -> None:
     for case in cases:
         assert case.metrics["memory_gib"] >= case.metrics["memory_allocated_gib"] > 0
         waits = case.key["dtype"] == "fp16"  # GradScaler, for the device
-        assert waits or case.metrics["launch_share"]["step"] >= 0
+        assert waits or "step" in case.metrics["launch_share"]
 
 
 def test_gpus_and_how_they_are_driven_are_in_the_report(bench: Callable[..., Any]) -> None:
