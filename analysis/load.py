@@ -26,9 +26,7 @@ from analysis.show import canonical, case_names, interval_of, is_number, plain, 
 from common import report as report_file
 from common.report import Case, Report
 
-# Rows of these are callers that go their own way: their i-th samples are not at the same time, and
-# the slowest row counts instead of the slowest of each iteration.
-UNALIGNED = ("rpc_latency", "batch_update_ps")
+STEP = "step"  # what a case is about, among its samples
 LARGE_BYTES = 2**24  # reading so much JSON takes half a second
 
 
@@ -94,15 +92,16 @@ def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
     """The report at a path as a run; see `load`."""
 
     def shrink(report: Report, case: Case) -> None:
-        """Keep the times of one step alone: of each iteration the slowest rank's."""
-        step = measure or next(iter(case.samples_s), "")
-        samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)
+        """Keep the times of one step alone: those of the slowest rank in each iteration."""
+        # version 2.0 wrote the case's own step first, under any name
+        first = STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
+        samples = np.asarray(case.samples_s.get(measure or first, []), dtype=np.float64)
         case.samples_s = {}
         if samples.size:
+            # ranks that go at their own pace have no common iterations: the slowest one counts
             slowest = np.median(samples, axis=1).argmax()
-            alone = report.benchmark in UNALIGNED
-            times = samples[slowest] if alone else samples.max(axis=0)
-            case.samples_s = {step: [times.tolist()]}
+            times = samples.max(axis=0) if case.aligned else samples[slowest]
+            case.samples_s = {measure or STEP: [times.tolist()]}
 
     if report := read_foreign(path):
         for case in report.cases:

@@ -44,10 +44,9 @@ from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int, refuse
 from common.dist import Group
-from common.phases import timed
 from common.report import Case
 from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
-from common.stats import median_interval, own_pace
+from common.stats import Times, median_interval, own_pace
 from common.table import Columns, half_width, metric
 
 PAYLOADS = ("module", "tensors")
@@ -163,7 +162,7 @@ def get_state() -> dict[str, Any]:
     return {"updates": server.updates, "parameters": parameters, "missing": server.missing()}
 
 
-def build(key: Key, bench: Benchmark, server: str, patience_s: float, group: Group) -> Workload:
+def build(bench: Benchmark, server: str, patience_s: float, key: Key, group: Group) -> Workload:
     """What a trainer measures; before that, the check. server: its device."""
     trainer, device = bench.job.rank, str(bench.job.device)
     wire = "cpu" if server == "cpu" else device  # without a device map CUDA cannot travel
@@ -172,7 +171,7 @@ def build(key: Key, bench: Benchmark, server: str, patience_s: float, group: Gro
     dist.barrier(group.control)  # the server has its model, the same as ours
     batches = create_batches(key, trainer).to(device)
     model, _ = create_model(key, device)
-    latencies: list[float] = []
+    sent = 0
 
     def send(gradients: Any) -> Any:
         try:
@@ -185,15 +184,17 @@ def build(key: Key, bench: Benchmark, server: str, patience_s: float, group: Gro
             text = f"waited {patience_s:g} s (--straggler-timeout); missing: {names}"
             raise TimeoutError(text) from None
 
-    def step() -> None:
-        nonlocal model
-        gradients = gradients_of(model, batches[len(latencies) % len(batches)])
+    def step() -> float:
+        """Seconds from sending the gradients until the new parameters are here."""
+        nonlocal model, sent
+        gradients = gradients_of(model, batches[sent % len(batches)])
         start = perf_counter()
         if key["payload"] == "tensors":
             vector_to_parameters(send(flat(gradients).to(wire)).to(device), model.parameters())
         else:
             model = send([g.to(wire) for g in gradients]).to(device)
-        latencies.append(perf_counter() - start)
+        sent += 1
+        return perf_counter() - start
 
     for _ in range(CHECKED_STEPS):
         step()
@@ -203,9 +204,10 @@ def build(key: Key, bench: Benchmark, server: str, patience_s: float, group: Gro
 
     def facts() -> dict[str, Any]:  # all trainers are done: their times are gathered
         updates = rpc.rpc_sync("server0", get_state)["updates"] if trainer == 0 else []
-        return {"wrong": wrong, "latencies": latencies, "updates": [len(who) for who in updates]}
+        return {"wrong": wrong, "sent": sent, "updates": [len(who) for who in updates]}
 
-    return Workload({"step": step}, facts=facts)
+    # the trainers do not wait for each other where an update needs fewer than all of them
+    return Workload(step, facts=facts, returned=list, aligned=False)
 
 
 def differs(key: Key, trained: list[torch.Tensor], server: dict[str, Any]) -> str | None:
@@ -232,19 +234,18 @@ def differs(key: Key, trained: list[torch.Tensor], server: dict[str, Any]) -> st
     return None
 
 
-def derive(case: Case, facts: list[dict[str, Any]]) -> None:
+def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check."""
     key, m, updates = case.key, case.metrics, facts[0]["updates"]
-    slowest, blocks_s = own_pace(case.samples_s["step"], case.rounds, "step_time")
-    latencies = [timed(fact["latencies"], case.rounds) for fact in facts]
-    m |= slowest | own_pace(latencies, case.rounds, "latency")[0]
+    slowest, blocks_s = own_pace(times.each(), case.rounds, "step_time")
+    m |= slowest | own_pace(times.returned, case.rounds, "latency")[0]
     m["gradients_per_update"] = size = sum(updates) / len(updates)
     m["gradients_per_s"] = len(facts) * sum(case.rounds) / sum(blocks_s)
     m["updates_per_s"] = m["gradients_per_s"] / size
     rates = [len(facts) * n / s / size for n, s in zip(case.rounds, blocks_s, strict=True)]
     m["updates_per_s_ci95"] = median_interval(rates)
     m["mb_per_s"] = m["gradients_per_s"] * 2 * 4e-6 * (key["in_features"] + 1) * key["out_features"]
-    sent = sum(len(fact["latencies"]) for fact in facts)
+    sent = sum(fact["sent"] for fact in facts)
     lost = f"the trainers sent {sent} gradients, the server's log has {sum(updates)}"
     case.check = verdict(facts[0]["wrong"] or (lost if sent != sum(updates) else None))
 
@@ -278,7 +279,7 @@ def main() -> int:
         with rpc_workers(bench, roles, options) as devices:
             for payload in args.payload:
                 case = {"payload": payload} | key | options.key()
-                work = partial(build, case, bench, devices[trainers], args.straggler_timeout)
+                work = partial(build, bench, devices[trainers], args.straggler_timeout)
                 bench.measure(case, work, derive, roles.trainers)
     return bench.status
 

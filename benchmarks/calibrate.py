@@ -33,10 +33,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.benchmark import Benchmark, Workload
+from common.benchmark import Benchmark, Key, Workload
 from common.dist import Group
 from common.report import Case
-from common.stats import difference, median_interval, percentiles
+from common.stats import Times, median_interval, percentiles
 from common.table import Columns
 from common.timing import ROUNDS, Step, StopRule, time_block, time_steps
 
@@ -74,24 +74,26 @@ def step_of(ms: float, device: torch.device) -> Step:
             return step
 
 
-def build_barrier(args: argparse.Namespace, bench: Benchmark, group: Group) -> Workload:
-    stamps: list[float] = []
-
-    def leave() -> None:
+def build_barrier(args: argparse.Namespace, bench: Benchmark, key: Key, group: Group) -> Workload:
+    def leave() -> float:
         dist.barrier(group.control)
-        stamps.append(perf_counter())  # CLOCK_MONOTONIC: one clock for all processes of a host
+        return perf_counter()  # CLOCK_MONOTONIC: one clock for all processes of a host
 
-    return Workload({"barrier": leave}, facts=lambda: (socket.gethostname(), stamps[-200:]))
+    return Workload(leave, facts=socket.gethostname, returned=list)
 
 
-def derive_barrier(case: Case, facts: list[tuple[str, list[float]]]) -> None:
-    """Of several hosts the worst one counts."""
-    hosts = {host: [stamps for h, stamps in facts if h == host] for host, _ in facts}
-    spreads = [np.ptp(stamps, axis=0) for stamps in hosts.values()]  # [200] each
+def derive_barrier(case: Case, times: Times, hosts: list[str]) -> None:
+    """The worst host counts. hosts: of each rank; times.returned: when it left, [n]."""
+    spreads = []
+    for host in dict.fromkeys(hosts):
+        left = [stamps for h, stamps in zip(hosts, times.returned, strict=True) if h == host]
+        spreads.append(np.ptp(left, axis=0))
     case.metrics |= percentiles(max(spreads, key=np.median), "spread")
 
 
-def build_perturbation(args: argparse.Namespace, bench: Benchmark, group: Group) -> Workload:
+def build_perturbation(
+    args: argparse.Namespace, bench: Benchmark, key: Key, group: Group
+) -> Workload:
     """The pairs are timed here; the case's own loop times the step once more."""
     device = bench.job.device
     step = step_of(args.step_ms, device)
@@ -101,7 +103,7 @@ def build_perturbation(args: argparse.Namespace, bench: Benchmark, group: Group)
     rule = StopRule(warmup_iters=1, min_iters=1, max_seconds=block_s, rounds=1)
 
     def harness() -> float:
-        timing = time_steps({"step": step}, group, device, rule)
+        timing = time_steps(Workload(step), group, device, rule)
         return float(np.mean(timing.samples_s["step"]))
 
     def bare_loop() -> float:
@@ -119,25 +121,26 @@ def build_perturbation(args: argparse.Namespace, bench: Benchmark, group: Group)
         bench.watchdog.phase(f"pair {pair + 1}")
         took = {each: each() for each in [harness, bare_loop][:: 1 if pair % 2 == 0 else -1]}
         ratios.append(took[harness] / took[bare_loop])
-    return Workload({"step": step}, facts=lambda: ratios)
+    return Workload(step, facts=lambda: ratios)
 
 
-def derive_perturbation(case: Case, facts: list[list[float]]) -> None:
+def derive_perturbation(case: Case, times: Times, facts: list[list[float]]) -> None:
     """Of the first rank."""
     ratios, interval = facts[0], median_interval(facts[0])
     case.metrics |= {"ratio": float(np.median(ratios)), "ratio_ci95": interval, "ratios": ratios}
-    case.metrics |= percentiles(case.samples_s["step"][0], "step_time")
+    case.metrics |= percentiles(times.each()[0], "step_time")
 
 
-def build_resolution(args: argparse.Namespace, bench: Benchmark, group: Group) -> Workload:
+def build_resolution(
+    args: argparse.Namespace, bench: Benchmark, key: Key, group: Group
+) -> Workload:
     step = step_of(args.step_ms, bench.job.device)
-    return Workload({"a": step, "b": step})
+    return Workload(step, {"the same": step})
 
 
-def derive_resolution(case: Case, facts: list[None]) -> None:
-    a, b = (np.max(case.samples_s[name], axis=0) for name in "ab")
-    p50 = float(np.median(a))
-    shift, interval = difference(a, b, case.rounds)
+def derive_resolution(case: Case, times: Times, facts: list[None]) -> None:
+    p50 = float(np.median(times.slowest()))
+    shift, interval = times.exposed("the same")
     case.metrics |= {"step_time_p50_s": p50, "difference_rel": shift / p50}
     if interval:
         case.metrics["resolution_rel"] = (interval[1] - interval[0]) / 2 / p50
@@ -169,7 +172,6 @@ def main() -> int:
     with Benchmark("calibrate", args) as bench:
         columns: Columns = {"": lambda case: case.key["name"], "found": found}
         bench.begin_table("What can be told apart", columns, ["resolution, 10 s", ""])
-        fixed = {"device": bench.job.device.type, "step_ms": args.step_ms}
         rule = replace(bench.rule, target_ci=1e-9)  # which no step reaches
         for mode in args.modes:
             build, derive = MODES[mode]
@@ -177,7 +179,7 @@ def main() -> int:
             for seconds in args.seconds if mode == "resolution" else [None]:
                 bench.rule = replace(rule, iters=iters, max_seconds=seconds or 1)
                 name = f"{mode}, {seconds:g} s" if seconds else mode
-                key = {"mode": mode, "name": name, "seconds": seconds} | fixed
+                key = {"mode": mode, "name": name, "seconds": seconds, "step_ms": args.step_ms}
                 bench.measure(key, partial(build, args, bench), derive)
     return bench.status
 

@@ -34,7 +34,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import psutil
@@ -56,19 +56,38 @@ if __name__ == "__mp_main__":  # the process of async-process: torch tells of ea
     logging.disable(logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.benchmark import Benchmark, Workload
+from common.benchmark import Benchmark, Measured
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import FOREVER, Group, share
 from common.memory import peak, start_peak
 from common.report import Case
-from common.stats import difference
+from common.stats import Times
 from common.table import Columns, half_width, metric, render
 from common.timing import agree, decide
 
 Facts = dict[str, Any]
-TIMES = ("save", "alone", "blocked", "upload")  # of a save, in seconds
+
+
+class Save(NamedTuple):
+    """Seconds of one save on a rank; the docstring says of what."""
+
+    save: float
+    alone: float
+    blocked: float
+    upload: float
+    write: float  # of this rank's own files
+
+
+class Load(NamedTuple):
+    """One load on a rank."""
+
+    seconds: float
+    read_bytes: int  # by the process
+    device_bytes: int  # of them from the device, not from the page cache
+
+
 LOADS = 3  # cold ones, and as many warm ones; with --iters 1 or 2 as few
 
 
@@ -204,8 +223,8 @@ class Training:
             times.append(perf_counter() - start)
         return times
 
-    def save(self, path: Path, fsync: bool) -> list[float]:
-        """Seconds of one save on this rank: those of TIMES, and of its writing."""
+    def save(self, path: Path, fsync: bool) -> Save:
+        """One save on this rank."""
         overlaps = self.mode.startswith("async")
         idle = self.train(lambda steps: steps < (4 if overlaps else 1))
         for copy, x in zip(self.saved, self.own_bytes(), strict=True):
@@ -224,7 +243,7 @@ class Training:
         upload = uploaded[0] if uploaded else blocked
         wrote = path / f"seconds.{dist.get_rank()}"
         write = float(wrote.read_text()) if wrote.exists() else 0.0
-        return [blocked + sum(steps), alone, blocked, upload, write]
+        return Save(blocked + sum(steps), alone, blocked, upload, write)
 
     def state(self, **options: Any) -> dict[str, Any]:
         """Model and optimizer, named as `set_state_dict` has them."""
@@ -238,33 +257,31 @@ class Training:
         return [x.view(-1).view(torch.uint8) for x in local]
 
 
-def build(key: Facts, bench: Benchmark, folder: Path, group: Group) -> Workload:
-    """A case is measured here."""
+def build(bench: Benchmark, folder: Path, key: Facts, group: Group) -> Measured:
+    """A case is measured here: its steps differ from save to save, so no block would fit."""
     if not folder.parent.is_dir():
         raise ValueError(f"there is no {folder.parent} here; give --paths that all nodes share")
     t = Training(key, bench, group)
     t.train(lambda steps: steps < bench.rule.warmup_iters)
     try:
-        facts = measure(t, bench, folder, group)
+        return measure(t, bench, folder, group)
     except CheckpointException as error:  # is no Exception
         failed, (reason, _) = min(error.failures.items())
         raise RuntimeError(f"the checkpoint failed on rank {failed}: {reason}") from None
-    return Workload({}, facts=lambda: facts)
 
 
-def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Facts:
+def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Measured:
     """Save until the stop rule ends it; load the newest checkpoint; flip a bit and load again."""
     cpu, process, paths = torch.device("cpu"), psutil.Process(), list[Path]()
 
-    def save(fsync: bool = True) -> list[float]:
+    def save(fsync: bool = True) -> Save:
         bench.turn()
         if bench.job.rank == 0 and len(paths) > 1:  # the newest stays until this one is complete
             shutil.rmtree(paths[-2])
         paths.append(folder / str(len(paths) + 1))
         return t.save(paths[-1], fsync)
 
-    def load_once(cold: bool = False) -> list[float]:
-        """Seconds, bytes that the process read, and how many of them came from the device."""
+    def load_once(cold: bool = False) -> Load:
         t.say(f"load {paths[-1]}")
         dist.barrier(t.control)  # nobody reads any more
         for path in paths[-1].iterdir() if cold and bench.job.local_rank == 0 else ():
@@ -277,21 +294,26 @@ def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Facts:
         before, start = process.io_counters(), perf_counter()
         load(t, paths[-1])
         seconds, after = perf_counter() - start, process.io_counters()
-        return [seconds, after.read_chars - before.read_chars, after.read_bytes - before.read_bytes]
+        read_bytes = after.read_chars - before.read_chars
+        return Load(seconds, read_bytes, after.read_bytes - before.read_bytes)
 
     memory = start_peak(cpu)  # the host's, also on CUDA
-    saves, unsynced, stop, started = [save()], list[list[float]](), "", perf_counter()
+    first, saves, unsynced, stop = save(), list[Save](), list[Save](), ""
+    started = perf_counter()
     while not stop:
         saves.append(save())
-        if len(saves) % 2 == 0:
+        if len(saves) % 2 == 1:
             unsynced.append(save(fsync=False))
-        times, spent = [row[0] for row in saves[1:]], perf_counter() - started
+        times, spent = [each.save for each in saves], perf_counter() - started
         stop = agree(decide(times, len(times), spent, bench.rule), group)
-    facts: Facts = {"saves": saves, "unsynced": unsynced, "stop": stop, "noticed": True}
+    facts: Facts = {"first": first, "saves": saves, "unsynced": unsynced, "noticed": True}
     facts["host_ram_gib"] = peak(cpu, memory)["memory_gib"]
     if t.mode == "async-process":
         facts["host_ram_gib"] += sum(p.memory_full_info().uss for p in process.children()) / 2**30
-    facts["loads"] = [[load_once(cold=True), load_once()] for _ in times[:LOADS]]
+    facts["cold"], facts["warm"] = list[Load](), list[Load]()
+    for _ in saves[:LOADS]:
+        facts["cold"].append(load_once(cold=True))
+        facts["warm"].append(load_once())
     facts["same"] = all(map(torch.equal, (x.cpu() for x in t.own_bytes()), t.saved))
     facts["shard_bytes"], facts["files"] = sum(map(len, t.saved)), len(os.listdir(paths[-1]))
     dist.barrier(t.control)  # all have read what is now changed
@@ -302,38 +324,45 @@ def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Facts:
     with contextlib.suppress(Exception, CheckpointException):
         load_once()
         facts["noticed"] = False
-    return facts
+    samples_s = {
+        "step": [each.save for each in saves],
+        "alone": [each.alone for each in saves],
+        "blocked": [each.blocked for each in saves],
+        "upload": [each.upload for each in saves],
+    }
+    return Measured(samples_s, [1] * len(saves), stop, facts)
 
 
-def derive(every: float, case: Case, facts: list[Facts]) -> None:
-    """Fill in samples, metrics and the check. Of each save and load the slowest rank counts."""
-    saves, unsynced, loads, shards = (
-        np.array([fact[name] for fact in facts])  # [ranks, ...]
-        for name in ("saves", "unsynced", "loads", "shard_bytes")
-    )
-    case.samples_s = {name: saves[:, 1:, i].tolist() for i, name in enumerate(TIMES)}
-    case.stop, case.rounds = facts[0]["stop"], [1] * (saves.shape[1] - 1)
-    rows = saves.max(axis=0)  # [1 + saves, times], the first save apart
-    save, alone, blocked, upload, _ = rows[1:].T
+def column(facts: list[Facts], what: str, name: str) -> Any:
+    """One time of all saves or loads: [ranks, saves or loads]."""
+    return np.array([[getattr(each, name) for each in fact[what]] for fact in facts])
+
+
+def derive(every: float, case: Case, times: Times, facts: list[Facts]) -> None:
+    """Fill in the metrics and the check. The slowest rank counts in each save and load."""
+    shards = np.array([fact["shard_bytes"] for fact in facts])
     m = case.metrics
-    m |= {"blocked_s": np.median(blocked), "upload_s": np.median(upload)}
-    m["stall_s"], m["stall_ci95_s"] = difference(save, alone, case.rounds)
-    m["first_extra_s"] = rows[0, 0] - rows[0, 1] - m["stall_s"]
+    m["blocked_s"] = np.median(times.slowest("blocked"))
+    m["upload_s"] = np.median(times.slowest("upload"))
+    m["stall_s"], m["stall_ci95_s"] = times.exposed("alone")
+    first_save = max(fact["first"].save for fact in facts)
+    first_alone = max(fact["first"].alone for fact in facts)
+    m["first_extra_s"] = first_save - first_alone - m["stall_s"]
     m["state_bytes"] = int(shards.sum() if case.key["strategy"] == "fsdp2" else shards.max())
     m["write_gb_per_s"] = m["state_bytes"] / m["upload_s"] / 1e9
-    m["fsync_factor"] = m["upload_s"] / np.median(unsynced[:, :, 3].max(axis=0))
+    m["fsync_factor"] = m["upload_s"] / np.median(column(facts, "unsynced", "upload").max(axis=0))
     m["cost"] = m["stall_s"] / every if m["upload_s"] < every else None
     m |= {"files": facts[0]["files"], "host_ram_gib": max(f["host_ram_gib"] for f in facts)}
-    written = np.median(saves[:, 1:, 4], axis=1)
+    written = np.median(column(facts, "saves", "write"), axis=1)
     if written.all():
         m["slowest_rank"] = int(written.argmax())
         m["slowest_factor"] = written.max() / np.median(written)
-    from_device = loads[:, :, 0, 2].sum() / loads.shape[1] / m["state_bytes"]
-    for i, name in enumerate(("load_cold", "load_warm")):
-        if name == "load_warm" or from_device > 0.9:
-            m[f"{name}_s"] = np.median(loads[:, :, i, 0].max(axis=0))
-            m[f"{name}_gb_per_s"] = m["state_bytes"] / m[f"{name}_s"] / 1e9
-    m["read_over_shard"] = (loads[:, -1, 1, 1] / shards).max()
+    from_device = column(facts, "cold", "device_bytes").sum(axis=0).mean() / m["state_bytes"]
+    for kind in ("cold", "warm"):
+        if kind == "warm" or from_device > 0.9:  # else the host had not forgotten the files
+            m[f"load_{kind}_s"] = np.median(column(facts, kind, "seconds").max(axis=0))
+            m[f"load_{kind}_gb_per_s"] = m["state_bytes"] / m[f"load_{kind}_s"] / 1e9
+    m["read_over_shard"] = (column(facts, "warm", "read_bytes")[:, -1] / shards).max()
     m["flipped_bit"] = "noticed" if any(f["noticed"] for f in facts) else "not noticed"
     other = [rank for rank, fact in zip(case.ranks, facts, strict=True) if not fact["same"]]
     case.check = verdict(f"rank {other[0]} loads another state than it saved" if other else None)
@@ -393,7 +422,6 @@ def main() -> int:
     with Benchmark("checkpoint_sweep", args) as bench:
         job, size = bench.job, state_bytes(args.model)
         fixed: Facts = {"model": args.model, "batch_size": args.batch_size, "every_s": args.every}
-        fixed |= {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
         # the newest checkpoint stays until the next one is complete
         folders, problem = share(claim(args.paths, 2 * size) if job.rank == 0 else None)
         if job.rank == 0:
@@ -409,7 +437,7 @@ def main() -> int:
             cases = []
             for mode in args.modes:
                 key = {"mode": mode, "path": path, "strategy": strategy} | fixed
-                work = partial(build, key, bench, own := Path(folder, f"{strategy}-{mode}"))
+                work = partial(build, bench, own := Path(folder, f"{strategy}-{mode}"))
                 cases.append(bench.measure(key, work, partial(derive, args.every)))
                 if job.rank == 0:
                     shutil.rmtree(own, ignore_errors=True)

@@ -35,6 +35,7 @@ from common.benchmark import Benchmark, Workload
 from common.dist import Group, Job, share
 from common.partition import node_of_each, partition
 from common.report import Case
+from common.stats import Times
 from common.table import Table
 from common.timing import Step
 
@@ -184,13 +185,13 @@ def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
     return sizes[:-1]
 
 
-def plan(args: argparse.Namespace, job: Job, ranks: int) -> dict[str, list[Key]]:
-    """The title and the keys of each table."""
+def plan(args: argparse.Namespace, place: Key, ranks: int) -> dict[str, list[Key]]:
+    """The title and the keys of each table. place: device, backend and world size."""
     sizes = scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
     fixed = {n: getattr(args, n) for n in ("calls", "blocking", "cudagraph", "average", "groups")}
     fixed |= {"caches": "warm" if args.cache_warm or args.cudagraph else "cold"}
     fixed |= {"matrix": bool(args.matrix), "group_ranks": ranks}
-    fixed |= {"device": job.device.type, "backend": job.backend}
+    fixed |= place
     tables = {}
     for name, dtype, redop in itertools.product(args.collective, args.datatype, args.op):
         op, unit = OPERATIONS[name], getattr(torch, dtype).itemsize
@@ -208,7 +209,7 @@ def plan(args: argparse.Namespace, job: Job, ranks: int) -> dict[str, list[Key]]
     return tables
 
 
-def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workload:
+def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workload:
     """What a rank measures in a case: calls on successive buffers, out of place and in place."""
     op, device, redop = OPERATIONS[key["collective"]], job.device, key["redop"]
     dtype = getattr(torch, key["dtype"], torch.uint8)  # a barrier has none
@@ -264,25 +265,39 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
                 found += patterns.count_wrong(got, patterns.tile(sender, redop, n), start, near)
         return found
 
+    def facts() -> dict[str, int]:
+        """Calls in a sample, and the wrong values of each variant."""
+        found = {variant: sum(wrong(variant) for _ in range(args.check)) for variant in calls}
+        return {"calls": number} | found
+
+    first, *others = op.variants
     return Workload(
-        {v: step_of(calls[v], number) for v in op.variants},
-        number * max(1, args.cudagraph),
-        lambda: {"calls": number} | {v: sum(wrong(v) for _ in range(args.check)) for v in calls},
-        args.blocking != "1" and key["collective"] != "barrier",  # the host waits in those
+        step_of(calls[first], number),
+        {variant: step_of(calls[variant], number) for variant in others},
+        calls=number * max(1, args.cudagraph),
+        facts=facts,
+        # with these the host waits
+        launches=args.blocking != "1" and key["collective"] != "barrier",
     )
 
 
-def derive(args: argparse.Namespace, groups: list[list[int]], case: Case, facts: Any) -> None:
+def derive(
+    args: argparse.Namespace, groups: list[list[int]], case: Case, times: Times, facts: list[Any]
+) -> None:
     """Times and bandwidths of both variants; of several groups the slowest one counts."""
-    key, m, variants = case.key, case.metrics, case.samples_s if args.check else ()
-    wrong = {f"{v}_wrong": sum(fact[v] for fact in facts) for v in variants}
+    key, m = case.key, case.metrics
+    variants = OPERATIONS[key["collective"]].variants
+    checked = variants if args.check else ()
+    wrong = {f"{v}_wrong": sum(fact[v] for fact in facts) for v in checked}
     m |= wrong | {"wrong": sum(wrong.values()), "calls": facts[0]["calls"]}
-    for v, rows in case.samples_s.items():
-        of_groups = [[rows[case.ranks.index(rank)] for rank in ranks] for ranks in groups]
-        times = [float(np.median(ACROSS[args.average](some, axis=0))) for some in of_groups]
-        algbw = key["size_bytes"] / max(times) / 1e9
+    across = ACROSS[args.average]
+    for v in variants:
+        rows = times.each("step" if v == variants[0] else v)
+        of_groups = [rows[[case.ranks.index(rank) for rank in ranks]] for ranks in groups]
+        group_times = [float(np.median(across(of_group, axis=0))) for of_group in of_groups]
+        algbw = key["size_bytes"] / max(group_times) / 1e9
         busbw = algbw * OPERATIONS[key["collective"]].bus(key["group_ranks"])
-        m |= {f"{v}_time_s": max(times), f"{v}_group_times_s": times}
+        m |= {f"{v}_time_s": max(group_times), f"{v}_group_times_s": group_times}
         m |= {f"{v}_algbw_gb_per_s": algbw, f"{v}_busbw_gb_per_s": busbw}
         if args.limit:
             m["efficiency"] = max(m.get("efficiency", 0), busbw / args.limit)
@@ -345,13 +360,13 @@ def main() -> int:
             args.collective, args.minbytes, args.maxbytes = ["all_to_all"], most, most
         if text := share(memory.too_much(2 * args.maxbytes, job, "-e")):
             bench.refuse(text)
-        tables, made = plan(args, job, ranks), partial(derive, args, groups)
+        tables, made = plan(args, bench.place, ranks), partial(derive, args, groups)
         for title, keys in tables.items():
             bench.begin_table(title, {})
             bench.table, reason = ScanTable({}), lacking(keys[0])
             bench.print(f"# n/a: {reason}" if reason else ScanTable.HEADER)
             for key in keys if not reason else ():
-                bench.measure(key, partial(build, key, args, job), made, members, groups)
+                bench.measure(key, partial(build, args, job), made, members, groups)
         footer(tables, args.min_busbw, bench)
     return bench.status
 

@@ -57,7 +57,7 @@ from common.dist import Group
 from common.memory import peak, start_peak
 from common.peaks import peak_flops
 from common.report import Case
-from common.stats import step_metrics
+from common.stats import Times, step_metrics
 from common.table import Columns, metric, relative, render
 from common.timing import agree, time_block
 from common.training import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
@@ -283,13 +283,13 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
             result = verdict(off)
         return {"max": cost | gib, "check": result, "peak": peak_flops(device, dtype)}
 
-    return Workload({"step": step}, facts=facts, launches=True)
+    return Workload(step, facts=facts, launches=True)
 
 
-def derive(cases: dict[Any, Case], case: Case, facts: list[Any]) -> None:
+def derive(cases: dict[Any, Case], case: Case, times: Times, facts: list[Any]) -> None:
     """Fill in the metrics and the check. cases: those before this one, of the same model."""
     m, key = case.metrics, case.key
-    m |= step_metrics(case.samples_s["step"], len(facts) * key["batch_size"])
+    m |= step_metrics(times.each(), len(facts) * key["batch_size"])
     m |= {name: max(fact["max"][name] for fact in facts) for name in facts[0]["max"]}
     step_s, eager = m["step_time_p50_s"], cases.get((key["strategy"], "eager"))
     if key["model"] in DECODERS:
@@ -337,8 +337,7 @@ def main() -> int:
     with Benchmark("compile_sweep", args) as bench:
         job, start_s = bench.job, dict.fromkeys(args.backends, 0.0)
         options = ("batch_size", "fsdp_wrap", "fsdp_checkpoint", "dynamo_no_optimize_ddp")
-        fixed = {"device": job.device.type, "backend": job.backend}
-        fixed |= {name: getattr(args, name) for name in options}
+        fixed = {name: getattr(args, name) for name in options}
         # imports, worker processes, a look at the compiler: for all ranks at once, not in a case
         for backend in [name for name in args.backends if name not in ("eager", "print")]:
             start = partial(compile_by(backend, torch.square), torch.ones(64, device=job.device))
@@ -353,7 +352,7 @@ def main() -> int:
                 size = 0 if strategy == "none" else job.world_size
                 key = dict(model=model, dtype=dtype, strategy=strategy, compiler=compiler)
                 key |= {"world_size": size} | fixed
-                work = partial(build, bench, start_s[compiler], key)
+                work = partial(build, bench, start_s[compiler])
                 with fresh_cache():
                     case = bench.measure(key, work, partial(derive, cases), range(max(1, size)))
                     torch.compiler.reset()  # it holds the model

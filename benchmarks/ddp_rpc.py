@@ -46,11 +46,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
-from common.dist import Group, Job, share
-from common.phases import Phases, pool, timed
+from common.dist import Group, Job
+from common.phases import Phases, Stamps, pool
 from common.report import Case
 from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
-from common.stats import percentiles, relative_ci95
+from common.stats import Times, percentiles, relative_ci95
 from common.table import Columns, metric, percentile_columns, relative, render
 
 DENSE_INPUT = 512
@@ -214,10 +214,10 @@ def stamp_exchange(ddp: DistributedDataParallel, phases: Phases) -> None:
     ddp.register_comm_hook(ddp.process_group, hook)
 
 
-def build(key: Key, devices: list[str], job: Job, group: Group) -> Workload:
+def build(devices: list[str], job: Job, key: Key, group: Group) -> Workload:
     """devices: of the servers."""
 
-    def start(key: Key) -> tuple[nn.Module, Phases, Callable[..., None]]:
+    def start(key: Key) -> tuple[nn.Module, Phases, Callable[..., Stamps]]:
         """New tables on all servers, a new dense part here, and what trains an epoch."""
         if job.rank == 0:
             rpc.rpc_sync("master", set_up_servers, args=(key, devices))
@@ -235,11 +235,12 @@ def build(key: Key, devices: list[str], job: Job, group: Group) -> Workload:
         # targets where the loss is computed; indices and offsets stay on the CPU to travel
         batches = [(i, offsets, t.to(job.device)) for i, offsets, t in create_epoch(key, job.rank)]
 
-        def epoch(after: Callable[[str], None] = phases.mark) -> None:
+        def epoch(after: Callable[[str], None] = phases.mark) -> Stamps:
             phases.begin()
             for batch in batches:
                 for phase in step(key, ddp, optimizer, batch):
                     after(phase)
+            return phases.step
 
         return dense, phases, epoch
 
@@ -259,7 +260,7 @@ def build(key: Key, devices: list[str], job: Job, group: Group) -> Workload:
         tables = ask(checked | {"autograd": "manual"}, each, each)
         facts["error"] = error_of(checked, [*tables, *dense.parameters()])
     _, phases, epoch = start(key)
-    return Workload({"epoch": epoch}, facts=lambda: facts | {"phases": phases.durations()})
+    return Workload(epoch, facts=lambda: facts, returned=phases.durations)
 
 
 def error_of(key: Key, trained: list[torch.Tensor]) -> float:
@@ -283,17 +284,16 @@ def error_of(key: Key, trained: list[torch.Tensor]) -> float:
     return max(relative_error(got.cpu() - old, want - old) for got, want, old in both)
 
 
-def derive(case: Case, facts: list[dict[str, Any]]) -> None:
+def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check."""
-    m, samples = case.metrics, np.array(case.samples_s["epoch"])
-    slowest = samples.max(axis=0)
+    m, samples, slowest = case.metrics, times.each(), times.slowest()
     m |= percentiles(slowest, "epoch_time")
     m["epoch_time_ci95_rel"] = relative_ci95(slowest)
     bags = [sum(len(batch[2]) for batch in create_epoch(case.key, t)) for t in case.ranks]
     m |= {"samples": sum(bags), "samples_per_s": sum(bags) / m["epoch_time_p50_s"]}
     rows = zip(samples, bags, strict=True)
     m["trainers"] = [percentiles(row, "epoch_time") | {"samples": n} for row, n in rows]
-    spent = pool([epoch for fact in facts for epoch in timed(fact["phases"], case.rounds)])
+    spent = pool(itertools.chain(*times.returned))  # the epochs of all trainers
     m |= {f"{name}_s": sum(spent[name]) / (samples.size * case.key["batches"]) for name in PHASES}
     wrong, error = compare_replicas([f["dense"] for f in facts], case.ranks), facts[0]["error"]
     if not wrong and error > TOLERANCE:
@@ -325,13 +325,13 @@ def main() -> int:
     logging.captureWarnings(True)
     with Benchmark("ddp_rpc", args, tested=roles.trainers) as bench:
         options = rpc_options(args, bench)
-        fixed |= options.key() | {"backend": share(bench.job.backend)}
+        fixed |= options.key()
         table = f"a table of {args.number_embeddings} x {args.embedding_dim} each"
         bench.print(f"\n{trainers} trainers, {servers} servers with {table}; {options}")
         with rpc_workers(bench, roles, options) as devices:
             for lookup, autograd in itertools.product(args.lookup, args.autograd):
                 key = {"lookup": lookup, "autograd": autograd} | fixed
-                work = partial(build, key, devices[trainers:-1], bench.job)
+                work = partial(build, devices[trainers:-1], bench.job)
                 bench.begin_table(f"lookup {lookup}, autograd {autograd}", ROWS, ["Trainer0"])
                 if case := bench.measure(key, work, derive, roles.trainers):
                     for i, trainer in enumerate(case.metrics.get("trainers", [])):

@@ -44,7 +44,7 @@ from common.check import compare_replicas, digest, verdict
 from common.dist import Group, Job
 from common.memory import peak, start_peak
 from common.report import Case
-from common.stats import breakdown_metrics, step_metrics
+from common.stats import Times, breakdown_metrics, step_metrics
 from common.table import Columns, half_width, metric, percentile_columns, relative, render
 from common.timing import Step
 
@@ -157,7 +157,7 @@ def register_hook(name: str, ddp: DistributedDataParallel) -> Step:
     return alone
 
 
-def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workload:
+def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workload:
     """What a rank measures in a case: the step, and the parts that it is made of."""
     dtype, hook, device = key["dtype"], key["comm_hook"], job.device
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
@@ -177,10 +177,11 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
     if hook:
         model = DistributedDataParallel(model, bucket_cap_mb=key["bucket_size_mb"], **options)
         alone = register_hook(hook, model)
-    steps = {"step": training_step(model, images, targets, 1e-3, dtype)}
+    step = training_step(model, images, targets, 1e-3, dtype)
     for _ in range(SETTLING_STEPS):
-        steps["step"]()
+        step()
     peaks = peak(device, memory)  # before the breakdown, which needs memory of its own
+    parts: dict[str, Step] = {}
     if hook and not args.no_breakdown:
         # a learning rate of 0 costs the same, and leaves the replicas equal
         local_step = training_step(model, images, targets, 0.0, dtype)
@@ -189,11 +190,11 @@ def build(key: Key, args: argparse.Namespace, job: Job, group: Group) -> Workloa
             with model.no_sync():
                 local_step()
 
-        steps["local compute"] = local_compute
+        parts["local compute"] = local_compute
         if key["world_size"] > 1:
-            steps["alone"] = alone
+            parts["alone"] = alone
     launches = dtype != "fp16"  # whose GradScaler waits for the device in each step
-    return Workload(steps, facts=lambda: (digest(model), peaks), launches=launches)
+    return Workload(step, parts, facts=lambda: (digest(model), peaks), launches=launches)
 
 
 def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> None:
@@ -226,14 +227,15 @@ def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> Non
         raise ValueError(f"averaged gradients are off by {error:.2g} of the largest; {explained}")
 
 
-def derive(cases: list[Case], batch_size: int, case: Case, facts: list[Any]) -> None:
+def derive(cases: list[Case], case: Case, times: Times, facts: list[Any]) -> None:
     """Fill in the metrics and the check. cases: those before it, `no ddp` first."""
-    samples, m = case.samples_s, case.metrics
-    m |= step_metrics(samples["step"], len(case.ranks) * batch_size)
+    m = case.metrics
+    m |= step_metrics(times.each(), len(case.ranks) * case.key["batch_size"])
     if cases and not cases[0].failed:
         m["efficiency"] = cases[0].metrics["step_time_p50_s"] / m["step_time_p50_s"]
-    if local := samples.get("local compute"):
-        m |= breakdown_metrics(samples["step"], local, samples.get("alone"), case.rounds)
+    if "local compute" in times.samples_s:
+        alone = times.each("alone") if "alone" in times.samples_s else None
+        m |= breakdown_metrics(times.each(), times.each("local compute"), alone, case.rounds)
     case.check = verdict(compare_replicas([digest for digest, _ in facts], case.ranks))
     m |= {name: max(memory[name] for _, memory in facts) for name in facts[0][1]}
 
@@ -291,7 +293,6 @@ def plan(model: str, dtype: str, args: argparse.Namespace, job: Job, node: int) 
     """The key of each case of one model and dtype, small sets of ranks first. node: its ranks."""
     options = ("batch_size", "image_size", "channels_last", "gradient_as_bucket_view")
     fixed = {name: getattr(args, name) for name in (*options, "static_graph", "bind_cores")}
-    fixed |= {"device": job.device.type, "backend": job.backend}
     sizes = sorted(args.world_sizes or world_sizes(job.world_size, node))
     base = {"model": model, "dtype": dtype, "world_size": 0, "label": "no ddp"}
     keys = [base | {"bucket_size_mb": None, "comm_hook": None} | fixed]
@@ -314,9 +315,9 @@ def main() -> int:
             bench.begin_table(title, columns(args), ["1M/2G 25MB none", "+-10.0%"])
             cases: list[Case] = []
             for key in plan(model, dtype, args, job, found["local_world_size"]):
-                work = partial(build, key, args, job)
-                made = partial(derive, cases, args.batch_size)
-                if case := bench.measure(key, work, made, range(max(1, key["world_size"]))):
+                ranks = range(max(1, key["world_size"]))
+                work, made = partial(build, args, job), partial(derive, cases)
+                if case := bench.measure(key, work, made, ranks):
                     cases.append(case)
             if whole := [case for case in cases if not case.failed]:
                 bench.print(f"\nWhy: {title}\n\n{render(why_columns(args, job), whole)}")

@@ -24,6 +24,7 @@ Asks what Megatron-LM's gpu_sniff_test.py asks; written anew. BSD-3-Clause. docs
 """
 
 import argparse
+import itertools
 import re
 import sys
 import time
@@ -52,12 +53,21 @@ from common.gpus import lacking
 from common.outliers import SIGMAS, Costs, Findings, accuse, sentences
 from common.partition import node_of_each
 from common.report import Case, Report
+from common.stats import Times
 from common.table import Columns, cell, metric, render
-from common.timing import Step
+from common.timing import STEP, Step
 
 Key = dict[str, Any]
 Teams = list[list[int]]  # ranks of nodes, or of rails
 Probe = tuple[Callable[[], Any], float]  # a step, and how much it does
+
+
+class Did(NamedTuple):
+    """What a probe did on a rank: the part of the workload that timed it, and how much it did."""
+
+    part: str
+    work: float
+
 
 LAUNCHES = 200  # in a sample
 BATCH = 2  # texts of a rank in the training step
@@ -134,24 +144,26 @@ def probes(device: torch.device) -> dict[str, Probe]:
     return table if cuda else {name: table[name] for name in ("matmul_fp32", "copy", "launch")}
 
 
-def build_alone(turns: int, job: Job, group: Group) -> Workload:
+def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
     """While a rank has its turn, the others of its node wait in a barrier, which does not spin."""
     table, mine = probes(job.device), job.local_rank % turns
-    steps: dict[str, Step] = {
-        f"{name}, turn {turn}": step if turn == mine else lambda: None
-        for turn in range(turns)
-        for name, (step, _) in table.items()
-    }
+    steps, did = dict[str, Step](), dict[str, Did]()
+    for turn, (name, (step, work)) in itertools.product(range(turns), table.items()):
+        part = f"{name}, turn {turn}" if steps else STEP
+        steps[part] = step if turn == mine else lambda: None
+        if turn == mine:
+            did[name] = Did(part, work)
 
     def facts() -> dict[str, Any]:
         products = [step() for name, (step, _) in table.items() if name.startswith("matmul")]
-        did = {f"{name}, turn {mine}": work for name, (_, work) in table.items()}
         return {"did": did, "bits": digest(torch.nn.ParameterList(products))[:10]}
 
-    return Workload(steps, facts=facts)
+    return Workload(steps.pop(STEP), steps, facts=facts)
 
 
-def build_together(size: int, teams: dict[str, Teams], job: Job, group: Group) -> Workload:
+def build_together(
+    size: int, teams: dict[str, Teams], job: Job, key: Key, group: Group
+) -> Workload:
     """all_reduce of `size` bytes, and a training step of a small language model under DDP."""
     torch.manual_seed(0)
     config = DECODERS["decoder-124m" if job.device.type == "cuda" else "decoder-tiny"]
@@ -164,18 +176,18 @@ def build_together(size: int, teams: dict[str, Teams], job: Job, group: Group) -
         next_token_loss(model(tokens), targets).backward()
         optimizer.step()
 
-    steps: dict[str, Step] = {"training_step": train}
-    did, sums = {"training_step": float(BATCH * job.world_size)}, dict[str, Any]()
+    parts, sums = dict[str, Step](), dict[str, Any]()
+    did = {"training_step": Did(STEP, BATCH * job.world_size)}
     x = torch.zeros(size // 4, device=job.device)
     for name in ("all_reduce_inside", "all_reduce_between"):
         some = teams[STEPS[name][0]]
         if min(map(len, some)) > 1:
             own: Any = dist.new_subgroups_by_enumeration(some, backend=job.backend)[0]
-            steps[name] = lambda: None
+            parts[name] = lambda: None
             if own is not None:  # else there is no rank like this one on other nodes
                 group.more.append(own)
-                sums[name], steps[name] = own, partial(dist.all_reduce, x, group=own)
-                did[name] = 2 * (own.size() - 1) / own.size() * size
+                sums[name], parts[name] = own, partial(dist.all_reduce, x, group=own)
+                did[name] = Did(name, 2 * (own.size() - 1) / own.size() * size)
 
     def facts() -> dict[str, Any]:
         wrong = None
@@ -186,7 +198,7 @@ def build_together(size: int, teams: dict[str, Teams], job: Job, group: Group) -
                 wrong = f"a wrong sum of {name}"
         return {"did": did, "bits": digest(model)[:10], "wrong": wrong}
 
-    return Workload(steps, facts=facts)
+    return Workload(train, parts, facts=facts)
 
 
 def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
@@ -218,22 +230,26 @@ def odd_results(bits: list[str], kinds: list[str]) -> dict[int, str]:
 
 
 def split(
-    report: Report, teams: dict[str, Teams], kinds: list[str], case: Case, facts: list[Any]
+    report: Report,
+    teams: dict[str, Teams],
+    kinds: list[str],
+    case: Case,
+    times: Times,
+    facts: list[Any],
 ) -> None:
-    """Each rank becomes a case. Of an iteration the slowest rank of its node or rail counts."""
+    """Each rank becomes a case. The slowest rank of its node or rail counts in each iteration."""
     odd = odd_results([fact["bits"] for fact in facts], kinds)
     pick: Callable[[Any], Any] = np.median if case.key["device"] == "cuda" else np.min
     for rank, fact in enumerate(facts):
         place, samples = report.environment["ranks"][rank], {}
         metrics = {"pci": place["pci"], "network": place["network"], "bits": fact["bits"]}
-        for part, work in fact["did"].items():
-            step = part.partition(",")[0]
+        for step, (part, work) in fact["did"].items():
             level, unit, *_ = STEPS[step]
             team = next(team for team in teams[level] if rank in team)
-            times = np.max([case.samples_s[part][mate] for mate in team], axis=0)
-            blocks = np.split(times, np.cumsum(case.rounds)[:-1])
+            slowest = times.each(part)[team].max(axis=0)
+            blocks = np.split(slowest, np.cumsum(case.rounds)[:-1])
             sustained = float(pick([block.mean() for block in blocks]))
-            metrics |= {f"{step}_s": float(times.min()), f"{step}_sustained_s": sustained}
+            metrics |= {f"{step}_s": float(slowest.min()), f"{step}_sustained_s": sustained}
             metrics[f"{step}_{unit}_per_s"] = work / sustained
             samples[step] = [case.samples_s[part][rank]]
         key = case.key | {"rank": rank, "host": place["host"]}
@@ -333,7 +349,7 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
     The second time has its reserve: a case of the first begins only where it ends within half of
     what is left of the budget when the phase begins.
     """
-    args, job = bench.args, bench.job
+    args = bench.args
 
     def left() -> float:
         """Seconds, by the clock of rank 0. All ranks call it."""
@@ -341,11 +357,10 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
 
     seconds, warm = min(args.max_seconds, phase.share * args.budget), min(args.warmup_iters, 2)
     bench.rule = replace(bench.rule, warmup_iters=warm, target_ci=1e-9, max_seconds=seconds)
-    fixed = {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
     cases, now, expected = phase.cases, left(), args.budget / 10
     half, suspects, found = now / 2, Findings(), Findings()
     for attempt in (1, 2):
-        key = {"probe": phase.name, "attempt": attempt} | fixed
+        key = {"probe": phase.name, "attempt": attempt}
         for number, measure in enumerate(cases):
             if attempt == 1 and now - expected < half:
                 some = f"{len(cases) - number} of {len(cases)} rounds of " if number else ""

@@ -88,8 +88,7 @@ def main() -> int:
         if args.serial:
             rounds, how = [[pair] for pairs in rounds for pair in pairs], "one pair at a time"
         fixed = {n: getattr(args, n) for n in ("size", "latency_size", "calls", "by", "serial")}
-        fixed |= {"rounds": len(rounds), "world_size": job.world_size}
-        fixed |= {"device": job.device.type, "backend": job.backend}
+        fixed["rounds"] = len(rounds)
         bench.print(f"\n# {len(rounds)} rounds, {how}")
         links, messages = list[Link](), Messages(args.size, args.latency_size, args.calls)
         for number, pairs in enumerate(rounds, 1):

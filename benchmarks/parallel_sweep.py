@@ -32,7 +32,6 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,8 +66,9 @@ from common.dist import Group, Job, share
 from common.memory import peak, start_peak
 from common.peaks import peak_flops
 from common.report import Case
-from common.stats import difference, step_metrics, straggler
+from common.stats import Times, step_metrics, straggler
 from common.table import Columns, half_width, metric, relative
+from common.timing import Step
 from common.training import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
 Key = dict[str, Any]
@@ -376,7 +376,7 @@ def square_norm(model: nn.Module, mesh: Mesh) -> float:
     return total
 
 
-def build(key: Key, lr: float, twins: bool, job: Job, group: Group) -> Workload:
+def build(lr: float, twins: bool, job: Job, key: Key, group: Group) -> Workload:
     mesh = Mesh(key["mesh"])
     if mesh.how == "ring" and job.device.type != "cuda":
         raise ValueError("ring attention (context_parallel) needs CUDA; try cp without :ring")
@@ -392,20 +392,35 @@ def build(key: Key, lr: float, twins: bool, job: Job, group: Group) -> Workload:
         facts = peak(job.device, before) | {"losses": losses, "norms": norms}
         norms.append(square_norm(model, mesh))
     optimizer.param_groups[0]["lr"] = 0.0
-    steps: dict[str, Callable[[], object]] = {"step": step}
-    fakes = {f"{axis} fake": [axis] for axis in mesh.axes if len(mesh.axes) > 1}
-    for name, fake in {**fakes, "compute": mesh.axes}.items() if twins else ():
-        _, _, steps[name] = train(key, job, open_meshes(mesh, fake, job, group), lr=0.0)
-    return Workload(steps, facts=lambda: facts)
+    parts: dict[str, Step] = {}
+    for part, fake_axes in parts_of(mesh).items() if twins else ():
+        _, _, parts[part] = train(key, job, open_meshes(mesh, fake_axes, job, group), lr=0.0)
+    return Workload(step, parts, facts=lambda: facts)
+
+
+def parts_of(mesh: Mesh) -> dict[str, list[str]]:
+    """What is timed beside the step, and the axes without communication in it.
+
+    A mesh of one axis needs no part for that axis: without it nothing communicates.
+    """
+    one_each = {without(mesh, axis): [axis] for axis in mesh.axes}
+    return one_each | {"compute": mesh.axes}
+
+
+def without(mesh: Mesh, axis: str) -> str:
+    """The part in which this axis does not communicate."""
+    return f"without {axis}" if len(mesh.axes) > 1 else "compute"
 
 
 # -- what rank 0 makes of it -----------------------------------------------------------------------
 
 
-def derive(alone: Reference | str, device: torch.device, case: Case, facts: list[Any]) -> None:
+def derive(
+    alone: Reference | str, device: torch.device, case: Case, times: Times, facts: list[Any]
+) -> None:
     """Fill in the metrics and the check."""
     key, m = case.key, case.metrics
-    m |= step_metrics(case.samples_s["step"], key["global_batch"])
+    m |= step_metrics(times.each(), key["global_batch"])
     m["tokens_per_s"] = m["samples_per_s"] * key["sequence_length"]
     m["tokens_per_s_per_rank"] = m["tokens_per_s"] / key["world_size"]
     if top := peak_flops(device, key["dtype"]):
@@ -414,8 +429,8 @@ def derive(alone: Reference | str, device: torch.device, case: Case, facts: list
     m |= {"memory_gib": max(memory), "memory_min_gib": min(memory)}
     if "memory_allocated_gib" in facts[0]:  # on CUDA
         m["memory_allocated_gib"] = max(fact["memory_allocated_gib"] for fact in facts)
-    if "compute" in case.samples_s:
-        m |= breakdown(Mesh(key["mesh"]), case)
+    if "compute" in times.samples_s:
+        m |= breakdown(Mesh(key["mesh"]), key["microbatches"], times)
     if isinstance(alone, str):
         case.check = f"skipped: {alone}"
         return
@@ -426,29 +441,29 @@ def derive(alone: Reference | str, device: torch.device, case: Case, facts: list
     case.check = verdict(problem or compare("the loss", losses, np.mean(alone.losses, axis=1)))
 
 
-def breakdown(mesh: Mesh, case: Case) -> dict[str, Any]:
+def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
     """What each axis exposes, and what each stage of a pipeline computes and waits."""
-    samples = {name: np.array(rows) for name, rows in case.samples_s.items()}  # [ranks, n]
-    step, compute = samples["step"].max(axis=0), samples["compute"]
-    found: dict[str, Any] = {"compute_s": float(np.median(compute.max(axis=0)))}
+    m: dict[str, Any] = {"compute_s": float(np.median(times.slowest("compute")))}
     for axis in mesh.axes:
-        silent = samples.get(f"{axis} fake", compute).max(axis=0)
-        gap, interval = difference(step, silent, case.rounds)
-        found |= {f"exposed_{axis}_s": gap, f"exposed_{axis}_ci95_s": interval}
-    if slow := straggler(compute):
-        found |= {"straggler_rank": slow[0], "straggler_factor": slow[1]}
-    if mesh.pp > 1:
+        gap, interval = times.exposed(without(mesh, axis))
+        m |= {f"exposed_{axis}_s": gap, f"exposed_{axis}_ci95_s": interval}
+    if slow := straggler(times.each("compute")):
+        m |= {"straggler_rank": slow[0], "straggler_factor": slow[1]}
+    if mesh.pp == 1:
+        return m
 
-        def of_stages(rows: Any) -> Any:  # pp is the outermost axis
-            return np.median(rows.reshape(mesh.pp, -1, len(step)).max(axis=1), axis=1)
+    def stage_medians(part: str) -> Any:
+        """Seconds of each pipeline rank, [pp]; the slowest of its ranks counts."""
+        rows = times.each(part)  # [ranks, n]; pp is the outermost axis of the ranks
+        return np.median(rows.reshape(mesh.pp, -1, rows.shape[1]).max(axis=1), axis=1)
 
-        idle = 1 - of_stages(samples.get("pp fake", compute)) / np.median(step)
-        slots = mesh.stages // mesh.pp * case.key["microbatches"]
-        found["pipeline_idle"] = float(idle.mean())
-        found["pipeline_idle_theory"] = (mesh.pp - 1) / (slots + mesh.pp - 1)
-        found["stage_idle"] = idle.round(4).tolist()
-        found["stage_compute_s"] = of_stages(compute).round(9).tolist()
-    return found
+    idle = 1 - stage_medians(without(mesh, "pp")) / np.median(times.slowest())
+    slots = mesh.stages // mesh.pp * microbatches
+    m["pipeline_idle"] = float(idle.mean())
+    m["pipeline_idle_theory"] = (mesh.pp - 1) / (slots + mesh.pp - 1)
+    m["stage_idle"] = idle.round(4).tolist()
+    m["stage_compute_s"] = stage_medians("compute").round(9).tolist()
+    return m
 
 
 def best(cases: list[Case]) -> str | None:
@@ -513,8 +528,6 @@ def main() -> int:
             "global_batch": args.global_batch or (8 if cuda else 4) * job.world_size,
             "experts": EXPERTS if any(mesh.ep > 1 for mesh in meshes) else 0,
             "world_size": job.world_size,
-            "device": job.device.type,
-            "backend": job.backend,
         }
         keys, columns = [], dict(COLUMNS)
         for mesh in meshes:
@@ -533,7 +546,7 @@ def main() -> int:
             bench.print(f"# not checked: {alone}")
         lr, cases = 0.0 if isinstance(alone, str) else alone.lr, []
         for key in keys:
-            begin = partial(build, key, lr, not args.no_breakdown, job)
+            begin = partial(build, lr, not args.no_breakdown, job)
             if case := bench.measure(key, begin, partial(derive, alone, job.device)):
                 cases.append(case)  # on rank 0
         bench.print("")

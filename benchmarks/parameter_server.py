@@ -56,10 +56,10 @@ from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int, refuse
 from common.dist import Group, Job, share
-from common.phases import Phases, phase_table, pool, summaries, timed
+from common.phases import Durations, Phases, Stamps, phase_table, pool, summaries
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
-from common.stats import step_metrics
+from common.stats import Times, step_metrics
 from common.table import Columns, metric, percentile_columns, relative
 
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
@@ -134,10 +134,10 @@ def create_batches(args: argparse.Namespace, trainer: int, device: torch.device)
     return [(rows[draw(looked_up, size)], draw(args.dense_size, size[:1])) for _ in steps]
 
 
-def training_step(ddp: nn.Module, batches: Iterator[Batch], phases: Phases) -> Callable[[], None]:
+def training_step(ddp: nn.Module, batches: Iterator[Batch], phases: Phases) -> Callable[[], Stamps]:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 
-    def step() -> None:
+    def step() -> Stamps:
         inputs, targets = next(batches)
         phases.begin()
         start = phases.last
@@ -148,6 +148,7 @@ def training_step(ddp: nn.Module, batches: Iterator[Batch], phases: Phases) -> C
         phases.mark("backward")
         optimizer.step()
         phases.add("batch", start, phases.now())
+        return phases.step
 
     return step
 
@@ -242,7 +243,7 @@ def start_servers(kind: str, servers: list[tuple[str, int, str]]) -> None:
 
 
 def build(
-    key: Key, args: argparse.Namespace, roles: Roles, devices: list[str], job: Job, group: Group
+    args: argparse.Namespace, roles: Roles, devices: list[str], job: Job, key: Key, group: Group
 ) -> Workload:
     """devices: of all ranks."""
     rank, device, route = job.rank, job.device, key["route"]
@@ -261,7 +262,7 @@ def build(
 
     def by_server(home: int, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         wire = device if home in roles.cuda else torch.device("cpu")
-        words = (len(phases.steps) - 1, bucket.index(), pack(bucket.buffer(), wire))
+        words = (phases.count, bucket.index(), pack(bucket.buffer(), wire))
         name, patience_s = roles.name(home), args.straggler_timeout
         call = rpc.rpc_async(name, add_gradient, args=words, timeout=patience_s)
         # not call.then(): where the server is on the CPU that future may hold no CUDA tensor
@@ -316,11 +317,21 @@ def build(
             "digests": {part: digest(child) for part, child in model.named_children()},
             "over": over,
             "device": device.type,
-            "phases": phases.durations(),
             "servers": {name: rpc.rpc_sync(name, bucket_times) for name in names},
         }
 
-    return Workload({"step": training_step(ddp, batches, phases)}, facts=facts)
+    train = training_step(ddp, batches, phases)
+
+    def step() -> tuple[int, Stamps]:
+        stamps = train()
+        return phases.count, stamps
+
+    def numbered(steps: list[tuple[int, Stamps]]) -> tuple[list[int], list[Durations]]:
+        """The numbers of the timed steps, by which servers know them, and their phases."""
+        numbers = [number for number, _ in steps]
+        return numbers, phases.durations([stamps for _, stamps in steps])
+
+    return Workload(step, facts=facts, returned=numbered)
 
 
 def trainers_of(placement: str | None, roles: Roles) -> dict[int, list[int]]:
@@ -358,18 +369,21 @@ def difference(model: nn.Module, plain: nn.Module) -> str | None:
     return None
 
 
-def derive(case: Case, facts: list[dict[str, Any]]) -> None:
+def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check."""
     m = case.metrics
-    m |= step_metrics(case.samples_s["step"], case.key["samples_per_step"])
-    phases = [timed(fact["phases"], case.rounds) for fact in facts]
+    m |= step_metrics(times.each(), case.key["samples_per_step"])
+    numbers, _ = times.returned[0]
+    phases = [durations for _, durations in times.returned]
     hooks = [[max(step.pop("hook")) for step in steps] for steps in phases]
     m["hook_p50_s"] = float(np.median(np.max(hooks, axis=0)))
     m["trainers"] = summaries({f"trainer{i}": pool(steps) for i, steps in enumerate(phases)})
     if servers := facts[0]["servers"]:
-        steps = timed(range(len(facts[0]["phases"])), case.rounds)
         m["servers"] = summaries(
-            {name: pool(b for i in steps for b in own.get(i, [])) for name, own in servers.items()}
+            {
+                name: pool(itertools.chain(*(steps.get(number, []) for number in numbers)))
+                for name, steps in servers.items()
+            }
         )
     wrong = [fact["wrong"] for fact in facts if fact["wrong"]]
     for fact in facts:
@@ -435,7 +449,7 @@ def main() -> int:
                 devices = stack.enter_context(rpc_workers(bench, roles, options))
             key = {"route": route, "server": kind, "placement": placement} | fixed
             key |= options.key() if kind else {}
-            work = partial(build, key, args, roles, devices, bench.job)
+            work = partial(build, args, roles, devices, bench.job)
             bench.measure(key, work, derive, roles.trainers)
         for case in bench.report.cases:
             for role in ("trainers", "servers"):

@@ -55,11 +55,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.benchmark import Benchmark, Workload
+from common.benchmark import Benchmark, Key, Workload
 from common.dist import FOREVER, Group, Job, gather, share
 from common.memory import too_much
 from common.report import Case
-from common.stats import median_interval, percentiles
+from common.stats import Times, median_interval, percentiles
 from common.table import Columns, half_width, metric, render
 from common.timing import Step
 
@@ -176,9 +176,9 @@ def wait(work: Any) -> None:
         torch.cuda.current_stream().synchronize()
 
 
-def build(plan: Plan, job: Job, group: Group) -> Workload:
+def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
     """This rank's operations with the job's gaps and without, and one of each kind alone."""
-    calls, replays = plan.calls[job.rank], list[Replay]()
+    calls = plan.calls[job.rank]
     teams = sorted({call.team for row in plan.calls for call in row})
     connect: Any = partial(dist.new_group, backend=job.backend, timeout=FOREVER)
     groups = {team: connect(list(team[1])) for team in teams}
@@ -190,15 +190,14 @@ def build(plan: Plan, job: Job, group: Group) -> Workload:
         for start in those:
             wait(start())
 
-    steps: dict[str, Step] = {
-        "with gaps": lambda: replays.append(play(calls, starts, plan.time_s)),
-        "back to back": lambda: play(calls, starts),
-    }
+    def means(replays: list[Replay]) -> list[dict[Kind, float]]:
+        """The mean seconds of each kind, in each replay."""
+        return [{kind: fmean(times) for kind, times in replay.items()} for replay in replays]
+
+    parts: dict[str, Step] = {"back to back": lambda: play(calls, starts)}
     for kind in plan.kinds:
-        steps[str(kind)] = partial(alone, [starts[key] for key in own if key[0] == kind])
-    return Workload(
-        steps, facts=lambda: [{kind: fmean(s) for kind, s in each.items()} for each in replays]
-    )
+        parts[str(kind)] = partial(alone, [starts[key] for key in own if key[0] == kind])
+    return Workload(lambda: play(calls, starts, plan.time_s), parts, returned=means)
 
 
 def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
@@ -218,25 +217,24 @@ def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
     return start
 
 
-def derive(plan: Plan, case: Case, replays: list[Any]) -> None:
-    """Of each iteration the slowest rank counts. replays: of each rank the mean of a kind."""
-    m, rows = case.metrics, list[dict[str, Any]]()
-    slowest = {name: np.max(times, axis=0) for name, times in case.samples_s.items()}
-    for name in ("with gaps", "back to back"):
-        prefix, step = name.replace(" ", "_"), slowest[name] / plan.steps
+def derive(plan: Plan, case: Case, times: Times, facts: list[None]) -> None:
+    """The slowest rank counts in each iteration. times.returned: a kind's mean in each replay."""
+    m, rows, replays = case.metrics, list[dict[str, Any]](), times.returned
+    for name, prefix in (("step", "with_gaps"), ("back to back", "back_to_back")):
+        step = times.slowest(name) / plan.steps
         m |= percentiles(step, prefix) | {f"{prefix}_ci95_s": median_interval(step)}
     for kind in plan.kinds:
         calls = [call for row in plan.calls for call in row if call.kind == kind]
         each = [[replay[kind] for replay in mine] for mine in replays if kind in mine[0]]
-        times = {
-            "replayed": np.max(each, axis=0)[-sum(case.rounds) :],  # without the warm-up's
-            "alone": slowest[str(kind)],
+        took = {
+            "replayed": np.max(each, axis=0),
+            "alone": times.slowest(str(kind)),
             "job": np.array([call.job_s for call in calls if call.job_s]),
         }
         row = kind._asdict() | {"calls": len(calls) / len(each) / plan.steps}
-        row["replayed_ci95_s"] = median_interval(times["replayed"])
-        for name in (name for name in times if len(times[name])):
-            p50, factor = float(np.median(times[name])), OPERATIONS[kind.op][2](kind.group_ranks)
+        row["replayed_ci95_s"] = median_interval(took["replayed"])
+        for name in (name for name in took if len(took[name])):
+            p50, factor = float(np.median(took[name])), OPERATIONS[kind.op][2](kind.group_ranks)
             row[f"{name}_p50_s"] = p50
             row[f"{name}_busbw_gb_per_s"] = factor * kind.size_bytes / p50 / 1e9
         row["replayed_over_alone"] = row["replayed_p50_s"] / row["alone_p50_s"]
@@ -410,7 +408,6 @@ def main() -> int:
             bench.refuse(problem)
         digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
         key = dict(recording=digest, only=",".join(args.only) or "all", scale_size=args.scale_size)
-        key |= dict(world_size=job.world_size, device=job.device.type, backend=job.backend)
         if case := bench.measure(key, partial(build, plan, job), partial(derive, plan)):
             bench.print(f"# {case.check}" if case.failed else output(case.metrics))
         bench.print("\n".join(plan.lines))

@@ -53,7 +53,7 @@ from common.cli import Parser, add_common_flags, list_of, positive_int, show_siz
 from common.dist import Group
 from common.report import Case
 from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
-from common.stats import own_pace, relative_ci95
+from common.stats import Times, own_pace, relative_ci95
 from common.table import Columns, metric, relative
 
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
@@ -145,7 +145,7 @@ def call(key: Key, function: Callable[..., Any], payload: torch.Tensor) -> list[
             return [rpc.rpc_sync("server0", later, args=(function, payload))]
 
 
-def build(key: Key, bench: Benchmark, callee_device: str, group: Group) -> Workload:
+def build(bench: Benchmark, callee_device: str, key: Key, group: Group) -> Workload:
     """What a caller measures in a case."""
     device, rank = bench.job.device, bench.job.rank
     if rank == 0:
@@ -172,18 +172,18 @@ def build(key: Key, bench: Benchmark, callee_device: str, group: Group) -> Workl
         }
 
     dist.barrier(group.control)  # the callee counts for this case
-    return Workload({"round trip": round_trip, "one way": one_way}, facts=facts)
+    # callers do not wait for each other
+    return Workload(round_trip, {"one way": one_way}, facts=facts, aligned=False)
 
 
 # -- what rank 0 makes of it -----------------------------------------------------------------------
 
 
-def derive(case: Case, facts: list[dict[str, Any]]) -> None:
+def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check. facts: of each caller."""
     key, m = case.key, case.metrics
-    for step, directions in (("round trip", 2), ("one way", 1)):
-        name = step.replace(" ", "_")
-        calls = np.array(case.samples_s[step]) / key["in_flight"]  # [callers, n]
+    for step, name, directions in (("step", "round_trip", 2), ("one way", "one_way", 1)):
+        calls = times.each(step) / key["in_flight"]  # [callers, n]
         slowest, blocks_s = own_pace(calls, case.rounds, name)
         m |= slowest
         m[f"{name}_slowest_caller"] = caller = int(np.argmax(np.median(calls, axis=1)))
@@ -237,7 +237,7 @@ def main() -> int:
                 if operation == "rpc_async":
                     key["in_flight"] = max(1, min(args.in_flight, BATCH_BYTES // max(1, count)))
                 key |= options.key() | fixed
-                work = partial(build, key, bench, devices[callers])
+                work = partial(build, bench, devices[callers])
                 bench.measure(key, work, derive, roles.trainers)
     return bench.status
 

@@ -8,7 +8,6 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -18,24 +17,23 @@ from common.cli import TURN, describe, end, refuse, turn_taker
 from common.dist import Group, close_group, connect, gather, open_group, share
 from common.join import join
 from common.report import Case, Report, not_json
+from common.stats import Times
 from common.table import LAUNCH_HINT, Columns, Table, launch_bound, progress_line
-from common.timing import Step, StopRule, Timing, launch_share, samples_of, time_steps
+from common.timing import (
+    Measured,
+    StopRule,
+    Timing,
+    Workload,
+    launch_share,
+    samples_of,
+    time_steps,
+)
 from common.watchdog import Watchdog
 
-
-@dataclass
-class Workload:
-    """What a rank does in a case."""
-
-    # timed in alternating blocks; the first one is what the case is about. None of them where
-    # build has timed the case: then `derive` fills in the samples
-    steps: dict[str, Step]
-    calls: int = 1  # of a step in one sample, for steps shorter than the clock
-    facts: Callable[[], Any] = lambda: None  # after the timing, untimed; gathered for `derive`
-    launches: bool = False  # the host only launches kernels in a step: say where that limits it
-
-
-Derive = Callable[[Case, list[Any]], None]  # on rank 0: fills case.metrics and case.check
+Key = dict[str, Any]
+Build = Callable[[Key, Group], Workload | Measured]  # on the ranks of the case
+# on rank 0: fills case.metrics and case.check; the list has the facts of each rank
+Derive = Callable[[Case, Times, list[Any]], None]
 
 
 class Benchmark:
@@ -55,6 +53,9 @@ class Benchmark:
         self.progress = progress_line(first)
         found = share(environment.collect(self.job))
         self.report = Report(name, found, args.json if first else None)
+        place = {"world_size": self.job.world_size, "device": self.job.device.type}
+        # rank 0's: with RPC a server may be on another device than the trainers
+        self.place: Key = share(place | {"backend": self.job.backend})
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
         problem = environment.problem(found, tested)
         try:
@@ -69,8 +70,8 @@ class Benchmark:
 
     def measure(
         self,
-        key: dict[str, Any],
-        build: Callable[[Group], Workload],
+        key: Key,
+        build: Build,
         derive: Derive,
         ranks: Sequence[int] | None = None,
         teams: Sequence[Sequence[int]] | None = None,
@@ -78,8 +79,10 @@ class Benchmark:
         """Measure a case on `ranks` (by default all). The case on rank 0, None elsewhere.
 
         All ranks of the job call it alike. A case that the resumed report holds is shown, not
-        measured. teams: parts of the ranks that do the same at once, each in a group of its own.
+        measured. key: flat; device, backend and world size are added where it lacks them. teams:
+        parts of the ranks that do the same at once, each in a group of its own.
         """
+        key = self.place | key
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         if key in self.done:
             return self.show(self.report.find(key))
@@ -92,7 +95,7 @@ class Benchmark:
             if group := open_group(ranks, self.job, teams):
                 self.watchdog.group = group
                 connect(group, self.job.device)
-                found = self.time(build(group), group)
+                found = self.time(build(key, group), group)
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
@@ -112,19 +115,21 @@ class Benchmark:
             self.refuse(full, 1)
         return self.show(case if rows else None)
 
-    def time(self, work: Workload, group: Group) -> tuple[Timing | None, Any]:
-        """Time the steps of a case on this rank. The times, and what its `facts` then say."""
+    def time(self, work: Workload | Measured, group: Group) -> tuple[Timing, Any]:
+        """Time a case on this rank. Its times, and what its `facts` then say."""
+        if isinstance(work, Measured):
+            return Timing(work.samples_s, work.rounds, work.stop), work.facts
 
         def progress(phase: str) -> None:
             self.turn()
             self.watchdog.phase(phase)
 
-        timing = None
-        if work.steps:
-            timing = time_steps(work.steps, group, self.job.device, self.rule, work.calls, progress)
-            if not work.launches or self.job.device.type != "cuda":
-                timing.launching_s = {}
-            self.watchdog.phase("check")
+        timing = time_steps(work, group, self.job.device, self.rule, progress)
+        if work.returned:
+            timing.returned = work.returned(timing.returned)
+        if not work.launches or self.job.device.type != "cuda":
+            timing.launching_s = {}
+        self.watchdog.phase("check")
         return timing, work.facts()
 
     def keep(self, case: Case, derive: Derive, rows: list[Any]) -> tuple[str | None, str | None]:
@@ -133,12 +138,13 @@ class Benchmark:
         if reason is None:
             try:
                 timings, facts = zip(*(rows[rank] for rank in case.ranks), strict=True)
-                if first := timings[0]:
-                    case.samples_s = samples_of(timings)
-                    case.rounds, case.stop = first.rounds, first.stop
-                    if first.launching_s:
-                        case.metrics["launch_share"] = launch_share(timings)
-                derive(case, list(facts))
+                first = timings[0]
+                case.samples_s, case.aligned = samples_of(timings), first.aligned
+                case.rounds, case.stop = first.rounds, first.stop
+                if first.launching_s:
+                    case.metrics["launch_share"] = launch_share(timings)
+                returned = [timing.returned for timing in timings]
+                derive(case, Times(case.samples_s, case.rounds, returned), list(facts))
                 reason = not_json(case.metrics)
             except Exception as error:
                 reason = describe(error)

@@ -14,6 +14,7 @@ from common.dist import Group, Job
 from common.gpus import cuda_graph
 from common.outliers import MARGIN, Costs, Findings, accuse
 from common.report import Case
+from common.stats import Times
 from common.timing import Step
 
 Key = dict[str, Any]
@@ -60,7 +61,9 @@ def measure_round(
     return case.metrics.get("links", []) if case else []
 
 
-def build(meetings: list[list[Pair]], messages: Messages, job: Job, group: Group) -> Workload:
+def build(
+    meetings: list[list[Pair]], messages: Messages, job: Job, key: Key, group: Group
+) -> Workload:
     """This rank's part in a round. meetings: of ranks, for each pair of members."""
     a, b = next(pair for pairs in meetings for pair in pairs if job.rank in pair)
     first, peer = job.rank == a, a + b - job.rank
@@ -83,8 +86,8 @@ def build(meetings: list[list[Pair]], messages: Messages, job: Job, group: Group
 
     n = messages.calls
     send, receive = ([out] * n, [pong]), ([come] * n, [ping])
-    steps = {  # made in this order, since a graph is run once when it is made: the peer must answer
-        "both": batches(*[[out, come]] * n),
+    both = batches(*[[out, come]] * n)
+    parts = {  # made in this order, since a graph is run once when it is made: the peer must answer
         "there": batches(*(send if first else receive)),
         "back": batches(*(receive if first else send)),
         "latency": batches(*([[ping], [pong]] if first else [[pong], [ping]]) * n),
@@ -93,14 +96,19 @@ def build(meetings: list[list[Pair]], messages: Messages, job: Job, group: Group
     def wrong() -> int:
         patterns.blank(into)
         dist.barrier(group.control)
-        steps["both"]()
+        both()
         return patterns.count_wrong(into, patterns.tile(peer))
 
-    return Workload(steps, facts=wrong)
+    return Workload(both, parts, facts=wrong)
 
 
 def derive(
-    pairs: Sequence[Pair], meetings: list[list[Pair]], messages: Messages, case: Case, facts: Any
+    pairs: Sequence[Pair],
+    meetings: list[list[Pair]],
+    messages: Messages,
+    case: Case,
+    times: Times,
+    facts: list[int],
 ) -> None:
     """The links of a round. Of a sample the slower rank counts, of the samples the fastest."""
     case.metrics["links"] = links = list[Link]()
@@ -109,8 +117,8 @@ def derive(
         for pair in ranks:  # of two nodes those that meet at the same time
             rows = [case.ranks.index(rank) for rank in pair]
             there, back, both, ping = (
-                float(np.max([case.samples_s[step][row] for row in rows], axis=0).min())
-                for step in ("there", "back", "both", "latency")
+                float(times.each(name)[rows].max(axis=0).min())
+                for name in ("there", "back", "step", "latency")
             )
             latency = max(latency, ping / messages.calls / 2 * 1e6)
             rates += messages.size * messages.calls / np.array([there, back, both / 2]) / 1e9

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from common.table import layout
-from common.timing import LEAD_IN
 
+Stamps = list[tuple[str, Any, Any]]  # of a step: name, start and end of each phase
+Durations = dict[str, list[float]]  # of a step: the seconds of each phase
 TIMES = ("min", "max", "mean", "stdev", "p50", "p75", "p90", "p95")
 
 
@@ -20,7 +21,8 @@ class Phases:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.steps: list[list[tuple[str, Any, Any]]] = []
+        self.step: Stamps = []  # the current one
+        self.count = 0  # of steps so far
 
     def now(self) -> Any:
         if self.device.type != "cuda":
@@ -30,7 +32,8 @@ class Phases:
 
     def begin(self) -> None:
         """A new step, and its first stamp."""
-        self.steps.append([])
+        self.step = []
+        self.count += 1
         self.last = self.now()
 
     def mark(self, name: str) -> None:
@@ -40,29 +43,17 @@ class Phases:
 
     def add(self, name: str, start: Any, end: Any) -> None:
         """A phase of the current step that overlaps with others; from any thread."""
-        self.steps[-1].append((name, start, end))
+        self.step.append((name, start, end))
 
-    def durations(self) -> list[dict[str, list[float]]]:
-        """The seconds of each phase, step by step."""
+    def durations(self, steps: Sequence[Stamps]) -> list[Durations]:
+        """The seconds of each phase, step by step. steps: what `step` was at the end of each."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return [pool({name: [seconds(a, b)]} for name, a, b in step) for step in self.steps]
+        return [pool({name: [seconds(a, b)]} for name, a, b in step) for step in steps]
 
 
 def seconds(start: Any, end: Any) -> float:
     return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
-
-
-def timed(steps: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
-    """Of a worker's steps for a case those that count; of one call a sample. rounds: the Case's.
-
-    Checks and warm-up come first and LEAD_IN steps start a round, so it counts from the end.
-    """
-    at, kept = len(steps) - sum(rounds) - LEAD_IN * len(rounds), list[Any]()
-    for count in rounds:
-        at += LEAD_IN + count
-        kept += steps[at - count : at]
-    return kept
 
 
 def pool(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

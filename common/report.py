@@ -10,12 +10,14 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 SCHEMA = "torchrun-bench/2"
+# whose reports of version 2.0 do not say that their cases are not aligned
+UNALIGNED = ("batch_update_ps", "rpc_latency")
 # of the environment: what must be alike for a report to be resumed
 SAME = ("torch", "nccl", "world_size", "local_world_size", "devices", "backend")
 
@@ -26,12 +28,13 @@ class Case:
 
     key: dict[str, Any]  # flat, JSON; the same key in two reports is the same case
     ranks: list[int]
-    # of each step [ranks][iterations], in seconds; the first step is what the case is about
+    # [ranks][iterations], in seconds: of "step", which the case is about, and of each part
     samples_s: dict[str, list[list[float]]] = field(default_factory=dict)
     rounds: list[int] = field(default_factory=list)  # the iterations of each, alike for all steps
     stop: str = ""  # the rule that ended the timing
     metrics: dict[str, Any] = field(default_factory=dict)
     check: str = "passed"  # or `failed: why`, `skipped: why`
+    aligned: bool = True  # False: the ranks did not wait for each other within an iteration
 
     @property
     def failed(self) -> bool:
@@ -101,7 +104,10 @@ class Report:
     def add(self, case: Case) -> None:
         """Append a case. A later one of the same key replaces an earlier one."""
         self.cases = [old for old in self.cases if old.key != case.key] + [case]
-        self.append(asdict(case))
+        line = asdict(case)
+        if case.aligned:  # as nearly always; version 2.0 does not know the field
+            del line["aligned"]
+        self.append(line)
 
     def finish(self, status: str, **end: Any) -> None:
         self.status, self.finished_at = status, now()
@@ -143,13 +149,15 @@ def load(
                     if (schema := content.get("schema")) != SCHEMA:
                         other = "another version of torchrun-bench may have written it"
                         raise ValueError(f"schema is {schema!r}, not {SCHEMA!r}; {other}")
-                    report = Report(**content, path=path)
+                    report = Report(**known(Report, content), path=path)
                 elif "status" in content:
                     report.status = content.pop("status")
                     report.finished_at = content.pop("finished_at", None)
                     report.end = content
                 else:
-                    case = Case(**content)
+                    case = Case(
+                        **{"aligned": report.benchmark not in UNALIGNED} | known(Case, content)
+                    )
                     each(report, case)
                     name = json.dumps(case.key, sort_keys=True)
                     cases.pop(name, None)
@@ -185,6 +193,12 @@ def not_json(metrics: dict[str, Any]) -> str | None:
 def expect(condition: bool, at: str, expected: str, got: Any) -> None:
     if not condition:
         raise ValueError(f"{at}: expected {expected}, got {str(got)[:60]!r}")
+
+
+def known(kind: type, content: dict[str, Any]) -> dict[str, Any]:
+    """The entries that are fields of a dataclass; a later version may have written others."""
+    names = {each.name for each in fields(kind)}
+    return {name: value for name, value in content.items() if name in names}
 
 
 def now() -> str:

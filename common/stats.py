@@ -1,11 +1,11 @@
 """Statistics of repeated timings, by numpy. docs/measuring.md derives each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 Interval = tuple[float, float]
 
@@ -69,6 +69,40 @@ def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> tuple[float
     pairs = zip(np.split(np.asarray(a), ends), np.split(np.asarray(b), ends), strict=True)
     gaps = [float(np.median(x) - np.median(y)) for x, y in pairs]
     return float(np.median(gaps)), median_interval(gaps)
+
+
+class Times:
+    """The seconds of a case by name: "step", which it is about, and the parts timed with it.
+
+    An unknown name raises KeyError with the names that there are.
+    """
+
+    def __init__(
+        self,
+        samples_s: Mapping[str, ArrayLike],
+        rounds: Sequence[int],
+        returned: Sequence[Any] = (),
+    ) -> None:
+        """samples_s: [ranks, n] of each. rounds: the iterations of each round, n in all."""
+        self.samples_s, self.rounds = samples_s, rounds
+        self.returned = returned  # of each rank: what its timed calls of the step returned
+
+    def each(self, name: str = "step") -> NDArray[np.float64]:
+        """Of each rank, [ranks, n]."""
+        if name not in self.samples_s:
+            raise KeyError(f"{name!r} was not timed; these were: {', '.join(self.samples_s)}")
+        return np.asarray(self.samples_s[name], dtype=np.float64)
+
+    def slowest(self, name: str = "step") -> NDArray[np.float64]:
+        """Of the slowest rank in each iteration, [n]."""
+        return np.max(self.each(name), axis=0)
+
+    def exposed(self, part: str) -> tuple[float, Interval | None]:
+        """How much longer the step takes than the part, with the 95 % interval: `difference`.
+
+        The slowest rank counts on both sides, so that a late rank cancels out.
+        """
+        return difference(self.slowest(), self.slowest(part), self.rounds)
 
 
 def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | None:

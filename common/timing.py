@@ -1,9 +1,9 @@
-"""The timed loop of all scripts: alternating blocks of the steps to compare, and when to stop."""
+"""The timed loop of all scripts: alternating blocks of a step and its parts, and when to stop."""
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -15,12 +15,38 @@ from common.dist import Group
 from common.stats import relative_ci95
 
 Step = Callable[[], object]
+STEP = "step"  # the name of a case's own step, beside those of its parts
 
 ROUNDS = 12  # that a case's budget is planned for
 TURN_ROUNDS = 24  # of a case that takes turns with those of another command
 MIN_ROUNDS = 6  # fewer give no 95 % interval of a difference between steps
 AHEAD_S = 5e-3  # a full queue, of some 1,000 launches, is that much work for the device at least
 LEAD_IN = 1  # untimed iterations that start a block: caches and queues as the step leaves them
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a rank does in a case: a step, and parts of it, timed in alternating blocks."""
+
+    step: Step  # what the case is about: the case ends when its interval is narrow enough
+    parts: Mapping[str, Step] = field(default_factory=dict)  # timed in turns with the step
+    calls: int = 1  # of a step in one sample, for steps shorter than the clock
+    facts: Callable[[], Any] = lambda: None  # after the timing, untimed; gathered for `derive`
+    # makes, of what the timed calls of the step returned, what `derive` gets as times.returned
+    returned: Callable[[list[Any]], Any] | None = None
+    aligned: bool = True  # False: ranks do not wait for each other within an iteration
+    launches: bool = False  # the host only launches kernels in a step: say where that limits it
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A case that has timed itself on this rank, where the timed loop does not fit."""
+
+    samples_s: dict[str, list[float]]  # "step" and its parts, in seconds, [iterations] each
+    rounds: list[int]
+    stop: str
+    facts: Any
+    aligned: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,10 +72,13 @@ class StopRule:
 class Timing:
     """What one case took on this rank."""
 
-    samples_s: dict[str, list[float]]  # of each step
-    launching_s: dict[str, float]  # of each step on CUDA, what the host took to launch all samples
+    samples_s: dict[str, list[float]]  # of the step and of each part
     rounds: list[int]  # the iterations of each
     stop: str  # the rule that ended it: iters, rounds, target-ci or max-seconds
+    # of each step on CUDA, what the host took to launch all samples
+    launching_s: dict[str, float] = field(default_factory=dict)
+    returned: Any = None  # by the timed calls of the step, where the workload wants that
+    aligned: bool = True
 
 
 def time_block(
@@ -88,18 +117,25 @@ def time_block(
 
 
 def time_steps(
-    steps: dict[str, Step],
+    work: Workload,
     group: Group,
     device: torch.device,
     rule: StopRule,
-    calls: int = 1,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> Timing:
-    """Time the steps in alternating blocks; the first one's slowest rank decides when to stop.
+    """Time the step and its parts in alternating blocks; the step's slowest rank says when to stop.
 
     Forwards in one round and backwards in the next: a drift of the machine hits all steps alike.
     The group's members call it together; `progress` is called before each block, never within one.
     """
+    steps: dict[str, Step] = {STEP: work.step, **work.parts}
+    calls, block_returned, returned = work.calls, list[Any](), list[Any]()
+
+    def step_that_keeps() -> None:
+        block_returned.append(work.step())
+
+    if work.returned:
+        steps[STEP] = step_that_keeps
 
     def warm_up(name: str) -> float:
         """Seconds of a warm sample. Slow steps get fewer iterations: a quarter of the budget."""
@@ -116,7 +152,7 @@ def time_steps(
     block = agree(block_length(sum(map(warm_up, steps)), rule), group)
     samples: dict[str, list[float]] = {name: [] for name in steps}
     launching_s = dict.fromkeys(steps, 0.0)
-    slowest: list[float] = []  # of the first step; on ranks but the first one only its length
+    slowest: list[float] = []  # of the step; on ranks but the first one only its length
     rounds: list[int] = []
     spent, stop = 0.0, ""
     gc.collect()
@@ -129,12 +165,14 @@ def time_steps(
                 dist.barrier(group.control)
                 for _ in range(LEAD_IN * calls):
                     steps[name]()
+                block_returned.clear()
                 times, launching = time_block(steps[name], block, device, calls)
+                returned += block_returned
                 samples[name] += times
                 launching_s[name] += launching
                 spent += perf_counter() - start
             rounds.append(block)
-            newest = torch.tensor(samples[next(iter(steps))][-block:], dtype=torch.float64)
+            newest = torch.tensor(samples[STEP][-block:], dtype=torch.float64)
             dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=group.control)
             slowest += newest.tolist()
             stop = agree(decide(slowest, len(rounds), spent, rule), group)
@@ -142,7 +180,7 @@ def time_steps(
                 block = max(1, min(block, rule.iters - len(slowest)))
     finally:
         gc.enable()
-    return Timing(samples, launching_s, rounds, stop)
+    return Timing(samples, rounds, stop, launching_s, returned, work.aligned)
 
 
 def samples_of(timings: Sequence[Timing]) -> dict[str, list[list[float]]]:
@@ -173,7 +211,7 @@ def block_length(round_s: float, rule: StopRule) -> int:
 
 
 def decide(slowest: list[float], rounds: int, spent_s: float, rule: StopRule) -> str:
-    """The rule that the first step has reached; nothing to go on."""
+    """The rule that the step has reached; nothing to go on."""
     if rule.iters:
         return "iters" if len(slowest) >= rule.iters else ""
     if rule.rounds:

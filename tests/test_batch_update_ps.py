@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import batch_update_ps
 from common.report import Case
+from common.stats import Times
 
 SCRIPT = "benchmarks/batch_update_ps.py"
 SHORT = ("--iters", "20", "--warmup-iters", "1", "--device", "cpu")
@@ -64,13 +65,12 @@ def test_rates_by_hand() -> None:
     key = {"in_features": 9, "out_features": 10}
     steps = [[1.0, 1.0, 2.0, 2.0], [1.5, 1.5, 1.0, 1.0]]
     case = Case(key, [0, 1], {"step": steps}, [2, 2])
-    # each block has an untimed step before it
-    latencies = [[9.0, 0.5, 0.5, 9.0, 0.5, 0.5], [9.0, 0.75, 0.75, 9.0, 0.75, 0.75]]
+    latencies = [[0.5] * 4, [0.75] * 4]
+    times = Times(case.samples_s, case.rounds, latencies)
     updates = [2, 2, 2, 2, 2, 1, 1]
-    facts: list[dict[str, Any]] = [
-        {"wrong": None, "latencies": each, "updates": updates} for each in latencies
-    ]
-    batch_update_ps.derive(case, facts)
+    # each block has an untimed step before it
+    facts = [{"wrong": None, "sent": 6, "updates": updates} for _ in range(2)]
+    batch_update_ps.derive(case, times, facts)
     m = case.metrics
     assert m["step_time_p50_s"] == 1.5  # trainer 0's
     assert m["latency_p50_s"] == m["latency_p95_s"] == 0.75
@@ -80,6 +80,6 @@ def test_rates_by_hand() -> None:
     assert m["mb_per_s"] == pytest.approx(8 / 7 * 2 * 100 * 4 / 1e6)
     assert m["updates_per_s_ci95"] is None  # of two blocks
     assert case.check == "passed"
-    facts[1]["latencies"] = [9.0, *latencies[1]]
-    batch_update_ps.derive(case, facts)
+    facts[1]["sent"] = 7
+    batch_update_ps.derive(case, times, facts)
     assert case.check == "failed: the trainers sent 13 gradients, the server's log has 12"

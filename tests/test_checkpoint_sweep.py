@@ -40,7 +40,7 @@ def test_every_mode(
     for case in run.report.cases:
         m, mode = case.metrics, case.key["mode"]
         assert case.check == "passed"
-        assert [len(row) for row in case.samples_s["save"]] == [1, 1]
+        assert [len(row) for row in case.samples_s["step"]] == [1, 1]
         assert 0 < m["blocked_s"] <= m["upload_s"]
         assert m["cost"] == pytest.approx(m["stall_s"] / 60)
         assert m["state_bytes"] == pytest.approx(12 * PARAMETERS, rel=1e-3)  # and the step counters

@@ -12,6 +12,7 @@ import torch
 from benchmarks import compile_sweep
 from common.decoder import DECODERS, flops_per_token
 from common.report import Case
+from common.stats import Times
 from common.training import Reference
 
 SCRIPT = "benchmarks/compile_sweep.py"
@@ -201,10 +202,10 @@ def test_numbers_by_hand() -> None:
     """Two ranks, a batch of 8: the slower one takes 20 ms eager and 15 ms compiled."""
     cases: dict[Any, Case] = {}
     eager, facts = case_of("eager", 0.020, 0.1, 0.0, ["passed", "passed"])
-    compile_sweep.derive(cases, eager, facts)
+    compile_sweep.derive(cases, eager, Times(eager.samples_s, eager.rounds), facts)
     cases["ddp", "eager"] = eager
     case, facts = case_of("inductor", 0.015, 4.1, 1.0, ["passed", "passed"])
-    compile_sweep.derive(cases, case, facts)
+    compile_sweep.derive(cases, case, Times(case.samples_s, case.rounds), facts)
     m = case.metrics
     assert m["samples_per_s"] == pytest.approx(16 / 0.015)
     assert m["vs_eager"] == pytest.approx(4 / 3)
@@ -217,7 +218,7 @@ def test_numbers_by_hand() -> None:
     assert case.check == "passed"
 
     case, facts = case_of("inductor", 0.030, 4.1, 1.0, ["skipped: x", "failed: y"])
-    compile_sweep.derive(cases, case, facts)
+    compile_sweep.derive(cases, case, Times(case.samples_s, case.rounds), facts)
     assert "payback_steps" not in case.metrics  # it never pays
     assert case.check == "failed: y"
 

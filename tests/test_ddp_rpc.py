@@ -28,10 +28,10 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
     for case in run.report.cases:
         m = case.metrics
         assert case.ranks == [0, 1]
-        assert [len(row) for row in case.samples_s["epoch"]] == [6, 6]
+        assert [len(row) for row in case.samples_s["step"]] == [6, 6]
         assert [name for name in m if name.endswith("_s")][-5:] == [f"{p}_s" for p in PARTS]
         # the parts of a batch add up to a tenth of the mean epoch of a trainer
-        mean = sum(map(sum, case.samples_s["epoch"])) / 12
+        mean = sum(map(sum, case.samples_s["step"])) / 12
         assert 10 * sum(m[f"{name}_s"] for name in PARTS) == pytest.approx(mean, rel=0.05)
         assert m["samples"] == sum(trainer["samples"] for trainer in m["trainers"]) == 140
         assert m["samples_per_s"] == pytest.approx(140 / m["epoch_time_p50_s"])

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import rpc_latency
 from common.report import Case
+from common.stats import Times
 
 SCRIPT = "benchmarks/rpc_latency.py"
 SHORT = ("--iters", "6", "--warmup-iters", "1", "--device", "cpu")
@@ -37,8 +38,8 @@ def test_every_operation_with_two_callers(bench: Callable[..., Any]) -> None:
         settings = ("callers", "rpc_threads", "rpc_transports", "rpc_channels")
         assert [case.key[name] for name in settings] == [2, 3, "uv+shm", "basic"]
         assert case.ranks == [0, 1]  # the callers
-        assert list(case.samples_s) == ["round trip", "one way"]
-        assert [len(row) for row in case.samples_s["round trip"]] == [6, 6]
+        assert list(case.samples_s) == ["step", "one way"]
+        assert [len(row) for row in case.samples_s["step"]] == [6, 6]
         assert case.metrics["one_way_calls_per_s"] > 0
         # a round trip carries the payload twice
         rate = case.metrics["round_trip_calls_per_s"]
@@ -100,9 +101,10 @@ def test_percentiles_of_the_slowest_caller_and_calls_of_all() -> None:
     """Batches of 2 calls: 1, 1, 1, 9 and 2, 2, 2, 2 us; blocks of two: max(2, 4) + max(10, 4)."""
     batches = [[1e-6, 1e-6, 1e-6, 9e-6], [2e-6] * 4]
     key = {"in_flight": 2, "size_bytes": 8}
-    case = Case(key, [0, 1], {"round trip": batches, "one way": batches}, [2, 2])
+    case = Case(key, [0, 1], {"step": batches, "one way": batches}, [2, 2])
+    times = Times(case.samples_s, case.rounds)
     facts: list[dict[str, Any]] = [{"sunk": 8, "wrong": 0, "received": (16, 128)} for _ in range(2)]
-    rpc_latency.derive(case, facts)
+    rpc_latency.derive(case, times, facts)
     m = case.metrics
     assert m["one_way_p50_s"] == pytest.approx(1e-6)
     assert m["one_way_p95_s"] == pytest.approx(3.9e-6)  # the other caller's
@@ -112,5 +114,5 @@ def test_percentiles_of_the_slowest_caller_and_calls_of_all() -> None:
     assert m["round_trip_gb_per_s"] == pytest.approx(2 * m["one_way_gb_per_s"])
     assert case.check == "passed"
     facts[0]["received"] = (15, 120)
-    rpc_latency.derive(case, facts)
+    rpc_latency.derive(case, times, facts)
     assert case.check == ("failed: the callee received 15 calls with 120 bytes one way, of 16 sent")

@@ -12,6 +12,7 @@ from benchmarks import collectives, p2p_matrix
 from common import links, outliers, patterns
 from common.partition import node_of_each, partition
 from common.report import Case
+from common.stats import Times
 
 KEY = {"collective": "all_reduce", "size_bytes": 64_000_000, "group_ranks": 4}
 
@@ -31,15 +32,16 @@ def test_bus_factor(collective: str, ranks: int, factor: float) -> None:
 
 def derived(case: Case, facts: Any, groups: list[list[int]], **flags: Any) -> dict[str, Any]:
     args = SimpleNamespace(**({"average": "max", "limit": None, "check": 1} | flags))
-    collectives.derive(args, groups, case, facts)  # type: ignore[arg-type]
+    times = Times(case.samples_s, [])
+    collectives.derive(args, groups, case, times, facts)  # type: ignore[arg-type]
     return case.metrics
 
 
 def test_bandwidths() -> None:
     """64 MB among 4 ranks in 10 ms: 6.4 GB/s, and 1.5 times that on the bus."""
     rows = [[0.008, 0.010, 0.010], [0.010, 0.009, 0.012], [0.001] * 3, [0.002] * 3]
-    facts = [{"calls": 5, "in_place": 0}] * 4
-    case = Case(KEY, [0, 1, 2, 3], {"in_place": rows})
+    facts = [{"calls": 5, "in_place": 0, "out_of_place": 0}] * 4
+    case = Case(KEY, [0, 1, 2, 3], {"step": rows, "out_of_place": [[1.0]] * 4})
     m = derived(case, facts, [[0, 1, 2, 3]], limit=12.0)
     assert m["in_place_time_s"] == 0.010  # the slowest rank's: 10, 10, 12 ms
     assert m["in_place_algbw_gb_per_s"] == pytest.approx(6.4)
@@ -52,8 +54,9 @@ def test_bandwidths() -> None:
 
 
 def test_of_several_groups_the_slowest_counts() -> None:
-    case = Case(KEY | {"group_ranks": 2}, [0, 1, 2, 3], {"in_place": [[4], [1], [2], [3]]})
-    facts = [{"calls": 1, "in_place": wrong} for wrong in (0, 0, 2, 1)]
+    samples = {"step": [[4], [1], [2], [3]], "out_of_place": [[1]] * 4}
+    case = Case(KEY | {"group_ranks": 2}, [0, 1, 2, 3], samples)  # type: ignore[arg-type]
+    facts = [{"calls": 1, "in_place": wrong, "out_of_place": 0} for wrong in (0, 0, 2, 1)]
     m = derived(case, facts, [[0, 3], [1, 2]])
     assert m["in_place_group_times_s"] == [4, 2]
     assert m["in_place_time_s"] == 4
@@ -73,8 +76,7 @@ def test_counts_are_those_of_nccl_tests() -> None:
     names |= {"groups": "world", "matrix": [], "datatype": ["float32"], "op": ["sum"], "root": 1}
     names |= {"minbytes": 4, "maxbytes": 100, "stepbytes": None, "stepfactor": 5.0}
     args = SimpleNamespace(collective=["all_gather", "reduce"], **names)
-    job = SimpleNamespace(device=torch.device("cpu"), backend="gloo")
-    tables = collectives.plan(args, job, 4)  # type: ignore[arg-type]
+    tables = collectives.plan(args, {"device": "cpu", "backend": "gloo", "world_size": 4}, 4)  # type: ignore[arg-type]
     sizes = [[(key["size_bytes"], key["count"]) for key in keys] for keys in tables.values()]
     assert sizes == [[(16, 1), (96, 6)], [(4, 1), (20, 5), (100, 25)]]
     assert [keys[0]["root"] for keys in tables.values()] == [-1, 1]
@@ -215,12 +217,13 @@ def test_each_pair_once_and_nobody_twice_in_a_round(n: int) -> None:
 def test_links_of_a_round() -> None:
     """1 MB, 2 messages a sample: 2 ms there is 1 GB/s; both ways in 8 ms is 2 * 2 MB / 8 ms."""
     messages = links.Messages(1_000_000, 8, 2)
-    rows = {"both": [[0.006, 0.009], [0.008, 0.010]], "there": [[0.002, 0.004], [0.001, 0.005]]}
+    rows = {"step": [[0.006, 0.009], [0.008, 0.010]], "there": [[0.002, 0.004], [0.001, 0.005]]}
     rows |= {"back": [[0.004], [0.004]], "latency": [[2e-5], [4e-5]]}
     case = Case({}, [0, 5], rows)
-    links.derive([(0, 1)], [[(0, 5)]], messages, case, [0, 0])
+    times = Times(rows, [2])
+    links.derive([(0, 1)], [[(0, 5)]], messages, case, times, [0, 0])
     assert case.metrics["links"] == [[0, 1, 10.0, 1.0, 0.5, 0.5]]
-    links.derive([(0, 1)], [[(0, 5)]], messages, case, [0, 3])
+    links.derive([(0, 1)], [[(0, 5)]], messages, case, times, [0, 3])
     assert case.check == "failed: wrong data came to rank 5"
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.parallel_sweep import Mesh, best, breakdown, default_meshes, misfit
 from common.report import Case
+from common.stats import Times
 
 
 @pytest.mark.parametrize(
@@ -93,13 +94,13 @@ def test_breakdown_by_hand() -> None:
     """dp2pp2: ranks 0 and 1 are the first stage. Six rounds of one iteration, all alike."""
     seconds = {
         "step": [1.0, 0.9, 1.0, 1.0],
-        "pp fake": [0.6, 0.5, 0.8, 0.7],
-        "dp fake": [0.9, 0.9, 0.9, 0.9],
+        "without pp": [0.6, 0.5, 0.8, 0.7],
+        "without dp": [0.9, 0.9, 0.9, 0.9],
         "compute": [0.4, 0.5, 0.7, 0.7],
     }
     samples = {name: [[s] * 6 for s in ranks] for name, ranks in seconds.items()}
-    case = Case({"microbatches": 4}, [0, 1, 2, 3], samples, [1] * 6)
-    found = breakdown(Mesh("dp2pp2:1f1b"), case)
+    times = Times(samples, [1] * 6)
+    found = breakdown(Mesh("dp2pp2:1f1b"), 4, times)
     assert found["compute_s"] == pytest.approx(0.7)
     assert found["exposed_pp_s"] == pytest.approx(1.0 - 0.8)
     assert found["exposed_dp_s"] == pytest.approx(1.0 - 0.9)
@@ -109,8 +110,8 @@ def test_breakdown_by_hand() -> None:
     assert found["pipeline_idle"] == pytest.approx(0.3)
     assert found["pipeline_idle_theory"] == pytest.approx(1 / 5)  # 2 stages: 1 of 4 + 1 slots
     # two stages on a rank halve each slot: 3 of 2 * 8 + 3
-    case = Case({"microbatches": 8}, [0, 1, 2, 3], samples, [1] * 6)
-    found = breakdown(Mesh("pp4:interleaved"), case)
+    alone = {"step": samples["step"], "compute": samples["compute"]}  # as of a single axis
+    found = breakdown(Mesh("pp4:interleaved"), 8, Times(alone, [1] * 6))
     assert found["pipeline_idle_theory"] == pytest.approx(3 / 19)
 
 

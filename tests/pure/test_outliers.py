@@ -9,6 +9,7 @@ from benchmarks.node_check import judge, odd_results, on_hosts, rounds_by_node
 from common.gpus import lacking
 from common.outliers import accuse, sentences
 from common.report import Case, Report
+from common.stats import Times
 
 NODES = [0, 0, 1, 1, 2, 2]
 
@@ -97,8 +98,9 @@ def test_each_rank_becomes_a_case() -> None:
     report = Report("node_check", {"ranks": [place, place | {"host": "b"}]})
     rows = {"copy, turn 0": [[2, 2, 2, 2], [0, 0, 0, 0]], "copy, turn 1": [[0] * 4, [5, 1, 2, 2]]}
     case = Case({"device": "cpu"}, [0, 1], rows, [2, 2])  # type: ignore[arg-type]
-    facts = [{"did": {f"copy, turn {r}": 10.0}, "bits": "x"} for r in (0, 1)]
-    node_check.split(report, {"rank": [[0], [1]]}, ["k", "k"], case, facts)
+    facts = [{"did": {"copy": (f"copy, turn {r}", 10.0)}, "bits": "x"} for r in (0, 1)]
+    times = Times(rows, [2, 2])
+    node_check.split(report, {"rank": [[0], [1]]}, ["k", "k"], case, times, facts)
     first, second = report.cases
     assert second.key == {"device": "cpu", "rank": 1, "host": "b"}
     assert second.samples_s == {"copy": [[5, 1, 2, 2]]}
@@ -114,8 +116,10 @@ def test_the_slowest_rank_of_a_node_counts() -> None:
     report = Report("node_check", {"ranks": [{"host": "a", "pci": "", "network": ""}] * 2})
     step, rows = "all_reduce_inside", [[1.0, 4.0, 1.0, 2.0], [3.0, 1.0, 3.0, 1.0]]
     case = Case({"device": "cuda"}, [0, 1], {step: rows}, [2, 2])
-    facts = [{"did": {step: 6.0}, "bits": "x", "wrong": wrong} for wrong in (None, "why")]
-    node_check.split(report, {"node": [[0, 1]]}, ["k", "k"], case, facts)
+    did = {step: (step, 6.0)}
+    facts = [{"did": did, "bits": "x", "wrong": wrong} for wrong in (None, "why")]
+    times = Times({step: rows}, [2, 2])
+    node_check.split(report, {"node": [[0, 1]]}, ["k", "k"], case, times, facts)
     assert [case.metrics[f"{step}_sustained_s"] for case in report.cases] == [3, 3]
     assert [case.metrics[f"{step}_s"] for case in report.cases] == [2, 2]
     assert [case.samples_s[step] for case in report.cases] == [[rows[0]], [rows[1]]]

@@ -11,6 +11,7 @@ import pytest
 from benchmarks import replay
 from benchmarks.replay import Collective, Kind
 from common.report import Case
+from common.stats import Times
 
 MS = 1_000_000  # nanoseconds
 
@@ -230,19 +231,19 @@ def test_bus_factor(name: str, ranks: int, factor: float) -> None:
 def test_the_table_by_hand() -> None:
     """8 MB among 4 ranks: replayed in 10 ms, which is 0.8 GB/s, times 1.5 on the bus.
 
-    2 calls of 10 ms and 1 of 20 ms share the time half and half. The first two replays are a
-    warm-up; rank 1 takes half of rank 0's time.
+    2 calls of 10 ms and 1 of 20 ms share the time half and half. Rank 1 takes half as long as
+    rank 0.
     """
     four: dict[str, Any] = {"group": "dp", "ranks": (0, 1, 2, 3)}
     bigs = [call(seq, 8_000_000, job_s=0.019 + seq % 2 * 0.002, **four) for seq in range(4)]
     small = [call(seq, 4_000_000, op="all_gather", **four) for seq in (4, 5)]
     big, other = bigs[0].kind, small[0].kind
     plan = replay.Plan(2, 0.2, [[*bigs, *small]] * 2, [big, other], [])
-    samples = {"with gaps": 0.2, "back to back": 0.08, str(big): 0.005, str(other): 0.010}
+    samples = {"step": 0.2, "back to back": 0.08, str(big): 0.005, str(other): 0.010}
     rows = {name: [[s] * 8, [s / 2] * 8] for name, s in samples.items()}
     case = Case({}, [0, 1], rows, [4, 4])
-    cold, slow, fast = ({big: s, other: 2 * s} for s in (9.0, 0.010, 0.005))
-    replay.derive(plan, case, [[cold] * 2 + [each] * 8 for each in (slow, fast)])
+    returned = [[{big: s, other: 2 * s}] * 8 for s in (0.010, 0.005)]
+    replay.derive(plan, case, Times(case.samples_s, case.rounds, returned), [None, None])
     m, (row, last) = case.metrics, case.metrics["operations"]
     assert (m["with_gaps_p50_s"], m["back_to_back_p50_s"]) == (0.1, 0.04)
     assert (m["job_step_s"], m["step_bytes"]) == (0.1, 2 * 8_000_000 + 4_000_000)

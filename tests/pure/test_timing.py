@@ -1,5 +1,6 @@
 """The stop rule by hand, and the timed loop in a world of one."""
 
+import itertools
 from datetime import timedelta
 from functools import partial
 from time import sleep
@@ -14,6 +15,7 @@ from common.timing import (
     Step,
     StopRule,
     Timing,
+    Workload,
     block_length,
     decide,
     launch_share,
@@ -81,8 +83,8 @@ def test_a_block_calls_so_often_and_divides_by_calls() -> None:
 
 
 def test_launch_share_is_of_the_rank_with_the_most() -> None:
-    slow = Timing({"a": [1.0, 3.0]}, {"a": 1.0}, [2], "iters")
-    fast = Timing({"a": [0.5, 0.5]}, {"a": 0.9}, [2], "iters")
+    slow = Timing({"a": [1.0, 3.0]}, [2], "iters", {"a": 1.0})
+    fast = Timing({"a": [0.5, 0.5]}, [2], "iters", {"a": 0.9})
     assert launch_share([slow, fast]) == {"a": 0.9}
     assert launch_share([slow]) == {"a": 0.25}
 
@@ -101,19 +103,20 @@ def test_steps_alternate_and_turn_around(group: Group) -> None:
     steps: dict[str, Step] = {name: partial(order.append, name) for name in "ab"}
     phases: list[str] = []
     rule = StopRule(warmup_iters=1, iters=14)
-    timing = time_steps(steps, group, CPU, rule, progress=phases.append)
+    work = Workload(steps["a"], {"b": steps["b"]})
+    timing = time_steps(work, group, CPU, rule, progress=phases.append)
     assert timing.stop == "iters"
     assert timing.rounds == [2, 2, 2, 2, 2, 2, 2]
-    assert len(timing.samples_s["a"]) == 14
+    assert len(timing.samples_s["step"]) == 14
     assert "".join(order[:2]) == "ab"  # warm-up
     # a lead-in and two timed, forwards and then backwards
     assert "".join(order[2:14]) == "aaabbbbbbaaa"
-    assert phases[:2] == ["a, warm-up 1", "b, warm-up 1"]
-    assert phases[2:6] == ["a, block 1", "b, block 1", "b, block 2", "a, block 2"]
+    assert phases[:2] == ["step, warm-up 1", "b, warm-up 1"]
+    assert phases[2:6] == ["step, block 1", "b, block 1", "b, block 2", "step, block 2"]
 
 
 def test_the_last_block_is_cut_to_the_count(group: Group) -> None:
-    timing = time_steps({"a": lambda: None}, group, CPU, StopRule(iters=13, warmup_iters=0))
+    timing = time_steps(Workload(lambda: None), group, CPU, StopRule(iters=13, warmup_iters=0))
     assert timing.rounds == [2] * 6 + [1]
 
 
@@ -127,14 +130,14 @@ def test_the_last_block_is_cut_to_the_count(group: Group) -> None:
 )
 def test_slow_steps_get_fewer_warm_ups(group: Group, rule: StopRule, count: int) -> None:
     phases: list[str] = []
-    time_steps({"a": lambda: None}, group, CPU, rule, progress=phases.append)
-    assert phases[:-1] == [f"a, warm-up {i + 1}" for i in range(count)]
+    time_steps(Workload(lambda: None), group, CPU, rule, progress=phases.append)
+    assert phases[:-1] == [f"step, warm-up {i + 1}" for i in range(count)]
 
 
 def test_a_block_is_planned_by_samples_not_by_calls(group: Group) -> None:
     """0.1 s of samples of at least 10 * 1 ms: no more than 10, and the lead-in is one of them."""
     rule = StopRule(warmup_iters=2, min_iters=1, max_seconds=0.1, rounds=1)
-    timing = time_steps({"a": lambda: sleep(0.001)}, group, CPU, rule, calls=10)
+    timing = time_steps(Workload(lambda: sleep(0.001), calls=10), group, CPU, rule)
     assert timing.stop == "rounds"
     assert 1 <= timing.rounds[0] <= 9
 
@@ -150,7 +153,16 @@ def test_collection_of_garbage_is_off_within_blocks_and_on_after_an_error(group:
             raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):
-        time_steps({"a": step}, group, CPU, StopRule(iters=20, warmup_iters=1))
+        time_steps(Workload(step), group, CPU, StopRule(iters=20, warmup_iters=1))
     assert seen[0]
     assert not any(seen[1:])
     assert gc.isenabled()
+
+
+def test_what_timed_calls_return_stays_with_their_samples(group: Group) -> None:
+    """2 warm-ups; then each of 6 blocks has a lead-in, which does not count, and one sample."""
+    numbers = itertools.count()
+    work = Workload(lambda: next(numbers), {"part": lambda: -1}, returned=list)
+    timing = time_steps(work, group, CPU, StopRule(warmup_iters=2, iters=6))
+    assert timing.rounds == [1] * 6
+    assert timing.returned == [3, 5, 7, 9, 11, 13]
