@@ -1,0 +1,97 @@
+"""What the project uses of torch that is not public, in one place.
+
+Each was seen to work with torch 2.11 and 2.15. When a new torch breaks one, look here first: the
+docstring says what it is for and where torch keeps it. `tests/pure/test_private_torch.py` calls all
+of them, and nothing else in common/ or benchmarks/ may reach for a name of torch that begins with
+an underscore.
+"""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
+
+# torch 2.15 has a second implementation of NCCL's process group, and some behaviour is newer
+TORCH_2_15 = torch.__version__ >= "2.15"  # TorchVersion compares by number, not as text
+
+
+def leaves(tree: Any) -> list[Any]:
+    """What stands in nested lists, tuples and dicts. torch/utils/_pytree.py."""
+    return _pytree.tree_leaves(tree)
+
+
+def bucket_sizes(ddp: DistributedDataParallel) -> list[int]:
+    """The bytes of each of DDP's gradient buckets. Reducer's logging data, a text with commas."""
+    logged = ddp._get_ddp_logging_data()
+    sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
+    return [int(size) for size in str(sizes).split(", ")]
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Let go of a mesh's process groups. DTensor's caches keep every mesh for ever, and a mesh keeps
+    its groups for torch.compile; torch/distributed/device_mesh.py, `_pg_registry`."""
+    mesh._pg_registry.clear()
+
+
+def abort_process_group(group: dist.ProcessGroup) -> None:
+    """End a group with work in flight. torch/distributed/distributed_c10d.py; destroying it would
+    wait for that work for ever (pytorch/pytorch#141510)."""
+    dist.distributed_c10d._abort_process_group(group)
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """The entries of this rank's flight recorder, of every backend; torch/csrc/distributed/c10d."""
+    c10d, entries = torch._C._distributed_c10d, list[dict[str, Any]]()
+    dumps: list[tuple[str, dict[str, str]]] = [
+        ("_dump_fr_trace_json", {}),  # of gloo
+        ("_dump_nccl_trace_json", {}),  # of NCCL
+        ("_dump_fr_trace_json", {"backend": "nccl2"}),  # of NCCL in torch 2.15
+    ]
+    for name, options in dumps:
+        with contextlib.suppress(Exception):  # this torch may lack it
+            entries += json.loads(getattr(c10d, name)(**options))["entries"]
+    return entries
+
+
+def register_fake_backend() -> None:
+    """From now on there is a backend `fake` whose collectives return at once."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415
+
+
+def checkpoint_wrapper(module: nn.Module) -> nn.Module:
+    """The module, computed again in the backward pass instead of kept."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper  # noqa: PLC0415
+
+    return wrapper.checkpoint_wrapper(module)
+
+
+def dynamo_counters() -> Mapping[str, Counter[str]]:
+    """What torch.compile counts: graphs, and why it broke them. torch/_dynamo/utils.py."""
+    from torch._dynamo.utils import counters  # noqa: PLC0415
+
+    return counters
+
+
+def fresh_compile_cache() -> contextlib.AbstractContextManager[Any]:
+    """Within it torch.compile finds nothing that was compiled before. torch/_inductor/utils.py."""
+    from torch._inductor.utils import fresh_cache  # noqa: PLC0415
+
+    return fresh_cache()
+
+
+def tensorpipe_options(
+    make: Callable[..., Any], transports: list[str] | None, channels: list[str] | None
+) -> Any:
+    """TensorPipe's options with its own transports and channels; None: TensorPipe chooses.
+
+    make: TensorPipeRpcBackendOptions with all else that it takes.
+    """
+    return make(_transports=transports, _channels=channels)
