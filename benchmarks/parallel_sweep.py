@@ -68,7 +68,7 @@ from common.memory import peak, start_peak
 from common.peaks import peak_flops
 from common.report import Case
 from common.stats import difference, step_metrics, straggler
-from common.table import Columns, half_width, metric, relative
+from common.table import Columns, interval_ends, metric, relative
 from common.training import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
 Key = dict[str, Any]
@@ -396,7 +396,7 @@ def build(key: Key, lr: float, twins: bool, job: Job, group: Group) -> Workload:
     fakes = {f"{axis} fake": [axis] for axis in mesh.axes if len(mesh.axes) > 1}
     for name, fake in {**fakes, "compute": mesh.axes}.items() if twins else ():
         _, _, steps[name] = train(key, job, open_meshes(mesh, fake, job, group), lr=0.0)
-    return Workload(steps, facts=lambda: facts)
+    return Workload(steps, facts=lambda: facts, compared=list(steps)[1:])
 
 
 # -- what rank 0 makes of it -----------------------------------------------------------------------
@@ -524,7 +524,7 @@ def main() -> int:
                 bench.refuse(problem)
             for axis in mesh.axes:
                 columns[f"exposed\n{axis} (ms)"] = metric(f"exposed_{axis}_s", 1e3, 1)
-                columns[f"{axis}\n+-(ms)"] = half_width(f"exposed_{axis}_ci95_s", 1e3, 1)
+                columns[f"\n{axis} 95% ci (ms)"] = interval_ends(f"exposed_{axis}_ci95_s", 1e3, 1)
         title = "{model}, {sequence_length} tokens, global batch {global_batch}, {dtype}"
         longest = max((mesh.name for mesh in meshes), key=len)
         bench.begin_table(title.format(**same), columns, [longest])

@@ -18,7 +18,7 @@ from common.cli import TURN, describe, end, refuse, turn_taker
 from common.dist import Group, close_group, connect, gather, open_group, share
 from common.join import join
 from common.report import Case, Report, not_json
-from common.table import LAUNCH_HINT, Columns, Table, launch_bound, progress_line
+from common.table import LAUNCH_HINT, Columns, Table, launch_bound, no_interval_hint, progress_line
 from common.timing import Step, StopRule, Timing, launch_share, samples_of, time_steps
 from common.watchdog import Watchdog
 
@@ -33,6 +33,7 @@ class Workload:
     calls: int = 1  # of a step in one sample, for steps shorter than the clock
     facts: Callable[[], Any] = lambda: None  # after the timing, untimed; gathered for `derive`
     launches: bool = False  # the host only launches kernels in a step: say where that limits it
+    compared: Sequence[str] = ()  # steps whose difference from the first one shows an interval
 
 
 Derive = Callable[[Case, list[Any]], None]  # on rank 0: fills case.metrics and case.check
@@ -121,7 +122,8 @@ class Benchmark:
 
         timing = None
         if work.steps:
-            timing = time_steps(work.steps, group, self.job.device, self.rule, work.calls, progress)
+            how = (self.rule, work.calls, progress, work.compared)
+            timing = time_steps(work.steps, group, self.job.device, *how)
             if not work.launches or self.job.device.type != "cuda":
                 timing.launching_s = {}
             self.watchdog.phase("check")
@@ -184,6 +186,9 @@ class Benchmark:
             last, remarks = gpus.at_the_end(self.job, self.report.environment["hosts"])
             if any(map(launch_bound, self.report.cases)):
                 self.print(LAUNCH_HINT)
+            iters, seconds = self.args.iters, self.args.max_seconds
+            if self.table and (hint := no_interval_hint(self.report.cases, iters, seconds)):
+                self.print(hint)
             for line in remarks:
                 self.print(f"# {line}")
             self.failed |= any(case.failed for case in self.report.cases)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from common.dist import Group
-from common.stats import relative_ci95
+from common.stats import median_interval, relative_ci95
 
 Step = Callable[[], object]
 
@@ -34,12 +34,16 @@ class StopRule:
     max_seconds: float = 5.0
     rounds: int | None = None  # if given, exactly so many
     longest_block_s: float = 75.0  # a block is one phase to the watchdog
+    full_warmup: bool = False  # all warm-up iterations, however long they take
+    patience: float = 2.0  # a case without its intervals goes on, to so many times max_seconds
 
     @classmethod
     def by_flags(cls, args: argparse.Namespace, turns: bool) -> "StopRule":
         """turns: whether the case takes turns with another command's."""
-        flags = (args.warmup_iters, args.iters, args.min_iters, args.target_ci, args.max_seconds)
-        return cls(*flags, TURN_ROUNDS if turns else None, args.timeout / 4)
+        asked = args.warmup_iters is not None
+        warmup_iters = args.warmup_iters if asked else cls.warmup_iters
+        flags = (warmup_iters, args.iters, args.min_iters, args.target_ci, args.max_seconds)
+        return cls(*flags, TURN_ROUNDS if turns else None, args.timeout / 4, full_warmup=asked)
 
 
 @dataclass
@@ -94,22 +98,26 @@ def time_steps(
     rule: StopRule,
     calls: int = 1,
     progress: Callable[[str], None] = lambda phase: None,
+    compared: Sequence[str] = (),
 ) -> Timing:
     """Time the steps in alternating blocks; the first one's slowest rank decides when to stop.
 
     Forwards in one round and backwards in the next: a drift of the machine hits all steps alike.
+    compared: the steps whose difference from the first one shall have an interval, too.
     The group's members call it together; `progress` is called before each block, never within one.
     """
 
     def warm_up(name: str) -> float:
-        """Seconds of a warm sample. Slow steps get fewer iterations: a quarter of the budget."""
+        """Seconds of a warm sample. Unless the user gave a number, slow steps get fewer
+        iterations: a quarter of the budget."""
         times: list[float] = []
         start, more = perf_counter(), True
         while more:
             progress(f"{name}, warm-up {len(times) + 1}")
             dist.barrier(group.control)
             times += time_block(steps[name], 1, device, calls)[0]
-            over = perf_counter() - start > rule.max_seconds / 4 and not rule.iters
+            limited = not (rule.iters or rule.full_warmup)
+            over = limited and perf_counter() - start > rule.max_seconds / 4
             more = agree(len(times) < rule.warmup_iters and not over, group)
         return min(times[1:] or times) * calls
 
@@ -117,6 +125,7 @@ def time_steps(
     samples: dict[str, list[float]] = {name: [] for name in steps}
     launching_s = dict.fromkeys(steps, 0.0)
     slowest: list[float] = []  # of the first step; on ranks but the first one only its length
+    gaps: dict[str, list[float]] = {name: [] for name in compared}  # first step - this, by round
     rounds: list[int] = []
     spent, stop = 0.0, ""
     gc.collect()
@@ -134,10 +143,14 @@ def time_steps(
                 launching_s[name] += launching
                 spent += perf_counter() - start
             rounds.append(block)
-            newest = torch.tensor(samples[next(iter(steps))][-block:], dtype=torch.float64)
+            judged = [samples[name][-block:] for name in (next(iter(steps)), *compared)]
+            newest = torch.tensor(judged, dtype=torch.float64)
             dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=group.control)
-            slowest += newest.tolist()
-            stop = agree(decide(slowest, len(rounds), spent, rule), group)
+            slowest += newest[0].tolist()
+            first, *others = newest.quantile(0.5, dim=1).tolist()
+            for name, other in zip(compared, others, strict=True):
+                gaps[name].append(first - other)
+            stop = agree(decide(slowest, len(rounds), spent, rule, list(gaps.values())), group)
             if rule.iters:
                 block = max(1, min(block, rule.iters - len(slowest)))
     finally:
@@ -167,13 +180,21 @@ def block_length(round_s: float, rule: StopRule) -> int:
     if rule.iters:
         return min(longest, -(-rule.iters // rounds))
     affordable = max(1, min(int(rule.max_seconds / rounds / round_s) - LEAD_IN, 1000))
-    if affordable == 1:  # --max-seconds comes before --min-iters
-        return 1
-    return min(longest, max(-(-rule.min_iters // rounds), affordable))
+    return min(longest, affordable)  # --max-seconds comes before --min-iters
 
 
-def decide(slowest: list[float], rounds: int, spent_s: float, rule: StopRule) -> str:
-    """The rule that the first step has reached; nothing to go on."""
+def decide(
+    slowest: list[float],
+    rounds: int,
+    spent_s: float,
+    rule: StopRule,
+    gaps: Sequence[Sequence[float]] = (),
+) -> str:
+    """The rule that the first step has reached; nothing to go on.
+
+    slowest: the samples of the first step so far. gaps: its differences from other steps, one a
+    round each. The case goes on while one of these has no interval, as far as the rule's patience.
+    """
     if rule.iters:
         return "iters" if len(slowest) >= rule.iters else ""
     if rule.rounds:
@@ -181,6 +202,9 @@ def decide(slowest: list[float], rounds: int, spent_s: float, rule: StopRule) ->
     if rounds < MIN_ROUNDS:
         return ""
     ci = relative_ci95(slowest)
+    unsure = ci is None or any(median_interval(differences) is None for differences in gaps)
+    if unsure and spent_s < rule.patience * rule.max_seconds:
+        return ""
     if len(slowest) >= rule.min_iters and ci is not None and ci <= rule.target_ci:
         return "target-ci"
     return "max-seconds" if spent_s >= rule.max_seconds else ""
