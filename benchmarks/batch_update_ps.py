@@ -47,7 +47,7 @@ from common.dist import Group
 from common.report import Case
 from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
 from common.stats import Times, median_interval, own_pace
-from common.table import Columns, half_width, metric
+from common.table import Columns, interval_ends, metric
 
 PAYLOADS = ("module", "tensors")
 SIZES = {"in_features": 100, "out_features": 30, "batch_size": 20, "num_batches": 4}
@@ -254,12 +254,12 @@ COLUMNS: Columns = {
     "payload": lambda case: case.key["payload"],
     "step\np50 (ms)": metric("step_time_p50_s", 1e3, 3),
     "\nupdates/s": metric("updates_per_s", digits=1),
-    "+-\n(95% ci)": half_width("updates_per_s_ci95", digits=1),
+    "95% ci\nof updates/s": interval_ends("updates_per_s_ci95", digits=1),
     "\ngradients/s": metric("gradients_per_s", digits=1),
     "\nMB/s": metric("mb_per_s"),
     **{f"latency\np{q} (ms)": metric(f"latency_p{q}_s", 1e3, 3) for q in (50, 95, 99)},
 }
-WIDEST = ["tensors", "100.000", "10000.0", "1000.0", "10000.0", "1000.00"]
+WIDEST = ["tensors", "100.000", "10000.0", "1000.0 to 1000.0", "10000.0", "1000.00"]
 
 
 def main() -> int:

@@ -64,7 +64,7 @@ from common.dist import FOREVER, Group, share
 from common.memory import peak, start_peak
 from common.report import Case
 from common.stats import Times
-from common.table import Columns, half_width, metric, render
+from common.table import Columns, interval_ends, metric, render
 from common.timing import agree, decide
 
 Facts = dict[str, Any]
@@ -305,7 +305,8 @@ def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Measur
         if len(saves) % 2 == 1:
             unsynced.append(save(fsync=False))
         times, spent = [each.save for each in saves], perf_counter() - started
-        stop = agree(decide(times, len(times), spent, bench.rule), group)
+        stalls = [each.save - each.alone for each in saves]
+        stop = agree(decide(times, len(times), spent, bench.rule, [stalls]), group)
     facts: Facts = {"first": first, "saves": saves, "unsynced": unsynced, "noticed": True}
     facts["host_ram_gib"] = peak(cpu, memory)["memory_gib"]
     if t.mode == "async-process":
@@ -372,7 +373,7 @@ COLUMNS: Columns = {
     "mode": lambda case: case.key["mode"],
     "blocked\n(s)": metric("blocked_s", digits=3),
     "stall\n(s)": metric("stall_s", digits=3),
-    "95% ci\n+-(s)": half_width("stall_ci95_s", digits=3),
+    "95% ci\n(s)": interval_ends("stall_ci95_s", digits=3),
     "upload\n(s)": metric("upload_s", digits=3),
     "write\nGB/s": metric("write_gb_per_s"),
     "fsync\n(x)": metric("fsync_factor"),
@@ -433,7 +434,8 @@ def main() -> int:
         places = zip(args.paths or ["TMPDIR"], folders, strict=True)
         for (path, folder), strategy in itertools.product(places, args.strategy):
             title = f"{args.model}, {strategy}, AdamW: {size / 1e9:.3f} GB into {path}"
-            bench.begin_table(title, columns, ["dcp.save-4-threads", *["0.000"] * 7])
+            widest = ["dcp.save-4-threads", "0.000", "0.000", "0.000 to 0.000", *["0.000"] * 4]
+            bench.begin_table(title, columns, widest)
             cases = []
             for mode in args.modes:
                 key = {"mode": mode, "path": path, "strategy": strategy} | fixed

@@ -8,7 +8,8 @@ whole nodes (`2M/8G`: 2 machines with 8 ranks each).
     step            the step; of each iteration the slowest rank counts
     local compute   the same step without averaging gradients (DDP's no_sync)
     alone           DDP's gradient buckets averaged by themselves, by the same hook
-    exposed       = step - local compute: communication that computing does not hide
+    exposed       = step - local compute: what DDP adds. Communication that computing does not
+                    hide, copies into and out of buckets, and what both take from computing
     late          = local compute of the slowest rank - of the median rank
     overlap       = 1 - exposed / alone;   efficiency = step of `no ddp` / step
     ex/sec/dev    = batch size / step;     samples/s = ranks * batch size / step
@@ -45,13 +46,20 @@ from common.dist import Group, Job
 from common.memory import peak, start_peak
 from common.report import Case
 from common.stats import Times, breakdown_metrics, step_metrics
-from common.table import Columns, half_width, metric, percentile_columns, relative, render
+from common.table import Columns, interval_ends, metric, percentile_columns, relative, render
 from common.timing import Step
 
 Key = dict[str, Any]
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
+# their own start takes a minute and a warning: it draws every weight by scipy
+MODEL_OPTIONS = {name: {"init_weights": False} for name in ("googlenet", "inception_v3")}
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # for a first look on a laptop, at a small size
-AUTOCAST = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# matrix products and whether convolutions are in TF32; torch's own come before anyone sets them
+PRECISION = {"default": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)}
+PRECISION |= {"fp32": ("highest", False), "tf32": ("high", True)}
+DTYPES = (*PRECISION, *AUTOCAST)
+SHARED_FLAGS = ("channels_last", "gradient_as_bucket_view", "static_graph")
 
 # each hook, and how far an averaged gradient may be off, relative to the largest one: fp16 rounds
 # to 11 bits and bf16 to 8, a rank's share and the sum; the quantised ones have 255 levels;
@@ -67,8 +75,9 @@ HOOKS: dict[str, tuple[Any, float]] = {
 }
 INLINE_WAITS = ("powersgd", "quantize_per_tensor", "quantize_per_channel")
 FOOTER = """
-# exposed: a median of differences within rounds, not the difference of the two
-# medians before it; overlap under 0: communication costs more inside the step"""
+# exposed: what DDP adds to a step; a median of differences within rounds, not the difference
+# of the two medians before it. overlap: - where exposed may be 0 (its interval holds 0);
+# under 0 communication costs more inside the step than alone"""
 SETTLING_STEPS = 4  # DDP rebuilds its buckets in the second or third, and logs them after it
 
 
@@ -80,13 +89,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch-size", type=whole, metavar="N", help="of a rank (default: 32, CPU 8)")
     add("--image-size", type=whole, metavar="PX", help="(default: 224, CPU 64)")
     sizes = "ranks beside `no ddp` (default: 1, 2, 4, ... of one node, then of nodes, and all)"
-    add("--world-sizes", type=list_of(whole), metavar="N", help=sizes)
+    sizes += "; nodes: 1, 2, 3, ... whole nodes"
+    add("--world-sizes", type=list_of(ranks_or_nodes), metavar="N", help=sizes)
     cap = "DDP's bucket_cap_mb (default: 25)"
     add("--bucket-size", type=list_of(cli.positive_float), default=[25.0], metavar="MB", help=cap)
     hooks = f"{', '.join(HOOKS)} (default: none, DDP's own)"
     add("--comm-hook", type=list_of(str, tuple(HOOKS)), default=["none"], metavar="H", help=hooks)
-    dtypes = "fp32, tf32, autocast to bf16, or to fp16 with a GradScaler (default: fp32)"
-    add("--dtype", type=list_of(str, tuple(AUTOCAST)), default=["fp32"], metavar="D", help=dtypes)
+    dtypes = "default (as torch is: TF32 in convolutions, not in products), fp32, tf32, autocast "
+    dtypes += "to bf16, or to fp16 with a GradScaler (default: default)"
+    add("--dtype", type=list_of(str, DTYPES), default=["default"], metavar="D", help=dtypes)
     add("--channels-last", action="store_true", help="images and weights in NHWC")
     add("--gradient-as-bucket-view", action="store_true", help="DDP's option")
     add("--static-graph", action="store_true", help="DDP's option")
@@ -104,7 +115,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     known = torchvision.models.list_models(module=torchvision.models)  # those that classify
     for name in set(args.models).difference(known):
         cli.refuse(f"unknown model '{name}'{cli.suggest(name, known) or '; e.g. resnet50'}")
+    if "inception_v3" in args.models and args.image_size < 299:
+        parser.error(f"inception_v3 takes --image-size 299 or more, got {args.image_size}")
     return args
+
+
+def ranks_or_nodes(text: str) -> int | str:
+    """One entry of --world-sizes."""
+    return text if text == "nodes" else int(cli.positive_int(text))
 
 
 # -- the workload: plain torch ---------------------------------------------------------------------
@@ -118,13 +136,30 @@ def training_step(model: nn.Module, images: Tensor, targets: Tensor, lr: float, 
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device, AUTOCAST[dtype], enabled=bool(AUTOCAST[dtype])):
-            loss = nn.functional.cross_entropy(model(images), targets)
+        with torch.autocast(device, AUTOCAST.get(dtype), enabled=dtype in AUTOCAST):
+            loss = loss_of(model(images), targets)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 
     return step
+
+
+def loss_of(outputs: Any, targets: Tensor) -> Tensor:
+    """The loss. googlenet and inception_v3 return the outputs of auxiliary heads after their own:
+    those count 0.3 each (Szegedy et al. 2014, arXiv:1409.4842)."""
+    if isinstance(outputs, Tensor):
+        return nn.functional.cross_entropy(outputs, targets)
+    loss, *auxiliary = [nn.functional.cross_entropy(head, targets) for head in outputs]
+    return loss + 0.3 * torch.stack(auxiliary).sum()
+
+
+def set_precision(dtype: str) -> None:
+    """How fp32 products and convolutions are computed on CUDA. `default` by itself sets nothing."""
+    wanted = PRECISION.get(dtype, PRECISION["fp32"])
+    if wanted != (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32):
+        torch.set_float32_matmul_precision(wanted[0])
+        torch.backends.cudnn.allow_tf32 = wanted[1]
 
 
 def register_hook(name: str, ddp: DistributedDataParallel) -> Step:
@@ -160,8 +195,7 @@ def register_hook(name: str, ddp: DistributedDataParallel) -> Step:
 def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workload:
     """What a rank measures in a case: the step, and the parts that it is made of."""
     dtype, hook, device = key["dtype"], key["comm_hook"], job.device
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = dtype == "tf32"  # by default convolutions of fp32 are in it
+    set_precision(dtype)
     buffers = "forward_sync_buffers" if torch.__version__ >= "2.15" else "broadcast_buffers"
     options: Key = {"process_group": group.test, buffers: False}
     options |= {n: getattr(args, n) for n in ("static_graph", "gradient_as_bucket_view")}
@@ -170,7 +204,8 @@ def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workloa
     memory = start_peak(device)
     torch.manual_seed(job.rank)
     layout = torch.channels_last if args.channels_last else torch.contiguous_format
-    model = torchvision.models.get_model(key["model"]).to(device, memory_format=layout)
+    model = torchvision.models.get_model(key["model"], **MODEL_OPTIONS.get(key["model"], {}))
+    model = model.to(device, memory_format=layout)
     images = torch.rand(args.batch_size, 3, args.image_size, args.image_size, device=device)
     images = images.to(memory_format=layout)
     targets = torch.randint(1000, (args.batch_size,), device=device)
@@ -194,7 +229,13 @@ def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workloa
         if key["world_size"] > 1:
             parts["alone"] = alone
     launches = dtype != "fp16"  # whose GradScaler waits for the device in each step
-    return Workload(step, parts, facts=lambda: (digest(model), peaks), launches=launches)
+    return Workload(
+        step,
+        parts,
+        compared=("local compute",) if "local compute" in parts else (),  # exposed's interval
+        facts=lambda: (digest(model), peaks),
+        launches=launches,
+    )
 
 
 def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> None:
@@ -208,7 +249,7 @@ def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> Non
         model.zero_grad()
         inputs = torch.linspace(-1, 1, 96, device=device).repeat(4, 1)
         targets = (torch.arange(4, device=device) * 5 + rank * 3) % 16
-        with torch.autocast(device.type, AUTOCAST[dtype], enabled=bool(AUTOCAST[dtype])):
+        with torch.autocast(device.type, AUTOCAST.get(dtype), enabled=dtype in AUTOCAST):
             loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -242,9 +283,28 @@ def derive(cases: list[Case], case: Case, times: Times, facts: list[Any]) -> Non
 
 def name_of(args: argparse.Namespace, case: Case) -> str:
     """The set of ranks, and what else tells the case from its neighbours."""
-    bucket, hook = case.key["bucket_size_mb"], case.key["comm_hook"]
-    size = f" {bucket:g}MB" if hook and len(args.bucket_size) > 1 else ""
-    return case.key["label"] + size + (f" {hook}" if hook and len(args.comm_hook) > 1 else "")
+    key, name = case.key, str(case.key["label"])
+    if key["world_size"] and f"/{key['world_size']}G" not in name:
+        name += f" ({key['world_size']})"  # `2M/8G (16)`: how many ranks that is
+    if key["comm_hook"] and len(args.bucket_size) > 1:
+        name += f" {key['bucket_size_mb']:g}MB"
+    if key["comm_hook"] and len(args.comm_hook) > 1:
+        name += f" {key['comm_hook']}"
+    return name
+
+
+def title_of(model: str, dtype: str, args: argparse.Namespace, device: torch.device) -> str:
+    """What all cases of a table share."""
+    if dtype == "default":
+        tf32 = device.type == "cuda" and PRECISION[dtype][1] and torch.cuda.is_tf32_supported()
+        dtype = "torch's default precision" + (" (TF32 in convolutions)" if tf32 else "")
+    parts = [model, f"batch size {args.batch_size}", f"{args.image_size} px", dtype]
+    if len(args.bucket_size) == 1:
+        parts.append(f"buckets of {args.bucket_size[0]:g} MB")
+    if len(args.comm_hook) == 1 and args.comm_hook != ["none"]:
+        parts.append(f"hook {args.comm_hook[0]}")
+    parts += [name.replace("_", " ") for name in SHARED_FLAGS if getattr(args, name)]
+    return ", ".join(parts)
 
 
 def columns(args: argparse.Namespace) -> Columns:
@@ -266,7 +326,7 @@ def why_columns(args: argparse.Namespace, job: Job) -> Columns:
         found |= {
             "local\ncompute\n(ms)": metric("local_compute_p50_s", 1e3),
             "exposed\ncommun.\n(ms)": metric("exposed_communication_s", 1e3),
-            "95% ci\n+-(ms)": half_width("exposed_communication_ci95_s", 1e3),
+            "95% ci\n(ms)": interval_ends("exposed_communication_ci95_s", 1e3, 1),
             "commun.\nalone\n(ms)": metric("communication_p50_s", 1e3),
             "overlap\n(%)": metric("overlap", 100, 0),
             "late\n(ms)": metric("late_s", 1e3),
@@ -282,6 +342,16 @@ def world_sizes(world_size: int, node: int) -> list[int]:
     return sorted({n for n in sizes if n < world_size} | {world_size})
 
 
+def chosen_sizes(chosen: list[Any] | None, world_size: int, node: int) -> list[int]:
+    """The sets of ranks to measure. chosen: --world-sizes; node: the ranks of a node."""
+    if not chosen:
+        return world_sizes(world_size, node)
+    sizes = {size for size in chosen if size != "nodes"}
+    if "nodes" in chosen:
+        sizes |= {*range(node, world_size, node), world_size}
+    return sorted(sizes)
+
+
 def label_of(world_size: int, node: int) -> str:
     """`2M/8G`: 2 machines with 8 ranks each. Uneven: `2M/12G in all`."""
     machines = -(-world_size // node)
@@ -291,9 +361,9 @@ def label_of(world_size: int, node: int) -> str:
 
 def plan(model: str, dtype: str, args: argparse.Namespace, job: Job, node: int) -> list[Key]:
     """The key of each case of one model and dtype, small sets of ranks first. node: its ranks."""
-    options = ("batch_size", "image_size", "channels_last", "gradient_as_bucket_view")
-    fixed = {name: getattr(args, name) for name in (*options, "static_graph", "bind_cores")}
-    sizes = sorted(args.world_sizes or world_sizes(job.world_size, node))
+    options = ("batch_size", "image_size", *SHARED_FLAGS, "bind_cores")
+    fixed = {name: getattr(args, name) for name in options}
+    sizes = chosen_sizes(args.world_sizes, job.world_size, node)
     base = {"model": model, "dtype": dtype, "world_size": 0, "label": "no ddp"}
     keys = [base | {"bucket_size_mb": None, "comm_hook": None} | fixed]
     for size, bucket, hook in itertools.product(sizes, args.bucket_size, args.comm_hook):
@@ -305,16 +375,18 @@ def plan(model: str, dtype: str, args: argparse.Namespace, job: Job, node: int) 
 def main() -> int:
     args = parse_args()
     with Benchmark("ddp_sweep", args) as bench:
-        job, found, largest = bench.job, bench.report.environment, max(args.world_sizes or [1])
+        job, found = bench.job, bench.report.environment
+        node = found["local_world_size"]
+        largest = chosen_sizes(args.world_sizes, job.world_size, node)[-1]
         if largest > job.world_size:
             bench.refuse(f"--world-sizes {largest} is more than the {job.world_size} ranks")
         for line in found["differences"] if args.strict_topology else []:
             bench.refuse(f"--strict-topology: {line}")
         for model, dtype in itertools.product(args.models, args.dtype):
-            title = f"{model}, batch size {args.batch_size}, {args.image_size} px, {dtype}"
+            title = title_of(model, dtype, args, job.device)
             bench.begin_table(title, columns(args), ["1M/2G 25MB none", "+-10.0%"])
             cases: list[Case] = []
-            for key in plan(model, dtype, args, job, found["local_world_size"]):
+            for key in plan(model, dtype, args, job, node):
                 ranks = range(max(1, key["world_size"]))
                 work, made = partial(build, args, job), partial(derive, cases)
                 if case := bench.measure(key, work, made, ranks):

@@ -355,8 +355,9 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
         """Seconds, by the clock of rank 0. All ranks call it."""
         return float(share(psutil.Process().create_time() + args.budget - time.time()))
 
-    seconds, warm = min(args.max_seconds, phase.share * args.budget), min(args.warmup_iters, 2)
-    bench.rule = replace(bench.rule, warmup_iters=warm, target_ci=1e-9, max_seconds=seconds)
+    seconds = min(args.max_seconds, phase.share * args.budget)
+    rule = replace(bench.rule, target_ci=1e-9, max_seconds=seconds, patience=1)
+    bench.rule = replace(rule, warmup_iters=rule.warmup_iters if rule.full_warmup else 2)
     cases, now, expected = phase.cases, left(), args.budget / 10
     half, suspects, found = now / 2, Findings(), Findings()
     for attempt in (1, 2):

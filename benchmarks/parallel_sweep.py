@@ -67,7 +67,7 @@ from common.memory import peak, start_peak
 from common.peaks import peak_flops
 from common.report import Case
 from common.stats import Times, step_metrics, straggler
-from common.table import Columns, half_width, metric, relative
+from common.table import Columns, interval_ends, metric, relative
 from common.timing import Step
 from common.training import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
@@ -395,7 +395,7 @@ def build(lr: float, twins: bool, job: Job, key: Key, group: Group) -> Workload:
     parts: dict[str, Step] = {}
     for part, fake_axes in parts_of(mesh).items() if twins else ():
         _, _, parts[part] = train(key, job, open_meshes(mesh, fake_axes, job, group), lr=0.0)
-    return Workload(step, parts, facts=lambda: facts)
+    return Workload(step, parts, compared=tuple(parts), facts=lambda: facts)
 
 
 def parts_of(mesh: Mesh) -> dict[str, list[str]]:
@@ -537,7 +537,7 @@ def main() -> int:
                 bench.refuse(problem)
             for axis in mesh.axes:
                 columns[f"exposed\n{axis} (ms)"] = metric(f"exposed_{axis}_s", 1e3, 1)
-                columns[f"{axis}\n+-(ms)"] = half_width(f"exposed_{axis}_ci95_s", 1e3, 1)
+                columns[f"\n{axis} 95% ci (ms)"] = interval_ends(f"exposed_{axis}_ci95_s", 1e3, 1)
         title = "{model}, {sequence_length} tokens, global batch {global_batch}, {dtype}"
         longest = max((mesh.name for mesh in meshes), key=len)
         bench.begin_table(title.format(**same), columns, [longest])

@@ -60,7 +60,7 @@ from common.dist import FOREVER, Group, Job, gather, share
 from common.memory import too_much
 from common.report import Case
 from common.stats import Times, median_interval, percentiles
-from common.table import Columns, half_width, metric, render
+from common.table import Columns, interval_ends, metric, render
 from common.timing import Step
 
 N = 0
@@ -254,7 +254,7 @@ COLUMNS: Columns = {  # GB/s: busbw
     "job\n(ms)": metric("job_p50_s", 1e3, 3),
     "job\n(GB/s)": metric("job_busbw_gb_per_s"),
     "replayed\n(ms)": metric("replayed_p50_s", 1e3, 3),
-    "95% ci\n+-(ms)": half_width("replayed_ci95_s", 1e3, 3),
+    "95% ci\n(ms)": interval_ends("replayed_ci95_s", 1e3, 3),
     "replayed\n(GB/s)": metric("replayed_busbw_gb_per_s"),
     "alone\n(ms)": metric("alone_p50_s", 1e3, 3),
     "alone\n(GB/s)": metric("alone_busbw_gb_per_s"),

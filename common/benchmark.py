@@ -18,7 +18,7 @@ from common.dist import Group, close_group, connect, gather, open_group, share
 from common.join import join
 from common.report import Case, Report, not_json
 from common.stats import Times
-from common.table import LAUNCH_HINT, Columns, Table, launch_bound, progress_line
+from common.table import LAUNCH_HINT, Columns, Table, launch_bound, no_interval_hint, progress_line
 from common.timing import (
     Measured,
     StopRule,
@@ -190,6 +190,9 @@ class Benchmark:
             last, remarks = gpus.at_the_end(self.job, self.report.environment["hosts"])
             if any(map(launch_bound, self.report.cases)):
                 self.print(LAUNCH_HINT)
+            iters, seconds = self.args.iters, self.args.max_seconds
+            if self.table and (hint := no_interval_hint(self.report.cases, iters, seconds)):
+                self.print(hint)
             for line in remarks:
                 self.print(f"# {line}")
             self.failed |= any(case.failed for case in self.report.cases)

@@ -178,15 +178,15 @@ def add_common_flags(
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     backend = "gloo, nccl, ucc or mpi (default: nccl on CUDA, gloo on the CPU)"
     add("--distributed-backend", "--backend", dest="backend", metavar="NAME", help=backend)
-    warm = "untimed iterations of each step (default: 5)"
-    add("-w", "--warmup-iters", type=number(int, 0), default=5, metavar="N", help=warm)
+    warm = "untimed iterations of each step (default: 5, fewer if they take --max-seconds / 4)"
+    add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
     exactly = "time exactly N iterations, whatever the next three say"
     add("--iters", type=positive_int, metavar="N", help=exactly)
     least = f"time at least N, as far as --max-seconds lets (default: {min_iters})"
     add("--min-iters", type=positive_int, default=min_iters, metavar="N", help=least)
-    target = "stop once the 95%% interval of the median is within +-P (default: 2%%)"
+    target = "stop once all of the 95%% interval of the step's median is within +-P (default: 2%%)"
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
-    most = f"or once a case was timed for S seconds (default: {max_seconds:g})"
+    most = f"or after S seconds of a case, 2 S if it lacks an interval (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
     report = "append every finished case to this report"
     add("-J", "--json", "--output-file", metavar="PATH", help=report)

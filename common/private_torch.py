@@ -36,8 +36,8 @@ def bucket_sizes(ddp: DistributedDataParallel) -> list[int]:
 
 
 def forget_groups(mesh: DeviceMesh) -> None:
-    """Let go of a mesh's process groups. DTensor's caches keep every mesh for ever, and a mesh keeps
-    its groups for torch.compile; torch/distributed/device_mesh.py, `_pg_registry`."""
+    """Let go of a mesh's process groups. DTensor's caches keep every mesh for ever, and a mesh
+    keeps its groups for torch.compile; torch/distributed/device_mesh.py, `_pg_registry`."""
     mesh._pg_registry.clear()
 
 
@@ -63,26 +63,26 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
 def register_fake_backend() -> None:
     """From now on there is a backend `fake` whose collectives return at once."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401, PLC0415
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
 
 def checkpoint_wrapper(module: nn.Module) -> nn.Module:
     """The module, computed again in the backward pass instead of kept."""
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper  # noqa: PLC0415
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
 
     return wrapper.checkpoint_wrapper(module)
 
 
 def dynamo_counters() -> Mapping[str, Counter[str]]:
     """What torch.compile counts: graphs, and why it broke them. torch/_dynamo/utils.py."""
-    from torch._dynamo.utils import counters  # noqa: PLC0415
+    from torch._dynamo.utils import counters
 
     return counters
 
 
 def fresh_compile_cache() -> contextlib.AbstractContextManager[Any]:
     """Within it torch.compile finds nothing that was compiled before. torch/_inductor/utils.py."""
-    from torch._inductor.utils import fresh_cache  # noqa: PLC0415
+    from torch._inductor.utils import fresh_cache
 
     return fresh_cache()
 

@@ -52,11 +52,15 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
 
 
 def relative_ci95(samples: ArrayLike) -> float | None:
-    """Half the width of the median's 95 % interval, over the median; None if there is none."""
+    """How far the median's 95 % interval reaches from it, over the median; None if there is none.
+
+    The farther end counts: all of the interval lies within +- this of the median.
+    """
     interval = median_interval(samples)
     if interval is None:
         return None
-    return (interval[1] - interval[0]) / 2 / max(float(np.median(np.asarray(samples))), 1e-12)
+    median = float(np.median(np.asarray(samples)))
+    return max(interval[1] - median, median - interval[0]) / max(median, 1e-12)
 
 
 def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> tuple[float, Interval | None]:
@@ -144,6 +148,7 @@ def step_metrics(step: ArrayLike, samples_per_step: float) -> dict[str, Any]:
     slowest = np.asarray(step).max(axis=0)
     return {
         **percentiles(slowest, "step_time"),
+        "step_time_mean_s": float(slowest.mean()),
         "step_time_ci95_s": median_interval(slowest),
         "step_time_ci95_rel": relative_ci95(slowest),
         "samples_per_s": samples_per_step / float(np.median(slowest)),
@@ -156,6 +161,7 @@ def breakdown_metrics(
     """Where a step's time goes: docs/measuring.md. All [ranks, n], timed in the same rounds.
 
     exposed = step - local compute, the slowest rank on both sides: a late rank cancels out.
+    overlap = 1 - exposed / alone; None where exposed may as well be 0, as its interval says.
     """
     step, local = np.asarray(step), np.asarray(local)
     exposed, interval = difference(step.max(axis=0), local.max(axis=0), rounds)
@@ -168,7 +174,8 @@ def breakdown_metrics(
     if alone is not None:
         p50 = float(np.median(np.asarray(alone).max(axis=0)))
         found["communication_p50_s"] = p50
-        found["overlap"] = 1 - exposed / p50 if p50 > 0 else None
+        certain = interval is not None and not interval[0] <= 0 <= interval[1]
+        found["overlap"] = 1 - exposed / p50 if certain and p50 > 0 else None
     if slow := straggler(local):
         found["straggler_rank"], found["straggler_factor"] = slow
     return found

@@ -1,5 +1,6 @@
 """Tables by tabulate, row by row as the cases come, and what is being done on a terminal."""
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -15,6 +16,9 @@ LAUNCH_BOUND = 0.9  # of the device's time is spent launching
 LAUNCH_HINT = """
 # launch-bound: the host takes over 90 % of the time to launch the kernels, so this measures
 # Python; try a larger --batch-size, CUDA graphs (-G) or compile"""
+NO_INTERVAL_HINT = """
+# {what}: no 95 % interval (-) in {count} of {all} cases, which have
+# too few samples, or samples that drift; {flag} gives a case more"""
 tabulate.MIN_PADDING = 0  # or each header gets two blanks
 tqdm.monitor_interval = 0  # no thread beside the timed ones
 
@@ -63,13 +67,13 @@ def metric(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str
     return cell(name, lambda value: f"{value * scale:.{digits}f}")
 
 
-def half_width(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
-    """A cell with half the width of an interval of the case."""
-    return cell(name, lambda ends: f"{(ends[1] - ends[0]) / 2 * scale:.{digits}f}")
+def interval_ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
+    """A cell with the two ends of an interval of the case, as `-5.8 to 93.4`."""
+    return cell(name, lambda ends: " to ".join(f"{end * scale:.{digits}f}" for end in ends))
 
 
 def relative(name: str) -> Callable[[Case], str]:
-    """A cell with a relative half width, as +-percent."""
+    """A cell with how far an interval reaches from its median, as +-percent."""
     return cell(name, lambda width: f"+-{width:.1%}" if width < 1 else ">100%")
 
 
@@ -93,6 +97,33 @@ def launch_bound(case: Case) -> str:
     """A mark for the row of a case whose kernels take the host too long to launch, else nothing."""
     share = max(case.metrics.get("launch_share", {"": 0.0}).values())
     return f"  launch-bound {share:.0%}" if share > LAUNCH_BOUND else ""
+
+
+def without_interval(case: Case) -> set[str]:
+    """The names of what should have a 95 % interval in this case and has none."""
+    lacking = [name for name, value in case.metrics.items() if "_ci95" in name and value is None]
+    return {name.partition("_ci95")[0].replace("_", " ") for name in lacking}
+
+
+def timed_s(case: Case) -> float:
+    """Seconds of all samples of a rank, of all steps."""
+    return sum(sum(rows[0]) for rows in case.samples_s.values() if rows)
+
+
+def no_interval_hint(cases: Sequence[Case], iters: int | None, max_seconds: float) -> str:
+    """The lines that say which intervals are not there, and which flag helps; else nothing.
+
+    iters, max_seconds: the flags of the run.
+    """
+    lacking = [case for case in cases if without_interval(case)]
+    if not lacking:
+        return ""
+    what = ", ".join(sorted(set().union(*map(without_interval, lacking))))
+    # a case took up to twice its samples: each block starts with an untimed iteration
+    seconds = 4 * max(max_seconds, *map(timed_s, lacking))
+    flag = f"--iters {2 * iters}" if iters else f"--max-seconds {math.ceil(seconds)}"
+    facts = {"what": what, "count": len(lacking), "all": len(cases), "flag": flag}
+    return NO_INTERVAL_HINT.format(**facts)
 
 
 def progress_line(enabled: bool) -> tqdm:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from common.dist import Group
-from common.stats import relative_ci95
+from common.stats import median_interval, relative_ci95
 
 Step = Callable[[], object]
 STEP = "step"  # the name of a case's own step, beside those of its parts
@@ -30,6 +30,7 @@ class Workload:
 
     step: Step  # what the case is about: the case ends when its interval is narrow enough
     parts: Mapping[str, Step] = field(default_factory=dict)  # timed in turns with the step
+    compared: Sequence[str] = ()  # the parts whose difference from the step shows an interval
     calls: int = 1  # of a step in one sample, for steps shorter than the clock
     facts: Callable[[], Any] = lambda: None  # after the timing, untimed; gathered for `derive`
     # makes, of what the timed calls of the step returned, what `derive` gets as times.returned
@@ -60,12 +61,16 @@ class StopRule:
     max_seconds: float = 5.0
     rounds: int | None = None  # if given, exactly so many
     longest_block_s: float = 75.0  # a block is one phase to the watchdog
+    full_warmup: bool = False  # all warm-up iterations, however long they take
+    patience: float = 2.0  # a case without its intervals goes on, to so many times max_seconds
 
     @classmethod
     def by_flags(cls, args: argparse.Namespace, turns: bool) -> "StopRule":
         """turns: whether the case takes turns with another command's."""
-        flags = (args.warmup_iters, args.iters, args.min_iters, args.target_ci, args.max_seconds)
-        return cls(*flags, TURN_ROUNDS if turns else None, args.timeout / 4)
+        asked = args.warmup_iters is not None
+        warmup_iters = args.warmup_iters if asked else cls.warmup_iters
+        flags = (warmup_iters, args.iters, args.min_iters, args.target_ci, args.max_seconds)
+        return cls(*flags, TURN_ROUNDS if turns else None, args.timeout / 4, full_warmup=asked)
 
 
 @dataclass
@@ -138,14 +143,16 @@ def time_steps(
         steps[STEP] = step_that_keeps
 
     def warm_up(name: str) -> float:
-        """Seconds of a warm sample. Slow steps get fewer iterations: a quarter of the budget."""
+        """Seconds of a warm sample. Unless the user gave a number, slow steps get fewer
+        iterations: a quarter of the budget."""
         times: list[float] = []
         start, more = perf_counter(), True
         while more:
             progress(f"{name}, warm-up {len(times) + 1}")
             dist.barrier(group.control)
             times += time_block(steps[name], 1, device, calls)[0]
-            over = perf_counter() - start > rule.max_seconds / 4 and not rule.iters
+            limited = not (rule.iters or rule.full_warmup)
+            over = limited and perf_counter() - start > rule.max_seconds / 4
             more = agree(len(times) < rule.warmup_iters and not over, group)
         return min(times[1:] or times) * calls
 
@@ -153,6 +160,7 @@ def time_steps(
     samples: dict[str, list[float]] = {name: [] for name in steps}
     launching_s = dict.fromkeys(steps, 0.0)
     slowest: list[float] = []  # of the step; on ranks but the first one only its length
+    gaps: dict[str, list[float]] = {name: [] for name in work.compared}  # step - part, by round
     rounds: list[int] = []
     spent, stop = 0.0, ""
     gc.collect()
@@ -172,10 +180,14 @@ def time_steps(
                 launching_s[name] += launching
                 spent += perf_counter() - start
             rounds.append(block)
-            newest = torch.tensor(samples[STEP][-block:], dtype=torch.float64)
+            judged = [samples[name][-block:] for name in (STEP, *work.compared)]
+            newest = torch.tensor(judged, dtype=torch.float64)
             dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=group.control)
-            slowest += newest.tolist()
-            stop = agree(decide(slowest, len(rounds), spent, rule), group)
+            slowest += newest[0].tolist()
+            step_s, *parts_s = newest.quantile(0.5, dim=1).tolist()
+            for name, part_s in zip(work.compared, parts_s, strict=True):
+                gaps[name].append(step_s - part_s)
+            stop = agree(decide(slowest, len(rounds), spent, rule, list(gaps.values())), group)
             if rule.iters:
                 block = max(1, min(block, rule.iters - len(slowest)))
     finally:
@@ -205,13 +217,21 @@ def block_length(round_s: float, rule: StopRule) -> int:
     if rule.iters:
         return min(longest, -(-rule.iters // rounds))
     affordable = max(1, min(int(rule.max_seconds / rounds / round_s) - LEAD_IN, 1000))
-    if affordable == 1:  # --max-seconds comes before --min-iters
-        return 1
-    return min(longest, max(-(-rule.min_iters // rounds), affordable))
+    return min(longest, affordable)  # --max-seconds comes before --min-iters
 
 
-def decide(slowest: list[float], rounds: int, spent_s: float, rule: StopRule) -> str:
-    """The rule that the step has reached; nothing to go on."""
+def decide(
+    slowest: list[float],
+    rounds: int,
+    spent_s: float,
+    rule: StopRule,
+    gaps: Sequence[Sequence[float]] = (),
+) -> str:
+    """The rule that the step has reached; nothing to go on.
+
+    slowest: the samples of the step so far. gaps: its differences from parts, one a round each. The
+    case goes on while one of these has no interval, as far as the rule's patience.
+    """
     if rule.iters:
         return "iters" if len(slowest) >= rule.iters else ""
     if rule.rounds:
@@ -219,6 +239,9 @@ def decide(slowest: list[float], rounds: int, spent_s: float, rule: StopRule) ->
     if rounds < MIN_ROUNDS:
         return ""
     ci = relative_ci95(slowest)
+    unsure = ci is None or any(median_interval(differences) is None for differences in gaps)
+    if unsure and spent_s < rule.patience * rule.max_seconds:
+        return ""
     if len(slowest) >= rule.min_iters and ci is not None and ci <= rule.target_ci:
         return "target-ci"
     return "max-seconds" if spent_s >= rule.max_seconds else ""
