@@ -145,7 +145,7 @@ class Benchmark:
                     case.metrics["launch_share"] = launch_share(timings)
                 returned = [timing.returned for timing in timings]
                 derive(case, Times(case.samples_s, case.rounds, returned), list(facts))
-                reason = not_json(case.metrics)
+                reason = not_json("metric", case.metrics)
             except Exception as error:
                 reason = describe(error)
         if reason:
