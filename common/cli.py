@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 HANG = 3  # exit status
 TURN = "TORCHRUN_BENCH_TURN"  # the variable with the two named pipes of `ab.py --interleave`
+MOST = 1e9  # of seconds and counts: more is a slip, and overflows somewhere
+MOST_CASES = 10_000  # of a run
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -128,11 +130,18 @@ def checked(
 
 
 def number(kind: type[int] | type[float], minimum: float = 0, above: bool = False) -> Any:
-    """A finite number from `minimum` on, or `above` it."""
+    """A finite number from `minimum` on, or `above` it; at most MOST."""
     noun = "a whole number" if kind is int else "a number"
     limit = f"above {minimum:g}" if above else f"of at least {minimum:g}"
     low = math.nextafter(minimum, math.inf) if above else minimum
-    return checked(kind, lambda value: low <= value < math.inf, f"{noun} {limit}")
+    from_low = checked(kind, lambda value: low <= value < math.inf, f"{noun} {limit}")
+
+    def parse(text: str) -> Any:
+        if (value := from_low(text)) > MOST:
+            wrong(f"{noun} of at most {MOST:,.0f}", repr(text))
+        return value
+
+    return parse
 
 
 def to_bytes(text: str) -> int:
@@ -165,6 +174,12 @@ def wrong(expected: str, got: str, example: str = "") -> NoReturn:
     raise argparse.ArgumentTypeError(
         f"expected {expected}, got {got}" + (f"; {example}" if example else "")
     )
+
+
+def limit_cases(count: int) -> None:
+    """Refuse a run of more cases than anybody waits for."""
+    if count > MOST_CASES:
+        refuse(f"expected at most {MOST_CASES:,} cases in a run, got {count:,}; give shorter lists")
 
 
 def add_common_flags(

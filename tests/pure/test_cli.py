@@ -46,6 +46,8 @@ def test_types(kind: Any, text: str, value: Any) -> None:
         (cli.positive_float, "0", "a number above 0"),
         (cli.positive_float, "nan", "a number above 0"),
         (cli.positive_float, "inf", "a number above 0"),
+        (cli.positive_float, "1e10", "a number of at most 1,000,000,000, got '1e10'"),
+        (cli.positive_int, "99999999999", "a whole number of at most 1,000,000,000"),
         (cli.list_of(str, ("fp32", "bf16")), "fp23", "some of fp32, bf16, got 'fp23'; did you"),
         (cli.list_of(cli.positive_int), "1,x", "a whole number"),
     ],
@@ -82,6 +84,8 @@ def test_underscores_and_values_with_equals() -> None:
         (["--batch", "3"], "unknown argument '--batch'"),  # no abbreviations
         (["--batch-size", "x"], "argument --batch-size: expected a whole number"),
         (["--target-ci", "2"], "argument --target-ci: expected a share between 0 and 1"),
+        (["--timeout", "1e10"], "argument --timeout: expected a number of at most 1,000,000,000"),
+        (["--max-seconds", "1e308"], "argument --max-seconds: expected a number of at most"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     ],
 )
@@ -94,6 +98,16 @@ def test_a_mistake_is_one_line(
     assert caught.value.code == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert line in said
+
+
+def test_a_run_of_too_many_cases_is_refused(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RANK", "0")
+    cli.limit_cases(cli.MOST_CASES)
+    with pytest.raises(SystemExit) as caught:
+        cli.limit_cases(67_000_000)
+    assert caught.value.code == 2
+    line = "expected at most 10,000 cases in a run, got 67,000,000; give shorter lists"
+    assert line in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["--resume"], ["--json", ""]])
