@@ -54,7 +54,12 @@ def turn_taker(pipes: str) -> Callable[[], None]:
 
     pipes: two names. A byte in the first is this command's turn, in the second the other's.
     """
-    own, other = map(os.open, pipes.split(":"), (os.O_RDONLY, os.O_WRONLY))
+    try:
+        mine, others = pipes.split(":")
+        own, other = os.open(mine, os.O_RDONLY), os.open(others, os.O_WRONLY)
+    except (ValueError, OSError):
+        got = f"got {pipes!r}; only ab.py --interleave sets it"
+        refuse(f"{TURN}: expected two named pipes such as /tmp/a:/tmp/b, {got}")
     os.read(own, 1)
 
     def pass_on() -> None:
@@ -162,6 +167,18 @@ size = checked(to_bytes, lambda n: n >= 0, "a size in bytes", "e.g. 8, 64K, 4M o
 fraction = checked(to_share, lambda x: 0 < x < 1, "a share between 0 and 1", "e.g. 5% or 0.05")
 
 
+def printable(text: str) -> str:
+    """What stdout can say of a text that a user typed; the rest is escaped."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def cut(words: Sequence[object], most: int = 8) -> str:
+    """`0, 1, 2`; of a long list the first ones and the number of the others."""
+    shown = ", ".join(map(str, words[:most]))
+    return shown if len(words) <= most else f"{shown} and {len(words) - most:,} more"
+
+
 def show_size(count: float) -> str:
     """4194304 -> `4M`, as `size` reads it."""
     for unit, factor in reversed(UNITS.items()):
@@ -192,7 +209,8 @@ def add_common_flags(
     add = parser.add_argument_group("flags of all scripts").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     backend = "gloo, nccl, ucc or mpi (default: nccl on CUDA, gloo on the CPU)"
-    add("--distributed-backend", "--backend", dest="backend", metavar="NAME", help=backend)
+    names = ("--distributed-backend", "--backend")
+    add(*names, dest="backend", type=str.lower, metavar="NAME", help=backend)  # as torch takes it
     warm = "untimed iterations of each step (default: 5)"
     add("-w", "--warmup-iters", type=number(int, 0), default=5, metavar="N", help=warm)
     exactly = "time exactly N iterations, whatever the next three say"

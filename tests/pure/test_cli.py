@@ -84,7 +84,10 @@ def test_underscores_and_values_with_equals() -> None:
         (["--batch", "3"], "unknown argument '--batch'"),  # no abbreviations
         (["--batch-size", "x"], "argument --batch-size: expected a whole number"),
         (["--target-ci", "2"], "argument --target-ci: expected a share between 0 and 1"),
-        (["--timeout", "1e10"], "argument --timeout: expected a number of at most 1,000,000,000"),
+        (
+            ["--timeout", "1e10"],
+            "argument -T/--timeout: expected a number of at most 1,000,000,000",
+        ),
         (["--max-seconds", "1e308"], "argument --max-seconds: expected a number of at most"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     ],
@@ -115,6 +118,16 @@ def test_resume_needs_a_report(words: list[str], capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit):
         Benchmark("x", parse(*words))
     assert "expected --json PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pipes", ["/nope:/nope2", "/nope", ""])
+def test_a_wrong_turn_is_one_line(pipes: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as caught:
+        cli.turn_taker(pipes)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "TORCHRUN_BENCH_TURN: expected two named pipes such as /tmp/a:/tmp/b, got '" in line
 
 
 def test_no_flag_is_an_ambiguous_prefix_of_torchruns(capsys: Any, monkeypatch: Any) -> None:
