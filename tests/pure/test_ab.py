@@ -1,6 +1,7 @@
 """analysis/ab.py with small python commands that write reports, in turn or taking turns."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -59,7 +60,7 @@ def sides(tmp_path: Path) -> Path:
 
 
 def words(folder: Path, a: str, b: str, *more: str) -> list[str]:
-    command = f"{sys.executable} {folder}/fake.py"
+    command = shlex.join([sys.executable, f"{folder}/fake.py"])
     return ["--a", f"{command} {a}", "--b", f"{command} {b}", "--out", str(folder / "out"), *more]
 
 
