@@ -41,7 +41,7 @@ for block in range(12 if mode == "short" else 24):
     print(sys.argv[1], "ends", file=log, flush=True)
     if mode == "dies" and block == 3:
         os._exit(9)
-    if pipes and mode != "no turns":
+    if pipes and mode not in ("no turns", "one turn"):
         os.write(release, b".")
         if not os.read(grant, 1):
             sys.exit("nobody hands out turns")
@@ -101,6 +101,7 @@ def test_commands_that_take_turns(sides: Path) -> None:
         ("dies", "b 1: exit status 9; "),
         ("fail", "a reason to fail"),
         ("no turns", "took no turns; only this project's scripts can"),
+        ("one turn", "took no turns; only this project's scripts can, where rank 0 times steps"),
     ],
 )
 def test_a_command_that_fails_ends_the_pair(sides: Path, mode: str, message: str) -> None:
