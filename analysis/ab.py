@@ -92,7 +92,7 @@ class Side:
         """Wait for the end of a run. Raises RuntimeError where it failed, or left turns untaken."""
         status, problem = process.wait(), self.why_no_report(number)
         if untaken and not problem:
-            problem = "it took no turns; only this project's scripts can"
+            problem = "it took no turns; only this project's scripts can, where rank 0 times steps"
         if status or problem:
             log = self.report(number).with_suffix(".log")
             lines = log.read_text(errors="replace").splitlines()[-15:]
@@ -107,7 +107,7 @@ def take_turns(sides: Sequence[Side], number: int) -> None:
     A byte in a command's first pipe is its turn; by a byte in its second it gives the turn back.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
-        running = []
+        running, passed = [], set()
         for side in sides:
             names = [f"{folder}/{side.name} {end}" for end in ("turn", "back")]
             for name in names:
@@ -123,9 +123,11 @@ def take_turns(sides: Sequence[Side], number: int) -> None:
                 while process.poll() is None:
                     if select.select([back], [], [], 0.1)[0]:
                         back.read(1)
+                        passed.add(side.name)
                         break
                 else:  # it has ended; the other one goes on alone
-                    side.finish(number, process, select.select([turn], [], [], 0)[0])
+                    untaken = select.select([turn], [], [], 0)[0] or side.name not in passed
+                    side.finish(number, process, untaken)
                     running.remove(run)
 
 

@@ -45,13 +45,14 @@ class Benchmark:
             refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)  # until the watchdog
         self.args, self.status, self.failed = args, 1, False
+        variables = environment.variables()
         self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
         first, turns = self.job.rank == 0, os.environ.get(TURN)
         self.turn = turn_taker(turns) if turns and first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
         self.table: Table | None = None
         self.progress = progress_line(first)
-        found = share(environment.collect(self.job))
+        found = share(environment.collect(self.job, variables))
         self.report = Report(name, found, args.json if first else None)
         place = {"world_size": self.job.world_size, "device": self.job.device.type}
         # rank 0's: with RPC a server may be on another device than the trainers

@@ -13,6 +13,8 @@ from typing import Any, NoReturn, TextIO
 
 HANG = 3  # exit status
 TURN = "TORCHRUN_BENCH_TURN"  # the variable with the two named pipes of `ab.py --interleave`
+MOST = 1e9  # of seconds and counts: more is a slip, and overflows somewhere
+MOST_CASES = 10_000  # of a run
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -86,7 +88,12 @@ def turn_taker(pipes: str) -> Callable[[], None]:
 
     pipes: two names. A byte in the first is this command's turn, in the second the other's.
     """
-    own, other = map(os.open, pipes.split(":"), (os.O_RDONLY, os.O_WRONLY))
+    try:
+        mine, others = pipes.split(":")
+        own, other = os.open(mine, os.O_RDONLY), os.open(others, os.O_WRONLY)
+    except (ValueError, OSError):
+        got = f"got {pipes!r}; only ab.py --interleave sets it"
+        refuse(f"{TURN}: expected two named pipes such as /tmp/a:/tmp/b, {got}")
     os.read(own, 1)
 
     def pass_on() -> None:
@@ -163,11 +170,18 @@ def checked(
 
 
 def number(kind: type[int] | type[float], minimum: float = 0, above: bool = False) -> Any:
-    """A finite number from `minimum` on, or `above` it."""
+    """A finite number from `minimum` on, or `above` it; at most MOST."""
     noun = "a whole number" if kind is int else "a number"
     limit = f"above {minimum:g}" if above else f"of at least {minimum:g}"
     low = math.nextafter(minimum, math.inf) if above else minimum
-    return checked(kind, lambda value: low <= value < math.inf, f"{noun} {limit}")
+    from_low = checked(kind, lambda value: low <= value < math.inf, f"{noun} {limit}")
+
+    def parse(text: str) -> Any:
+        if (value := from_low(text)) > MOST:
+            wrong(f"{noun} of at most {MOST:,.0f}", repr(text))
+        return value
+
+    return parse
 
 
 def to_bytes(text: str) -> int:
@@ -188,6 +202,18 @@ size = checked(to_bytes, lambda n: n >= 0, "a size in bytes", "e.g. 8, 64K, 4M o
 fraction = checked(to_share, lambda x: 0 < x < 1, "a share between 0 and 1", "e.g. 5% or 0.05")
 
 
+def printable(text: str) -> str:
+    """What stdout can say of a text that a user typed; the rest is escaped."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def cut(words: Sequence[object], most: int = 8) -> str:
+    """`0, 1, 2`; of a long list the first ones and the number of the others."""
+    shown = ", ".join(map(str, words[:most]))
+    return shown if len(words) <= most else f"{shown} and {len(words) - most:,} more"
+
+
 def show_size(count: float) -> str:
     """4194304 -> `4M`, as `size` reads it."""
     for unit, factor in reversed(UNITS.items()):
@@ -202,6 +228,12 @@ def wrong(expected: str, got: str, example: str = "") -> NoReturn:
     )
 
 
+def limit_cases(count: int) -> None:
+    """Refuse a run of more cases than anybody waits for."""
+    if count > MOST_CASES:
+        refuse(f"expected at most {MOST_CASES:,} cases in a run, got {count:,}; give shorter lists")
+
+
 def add_common_flags(
     parser: argparse.ArgumentParser,
     min_iters: int = 20,
@@ -212,7 +244,8 @@ def add_common_flags(
     add = parser.add_argument_group("flags of all scripts").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     backend = "gloo, nccl, ucc or mpi (default: nccl on CUDA, gloo on the CPU)"
-    add("--distributed-backend", "--backend", dest="backend", metavar="NAME", help=backend)
+    names = ("--distributed-backend", "--backend")
+    add(*names, dest="backend", type=str.lower, metavar="NAME", help=backend)  # as torch takes it
     warm = "untimed iterations of each step (default: 5, fewer if they take --max-seconds / 4)"
     add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
     exactly = "time exactly N iterations, whatever the next three say"

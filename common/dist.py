@@ -46,6 +46,14 @@ class Group:
     more: list[dist.ProcessGroup] = field(default_factory=list)
 
 
+def local_rank() -> int:
+    """This rank's number on its node: LOCAL_RANK. `torchrun --virtual-local-rank` sets 0 for all,
+    but numbers the ranks node by node; where nodes are uneven the numbers are then unknown."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    rank, number, world_size, here, nodes = (int(os.environ.get(name, "0")) for name in names)
+    return rank % here if nodes and world_size == nodes * here else number
+
+
 def open_group(
     ranks: tuple[int, ...], job: Job, teams: Sequence[Sequence[int]] | None = None
 ) -> Group | None:
@@ -111,7 +119,7 @@ def peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if local_rank() == 0:
             write(f"rank {dist.get_rank()} lost a peer: {str(error).splitlines()[0]}")
         time.sleep(10)
         end(1)

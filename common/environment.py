@@ -3,7 +3,9 @@
 import os
 import platform
 import re
+import shlex
 import socket
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,18 +13,28 @@ from typing import Any
 import psutil
 import torch
 
-from common.cli import TURN
+from common.cli import TURN, cut, printable
 from common.dist import Job, gather
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 
 # variables that change what is measured, or that tell runs apart
 FAMILIES = "NCCL_ NVSHMEM_ GLOO_ UCX_ FI_ TP_ OMP_ MKL_ KMP_ TORCH PYTORCH_ TRITON_ CUDA_ CUBLAS_"
 FAMILIES += " CUDNN_ NVIDIA_TF32 SLURM_JOB_"
-# and those of them that tell nothing
-PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)
+# and those of them that tell nothing; join() overrides what torchrun sets for the last one
+PER_RUN = (
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+)
 
 
-def collect(job: Job) -> dict[str, Any]:
+def variables() -> dict[str, str]:
+    """What user and launcher have set. To be called before join(), which sets some itself."""
+    families = tuple(FAMILIES.split())
+    names = sorted(name for name in os.environ if name.startswith(families))
+    return {name: os.environ[name] for name in names if name not in PER_RUN}
+
+
+def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
     """The report's environment, on rank 0; empty elsewhere. All ranks call it."""
     cuda, first = job.device.type == "cuda", job.local_rank == 0
     p: Any = torch.cuda.get_device_properties(job.device) if cuda else None
@@ -46,17 +58,12 @@ def collect(job: Job) -> dict[str, Any]:
     if rows is None:
         return {}
     ranks, leaders = [row for row, _ in rows], [row | node for row, node in rows if node]
-    # torch 2.15 has a second implementation of NCCL's process group, and takes it by default
-    new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
-    nccl = "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
     by_hand = "srun" if "SLURM_PROCID" in os.environ and "RANK" in os.environ else "python"
-    prefixes = tuple(FAMILIES.split())
-    variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(prefixes)}
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": row["nccl"] or None,
-        "nccl_backend": nccl if cuda else None,
+        "nccl_backend": nccl_backend(job.backend) if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
         "launcher": "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else by_hand,
@@ -70,8 +77,21 @@ def collect(job: Job) -> dict[str, Any]:
         "gpus": [leader["gpus"] for leader in leaders],
         "ranks": ranks,
         "differences": differences(leaders),
-        "variables": {n: v for n, v in variables.items() if n not in PER_RUN},
+        "variables": variables,
     }
+
+
+def nccl_backend(backend: str) -> str | None:
+    """Which of torch's process groups for NCCL a name stands for; None where it is not NCCL's.
+
+    torch 2.15 has several: nccl2 (also by the name nccl), nccl-legacy, which all others have, and
+    nccl-lazy.
+    """
+    name = backend.rpartition("cuda:")[2].partition(",")[0]  # of cpu:gloo,cuda:nccl
+    if name != "nccl":
+        return name.removeprefix("nccl-") if "nccl" in name else None
+    new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
+    return "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
 
 
 def topology(cuda: bool) -> str:
@@ -98,18 +118,19 @@ def problem(found: dict[str, Any], tested: range | None = None) -> str | None:
             host = next(row["host"] for row in found["ranks"] if row[name] == counts[-1][0])
             return f"{name} is {counts[-1][0]} on {host}, {counts[0][0]} elsewhere"
     shared = sharing(found, tested)
-    if shared and found["backend"] == "nccl":
+    if shared and "nccl" in found["backend"]:
         return f"{shared}, which nccl cannot; start fewer ranks a node, or try --backend gloo"
     return None
 
 
 def differences(nodes: list[dict[str, Any]]) -> list[str]:
-    """A line for each node that is unlike most of the others."""
+    """A line for each property that some nodes do not share with most of the others."""
     lines = []
     for name in ("device", "cores", "topology"):
         usual = Counter(node[name] for node in nodes).most_common(1)[0][0]
         odd = [node["host"] for node in nodes if node[name] != usual]
-        lines += [f"{name} of {host} is not that of other nodes" for host in odd]
+        if odd:
+            lines.append(f"{name} of {cut(odd)} is not that of other nodes")
     return lines
 
 
@@ -117,12 +138,13 @@ def preamble(name: str, found: dict[str, Any]) -> str:
     """The `#` lines above the tables: versions, ranks, each topology once, and warnings."""
 
     def many(count: int, what: str) -> str:
-        return f"{count} {what}{'s' * (count > 1)}"
+        return f"{count:,} {what}{'s' * (count > 1)}"
 
     cuda = f", CUDA {found['cuda']}, NCCL {found['nccl']}" if found["cuda"] else ""
     ranks, nodes = many(found["world_size"], "rank"), many(found["num_nodes"], "node")
     lines = [
         f"torchrun-bench {name}",
+        f"command: {printable(shlex.join(sys.argv))}",
         f"PyTorch {found['torch']}{cuda}, Python {found['python']}, backend {found['backend']}",
         f"{ranks} on {nodes}, started by {found['launcher']}",
     ]
@@ -140,4 +162,7 @@ def preamble(name: str, found: dict[str, Any]) -> str:
         warnings.append(f"{shared}: their times include each other's turns")
     if alone := [row["rank"] for row in found["ranks"] if row["uuid"] and row["cores"] == 1]:
         warnings.append(f"rank {alone[0]} has 1 core for its GPU; see srun --cpus-per-task")
-    return "\n".join(f"# {line}" for line in [*lines, *(f"warning: {w}" for w in warnings)])
+    lines += [f"warning: {warning}" for warning in warnings[:16]]
+    if more := len(warnings[16:]):
+        lines.append(f"... and {many(more, 'more warning')}")
+    return "\n".join(f"# {line}" for line in lines)

@@ -10,38 +10,41 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, refuse
-from common.dist import FOREVER, Job
+from common.cli import HANG, cut, refuse
+from common.dist import FOREVER, Job, local_rank
+
+BY_HAND = (
+    "without torchrun e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "
+    "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
+)
 
 
 def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = False) -> Job:
     """Join the job, or be a world of one, and take a device: `cuda:LOCAL_RANK` by what is visible,
     or the CPU. Ends the run where not all ranks arrive within `timeout_s`."""
-    rank, local_rank, world_size, local_world_size = world()
+    rank, number, world_size, local_world_size = world()
+    check_network(world_size)
     count = torch.cuda.device_count()
     if device == "cuda" and not count:
         refuse("--device cuda: torch sees no CUDA device here; try --device cpu")
     cuda = device != "cpu" and count > 0
     backend = backend or ("nccl" if cuda else "gloo")
-    if backend == "nccl" and not cuda:
-        refuse("--backend nccl needs CUDA devices, this run is on the CPU; try --backend gloo")
-    if not dist.is_backend_available(backend):
-        refuse(f"--backend {backend}: this torch was built without it; try --backend gloo")
-    place = torch.device("cuda", local_rank % count) if cuda else torch.device("cpu")
+    check_backend(backend, cuda)
+    place = torch.device("cuda", number % count) if cuda else torch.device("cpu")
     if bind_cores:
-        bind(local_rank, local_world_size, place)
+        bind(number, local_world_size, place)
     if cuda:
         torch.cuda.set_device(place)
     # the watchdog ends a hang; NCCL's own would end the process a minute after a failed case
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder: who is where
-    if cuda and local_rank == 0 and "NCCL_DEBUG" not in os.environ:
+    if cuda and number == 0 and "NCCL_DEBUG" not in os.environ:
         # which network and transport it takes; it says so when it connects, not while it is timed
         os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"] = "INFO", "INIT,NET,P2P,SHM"
         handle, os.environ["NCCL_DEBUG_FILE"] = tempfile.mkstemp(prefix="nccl-", suffix=".log")
@@ -56,11 +59,25 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     dist.init_process_group("gloo", timeout=FOREVER, **own)
     gc.freeze()  # what was imported is no garbage: collections between cases need not look at it
     atexit.register(gc.unfreeze)  # or nanobind reports leaks at the end
-    return Job(rank, local_rank, world_size, local_world_size, place, backend, store)
+    return Job(rank, number, world_size, local_world_size, place, backend, store)
 
 
-def world() -> tuple[int, ...]:
-    """(rank, local rank, world size, local world size) as the launcher set them."""
+def check_backend(backend: str, cuda: bool) -> None:
+    """Refuse a backend that cannot work here. It may be one for each device: cpu:gloo,cuda:nccl."""
+    if "nccl" in backend and not cuda:  # nccl2, nccl-legacy and nccl-lazy as well
+        refuse(f"--backend {backend} needs CUDA devices, this run is on the CPU; try gloo")
+    if "fake" in backend:
+        refuse("--backend fake sends nothing, so there is nothing to measure; try gloo")
+    try:
+        available = dist.is_backend_available(backend)
+    except ValueError:
+        refuse(f"--backend: expected a name such as gloo or cpu:gloo,cuda:nccl, got '{backend}'")
+    if not available:
+        refuse(f"--backend {backend}: this torch was built without it; try gloo")
+
+
+def world() -> tuple[int, int, int, int]:
+    """(rank, number on its node, world size, ranks of its node) as the launcher set them."""
     # srun and mpirun start N processes that each take themselves for rank 0 of 1
     single = "RANK" not in os.environ or os.environ.get("GROUP_WORLD_SIZE") == "1"
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
@@ -73,21 +90,65 @@ def world() -> tuple[int, ...]:
                 "launch/slurm_torchrun.sbatch (torchrun on each node, one job) or "
                 "launch/slurm_srun.sbatch (a task a rank), or without srun or mpirun"
             )
-    defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
-    return tuple(int(os.environ.get(name, default)) for name, default in defaults.items())
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ):
+        return 0, 0, 1, 1  # started by python
+    world_size = variable("WORLD_SIZE", 1)
+    rank = variable("RANK", 0, world_size - 1)
+    local_world_size = variable("LOCAL_WORLD_SIZE", 1, world_size)
+    variable("LOCAL_RANK", 0, local_world_size - 1)
+    return rank, local_rank(), world_size, local_world_size
+
+
+def variable(name: str, least: int, most: int = 2**31) -> int:
+    """A whole number that the launcher has set; or refuses."""
+    text = os.environ.get(name)
+    with contextlib.suppress(ValueError):
+        if text is not None and least <= int(text) <= most:
+            return int(text)
+    limits = f"of at least {least}" if most == 2**31 else f"from {least} to {most}"
+    refuse_here(name, f"expected a whole number {limits}", text)
+
+
+def refuse_here(name: str, problem: str, text: str | None, example: str = BY_HAND) -> NoReturn:
+    """Refuse a variable, by each process for itself: elsewhere the variable may be right."""
+    os.environ["RANK"] = "0"
+    got = "but it is not set" if text is None else f"got {text!r}"
+    refuse(f"{name} on {socket.gethostname()}: {problem}, {got}; {example}")
+
+
+def check_network(world_size: int) -> None:
+    """Refuse what would end in a hang, or in the words of the library that fails."""
+    interfaces = set(psutil.net_if_addrs())
+    for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        text = os.environ.get(name)
+        if text and not interfaces.issuperset(text.split(",")):
+            if local_rank() > 0:
+                refuse(name)  # the first rank of the node speaks
+            known = f"expected one of {', '.join(sorted(interfaces))}"
+            refuse_here(name, known, text, "e.g. as `ip -br address` shows them")
+    if world_size == 1:
+        return
+    address = os.environ.get("MASTER_ADDR")
+    try:
+        socket.getaddrinfo(address or "no address", None)
+    except (OSError, UnicodeError):
+        refuse_here("MASTER_ADDR", "expected the name or address of rank 0's host", address)
+    variable("MASTER_PORT", 1, 65535)
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     """The store in which all ranks have met."""
-    here, address = socket.gethostname(), os.environ.get("MASTER_ADDR", "")
-    port = int(os.environ.get("MASTER_PORT", "0"))
+    here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
     own, end = rank == 0 and not served, time.monotonic() + timeout_s
     try:
         tcp = dist.TCPStore(address, port, None, own, timedelta(seconds=timeout_s), False)
     except RuntimeError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
+        if "EADDRINUSE" in reason:
+            refuse_here("MASTER_PORT", "expected a free port, this one is in use", str(port))
+        if local_rank() == 0:
             print(f"{here} cannot reach MASTER_ADDR {address}:{port}: {reason}", flush=True)
         raise SystemExit(HANG) from None
     # torchrun's store outlives a restart of the ranks; without a prefix of their own the new ones
@@ -99,8 +160,8 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     while not store.check(["all here"] if rank else everyone):
         if time.monotonic() > end + (10 if rank else 0):  # rank 0 speaks first
             if rank == 0:
-                late = [str(r) for r, key in enumerate(everyone) if not store.check([key])]
-                print(f"HANG: no sign of rank {', '.join(late)} in {timeout_s:g} s", flush=True)
+                late = cut([r for r, key in enumerate(everyone) if not store.check([key])])
+                print(f"HANG: no sign of rank {late} in {timeout_s:g} s", flush=True)
             raise SystemExit(HANG)
         time.sleep(0.05)
     if rank == 0:

@@ -101,7 +101,7 @@ end_all() {
     life=
 }
 
-# shellcheck disable=SC2317 # traps call it
+# shellcheck disable=SC2317,SC2329 # traps call it; older versions say it the first way
 interrupt() {
     if [[ -z $life ]]; then exit "$2"; fi # the second time
     echo "ssh_torchrun.sh: $1: ending the ranks on all hosts; once more to leave them to it" >&2

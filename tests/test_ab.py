@@ -1,5 +1,6 @@
 """analysis/ab.py --interleave with real runs: its pipes and common/benchmark.py's turns."""
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,10 +18,11 @@ SWEEP += " --groups cross --collective"
 @pytest.mark.smoke
 def test_two_runs_take_turns(tmp_path: Path) -> None:
     """One of two ranks and one of a single process, which has a case less."""
-    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
+    python = shlex.quote(sys.executable)
+    torchrun = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2"
     command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2"]
     command += ["--a", f"{torchrun} {SWEEP} all_reduce,barrier"]
-    command += ["--b", f"{sys.executable} {SWEEP} all_reduce"]
+    command += ["--b", f"{python} {SWEEP} all_reduce"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path)],
         capture_output=True,

@@ -33,7 +33,11 @@ def test_two_ranks_then_resume(bench: Callable[..., Any]) -> None:
     assert last.metrics["samples_per_s"] == pytest.approx(2 * 2 / p50)
     base = run.report.cases[0].metrics["step_time_p50_s"]
     assert last.metrics["efficiency"] == pytest.approx(base / p50)
-    assert run.report.environment["variables"]["OMP_NUM_THREADS"] == "1"
+    variables = run.report.environment["variables"]
+    assert variables["OMP_NUM_THREADS"] == "1"
+    # what the script sets itself is not the user's
+    assert {"GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}.isdisjoint(variables)
+    assert f"# command: {ROOT / SCRIPT} --model mobilenet_v3_small --image-size 32" in run.out
 
     lines = run.path.read_text().splitlines()
     again = bench(SCRIPT, *SHORT, "--resume", ranks=2)

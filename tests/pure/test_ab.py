@@ -1,6 +1,7 @@
 """analysis/ab.py with small python commands that write reports, in turn or taking turns."""
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ for block in range(12 if mode == "short" else 24):
     print(sys.argv[1], "ends", file=log, flush=True)
     if mode == "dies" and block == 3:
         os._exit(9)
-    if pipes and mode != "no turns":
+    if pipes and mode not in ("no turns", "one turn"):
         os.write(release, b".")
         if not os.read(grant, 1):
             sys.exit("nobody hands out turns")
@@ -59,7 +60,7 @@ def sides(tmp_path: Path) -> Path:
 
 
 def words(folder: Path, a: str, b: str, *more: str) -> list[str]:
-    command = f"{sys.executable} {folder}/fake.py"
+    command = shlex.join([sys.executable, f"{folder}/fake.py"])
     return ["--a", f"{command} {a}", "--b", f"{command} {b}", "--out", str(folder / "out"), *more]
 
 
@@ -100,6 +101,7 @@ def test_commands_that_take_turns(sides: Path) -> None:
         ("dies", "b 1: exit status 9; "),
         ("fail", "a reason to fail"),
         ("no turns", "took no turns; only this project's scripts can"),
+        ("one turn", "took no turns; only this project's scripts can, where rank 0 times steps"),
     ],
 )
 def test_a_command_that_fails_ends_the_pair(sides: Path, mode: str, message: str) -> None:

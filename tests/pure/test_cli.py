@@ -46,6 +46,8 @@ def test_types(kind: Any, text: str, value: Any) -> None:
         (cli.positive_float, "0", "a number above 0"),
         (cli.positive_float, "nan", "a number above 0"),
         (cli.positive_float, "inf", "a number above 0"),
+        (cli.positive_float, "1e10", "a number of at most 1,000,000,000, got '1e10'"),
+        (cli.positive_int, "99999999999", "a whole number of at most 1,000,000,000"),
         (cli.list_of(str, ("fp32", "bf16")), "fp23", "some of fp32, bf16, got 'fp23'; did you"),
         (cli.list_of(cli.positive_int), "1,x", "a whole number"),
     ],
@@ -82,6 +84,11 @@ def test_underscores_and_values_with_equals() -> None:
         (["--batch", "3"], "unknown argument '--batch'"),  # no abbreviations
         (["--batch-size", "x"], "argument --batch-size: expected a whole number"),
         (["--target-ci", "2"], "argument --target-ci: expected a share between 0 and 1"),
+        (
+            ["--timeout", "1e10"],
+            "argument -T/--timeout: expected a number of at most 1,000,000,000",
+        ),
+        (["--max-seconds", "1e308"], "argument --max-seconds: expected a number of at most"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     ],
 )
@@ -96,11 +103,31 @@ def test_a_mistake_is_one_line(
     assert line in said
 
 
+def test_a_run_of_too_many_cases_is_refused(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RANK", "0")
+    cli.limit_cases(cli.MOST_CASES)
+    with pytest.raises(SystemExit) as caught:
+        cli.limit_cases(67_000_000)
+    assert caught.value.code == 2
+    line = "expected at most 10,000 cases in a run, got 67,000,000; give shorter lists"
+    assert line in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--resume"], ["--json", ""]])
 def test_resume_needs_a_report(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         Benchmark("x", parse(*words))
     assert "expected --json PATH" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("pipes", ["/nope:/nope2", "/nope", ""])
+def test_a_wrong_turn_is_one_line(pipes: str, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as caught:
+        cli.turn_taker(pipes)
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "TORCHRUN_BENCH_TURN: expected two named pipes such as /tmp/a:/tmp/b, got '" in line
 
 
 def test_no_flag_is_an_ambiguous_prefix_of_torchruns(capsys: Any, monkeypatch: Any) -> None:

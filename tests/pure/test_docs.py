@@ -69,6 +69,15 @@ def test_results_are_complete(path: Path) -> None:
     assert report.cases
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_shown_output_says_its_reports_command(page: Path) -> None:
+    text = page.read_text()
+    outputs = re.findall(r"^ +# torchrun-bench \w+\n +# (.*)$", text, re.MULTILINE)
+    reports = [load(str(path)) for path in RESULTS if path.name in text]
+    commands = [f"command: {shlex.join(report.argv)}" for report in reports]
+    assert [line for line in outputs if line not in commands] == []
+
+
 def test_readme_shows_its_report() -> None:
     report = load(str(ROOT / "docs" / "results" / "ddp_sweep_cpu_2ranks.jsonl"))
     args = ddp_sweep.parse_args(["--device", "cpu"])

@@ -1,15 +1,21 @@
 """What environment.py reads out of other programs' words, and what it refuses."""
 
 import os
+import re
+import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from common.environment import differences, preamble, problem
+from common import dist
+from common.environment import differences, nccl_backend, preamble, problem
 from common.gpus import gpu_state, nccl_choices, throttled
-from common.join import bind
+from common.join import bind, check_backend, check_network, meet, world
+from tests.conftest import environment
 
 LOG = """\
 node1:71:71 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>
@@ -99,7 +105,7 @@ def test_what_gpus_the_first_lines_warn_of() -> None:
     found |= {"num_nodes": 1, "hosts": ["a"]}
     found |= {"ranks": ranks, "topologies": [], "gpus": [[gpu]], "differences": []}
     lines = preamble("x", found).splitlines()
-    assert lines[1] == "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo"
+    assert lines[2] == "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo"
     assert lines[-4:] == [
         "# warning: GPU 0 of a is throttled: hardware thermal",
         "# warning: a: GPU 0 has uncorrected errors of its memory",
@@ -122,3 +128,157 @@ def test_each_rank_is_bound_to_cores_of_its_own() -> None:
     finally:
         os.sched_setaffinity(0, every)
     assert got == sorted(every)
+
+
+BY_HAND = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def start() -> None:
+    check_network(world()[2])
+
+
+@pytest.fixture
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """refused(function, NAME="value", ...): the one line that it ends with, status 2. None: unset.
+
+    The variables are those of a process that is started by hand, with these changes.
+    """
+
+    def run(function: Callable[[], object], **changes: str | None) -> str:
+        with monkeypatch.context() as patch:
+            for name in set(os.environ) - set(environment()):  # a launcher's
+                patch.delenv(name)
+            for name, value in (BY_HAND | changes).items():
+                patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
+            with pytest.raises(SystemExit) as caught:
+                function()
+        assert caught.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("RANK", None, "a whole number from 0 to 1, but it is not set"),
+        ("RANK", "", "a whole number from 0 to 1, got ''"),
+        ("RANK", "x", "a whole number from 0 to 1, got 'x'"),
+        ("RANK", "5", "a whole number from 0 to 1, got '5'"),
+        ("RANK", "-1", "a whole number from 0 to 1, got '-1'"),
+        ("WORLD_SIZE", None, "a whole number of at least 1, but it is not set"),
+        ("WORLD_SIZE", "abc", "a whole number of at least 1, got 'abc'"),
+        ("WORLD_SIZE", "-2", "a whole number of at least 1, got '-2'"),
+        ("LOCAL_WORLD_SIZE", None, "a whole number from 1 to 2, but it is not set"),
+        ("LOCAL_WORLD_SIZE", "0", "a whole number from 1 to 2, got '0'"),
+        ("LOCAL_RANK", None, "a whole number from 0 to 1, but it is not set"),
+        ("LOCAL_RANK", "2", "a whole number from 0 to 1, got '2'"),
+        ("MASTER_ADDR", None, "the name or address of rank 0's host, but it is not set"),
+        ("MASTER_ADDR", "", "the name or address of rank 0's host, got ''"),
+        ("MASTER_ADDR", "no..host", "the name or address of rank 0's host, got 'no..host'"),
+        ("MASTER_PORT", None, "a whole number from 1 to 65535, but it is not set"),
+        ("MASTER_PORT", "abc", "a whole number from 1 to 65535, got 'abc'"),
+        ("MASTER_PORT", "99999", "a whole number from 1 to 65535, got '99999'"),
+    ],
+)
+def test_a_wrong_variable_of_the_launcher(
+    name: str, value: str | None, expected: str, refused: Callable[..., str]
+) -> None:
+    line = refused(start, **{name: value})
+    assert f"error: {name} on {socket.gethostname()}: expected {expected}; without torch" in line
+    assert "e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=" in line
+
+
+def test_a_wrong_interface_and_a_port_in_use(refused: Callable[..., str]) -> None:
+    line = refused(start, GLOO_SOCKET_IFNAME="nope0")
+    assert re.search(r"GLOO_SOCKET_IFNAME on .*: expected one of .*lo.*, got 'nope0'; e.g.", line)
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        line = refused(lambda: meet(0, 2, 20), MASTER_PORT=port)
+    assert f"expected a free port, this one is in use, got '{port}'" in line
+
+
+def test_the_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(rank, number on its node, world size, ranks of its node)."""
+
+    def given(**values: int) -> tuple[int, ...]:
+        for name in (*BY_HAND, "GROUP_WORLD_SIZE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, str(value))
+        return world()
+
+    assert given() == (0, 0, 1, 1)
+    torchrun = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2}
+    assert given(RANK=3, LOCAL_RANK=1, **torchrun) == (3, 1, 4, 2)
+    assert given(RANK=3, LOCAL_RANK=0, **torchrun) == (3, 1, 4, 2)  # --virtual-local-rank
+    assert given(RANK=2, LOCAL_RANK=0, **torchrun) == (2, 0, 4, 2)
+    # a node of 1 and one of 3: the last rank is not the first one of its node
+    assert given(RANK=3, LOCAL_RANK=2, **torchrun | {"LOCAL_WORLD_SIZE": 3}) == (3, 2, 4, 3)
+    # srun's numbers, which need not follow the nodes
+    assert given(RANK=2, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2) == (2, 1, 4, 2)
+    assert dist.local_rank() == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nccl", "needs CUDA devices, this run is on the CPU; try gloo"),
+        ("nccl2", "needs CUDA devices"),
+        ("nccl-legacy", "needs CUDA devices"),
+        ("cpu:gloo,cuda:nccl", "needs CUDA devices"),
+        ("fake", "sends nothing, so there is nothing to measure"),
+        ("cpu:gloo,", "expected a name such as gloo or cpu:gloo,cuda:nccl, got 'cpu:gloo,'"),
+        ("mpx", "this torch was built without it"),
+    ],
+)
+def test_backends_that_cannot_work_on_the_cpu(
+    name: str, words: str, refused: Callable[..., str]
+) -> None:
+    assert words in refused(lambda: check_backend(name, cuda=False))
+
+
+def test_which_nccl_a_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_has = torch.distributed.distributed_c10d
+    monkeypatch.setattr(torch_has, "ProcessGroupNCCL2", None, raising=False)
+    names = ("nccl-legacy", "nccl-lazy", "nccl2", "nccl", "cpu:gloo,cuda:nccl", "gloo")
+    stands_for = ["legacy", "lazy", "nccl2", "nccl2", "nccl2", None]
+    assert [nccl_backend(name) for name in names] == stands_for
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
+    assert [nccl_backend(name) for name in ("nccl", "nccl2")] == ["legacy", "nccl2"]
+
+
+def test_ranks_that_share_a_gpu_under_each_name_of_nccl() -> None:
+    for backend in ("nccl2", "nccl-legacy", "cpu:gloo,cuda:nccl"):
+        shared = {"backend": backend, "ranks": [rank(0), rank(1, uuid="G0")]}
+        assert "ranks 0 and 1 share a GPU on a" in (problem(shared) or "")
+
+
+def test_the_command_is_in_the_preamble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it was typed behind the interpreter; what stdout cannot say is escaped."""
+    about: dict[str, Any] = {"torch": "2", "cuda": None, "python": "3", "backend": "gloo"}
+    about |= {"launcher": "python", "world_size": 1, "num_nodes": 1, "ranks": [], "hosts": ["a"]}
+    about |= {"topologies": [], "gpus": [[]], "differences": []}
+    monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--json", "my report", "\udcc3"])
+    line = preamble("x", about).splitlines()[1]
+    assert line == "# command: benchmarks/x.py --json 'my report' '\\udcc3'"
+
+
+def test_many_nodes_and_ranks_are_counted() -> None:
+    nodes = [{"host": f"n{i}", "device": "D", "cores": 8, "topology": "t"} for i in range(1024)]
+    for node in nodes[:400]:
+        node["cores"] = 4
+    (line,) = differences(nodes)
+    assert line == "cores of n0, n1, n2, n3, n4, n5, n6, n7 and 392 more is not that of other nodes"
