@@ -58,6 +58,7 @@ from common import cli
 from common.benchmark import Benchmark, Workload
 from common.dist import FOREVER, Group, Job, gather, share
 from common.memory import too_much
+from common.phases import timed
 from common.report import Case
 from common.stats import median_interval, percentiles
 from common.table import Columns, half_width, metric, render
@@ -227,9 +228,10 @@ def derive(plan: Plan, case: Case, replays: list[Any]) -> None:
         m |= percentiles(step, prefix) | {f"{prefix}_ci95_s": median_interval(step)}
     for kind in plan.kinds:
         calls = [call for row in plan.calls for call in row if call.kind == kind]
-        each = [[replay[kind] for replay in mine] for mine in replays if kind in mine[0]]
+        members = [timed(mine, case.rounds) for mine in replays if kind in mine[0]]
+        each = [[replay[kind] for replay in mine] for mine in members]
         times = {
-            "replayed": np.max(each, axis=0)[-sum(case.rounds) :],  # without the warm-up's
+            "replayed": np.max(each, axis=0),
             "alone": slowest[str(kind)],
             "job": np.array([call.job_s for call in calls if call.job_s]),
         }

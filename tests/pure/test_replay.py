@@ -230,8 +230,8 @@ def test_bus_factor(name: str, ranks: int, factor: float) -> None:
 def test_the_table_by_hand() -> None:
     """8 MB among 4 ranks: replayed in 10 ms, which is 0.8 GB/s, times 1.5 on the bus.
 
-    2 calls of 10 ms and 1 of 20 ms share the time half and half. The first two replays are a
-    warm-up; rank 1 takes half of rank 0's time.
+    2 calls of 10 ms and 1 of 20 ms share the time half and half. Rank 1 takes half of rank 0's
+    time. Two replays warm up and one starts each of the two rounds: these three are not timed.
     """
     four: dict[str, Any] = {"group": "dp", "ranks": (0, 1, 2, 3)}
     bigs = [call(seq, 8_000_000, job_s=0.019 + seq % 2 * 0.002, **four) for seq in range(4)]
@@ -242,12 +242,14 @@ def test_the_table_by_hand() -> None:
     rows = {name: [[s] * 8, [s / 2] * 8] for name, s in samples.items()}
     case = Case({}, [0, 1], rows, [4, 4])
     cold, slow, fast = ({big: s, other: 2 * s} for s in (9.0, 0.010, 0.005))
-    replay.derive(plan, case, [[cold] * 2 + [each] * 8 for each in (slow, fast)])
+    replays = [[cold] * 2 + ([cold] + [each] * 4) * 2 for each in (slow, fast)]
+    replay.derive(plan, case, replays)
     m, (row, last) = case.metrics, case.metrics["operations"]
     assert (m["with_gaps_p50_s"], m["back_to_back_p50_s"]) == (0.1, 0.04)
     assert (m["job_step_s"], m["step_bytes"]) == (0.1, 2 * 8_000_000 + 4_000_000)
     assert (row["calls"], last["calls"]) == (2, 1)
     assert row["replayed_p50_s"] == pytest.approx(0.010)
+    assert row["replayed_ci95_s"] == pytest.approx([0.010, 0.010])
     assert row["job_p50_s"] == pytest.approx(0.020)
     assert row["replayed_busbw_gb_per_s"] == pytest.approx(1.2)
     assert row["alone_busbw_gb_per_s"] == pytest.approx(2.4)
