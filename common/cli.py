@@ -150,6 +150,7 @@ def to_share(text: str) -> float:
 positive_int = number(int, 1)
 positive_float = number(float, 0, above=True)
 size = checked(to_bytes, lambda n: n >= 0, "a size in bytes", "e.g. 8, 64K, 4M or 1G")
+positive_size = checked(to_bytes, lambda n: n > 0, "a size above 0", "e.g. 8, 64K, 4M or 1G")
 fraction = checked(to_share, lambda x: 0 < x < 1, "a share between 0 and 1", "e.g. 5% or 0.05")
 
 
