@@ -9,17 +9,8 @@
     busbw        = bytes / time * factor, as in collectives.py
     share        = calls * replayed, of the sum over all rows
 
-Paste this into the job; all ranks call it after their last `steps` steps, which began at
-started_ns = time.time_ns(). On NCCL it is _dump_nccl_trace_json, and
-with torch 2.15 _dump_fr_trace_json(backend="nccl2").
-
-    def record(folder, started_ns, steps):
-        trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
-        trace |= {"started_ns": started_ns, "ended_ns": time.time_ns(), "steps": steps}
-        trace |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        groups = dist.distributed_c10d._world.pg_map
-        trace["groups"] = {g.group_name: dist.get_process_group_ranks(g) for g in groups}
-        Path(folder, f"fr_{dist.get_rank()}.json").write_text(json.dumps(trace))
+To record a job, paste record() of examples/record_collectives.py into it; all ranks call it after
+their last steps.
 
     torchrun --nproc-per-node 4 benchmarks/replay.py trace/
     torchrun --nproc-per-node 8 benchmarks/replay.py kineto_traces/ --only dp

@@ -3,14 +3,17 @@
 import gzip
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import replay
 from benchmarks.replay import Collective, Kind
 from common.report import Case
+from examples import record_collectives
 
 MS = 1_000_000  # nanoseconds
 
@@ -120,6 +123,37 @@ def test_a_kineto_trace(tmp_path: Path) -> None:
     assert call.team == ("mesh_dp", (0, 1))
     assert (call.begin_s, call.job_s) == pytest.approx((2e-3, 3e-3))
     assert call.blocking
+
+
+@pytest.mark.parametrize("recorder", ["nccl2", "legacy", "gloo"])
+def test_every_backend_has_a_recorder_of_its_own(
+    recorder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.15 keeps its NCCL's apart from the older NCCL's. Gloo's may hold other groups'."""
+
+    def dump(name: str) -> bytes:
+        content: dict[str, Any] = {"pg_config": {"7": {"ranks": "[0]"}}}
+        if name in (recorder, "gloo"):
+            content["entries"] = [entry(process_group=["7", name])]
+        return json.dumps(content).encode()
+
+    c10d, dist = torch._C._distributed_c10d, torch.distributed
+    patch = partial(monkeypatch.setattr, raising=False)
+    patch(c10d, "ProcessGroupNCCL2", object)
+    patch(c10d, "_dump_nccl_trace_json", lambda: dump("legacy"))
+    patch(c10d, "_dump_fr_trace_json", lambda backend="gloo": dump(backend))
+    patch(dist, "get_rank", lambda: 0)
+    patch(dist, "get_world_size", lambda: 1)
+    record_collectives.record(str(tmp_path), 999 * MS, 2)
+    recorded: Any = replay.read(str(tmp_path), 0, 1)
+    steps, _, (call,) = recorded
+    assert (steps, call.kind.group) == (2, recorder)
+
+
+def test_record_stands_once() -> None:
+    assert replay.__doc__ is not None
+    assert "def record(" not in replay.__doc__
+    assert "record() of examples/record_collectives.py" in replay.__doc__
 
 
 class Evil:
