@@ -174,6 +174,10 @@ class Evil:
         (recording(entry(), groups={"7": [0, -1]}), "'-1' where a whole number"),
         (recording({"profiling_name": "gloo:all_reduce"}), "KeyError: 'time_created_ns'"),
         (recording(entry(), steps="many"), "ValueError: invalid literal"),
+        (recording(entry(), ended_ns=float("inf")), "steps that took inf s, and an operation"),
+        (recording(entry(), ended_ns=float("nan")), "steps that took nan s, and an operation"),
+        (recording(entry(), ended_ns=998 * MS), "steps that took -0.001 s, and an operation"),
+        (recording(entry(time_created_ns=9e18)), "took 0.02 s, and an operation after 9e+09 s"),
         (b'{"traceEvents": []}', "KeyError: 'distributedInfo'"),
         (b'{"a":' + b"[" * 100_000, "RecursionError"),
     ],
@@ -197,6 +201,32 @@ def test_files_that_are_not_one_a_rank(tmp_path: Path, files: str, ranks: str) -
     said = replay.read(str(tmp_path), 0, 2)
     assert f"has recordings of ranks {ranks}, and this job has 2" in said
     assert "e.g. torchrun --nproc-per-node 4 " in said
+
+
+def test_a_folder_without_recordings(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    said = replay.read(str(tmp_path), 0, 1)
+    assert said == (
+        f"{tmp_path} has no recordings; expected one of each rank, e.g. fr_0.json, as "
+        "examples/record_collectives.py writes them"
+    )
+
+
+def test_no_folder_at_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["replay.py", ""])
+    with pytest.raises(SystemExit) as caught:
+        replay.parse_args()
+    assert caught.value.code == 2
+    assert "expected a folder of recordings, got ''; e.g. trace/" in capsys.readouterr().err
+
+
+def test_the_title_says_how_long_the_recorded_steps_are() -> None:
+    plan = replay.Plan(3, 0.0927, [], [], [])
+    key = {"recording": "0123456789ab", "only": "dp", "scale_size": 0.5}
+    line = "# recording 0123456789ab: 3 steps in 92.7 ms; --only dp, sizes x 0.5"
+    assert replay.title(plan, key) == line
 
 
 def call(seq: int = 1, size: int = 400, **more: Any) -> Collective:
