@@ -14,6 +14,7 @@ Flags, table and formulas are those of NVIDIA's nccl-tests; written anew. BSD-3-
 """
 
 import argparse
+import hashlib
 import itertools
 import sys
 import time
@@ -49,6 +50,7 @@ ACROSS |= {"max": np.max, "0": ACROSS["rank0"], "1": np.mean, "2": np.min, "3": 
 COLD = 2**28  # bytes that calls walk through: more than caches hold
 SAMPLE_BYTES = {"cpu": 2**22, "cuda": 2**32}  # a sample of large sizes has fewer calls than -n
 VARIANTS = ("out_of_place", "in_place")
+MAX_SIZES = 10_000  # of a table
 N = 0
 
 
@@ -146,12 +148,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     names, redops = cli.list_of(str, tuple(OPERATIONS)), cli.list_of(str, tuple(REDOPS))
     types = cli.list_of(lambda name: ALIASES.get(name, name), TYPES)
     text = f"`all` or a list of {', '.join(OPERATIONS)} (default: all_reduce)"
-    add("--collective", type=names, default=["all_reduce"], metavar="NAME", help=text)
+    add("--collective", type=names, metavar="NAME", help=text)
     add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="(default: 8)")
-    add("-e", "--maxbytes", type=size, metavar="SIZE", help="(default: 64M, on CUDA 1G)")
-    add("-i", "--stepbytes", type=size, metavar="SIZE", help="add this from size to size, or")
+    above_0 = cli.positive_size
+    add("-e", "--maxbytes", type=above_0, metavar="SIZE", help="(default: 64M, on CUDA 1G)")
+    step = parser.add_mutually_exclusive_group().add_argument
+    step("-i", "--stepbytes", type=above_0, metavar="SIZE", help="add this from size to size, or")
     factor = cli.number(float, 1, above=True)
-    add("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help="multiply (default: 2)")
+    step("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help="multiply (default: 2)")
     add("-n", "--calls", type=cli.positive_int, default=20, metavar="N", help="in a sample (20)")
     add("-d", "--datatype", type=types, default=["float32"], metavar="TYPE", help=", ".join(TYPES))
     add("-o", "--op", type=redops, default=["sum"], metavar="OP", help=", ".join(REDOPS))
@@ -162,37 +166,57 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("-z", "--blocking", choices="01", default="0", help="1: wait for each call on the host")
     add("--cache-warm", action="store_true", help="one buffer instead of many")
     add("--groups", default="world", metavar="G", help="world, node, cross, or ranks as 0,1/2-3")
-    add("--matrix", metavar="FILE", help="all_to_all: bytes from rank (row) to rank (column)")
+    text = "all_to_all: bytes from rank (row) to rank (column), instead of -b to -f"
+    add("--matrix", metavar="FILE", help=text)
     add("--limit", type=rate, metavar="GB/s", help="of the link: adds busbw in percent of it")
     add("--min-busbw", type=rate, metavar="GB/s", help="fail below 0.9 of it at large sizes")
     cli.add_common_flags(parser, min_iters=12, max_seconds=0.3)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.matrix == "":
+        parser.error("--matrix: expected a file, got ''; e.g. --matrix matrix.txt")
+    if args.matrix and args.collective not in (None, ["all_to_all"]):
+        parser.error("--matrix is for all_to_all alone; leave out --collective")
+    if args.maxbytes and args.maxbytes < args.minbytes:
+        got = f"-b {args.minbytes} and -e {args.maxbytes}"
+        parser.error(f"expected -e from -b on, got {got}; e.g. -b 8 -e 64M")
+    if args.cudagraph and args.blocking == "1":
+        parser.error("-G replays a graph of calls, and -z 1 waits for each call; give one of them")
+    args.collective = args.collective or ["all_reduce"]
+    return args
 
 
 def read_matrix(path: str, n: int) -> Any:
     """n rows of n bytes, between blanks or commas, down to multiples of 16 as in nccl-tests."""
     rows = np.loadtxt(Path(path).read_text().replace(",", " ").splitlines(), ndmin=2)
-    if rows.shape != (n, n) or not ((rows >= 0) & (rows < 2**50)).all() or not rows.any():
-        raise ValueError(f"expected {n} rows of {n} sizes in bytes, one a rank, not all 0")
+    if rows.shape != (n, n) or not ((rows >= 0) & (rows < 2**50)).all() or rows.max() < 16:
+        raise ValueError(f"expected {n} rows of {n} sizes in bytes, one a rank, not all under 16")
     return (rows // 16 * 16).astype(int).tolist()
 
 
 def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
-    """Sizes from `low` to `high`, each `step` bytes more than the last or `factor` times it."""
-    sizes = [max(1, low)]
-    while (last := sizes[-1]) <= high:
-        sizes.append(last + (step or max(1, int(last * factor) - last)))
-    return sizes[:-1]
+    """Sizes from `low` to `high`, each `step` bytes more than the last or `factor` times it.
+
+    Raises ValueError for more than MAX_SIZES.
+    """
+    sizes, size = list[int](), max(1, low)
+    while size <= high:
+        if len(sizes) == MAX_SIZES:
+            how = f"-i {step}" if step else f"-f {factor:.10g}"
+            scanned = f"{cli.show_size(low)} to {cli.show_size(high)} by {how}"
+            raise ValueError(f"{scanned} are over {MAX_SIZES:,} sizes; expected fewer, e.g. -f 2")
+        sizes.append(size)
+        size = size + step if step else max(size + 1, int(min(size * factor, high + 1)))
+    return sizes
 
 
 def plan(args: argparse.Namespace, place: Key, ranks: int) -> dict[str, list[Key]]:
     """The title and the keys of each table. place: device, backend and world size."""
     sizes = scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
-    fixed = {n: getattr(args, n) for n in ("calls", "blocking", "cudagraph", "average", "groups")}
+    fixed = {n: getattr(args, n) for n in ("blocking", "cudagraph", "average", "groups")}
     fixed |= {"caches": "warm" if args.cache_warm or args.cudagraph else "cold"}
-    fixed |= {"matrix": bool(args.matrix), "group_ranks": ranks}
+    fixed |= {"matrix": digest_of(args.matrix), "group_ranks": ranks}
     fixed |= place
-    tables = {}
+    tables = dict[str, list[Key]]()
     for name, dtype, redop in itertools.product(args.collective, args.datatype, args.op):
         op, unit = OPERATIONS[name], getattr(torch, dtype).itemsize
         unit *= ranks if N in (op.sends, op.receives) and not args.matrix else 1
@@ -203,10 +227,31 @@ def plan(args: argparse.Namespace, place: Key, ranks: int) -> dict[str, list[Key
         root = args.root if "-r" in op.options else -1
         this = {"collective": name, "dtype": dtype, "redop": redop, "root": root}
         title = f"# {name} {dtype} {redop}".replace(" none", "")
-        tables[f"{title}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})"] = [
-            this | {"size_bytes": count * unit, "count": count} | fixed for count in counts
-        ]
+        keys = list[Key]()
+        for count in counts:
+            size = count * unit
+            calls = max(1, min(args.calls, SAMPLE_BYTES[place["device"]] // max(1, size)))
+            keys.append(this | {"size_bytes": size, "count": count, "calls": calls} | fixed)
+        tables[f"{title}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})"] = keys
     return tables
+
+
+def digest_of(matrix: list[list[int]]) -> str | bool:
+    """Which --matrix it is; False, as in older reports, where there is none."""
+    return hashlib.sha256(repr(matrix).encode()).hexdigest()[:12] if matrix else False
+
+
+def settings(args: argparse.Namespace) -> str:
+    """What all rows of all tables share, in words."""
+    words = [f"-a {args.average}"]
+    if args.blocking == "1":
+        words.append("each call waited for (-z 1)")
+    if args.cudagraph:
+        words.append(f"{args.cudagraph} replays of a graph (-G)")
+    if args.matrix:
+        words.append(f"matrix {digest_of(args.matrix)}")
+    buffers = "one buffer" if args.cache_warm or args.cudagraph else "cold buffers"
+    return ", ".join([f"at most {args.calls} calls a sample", *words, buffers])
 
 
 def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workload:
@@ -231,15 +276,15 @@ def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workloa
         "in_place": [(w[own] if send < recv else w, w[own] if send > recv else w) for w in whole],
     }
     calls = {v: [partial(op.call, *pair, at) for pair in buffers[v]] for v in op.variants}
-    number = max(1, min(args.calls, SAMPLE_BYTES[device.type] // max(1, key["size_bytes"])))
+    number = key["calls"]
 
     def step_of(calls: list[Any], n: int) -> Step:
         """A call on the next buffers; with -G each n-th replays a graph of n calls, others none."""
         feed, counter = itertools.cycle(calls), itertools.count(1)
-        if args.cudagraph:
+        if key["cudagraph"]:
             replay = gpus.cuda_graph(lambda: [next(feed)() for _ in range(n)], device)
             return lambda: replay() if next(counter) % n == 0 else None
-        if args.blocking == "1" and device.type == "cuda":
+        if key["blocking"] == "1" and device.type == "cuda":
             return lambda: [call() for call in (next(feed), torch.cuda.synchronize)]
         return lambda: next(feed)()
 
@@ -274,10 +319,10 @@ def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workloa
     return Workload(
         step_of(calls[first], number),
         {variant: step_of(calls[variant], number) for variant in others},
-        calls=number * max(1, args.cudagraph),
+        calls=number * max(1, key["cudagraph"]),
         facts=facts,
         # with these the host waits
-        launches=args.blocking != "1" and key["collective"] != "barrier",
+        launches=key["blocking"] != "1" and key["collective"] != "barrier",
     )
 
 
@@ -358,11 +403,20 @@ def main() -> int:
         if args.matrix:  # the rank with the most to send or receive
             most = max(int(np.sum(args.matrix, axis).max()) for axis in (0, 1))
             args.collective, args.minbytes, args.maxbytes = ["all_to_all"], most, most
+        rooted = [name for name in args.collective if "-r" in OPERATIONS[name].options]
+        if rooted and args.root >= ranks:
+            within = f"a rank within its group, 0 to {ranks - 1}"
+            bench.refuse(f"--root: {rooted[0]} expected {within}, got {args.root}; e.g. --root 0")
+        if args.cudagraph and job.device.type != "cuda":
+            bench.refuse("-G replays CUDA graphs, and this run is on the CPU; leave it out")
         if text := share(memory.too_much(2 * args.maxbytes, job, "-e")):
             bench.refuse(text)
-        tables, made = plan(args, bench.place, ranks), partial(derive, args, groups)
+        try:
+            tables, made = plan(args, bench.place, ranks), partial(derive, args, groups)
+        except ValueError as error:
+            bench.refuse(str(error))
         for title, keys in tables.items():
-            bench.begin_table(title, {})
+            bench.begin_table(f"{title}; {settings(args)}", {})
             bench.table, reason = ScanTable({}), lacking(keys[0])
             bench.print(f"# n/a: {reason}" if reason else ScanTable.HEADER)
             for key in keys if not reason else ():

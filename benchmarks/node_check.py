@@ -29,7 +29,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,7 +50,7 @@ from common.check import digest, verdict
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import Group, Job, share
 from common.gpus import lacking
-from common.outliers import SIGMAS, Costs, Findings, accuse, sentences
+from common.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
 from common.partition import node_of_each
 from common.report import Case, Report
 from common.stats import Times
@@ -279,7 +279,7 @@ def judge(
         for n, metrics in of.items():
             if metrics[rate] < least:
                 what = rate.replace("_", " ")
-                found[f"{level} {n}", what] = f"{metrics[rate]:.3g}, under {least:.3g}"
+                found[Who(level, ((n,),)), what] = f"{metrics[rate]:.3g}, under {least:.3g}"
         for name in (step, f"{step}_sustained"):
             for kind in dict.fromkeys(kinds):
                 costs: Costs = {(n,): of[n][f"{name}_s"] for n in of if kinds[first[n]] == kind}
@@ -376,7 +376,7 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
         if not found:
             break
         if attempt == 1:
-            names = ", ".join(dict.fromkeys(who for who, _ in found))
+            names = ", ".join(dict.fromkeys(who.name() for who, _ in found))
             bench.print(f"# {phase.name} again, for {names}")
     return {who: how for who, how in found.items() if who in suspects}
 
@@ -385,26 +385,36 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
 
 
 def conclude(
-    slow: Findings, lacks: dict[int, str], cases: list[Case], fail_on: str
+    slow: Findings, lacks: dict[int, str], cases: list[Case], fail_on: str, hosts: Hosts
 ) -> tuple[list[str], str | None]:
     """The last lines, and why the nodes are not fit; None where they are."""
-    wrong = [(f"node {node}", why) for node, why in lacks.items()]
+    wrong = [(Who("node", ((node,),)).name(hosts), why) for node, why in lacks.items()]
     for case in cases:
         if case.failed:
-            who = f"rank {case.key['rank']}" if "rank" in case.key else case.key["probe"]
-            wrong.append((who, case.check.removeprefix("failed: ")))
-    bad = [*(who for who, _ in wrong), *(who for who, _ in slow if fail_on == "slow")]
+            mine = "rank" in case.key
+            who = Who("rank", ((case.key["rank"],),)).name(hosts) if mine else case.key["probe"]
+            wrong.append((who, with_host(case.check.removeprefix("failed: "), hosts["rank"])))
+    bad = [who for who, _ in wrong]
+    if fail_on == "slow":
+        bad += [who.name(hosts) for who, _ in slow]
     problem = f"not fit: {', '.join(dict.fromkeys(bad))}" if bad else None
-    lines = [*sentences(slow), *(f"wrong {who}: {why}" for who, why in dict.fromkeys(wrong))]
+    lines = [*sentences(slow, hosts), *(f"wrong {who}: {why}" for who, why in dict.fromkeys(wrong))]
     return [*lines, problem or ("fit, though slow" if slow else "fit")], problem
 
 
-def on_hosts(text: str, environment: dict[str, Any]) -> str:
-    """`rank 1 on node2` for `rank 1`, and so for links and nodes."""
-    hosts = {"node": environment["hosts"]}
+def hosts_of(environment: dict[str, Any]) -> dict[str, list[str]]:
+    """The host of each node, of each rank, and of each rank that is an end of a link."""
     ranks = [row["host"] for row in environment["ranks"]]
-    number = r"(rank|node|link|->) (\d+)"
-    return re.sub(number, lambda m: f"{m[0]} on {hosts.get(m[1], ranks)[int(m[2])]}", text)
+    return {"node": environment["hosts"], "rank": ranks, "link": ranks}
+
+
+def with_host(why: str, hosts: Sequence[str]) -> str:
+    """Why a case failed, with the host of the rank that ends the text, if one does. hosts: by rank.
+
+    The text may be any error's: a number that is no rank stays as it is.
+    """
+    match = re.search(r"\brank (\d+)\)?$", why)
+    return f"{why} on {hosts[int(match[1])]}" if match and int(match[1]) < len(hosts) else why
 
 
 def main() -> int:
@@ -417,10 +427,10 @@ def main() -> int:
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
         if bench.job.rank == 0:
             lacks, cases = lacking(found, args.gpus), bench.report.cases
-            lines, problem = conclude(slow, lacks, cases, args.fail_on)
-            bench.print("\n" + "\n".join(f"# {on_hosts(line, found)}" for line in lines))
+            lines, problem = conclude(slow, lacks, cases, args.fail_on, hosts_of(found))
+            bench.print("\n" + "\n".join(f"# {line}" for line in lines))
             if problem:
-                bench.fail(on_hosts(problem, found))
+                bench.fail(problem)
     return bench.status
 
 

@@ -9,17 +9,8 @@
     busbw        = bytes / time * factor, as in collectives.py
     share        = calls * replayed, of the sum over all rows
 
-Paste this into the job; all ranks call it after their last `steps` steps, which began at
-started_ns = time.time_ns(). On NCCL it is _dump_nccl_trace_json, and
-with torch 2.15 _dump_fr_trace_json(backend="nccl2").
-
-    def record(folder, started_ns, steps):
-        trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
-        trace |= {"started_ns": started_ns, "ended_ns": time.time_ns(), "steps": steps}
-        trace |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-        groups = dist.distributed_c10d._world.pg_map
-        trace["groups"] = {g.group_name: dist.get_process_group_ranks(g) for g in groups}
-        Path(folder, f"fr_{dist.get_rank()}.json").write_text(json.dumps(trace))
+To record a job, paste record() of examples/record_collectives.py into it; all ranks call it after
+their last steps.
 
     torchrun --nproc-per-node 4 benchmarks/replay.py trace/
     torchrun --nproc-per-node 8 benchmarks/replay.py kineto_traces/ --only dp
@@ -91,7 +82,10 @@ def parse_args() -> argparse.Namespace:
     scale = "times the recorded sizes (default: 1)"
     add("--scale-size", type=cli.positive_float, default=1.0, metavar="F", help=scale)
     cli.add_common_flags(parser, min_iters=12, max_seconds=10)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.trace:
+        parser.error("expected a folder of recordings, got ''; e.g. trace/")
+    return args
 
 
 class Kind(NamedTuple):
@@ -352,15 +346,25 @@ def read(folder: str, rank: int, world_size: int) -> Recording | str:
     try:
         names = [(FILE.search(file.name), file) for file in path.iterdir()]
         files = sorted((int(match[1]), file) for match, file in names if match)
+        if not files:
+            return (
+                f"{folder} has no recordings; expected one of each rank, e.g. fr_0.json, as "
+                "examples/record_collectives.py writes them"
+            )
         if (ranks := [number for number, _ in files]) != list(range(world_size)):
             return (
                 f"{folder} has recordings of ranks {ranks}, and this job has {world_size}; "
-                f"e.g. torchrun --nproc-per-node {max(ranks, default=0) + 1} {sys.argv[0]} {folder}"
+                f"e.g. torchrun --nproc-per-node {max(ranks) + 1} {sys.argv[0]} {folder}"
             )
         path = files[rank][1]
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         content = json.loads(data) if data[:1] == b"{" else NoClasses(io.BytesIO(data)).load()
-        return kineto(content) if "traceEvents" in content else flight_recorder(content)
+        recording = (kineto if "traceEvents" in content else flight_recorder)(content)
+        _, time_s, calls = recording
+        last_s = max((call.begin_s for call in calls), default=0.0)
+        if not 0 <= last_s <= time_s < math.inf:
+            raise ValueError(f"steps that took {time_s:g} s, and an operation after {last_s:g} s")
+        return recording
     except Exception as error:  # a damaged pickle raises anything
         return f"{path}: expected a rank's recording, got {type(error).__name__}: {error}"
 
@@ -391,6 +395,13 @@ def choose(found: Sequence[Recording], only: Sequence[str] = (), scale: float = 
     return Plan(max(1, *steps), max(times), calls, kinds, lines)
 
 
+def title(plan: Plan, key: dict[str, Any]) -> str:
+    """What is replayed, of which recording."""
+    steps = f"{plan.steps} step{'s' * (plan.steps > 1)} in {plan.time_s * 1e3:.1f} ms"
+    groups = "all groups" if key["only"] == "all" else f"--only {key['only']}"
+    return f"# recording {key['recording']}: {steps}; {groups}, sizes x {key['scale_size']:g}"
+
+
 def main() -> int:
     args = parse_args()
     with Benchmark("replay", args) as bench:
@@ -402,12 +413,17 @@ def main() -> int:
         if not any(plan.calls):
             groups = ", ".join(sorted({c.team[0] for _, _, calls in found for c in calls}))
             bench.refuse(f"nothing is left of the groups {groups}; {'; '.join(plan.lines)}")
+        # one replay starts a block untimed, so a block is two of them at least
+        if 2 * plan.time_s > args.timeout:
+            took = f"the recorded steps took {plan.time_s:g} s, and a replay takes as long"
+            bench.refuse(f"{took}; record fewer, or give --timeout {3 * plan.time_s:.0f}")
         own = {(call.kind, call.team) for call in plan.calls[job.rank]}
         needed = sum(sum(kind.counts[1:]) * getattr(torch, kind.dtype).itemsize for kind, _ in own)
         for problem in filter(None, share(gather(too_much(needed, job, "--scale-size")))):
             bench.refuse(problem)
         digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
         key = dict(recording=digest, only=",".join(args.only) or "all", scale_size=args.scale_size)
+        bench.print(f"\n{title(plan, key)}")
         if case := bench.measure(key, partial(build, plan, job), partial(derive, plan)):
             bench.print(f"# {case.check}" if case.failed else output(case.metrics))
         bench.print("\n".join(plan.lines))

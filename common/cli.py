@@ -199,6 +199,7 @@ def to_share(text: str) -> float:
 positive_int = number(int, 1)
 positive_float = number(float, 0, above=True)
 size = checked(to_bytes, lambda n: n >= 0, "a size in bytes", "e.g. 8, 64K, 4M or 1G")
+positive_size = checked(to_bytes, lambda n: n > 0, "a size above 0", "e.g. 8, 64K, 4M or 1G")
 fraction = checked(to_share, lambda x: 0 < x < 1, "a share between 0 and 1", "e.g. 5% or 0.05")
 
 
@@ -256,7 +257,9 @@ def add_common_flags(
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
     most = f"or after S seconds of a case, 2 S if it lacks an interval (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
-    report = "append each case to this new report; an older one is moved to PATH.bak, PATH.bak.1, ..."
+    report = (
+        "append each case to this new report; an older one is moved to PATH.bak, PATH.bak.1, ..."
+    )
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
     hang = f"after S seconds without progress name who hangs, and end (default: {timeout:g})"

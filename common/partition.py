@@ -1,7 +1,6 @@
 """Which ranks belong together: the nodes of a job, and its parts by a word of the command line."""
 
 from collections import Counter
-from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -23,19 +22,23 @@ def partition(spec: str, nodes: list[int]) -> list[list[int]]:
     `world`, `rank` (each by itself), `node`, `cross` (the first ranks of all nodes, the second
     ones, ...), or ranks as `0,1/2,3` and `0-3/4-7`. Raises ValueError.
     """
+    everyone = list(range(len(nodes)))
 
     def span(word: str) -> range:
         first, _, last = word.partition("-")
+        if int(last or first) not in everyone:  # before a range of as many numbers is made
+            raise ValueError
         return range(int(first), int(last or first) + 1)
 
-    everyone = list(range(len(nodes)))
     members = [[r for r in everyone if nodes[r] == node] for node in range(max(nodes) + 1)]
     cross = [list(ranks) for ranks in zip_longest(*members)]  # uneven nodes: with None
     named = {"world": [everyone], "rank": [[r] for r in everyone], "node": members, "cross": cross}
     groups = named.get(spec, [])
-    with suppress(ValueError):  # what is wrong is found below
+    try:
         for part in spec.split("/") if spec not in named else []:
             groups.append(sorted(r for word in part.split(",") for r in span(word)))
+    except ValueError:  # a word that is no rank
+        groups = []
     ranks = [rank for group in groups for rank in group]
     one_size = len({len(group) for group in groups}) == 1
     if not (ranks and one_size) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):

@@ -40,8 +40,14 @@ STEPS, RECORDED = 10, 3
 # [record]
 def record(folder: str, started_ns: int, steps: int) -> Any:
     """All ranks call it after their last `steps` steps, which began at time.time_ns()."""
-    dump = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}[dist.get_backend()]
-    trace = json.loads(getattr(torch._C._distributed_c10d, dump)())
+    c10d, texts = torch._C._distributed_c10d, []  # each backend has a recorder of its own
+    if hasattr(c10d, "ProcessGroupNCCL2"):  # NCCL since torch 2.15
+        texts.append(c10d._dump_fr_trace_json(backend="nccl2"))
+    if hasattr(c10d, "_dump_nccl_trace_json"):  # NCCL before, or with TORCH_DIST_USE_NCCL2=0
+        texts.append(c10d._dump_nccl_trace_json())
+    texts.append(c10d._dump_fr_trace_json())  # gloo
+    traces = [trace for trace in map(json.loads, texts) if trace.get("entries")]
+    trace = traces[0] if traces else {"entries": []}
     trace |= {"started_ns": started_ns, "ended_ns": time.time_ns(), "steps": steps}
     trace |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     groups = dist.distributed_c10d._world.pg_map
@@ -94,7 +100,7 @@ def main() -> None:
         stamps.append(time.time_ns())
     times_ms = [(b - a) / 1e6 for a, b in itertools.pairwise(stamps[2:])]
     trace = record(folder, started_ns := stamps[-1 - RECORDED], RECORDED)
-    for e in (e for e in trace.get("entries", []) if e["time_created_ns"] >= started_ns):
+    for e in (e for e in trace["entries"] if e["time_created_ns"] >= started_ns):
         mib = sum(map(math.prod, e["output_sizes"])) * 4 / 2**20
         calls[e["profiling_name"].split(":")[1], e["process_group"][1], mib] += 1
     if dist.get_rank() == 0:

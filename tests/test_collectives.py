@@ -91,6 +91,9 @@ def test_a_traffic_matrix_through_cold_buffers(bench: Callable[..., Any], tmp_pa
         (("-e", "64T"), "lower -e"),
         (("--groups", "0,1", "-c", "0"), "expected world, node, cross or disjoint groups"),
         (("--matrix", "/nowhere"), "No such file or directory: '/nowhere'"),
+        (("--root", "1", "--collective", "all"), "--root: broadcast expected a rank within its"),
+        (("-G", "3"), "-G replays CUDA graphs, and this run is on the CPU; leave it out"),
+        (("-i", "1"), "8 to 64M by -i 1 are over 10,000 sizes; expected fewer, e.g. -f 2"),
     ],
 )
 def test_mistakes(bench: Callable[..., Any], flags: tuple[str, ...], text: str) -> None:

@@ -56,6 +56,7 @@ def test_a_job_is_recorded_and_replayed(
     assert case.metrics["step_bytes"] == pytest.approx(size)
     groups = Counter(row["group"] for row in case.metrics["operations"])
     assert set(groups) == {"mesh_dp", "mesh_tp"}
+    assert f"\n# recording {case.key['recording']}: 3 steps in " in run.out
     assert len(case.samples_s) == 2 + sum(groups.values())
     # every replay ends no earlier than the job did
     slowest = [max(times) for times in zip(*case.samples_s["step"], strict=True)]
@@ -128,8 +129,13 @@ class Code:
         (pickle.dumps(Code()), "it asks for the class builtins.print", ()),
         (recording(input_sizes=[[2**38]], output_sizes=[[2**38]]), "the buffers need 2,199,", ()),
         (recording(), "nothing is left of the groups default_pg; # not replayed", ("--only", "dp")),
+        (
+            recording() | {"started_ns": 0, "ended_ns": 10**19},
+            "the recorded steps took 1e+10 s, and a replay takes as long; record fewer, or give",
+            (),
+        ),
     ],
-    ids=["code", "1 TB", "no such group"],
+    ids=["code", "1 TB", "no such group", "317 years"],
 )
 def test_bad_input_is_one_line(
     content: Any, text: str, flags: tuple[str, ...], bench: Callable[..., Any], tmp_path: Path

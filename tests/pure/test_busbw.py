@@ -68,19 +68,93 @@ def test_scan() -> None:
     assert collectives.scan(4, 100, None, 3.0) == [4, 12, 36]
     assert collectives.scan(1, 4, None, 1.1) == [1, 2, 3, 4]  # at least one byte further
     assert collectives.scan(10, 50, 20, 2.0) == [10, 30, 50]
+    assert collectives.scan(8, 64, None, 1e308) == [8]
+
+
+@pytest.mark.parametrize(("step", "factor"), [(1, 2.0), (None, 1.0000001)])
+def test_too_many_sizes_are_refused(step: int | None, factor: float) -> None:
+    """At once: not after a list of 67 million."""
+    with pytest.raises(
+        ValueError, match=r"^8 to 64M by -. \S+ are over 10,000 sizes; expected fewer"
+    ):
+        collectives.scan(8, 2**26, step, factor)
+    assert len(collectives.scan(1, 10_000, 1, 2.0)) == 10_000
+
+
+def planned(
+    ranks: int, *words: str, matrix: Any = None, world_size: int | None = None
+) -> dict[str, Any]:
+    """The tables of a command on the CPU, with groups of so many ranks."""
+    args = collectives.parse_args(list(words))
+    args.matrix = matrix or []
+    place = {"device": "cpu", "backend": "gloo", "world_size": world_size or ranks}
+    return collectives.plan(args, place, ranks)
 
 
 def test_counts_are_those_of_nccl_tests() -> None:
     """A rank brings its share; a size that does not divide is cut, a repeated one measured once."""
-    names = {"calls": 1, "blocking": "0", "cudagraph": 0, "average": "max", "cache_warm": False}
-    names |= {"groups": "world", "matrix": [], "datatype": ["float32"], "op": ["sum"], "root": 1}
-    names |= {"minbytes": 4, "maxbytes": 100, "stepbytes": None, "stepfactor": 5.0}
-    args = SimpleNamespace(collective=["all_gather", "reduce"], **names)
-    tables = collectives.plan(args, {"device": "cpu", "backend": "gloo", "world_size": 4}, 4)  # type: ignore[arg-type]
+    words = ("--collective", "all_gather,reduce", "-r", "1", "-b", "4", "-e", "100", "-f", "5")
+    tables = planned(4, *words)
     sizes = [[(key["size_bytes"], key["count"]) for key in keys] for keys in tables.values()]
     assert sizes == [[(16, 1), (96, 6)], [(4, 1), (20, 5), (100, 25)]]
     assert [keys[0]["root"] for keys in tables.values()] == [-1, 1]
     assert list(tables)[1] == "# reduce float32 sum, world (4 ranks)"
+
+
+def test_the_key_tells_matrices_and_worlds_apart() -> None:
+    sizes = ("--collective", "all_to_all", "-b", "4K", "-e", "4K")
+    one, two = [[0, 4096], [1024, 0]], [[0, 4096], [2048, 0]]
+    tables = [planned(2, *sizes, matrix=matrix) for matrix in (one, two, one, None)]
+    first, second, again, without = (key for table in tables for [key] in table.values())
+    assert first == again
+    assert len({first["matrix"], second["matrix"], without["matrix"]}) == 3
+    assert without["matrix"] is False  # as reports of before have it
+    worlds = [planned(2, "--groups", "node", "-e", "8", world_size=size) for size in (2, 4)]
+    of_two, of_four = ([*tables.values()] for tables in worlds)  # one node of two ranks, two nodes
+    assert of_two != of_four
+
+
+def test_the_key_has_the_calls_that_are_made() -> None:
+    """A sample is 4 MiB at most on the CPU."""
+    [keys] = planned(2, "-b", "64K", "-e", "16M", "-f", "16", "-n", "20").values()
+    assert [(key["size_bytes"], key["calls"]) for key in keys] == [
+        *((2**16, 20), (2**20, 4), (2**24, 1))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("-e 0", "argument -e/--maxbytes: expected a size above 0, got '0'; e.g. 8, 64K"),
+        ("-i 0", "argument -i/--stepbytes: expected a size above 0, got '0'"),
+        ("-i 8 -f 3", "argument -f/--stepfactor: not allowed with argument -i/--stepbytes"),
+        ("-b 64 -e 8", "expected -e from -b on, got -b 64 and -e 8; e.g. -b 8 -e 64M"),
+        ("--matrix=", "--matrix: expected a file, got ''; e.g. --matrix matrix.txt"),
+        ("--matrix m --collective all", "--matrix is for all_to_all alone; leave out --collective"),
+        (
+            "-G 2 -z 1",
+            "-G replays a graph of calls, and -z 1 waits for each call; give one of them",
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_refused(
+    words: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as caught:
+        collectives.parse_args(words.split())
+    assert caught.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+
+
+def test_settings_in_words() -> None:
+    """Above a table stands what its rows share."""
+    args = collectives.parse_args(["-n", "5", "-z", "1", "--cache-warm"])
+    said = "at most 5 calls a sample, -a max, each call waited for (-z 1), one buffer"
+    assert collectives.settings(args) == said
+    args.matrix = [[0, 16], [16, 0]]
+    assert f"matrix {collectives.digest_of(args.matrix)}, " in collectives.settings(args)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +163,7 @@ def test_counts_are_those_of_nccl_tests() -> None:
         ("0 4096\n100 31\n", [[0, 4096], [96, 16]]),  # down to 16 bytes
         ("0,1e6\n16,\t0", [[0, 1000000], [16, 0]]),
         *(("0 1 2\n3 4 5", None), ("0 x\n1 2", None), ("0 1\n2", None), ("0 -16\n1 2", None)),
-        *(("nan 1\n1 1", None), ("0 0\n0 0", None), ("7", None)),
+        *(("nan 1\n1 1", None), ("0 0\n0 0", None), ("7", None), ("1 15\n1 1", None)),
     ],
 )
 def test_read_matrix(tmp_path: Any, text: str, rows: Any) -> None:
@@ -119,7 +193,9 @@ def test_partition() -> None:
     assert partition("cross", nodes) == [[0, 2], [1, 3]]
     assert partition("3,0/1-2", nodes) == [[0, 3], [1, 2]]
     assert partition("world", [0, 0, 1]) == [[0, 1, 2]]
-    for spec in ("0,1/1,2", "0/1,2", "0,4", "1-0", "x", "", "nodes"):
+    # a word that is no rank after a group that is one; more numbers than memory holds
+    odd = ("0,1/x", "0,1/2,9", "0-9999999999")
+    for spec in ("0,1/1,2", "0/1,2", "0,4", "1-0", "x", "", "nodes", *odd):
         with pytest.raises(ValueError, match="disjoint groups of one size among ranks 0 to 3"):
             partition(spec, nodes)
     for spec in ("node", "cross"):

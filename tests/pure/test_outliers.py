@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from benchmarks import node_check
-from benchmarks.node_check import judge, odd_results, on_hosts, rounds_by_node
+from benchmarks.node_check import hosts_of, judge, odd_results, rounds_by_node
 from common.gpus import lacking
-from common.outliers import accuse, sentences
+from common.outliers import Who, accuse, sentences
 from common.report import Case, Report
 from common.stats import Times
 
@@ -19,14 +19,14 @@ def costs(*values: float) -> dict[tuple[int, ...], float]:
 
 
 def names(found: Any) -> list[str]:
-    return [who for who, _ in found]
+    return [who.name() for who, _ in found]
 
 
 def test_one_slow_rank() -> None:
     """Median 1.01; the deviations .01 .99 0 .01 0 0 have the median .005. Node 0 is not slow."""
     found = accuse(costs(1.0, 2.0, 1.01, 1.02, 1.01, 1.01), {"node": NODES}, "rank", "a product")
     [(who, words)] = found
-    assert who == "rank 1"
+    assert who == Who("rank", ((1,),))
     assert found[who, words] == "1.98x the median's time, 134 sigmas"  # 0.99 / (1.4826 * 0.005)
     assert sentences(found) == ["slow rank 1: a product 1.98x the median's time, 134 sigmas"]
 
@@ -77,7 +77,8 @@ def test_kinds_and_limits() -> None:
     teams = TEAMS | {"rank": [[rank] for rank in range(6)], "node": [list(range(6))]}
     kinds = ["new", "new", "new", "old", "old", "old"]
     found = judge(cases, teams, kinds, {}, 5, MARGINS)
-    assert [*found] == [("rank 5", "copy"), ("rank 5", "copy sustained")]
+    assert names(found) == ["rank 5", "rank 5"]
+    assert [what for _, what in found] == ["copy", "copy sustained"]
     assert sentences(found)[0].startswith("slow rank 5: copy 2.50x the median's time")
     found = judge(cases, teams, kinds, {("rank", "bytes"): 4.0}, 5, MARGINS | {"rank": 9.0})
     assert sentences(found) == ["slow rank 5: copy bytes per s 2, under 4"]
@@ -138,17 +139,38 @@ def test_odd_results() -> None:
 def test_the_last_lines() -> None:
     found = accuse(costs(1.0, 2.0, 1.0), {}, "rank", "copy")
     bad = Case({"probe": "each rank alone", "rank": 2}, [2], check="failed: why")
-    lines, problem = node_check.conclude(found, {0: "lacks"}, [bad, bad], "slow")
-    assert problem == "not fit: node 0, rank 2, rank 1"
-    assert lines[-3:] == ["wrong node 0: lacks", "wrong rank 2: why", problem]
-    assert node_check.conclude(found, {}, [], "wrong") == (
-        [*sentences(found), "fit, though slow"],
-        None,
-    )
-    assert node_check.conclude({}, {}, [], "slow") == (["fit"], None)
-    environment = {"hosts": ["a", "b"], "ranks": [{"host": "a"}, {"host": "b"}]}
-    assert on_hosts("not fit: node 1, rank 0", environment) == "not fit: node 1 on b, rank 0 on a"
-    assert on_hosts("slow link 1 -> 0: 2x", environment) == "slow link 1 on b -> 0 on a: 2x"
+    hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": host} for host in "aab"]})
+    lines, problem = node_check.conclude(found, {1: "lacks"}, [bad, bad], "slow", hosts)
+    assert problem == "not fit: node 1 on b, rank 2 on b, rank 1 on a"
+    assert lines[-3:] == ["wrong node 1 on b: lacks", "wrong rank 2 on b: why", problem]
+    assert lines[0].startswith("slow rank 1 on a: copy 2.00x")
+    slow = [*sentences(found, hosts), "fit, though slow"]
+    assert node_check.conclude(found, {}, [], "wrong", hosts) == (slow, None)
+    assert node_check.conclude({}, {}, [], "slow", hosts) == (["fit"], None)
+    assert Who("link", ((2, 0),)).name(hosts) == "link 2 on b -> 0 on a"
+    assert Who("rail", ((1,),)).name(hosts) == "rail 1"
+    assert Who("rank", ((1,), (2,))).name(hosts) == "rank 1 on a or rank 2 on b"
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("RuntimeError: a tensor of rank 4", "RuntimeError: a tensor of rank 4"),
+        (
+            "RuntimeError: a tensor of rank 1 (rank 0)",
+            "RuntimeError: a tensor of rank 1 (rank 0) on a",
+        ),
+        ("wrong data came to rank 1", "wrong data came to rank 1 on b"),
+        ("links 3 -> 77 of node 9", "links 3 -> 77 of node 9"),
+    ],
+)
+def test_any_error_text_leaves_the_verdict(why: str, said: str) -> None:
+    """Two ranks: a number in an error's text need not be one of theirs."""
+    hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": "a"}, {"host": "b"}]})
+    failed = Case({"probe": "links"}, [0, 1], check=f"failed: {why}")
+    lines, problem = node_check.conclude({}, {}, [failed], "slow", hosts)
+    assert lines == [f"wrong links: {said}", "not fit: links"]
+    assert problem == "not fit: links"
 
 
 def test_lacking() -> None:

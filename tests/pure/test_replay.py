@@ -3,15 +3,18 @@
 import gzip
 import json
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import replay
 from benchmarks.replay import Collective, Kind
 from common.report import Case
 from common.stats import Times
+from examples import record_collectives
 
 MS = 1_000_000  # nanoseconds
 
@@ -123,6 +126,37 @@ def test_a_kineto_trace(tmp_path: Path) -> None:
     assert call.blocking
 
 
+@pytest.mark.parametrize("recorder", ["nccl2", "legacy", "gloo"])
+def test_every_backend_has_a_recorder_of_its_own(
+    recorder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.15 keeps its NCCL's apart from the older NCCL's. Gloo's may hold other groups'."""
+
+    def dump(name: str) -> bytes:
+        content: dict[str, Any] = {"pg_config": {"7": {"ranks": "[0]"}}}
+        if name in (recorder, "gloo"):
+            content["entries"] = [entry(process_group=["7", name])]
+        return json.dumps(content).encode()
+
+    c10d, dist = torch._C._distributed_c10d, torch.distributed
+    patch = partial(monkeypatch.setattr, raising=False)
+    patch(c10d, "ProcessGroupNCCL2", object)
+    patch(c10d, "_dump_nccl_trace_json", lambda: dump("legacy"))
+    patch(c10d, "_dump_fr_trace_json", lambda backend="gloo": dump(backend))
+    patch(dist, "get_rank", lambda: 0)
+    patch(dist, "get_world_size", lambda: 1)
+    record_collectives.record(str(tmp_path), 999 * MS, 2)
+    recorded: Any = replay.read(str(tmp_path), 0, 1)
+    steps, _, (call,) = recorded
+    assert (steps, call.kind.group) == (2, recorder)
+
+
+def test_record_stands_once() -> None:
+    assert replay.__doc__ is not None
+    assert "def record(" not in replay.__doc__
+    assert "record() of examples/record_collectives.py" in replay.__doc__
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return print, ("code of a recording runs",)
@@ -141,6 +175,10 @@ class Evil:
         (recording(entry(), groups={"7": [0, -1]}), "'-1' where a whole number"),
         (recording({"profiling_name": "gloo:all_reduce"}), "KeyError: 'time_created_ns'"),
         (recording(entry(), steps="many"), "ValueError: invalid literal"),
+        (recording(entry(), ended_ns=float("inf")), "steps that took inf s, and an operation"),
+        (recording(entry(), ended_ns=float("nan")), "steps that took nan s, and an operation"),
+        (recording(entry(), ended_ns=998 * MS), "steps that took -0.001 s, and an operation"),
+        (recording(entry(time_created_ns=9e18)), "took 0.02 s, and an operation after 9e+09 s"),
         (b'{"traceEvents": []}', "KeyError: 'distributedInfo'"),
         (b'{"a":' + b"[" * 100_000, "RecursionError"),
     ],
@@ -164,6 +202,32 @@ def test_files_that_are_not_one_a_rank(tmp_path: Path, files: str, ranks: str) -
     said = replay.read(str(tmp_path), 0, 2)
     assert f"has recordings of ranks {ranks}, and this job has 2" in said
     assert "e.g. torchrun --nproc-per-node 4 " in said
+
+
+def test_a_folder_without_recordings(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    said = replay.read(str(tmp_path), 0, 1)
+    assert said == (
+        f"{tmp_path} has no recordings; expected one of each rank, e.g. fr_0.json, as "
+        "examples/record_collectives.py writes them"
+    )
+
+
+def test_no_folder_at_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["replay.py", ""])
+    with pytest.raises(SystemExit) as caught:
+        replay.parse_args()
+    assert caught.value.code == 2
+    assert "expected a folder of recordings, got ''; e.g. trace/" in capsys.readouterr().err
+
+
+def test_the_title_says_how_long_the_recorded_steps_are() -> None:
+    plan = replay.Plan(3, 0.0927, [], [], [])
+    key = {"recording": "0123456789ab", "only": "dp", "scale_size": 0.5}
+    line = "# recording 0123456789ab: 3 steps in 92.7 ms; --only dp, sizes x 0.5"
+    assert replay.title(plan, key) == line
 
 
 def call(seq: int = 1, size: int = 400, **more: Any) -> Collective:
@@ -249,6 +313,7 @@ def test_the_table_by_hand() -> None:
     assert (m["job_step_s"], m["step_bytes"]) == (0.1, 2 * 8_000_000 + 4_000_000)
     assert (row["calls"], last["calls"]) == (2, 1)
     assert row["replayed_p50_s"] == pytest.approx(0.010)
+    assert row["replayed_ci95_s"] == pytest.approx([0.010, 0.010])
     assert row["job_p50_s"] == pytest.approx(0.020)
     assert row["replayed_busbw_gb_per_s"] == pytest.approx(1.2)
     assert row["alone_busbw_gb_per_s"] == pytest.approx(2.4)
