@@ -44,6 +44,7 @@ from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, verdict
 from common.dist import Group, Job
 from common.memory import peak, start_peak
+from common.private_torch import TORCH_2_15, bucket_sizes
 from common.report import Case
 from common.stats import Times, breakdown_metrics, step_metrics
 from common.table import Columns, interval_ends, metric, percentile_columns, relative, render
@@ -183,9 +184,8 @@ def register_hook(name: str, ddp: DistributedDataParallel) -> Step:
 
     def alone() -> None:
         if not buckets:  # DDP's own all-reduce shows none, but logs their sizes in bytes
-            logged = ddp._get_ddp_logging_data()
-            sizes = str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]).split(", ")
-            buckets.extend(torch.zeros(int(size) // 4, device=ddp.device) for size in sizes)
+            sizes = bucket_sizes(ddp)
+            buckets.extend(torch.zeros(size // 4, device=ddp.device) for size in sizes)
         for work in [average(bucket) for bucket in buckets]:
             work.wait()
 
@@ -196,7 +196,7 @@ def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workloa
     """What a rank measures in a case: the step, and the parts that it is made of."""
     dtype, hook, device = key["dtype"], key["comm_hook"], job.device
     set_precision(dtype)
-    buffers = "forward_sync_buffers" if torch.__version__ >= "2.15" else "broadcast_buffers"
+    buffers = "forward_sync_buffers" if TORCH_2_15 else "broadcast_buffers"
     options: Key = {"process_group": group.test, buffers: False}
     options |= {n: getattr(args, n) for n in ("static_graph", "gradient_as_bucket_view")}
     if hook:

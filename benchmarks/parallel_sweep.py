@@ -43,9 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-import torch.testing._internal.distributed.fake_pg  # registers the fake backend
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as funcol
 from torch.distributed import pipelining
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -65,6 +63,12 @@ from common.decoder import DECODERS, Decoder, Experts, flops_per_token, next_tok
 from common.dist import Group, Job, share
 from common.memory import peak, start_peak
 from common.peaks import peak_flops
+from common.private_torch import (
+    TORCH_2_15,
+    all_to_all_with_gradient,
+    forget_groups,
+    register_fake_backend,
+)
 from common.report import Case
 from common.stats import Times, step_metrics, straggler
 from common.table import Columns, interval_ends, metric, relative
@@ -147,7 +151,7 @@ def expert_parallelize(model: Decoder, ep: DeviceMesh, same: DeviceMesh) -> None
     ranks, here, group = ep.size(), ep.get_local_rank(), ep.get_group()
     moe.each = moe.each[here * moe.count // ranks : (here + 1) * moe.count // ranks]
     fully_shard([*moe.each], mesh=same)
-    compute_here, swap = moe.compute, funcol.all_to_all_single_autograd
+    compute_here, swap = moe.compute, all_to_all_with_gradient
 
     def compute(tokens: Tensor, counts: Tensor) -> Tensor:
         of_ranks = counts.view(ranks, -1)
@@ -320,8 +324,7 @@ def open_meshes(mesh: Mesh, fake: list[str], job: Job, group: Group) -> dict[str
         for each in made.get_all_groups():
             group.more.append(each)
             dist.all_reduce(torch.ones(1, device=job.device), group=each)  # NCCL connects here
-        # DTensor's caches keep the mesh for ever, and it, for torch.compile, its groups
-        made._pg_registry.clear()
+        forget_groups(made)
         found |= {axis: made[axis + of] for axis in shape}
         if mesh.replicas > 1 and "replicas" in shape:
             found["dp"] = made["replicas" + of, "dp" + of]
@@ -380,7 +383,7 @@ def build(lr: float, twins: bool, job: Job, key: Key, group: Group) -> Workload:
     mesh = Mesh(key["mesh"])
     if mesh.how == "ring" and job.device.type != "cuda":
         raise ValueError("ring attention (context_parallel) needs CUDA; try cp without :ring")
-    if mesh.how == "zbv" and job.backend == "gloo" and torch.__version__ < "2.15":  # it hangs
+    if mesh.how == "zbv" and job.backend == "gloo" and not TORCH_2_15:  # it hangs
         raise ValueError("zbv over gloo does not end with torch 2.11; try nccl or torch 2.15")
     before = start_peak(job.device)
     model, optimizer, step = train(key, job, open_meshes(mesh, [], job, group), lr)
@@ -516,6 +519,7 @@ def main() -> int:
     args = parse_args()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # the check gathers
+    register_fake_backend()
     torch.set_flush_denormal(True)  # a twin's garbage must not be slow to compute with
     with Benchmark("parallel_sweep", args) as bench:
         job, cuda = bench.job, bench.job.device.type == "cuda"

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import end, write
+from common.private_torch import abort_process_group
 
 # Ranks outside a case wait for all of it, so a wait has no useful limit; hangs are the watchdog's.
 FOREVER = timedelta(days=30)
@@ -86,8 +87,7 @@ def close_group(group: Group, failed: bool = False) -> None:
     """Its members call it, each for itself. failed: with work in flight. Gloo's peers notice that
     once the sockets are closed, which is when nothing refers to the group any more."""
     gc.collect()  # what is left of the workload; NCCL would wait for its CUDA graphs
-    # destroying an NCCL group would wait for its work, for ever (pytorch/pytorch#141510)
-    drop = dist.distributed_c10d._abort_process_group if failed else dist.destroy_process_group
+    drop = abort_process_group if failed else dist.destroy_process_group
     for each in (*group.more, group.test):
         drop(each)
     dist.destroy_process_group(group.control)

@@ -1,26 +1,30 @@
 """What the project uses of torch that is not public, in one place.
 
 Each was seen to work with torch 2.11 and 2.15. When a new torch breaks one, look here first: the
-docstring says what it is for and where torch keeps it. `tests/pure/test_private_torch.py` calls all
-of them, and nothing else in common/ or benchmarks/ may reach for a name of torch that begins with
-an underscore.
+docstring says what it is for and where torch keeps it. tests/pure/test_private_torch.py calls all of
+them, and sees to it that no other file of common/ or benchmarks/ imports a name of torch that
+begins with an underscore. TensorPipe's arguments `_transports` and `_channels` are in rpc.py.
 """
 
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 # torch 2.15 has a second implementation of NCCL's process group, and some behaviour is newer
 TORCH_2_15 = torch.__version__ >= "2.15"  # TorchVersion compares by number, not as text
+
+
+# an all-to-all whose gradient goes back the same way; torch/distributed/_functional_collectives.py
+all_to_all_with_gradient = all_to_all_single_autograd
 
 
 def leaves(tree: Any) -> list[Any]:
@@ -73,7 +77,7 @@ def checkpoint_wrapper(module: nn.Module) -> nn.Module:
     return wrapper.checkpoint_wrapper(module)
 
 
-def dynamo_counters() -> Mapping[str, Counter[str]]:
+def dynamo_counters() -> dict[str, Counter[str]]:
     """What torch.compile counts: graphs, and why it broke them. torch/_dynamo/utils.py."""
     from torch._dynamo.utils import counters
 
@@ -85,13 +89,3 @@ def fresh_compile_cache() -> contextlib.AbstractContextManager[Any]:
     from torch._inductor.utils import fresh_cache
 
     return fresh_cache()
-
-
-def tensorpipe_options(
-    make: Callable[..., Any], transports: list[str] | None, channels: list[str] | None
-) -> Any:
-    """TensorPipe's options with its own transports and channels; None: TensorPipe chooses.
-
-    make: TensorPipeRpcBackendOptions with all else that it takes.
-    """
-    return make(_transports=transports, _channels=channels)

@@ -22,11 +22,11 @@ import time
 import traceback
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from common.cli import HANG, end, write
 from common.dist import Group, Job, abort_group, peers
+from common.private_torch import recorded_collectives
 from common.report import Report
 
 GRACE_S = 2.0  # for the answers to a roll call
@@ -181,11 +181,7 @@ def fates(states: list[dict[str, Any]]) -> str:
 
 def newest_collective() -> tuple[str, int, str]:
     """Of this rank, as torch's flight recorder has it: its group, its number there, what it is."""
-    entries: list[dict[str, Any]] = []
-    name = "_dump_fr_trace_json"  # gloo's, and of torch 2.15's NCCL
-    for dump, of in (name, {}), ("_dump_nccl_trace_json", {}), (name, {"backend": "nccl2"}):
-        with contextlib.suppress(Exception):  # private interfaces, and the run is over anyway
-            entries += json.loads(getattr(torch._C._distributed_c10d, dump)(**of))["entries"]
+    entries = recorded_collectives()
     if not entries:
         return "none", 0, "none so far"
     e = max(entries, key=lambda e: e["time_created_ns"])
