@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.conftest import Warm, command_of, environment
+from tests.process import Warm, command_of, environment
 
 FAULTS = {"healthy": None, "half speed": "half-speed", "wrong product": "wrong-product"}
 VERDICTS = ("nobody", "exactly rank 1", "rank 1 and others", "somebody else", "no verdict")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.report import load
-from tests.conftest import ROOT, environment
+from tests.process import ROOT, environment
 
 # groups of one rank each, by whatever number of ranks: all of them have the same cases
 SWEEP = "benchmarks/collectives.py -b 64 -e 64 -n 4 --cache-warm --iters 24 --device cpu"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import ddp_sweep
-from tests.conftest import ROOT
+from tests.process import ROOT
 
 SCRIPT = "benchmarks/ddp_sweep.py"
 SMALL = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from common.report import load
-from tests.conftest import ROOT, command_of, environment
+from tests.process import ROOT, command_of, environment
 
 SCRIPT = "benchmarks/ddp_sweep.py"
 SMALL = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")

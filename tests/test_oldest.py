@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.process import ROOT
 
 SCRIPTS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
 TIMES = ("--iters", "6", "--warmup-iters", "1")

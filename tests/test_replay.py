@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.process import ROOT
 
 SCRIPT = "benchmarks/replay.py"
 SHORT = ("--iters", "6", "--warmup-iters", "1")

@@ -9,7 +9,7 @@ import pytest
 
 from common import cli
 from common.benchmark import Benchmark
-from tests.conftest import ROOT
+from tests.process import ROOT
 
 
 @pytest.mark.parametrize(

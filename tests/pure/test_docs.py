@@ -12,7 +12,7 @@ import pytest
 from benchmarks import ddp_sweep
 from common.report import load
 from common.table import render
-from tests.conftest import ROOT
+from tests.process import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.jsonl"))

@@ -15,7 +15,7 @@ from common import dist
 from common.environment import differences, nccl_backend, preamble, problem
 from common.gpus import gpu_state, nccl_choices, throttled
 from common.join import bind, check_backend, check_network, meet, world
-from tests.conftest import environment
+from tests.process import environment
 
 LOG = """\
 node1:71:71 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.process import ROOT
 
 FOLDERS = ("benchmarks", "common", "analysis", "examples")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))

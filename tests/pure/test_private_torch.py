@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import private_torch
-from tests.conftest import ROOT
+from tests.process import ROOT
 
 FILES = sorted(path for folder in ("benchmarks", "common") for path in (ROOT / folder).glob("*.py"))
 ROOTS = ("torch", "dist", "dcp", "rpc")
