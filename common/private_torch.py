@@ -1,8 +1,8 @@
 """What the project uses of torch that is not public, in one place.
 
 Each was seen to work with torch 2.11 and 2.15. When a new torch breaks one, look here first: the
-docstring says what it is for and where torch keeps it. tests/pure/test_private_torch.py calls all of
-them, and sees to it that no other file of common/ or benchmarks/ imports a name of torch that
+docstring says what it is for and where torch keeps it. tests/pure/test_private_torch.py calls all
+of them, and sees to it that no other file of common/ or benchmarks/ imports a name of torch that
 begins with an underscore. TensorPipe's arguments `_transports` and `_channels` are in rpc.py.
 """
 

@@ -1,13 +1,16 @@
 """ddp_sweep.py as its user runs it. What the core promises is in test_faults.py."""
 
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import ddp_sweep
+from common.report import Case
 from tests.process import ROOT
 
 SCRIPT = "benchmarks/ddp_sweep.py"
@@ -79,6 +82,8 @@ def test_hooks_and_dtypes(bench: Callable[..., Any]) -> None:
         (("--model", "fcn_resnet50"), "unknown model 'fcn_resnet50'"),  # no classifier
         (("--bucket-size", "25,x"), "--bucket-size: expected a number above 0, got 'x'"),
         (("--comm-hook", "bf61"), "got 'bf61'; did you mean bf16?"),
+        (("--world-sizes", "2,node"), "--world-sizes: expected a whole number of at least 1"),
+        (("--model", "inception_v3", "--image-size", "224"), "--image-size 299 or more, got 224"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -118,3 +123,83 @@ def test_labels_and_sets_of_ranks() -> None:
     assert ddp_sweep.world_sizes(24, 8) == [1, 2, 4, 8, 16, 24]
     labels = [ddp_sweep.label_of(size, 8) for size in (1, 8, 16, 12)]
     assert labels == ["1M/1G", "1M/8G", "2M/8G", "2M/12G in all"]
+
+
+def test_every_number_of_nodes_by_a_word() -> None:
+    assert ddp_sweep.chosen_sizes(None, 24, 8) == [1, 2, 4, 8, 16, 24]
+    assert ddp_sweep.chosen_sizes(["nodes"], 48, 8) == [8, 16, 24, 32, 40, 48]
+    assert ddp_sweep.chosen_sizes([2, "nodes"], 20, 8) == [2, 8, 16, 20]
+    assert ddp_sweep.chosen_sizes(["nodes"], 5, 5) == [5]
+    assert ddp_sweep.chosen_sizes([4, 2], 8, 8) == [2, 4]
+
+
+def test_ranks_stand_beside_the_label_where_it_does_not_say_them() -> None:
+    args = ddp_sweep.parse_args(["--device", "cpu"])
+    names = []
+    for size in (0, 1, 8, 16, 12):
+        label = ddp_sweep.label_of(size, 8) if size else "no ddp"
+        key = {"label": label, "world_size": size, "bucket_size_mb": 25.0, "comm_hook": "none"}
+        names.append(ddp_sweep.name_of(args, Case(key, [0])))
+    assert names == ["no ddp", "1M/1G", "1M/8G", "2M/8G (16)", "2M/12G in all"]
+
+
+def test_the_title_has_what_all_cases_share() -> None:
+    def title(*flags: str) -> str:
+        args = ddp_sweep.parse_args(["--device", "cpu", *flags])
+        return ddp_sweep.title_of("resnet18", args.dtype[0], args, torch.device("cpu"))
+
+    start = "resnet18, batch size 8, 64 px, "
+    assert title() == start + "torch's default precision, buckets of 25 MB"
+    assert title("--dtype", "fp32", "--bucket-size", "1,2") == start + "fp32"
+    assert title("--comm-hook", "bf16", "--bucket-size", "100").endswith("100 MB, hook bf16")
+    assert title("--comm-hook", "bf16,none").endswith("25 MB")
+    flags = ("--channels-last", "--static-graph", "--gradient-as-bucket-view")
+    assert title(*flags).endswith("25 MB, channels last, gradient as bucket view, static graph")
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_the_default_dtype_touches_nothing(
+    precision: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ddp_sweep.parse_args(["--device", "cpu"]).dtype == ["default"]
+    calls: list[str] = []
+    real = torch.set_float32_matmul_precision
+
+    def watch(name: str) -> None:
+        calls.append(name)
+        real(name)
+
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", watch)
+    ddp_sweep.set_precision("default")
+    assert calls == []
+    seen = []
+    for dtype in ("tf32", "fp32", "bf16", "default"):
+        ddp_sweep.set_precision(dtype)
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+    fp32 = ("highest", False)
+    assert seen == [("high", True), fp32, fp32, ddp_sweep.PRECISION["default"]]
+    assert calls == ["high", "highest", "highest"]  # torch's default is TF32 in convolutions
+
+
+def test_auxiliary_heads_are_in_the_loss() -> None:
+    targets = torch.tensor([0, 1])
+    heads = [torch.tensor([[2.0, 0.0], [0.0, 2.0]]), torch.zeros(2, 2), torch.zeros(2, 2)]
+    plain = math.log(1 + math.exp(-2))  # of a logit of 2 for the right class of two
+    assert ddp_sweep.loss_of(heads[0], targets).item() == pytest.approx(plain)
+    loss = ddp_sweep.loss_of(tuple(heads), targets).item()
+    assert loss == pytest.approx(plain + 2 * 0.3 * math.log(2))
+
+
+@smoke
+def test_a_model_with_auxiliary_heads(bench: Callable[..., Any]) -> None:
+    small = ("--model", "googlenet", "--image-size", "64", "--batch-size", "2")
+    run = bench(SCRIPT, *small, "--iters", "1", "-w", "1", "--world-sizes", "2", ranks=2)
+    assert run.status == 0, run.err
+    assert {case.check for case in run.report.cases} == {"passed"}

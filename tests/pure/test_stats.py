@@ -55,6 +55,10 @@ def test_relative_ci95() -> None:
     assert stats.relative_ci95([1, 2]) is None
     swing = [1, 16, 2, 15, 3, 14, 4, 13, 5, 12, 6, 11, 7, 10, 8, 9]
     assert stats.relative_ci95(swing) == pytest.approx(4.5 / 8.5)
+    # the interval is 1 to 3 and the median 1.5: its farther end is 1.5 above, half its width is 1
+    skewed = [1, 3, 1, 2, 1, 2]
+    assert stats.median_interval(skewed) == (1, 3)
+    assert stats.relative_ci95(skewed) == pytest.approx(1.5 / 1.5)
 
 
 def test_difference_within_rounds_takes_a_drift_off() -> None:
@@ -116,3 +120,17 @@ def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
     assert alone["late_s"] == 0
     free = stats.breakdown_metrics(step, local, [[0.0] * 9] * 2, [1] * 9)
     assert free["overlap"] is None
+
+
+def test_there_is_no_overlap_where_exposed_may_be_nothing() -> None:
+    # exposed is 1 or 3 s, then -1 or 3 s, of 0.5 s alone: the 1 - 3 / 0.5 = -500 % are noise
+    local, alone = [[1.0] * 8], [[0.5] * 8]
+    surely = stats.breakdown_metrics([[2.0, 4.0] * 4], local, alone, [1] * 8)
+    assert surely["exposed_communication_ci95_s"] == (1, 3)
+    assert surely["overlap"] == pytest.approx(1 - 2 / 0.5)
+    noise = stats.breakdown_metrics([[0.0, 4.0] * 4], local, alone, [1] * 8)
+    assert noise["exposed_communication_ci95_s"] == (-1, 3)
+    assert noise["overlap"] is None
+    few = stats.breakdown_metrics([[2.0, 4.0]], [[1.0] * 2], [[0.5] * 2], [1] * 2)
+    assert few["exposed_communication_ci95_s"] is None
+    assert few["overlap"] is None

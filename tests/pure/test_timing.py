@@ -1,5 +1,6 @@
 """The stop rule by hand, and the timed loop in a world of one."""
 
+import argparse
 import itertools
 from datetime import timedelta
 from functools import partial
@@ -10,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from common import cli
+from common import timing as timing_module
 from common.dist import Group
 from common.timing import (
     Step,
@@ -33,8 +36,9 @@ CPU = torch.device("cpu")
         (1e-6, StopRule(), 1000),  # at most
         (1e-3, StopRule(max_seconds=0.05), 3),  # 3.17
         (0.1, StopRule(), 3),  # 4.17 - 1
-        (0.1, StopRule(min_iters=60), 5),  # 60 / 12
-        (1.4, StopRule(), 1),  # --max-seconds comes before --min-iters
+        (0.1, StopRule(min_iters=60), 3),  # --max-seconds comes before --min-iters
+        (0.1, StopRule(min_iters=100_000), 3),
+        (1.4, StopRule(), 1),
         (1e-3, StopRule(iters=30), 3),
         (1e-3, StopRule(iters=5), 1),
         (2.0, StopRule(iters=600, longest_block_s=6), 3),
@@ -70,6 +74,44 @@ def test_decide(
     slowest: list[float], rounds: int, spent: float, rule: StopRule, expected: str
 ) -> None:
     assert decide(slowest, rounds, spent, rule) == expected
+
+
+DRIFT = [1.0] * 3 + [2.0] * 3  # its signs about the median stay alike: no interval of 6
+SWINGING = [1.0, 2.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("slowest", "gaps", "spent", "expected"),
+    [
+        (SWINGING, [], 5, "max-seconds"),
+        (DRIFT, [], 5, ""),  # on to twice --max-seconds
+        (DRIFT, [], 9.9, ""),
+        (DRIFT, [], 10, "max-seconds"),
+        (SAME, [DRIFT], 0, ""),  # the step is narrow enough, but `exposed` has no interval
+        (SAME, [DRIFT], 10, "target-ci"),
+        (SAME, [SWINGING], 0, "target-ci"),
+        (SWINGING, [SWINGING, DRIFT], 9.9, ""),
+        (SWINGING, [SWINGING, DRIFT], 10, "max-seconds"),
+    ],
+)
+def test_a_case_goes_on_until_it_has_its_intervals(
+    slowest: list[float], gaps: list[list[float]], spent: float, expected: str
+) -> None:
+    assert decide(slowest, 6, spent, StopRule(), gaps) == expected
+    assert decide(slowest, 6, max(spent, 5), StopRule(patience=1), gaps) != ""
+
+
+def flags(*words: str) -> argparse.Namespace:
+    parser = cli.Parser(None)
+    cli.add_common_flags(parser)
+    return parser.parse_args(words)
+
+
+def test_a_warm_up_that_was_asked_for_is_done_in_full() -> None:
+    assert StopRule.by_flags(flags(), False) == StopRule()
+    asked = StopRule.by_flags(flags("--warmup-iters", "5"), False)
+    assert asked == StopRule(warmup_iters=5, full_warmup=True)
+    assert StopRule.by_flags(flags("-w", "0"), False).warmup_iters == 0
 
 
 def test_a_block_calls_so_often_and_divides_by_calls() -> None:
@@ -126,12 +168,32 @@ def test_the_last_block_is_cut_to_the_count(group: Group) -> None:
         (StopRule(warmup_iters=3, max_seconds=1e-9, rounds=1), 1),  # a quarter of it is over
         (StopRule(warmup_iters=3, max_seconds=99, rounds=1, longest_block_s=0), 3),
         (StopRule(warmup_iters=3, max_seconds=1e-9, iters=1), 3),  # no budget holds
+        (StopRule(warmup_iters=3, max_seconds=1e-9, rounds=1, full_warmup=True), 3),
     ],
 )
 def test_slow_steps_get_fewer_warm_ups(group: Group, rule: StopRule, count: int) -> None:
     phases: list[str] = []
     time_steps(Workload(lambda: None), group, CPU, rule, progress=phases.append)
     assert phases[:-1] == [f"step, warm-up {i + 1}" for i in range(count)]
+
+
+def test_the_difference_from_a_compared_step_is_judged_by_round(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def watch(slowest: Any, rounds: int, spent: float, rule: StopRule, gaps: Any) -> str:
+        seen.append([list(each) for each in gaps])
+        return "" if rounds < 2 else "rounds"
+
+    monkeypatch.setattr(timing_module, "decide", watch)
+    parts: dict[str, Step] = {"b": lambda: None, "c": lambda: None}
+    work = Workload(lambda: sleep(0.02), parts, compared=["b"])
+    timing = time_steps(work, group, CPU, StopRule(warmup_iters=1, iters=6))
+    assert [len(gaps) for gaps in seen] == [1, 1]
+    assert [len(gap) for (gap,) in seen] == [1, 2]
+    step, b = timing.samples_s["step"][0], timing.samples_s["b"][0]
+    assert seen[0][0] == pytest.approx([step - b])
 
 
 def test_a_block_is_planned_by_samples_not_by_calls(group: Group) -> None:
