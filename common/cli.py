@@ -33,22 +33,14 @@ def complain(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
-        gone(sys.stderr)
+        abandon(sys.stderr)
 
 
-def gone(stream: TextIO) -> str:
-    """Why nothing can be written to stdout or stderr any more, or nothing.
-
-    Then /dev/null takes its place: Python flushes both when it ends, which must not fail again.
-    """
-    try:
-        stream.flush()
-        os.write(stream.fileno(), b"")
-    except OSError as error:
-        with open(os.devnull, "wb") as null:
-            os.dup2(null.fileno(), stream.fileno())
-        return error.strerror or str(error)
-    return ""
+def abandon(stream: TextIO) -> None:
+    """After an error on stdout or stderr /dev/null takes its place: when Python ends it flushes
+    both, and if that failed again, the exit status would be 120."""
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), stream.fileno())
 
 
 def fill_streams() -> None:
@@ -59,7 +51,7 @@ def fill_streams() -> None:
     while (number := os.open(os.devnull, os.O_RDONLY)) <= 2:
         pass
     os.close(number)
-    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
 
 
 def end(status: int, text: str = "") -> NoReturn:
