@@ -24,11 +24,13 @@ from pandas.io.json import ujson_loads  # half the time of json's
 
 from analysis.show import canonical, case_names, interval_of, is_number, plain, unit_of
 from common import report as report_file
+from common.cli import suggest
 from common.report import Case, Report
 
 # Rows of these are callers that go their own way: their i-th samples are not at the same time, and
 # the slowest row counts instead of the slowest of each iteration.
 UNALIGNED = ("rpc_latency", "batch_update_ps")
+RATES = ("1/s", "GB/s", "MB/s")
 LARGE_BYTES = 2**24  # reading so much JSON takes half a second
 
 
@@ -92,9 +94,11 @@ def find(words: Sequence[str]) -> list[str]:
 
 def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
     """The report at a path as a run; see `load`."""
+    steps: dict[str, None] = {}  # those of any case
 
     def shrink(report: Report, case: Case) -> None:
         """Keep the times of one step alone: of each iteration the slowest rank's."""
+        steps.update(dict.fromkeys(case.samples_s))
         step = measure or next(iter(case.samples_s), "")
         samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)
         case.samples_s = {}
@@ -119,8 +123,31 @@ def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
             raise ValueError(f"{path}: {what}; measure one of them a report")
         run.rows[form] = row
     if measure and run.rows and not any(row.measure for row in run.rows.values()):
-        raise ValueError(f"{path}: no case has a step, a time or a rate named '{measure}'")
+        raise ValueError(f"{path}: {why_no_time(measure, list(run.rows.values()), list(steps))}")
     return run
+
+
+def why_no_time(measure: str, rows: Sequence[Row], steps: Sequence[str]) -> str:
+    """Why `--measure` finds no time in any of the cases, and which names would do."""
+    metrics = [row.metrics for row in rows if not row.failed]
+    if not metrics:
+        return f"all of its {len(rows)} cases failed, so none has a time"
+    values = [numbers[measure] for numbers in metrics if measure in numbers]
+    why = f"no case has a step, a time or a rate named '{measure}'"
+    if values:
+        texts = [f"{value:.4g}" if is_number(value) else str(value)[:40] for value in values[:3]]
+        more = ", ..." if len(values) > 3 else ""
+        why = f"'{measure}' is {', '.join(texts)}{more}: neither a time nor a rate above 0"
+    names = [*steps, *(name for numbers in metrics for name in numbers if is_time(name, numbers))]
+    known = list(dict.fromkeys(names))
+    return f"{why}; there are {', '.join(known) or 'none'}{suggest(measure, known)}"
+
+
+def is_time(name: str, metrics: dict[str, Any]) -> bool:
+    """Whether a metric is a time, or a rate from which a time follows."""
+    value = metrics.get(name)
+    known_unit = unit_of(name)[1] in ("s", *RATES)
+    return known_unit and is_number(value) and value > 0
 
 
 def timed(case: Case, measure: str | None) -> Row:
@@ -135,9 +162,8 @@ def timed(case: Case, measure: str | None) -> Row:
         return row
     names = [measure] if measure else [name for name in row.metrics if unit_of(name)[1] == "s"]
     for name in names:
-        value = row.metrics.get(name)
-        if is_number(value) and value > 0:
-            rate = name.endswith("_per_s")
+        if is_time(name, row.metrics):
+            value, rate = row.metrics[name], unit_of(name)[1] in RATES
             row.measure, row.time_s = (f"1 / {name}", 1 / value) if rate else (name, value)
             break
     return row

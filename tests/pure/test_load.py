@@ -65,6 +65,30 @@ def test_measure_and_ignore_key(tmp_path: Path) -> None:
         load([two], ignore=["label"])
 
 
+@pytest.mark.parametrize(
+    ("measure", "words"),
+    [
+        ("exposed_s", "'exposed_s' is -0.25, 0: neither a time nor a rate above 0; "),
+        ("overlap", "'overlap' is 0.5, None: neither a time nor a rate above 0; "),
+        ("memory_gib", "'memory_gib' is 1.5, 1.5: neither a time nor a rate above 0; "),
+        ("cal_s", "no case has a step, a time or a rate named 'cal_s'; "),
+    ],
+)
+def test_why_a_measure_has_no_time_and_which_have(tmp_path: Path, measure: str, words: str) -> None:
+    both = {"call_s": 0.5, "memory_gib": 1.5}
+    cases = [
+        case("x", metrics=both | {"exposed_s": -0.25, "overlap": 0.5}),
+        case("y", metrics=both | {"exposed_s": 0, "overlap": None}),
+        case("z", metrics={"broken_s": 1.0}, check="failed: out of memory"),
+    ]
+    path = write(tmp_path / "a.jsonl", *cases)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {words}there are step, call_s")):
+        load([path], measure)
+    failed = write(tmp_path / "b.jsonl", cases[2])
+    with pytest.raises(ValueError, match="all of its 1 cases failed, so none has a time"):
+        load([failed], "step")
+
+
 def test_links_are_cases_of_their_own(tmp_path: Path) -> None:
     links = {"links": [[0, 1, 100.0, 2.0, 4.0, 5.0]]}
     key = {"round": 1, "by": "rank"}
