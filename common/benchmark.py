@@ -139,7 +139,7 @@ class Benchmark:
                     if first.launching_s:
                         case.metrics["launch_share"] = launch_share(timings)
                 derive(case, list(facts))
-                reason = not_json(case.metrics)
+                reason = not_json("metric", case.metrics)
             except Exception as error:
                 reason = describe(error)
         if reason:

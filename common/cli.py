@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 HANG = 3  # exit status
 TURN = "TORCHRUN_BENCH_TURN"  # the variable with the two named pipes of `ab.py --interleave`
@@ -22,8 +22,42 @@ def refuse(message: str, status: int = 2) -> NoReturn:
         time.sleep(10)  # if this one ended first, the launcher would kill rank 0 before it spoke
     else:
         line = " ".join(message.split())
-        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr, flush=True)
+        complain(f"{Path(sys.argv[0]).name}: error: {line}")
     sys.exit(status)
+
+
+def complain(line: str) -> None:
+    """On stderr, where there is one."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        gone(sys.stderr)
+
+
+def gone(stream: TextIO) -> str:
+    """Why nothing can be written to stdout or stderr any more, or nothing.
+
+    Then /dev/null takes its place: Python flushes both when it ends, which must not fail again.
+    """
+    try:
+        stream.flush()
+        os.write(stream.fileno(), b"")
+    except OSError as error:
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), stream.fileno())
+        return error.strerror or str(error)
+    return ""
+
+
+def fill_streams() -> None:
+    """Where stdin, stdout or stderr is closed (`>&-`), keep other files from taking its number.
+
+    To write there fails as it does on a full disk.
+    """
+    while (number := os.open(os.devnull, os.O_RDONLY)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
 
 
 def end(status: int, text: str = "") -> NoReturn:
@@ -72,6 +106,7 @@ class Parser(argparse.ArgumentParser):
     """Takes --batch_size for --batch-size, no abbreviations; an error is one line for the job."""
 
     def __init__(self, doc: str | None) -> None:
+        fill_streams()
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
 
@@ -188,7 +223,7 @@ def add_common_flags(
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
     most = f"or once a case was timed for S seconds (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
-    report = "append every finished case to this report"
+    report = "append each case to this new report; an older one is moved to PATH.bak, PATH.bak.1, ..."
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
     hang = f"after S seconds without progress name who hangs, and end (default: {timeout:g})"

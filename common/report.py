@@ -5,6 +5,7 @@ soon as its case is measured, so a crash or a full disk loses the case in flight
 Needs the standard library only: benchmarks/ writes reports, analysis/ reads them.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -13,11 +14,23 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SCHEMA = "torchrun-bench/2"
 # of the environment: what must be alike for a report to be resumed
 SAME = ("torch", "nccl", "world_size", "local_world_size", "devices", "backend")
+# of the environment: what its readers go through, in words and as a type; [x] is a list of x
+SHAPES: dict[str, tuple[str, Any]] = {
+    "hosts": ("a list of names", [str]),
+    "devices": ("a list of names", [str]),
+    "topologies": ("a list of texts", [str]),
+    "differences": ("a list of texts", [str]),
+    "ranks": ("a list of objects", [dict]),
+    "gpus": ("a list of objects for each node", [[dict]]),
+    "variables": ("an object", dict),
+}
+# how files begin that are no text in UTF-8, but are met
+OTHER_FORMATS = {b"\x1f\x8b": "gzip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 @dataclass
@@ -39,8 +52,7 @@ class Case:
 
     def __post_init__(self) -> None:
         kinds = dict(key=dict, ranks=list, samples_s=dict, rounds=list, metrics=dict, check=str)
-        for name, kind in kinds.items():
-            expect(isinstance(getattr(self, name), kind), name, kind.__name__, getattr(self, name))
+        expect_types(self, **kinds)
         for step, rows in self.samples_s.items():
             name = f"samples_s.{step}"
             expect(len(rows) in (0, len(self.ranks)), name, "a list for each rank", rows)
@@ -51,7 +63,7 @@ class Case:
 
 @dataclass
 class Report:
-    """One run."""
+    """One run. Raises ValueError, naming the field, for values that are none of this."""
 
     benchmark: str
     environment: dict[str, Any]
@@ -63,40 +75,59 @@ class Report:
     finished_at: str | None = None
     end: dict[str, Any] = field(default_factory=dict)  # what else the last line says
     cases: list[Case] = field(default_factory=list)
+    files: list[IO[bytes]] = field(default_factory=list)  # lines go to the last; all are locked
 
-    def start(self, resume: bool = False) -> None:
-        """Write the first line; with `resume` take over the cases of the file that is there.
+    def __post_init__(self) -> None:
+        expect_types(self, benchmark=str, environment=dict, argv=list, started_at=str, status=str)
+        for name, (words, shape) in SHAPES.items():
+            value = self.environment.get(name)
+            expect(value is None or fits(value, shape), f"environment.{name}", words, value)
 
-        Another file is moved to PATH.bak. Raises ValueError where it is no report, or, with
-        `resume`, one of another benchmark or environment; OSError where it cannot be written.
+    def start(self, resume: bool = False, since: float = math.inf) -> str | None:
+        """Write the first line; with `resume` take over the cases of the report that is there.
+
+        Also take them over where that report was started after `since`, in seconds since 1970. Any
+        other report is moved to PATH.bak, PATH.bak.1, ...: the name is returned. Raises ValueError
+        where the file is no report, another run is writing it, or it is one of another benchmark or
+        environment that cannot be taken over; OSError where it cannot be written.
         """
-        path = Path(self.path or os.devnull)
-        if path.is_file() and path.stat().st_size:
+        if not self.path:
+            return None
+        self.files.append(open_alone(self.path))
+        path, backup = os.path.realpath(self.path), None  # a link stays a link
+        if os.path.getsize(path):
             try:
-                old = load(str(path))
+                old = load(self.path)
             except ValueError as error:
                 raise ValueError(f"it would replace what is there: {error}") from None
-            if resume:
-                self.take_over(old, path)
-                return
-            path.replace(f"{path}.bak")
-        names = ("schema", "benchmark", "argv", "started_at", "environment")
-        self.append({name: getattr(self, name) for name in names})
+            if resume or datetime.fromisoformat(old.started_at).timestamp() > since:
+                self.take_over(old)
+                return None
+            backup = unused(f"{path}.bak")
+            os.rename(path, backup)
+            self.files.append(open_alone(self.path))
+        fields = ("schema", "benchmark", "argv", "started_at", "environment")
+        self.append({name: getattr(self, name) for name in fields})
+        return backup
 
-    def take_over(self, old: "Report", path: Path) -> None:
+    def take_over(self, old: "Report") -> None:
         """Go on with an older report of the same benchmark on the same devices."""
         mine = self.environment | {"benchmark": self.benchmark}
         theirs = old.environment | {"benchmark": old.benchmark}
         for name in ("benchmark", *SAME):
             if mine.get(name) != theirs.get(name):
                 raise ValueError(
-                    f"{path} has {name} {theirs.get(name)}, this run {mine.get(name)}: "
+                    f"{self.path} has {name} {theirs.get(name)}, this run {mine.get(name)}: "
                     "numbers that do not belong together; give another path"
                 )
         self.cases = old.cases
-        content = path.read_bytes()
-        if not content.endswith(b"\n"):  # a line that a crash cut short
-            os.truncate(path, content.rfind(b"\n") + 1)
+        content = Path(self.path or "").read_bytes()
+        if not content.endswith(b"\n"):
+            last = content.rfind(b"\n") + 1
+            if is_json(content[last:]):
+                self.write(b"\n")
+            else:
+                self.files[-1].truncate(last)  # a line that a crash cut short
 
     def add(self, case: Case) -> None:
         """Append a case. A later one of the same key replaces an earlier one."""
@@ -114,10 +145,36 @@ class Report:
     def append(self, line: dict[str, Any]) -> None:
         """Write a line. Raises OSError, e.g. on a full disk; what is then cut short is no line."""
         if self.path:
-            with open(self.path, "ab") as file:
-                file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+            self.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+    def write(self, content: bytes) -> None:
+        file = self.files[-1]
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def open_alone(path: str) -> IO[bytes]:
+    """A file to append to that no other run has open so. The lock ends with the process."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ValueError(f"{path} is no regular file; expected a path such as report.jsonl")
+    file = open(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another run is writing {path}; give another path") from None
+    except OSError:  # a file system without locks
+        pass
+    return file
+
+
+def unused(path: str) -> str:
+    """PATH, PATH.1, PATH.2, ...: the first that is not there."""
+    name, number = path, 0
+    while os.path.lexists(name):
+        number += 1
+        name = f"{path}.{number}"
+    return name
 
 
 def load(
@@ -132,12 +189,14 @@ def load(
     """
     report: Report | None = None
     cases: dict[str, Case] = {}
-    number, line = 0, ""
+    number, line = 0, b""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, "rb") as file:
             for line in file:
                 number += 1
-                content = parse(line)
+                if line.isspace():
+                    continue
+                content = parse(line.decode())
                 expect(isinstance(content, dict), "the line", "an object", content)
                 if report is None:
                     if (schema := content.get("schema")) != SCHEMA:
@@ -146,6 +205,7 @@ def load(
                     report = Report(**content, path=path)
                 elif "status" in content:
                     report.status = content.pop("status")
+                    expect_types(report, status=str)
                     report.finished_at = content.pop("finished_at", None)
                     report.end = content
                 else:
@@ -158,7 +218,9 @@ def load(
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError) as error:
-        if report is None or line.endswith("\n"):  # else it is the line that a crash cut short
+        if number == 1 and line[:2] in OTHER_FORMATS:
+            raise ValueError(f"{path} is {OTHER_FORMATS[line[:2]]}, not text in UTF-8") from None
+        if report is None or line.endswith(b"\n"):  # else it is the line that a crash cut short
             raise ValueError(f"{path}:{number} is no line of a report: {error}") from None
     if report is None:
         raise ValueError(f"{path} is empty; a report is what a script writes with --json PATH")
@@ -172,14 +234,35 @@ def are_seconds(row: list[Any]) -> bool:
     return numbers and min(row, default=0) >= 0 and math.isfinite(sum(row))
 
 
-def not_json(metrics: dict[str, Any]) -> str | None:
-    """Which metric cannot be written, or None."""
-    for name, value in metrics.items():
+def is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def not_json(what: str, values: dict[str, Any]) -> str | None:
+    """Which of the values cannot be written, or None. what: they are, e.g. metric."""
+    for name, value in values.items():
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError):
-            return f"metric '{name}' is not JSON: {str(value)[:60]!r}"
+            return f"{what} '{name}' is not JSON: {str(value)[:60]!r}"
     return None
+
+
+def fits(value: Any, shape: Any) -> bool:
+    """Whether a value is of a type, or with [type] a list of it."""
+    if isinstance(shape, list):
+        return isinstance(value, list) and all(fits(entry, shape[0]) for entry in value)
+    return isinstance(value, shape)
+
+
+def expect_types(found: Any, **types: type) -> None:
+    for name, kind in types.items():
+        value = getattr(found, name)
+        expect(isinstance(value, kind), name, kind.__name__, value)
 
 
 def expect(condition: bool, at: str, expected: str, got: Any) -> None:
