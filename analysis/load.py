@@ -9,14 +9,19 @@ nccl-tests write with `-J` (its src/util.cu, versions 1 and 2).
 """
 
 import glob
+import gzip
+import io
+import itertools
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pandas as pd
@@ -31,6 +36,8 @@ from common.report import Case, Report
 # the slowest row counts instead of the slowest of each iteration.
 UNALIGNED = ("rpc_latency", "batch_update_ps")
 RATES = ("1/s", "GB/s", "MB/s")
+ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")  # of the reports in a folder
+GZIP = b"\x1f\x8b"  # how its files begin
 LARGE_BYTES = 2**24  # reading so much JSON takes half a second
 
 
@@ -60,7 +67,8 @@ def load(words: Sequence[str], measure: str | None = None, ignore: Sequence[str]
     """
     paths = find(words)
     read_one = partial(read, measure=measure, ignore=ignore)
-    if sum(os.path.getsize(path) > LARGE_BYTES for path in filter(os.path.isfile, paths)) < 2:
+    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
+    if min(sizes) == 0 or sum(size > LARGE_BYTES for size in sizes) < 2:  # 0: perhaps a pipe
         runs = list(map(read_one, paths))
     else:  # reading JSON fills one core
         with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -79,7 +87,9 @@ def find(words: Sequence[str]) -> list[str]:
     for word in words:
         if os.path.isdir(word):
             inside = Path(word).rglob("*")
-            paths = sorted(str(path) for path in inside if path.suffix in (".json", ".jsonl"))
+            paths = sorted(str(path) for path in inside if path.name.endswith(ENDINGS))
+        elif os.path.lexists(word):  # a name may hold the letters of a pattern, e.g. ab[1]
+            paths = [word]
         else:
             paths = sorted(glob.glob(word)) or [word]
         if not paths:
@@ -108,11 +118,8 @@ def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
             times = samples[slowest] if alone else samples.max(axis=0)
             case.samples_s = {step: [times.tolist()]}
 
-    if report := read_foreign(path):
-        for case in report.cases:
-            shrink(report, case)
-    else:
-        report = report_file.load(path, shrink, partial(ujson_loads, precise_float=True))
+    with open_report(path) as file:
+        report = parse(path, file, shrink)
     run = Run(**vars(report), label=path)
     for case in [part for whole in report.cases for part in split_links(whole)]:
         row = timed(case, measure)
@@ -125,6 +132,33 @@ def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
     if measure and run.rows and not any(row.measure for row in run.rows.values()):
         raise ValueError(f"{path}: {why_no_time(measure, list(run.rows.values()), list(steps))}")
     return run
+
+
+@contextmanager
+def open_report(path: str) -> Iterator[IO[bytes]]:
+    """The file at a path, unpacked if it is gzip. Raises ValueError where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            packed = file.peek(2).startswith(GZIP)
+            yield io.BytesIO(gzip.decompress(file.read())) if packed else file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged gzip: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+
+
+def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> Report:
+    """The report in an open file, which is read once: it may be a pipe. each: see `load`."""
+    first = file.readline()
+    lines: Iterator[bytes] = itertools.chain([first], file)
+    if b'"schema"' not in first[:4096]:
+        content = first + file.read()
+        if report := read_foreign(content, path):
+            for case in report.cases:
+                each(report, case)
+            return report
+        lines = io.BytesIO(content)
+    return report_file.load(path, each, partial(ujson_loads, precise_float=True), lines)
 
 
 def why_no_time(measure: str, rows: Sequence[Row], steps: Sequence[str]) -> str:
@@ -232,14 +266,11 @@ def split_links(case: Case) -> list[Case]:
     return [Case({"link": way} | own, [], metrics=costs[way]) for way in costs] or [case]
 
 
-def read_foreign(path: str) -> Report | None:
-    """The report of another program at `path`; None where it is not one of those."""
+def read_foreign(content: bytes, path: str) -> Report | None:
+    """The report of another program, if `content` of the file at `path` is one."""
     try:
-        with open(path, "rb") as file:
-            if b'"schema"' in file.readline(4096):
-                return None
-        document = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError):
+        document = json.loads(content)
+    except (ValueError, RecursionError):
         return None
     lists = [name for name in FOREIGN if isinstance(document, dict) and name in document]
     try:
