@@ -32,7 +32,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import by_benchmark, find, load, rows_of
-from analysis.show import clean, markdown, show_table, show_time
+from analysis.show import clean, markdown, put, show_table, show_time
 from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
 from common.cli import Parser, fraction, list_of, positive_int, refuse
 
@@ -109,9 +109,9 @@ def conclude(found: Sequence[Comparison], style: str, fail_on: Sequence[str]) ->
     """Print the results; the exit status: 1 for a verdict that `fail_on` names."""
     if style == "json":
         documents = [{"schema": "torchrun-bench-compare/2"} | asdict(one) for one in found]
-        print(json.dumps(documents if len(found) > 1 else documents[0], indent=1))
+        put(json.dumps(documents if len(found) > 1 else documents[0], indent=1))
     else:
-        print("\n\n".join(show(comparison, style) for comparison in found))
+        put("\n\n".join(show(comparison, style) for comparison in found))
     verdicts = {case.verdict for one in found for case in (*one.cases, one.mean) if case}
     if failures := [name for name in fail_on if name in verdicts]:
         refuse(f"failed: {', '.join(failures)} (--fail-on)", status=1)

@@ -16,7 +16,6 @@ gha, bmf and prometheus hold one value of a case, that of the newest run. BSD-3-
 
 import json
 import re
-import signal
 import sys
 from itertools import chain
 from pathlib import Path
@@ -26,12 +25,13 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import load, numbers
-from analysis.show import canonical, clean, unit_of
+from analysis.load import load, numbers, open_report
+from analysis.show import canonical, clean, put, unit_of
 from common import report
 from common.cli import Parser, list_of, refuse
 
 Rows = list[dict[str, Any]]
+PYTORCH_NEEDS = ("model", "dtype", "world_size", "batch_size", "backend", "bucket_size_mb")
 
 
 def by_metric(rows: Rows) -> dict[tuple[str, str], dict[str, Any]]:
@@ -104,21 +104,28 @@ def word(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
+def model_of(case: report.Case) -> str:
+    """What a case without DDP has in common with those that it belongs to."""
+    return canonical({name: case.key[name] for name in ("model", "dtype")})
+
+
 def to_pytorch(paths: list[str]) -> str:
     """The report of benchmarks/distributed/ddp/benchmark.py: no ddp first, then by ranks.
 
     Its measurements are the times of the first rank, then of the second, and so on.
     """
-    found = report.load(paths[0])
+    with open_report(paths[0]) as file:
+        found = report.load(paths[0], lines=file)
     cases = [case for case in found.cases if not case.failed and case.samples_s.get("step")]
-    wrapped = [case for case in cases if case.key.get("world_size")]
+    cases = [case for case in cases if case.key.keys() >= set(PYTORCH_NEEDS)]
+    wrapped = [case for case in cases if case.key["world_size"]]
     if len(paths) != 1 or found.benchmark != "ddp_sweep" or not wrapped:
         raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
-    bare = {(c.key["model"], c.key["dtype"]): [c] for c in cases if not c.key["world_size"]}
+    bare = {model_of(case): [case] for case in cases if not case.key["world_size"]}
     groups: dict[str, list[report.Case]] = {}  # an entry for each bucket size and hook
     for case in wrapped:
         which = {k: v for k, v in case.key.items() if k not in ("label", "world_size")}
-        first = bare.get((case.key["model"], case.key["dtype"]), [])
+        first = bare.get(model_of(case), [])
         groups.setdefault(canonical(which), [*first]).append(case)
     results = []
     for group in groups.values():
@@ -142,7 +149,6 @@ def main() -> int:
     add("--to", required=True, choices=(*FORMATS, "pytorch"), help="the format")
     add("--metric", type=list_of(str), metavar="NAME", help="these alone; a list (default: all)")
     args = parser.parse_args()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # for | head
     try:
         if args.to == "pytorch":
             text = to_pytorch(args.reports)
@@ -153,9 +159,9 @@ def main() -> int:
                 names = ", ".join(sorted({row["metric"] for row in rows}))
                 raise ValueError(f"no case has such a number; there are {names or 'none'}")
             text = FORMATS[args.to](chosen)
-        print(text.rstrip("\n"))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         refuse(clean(error, 1000))
+    put(text.rstrip("\n"))
     return 0
 
 

@@ -9,14 +9,19 @@ nccl-tests write with `-J` (its src/util.cu, versions 1 and 2).
 """
 
 import glob
+import gzip
+import io
+import itertools
 import json
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pandas as pd
@@ -24,9 +29,13 @@ from pandas.io.json import ujson_loads  # half the time of json's
 
 from analysis.show import canonical, case_names, interval_of, is_number, plain, unit_of
 from common import report as report_file
+from common.cli import suggest
 from common.report import Case, Report
 
 STEP = "step"  # what a case is about, among its samples
+RATES = ("1/s", "GB/s", "MB/s")
+ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")  # of the reports in a folder
+GZIP = b"\x1f\x8b"  # how its files begin
 LARGE_BYTES = 2**24  # reading so much JSON takes half a second
 
 
@@ -56,7 +65,8 @@ def load(words: Sequence[str], measure: str | None = None, ignore: Sequence[str]
     """
     paths = find(words)
     read_one = partial(read, measure=measure, ignore=ignore)
-    if sum(os.path.getsize(path) > LARGE_BYTES for path in filter(os.path.isfile, paths)) < 2:
+    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
+    if min(sizes) == 0 or sum(size > LARGE_BYTES for size in sizes) < 2:  # 0: perhaps a pipe
         runs = list(map(read_one, paths))
     else:  # reading JSON fills one core
         with multiprocessing.get_context("fork").Pool(2) as pool:
@@ -75,7 +85,9 @@ def find(words: Sequence[str]) -> list[str]:
     for word in words:
         if os.path.isdir(word):
             inside = Path(word).rglob("*")
-            paths = sorted(str(path) for path in inside if path.suffix in (".json", ".jsonl"))
+            paths = sorted(str(path) for path in inside if path.name.endswith(ENDINGS))
+        elif os.path.lexists(word):  # a name may hold the letters of a pattern, e.g. ab[1]
+            paths = [word]
         else:
             paths = sorted(glob.glob(word)) or [word]
         if not paths:
@@ -90,9 +102,11 @@ def find(words: Sequence[str]) -> list[str]:
 
 def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
     """The report at a path as a run; see `load`."""
+    steps: dict[str, None] = {}  # those of any case
 
     def shrink(report: Report, case: Case) -> None:
         """Keep the times of one step alone: those of the slowest rank in each iteration."""
+        steps.update(dict.fromkeys(case.samples_s))
         # version 2.0 wrote the case's own step first, under any name
         first = STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
         samples = np.asarray(case.samples_s.get(measure or first, []), dtype=np.float64)
@@ -103,11 +117,8 @@ def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
             times = samples.max(axis=0) if case.aligned else samples[slowest]
             case.samples_s = {measure or STEP: [times.tolist()]}
 
-    if report := read_foreign(path):
-        for case in report.cases:
-            shrink(report, case)
-    else:
-        report = report_file.load(path, shrink, partial(ujson_loads, precise_float=True))
+    with open_report(path) as file:
+        report = parse(path, file, shrink)
     run = Run(**vars(report), label=path)
     for case in [part for whole in report.cases for part in split_links(whole)]:
         row = timed(case, measure)
@@ -118,8 +129,58 @@ def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
             raise ValueError(f"{path}: {what}; measure one of them a report")
         run.rows[form] = row
     if measure and run.rows and not any(row.measure for row in run.rows.values()):
-        raise ValueError(f"{path}: no case has a step, a time or a rate named '{measure}'")
+        raise ValueError(f"{path}: {why_no_time(measure, list(run.rows.values()), list(steps))}")
     return run
+
+
+@contextmanager
+def open_report(path: str) -> Iterator[IO[bytes]]:
+    """The file at a path, unpacked if it is gzip. Raises ValueError where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            packed = file.peek(2).startswith(GZIP)
+            yield io.BytesIO(gzip.decompress(file.read())) if packed else file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged gzip: {error}") from None
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+
+
+def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> Report:
+    """The report in an open file, which is read once: it may be a pipe. each: see `load`."""
+    first = file.readline()
+    lines: Iterator[bytes] = itertools.chain([first], file)
+    if b'"schema"' not in first[:4096]:
+        content = first + file.read()
+        if report := read_foreign(content, path):
+            for case in report.cases:
+                each(report, case)
+            return report
+        lines = io.BytesIO(content)
+    return report_file.load(path, each, partial(ujson_loads, precise_float=True), lines)
+
+
+def why_no_time(measure: str, rows: Sequence[Row], steps: Sequence[str]) -> str:
+    """Why `--measure` finds no time in any of the cases, and which names would do."""
+    metrics = [row.metrics for row in rows if not row.failed]
+    if not metrics:
+        return f"all of its {len(rows)} cases failed, so none has a time"
+    values = [numbers[measure] for numbers in metrics if measure in numbers]
+    why = f"no case has a step, a time or a rate named '{measure}'"
+    if values:
+        texts = [f"{value:.4g}" if is_number(value) else str(value)[:40] for value in values[:3]]
+        more = ", ..." if len(values) > 3 else ""
+        why = f"'{measure}' is {', '.join(texts)}{more}: neither a time nor a rate above 0"
+    names = [*steps, *(name for numbers in metrics for name in numbers if is_time(name, numbers))]
+    known = list(dict.fromkeys(names))
+    return f"{why}; there are {', '.join(known) or 'none'}{suggest(measure, known)}"
+
+
+def is_time(name: str, metrics: dict[str, Any]) -> bool:
+    """Whether a metric is a time, or a rate from which a time follows."""
+    value = metrics.get(name)
+    known_unit = unit_of(name)[1] in ("s", *RATES)
+    return known_unit and is_number(value) and value > 0
 
 
 def timed(case: Case, measure: str | None) -> Row:
@@ -134,9 +195,8 @@ def timed(case: Case, measure: str | None) -> Row:
         return row
     names = [measure] if measure else [name for name in row.metrics if unit_of(name)[1] == "s"]
     for name in names:
-        value = row.metrics.get(name)
-        if is_number(value) and value > 0:
-            rate = name.endswith("_per_s")
+        if is_time(name, row.metrics):
+            value, rate = row.metrics[name], unit_of(name)[1] in RATES
             row.measure, row.time_s = (f"1 / {name}", 1 / value) if rate else (name, value)
             break
     return row
@@ -205,14 +265,11 @@ def split_links(case: Case) -> list[Case]:
     return [Case({"link": way} | own, [], metrics=costs[way]) for way in costs] or [case]
 
 
-def read_foreign(path: str) -> Report | None:
-    """The report of another program at `path`; None where it is not one of those."""
+def read_foreign(content: bytes, path: str) -> Report | None:
+    """The report of another program, if `content` of the file at `path` is one."""
     try:
-        with open(path, "rb") as file:
-            if b'"schema"' in file.readline(4096):
-                return None
-        document = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError):
+        document = json.loads(content)
+    except (ValueError, RecursionError):
         return None
     lists = [name for name in FOREIGN if isinstance(document, dict) and name in document]
     try:

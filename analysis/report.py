@@ -12,6 +12,7 @@ shown as well: its metrics as tables, and the time of each case with its interva
 Everything in a report is shown as text; nothing of it is executed. BSD-3-Clause.
 """
 
+import math
 import re
 import sys
 from collections import Counter
@@ -27,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis import show
 from analysis.figures import draw, svg
 from analysis.figures import link_heatmap as link_heatmap  # benchmarks/p2p_matrix.py --plot
-from analysis.load import Run, by_benchmark, load, rows_of
+from analysis.load import Row, Run, by_benchmark, load, rows_of
 from analysis.verdicts import differences, fields
 from common.cli import Parser, refuse, show_size
+from common.stats import median_interval
 
 FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
 
@@ -85,6 +87,17 @@ def environment(runs: Sequence[Run]) -> dict[str, Any]:
     return {"title": "Environment", "loud": loud, "tables": [table]}
 
 
+def own_time(row: Row) -> dict[str, Any]:
+    """The median of a case's step with its interval, where none of its metrics is about it."""
+    step = row.measure.replace(" ", "_")
+    numbers = [value for value in row.metrics.values() if show.is_number(value)]
+    told = any(name.startswith(step) for name in row.metrics)
+    if not row.times_s or told or any(math.isclose(number, row.time_s) for number in numbers):
+        return {}
+    ends = median_interval(row.times_s)
+    return {f"{step}_time_p50_s": row.time_s, f"{step}_time_ci95_s": ends}
+
+
 def benchmark(runs: Sequence[Run]) -> dict[str, Any]:
     """Every number of every case. New metrics, and new scripts, get columns."""
     cases = rows_of(runs)
@@ -122,7 +135,7 @@ def column(name: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]
         if unit == "bytes":
             return show_size(value)
         text = f"{value * scale:.4g}" if isinstance(value, float) else f"{value:,}"
-        return f"{text} ±{(ends[1] - ends[0]) / 2 * scale:.2g}" if ends else text
+        return f"{text} ({ends[0] * scale:.4g} to {ends[1] * scale:.4g})" if ends else text
 
     head = name.removesuffix(end).replace("_", " ")
     head = f"{head} ({unit})" if unit not in ("", "bytes") else name.replace("_", " ")
@@ -165,6 +178,8 @@ def main() -> int:
         names = [Path(run.label).stem for run in runs]
         for run, name in zip(runs, names, strict=True):
             run.label = show.clean(name if names.count(name) == 1 else run.label, 60)
+        for row in rows_of(runs):
+            row.metrics = own_time(row) | row.metrics
         parts = map(benchmark, by_benchmark(runs).values())
         sections = [summary(runs), environment(runs), *parts]
         if args.output:
@@ -172,7 +187,7 @@ def main() -> int:
     except (ValueError, OSError) as error:
         refuse(show.clean(error, 1000))
     if args.markdown:
-        print("\n\n".join(map(as_markdown, sections)))
+        show.put("\n\n".join(map(as_markdown, sections)))
     return 0
 
 

@@ -1,15 +1,17 @@
 """How cases, metrics and times are named and printed, alike in all of analysis/."""
 
+import io
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
 
 import tabulate
 
-from common.cli import show_size
+from common.cli import gone, refuse, show_size
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 UNITS_OF = {"_gb_per_s": "GB/s", "_mb_per_s": "MB/s", "_per_s": "1/s", "_s": "s", "_gib": "GiB"}
@@ -51,6 +53,17 @@ def show_table(
     align = ["right" if i in right else "left" for i in range(len(header))]
     text = tabulate.tabulate(cells[1:], cells[0], form, colalign=align, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
+
+
+def put(text: str) -> None:
+    """Print a result. Where stdout is gone or full, say so in one line, and end with status 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal of ASCII cannot show
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        gone(sys.stdout)
+        refuse(f"stdout: {error.strerror}", status=1)
 
 
 def unit_of(metric: str) -> tuple[str, str]:

@@ -111,7 +111,7 @@ def compare_case(benchmark: str, sides: list[list[Row | None]], design: Design) 
     notes = []
     for side, rows in zip(("BASE", "TEST"), sides, strict=True):
         bad = [row.check if row else "not measured" for row in rows if not row or not row.time_s]
-        why = bad[0] if bad and bad[0] != "passed" else "it has none"
+        why = bad[0] if bad and bad[0] != "passed" else "it has none above 0"
         notes += [f"{side}: no time in {len(bad)} of {len(rows)} runs: {why}"] if bad else []
     result.reason = "; ".join(notes)
     timed = [[row for row in side if row and row.time_s] for side in sides]

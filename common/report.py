@@ -10,7 +10,8 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -187,17 +188,19 @@ def load(
     path: str,
     each: Callable[[Report, Case], None] = lambda report, case: None,
     parse: Callable[[str], Any] = json.loads,
+    lines: Iterable[bytes] | None = None,
 ) -> Report:
     """The report at `path`. Raises ValueError, naming the file and the line, if it is none.
 
     A last line without its end is the one that a crash cut short: it does not count. each: called
     with every case as soon as it is read, e.g. to drop samples of which only a median is needed.
+    lines: those of a file that is open already.
     """
     report: Report | None = None
     cases: dict[str, Case] = {}
     number, line = 0, b""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb") if lines is None else nullcontext(lines) as file:
             for line in file:
                 number += 1
                 if line.isspace():

@@ -72,7 +72,7 @@ class Done:
 def run(script: str, *words: str) -> Done:
     """A script of analysis/ as its user runs it, but in this process, which has its imports."""
     path, old = str(ROOT / "analysis" / script), sys.argv
-    changed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE)
+    changed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     handlers = {number: signal.getsignal(number) for number in changed}
     out, err = io.StringIO(), io.StringIO()
     status: Any = 0

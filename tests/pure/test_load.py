@@ -1,6 +1,8 @@
 """analysis/load.py: reports of three programs as rows, and what is wrong with a file."""
 
+import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -65,6 +67,30 @@ def test_measure_and_ignore_key(tmp_path: Path) -> None:
         load([two], ignore=["label"])
 
 
+@pytest.mark.parametrize(
+    ("measure", "words"),
+    [
+        ("exposed_s", "'exposed_s' is -0.25, 0: neither a time nor a rate above 0; "),
+        ("overlap", "'overlap' is 0.5, None: neither a time nor a rate above 0; "),
+        ("memory_gib", "'memory_gib' is 1.5, 1.5: neither a time nor a rate above 0; "),
+        ("cal_s", "no case has a step, a time or a rate named 'cal_s'; "),
+    ],
+)
+def test_why_a_measure_has_no_time_and_which_have(tmp_path: Path, measure: str, words: str) -> None:
+    both = {"call_s": 0.5, "memory_gib": 1.5}
+    cases = [
+        case("x", metrics=both | {"exposed_s": -0.25, "overlap": 0.5}),
+        case("y", metrics=both | {"exposed_s": 0, "overlap": None}),
+        case("z", metrics={"broken_s": 1.0}, check="failed: out of memory"),
+    ]
+    path = write(tmp_path / "a.jsonl", *cases)
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {words}there are step, call_s")):
+        load([path], measure)
+    failed = write(tmp_path / "b.jsonl", cases[2])
+    with pytest.raises(ValueError, match="all of its 1 cases failed, so none has a time"):
+        load([failed], "step")
+
+
 def test_links_are_cases_of_their_own(tmp_path: Path) -> None:
     links = {"links": [[0, 1, 100.0, 2.0, 4.0, 5.0]]}
     key = {"round": 1, "by": "rank"}
@@ -101,6 +127,40 @@ def test_folders_and_patterns(tmp_path: Path) -> None:
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "a.jsonl")
     with pytest.raises(ValueError, match="is the same file as"):
         load([str(tmp_path)])
+
+
+def test_a_path_that_exists_is_no_pattern(tmp_path: Path) -> None:
+    write(tmp_path / "g1" / "a.jsonl", case("x"))
+    exact = write(tmp_path / "g[1]" / "a.jsonl", case("x"))
+    assert [run.label for run in load([exact])] == [exact]
+
+
+def test_gzip(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "a.jsonl", case("x", [0.5]), case("y")))
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    path.unlink()
+    (found,) = load([str(tmp_path)])  # in a folder as well
+    assert [row.time_s for row in found.rows.values()] == [0.5, 0.1]
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz is damaged gzip: Compressed file ended"):
+        load([str(packed)])
+    other = tmp_path / "torch.json.gz"
+    other.write_bytes(gzip.compress(json.dumps(torch_report()).encode()))
+    assert len(load([str(other)])[0].rows) == 3
+
+
+@pytest.mark.parametrize("make", [None, "torch"])
+def test_a_pipe_is_read_once(tmp_path: Path, make: str | None) -> None:
+    text = Path(write(tmp_path / "a.jsonl", case("x"), case("y"))).read_bytes()
+    if make:
+        text = json.dumps(torch_report(), indent=1).encode()
+    read_end, write_end = os.pipe()
+    os.write(write_end, text)
+    os.close(write_end)
+    (found,) = load([f"/dev/fd/{read_end}"])  # as the shell names <(zcat a.jsonl.gz)
+    os.close(read_end)
+    assert len(found.rows) == (3 if make else 2)
 
 
 def torch_report() -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_figures_tables_and_environment(tmp_path: Path) -> None:
     assert "no ddp times ranks" in found.text
     assert "The hardware of the ddp_sweep reports differs" in found.text
     assert "step time p50 (ms)" in found.text
-    assert "110 ±1.7" in found.text
+    assert "110 (108.9 to 112.2)" in found.text
     assert "efficiency (%)" in found.text
     assert "81.8" in found.text
     assert "stroke: currentColor" in text  # what matplotlib has drawn black, also in dark mode
@@ -170,7 +170,21 @@ def test_markdown(tmp_path: Path) -> None:
     done = run("report.py", path, "--markdown")
     assert done.returncode == 0
     assert "## ddp\\_sweep" in done.stdout
-    assert re.search(r"\| no ddp +\| +90 ±1.3 \|", done.stdout)
+    assert re.search(r"\| no ddp +\| +90 \(89.1 to 91.8\) \|", done.stdout)
+    assert done.stdout.isascii()
+
+
+def test_a_script_that_has_only_samples_shows_the_time_of_each_case(tmp_path: Path) -> None:
+    samples = {"both": [[0.1, 0.3, 0.2] * 4], "alone": [[0.1] * 12]}
+    line = case("x", samples_s=samples, rounds=[12], metrics={"alone_p50_s": 0.1})
+    path = write(tmp_path / "new.jsonl", line, case("y", [0.5] * 12, metrics={"step_p50_s": 0.4}))
+    done = run("report.py", path, "--markdown")
+    assert re.search(r"both time p50 \(ms\) +\| +alone p50 \(ms\)", done.stdout)
+    # 12 samples: the third to the tenth of the sorted ones, 0.1, 0.1, 0.1, 0.1, 0.2, ..., 0.3
+    assert re.search(r"\| x +\| +200 \(100 to 300\) \| +100 \|", done.stdout)
+    assert "step time" not in done.stdout  # the second case has a metric of its step
+    found, _ = page(tmp_path, path)
+    assert "both time" in found.text
 
 
 def test_what_there_is_of_an_unfinished_or_empty_report(tmp_path: Path) -> None:
