@@ -19,7 +19,9 @@ Written for this project. BSD-3-Clause.
 """
 
 import argparse
+import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -29,25 +31,53 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.benchmark import Benchmark
-from common.links import KINDS, Link, Messages, directed, measure_round, rounds_of, slow_links
+from common.dist import Job, share
+from common.links import (
+    KINDS,
+    Key,
+    Link,
+    Messages,
+    Pair,
+    directed,
+    measure_round,
+    rounds_of,
+    slow_links,
+)
 from common.outliers import SIGMAS, sentences
 from common.partition import node_of_each, partition
 
 LARGEST_MATRIX, WORST = 32, 20  # above so many members so many links are printed
+PLOTS = (".png", ".svg", ".pdf")
+PLOT = "a file that ends in .png, .svg or .pdf"
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("--size", type=cli.size, metavar="SIZE", help="(default: 1M, on CUDA 256M)")
-    add("--latency-size", type=cli.size, default=8, metavar="SIZE", help="(default: 8)")
+    size = cli.positive_size
+    add("--size", type=size, metavar="SIZE", help="(default: 1M, on CUDA 256M)")
+    add("--latency-size", type=size, default=8, metavar="SIZE", help="(default: 8)")
     add("-n", "--calls", type=cli.positive_int, default=10, metavar="N", help="in a sample (10)")
     add("--by", choices=("rank", "node"), default="rank", help="(default: rank)")
     add("--serial", action="store_true", help="one pair at a time, instead of a round's at once")
     add("--sigmas", type=cli.positive_float, default=SIGMAS, metavar="S", help="(default: 5)")
-    add("--plot", metavar="PATH", help="draw a heat map: .png, .svg or .pdf; needs matplotlib")
+    drawn = cli.checked(str, lambda path: Path(path).suffix in PLOTS, PLOT, "e.g. links.png")
+    add("--plot", type=drawn, metavar="PATH", help=f"draw a heat map: {PLOT}; needs matplotlib")
     cli.add_common_flags(parser, min_iters=6, max_seconds=0.5)
-    return parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def why_no_plot(path: str) -> str | None:
+    """Why no heat map could be written, as is known before anything is measured; else None."""
+    for module in ("matplotlib", "pandas", "scipy", "jinja2"):
+        if find_spec(module) is None:
+            return f"it needs {module}, which is not installed; try pip install {module}"
+    if Path(path).is_dir():
+        return f"expected {PLOT}, and this is a folder"
+    folder = Path(path).parent
+    if not os.access(folder, os.W_OK):
+        return f"expected a folder that can be written, got {folder}"
+    return None
 
 
 def tables(links: list[Link], n: int, by: str) -> str:
@@ -69,6 +99,25 @@ def tables(links: list[Link], n: int, by: str) -> str:
     return "\n".join(lines)
 
 
+def plan(args: argparse.Namespace, job: Job, members: int) -> list[tuple[Key, list[Pair]]]:
+    """The key of each round, and the pairs of members that meet in it."""
+    rounds = rounds_of(members)
+    if args.serial:
+        rounds = [[pair] for pairs in rounds for pair in pairs]
+    fixed = {n: getattr(args, n) for n in ("size", "latency_size", "calls", "by", "serial")}
+    # the ranks do not say who meets: 3 nodes of 4 have as many rounds as 4 nodes of 3
+    fixed |= {"rounds": len(rounds), "members": members, "world_size": job.world_size}
+    fixed |= {"device": job.device.type, "backend": job.backend}
+    return [({"round": number} | fixed, pairs) for number, pairs in enumerate(rounds, 1)]
+
+
+def settings(args: argparse.Namespace) -> str:
+    """What all rounds share, in words."""
+    how = "one pair at a time" if args.serial else "the pairs of a round at once"
+    size, latency_size = cli.show_size(args.size), cli.show_size(args.latency_size)
+    return f"{how}; messages of {size} bytes (latency: {latency_size}), {args.calls} a sample"
+
+
 def main() -> int:
     args = parse_args()
     moved = args.backend == "gloo" and args.device != "cpu" and torch.cuda.is_available()
@@ -77,6 +126,8 @@ def main() -> int:
         job, nodes = bench.job, node_of_each(bench.report.environment)
         if moved:
             bench.print("# gloo sends no CUDA tensors: these are the links of the CPU")
+        if args.plot and (problem := share(why_no_plot(args.plot) if job.rank == 0 else None)):
+            bench.refuse(f"--plot {args.plot}: {problem}")
         args.size = args.size or (2**28 if job.device.type == "cuda" else 2**20)
         try:
             members = partition(args.by, nodes)
@@ -84,15 +135,11 @@ def main() -> int:
             bench.refuse(f"--by {args.by}: {error}")
         if len(members) < 2:
             bench.refuse(f"a link needs two {args.by}s, and there is 1; e.g. --nproc-per-node 2")
-        rounds, how = rounds_of(len(members)), "the pairs of a round at once"
-        if args.serial:
-            rounds, how = [[pair] for pairs in rounds for pair in pairs], "one pair at a time"
-        fixed = {n: getattr(args, n) for n in ("size", "latency_size", "calls", "by", "serial")}
-        fixed["rounds"] = len(rounds)
-        bench.print(f"\n# {len(rounds)} rounds, {how}")
+        rounds = plan(args, job, len(members))
+        bench.print(f"\n# {len(rounds)} rounds, {settings(args)}")
         links, messages = list[Link](), Messages(args.size, args.latency_size, args.calls)
-        for number, pairs in enumerate(rounds, 1):
-            links += measure_round(bench, {"round": number} | fixed, pairs, members, messages)
+        for key, pairs in rounds:
+            links += measure_round(bench, key, pairs, members, messages)
         if links:
             slow = slow_links(links, [nodes[ranks[0]] for ranks in members], args.by, args.sigmas)
             bench.print(tables(links, len(members), args.by) + "\n")

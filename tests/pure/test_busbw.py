@@ -2,6 +2,7 @@
 
 import functools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -341,6 +342,47 @@ def test_a_slow_node_is_named_before_its_ranks() -> None:
     lines = slow_lines(matrix(8, slow), nodes, "rank", 5)
     assert [line.partition(":")[0] for line in lines] == ["slow node 1"]
     assert "between nodes" in lines[0]
+
+
+def test_the_key_of_a_round_says_who_meets() -> None:
+    """12 ranks on 3 or on 4 nodes: three rounds each, of other pairs."""
+    job: Any = SimpleNamespace(device=torch.device("cpu"), backend="gloo", world_size=12)
+    args = p2p_matrix.parse_args(["--by", "node", "--size", "1M"])
+    three, four = (p2p_matrix.plan(args, job, nodes) for nodes in (3, 4))
+    assert len(three) == len(four) == 3
+    assert three[0][1] != four[0][1]
+    assert three[0][0] != four[0][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            "--plot links",
+            "expected a file that ends in .png, .svg or .pdf, got 'links'; e.g. links",
+        ),
+        ("--plot links.xyz", "expected a file that ends in .png, .svg or .pdf, got 'links.xyz'"),
+        ("--plot .png", "expected a file that ends in .png, .svg or .pdf, got '.png'"),
+        ("--size 0", "expected a size above 0, got '0'"),
+    ],
+)
+def test_mistakes_of_p2p_matrix(
+    words: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as caught:
+        p2p_matrix.parse_args(words.split())
+    assert caught.value.code == 2
+    assert line in capsys.readouterr().err
+
+
+def test_where_no_plot_can_be_written(tmp_path: Path) -> None:
+    """matplotlib would write folder.png.png, and say the rest after all was measured."""
+    (tmp_path / "folder.png").mkdir()
+    assert "this is a folder" in (p2p_matrix.why_no_plot(str(tmp_path / "folder.png")) or "")
+    nowhere = str(tmp_path / "nowhere" / "links.png")
+    assert "expected a folder that can be written" in (p2p_matrix.why_no_plot(nowhere) or "")
+    assert p2p_matrix.why_no_plot(str(tmp_path / "links.svg")) is None
 
 
 def test_many_links_are_listed_by_the_worst() -> None:
