@@ -110,6 +110,7 @@ def step_metrics(step: ArrayLike, samples_per_step: float) -> dict[str, Any]:
     slowest = np.asarray(step).max(axis=0)
     return {
         **percentiles(slowest, "step_time"),
+        "step_time_mean_s": float(slowest.mean()),
         "step_time_ci95_s": median_interval(slowest),
         "step_time_ci95_rel": relative_ci95(slowest),
         "samples_per_s": samples_per_step / float(np.median(slowest)),
