@@ -26,6 +26,7 @@ import logging
 import mmap
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -276,6 +277,7 @@ def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Facts:
         dist.barrier(t.control)
         before, start = process.io_counters(), perf_counter()
         load(t, paths[-1])
+        torch.get_device_module(t.device).synchronize()  # its copies to the device are in flight
         seconds, after = perf_counter() - start, process.io_counters()
         return [seconds, after.read_chars - before.read_chars, after.read_bytes - before.read_bytes]
 
@@ -385,6 +387,20 @@ def claim(paths: list[str] | None, needed: int) -> tuple[list[str], str | None]:
     return folders, None
 
 
+def serve_on_loopback() -> dist.Store:
+    """A store for the process of async-process, where there is no launcher's."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
 def main() -> int:
     args = parse_args()
     # or the processes of async-process meet in a store that listens on every interface
@@ -392,6 +408,8 @@ def main() -> int:
     gc.disable()  # a collection on one rank would stop them all
     with Benchmark("checkpoint_sweep", args) as bench:
         job, size = bench.job, state_bytes(args.model)
+        if "async-process" in args.modes and "MASTER_ADDR" not in os.environ:
+            _store = serve_on_loopback()  # lives until this function returns
         fixed: Facts = {"model": args.model, "batch_size": args.batch_size, "every_s": args.every}
         fixed |= {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
         # the newest checkpoint stays until the next one is complete
@@ -404,7 +422,8 @@ def main() -> int:
         columns = COLUMNS | {f"every {args.every:g} s\ncosts (%)": metric("cost", 100, 3)}
         places = zip(args.paths or ["TMPDIR"], folders, strict=True)
         for (path, folder), strategy in itertools.product(places, args.strategy):
-            title = f"{args.model}, {strategy}, AdamW: {size / 1e9:.3f} GB into {path}"
+            trained = f"{args.model}, batch size {args.batch_size}, {strategy}, AdamW"
+            title = f"{trained}: {size / 1e9:.3f} GB into {path}"
             bench.begin_table(title, columns, ["dcp.save-4-threads", *["0.000"] * 7])
             cases = []
             for mode in args.modes:
