@@ -15,7 +15,6 @@ How often comparisons of whole runs err: tests/simulate_compare.py. BSD-3-Clause
 """
 
 import argparse
-import math
 import socket
 import sys
 from dataclasses import replace
@@ -161,8 +160,11 @@ def found(case: Case) -> str:
         return f"ranks of a host leave a barrier {p50:.1f} us apart, 95 % under {p95:.1f} us"
     step = f"a step of {m['step_time_p50_s'] * 1e3:.2f} ms"
     if mode == "perturbation":
-        low, high = m["ratio_ci95"] or (math.nan, math.nan)
-        return f"reported / bare loop = {m['ratio']:.4f} (95 % {low:.4f} to {high:.4f}), {step}"
+        within = "too few --pairs for an interval"
+        if m["ratio_ci95"]:
+            low, high = m["ratio_ci95"]
+            within = f"95 % {low:.4f} to {high:.4f}"
+        return f"reported / bare loop = {m['ratio']:.4f} ({within}), {step}"
     seen = f"+-{m['resolution_rel']:.2%}" if "resolution_rel" in m else "too few rounds to say"
     return f"{seen} of {step}, after {sum(case.rounds)} steps"
 
@@ -171,7 +173,8 @@ def main() -> int:
     args = parse_args()
     with Benchmark("calibrate", args) as bench:
         columns: Columns = {"": lambda case: case.key["name"], "found": found}
-        bench.begin_table("What can be told apart", columns, ["resolution, 10 s", ""])
+        title = f"What can be told apart, by a step of at least {args.step_ms:g} ms"
+        bench.begin_table(title, columns, ["resolution, 10 s", ""])
         rule = replace(bench.rule, target_ci=1e-9, patience=1)  # which no step reaches
         for mode in args.modes:
             build, derive = MODES[mode]

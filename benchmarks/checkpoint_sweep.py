@@ -26,6 +26,7 @@ import logging
 import mmap
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -50,7 +51,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 if __name__ == "__mp_main__":  # the process of async-process: torch tells of each save there
     logging.disable(logging.WARNING)
@@ -62,6 +62,7 @@ from common.cli import Parser, add_common_flags, list_of, positive_float, positi
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import FOREVER, Group, share
 from common.memory import peak, start_peak
+from common.private_torch import TORCH_2_15, forget_groups, leaves
 from common.report import Case
 from common.stats import Times
 from common.table import Columns, interval_ends, metric, render
@@ -139,7 +140,7 @@ def dcp_save(t: "Training", path: Path, fsync: bool, threads: int = 1) -> None:
 def async_save(t: "Training", path: Path, fsync: bool, by: AsyncCheckpointerType) -> Any:
     """Each rank copies its part; a thread or a process writes the copy."""
     cuda, process = t.device.type == "cuda", by == AsyncCheckpointerType.PROCESS
-    if t.stager is None or torch.__version__ < "2.15":  # there it serves one save (Automodel#3125)
+    if t.stager is None or not TORCH_2_15:  # there it serves one save (Automodel#3125)
         # pinned, shared with a process, copying in a thread, not blocking; it keeps its buffers
         t.stager = DefaultStager(StagingOptions(cuda, process, False, cuda))
     return dcp.async_save(
@@ -198,7 +199,7 @@ class Training:
             # DTensor takes meshes with the same ranks and names for one: each case has its own
             name = f"{self.mode} into {key['path']}"
             mesh = dist.DeviceMesh.from_group(group.test, self.device.type, mesh_dim_names=(name,))
-            mesh._pg_registry.clear()  # DTensor's caches keep the mesh, and it the group, for ever
+            forget_groups(mesh)
             for unit in (*self.model.blocks, self.model):
                 fully_shard(unit, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
@@ -252,7 +253,7 @@ class Training:
 
     def own_bytes(self) -> list[Tensor]:
         """This rank's part of the state, in place: the bytes of each tensor."""
-        tensors = [x.detach() for x in tree_leaves(self.state()) if isinstance(x, Tensor)]
+        tensors = [x.detach() for x in leaves(self.state()) if isinstance(x, Tensor)]
         local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
         return [x.view(-1).view(torch.uint8) for x in local]
 
@@ -293,6 +294,7 @@ def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Measur
         dist.barrier(t.control)
         before, start = process.io_counters(), perf_counter()
         load(t, paths[-1])
+        torch.get_device_module(t.device).synchronize()  # its copies to the device are in flight
         seconds, after = perf_counter() - start, process.io_counters()
         read_bytes = after.read_chars - before.read_chars
         return Load(seconds, read_bytes, after.read_bytes - before.read_bytes)
@@ -415,6 +417,20 @@ def claim(paths: list[str] | None, needed: int) -> tuple[list[str], str | None]:
     return folders, None
 
 
+def serve_on_loopback() -> dist.Store:
+    """A store for the process of async-process, where there is no launcher's."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
 def main() -> int:
     args = parse_args()
     # or the processes of async-process meet in a store that listens on every interface
@@ -422,6 +438,8 @@ def main() -> int:
     gc.disable()  # a collection on one rank would stop them all
     with Benchmark("checkpoint_sweep", args) as bench:
         job, size = bench.job, state_bytes(args.model)
+        if "async-process" in args.modes and "MASTER_ADDR" not in os.environ:
+            _store = serve_on_loopback()  # lives until this function returns
         fixed: Facts = {"model": args.model, "batch_size": args.batch_size, "every_s": args.every}
         # the newest checkpoint stays until the next one is complete
         folders, problem = share(claim(args.paths, 2 * size) if job.rank == 0 else None)
@@ -433,7 +451,8 @@ def main() -> int:
         columns = COLUMNS | {f"every {args.every:g} s\ncosts (%)": metric("cost", 100, 3)}
         places = zip(args.paths or ["TMPDIR"], folders, strict=True)
         for (path, folder), strategy in itertools.product(places, args.strategy):
-            title = f"{args.model}, {strategy}, AdamW: {size / 1e9:.3f} GB into {path}"
+            trained = f"{args.model}, batch size {args.batch_size}, {strategy}, AdamW"
+            title = f"{trained}: {size / 1e9:.3f} GB into {path}"
             widest = ["dcp.save-4-threads", "0.000", "0.000", "0.000 to 0.000", *["0.000"] * 4]
             bench.begin_table(title, columns, widest)
             cases = []

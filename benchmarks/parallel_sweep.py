@@ -61,7 +61,7 @@ from common.check import verdict
 from common.cli import Parser, add_common_flags, describe, list_of, positive_int, wrong
 from common.decoder import DECODERS, Decoder, Experts, flops_per_token, next_token_loss, random_text
 from common.dist import Group, Job, share
-from common.memory import peak, start_peak
+from common.memory import peak, start_peak, too_much
 from common.peaks import peak_flops
 from common.private_torch import (
     TORCH_2_15,
@@ -295,7 +295,38 @@ def misfit(key: Key) -> str | None:
             return f"mesh {mesh.name}: {name} = {n} does not divide {whole}, {of}"
     if key["experts"] and mesh.tp > 1:
         return f"mesh {mesh.name}: tp does not split experts; run it apart from ep"
+    if mesh.how == "ring" and key["device"] != "cuda":
+        return f"mesh {mesh.name}: ring attention needs CUDA; try cp{mesh.cp} without :ring"
+    if mesh.how == "zbv" and key["backend"] == "gloo" and not TORCH_2_15:  # it hangs
+        return f"mesh {mesh.name}: zbv over gloo does not end with torch 2.11; try torch 2.15"
+    return wrong_microbatches(mesh, key["microbatches"]) if mesh.pp > 1 else None
+
+
+def wrong_microbatches(mesh: Mesh, count: int) -> str | None:
+    """Why a pipeline cannot take so many microbatches, as its schedule would say, or None."""
+    if mesh.how in ("1f1b", "zbv") and count < mesh.stages:
+        stages = f"{mesh.how} has {mesh.stages} stages and needs as many microbatches"
+        return f"mesh {mesh.name}: {stages}, got {count}; e.g. --microbatches {mesh.stages}"
+    rounds = max(1, count // mesh.pp)
+    if mesh.how in ("interleaved", "izb") and count % rounds:
+        multiple = f"{mesh.how} needs a multiple of its {mesh.pp} ranks in microbatches"
+        return f"mesh {mesh.name}: {multiple}, got {count}; e.g. --microbatches {2 * mesh.pp}"
     return None
+
+
+def title_of(key: Key, microbatches: int | None) -> str:
+    """The settings that all meshes share. microbatches: those that the user gave."""
+    words = [
+        key["model"],
+        f"{key['sequence_length']} tokens",
+        f"global batch {key['global_batch']}",
+    ]
+    words += [key["dtype"], "SGD"]
+    if key["experts"]:
+        words.append(f"{key['experts']} experts")
+    if microbatches:
+        words.append(f"{microbatches} microbatches in a pipeline")
+    return ", ".join(words)
 
 
 def open_meshes(mesh: Mesh, fake: list[str], job: Job, group: Group) -> dict[str, DeviceMesh]:
@@ -381,10 +412,6 @@ def square_norm(model: nn.Module, mesh: Mesh) -> float:
 
 def build(lr: float, twins: bool, job: Job, key: Key, group: Group) -> Workload:
     mesh = Mesh(key["mesh"])
-    if mesh.how == "ring" and job.device.type != "cuda":
-        raise ValueError("ring attention (context_parallel) needs CUDA; try cp without :ring")
-    if mesh.how == "zbv" and job.backend == "gloo" and not TORCH_2_15:  # it hangs
-        raise ValueError("zbv over gloo does not end with torch 2.11; try nccl or torch 2.15")
     before = start_peak(job.device)
     model, optimizer, step = train(key, job, open_meshes(mesh, [], job, group), lr)
     losses: list[list[float]] = []
@@ -531,7 +558,7 @@ def main() -> int:
             "sequence_length": args.sequence_length or DECODERS[model].context,
             "global_batch": args.global_batch or (8 if cuda else 4) * job.world_size,
             "experts": EXPERTS if any(mesh.ep > 1 for mesh in meshes) else 0,
-            "world_size": job.world_size,
+            **bench.place,
         }
         keys, columns = [], dict(COLUMNS)
         for mesh in meshes:
@@ -542,9 +569,13 @@ def main() -> int:
             for axis in mesh.axes:
                 columns[f"exposed\n{axis} (ms)"] = metric(f"exposed_{axis}_s", 1e3, 1)
                 columns[f"\n{axis} 95% ci (ms)"] = interval_ends(f"exposed_{axis}_ci95_s", 1e3, 1)
-        title = "{model}, {sequence_length} tokens, global batch {global_batch}, {dtype}"
+        # each rank makes all tokens and targets, of 8 bytes each
+        needed = 2 * 8 * same["sequence_length"] * same["global_batch"]
+        flags = "--sequence-length or --global-batch"
+        if problem := share(too_much(needed, job, flags)):
+            bench.refuse(problem)
         longest = max((mesh.name for mesh in meshes), key=len)
-        bench.begin_table(title.format(**same), columns, [longest])
+        bench.begin_table(title_of(same, args.microbatches), columns, [longest])
         alone = share(train_reference(keys[0], job.device) if job.rank == 0 else None)
         if isinstance(alone, str):
             bench.print(f"# not checked: {alone}")

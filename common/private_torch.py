@@ -9,12 +9,14 @@ begins with an underscore. TensorPipe's arguments `_transports` and `_channels` 
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
@@ -70,11 +72,17 @@ def register_fake_backend() -> None:
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
 
-def checkpoint_wrapper(module: nn.Module) -> nn.Module:
-    """The module, computed again in the backward pass instead of kept."""
-    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as wrapper
+def recompute(model: nn.Module, units: Collection[nn.Module]) -> None:
+    """Let these parts of the model be computed again in the backward pass instead of kept.
 
-    return wrapper.checkpoint_wrapper(module)
+    torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py.
+    """
+    checkpoint_wrapper.apply_activation_checkpointing(model, check_fn=lambda part: part in units)
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether `recompute` has wrapped it."""
+    return isinstance(module, checkpoint_wrapper.CheckpointWrapper)
 
 
 def dynamo_counters() -> dict[str, Counter[str]]:
@@ -89,3 +97,11 @@ def fresh_compile_cache() -> contextlib.AbstractContextManager[Any]:
     from torch._inductor.utils import fresh_cache
 
     return fresh_cache()
+
+
+def configure_compile(split_for_ddp: bool, verbose: bool) -> None:
+    """split_for_ddp: whether dynamo cuts graphs at DDP's buckets, so that communication can begin.
+    verbose: print graph breaks and recompiles. torch/_dynamo/config.py, torch/_logging."""
+    torch._dynamo.config.optimize_ddp = split_for_ddp
+    if verbose:
+        torch._logging.set_logs(graph_breaks=True, recompiles=True)

@@ -550,6 +550,16 @@ def late_reader() -> None:
 
 
 @fault
+def late_copies() -> None:
+    """What is copied to the device is there 0.3 s later: who synchronizes waits so long."""
+
+    def synchronize(device: Any = None) -> None:
+        time.sleep(0.3)
+
+    torch.cpu.synchronize = synchronize
+
+
+@fault
 def half_speed() -> None:
     """Rank 1 takes twice the time for products, copies and additions: it waits, busily."""
 

@@ -33,7 +33,8 @@ def test_every_mode(
 ) -> None:
     path = tmp_path / "saves"
     flags = ("--strategy", strategy, "--modes", ",".join(files), "--every", "60")
-    late = "late-reader" if strategy == "ddp" else None  # whose ranks do not wait for each other
+    # the ranks of DDP do not wait for each other
+    late = "late-reader,late-copies" if strategy == "ddp" else None
     run = bench(SCRIPT, *SMALL, *flags, "--paths", str(path), inject=late)
     assert run.status == 0, run.out + run.err
     assert {c.key["mode"]: c.metrics["files"] for c in run.report.cases} == files
@@ -48,9 +49,13 @@ def test_every_mode(
         assert m["flipped_bit"] in ("noticed", "not noticed")
         assert (m["stall_s"] == m["blocked_s"]) == (not mode.startswith("async"))
         assert m["read_over_shard"] > 1
+        if late:
+            assert m["load_warm_s"] > 0.3  # a load ends when its copies are on the device
         if mode == "torch.save":
             assert round(m["read_over_shard"]) == (2 if strategy == "fsdp2" else 1)
     assert list(path.iterdir()) == []
+    title = f"decoder-nano, batch size 1, {strategy}, AdamW: 0.003 GB into {path}"
+    assert f"\n{title}\n" in run.out
 
 
 @pytest.mark.smoke
@@ -69,9 +74,10 @@ def test_folders_that_are_not_its_own_are_refused(
 
 @pytest.mark.smoke
 def test_two_storages_of_which_one_is_memory(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """By plain python: there is no launcher's store for the process that saves."""
     disk = tmp_path / "disk"
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        flags = ("--paths", f"{disk},{memory}", "--modes", "dcp.save")
+        flags = ("--paths", f"{disk},{memory}", "--modes", "async-process")
         run = bench(SCRIPT, *SMALL, *flags, ranks=0)
         assert list(Path(memory).iterdir()) == list(disk.iterdir()) == []
     assert run.status == 0, run.err
@@ -136,7 +142,10 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(
 
 
 @pytest.mark.faults
-def test_ctrl_c_beside_a_process_that_saves(start: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["ctrl-c", "rank 0 is killed"])
+def test_an_end_beside_a_process_that_saves(
+    start: Callable[..., Any], tmp_path: Path, end: str
+) -> None:
     """Nothing listens beyond loopback, the folders go, and no process is left."""
     path = tmp_path / "saves"
     flags = ("--modes", "async-process", "--iters", "1000", "--paths", str(path))
@@ -149,7 +158,10 @@ def test_ctrl_c_beside_a_process_that_saves(start: Callable[..., Any], tmp_path:
         for connection in each.net_connections("inet"):
             if connection.status == psutil.CONN_LISTEN:
                 assert connection.laddr.ip in ("127.0.0.1", "::1"), connection
-    os.kill(process.parts[0].pid, signal.SIGINT)
+    if end == "ctrl-c":
+        os.kill(process.parts[0].pid, signal.SIGINT)
+    else:
+        ranks[0].kill()
     assert process.wait(60) != 0
     process.until(lambda: not [*path.iterdir()])
     _, alive = psutil.wait_procs(family, timeout=20)

@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import compile_sweep
 from common.decoder import DECODERS, flops_per_token
@@ -23,29 +25,57 @@ smoke, faults = pytest.mark.smoke, pytest.mark.faults
 TORCHBENCHMARK = '''
 import torch
 
+class BertLayer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.drop = torch.nn.Linear(4, 4), torch.nn.Dropout(0.9)
+
+    def forward(self, x):
+        return x + self.drop(self.layer(x).tanh())
+
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.ModuleList(BertLayer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layer:
+            x = layer(x)
+        return x
+
 class Model(torch.nn.Module):
-    """Breaks its graph once, and is compiled again for every longer input."""
+    """Has its layers where hf_Bert has them. Its graph breaks once, and is compiled again for
+    every longer input."""
 
     def __init__(self):
         super().__init__()
-        self.layer, self.drop, self.calls = torch.nn.Linear(4, 4), torch.nn.Dropout(0.9), 0
+        self.encoder, self.head, self.calls = Encoder(), torch.nn.Linear(4, 4), 0
 
     def forward(self, x):
-        y = self.layer(x)
+        y = self.encoder(x)
         torch._dynamo.graph_break()
         self.calls += 1
-        return {"calls": self.calls, "loss": self.drop(y).square().mean()}
+        return {"calls": self.calls, "loss": self.head(y).square().mean()}
 
 class Benchmark:
-    def __init__(self, test, device, batch_size):
-        self.size = batch_size
+    def __init__(self, test, device, batch_size=None):
+        self.batch_size = batch_size or 6
 
     def get_module(self):
-        return Model(), {"x": torch.ones(self.size, 4)}
+        return Model(), {"x": torch.ones(self.batch_size, 4)}
 
 def load_model_by_name(name):
-    return Benchmark
+    return Benchmark if name == "hf_Bert" else None
 '''
+
+
+@pytest.fixture
+def torchbenchmark(tmp_path: Path) -> str:
+    """A folder for PYTHONPATH in which the stand-in can be imported."""
+    package = tmp_path / "torchbenchmark"
+    package.mkdir()
+    (package / "__init__.py").write_text(TORCHBENCHMARK)
+    return str(tmp_path)
 
 
 @smoke
@@ -60,6 +90,9 @@ def test_every_strategy_eager_and_compiled(bench: Callable[..., Any]) -> None:
         m, p50 = case.metrics, case.metrics["step_time_p50_s"]
         ranks = 1 if strategy == "none" else 2
         assert [len(rows) for rows in case.samples_s["step"]] == [6] * ranks
+        assert [len(rows) for rows in case.samples_s["forward+backward"]] == [6] * ranks
+        assert m["fsdp_units"] == (11 if case.key["fsdp_wrap"] else 0)
+        assert case.key["fsdp_wrap"] == strategy.startswith("fsdp")
         assert m["samples_per_s"] == pytest.approx(4 * ranks / p50)
         assert m["memory_gib"] > 0
         assert (m["graphs"] > 0) == (m["start_s"] > 0) == (backend == "aot_eager")
@@ -68,9 +101,12 @@ def test_every_strategy_eager_and_compiled(bench: Callable[..., Any]) -> None:
         assert m.get("vs_none", 1) == pytest.approx(none / p50)
         if backend == "aot_eager":
             eager = cases[strategy, "eager"].metrics
-            assert m["vs_eager"] == pytest.approx(eager["step_time_p50_s"] / p50)
+            gain = eager["forward_backward_p50_s"] / m["forward_backward_p50_s"]
+            assert m["vs_eager"] == pytest.approx(gain)
         assert f"{strategy} {backend}" in run.out.split("Cost: ")[1]
     assert cases["none", "aot_eager"].metrics["graph_breaks"] == 0
+    title = "toy-small, batch size 4, fp32, FSDP wraps each layer, activations kept"
+    assert f"\n{title}\n" in run.out
 
 
 @smoke
@@ -85,6 +121,9 @@ def test_a_decoder_on_three_ranks_recomputed_and_in_one_unit(bench: Callable[...
     flops = 2 * 128 * flops_per_token(DECODERS["decoder-tiny"])
     assert m["tflops"] * m["step_time_p50_s"] == pytest.approx(flops / 1e12)
     assert "mfu" not in m  # nobody knows the peak of a CPU
+    assert {case.metrics["recomputed_layers"] for case in run.report.cases} == {8}
+    assert {case.metrics["fsdp_units"] for case in run.report.cases} == {0}
+    assert "bf16, FSDP in one unit, activations recomputed" in run.out
 
 
 @smoke
@@ -92,34 +131,43 @@ def test_what_it_writes_for_other_tools(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    flags = ("--ddp", "--dynamo", "print", "--profile", "--verbose", "--torchviz", *SHORT)
-    run = bench(SCRIPT, *flags, "--trace-file", "new/t.json", ranks=2)
+    flags = ("--ddp", "--dynamo", "print,aot_eager", "--profile", "--verbose", "--torchviz")
+    run = bench(SCRIPT, *flags, *SHORT, "--trace-file", "new/t.json", ranks=2)
     assert run.status == 0, run.err
     assert "# graph of the backend print\ngraph():" in run.out
     assert "Layer(in_features=10, out_features=1000, bias=True)" in run.out
     names = sorted(path.name for path in Path("new").iterdir())
-    assert names == [f"t-toy-small-fp32-ddp-print-{rank}.json" for rank in (0, 1)]
-    events = [
-        event["name"] for event in json.loads(Path("new", names[1]).read_text())["traceEvents"]
-    ]
-    assert events.count("Optimizer.step#SGD.step") == 5
-    assert "head.weight" in Path("torchviz-toy-small-fp32-ddp-print-0.dot").read_text()
+    cases = [f"toy-small-fp32-ddp-{backend}" for backend in ("aot_eager", "print")]
+    assert names == [f"t-{case}-{rank}.json" for case in cases for rank in (0, 1)]
+    trace = json.loads(Path("new", names[1]).read_text())["traceEvents"]
+    ranges = [event["name"] for event in trace if event.get("cat") == "user_annotation"]
+    for name in ("forward", "backward", "Optimizer.step#SGD.step"):
+        assert ranges.count(name) == 6
+    drawn = sorted(path.name for path in Path().glob("torchviz-*"))
+    assert drawn == [f"torchviz-{case}-0.dot" for case in cases]
+    compiled, printed = (Path(name).read_text() for name in drawn)
+    assert "head.weight" in printed
+    assert "CompiledFunctionBackward" in compiled  # what is run, not the model as it was written
+    assert "CompiledFunctionBackward" not in printed
 
 
 @smoke
-def test_a_model_of_torchbenchmark(bench: Callable[..., Any], tmp_path: Path) -> None:
-    package = tmp_path / "torchbenchmark"
-    package.mkdir()
-    (package / "__init__.py").write_text(TORCHBENCHMARK)
-    flags = ("--torchbench-model", "stand_in", "--strategies", "none,ddp", "--dynamo", "aot_eager")
-    run = bench(SCRIPT, *flags, *SHORT, ranks=2, PYTHONPATH=str(tmp_path))
+def test_a_model_of_torchbenchmark(bench: Callable[..., Any], torchbenchmark: str) -> None:
+    """Its layers are wrapped and recomputed as the key says, with its own batch size."""
+    flags = ("--torchbench-model", "hf_Bert", "--strategies", "all", "--dynamo", "aot_eager")
+    run = bench(SCRIPT, *flags, "--fsdp-checkpoint", *SHORT, ranks=2, PYTHONPATH=torchbenchmark)
     assert run.status == 0, run.err
-    alone, ddp = run.report.cases
-    assert (alone.check, ddp.check) == ("passed", "passed")
-    assert alone.metrics["graph_breaks"] >= 1
-    assert alone.metrics["graphs"] >= 2
-    assert alone.metrics["recompiles"] >= 1
-    assert alone.metrics["samples_per_s"] == pytest.approx(4 / alone.metrics["step_time_p50_s"])
+    for case, wrapped in zip(run.report.cases, (0, 0, 3, 3), strict=True):
+        m = case.metrics
+        assert case.check == "passed"
+        assert case.key["fsdp_wrap"] == (wrapped > 0)
+        assert (m["fsdp_units"], m["recomputed_layers"]) == (wrapped, 3)
+        assert m["graph_breaks"] >= 1
+        assert m["graphs"] >= 2
+        assert m["recompiles"] >= 1
+        assert (case.key["batch_size"], m["batch_size"]) == (None, 6)
+        assert m["samples_per_s"] == pytest.approx(6 * len(case.ranks) / m["step_time_p50_s"])
+    assert "hf_Bert, the model's own batch size, fp32, " in run.out
 
 
 @smoke
@@ -163,6 +211,9 @@ def test_a_compiler_that_fails_on_one_rank(bench: Callable[..., Any]) -> None:
         (("--ddp", "--fsdp"), "argument --fsdp: not allowed with argument --ddp"),
         (("--device", "cpu", "--dtype", "fp32,tf32"), "tf32 and cudagraphs need CUDA; try"),
         (("--dtype", "fp16"), "expected some of fp32, tf32, bf16"),
+        (("--torchbench-model", "hf_Bert"), "needs the package torchbenchmark: docs/compile_sweep"),
+        (("--trace-file", ""), "expected a file, got ''; e.g. profile.json"),
+        (("--backends", "relu_compile_error_TESTING_ONLY"), "expected some of eager, dynamo_eager"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -184,15 +235,18 @@ def test_flags_of_the_program_it_replaces() -> None:
     usual = compile_sweep.parse_args(["--device", "cpu"])
     assert (usual.models, usual.strategies) == (["toy-small"], ["none", "ddp", "fsdp2"])
     assert usual.backends == ["eager", "inductor"]
+    assert usual.batch_size == 4
     assert usual.iters is None
 
 
 def case_of(backend: str, step_s: float, first_s: float, start_s: float, checks: Any) -> Any:
     key = {"model": "decoder-10m", "dtype": "fp32", "strategy": "ddp", "compiler": backend}
     samples = {"step": [[step_s] * 12, [step_s / 2] * 12]}
+    # the optimizer takes 5 ms; one step of twelve takes 12 ms longer
+    samples["forward+backward"] = [[step_s - 0.005] * 11 + [step_s + 0.007]] * 2
     found = {"first_step_s": first_s, "first_steps_s": first_s, "start_s": start_s}
     facts = [
-        {"max": found, "check": check, "peak": peak}
+        {"max": found, "check": check, "peak": peak, "batch_size": 8}
         for check, peak in zip(checks, (2e12, 1e12), strict=True)
     ]
     return Case(key | {"batch_size": 8}, [0, 1], samples, [12]), facts
@@ -208,7 +262,10 @@ def test_numbers_by_hand() -> None:
     compile_sweep.derive(cases, case, Times(case.samples_s, case.rounds), facts)
     m = case.metrics
     assert m["samples_per_s"] == pytest.approx(16 / 0.015)
-    assert m["vs_eager"] == pytest.approx(4 / 3)
+    assert m["step_time_mean_s"] == pytest.approx(0.015)
+    assert m["forward_backward_p50_s"] == pytest.approx(0.010)
+    assert m["forward_backward_mean_s"] == pytest.approx(0.011)  # (11 * 10 + 22) / 12 ms
+    assert m["vs_eager"] == pytest.approx(15 / 10)  # of whole steps it would be 20 / 15
     assert m["payback_steps"] == math.ceil((1.0 + 4.1 - 0.1) / 0.005)  # 1000
     # of 256 tokens each: 6 FLOPs a weight of a matrix product, and attention's two products
     flops = 8 * 256 * (6 * (8 * 12 * 320**2 + 256 * 320) + 12 * 8 * 320 * 256)
@@ -233,3 +290,98 @@ def test_one_process_alone() -> None:
     assert means[0] - means[2] > compile_sweep.TOLERANCES["fp32"] * means[0]
     text = compile_sweep.train_alone_on("unheard-of", 4, "fp32", 1, cpu)
     assert text == "one process alone fails: ModuleNotFoundError: No module named 'torchbenchmark'"
+
+
+def layers(count: int) -> nn.ModuleList:
+    return nn.ModuleList(compile_sweep.Layer(4, 4) for _ in range(count))
+
+
+def model_of(**parts: nn.Module) -> nn.Module:
+    model = nn.Module()
+    for name, part in parts.items():
+        model.add_module(name, part)
+    return model
+
+
+def test_units_are_the_layers_of_the_longest_list() -> None:
+    """And of its class elsewhere, as the decoder's of a T5; lists of unlike layers do not count."""
+    mixed = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+    encoder, decoder = layers(3), layers(2)
+    model = model_of(encoder=encoder, decoder=decoder, mixed=mixed, head=nn.Linear(4, 4))
+    units = compile_sweep.find_units(model, [])
+    assert {id(unit) for unit in units} == {id(layer) for layer in [*encoder, *decoder]}
+    named = compile_sweep.find_units(model, ["Linear"])
+    assert [type(unit) for unit in named] == [nn.Linear] * 3
+
+
+def test_inner_units_come_first() -> None:
+    inside = layers(1)
+    outer = model_of(inside=inside)
+    units = compile_sweep.find_units(model_of(outer=outer), ["Module", "Layer"])
+    assert units == [inside[0], outer]
+
+
+@pytest.mark.parametrize(
+    ("classes", "line"),
+    [
+        ([], "the model has no list of layers; try --fsdp-units CLASS"),
+        (["Liner"], "--fsdp-units: the model has no Liner; did you mean Linear"),
+    ],
+)
+def test_a_model_without_such_layers(classes: list[str], line: str) -> None:
+    model = model_of(one=layers(1), pair=nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    with pytest.raises(ValueError, match=re.escape(line)):
+        compile_sweep.find_units(model, classes)
+
+
+def key_of(*flags: str, strategy: str = "ddp", compiler: str = "inductor") -> dict[str, Any]:
+    args = compile_sweep.parse_args(["--device", "cpu", *flags])
+    return compile_sweep.key_of(args, "toy-small", "fp32", strategy, compiler)
+
+
+def test_a_key_claims_what_is_done() -> None:
+    flags = ("--fsdp-units", "Layer,Linear", "--dynamo-no-optimize-ddp")
+    ddp, fsdp2 = key_of(*flags), key_of(*flags, strategy="fsdp2")
+    assert (ddp["fsdp_wrap"], ddp["fsdp_units"]) == (False, None)
+    assert ddp["dynamo_no_optimize_ddp"]
+    assert (fsdp2["fsdp_wrap"], fsdp2["fsdp_units"]) == (True, "Layer,Linear")
+    assert not fsdp2["dynamo_no_optimize_ddp"]
+    assert not key_of(*flags, compiler="eager")["dynamo_no_optimize_ddp"]
+    recomputed = key_of(*flags, "--fsdp-checkpoint", "--no-fsdp-wrap", strategy="none")
+    assert (recomputed["fsdp_units"], recomputed["fsdp_wrap"]) == ("Layer,Linear", False)
+
+
+def test_what_was_not_compiled_fails() -> None:
+    losses, wanted = [torch.tensor(1.0)] * 3, "nothing to compare with"
+    key = {"dtype": "fp32", "compiler": "inductor"}
+    assert compile_sweep.check(key, 0, losses, wanted, 1) == "skipped: nothing to compare with"
+    failed = compile_sweep.check(key, 0, losses, wanted, 0)
+    assert failed == "failed: inductor compiled nothing: dynamo has made no graph of the model"
+    eager = key | {"compiler": "eager"}
+    assert compile_sweep.check(eager, 0, losses, wanted, 0).startswith("skipped: ")
+
+
+def test_a_trace_that_cannot_be_written_is_said_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    flags = ["--device", "cpu", "--profile", "--trace-file"]
+    args = compile_sweep.parse_args([*flags, str(tmp_path / "file" / "below" / "t.json")])
+    problem = compile_sweep.unwritable(args)
+    assert problem == f"cannot write into {tmp_path / 'file' / 'below'}: Not a directory"
+    args = compile_sweep.parse_args([*flags, str(tmp_path / "new" / "t.json")])
+    assert compile_sweep.unwritable(args) is None
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_backend_that_cannot_compile_here() -> None:
+    """As tvm without its package: one line, before the first case."""
+
+    def no_package(graph: Any, inputs: Any) -> Any:
+        raise ModuleNotFoundError("No module named 'tvm'")
+
+    torch._dynamo.register_backend(no_package, name="no_package")
+    seconds, problem = compile_sweep.start("no_package", torch.device("cpu"))
+    assert seconds == 0
+    assert problem == (
+        "--backends no_package cannot compile x * x here: "
+        "ModuleNotFoundError: No module named 'tvm'"
+    )

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parallel_sweep import Mesh, best, breakdown, default_meshes, misfit
+from benchmarks.parallel_sweep import Mesh, best, breakdown, default_meshes, misfit, title_of
 from common.report import Case
 from common.stats import Times
+
+CPU = {"device": "cpu", "backend": "gloo"}
 
 
 @pytest.mark.parametrize(
@@ -65,15 +67,41 @@ def test_what_is_no_mesh(name: str, says: str) -> None:
         ("cp4tp2", (8, 100, 16, 1, 0), "cp * tp = 8 does not divide 100, --sequence-length"),
         ("ep3", (3, 128, 15, 1, 8), "ep = 3 does not divide 8, experts"),
         ("tp4", (4, 128, 16, 1, 8), "tp does not split experts"),
+        ("cp2:ring", (2, 128, 16, 1, 0), "ring attention needs CUDA; try cp2 without :ring"),
+        ("pp2:1f1b", (2, 128, 16, 1, 0), "1f1b has 2 stages and needs as many microbatches, got 1"),
+        ("pp2:zbv", (2, 128, 16, 2, 0), "zbv has 4 stages"),
+        ("pp2:zbv", (2, 128, 16, 4, 0), None),
+        ("pp2:gpipe", (2, 128, 16, 1, 0), None),
+        ("pp2:interleaved", (2, 128, 20, 5, 0), "of its 2 ranks in microbatches, got 5; e.g. --m"),
+        ("pp2:izb", (2, 128, 20, 5, 0), "of its 2 ranks in microbatches, got 5"),
+        ("pp4:interleaved", (4, 128, 20, 10, 0), None),  # two rounds of five
     ],
 )
 def test_the_number_that_does_not_fit(
     name: str, numbers: tuple[int, int, int, int, int], says: str | None
 ) -> None:
     names = ("world_size", "sequence_length", "global_batch", "microbatches", "experts")
-    key = {"mesh": name, "model": "decoder-tiny", **dict(zip(names, numbers, strict=True))}
+    key = {"mesh": name, "model": "decoder-tiny", **dict(zip(names, numbers, strict=True)), **CPU}
     problem = misfit(key)
     assert (problem is None) if says is None else (problem and says in problem)
+
+
+def test_zbv_hangs_over_gloo_with_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.parallel_sweep.TORCH_2_15", False)
+    key = {"mesh": "pp2:zbv", "model": "decoder-tiny", "world_size": 2, "sequence_length": 128}
+    key |= {"global_batch": 16, "microbatches": 4, "experts": 0, **CPU}
+    assert "zbv over gloo does not end with torch 2.11" in str(misfit(key))
+    assert misfit(key | {"device": "cuda", "backend": "nccl"}) is None
+
+
+def test_the_title_names_what_all_meshes_share() -> None:
+    key = {"model": "decoder-tiny", "sequence_length": 128, "global_batch": 16, "dtype": "fp32"}
+    assert title_of(key | {"experts": 0}, None) == (
+        "decoder-tiny, 128 tokens, global batch 16, fp32, SGD"
+    )
+    assert title_of(key | {"experts": 8}, 4).endswith(
+        "SGD, 8 experts, 4 microbatches in a pipeline"
+    )
 
 
 def test_default_meshes_fit_their_ranks() -> None:
@@ -82,7 +110,7 @@ def test_default_meshes_fit_their_ranks() -> None:
     assert default_meshes(3) == ["dp3"]
     assert default_meshes(4) == ["dp4", "tp4", "dp2tp2", "pp4:1f1b"]
     assert default_meshes(8) == ["dp8", "dp2tp4", "dp4tp2", "dp2pp4:1f1b"]
-    key = {"model": "decoder-nano", "sequence_length": 64, "experts": 0}
+    key = {"model": "decoder-nano", "sequence_length": 64, "experts": 0, **CPU}
     for ranks in range(1, 65):
         key |= {"world_size": ranks, "global_batch": 4 * ranks}
         for name in default_meshes(ranks):

@@ -65,9 +65,17 @@ def test_the_fake_backend_is_there_once_it_is_registered() -> None:
 
 
 def test_a_checkpointed_module_computes_the_same() -> None:
-    module = nn.Linear(3, 3)
-    inputs = torch.rand(2, 3)
-    assert torch.equal(private_torch.checkpoint_wrapper(module)(inputs), module(inputs))
+    model, inputs = nn.Sequential(nn.Linear(3, 3), nn.ReLU()), torch.rand(2, 3)
+    before = model(inputs)
+    private_torch.recompute(model, [model[0]])
+    assert [private_torch.is_recomputed(layer) for layer in model] == [True, False]
+    assert torch.equal(model(inputs), before)
+
+
+def test_dynamo_is_told_whether_to_split_for_ddp() -> None:
+    for split in (False, True):
+        private_torch.configure_compile(split, verbose=False)
+        assert torch._dynamo.config.optimize_ddp is split
 
 
 def test_what_compiling_counts_and_its_cache() -> None:

@@ -179,7 +179,7 @@ def test_a_script_that_has_only_samples_shows_the_time_of_each_case(tmp_path: Pa
     line = case("x", samples_s=samples, rounds=[12], metrics={"alone_p50_s": 0.1})
     path = write(tmp_path / "new.jsonl", line, case("y", [0.5] * 12, metrics={"step_p50_s": 0.4}))
     done = run("report.py", path, "--markdown")
-    assert re.search(r"both time p50 \(ms\) +\| +alone p50 \(ms\)", done.stdout)
+    assert re.search(r"step time p50 \(ms\) +\| +alone p50 \(ms\)", done.stdout)
     # 12 samples: the third to the tenth of the sorted ones, 0.1, 0.1, 0.1, 0.1, 0.2, ..., 0.3
     assert re.search(r"\| x +\| +200 \(100 to 300\) \| +100 \|", done.stdout)
     assert "step time" not in done.stdout  # the second case has a metric of its step
