@@ -172,11 +172,12 @@ def add_common_flags(
     min_iters: int = 20,
     max_seconds: float = 5,
     timeout: float = 300,
+    backends: str = "gloo, nccl, ucc or mpi",
 ) -> None:
     """Those of all measuring scripts. -w, -J, --output-file and -T are nccl-tests' names."""
     add = parser.add_argument_group("flags of all scripts").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
-    backend = "gloo, nccl, ucc or mpi (default: nccl on CUDA, gloo on the CPU)"
+    backend = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
     add("--distributed-backend", "--backend", dest="backend", metavar="NAME", help=backend)
     warm = "untimed iterations of each step (default: 5)"
     add("-w", "--warmup-iters", type=number(int, 0), default=5, metavar="N", help=warm)

@@ -18,13 +18,21 @@ import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from common.benchmark import Benchmark
-from common.cli import list_of, positive_float, positive_int, refuse
+from common.cli import checked, list_of, refuse
 from common.dist import gather, share
 from common.join import world
+
+if not hasattr(rpc, "TensorPipeAgent"):  # at once: the scripts define functions of rpc.functions
+    refuse("this torch was built without TensorPipe, which torch.distributed.rpc needs")
 
 SCHEME = "torchrun-bench"  # of the init_method that leads to the job's own store
 TRANSPORTS = ("auto", "shm", "uv", "ibv")
 CHANNELS = ("auto", "basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
+LIMIT_S = 1e8  # torch counts time limits in milliseconds of an int64, and fails beyond
+time_limit = checked(
+    float, lambda s: 0.001 <= s <= LIMIT_S, "a number of seconds from 0.001 to 1e8", "e.g. 60"
+)
+threads = checked(int, lambda n: 1 <= n <= 1024, "a whole number from 1 to 1024", "e.g. 16")
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,11 @@ class Roles:
     servers: range
     master: int | None = None
     cuda: frozenset[int] = frozenset()  # the ranks on CUDA; the others are on the CPU
+    cuda_wire: bool = True  # tensors between two ranks on CUDA go by device maps, not by the CPU
+
+    def wire(self, a: int, b: int) -> str:
+        """Where a tensor is that travels between two ranks: `cuda` or `cpu`."""
+        return "cuda" if self.cuda_wire and {a, b} <= self.cuda else "cpu"
 
     def device(self, rank: int) -> str:
         return "cuda" if rank in self.cuda else "cpu"
@@ -50,10 +63,9 @@ class Roles:
 
         devices: of every rank. Servers need maps as well: distributed autograd calls back.
         """
-        if rank not in self.cuda:
-            return {}
         peers = self.servers if rank in self.trainers else self.trainers
-        return {self.name(p): {devices[rank]: devices[p]} for p in peers if p in self.cuda}
+        mapped = [peer for peer in peers if self.wire(rank, peer) == "cuda"]
+        return {self.name(peer): {devices[rank]: devices[peer]} for peer in mapped}
 
 
 def split_roles(
@@ -65,7 +77,8 @@ def split_roles(
 ) -> Roles:
     """The roles of a world, all on the CPU: as given, or a server for so many ranks. Or refuses."""
     rest = world_size - master
-    servers = servers or max(1, rest - trainers if trainers else rest // per_server)
+    if servers is None:
+        servers = max(1, rest - trainers if trainers else rest // per_server)
     trainers = trainers or max(1, rest - servers)
     last = trainers + servers
     if (total := last + master) != world_size:
@@ -121,10 +134,17 @@ class RpcOptions:
         return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.key().items())
 
 
-def add_rpc_flags(parser: argparse.ArgumentParser, server_device: str | None = None) -> None:
-    """TensorPipe's settings, and --server-device where it has a default."""
-    threads = "worker threads a process (default: its share of the cores, 2 to 16)"
-    timeout = "a call fails after S seconds (default: twice --timeout: the watchdog comes first)"
+def add_rpc_flags(
+    parser: argparse.ArgumentParser, server_device: str | None = None, stragglers: bool = False
+) -> None:
+    """TensorPipe's settings, --server-device where it has a default.
+
+    stragglers: calls that bring gradients have a limit of their own, --straggler-timeout.
+    """
+    count = "worker threads a process (default: its share of the cores, 2 to 16)"
+    limit = "a call fails after S seconds (default: twice --timeout: the watchdog comes first)"
+    if stragglers:
+        limit += ". Not the calls that bring gradients: see --straggler-timeout"
     transports = """TensorPipe may choose among shm (one host; its thread polls), uv (TCP), ibv
         (InfiniBand) (default: auto, all; but uv where ranks outnumber cores)"""
     channels = """and for tensors among basic (any), cma (one host, needs ptrace), mpt_uv (TCP), on
@@ -132,10 +152,15 @@ def add_rpc_flags(parser: argparse.ArgumentParser, server_device: str | None = N
         (InfiniBand), cuda_xth (one process). TensorPipe ends a process that finds none: keep
         basic and cuda_basic (default: auto, all)"""
     add = parser.add_argument_group("RPC").add_argument
-    add("--rpc-threads", type=positive_int, metavar="N", help=threads)
-    add("--rpc-timeout", type=positive_float, metavar="S", help=timeout)
+    add("--rpc-threads", type=threads, metavar="N", help=count)
+    add("--rpc-timeout", type=time_limit, metavar="S", help=limit)
     add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=transports)
     add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=channels)
+    if stragglers:
+        patience = """a trainer that waits S seconds for the answer to its gradients fails the case:
+            the other trainers' are missing, or the server is stuck (default: a quarter of
+            --timeout, which ends the run)"""
+        add("--straggler-timeout", type=time_limit, metavar="S", help=patience)
     if server_device:
         where = f"auto: as --device (default: {server_device})"
         add("--server-device", choices=("auto", "cpu", "cuda"), default=server_device, help=where)
