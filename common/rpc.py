@@ -5,6 +5,7 @@ Servers and the master answer calls while they wait for the end of a case in `Be
 
 import argparse
 import os
+import resource
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -110,6 +111,9 @@ def assign_roles(
     roles = replace(roles, cuda=frozenset(ranks))
     if roles.cuda and not torch.cuda.is_available():
         refuse("trainers or servers on CUDA: torch sees no CUDA device here; try --device cpu")
+    if not roles.cuda and all(name.startswith("cuda_") for name in args.rpc_channels or [""]):
+        names = ",".join(args.rpc_channels)
+        refuse(f"--rpc-channels {names} are for CUDA alone, and no rank is on it; try basic")
     backend = args.backend or ("nccl" if roles.cuda.issuperset(roles.trainers) else "gloo")
     args.device, args.backend = roles.device(rank), backend if rank in roles.trainers else "gloo"
     return roles
@@ -179,6 +183,26 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     return share(RpcOptions(threads, timeout_s, transports, args.rpc_channels or ["auto"]))
 
 
+def files_needed(world_size: int, options: RpcOptions) -> int:
+    """How many files (sockets, pipes, shared memory) TensorPipe may open in a process.
+
+    Counted with torch 2.15 on the CPU: 205 for one peer, 56 more for each other one; over uv alone
+    158, and 8 more. A rank may have all others as peers.
+    """
+    each = 10 if options.transports == ["uv"] else 60
+    return 150 + each * world_size
+
+
+def raise_file_limit(needed: int) -> int:
+    """Let this process open so many files, or as many as the hard limit has. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return needed
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
+
+
 @contextmanager
 def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
     """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
@@ -192,6 +216,11 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
     def handler(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
         yield job.store.clone(), job.rank, job.world_size  # no ports of our own
 
+    needed = files_needed(job.world_size, options)
+    lowest = share(min(gather(raise_file_limit(needed)) or [0]))
+    if lowest < needed:  # TensorPipe would abort the process
+        more = f"try ulimit -n {needed}"
+        bench.refuse(f"RPC opens up to {needed} files a process, ulimit -n allows {lowest}; {more}")
     with suppress(RuntimeError):  # registered by an earlier start in this process
         register_rendezvous_handler(SCHEME, handler)
     settings = rpc.TensorPipeRpcBackendOptions(

@@ -363,6 +363,12 @@ def trainer_falters() -> None:
 
 
 @fault
+def few_files() -> None:
+    """No rank may open more than 64 files (ulimit -n 64)."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+@fault
 def slow_optimizer() -> None:
     """Rank 1's first optimizer takes 4 s: it imports torch._dynamo, on a machine that is busy."""
     real, calls = torch.optim.SGD.__init__, [0]
