@@ -16,8 +16,9 @@ step of SGD, and answers all who wait with the new parameters.
         benchmarks/batch_update_ps.py --batch-update-size 5 --json report.jsonl
 
 Does what PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions" and
-its parameter_server_test.py did, written anew. `--payload module --rpc-threads 16 --rpc-transports
-auto` are their settings. BSD-3-Clause. docs/batch_update_ps.md shows how to read the table.
+its parameter_server_test.py did, written anew. Their settings are `--payload module --iters 4
+--rpc-threads 16 --rpc-transports auto --log-updates`. BSD-3-Clause. docs/batch_update_ps.md shows
+how to read the table.
 """
 
 import argparse

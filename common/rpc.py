@@ -148,7 +148,7 @@ def add_rpc_flags(
     count = "worker threads a process (default: its share of the cores, 2 to 16)"
     limit = "a call fails after S seconds (default: twice --timeout: the watchdog comes first)"
     if stragglers:
-        limit += ". Not the calls that bring gradients: see --straggler-timeout"
+        limit += "; calls that bring gradients have --straggler-timeout instead"
     transports = """TensorPipe may choose among shm (one host; its thread polls), uv (TCP), ibv
         (InfiniBand) (default: auto, all; but uv where ranks outnumber cores)"""
     channels = """and for tensors among basic (any), cma (one host, needs ptrace), mpt_uv (TCP), on
@@ -162,8 +162,8 @@ def add_rpc_flags(
     add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=channels)
     if stragglers:
         patience = """a trainer that waits S seconds for the answer to its gradients fails the case:
-            the other trainers' are missing, or the server is stuck (default: a quarter of
-            --timeout, which ends the run)"""
+            the other trainers' are missing, or the server is stuck (default: half of --timeout,
+            which ends the run)"""
         add("--straggler-timeout", type=time_limit, metavar="S", help=patience)
     if server_device:
         where = f"auto: as --device (default: {server_device})"
