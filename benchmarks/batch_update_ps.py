@@ -16,8 +16,9 @@ step of SGD, and answers all who wait with the new parameters.
         benchmarks/batch_update_ps.py --batch-update-size 5 --json report.jsonl
 
 Does what PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions" and
-its parameter_server_test.py did, written anew. `--payload module --rpc-threads 16 --rpc-transports
-auto` are their settings. BSD-3-Clause. docs/batch_update_ps.md shows how to read the table.
+its parameter_server_test.py did, written anew. Their settings are `--payload module --iters 4
+--rpc-threads 16 --rpc-transports auto --log-updates`. BSD-3-Clause. docs/batch_update_ps.md shows
+how to read the table.
 """
 
 import argparse
@@ -42,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
-from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int, refuse
+from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
 from common.dist import Group
 from common.report import Case
 from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
@@ -50,25 +51,34 @@ from common.stats import Times, median_interval, own_pace
 from common.table import Columns, interval_ends, metric
 
 PAYLOADS = ("module", "tensors")
-SIZES = {"in_features": 100, "out_features": 30, "batch_size": 20, "num_batches": 4}
+SIZES = {  # default, help
+    "in_features": (100, "columns of the model, a linear layer"),
+    "out_features": (30, "its rows"),
+    "batch_size": (20, "samples of a trainer's step"),
+    "num_batches": (4, "different batches that a trainer takes in turn; --iters is for steps"),
+}
 CHECKED_STEPS = 20
+LOGGED = 300  # updates of a case that the report keeps, the newest ones
 TOLERANCE = 1e-4  # of what the updates change; a lost gradient is 1 in 20 * trainers
 Key = dict[str, Any]
+# its trainers in the order of their gradients, when each came, when the model was new; in seconds
+Update = dict[str, Any]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    for name, default in SIZES.items():
-        flag = f"--{name.replace('_', '-')}"
-        add(flag, type=positive_int, default=default, metavar="N", help=f"(default: {default})")
-    add("--batch-update-size", type=positive_int, metavar="N", help="(default: one a trainer)")
+    for name, (default, text) in SIZES.items():
+        flag, text = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
+        add(flag, type=positive_int, default=default, metavar="N", help=text)
+    text = "gradients that make an update (default: one a trainer)"
+    add("--batch-update-size", type=positive_int, metavar="N", help=text)
     payload = """module: a list of gradients there and the pickled module back, as the tutorial
         does; tensors: a flat tensor each way (default: both)"""
     add("--payload", type=list_of(str, PAYLOADS), default=[*PAYLOADS], metavar="NAME", help=payload)
-    patience = "a step that waits S seconds fails, and names who is missing (default: 10)"
-    add("--straggler-timeout", type=positive_float, default=10.0, metavar="S", help=patience)
-    add_rpc_flags(parser, server_device="cpu")
+    text = "after the table print the server's log: who came when, and each update"
+    add("--log-updates", action="store_true", help=text)
+    add_rpc_flags(parser, server_device="cpu", stragglers=True)
     add_common_flags(parser)
     args = parser.parse_args(argv)
     args.backend = args.backend or "gloo"  # trainers meet on it; what is timed goes over RPC
@@ -112,9 +122,11 @@ class BatchUpdateServer:
             p.grad = part.view_as(p)
         self.lock = threading.Lock()
         self.future: Future[Any] = Future(devices=self.cuda)
+        self.start_s = perf_counter()
         self.waiting: list[int] = []  # the trainers of the next update
+        self.came_s: list[float] = []  # when the gradients of each of them were here
         self.sent = [0] * key["trainers"]  # gradients of each trainer
-        self.updates: list[list[int]] = []  # the log: the trainers of each update
+        self.updates: list[Update] = []  # the log
 
     def update(self, trainer: int, sent: Any) -> Future[Any]:
         """Add a trainer's gradients. The future has the parameters after the update."""
@@ -124,6 +136,7 @@ class BatchUpdateServer:
             future = self.future
             self.gradient += sent.to(self.device)
             self.waiting.append(trainer)
+            self.came_s.append(self.now_s())
             self.sent[trainer] += 1
             # fewer are enough where nobody is missing: all may have sent their last ones
             if len(self.waiting) == self.key["batch_update_size"] or not self.missing():
@@ -133,6 +146,10 @@ class BatchUpdateServer:
         if answer is not None:
             future.set_result(answer)  # not under the lock: the next gradients may come meanwhile
         return future
+
+    def now_s(self) -> float:
+        """Seconds since this server began, to the microsecond."""
+        return round(perf_counter() - self.start_s, 6)
 
     def missing(self) -> list[int]:
         """Whose gradients are to come: those who have sent less than others and do not wait."""
@@ -144,8 +161,9 @@ class BatchUpdateServer:
         self.gradient /= len(self.waiting)
         self.optimizer.step()
         self.gradient.zero_()
-        self.updates.append(self.waiting)
-        self.waiting = []
+        log = {"trainers": self.waiting, "came_s": self.came_s, "updated_s": self.now_s()}
+        self.updates.append(log)
+        self.waiting, self.came_s = [], []
         if self.key["payload"] == "tensors":
             return flat(self.model.parameters()).to(wire)
         return copy.deepcopy(self.model).to(wire)  # ours may change while this is being sent
@@ -168,9 +186,12 @@ def build(bench: Benchmark, server: str, patience_s: float, key: Key, group: Gro
     wire = "cpu" if server == "cpu" else device  # without a device map CUDA cannot travel
     if trainer == 0:
         rpc.rpc_sync("server0", host, args=(BatchUpdateServer, key, server))
-    dist.barrier(group.control)  # the server has its model, the same as ours
     batches = create_batches(key, trainer).to(device)
     model, _ = create_model(key, device)
+    gradients_of(model, batches[0])
+    # the server has its model, the same as ours. Everyone is ready to send gradients: the first
+    # optimizer of a process imports torch._dynamo, which takes over 10 s on a machine that is busy
+    dist.barrier(group.control)
     sent = 0
 
     def send(gradients: Any) -> Any:
@@ -204,7 +225,7 @@ def build(bench: Benchmark, server: str, patience_s: float, key: Key, group: Gro
 
     def facts() -> dict[str, Any]:  # all trainers are done: their times are gathered
         updates = rpc.rpc_sync("server0", get_state)["updates"] if trainer == 0 else []
-        return {"wrong": wrong, "sent": sent, "updates": [len(who) for who in updates]}
+        return {"wrong": wrong, "sent": sent, "updates": updates}
 
     # the trainers do not wait for each other where an update needs fewer than all of them
     return Workload(step, facts=facts, returned=list, aligned=False)
@@ -216,7 +237,7 @@ def differs(key: Key, trained: list[torch.Tensor], server: dict[str, Any]) -> st
     first = flat(model.parameters())
     batches = [itertools.cycle(create_batches(key, t)) for t in range(key["trainers"])]
     models = [copy.deepcopy(model) for _ in batches]  # of each trainer
-    for members in server["updates"]:
+    for members in (update["trainers"] for update in server["updates"]):
         rows = [gradients_of(models[t], next(batches[t])) for t in members]
         for p, *gradients in zip(model.parameters(), *rows, strict=True):
             p.grad = torch.stack(gradients).mean(dim=0)
@@ -239,15 +260,29 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     key, m, updates = case.key, case.metrics, facts[0]["updates"]
     slowest, blocks_s = own_pace(times.each(), case.rounds, "step_time")
     m |= slowest | own_pace(times.returned, case.rounds, "latency")[0]
-    m["gradients_per_update"] = size = sum(updates) / len(updates)
+    arrived = sum(len(update["trainers"]) for update in updates)
+    m["gradients_per_update"] = size = arrived / len(updates)
     m["gradients_per_s"] = len(facts) * sum(case.rounds) / sum(blocks_s)
     m["updates_per_s"] = m["gradients_per_s"] / size
     rates = [len(facts) * n / s / size for n, s in zip(case.rounds, blocks_s, strict=True)]
     m["updates_per_s_ci95"] = median_interval(rates)
     m["mb_per_s"] = m["gradients_per_s"] * 2 * 4e-6 * (key["in_features"] + 1) * key["out_features"]
     sent = sum(fact["sent"] for fact in facts)
-    lost = f"the trainers sent {sent} gradients, the server's log has {sum(updates)}"
-    case.check = verdict(facts[0]["wrong"] or (lost if sent != sum(updates) else None))
+    lost = f"the trainers sent {sent} gradients, the server's log has {arrived}"
+    case.check = verdict(facts[0]["wrong"] or (lost if sent != arrived else None))
+    m["updates"], m["log"] = len(updates), updates[-LOGGED:]
+
+
+def log_of(case: Case) -> str:
+    """The server's log as lines: who came when, and each update."""
+    size, log, total = case.key["batch_update_size"], case.metrics["log"], case.metrics["updates"]
+    lines = [f"log of {case.key['payload']}, {len(log)} of {total} updates; seconds of the server"]
+    for number, update in enumerate(log, total - len(log) + 1):
+        arrivals = zip(update["trainers"], update["came_s"], strict=True)
+        for count, (trainer, came_s) in enumerate(arrivals, 1):
+            lines.append(f"{came_s:12.6f}  got trainer{trainer}, {count} of {size}")
+        lines.append(f"{update['updated_s']:12.6f}  update {number}: the model is new")
+    return "\n".join(lines)
 
 
 COLUMNS: Columns = {
@@ -272,15 +307,22 @@ def main() -> int:
     key: Key = {name: getattr(args, name) for name in SIZES}
     key |= {"server_device": roles.device(trainers), "device": roles.device(0)}
     key |= {"trainers": trainers, "batch_update_size": size}
+    logs: list[str] = []
     with Benchmark("batch_update_ps", args, tested=roles.trainers) as bench:
         options = rpc_options(args, bench)
         model = f"Linear({args.in_features}, {args.out_features}), {trainers} trainers"
+        model += f" with batches of {args.batch_size}"
         bench.begin_table(f"{model}, {size} gradients an update; {options}", COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
             for payload in args.payload:
                 case = {"payload": payload} | key | options.key()
-                work = partial(build, bench, devices[trainers], args.straggler_timeout)
-                bench.measure(case, work, derive, roles.trainers)
+                patience_s = args.straggler_timeout or args.timeout / 2
+                work = partial(build, bench, devices[trainers], patience_s)
+                measured = bench.measure(case, work, derive, roles.trainers)
+                if args.log_updates and measured and "log" in measured.metrics:
+                    logs.append(log_of(measured))
+        for text in logs:  # not between the rows of the table
+            bench.print(f"\n{text}")
     return bench.status
 
 

@@ -4,7 +4,9 @@
 Each server holds an EmbeddingBag (sum). A trainer looks a batch (20 to 50 indices in bags of 1 to
 10) up on all servers by RPC, joins the answers, runs them through a dense stack
 (512-256-128-ReLU-64-32-8) under DistributedDataParallel, and brings the gradients back to the
-tables. Timed is an epoch of 10 batches, which are made before, and within it the phases of a batch.
+tables. Where the tables do not join to 512 columns, a linear layer before the stack makes 512 of
+them. Timed is an epoch of 10 batches, and within it the phases of a batch. The batches are made
+before, and are the same in each epoch.
 
     sec/epoch   of a trainer; `All`: of the slowest trainer, epoch by epoch
     samples/s = bags of its epoch / sec/epoch; `All`: bags of all trainers / that
@@ -15,8 +17,9 @@ tables. Timed is an epoch of 10 batches, which are made before, and within it th
         benchmarks/ddp_rpc.py --number-embeddings 1000000 --sparse --json report.jsonl
 
 Ranks: trainers, then servers, last the master, which sets the servers up. Does what PyTorch's
-benchmark_ddp_rpc.py did, written anew; `--lookup sequential --autograd distributed --rpc-threads 16
---rpc-transports auto` are its settings. BSD-3-Clause. How to read the tables: docs/ddp_rpc.md.
+benchmark_ddp_rpc.py did, written anew. Its settings are `--lookup sequential --autograd distributed
+--reducer ddp --backend gloo --epochs 100 --rpc-threads 16 --rpc-transports auto`. BSD-3-Clause.
+How to read the tables: docs/ddp_rpc.md.
 """
 
 import argparse
@@ -33,11 +36,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
+import torch.distributed.optim
 import torch.distributed.rpc as rpc
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.optim import DistributedOptimizer
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,9 +83,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = """distributed: torch's distributed autograd and DistributedOptimizer; manual: a call to
         each server with the gradient, which it applies (default: both)"""
     add("--autograd", type=how, default="all", metavar="HOW", help=text)
+    text = """who averages the dense gradients: hook, DDP's all-reduce as a hook in Python, whose
+        stamps tell the exchange from the backward pass; ddp, its own reducer in C++ without stamps
+        (default: hook)"""
+    add("--reducer", choices=("hook", "ddp"), default="hook", help=text)
     add_rpc_flags(parser, server_device="cpu")
     add_common_flags(parser)
-    add("--epochs", type=count, dest="iters", metavar="N", help="as --iters")
+    text = "as --iters: N timed epochs of 10 batches, the same ones in each epoch"
+    add("--epochs", type=count, dest="iters", metavar="N", help=text)
     add("--warmup-cycles", type=number(int), dest="warmup_iters", help="as --warmup-iters")
     return parser.parse_args(argv)
 
@@ -224,12 +232,14 @@ def build(devices: list[str], job: Job, key: Key, group: Group) -> Workload:
         dist.barrier(group.control)
         dense, phases = create_dense(key).to(job.device), Phases(job.device)
         ddp = DistributedDataParallel(dense, process_group=group.test)
-        stamp_exchange(ddp, phases)
+        if key.get("reducer") != "ddp":
+            stamp_exchange(ddp, phases)
         optimizer: Any
         if key["autograd"] == "distributed":
             rrefs = [rpc.remote(f"server{i}", get_weight) for i in range(key["servers"])]
             rrefs += [rpc.RRef(p) for p in ddp.parameters()]
-            step, optimizer = distributed_step, DistributedOptimizer(torch.optim.SGD, rrefs, lr=LR)
+            kind = torch.distributed.optim.DistributedOptimizer
+            step, optimizer = distributed_step, kind(torch.optim.SGD, rrefs, lr=LR)
         else:
             step, optimizer = manual_step, torch.optim.SGD(ddp.parameters(), lr=LR)
         # targets where the loss is computed; indices and offsets stay on the CPU to travel
@@ -294,7 +304,8 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     rows = zip(samples, bags, strict=True)
     m["trainers"] = [percentiles(row, "epoch_time") | {"samples": n} for row, n in rows]
     spent = pool(itertools.chain(*times.returned))  # the epochs of all trainers
-    m |= {f"{name}_s": sum(spent[name]) / (samples.size * case.key["batches"]) for name in PHASES}
+    batches = samples.size * case.key["batches"]
+    m |= {f"{name}_s": sum(spent[name]) / batches for name in PHASES if name in spent}
     wrong, error = compare_replicas([f["dense"] for f in facts], case.ranks), facts[0]["error"]
     if not wrong and error > TOLERANCE:
         wrong = f"after {CHECKED['batches']} steps the parameters are {error:.2g} of their change "
@@ -321,13 +332,17 @@ def main() -> int:
     fixed: Key = {name: getattr(args, name) for name in names}
     fixed |= {"trainers": trainers, "servers": servers, "dtype": "float32", "batches": 10}
     fixed |= {"device": roles.device(0), "server_device": roles.device(trainers)}
+    if args.reducer != "hook":  # the default, which older reports do not name
+        fixed["reducer"] = args.reducer
     # torch 2.15 warns of its own functional optimizers, whatever the filters: not on stderr
     logging.captureWarnings(True)
     with Benchmark("ddp_rpc", args, tested=roles.trainers) as bench:
         options = rpc_options(args, bench)
         fixed |= options.key()
-        table = f"a table of {args.number_embeddings} x {args.embedding_dim} each"
-        bench.print(f"\n{trainers} trainers, {servers} servers with {table}; {options}")
+        kind = "sparse table" if args.sparse else "table"
+        tables = f"a {kind} of {args.number_embeddings} x {args.embedding_dim} each"
+        roles_text = f"{trainers} trainers, {servers} servers with {tables}"
+        bench.print(f"\n{roles_text}; reducer {args.reducer}; {options}")
         with rpc_workers(bench, roles, options) as devices:
             for lookup, autograd in itertools.product(args.lookup, args.autograd):
                 key = {"lookup": lookup, "autograd": autograd} | fixed

@@ -4,7 +4,7 @@
 Timed are training steps (zero_grad, forward, loss, backward, optimizer step) of an embedding and
 dense layers under DistributedDataParallel, whose gradient buckets are averaged by a route:
 
-    allreduce    every bucket by all-reduce
+    allreduce    every bucket by all-reduce; over nccl the embedding's gradient is dense
     hybrid       sparse buckets by all-reduce over gloo, dense ones over nccl (CPU: a second gloo)
     rpc          every bucket through a parameter server, by RPC
     sparse_rpc   sparse buckets through a server, dense ones by all-reduce
@@ -33,7 +33,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from pathlib import Path
 from time import perf_counter
@@ -54,31 +54,56 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
-from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int, refuse
+from common.cli import (
+    Parser,
+    add_common_flags,
+    checked,
+    list_of,
+    number,
+    positive_float,
+    positive_int,
+    refuse,
+)
 from common.dist import Group, Job, share
+from common.join import world
 from common.phases import Durations, Phases, Stamps, phase_table, pool, summaries
 from common.report import Case
-from common.rpc import Roles, add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
+from common.rpc import (
+    Roles,
+    RpcOptions,
+    add_rpc_flags,
+    assign_roles,
+    host,
+    hosted,
+    rpc_options,
+    rpc_workers,
+)
 from common.stats import Times, step_metrics
 from common.table import Columns, metric, percentile_columns, relative
 
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
+SERVERS = ("running", "batch")
+PYTORCH_SERVERS = {"AverageParameterServer": "running", "AverageBatchParameterServer": "batch"}
+role_count = number(int)
+layer_count = checked(int, lambda n: 1 <= n <= 10_000, "a whole number from 1 to 10000")
+percentage = checked(int, lambda n: 0 <= n <= 100, "a whole number from 0 to 100")
+seed_number = checked(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295")
 SETTINGS: dict[str, tuple[Any, float, float, str]] = {  # type, default on CUDA, on the CPU, help
-    "ntrainer": (int, 0, 0, "trainers on the CPU"),
-    "ncudatrainer": (int, 0, 0, "trainers on CUDA"),
-    "nserver": (int, 0, 0, "servers on the CPU; without any one rank in four is one"),
-    "ncudaserver": (int, 0, 0, "servers on CUDA"),
+    "ntrainer": (role_count, 0, 0, "trainers on the CPU"),
+    "ncudatrainer": (role_count, 0, 0, "trainers on CUDA"),
+    "nserver": (role_count, 0, 0, "servers on the CPU; without any one rank in four is one"),
+    "ncudaserver": (role_count, 0, 0, "servers on CUDA"),
     "num_embeddings": (positive_int, 1024, 256, "rows of the embedding"),
     "embedding_dim": (positive_int, 1024, 256, "its columns"),
-    "dense_layers": (positive_int, 8, 4, "linear layers after it"),
+    "dense_layers": (layer_count, 8, 4, "linear layers after it"),
     "dense_size": (positive_int, 1024, 256, "features of each, of the last one the classes"),
     "sample_count": (positive_int, 1024, 1024, "samples of an epoch"),
     "sample_length": (positive_int, 1024, 16, "rows that a sample looks up"),
-    "sparsity_percentage": (int, 20, 20, "of the rows so many %% are never looked up"),
+    "sparsity_percentage": (percentage, 20, 20, "of the rows so many %% are never looked up"),
     "batch_size": (positive_int, 32, 8, "samples of a trainer's step"),
     "bucket_size": (positive_float, 25, 0.25, "DDP's bucket_cap_mb"),
-    "torch_seed": (int, 0, 0, "of the model, and of a CPU trainer's data"),
-    "cuda_seed": (int, 0, 0, "of a CUDA trainer's data"),
+    "torch_seed": (seed_number, 0, 0, "of the model, and of a CPU trainer's data"),
+    "cuda_seed": (seed_number, 0, 0, "of a CUDA trainer's data"),
 }
 CHECK_STEPS = 4  # DDP rebuilds its buckets after the first
 TOLERANCE = 1e-4  # fp32 sums in another order, relative to the largest value of a tensor
@@ -95,28 +120,35 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     routes = list_of(lambda name: name.removesuffix("_hook"), names)
     text = f"some of {', '.join(ROUTES)} (default: all)"
     add("--routes", "--ddp-hook", type=routes, default=[*ROUTES], metavar="NAME", help=text)
-    for flag, a, b in (("--servers", "running", "batch"), ("--placement", "grouped", "sharded")):
-        some, text = list_of(str, (a, b)), f"{a}, {b} or both (default: both)"
-        add(flag, type=some, default="all", metavar="NAME", help=text)
+    kinds = list_of(lambda name: PYTORCH_SERVERS.get(name, name), SERVERS)
+    text = """running, batch or both (default: both); also by PyTorch's names: --server
+        AverageParameterServer is running, AverageBatchParameterServer is batch"""
+    add("--servers", "--server", type=kinds, default="all", metavar="NAME", help=text)
+    text = "grouped, sharded or both (default: both)"
+    placements = list_of(str, ("grouped", "sharded"))
+    add("--placement", type=placements, default="all", metavar="NAME", help=text)
+    text = """tensors between a trainer and a server that are both on CUDA go from GPU to GPU by
+        device maps (cuda) or as copies on the CPU (cpu) (default: cuda)"""
+    add("--wire", choices=("cpu", "cuda"), help=text)
     for name, (kind, cuda, cpu, text) in SETTINGS.items():
         text += f" (default: {cuda}, CPU {cpu})"
         default = cuda if cuda == cpu else None  # else main knows
         add(f"--{name.replace('_', '-')}", type=kind, default=default, metavar="N", help=text)
     add("--dense-embedding", action="store_true", help="EmbeddingBag's sparse=False")
     add("--epochs", type=positive_int, metavar="N", help="as --iters, in passes of the data")
-    text = "a gradient that waits S seconds for the others fails its case (default: 10)"
-    add("--straggler-timeout", type=positive_float, default=10.0, metavar="S", help=text)
-    add_rpc_flags(parser)
-    add_common_flags(parser)
+    add_rpc_flags(parser, stragglers=True)
+    multi = "multi (nccl, and gloo for the sparse buckets of hybrid; nccl means the same)"
+    backends = f"gloo, nccl, {multi}, ucc or mpi"
+    add_common_flags(parser, backends=backends)
     return parser.parse_args(argv)
 
 
-def create_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
+def create_model(key: Key, device: torch.device) -> nn.Module:
     """Embedding, linear layers, softmax. Input: [batch, sample length] row numbers."""
-    torch.manual_seed(args.torch_seed)
-    model, size = nn.Sequential(), (args.num_embeddings, args.embedding_dim)
-    model.embedding = nn.EmbeddingBag(*size, sparse=not args.dense_embedding)
-    sizes = [args.embedding_dim, *[args.dense_size] * args.dense_layers]
+    torch.manual_seed(key["torch_seed"])
+    model, size = nn.Sequential(), (key["num_embeddings"], key["embedding_dim"])
+    model.embedding = nn.EmbeddingBag(*size, sparse=not key["dense_embedding"])
+    sizes = [key["embedding_dim"], *[key["dense_size"]] * key["dense_layers"]]
     layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
     model.dense = nn.Sequential(*layers, nn.Softmax(dim=1))
     return model.to(device)
@@ -254,16 +286,15 @@ def build(
         rpc.rpc_sync("master", start_servers, args=(key["server"], new))
     dist.barrier(group.control)
     servers = [home for home, own in shares.items() if rank in own]
-    # nccl has no sparse all-reduce; the second group is the control group, idle within a block
-    multi = key["backend"] == "multi"
-    sparse_group = group.control if multi or route == "hybrid" else group.test
-    dense_group = group.control if multi and route == "allreduce" else group.test
+    patience_s = args.straggler_timeout or args.timeout / 2
+    # gloo; the control group is idle within a block
+    sparse_group = group.control if route == "hybrid" else group.test
     phases, first = Phases(device), None
 
     def by_server(home: int, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        wire = device if home in roles.cuda else torch.device("cpu")
+        wire = device if roles.wire(rank, home) == "cuda" else torch.device("cpu")
         words = (phases.count, bucket.index(), pack(bucket.buffer(), wire))
-        name, patience_s = roles.name(home), args.straggler_timeout
+        name = roles.name(home)
         call = rpc.rpc_async(name, add_gradient, args=words, timeout=patience_s)
         # not call.then(): where the server is on the CPU that future may hold no CUDA tensor
         average = new_future(device)
@@ -284,7 +315,7 @@ def build(
         if route == "rpc" or (route == "sparse_rpc" and sparse):
             average = by_server(servers[bucket.index() % len(servers)], bucket)
         else:
-            average = allreduce_hook(sparse_group if sparse else dense_group, bucket)
+            average = allreduce_hook(sparse_group if sparse else group.test, bucket)
 
         def arrived(average: Future[torch.Tensor]) -> torch.Tensor:
             # refers to no group: gloo's own thread must not hold the last reference to one
@@ -295,14 +326,14 @@ def build(
 
         return average.then(arrived)
 
-    model = create_model(args, device)
-    ddp = DistributedDataParallel(model, process_group=group.test, bucket_cap_mb=args.bucket_size)
+    model = create_model(key, device)
+    ddp = DistributedDataParallel(model, process_group=group.test, bucket_cap_mb=key["bucket_size"])
     ddp.register_comm_hook(None, hook)
     batches = itertools.cycle(create_batches(args, rank, device))
     everyone = [*roles.trainers]
     own = next((share for share in shares.values() if rank in share), everyone)
     over = {"embedding": own, "dense": own if route == "rpc" else everyone}
-    plain = reference(create_model(args, device), over, group.control)
+    plain = reference(create_model(key, device), over, group.control)
     wrong = None
     for _ in range(CHECK_STEPS):
         same = itertools.repeat(next(batches))
@@ -335,11 +366,26 @@ def build(
 
 
 def trainers_of(placement: str | None, roles: Roles) -> dict[int, list[int]]:
-    """The trainers that each server averages over; no servers where there is no placement."""
-    trainers, n, m = roles.trainers, len(roles.trainers), len(roles.servers)
-    if placement == "grouped":  # runs that differ by one trainer at most
-        return {s: [t for t in trainers if t * m // n == i] for i, s in enumerate(roles.servers)}
-    return {server: list(trainers) for server in roles.servers if placement}
+    """The trainers that each server averages over; no servers where there is no placement.
+
+    `grouped`: where both kinds of device have trainers and servers, trainers on CUDA have servers
+    on CUDA, and those on the CPU have servers on the CPU. Shares of a kind differ by one at most.
+    """
+    if placement != "grouped":
+        return {server: list(roles.trainers) for server in roles.servers if placement}
+    everyone = set(range(roles.servers.stop))
+    kinds = [everyone - roles.cuda, everyone & roles.cuda]
+    for role in (roles.trainers, roles.servers):
+        if any(kind.isdisjoint(role) for kind in kinds):
+            kinds = [everyone]
+    shares: dict[int, list[int]] = {}
+    for kind in kinds:
+        trainers = [rank for rank in roles.trainers if rank in kind]
+        servers = [rank for rank in roles.servers if rank in kind]
+        homes = [servers[i * len(servers) // len(trainers)] for i in range(len(trainers))]
+        for server in servers:
+            shares[server] = [t for t, home in zip(trainers, homes, strict=True) if home == server]
+    return shares
 
 
 def reference(model: nn.Module, over: dict[str, list[int]], group: dist.ProcessGroup) -> nn.Module:
@@ -394,8 +440,23 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     case.check = verdict(wrong[0] if wrong else None)
 
 
+def carriers(route: str, backend: str, dense_embedding: bool) -> dict[str, Any]:
+    """What a case's key says of its process groups and its embedding.
+
+    backend: of the trainers' group. `multi` is nccl, and gloo for sparse buckets: nccl has no
+    sparse all-reduce. So over nccl `allreduce` trains a dense embedding, as PyTorch's runs did.
+    """
+    dense = dense_embedding or (backend == "nccl" and route == "allreduce")
+    multi = backend == "nccl" and not dense
+    return {"dense_embedding": dense, "backend": "multi" if multi else backend}
+
+
 def label_of(key: Key) -> str:
-    return " ".join(key[name] for name in ("route", "server", "placement") if key[name])
+    """A route and what carries it, e.g. `allreduce (nccl)`, `hybrid (gloo + nccl)`, `rpc batch`."""
+    dense = "nccl" if key["backend"] == "multi" else key["backend"]
+    groups = {"rpc": "", "hybrid": f" (gloo + {dense})"}.get(key["route"], f" ({dense})")
+    ways = [key[name] for name in ("server", "placement", "wire") if key.get(name)]
+    return " ".join([key["route"] + groups, *ways])
 
 
 COLUMNS: Columns = {
@@ -409,10 +470,19 @@ COLUMNS: Columns = {
 def set_up(args: argparse.Namespace) -> Roles:
     """The ranks' roles; fill in the defaults that depend on them, and refuse what cannot run."""
     trainers, servers = args.ntrainer + args.ncudatrainer, args.nserver + args.ncudaserver
-    counts = {"trainers": trainers, "servers": servers, "master": True, "per_server": 4}
-    args.multi = args.backend in (None, "multi") and not args.dense_embedding
+    counts = {"trainers": trainers or None, "servers": servers or None, "master": True}
+    if not servers and trainers and not through_servers(args):
+        ranks = world()[2]  # the trainers alone, or with the master that torchrun lines often have
+        if ranks in (trainers, trainers + 1):
+            counts |= {"servers": 0, "master": ranks > trainers}
     args.backend = "nccl" if args.backend == "multi" else args.backend
-    roles = assign_roles(args, args.ncudatrainer if trainers else None, args.ncudaserver, **counts)
+    cuda_trainers = args.ncudatrainer if trainers else None
+    roles = assign_roles(args, cuda_trainers, args.ncudaserver, per_server=4, **counts)
+    roles = replace(roles, cuda_wire=args.wire != "cpu")
+    if args.wire == "cuda" and not pairs_on_cuda(roles):
+        refuse(
+            "--wire cuda needs trainers and servers on CUDA, e.g. --ncudatrainer 2 --ncudaserver 1"
+        )
     cpu = roles.cuda.isdisjoint(roles.trainers)
     for name, (_, *defaults, _) in SETTINGS.items():
         if getattr(args, name) is None:
@@ -426,29 +496,53 @@ def set_up(args: argparse.Namespace) -> Roles:
     return roles
 
 
+def pairs_on_cuda(roles: Roles) -> bool:
+    """Whether a trainer and a server are both on CUDA, so that --wire makes a difference."""
+    return not any(roles.cuda.isdisjoint(role) for role in (roles.trainers, roles.servers))
+
+
+def through_servers(args: argparse.Namespace) -> list[str]:
+    """The routes that need servers."""
+    return [route for route in args.routes if "rpc" in route]
+
+
+def title_of(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> str:
+    """What all cases share."""
+    counts = f"{len(roles.trainers)} trainers, {len(roles.servers)} servers"
+    where = f"{len(roles.cuda)} of them on CUDA"
+    epoch = f"an epoch is {args.epoch_steps} steps of {args.batch_size} samples"
+    table = f"embedding {args.num_embeddings} x {args.embedding_dim}"
+    rows = f"{args.sample_length} rows a sample, {args.sparsity_percentage} % never looked up"
+    dense = f"{args.dense_layers} dense layers of {args.dense_size}"
+    buckets = f"buckets of {args.bucket_size:g} MB"
+    lines = [f"{counts}, {where}; {epoch}", f"{table}, {rows}; {dense}; {buckets}"]
+    return "\n".join(lines + [str(options)] * bool(through_servers(args)))
+
+
 def main() -> int:
     args = parse_args()
     roles = set_up(args)
     trainers, servers = len(roles.trainers), len(roles.servers)
-    epoch = f"an epoch is {args.epoch_steps} steps of {args.batch_size} samples"
-    title = f"{trainers} trainers, {servers} servers, {len(roles.cuda)} of them on CUDA; {epoch}"
-    through = [route for route in args.routes if "rpc" in route]
+    through = through_servers(args)
     ways = [(route, None, None) for route in args.routes if route not in through]
     ways += itertools.product(through, args.servers, args.placement[:servers])  # of 1 all are alike
-    fixed = {name: getattr(args, name) for name in (*SETTINGS, "dense_embedding")}
+    fixed = {name: getattr(args, name) for name in SETTINGS}
     fixed |= {"trainers": trainers, "server_count": servers}
     fixed["samples_per_step"] = trainers * args.batch_size
+    by_cpu = args.wire == "cpu" and pairs_on_cuda(roles)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default; said, it does not warn
     devices: list[str] = []
     with Benchmark("parameter_server", args, tested=roles.trainers) as bench, ExitStack() as stack:
         options, backend = rpc_options(args, bench), share(bench.job.backend)
-        fixed["backend"] = "multi" if args.multi and backend == "nccl" else backend
-        bench.begin_table(title, COLUMNS, ["sparse_rpc running grouped", "+-10.0%"])
+        title = title_of(args, roles, options)
+        bench.begin_table(title, COLUMNS, ["sparse_rpc (gloo) running grouped", "+-10.0%"])
         for route, kind, placement in ways:
             if kind and not devices:  # not before: the threads of RPC may poll
                 devices = stack.enter_context(rpc_workers(bench, roles, options))
             key = {"route": route, "server": kind, "placement": placement} | fixed
-            key |= options.key() if kind else {}
+            key |= carriers(route, backend, args.dense_embedding)
+            if kind:
+                key |= options.key() | ({"wire": "cpu"} if by_cpu else {})
             work = partial(build, args, roles, devices, bench.job)
             bench.measure(key, work, derive, roles.trainers)
         for case in bench.report.cases:

@@ -232,11 +232,12 @@ def add_common_flags(
     min_iters: int = 20,
     max_seconds: float = 5,
     timeout: float = 300,
+    backends: str = "gloo, nccl, ucc or mpi",
 ) -> None:
     """Those of all measuring scripts. -w, -J, --output-file and -T are nccl-tests' names."""
     add = parser.add_argument_group("flags of all scripts").add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
-    backend = "gloo, nccl, ucc or mpi (default: nccl on CUDA, gloo on the CPU)"
+    backend = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
     names = ("--distributed-backend", "--backend")
     add(*names, dest="backend", type=str.lower, metavar="NAME", help=backend)  # as torch takes it
     warm = "untimed iterations of each step (default: 5, fewer if they take --max-seconds / 4)"

@@ -5,6 +5,7 @@ Servers and the master answer calls while they wait for the end of a case in `Be
 
 import argparse
 import os
+import resource
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,13 +19,21 @@ import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from common.benchmark import Benchmark
-from common.cli import list_of, positive_float, positive_int, refuse
+from common.cli import checked, list_of, refuse
 from common.dist import gather, share
 from common.join import world
+
+if not hasattr(rpc, "TensorPipeAgent"):  # at once: the scripts define functions of rpc.functions
+    refuse("this torch was built without TensorPipe, which torch.distributed.rpc needs")
 
 SCHEME = "torchrun-bench"  # of the init_method that leads to the job's own store
 TRANSPORTS = ("auto", "shm", "uv", "ibv")
 CHANNELS = ("auto", "basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
+LIMIT_S = 1e8  # torch counts time limits in milliseconds of an int64, and fails beyond
+time_limit = checked(
+    float, lambda s: 0.001 <= s <= LIMIT_S, "a number of seconds from 0.001 to 1e8", "e.g. 60"
+)
+threads = checked(int, lambda n: 1 <= n <= 1024, "a whole number from 1 to 1024", "e.g. 16")
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,11 @@ class Roles:
     servers: range
     master: int | None = None
     cuda: frozenset[int] = frozenset()  # the ranks on CUDA; the others are on the CPU
+    cuda_wire: bool = True  # tensors between two ranks on CUDA go by device maps, not by the CPU
+
+    def wire(self, a: int, b: int) -> str:
+        """Where a tensor is that travels between two ranks: `cuda` or `cpu`."""
+        return "cuda" if self.cuda_wire and {a, b} <= self.cuda else "cpu"
 
     def device(self, rank: int) -> str:
         return "cuda" if rank in self.cuda else "cpu"
@@ -50,10 +64,9 @@ class Roles:
 
         devices: of every rank. Servers need maps as well: distributed autograd calls back.
         """
-        if rank not in self.cuda:
-            return {}
         peers = self.servers if rank in self.trainers else self.trainers
-        return {self.name(p): {devices[rank]: devices[p]} for p in peers if p in self.cuda}
+        mapped = [peer for peer in peers if self.wire(rank, peer) == "cuda"]
+        return {self.name(peer): {devices[rank]: devices[peer]} for peer in mapped}
 
 
 def split_roles(
@@ -65,7 +78,8 @@ def split_roles(
 ) -> Roles:
     """The roles of a world, all on the CPU: as given, or a server for so many ranks. Or refuses."""
     rest = world_size - master
-    servers = servers or max(1, rest - trainers if trainers else rest // per_server)
+    if servers is None:
+        servers = max(1, rest - trainers if trainers else rest // per_server)
     trainers = trainers or max(1, rest - servers)
     last = trainers + servers
     if (total := last + master) != world_size:
@@ -97,6 +111,9 @@ def assign_roles(
     roles = replace(roles, cuda=frozenset(ranks))
     if roles.cuda and not torch.cuda.is_available():
         refuse("trainers or servers on CUDA: torch sees no CUDA device here; try --device cpu")
+    if not roles.cuda and all(name.startswith("cuda_") for name in args.rpc_channels or [""]):
+        names = ",".join(args.rpc_channels)
+        refuse(f"--rpc-channels {names} are for CUDA alone, and no rank is on it; try basic")
     backend = args.backend or ("nccl" if roles.cuda.issuperset(roles.trainers) else "gloo")
     args.device, args.backend = roles.device(rank), backend if rank in roles.trainers else "gloo"
     return roles
@@ -121,10 +138,17 @@ class RpcOptions:
         return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.key().items())
 
 
-def add_rpc_flags(parser: argparse.ArgumentParser, server_device: str | None = None) -> None:
-    """TensorPipe's settings, and --server-device where it has a default."""
-    threads = "worker threads a process (default: its share of the cores, 2 to 16)"
-    timeout = "a call fails after S seconds (default: twice --timeout: the watchdog comes first)"
+def add_rpc_flags(
+    parser: argparse.ArgumentParser, server_device: str | None = None, stragglers: bool = False
+) -> None:
+    """TensorPipe's settings, --server-device where it has a default.
+
+    stragglers: calls that bring gradients have a limit of their own, --straggler-timeout.
+    """
+    count = "worker threads a process (default: its share of the cores, 2 to 16)"
+    limit = "a call fails after S seconds (default: twice --timeout: the watchdog comes first)"
+    if stragglers:
+        limit += "; calls that bring gradients have --straggler-timeout instead"
     transports = """TensorPipe may choose among shm (one host; its thread polls), uv (TCP), ibv
         (InfiniBand) (default: auto, all; but uv where ranks outnumber cores)"""
     channels = """and for tensors among basic (any), cma (one host, needs ptrace), mpt_uv (TCP), on
@@ -132,10 +156,15 @@ def add_rpc_flags(parser: argparse.ArgumentParser, server_device: str | None = N
         (InfiniBand), cuda_xth (one process). TensorPipe ends a process that finds none: keep
         basic and cuda_basic (default: auto, all)"""
     add = parser.add_argument_group("RPC").add_argument
-    add("--rpc-threads", type=positive_int, metavar="N", help=threads)
-    add("--rpc-timeout", type=positive_float, metavar="S", help=timeout)
+    add("--rpc-threads", type=threads, metavar="N", help=count)
+    add("--rpc-timeout", type=time_limit, metavar="S", help=limit)
     add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=transports)
     add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=channels)
+    if stragglers:
+        patience = """a trainer that waits S seconds for the answer to its gradients fails the case:
+            the other trainers' are missing, or the server is stuck (default: half of --timeout,
+            which ends the run)"""
+        add("--straggler-timeout", type=time_limit, metavar="S", help=patience)
     if server_device:
         where = f"auto: as --device (default: {server_device})"
         add("--server-device", choices=("auto", "cpu", "cuda"), default=server_device, help=where)
@@ -154,6 +183,26 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     return share(RpcOptions(threads, timeout_s, transports, args.rpc_channels or ["auto"]))
 
 
+def files_needed(world_size: int, options: RpcOptions) -> int:
+    """How many files (sockets, pipes, shared memory) TensorPipe may open in a process.
+
+    Counted with torch 2.15 on the CPU: 205 for one peer, 56 more for each other one; over uv alone
+    158, and 8 more. A rank may have all others as peers.
+    """
+    each = 10 if options.transports == ["uv"] else 60
+    return 150 + each * world_size
+
+
+def raise_file_limit(needed: int) -> int:
+    """Let this process open so many files, or as many as the hard limit has. Returns the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return needed
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
+
+
 @contextmanager
 def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
     """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
@@ -167,6 +216,11 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
     def handler(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
         yield job.store.clone(), job.rank, job.world_size  # no ports of our own
 
+    needed = files_needed(job.world_size, options)
+    lowest = share(min(gather(raise_file_limit(needed)) or [0]))
+    if lowest < needed:  # TensorPipe would abort the process
+        more = f"try ulimit -n {needed}"
+        bench.refuse(f"RPC opens up to {needed} files a process, ulimit -n allows {lowest}; {more}")
     with suppress(RuntimeError):  # registered by an earlier start in this process
         register_rendezvous_handler(SCHEME, handler)
     settings = rpc.TensorPipeRpcBackendOptions(

@@ -362,6 +362,26 @@ def trainer_falters() -> None:
     rpc.rpc_sync = rpc_sync
 
 
+@fault
+def few_files() -> None:
+    """No rank may open more than 64 files (ulimit -n 64)."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+@fault
+def slow_optimizer() -> None:
+    """Rank 1's first optimizer takes 4 s: it imports torch._dynamo, on a machine that is busy."""
+    real, calls = torch.optim.SGD.__init__, [0]
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        calls[0] += RANK == 1
+        if calls[0] == 1:
+            time.sleep(4)
+        real(*args, **kwargs)
+
+    torch.optim.SGD.__init__ = init  # type: ignore[method-assign]
+
+
 # What collectives.py and p2p_matrix.py measure is of these types; the core's own messages are not.
 CALLS = {  # of torch.distributed: where the call's output is among its arguments
     **{"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 0},

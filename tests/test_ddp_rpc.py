@@ -45,10 +45,16 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
 @pytest.mark.smoke
 @pytest.mark.oldest
 def test_seven_processes(bench: Callable[..., Any]) -> None:
-    """4 trainers, 2 servers whose sparse tables join to 512 columns: no projection."""
+    """4 trainers, 2 servers whose sparse tables join to 512 columns: no projection. DDP's own
+    reducer averages, within the backward pass."""
     flags = ("--number-trainers", "4", "--number_ps", "2", "--sparse", "--embedding-dim", "256")
-    run = bench(SCRIPT, *SHORT, *flags, ranks=7)
+    run = bench(SCRIPT, *SHORT, *flags, "--reducer", "ddp", ranks=7)
     assert run.status == 0, run.err
+    assert "2 servers with a sparse table of 300 x 256 each; reducer ddp; rpc threads" in run.out
+    for case in run.report.cases:
+        assert case.key["reducer"] == "ddp"
+        assert "exchange_s" not in case.metrics
+        assert case.metrics["backward_s"] > 0
     assert checks(run) == {f"parallel {way}": "passed" for way in BOTH}
 
 

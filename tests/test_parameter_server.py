@@ -35,6 +35,7 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
     assert run.status == 0, run.err
     assert run.err == "" or "OMP_NUM_THREADS" in run.err
     assert "an epoch is 3 steps of 4 samples" in run.out
+    assert "\nrpc threads 2, rpc transports " in run.out
     cases = {label(case): case for case in run.report.cases}
     through = ["rpc running grouped", "sparse_rpc running grouped"]
     assert list(cases) == ["allreduce", "hybrid", *through]  # those without servers first
@@ -61,6 +62,23 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
     dense = cases["allreduce"].metrics["trainers"]["trainer0"]["hook dense"]["count"]
     counts = [cases[name].metrics["servers"]["all"]["straggler"]["count"] for name in through]
     assert counts == [dense + 9, 9]
+
+
+@pytest.mark.smoke
+def test_trainers_alone(bench: Callable[..., Any]) -> None:
+    """No route uses a server, and none is there. The title has what the cases share."""
+    flags = (*SHORT, "--ntrainer", "3", "--nserver", "0", "--routes", "allreduce")
+    run = bench(SCRIPT, *flags, ranks=3)
+    assert run.status == 0, run.err
+    assert checks(run) == {"allreduce": "passed"}
+    assert run.report.cases[0].key["server_count"] == 0
+    title = run.out[run.out.index("3 trainers, 0 servers") :].splitlines()[:2]
+    assert title == [
+        "3 trainers, 0 servers, 0 of them on CUDA; an epoch is 2 steps of 4 samples",
+        "embedding 32 x 16, 16 rows a sample, 20 % never looked up; 3 dense layers of 16; "
+        "buckets of 0.001 MB",
+    ]
+    assert "\nallreduce (gloo)  " in run.out
 
 
 @pytest.mark.smoke

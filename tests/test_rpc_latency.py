@@ -55,6 +55,18 @@ def test_a_transport_that_is_not_there_is_one_line(bench: Callable[..., Any]) ->
     assert "rpc_latency.py: error: --rpc-transports ibv: there is none here" in run.err
 
 
+@faults
+def test_a_small_limit_of_files_is_one_line(bench: Callable[..., Any]) -> None:
+    """TensorPipe would abort the process."""
+    run = bench(SCRIPT, *SHORT, ranks=2, inject="few-files")
+    assert run.status != 0
+    # fewer over uv, which is the default on one core
+    said = r"error: RPC opens up to (270|170) files a process, ulimit -n allows 64; try ulimit -n"
+    (line,) = [line for line in run.err.splitlines() if "ulimit" in line]
+    assert re.search(said + r" \1$", line)
+    assert "Traceback" not in run.err.split(line)[0]
+
+
 @smoke
 def test_two_nodes(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, "--ops", "rpc_sync", "--sizes", "6,1M", ranks=1, nodes=2)

@@ -1,13 +1,17 @@
 """common/rpc.py: who does what, and what its four scripts refuse before they meet anybody."""
 
+import runpy
+import sys
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import batch_update_ps, ddp_rpc, parameter_server, rpc_latency
-from common.rpc import split_roles
+from common.rpc import RpcOptions, files_needed, raise_file_limit, split_roles
+from tests.process import ROOT
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,34 @@ from common.rpc import split_roles
         (parameter_server, 4, "--ntrainer 4 --nserver 2", "are 7 processes, and there are 4"),
         (parameter_server, 5, "--ncudaserver 1", "torch sees no CUDA device"),
         (parameter_server, 5, "--dense-embedding --routes hybrid_hook", "no bucket is sparse"),
+        (parameter_server, 5, "--wire cuda", "needs trainers and servers on CUDA, e.g. --ncud"),
+        (parameter_server, 5, "--server AverageServer", "expected some of running, batch"),
+        (
+            parameter_server,
+            4,
+            "--ntrainer 3 --nserver 0",
+            "3 trainers, 1 servers and a master are 5",
+        ),
+        (parameter_server, 2, "--nserver -1", "expected a whole number of at least 0, got '-1'"),
+        (
+            parameter_server,
+            5,
+            "--sparsity-percentage -50",
+            "a whole number from 0 to 100, got '-50'",
+        ),
+        (
+            parameter_server,
+            5,
+            "--sparsity-percentage 101",
+            "a whole number from 0 to 100, got '101'",
+        ),
+        (parameter_server, 5, "--dense-layers 99999999999", "a whole number from 1 to 10000"),
+        (parameter_server, 5, "--torch-seed 99999999999", "a whole number from 0 to 4294967295"),
+        (batch_update_ps, 3, "--straggler-timeout 1e300", "seconds from 0.001 to 1e8, got '1e300'"),
+        (rpc_latency, 2, "--rpc-timeout 1e300", "a number of seconds from 0.001 to 1e8"),
+        (rpc_latency, 2, "--rpc-timeout 1e-9", "a number of seconds from 0.001 to 1e8"),
+        (rpc_latency, 2, "--rpc-threads 99999999999", "a whole number from 1 to 1024"),
+        (rpc_latency, 2, "--rpc-channels cuda_xth", "are for CUDA alone, and no rank is on it"),
     ],
 )
 def test_refused(
@@ -47,6 +79,65 @@ def test_refused(
     assert message in line
 
 
+@pytest.mark.parametrize(
+    "script", ["parameter_server", "ddp_rpc", "batch_update_ps", "rpc_latency"]
+)
+def test_a_torch_without_tensorpipe(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """In one line, before the script's own functions need torch.distributed.rpc."""
+    for name in ("TensorPipeAgent", "functions"):
+        monkeypatch.delattr(torch.distributed.rpc, name)
+    monkeypatch.delattr(torch.distributed.optim, "DistributedOptimizer")
+    monkeypatch.delitem(sys.modules, "common.rpc")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with pytest.raises(SystemExit) as refused:
+        runpy.run_path(str(ROOT / "benchmarks" / f"{script}.py"))
+    assert refused.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "this torch was built without TensorPipe" in line
+
+
+@pytest.mark.parametrize(
+    ("size", "flags", "roles"),
+    [
+        (3, "--ntrainer 3 --nserver 0 --routes allreduce", (range(3), range(3, 3), None)),
+        (4, "--ntrainer 3 --nserver 0 --routes allreduce", (range(3), range(3, 3), 3)),
+        (5, "--ntrainer 3 --routes allreduce", (range(3), range(3, 4), 4)),
+        (5, "--routes hybrid,allreduce", (range(3), range(3, 4), 4)),  # as with all routes
+        (5, "--ntrainer 3 --routes rpc", (range(3), range(3, 4), 4)),
+    ],
+)
+def test_no_server_where_no_route_needs_one(
+    size: int, flags: str, roles: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(size))
+    args = parameter_server.parse_args(["--device", "cpu", *flags.split()])
+    found = parameter_server.set_up(args)
+    assert (found.trainers, found.servers, found.master) == roles
+    assert args.nserver == 0
+
+
+def test_servers_by_pytorchs_names() -> None:
+    names = "AverageBatchParameterServer,AverageParameterServer"
+    args = parameter_server.parse_args(["--server", names])
+    assert args.servers == ["batch", "running"]
+
+
+def test_files_that_rpc_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The soft limit is raised as far as needed; more than the hard limit cannot be had."""
+    auto = RpcOptions(2, 60, ["auto"], ["auto"])
+    assert files_needed(17, auto) == 150 + 17 * 60
+    assert files_needed(17, replace(auto, transports=["uv"])) == 150 + 17 * 10
+    limits, calls = [(64, 64), (64, -1), (1024, 4096), (-1, -1)], []
+    monkeypatch.setattr("resource.getrlimit", lambda kind: limits.pop(0))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limit: calls.append(limit))
+    assert [raise_file_limit(1170) for _ in range(4)] == [64, 1170, 1170, 1170]
+    assert calls == [(64, 64), (1170, -1), (1170, 4096)]
+
+
 def test_roles_and_device_maps() -> None:
     """Both ways, by the index that a device has on its node; the master needs none."""
     roles = replace(split_roles(6, trainers=3, master=True), cuda=frozenset({2, 3, 4}))
@@ -57,6 +148,63 @@ def test_roles_and_device_maps() -> None:
     assert maps[:2] == [{}, {}]
     assert maps[2] == {"server0": {"cuda:2": "cuda:0"}, "server1": {"cuda:2": "cuda:1"}}
     assert maps[3:] == [{"trainer2": {f"cuda:{i}": "cuda:2"}} for i in (0, 1)] + [{}]
+
+
+def test_tensors_between_gpus_go_by_the_cpu_on_demand() -> None:
+    """A trainer and a server on CUDA, one of each on the CPU: one pair has a device map."""
+    roles = replace(split_roles(4, trainers=2, servers=2), cuda=frozenset({1, 3}))
+    devices = ["cpu", "cuda:0", "cpu", "cuda:1"]
+    assert [roles.wire(1, server) for server in (2, 3)] == ["cpu", "cuda"]
+    assert [roles.wire(0, server) for server in (2, 3)] == ["cpu", "cpu"]
+    assert roles.device_maps(1, devices) == {"server1": {"cuda:0": "cuda:1"}}
+    copied = replace(roles, cuda_wire=False)
+    assert copied.wire(1, 3) == "cpu"
+    assert [copied.device_maps(rank, devices) for rank in range(4)] == [{}] * 4
+
+
+@pytest.mark.parametrize(
+    ("route", "backend", "dense", "says", "label"),
+    [
+        ("allreduce", "gloo", False, ("gloo", False), "allreduce (gloo)"),
+        ("allreduce", "nccl", False, ("nccl", True), "allreduce (nccl)"),
+        ("allreduce", "nccl", True, ("nccl", True), "allreduce (nccl)"),
+        ("hybrid", "nccl", False, ("multi", False), "hybrid (gloo + nccl)"),
+        ("hybrid", "gloo", False, ("gloo", False), "hybrid (gloo + gloo)"),
+        ("sparse_rpc", "nccl", False, ("multi", False), "sparse_rpc (nccl) batch grouped"),
+        ("sparse_rpc", "gloo", False, ("gloo", False), "sparse_rpc (gloo) batch grouped"),
+        ("rpc", "nccl", False, ("multi", False), "rpc batch grouped"),
+        ("rpc", "nccl", True, ("nccl", True), "rpc batch grouped"),
+    ],
+)
+def test_what_carries_a_route(
+    route: str, backend: str, dense: bool, says: tuple[str, bool], label: str
+) -> None:
+    """nccl has no sparse all-reduce: its baseline is a dense embedding, nothing is left to gloo."""
+    found = parameter_server.carriers(route, backend, dense)
+    assert (found["backend"], found["dense_embedding"]) == says
+    servers = {"server": "batch", "placement": "grouped"} if "rpc" in route else {"server": None}
+    key = {"route": route, "placement": None} | servers | found
+    assert parameter_server.label_of(key) == label
+    if "rpc" in route:
+        assert parameter_server.label_of(key | {"wire": "cpu"}) == f"{label} cpu"
+
+
+@pytest.mark.parametrize(
+    ("cuda_trainers", "cuda_servers", "shares"),
+    [
+        (6, 2, {8: [0], 9: [1], 10: [2, 3, 4], 11: [5, 6, 7]}),  # by kind
+        (7, 1, {8: [0], 9: [], 10: [], 11: [1, 2, 3, 4, 5, 6, 7]}),
+        (8, 2, {8: [0, 1], 9: [2, 3], 10: [4, 5], 11: [6, 7]}),  # no trainer on the CPU
+        (6, 0, {8: [0, 1], 9: [2, 3], 10: [4, 5], 11: [6, 7]}),  # no server on CUDA
+    ],
+)
+def test_trainers_go_to_servers_of_their_kind(
+    cuda_trainers: int, cuda_servers: int, shares: dict[int, list[int]]
+) -> None:
+    ranks = [*range(8 - cuda_trainers, 8), *range(12 - cuda_servers, 12)]
+    roles = replace(split_roles(13, 8, 4, master=True), cuda=frozenset(ranks))
+    assert parameter_server.trainers_of("grouped", roles) == shares
+    assert set(parameter_server.trainers_of("sharded", roles)) == {8, 9, 10, 11}
 
 
 def test_who_averages_with_whom() -> None:

@@ -106,6 +106,26 @@ def test_roles_on_cuda_in_any_mix(bench: Callable[..., Any], trainers: int, serv
     passed(bench("benchmarks/parameter_server.py", *flags, *SHORT, ranks=4))
 
 
+def test_averaging_over_nccl_and_through_a_server(bench: Callable[..., Any]) -> None:
+    """parameter_server's default backend on one GPU: 1 trainer, 1 server on the CPU, the master."""
+    run = bench(
+        "benchmarks/parameter_server.py", "--ncudatrainer", "1", "--nserver", "1", *SHORT, ranks=3
+    )
+    keys = {case.key["route"]: case.key for case in passed(run)}
+    assert (keys["allreduce"]["backend"], keys["allreduce"]["dense_embedding"]) == ("nccl", True)
+    assert (keys["hybrid"]["backend"], keys["hybrid"]["dense_embedding"]) == ("multi", False)
+    assert "allreduce (nccl)" in run.out
+    assert "hybrid (gloo + nccl)" in run.out
+
+
+@pytest.mark.parametrize("wire", ["cpu", "cuda"])
+def test_wires_between_roles_on_cuda(bench: Callable[..., Any], wire: str) -> None:
+    """1 trainer and 1 server share the GPU; tensors go by a device map, or by the CPU."""
+    roles = ("--ncudatrainer", "1", "--ncudaserver", "1", "--routes", "rpc,sparse_rpc")
+    run = bench("benchmarks/parameter_server.py", *roles, "--wire", wire, *SHORT, ranks=3)
+    assert {case.key.get("wire", "cuda") for case in passed(run)} == {wire}
+
+
 def test_out_of_memory_is_a_row_and_the_next_model_is_measured(bench: Callable[..., Any]) -> None:
     """resnet152 needs over 300 GB for such a batch, mobilenet about 25."""
     flags = ("--models", "resnet152,mobilenet_v3_small", "--batch-size", "2048", "--iters", "6")
