@@ -112,8 +112,9 @@ def test_a_torch_without_tensorpipe(
 def test_no_server_where_no_route_needs_one(
     size: int, flags: str, roles: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", str(size))
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     args = parameter_server.parse_args(["--device", "cpu", *flags.split()])
     found = parameter_server.set_up(args)
     assert (found.trainers, found.servers, found.master) == roles
