@@ -219,6 +219,18 @@ def load_torchbench(
     return model, batch, getattr(benchmark, "batch_size", size)
 
 
+def longest_stack(model: nn.Module) -> list[nn.Module]:
+    """The model's longest ModuleList or Sequential of one class; of two layers at least, or []."""
+    longest: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            classes = {type(layer) for layer in module}
+            nested = classes & {nn.ModuleList, nn.Sequential}
+            if len(classes) == 1 and not nested and len(module) > len(longest):
+                longest = [*module]
+    return longest
+
+
 def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     """The model's layers that FSDP wraps or that are recomputed, inner ones first.
 
@@ -227,13 +239,10 @@ def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     """
     layers = [module for module in model.modules() if module is not model]
     if not classes:
-        containers = (nn.ModuleList, nn.Sequential)
-        lists = [[*module] for module in model.modules() if isinstance(module, containers)]
-        alike = [x for x in lists if len(x) > 1 and len({type(layer) for layer in x}) == 1]
-        longest = max((x for x in alike if not isinstance(x[0], containers)), key=len, default=[])
-        if not longest:
+        stack = longest_stack(model)
+        if not stack:
             raise ValueError("the model has no list of layers; try --fsdp-units CLASS")
-        classes = [type(longest[0]).__name__]
+        classes = [type(stack[0]).__name__]
     known = {type(layer).__name__ for layer in layers}
     for name in classes:
         if name not in known:
@@ -324,7 +333,7 @@ def draw(model: nn.Module, loss: Tensor, file: str) -> None:
 
 
 def count_graphs(first: int) -> dict[str, int]:
-    """The case's graphs and graph breaks, as metrics. first: graphs that the first step has made."""
+    """The case's graphs and graph breaks, as metrics. first: graphs that the first step made."""
     made = counters["stats"]["unique_graphs"]
     left = counters["graph_break"] + counters["unimplemented"]
     # the context manager in DDP's forward, a generator, breaks nothing
