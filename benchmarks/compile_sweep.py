@@ -207,7 +207,9 @@ def load_torchbench(
     """A model of github.com/pytorch/benchmark, its only batch, and the size of that."""
     loader = importlib.import_module("torchbenchmark").load_model_by_name(name)
     if loader is None:
-        raise ValueError(f"torchbenchmark has no model {name!r}")
+        raise ValueError(
+            f"torchbenchmark cannot load {name!r}: no such model, or it lacks packages"
+        )
     benchmark = loader(test="train", device=device.type, batch_size=size)
     model, batch = benchmark.get_module()
     if low := {str(p.dtype) for p in model.parameters()} - {"torch.float32"}:
@@ -218,6 +220,18 @@ def load_torchbench(
     return model, batch, getattr(benchmark, "batch_size", size)
 
 
+def longest_stack(model: nn.Module) -> list[nn.Module]:
+    """The model's longest ModuleList or Sequential of one class; of two layers at least, or []."""
+    longest: list[nn.Module] = []
+    for module in model.modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            classes = {type(layer) for layer in module}
+            nested = classes & {nn.ModuleList, nn.Sequential}
+            if len(classes) == 1 and not nested and len(module) > len(longest):
+                longest = [*module]
+    return longest
+
+
 def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     """The model's layers that FSDP wraps or that are recomputed, inner ones first.
 
@@ -226,13 +240,10 @@ def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     """
     layers = [module for module in model.modules() if module is not model]
     if not classes:
-        containers = (nn.ModuleList, nn.Sequential)
-        lists = [[*module] for module in model.modules() if isinstance(module, containers)]
-        alike = [x for x in lists if len(x) > 1 and len({type(layer) for layer in x}) == 1]
-        longest = max((x for x in alike if not isinstance(x[0], containers)), key=len, default=[])
-        if not longest:
+        stack = longest_stack(model)
+        if not stack:
             raise ValueError("the model has no list of layers; try --fsdp-units CLASS")
-        classes = [type(longest[0]).__name__]
+        classes = [type(stack[0]).__name__]
     known = {type(layer).__name__ for layer in layers}
     for name in classes:
         if name not in known:
@@ -322,6 +333,15 @@ def draw(model: nn.Module, loss: Tensor, file: str) -> None:
     viz.make_dot(loss, named, show_attrs=True, show_saved=True).save(file)
 
 
+def count_graphs(first: int) -> dict[str, int]:
+    """The case's graphs and graph breaks, as metrics. first: graphs that the first step made."""
+    made = counters["stats"]["unique_graphs"]
+    left = counters["graph_break"] + counters["unimplemented"]
+    # the context manager in DDP's forward, a generator, breaks nothing
+    breaks = sum(times for why, times in left.items() if "enerator" not in why)
+    return {"graphs": made, "recompiles": made - first, "graph_breaks": breaks}
+
+
 def check(key: Key, rank: int, losses: list[Tensor], wanted: Reference | str, graphs: int) -> str:
     """The check of a rank's first steps: was the model compiled, and are the losses right?"""
     if key["compiler"] != "eager" and not graphs:
@@ -383,12 +403,8 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
     gib = peak(device, memory)
 
     def facts() -> Key:
-        made = counters["stats"]["unique_graphs"]
-        left = counters["graph_break"] + counters["unimplemented"]
-        # the context manager in DDP's forward, a generator, breaks nothing
-        breaks = sum(times for why, times in left.items() if "enerator" not in why)
-        cost: Key = {"graphs": made, "recompiles": made - graphs[0], "graph_breaks": breaks}
-        cost |= {"first_step_s": times_s[0], "first_steps_s": sum(times_s), "start_s": start_s}
+        cost: Key = count_graphs(graphs[0]) | {"start_s": start_s}
+        cost |= {"first_step_s": times_s[0], "first_steps_s": sum(times_s)}
         if args.profile:
             file = args.trace_file.with_stem(f"{args.trace_file.stem}-{name}-{rank}")
             trace(step, args.iters or PROFILED, file, device)
@@ -396,7 +412,7 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
             loss = loss_of(compiled, batch)  # on all ranks: FSDP gathers weights in it
             if rank == 0:
                 draw(model, loss, f"torchviz-{name}-0.dot")
-        result = check(key, rank, losses, wanted, made)
+        result = check(key, rank, losses, wanted, cost["graphs"])
         most = cost | gib | count_units(model)
         return {"max": most, "check": result, "batch_size": size, "peak": peak_flops(device, dtype)}
 
@@ -503,12 +519,12 @@ def start(backend: str, device: torch.device) -> tuple[float, str | None]:
     if backend in ("eager", "print"):
         return 0.0, None
     square = partial(compile_by(backend, torch.square), torch.ones(64, device=device))
-    try:
-        with fresh_compile_cache():
+    with fresh_compile_cache():  # it would keep its folder if an error left it
+        try:
             return time_block(square, 1, device)[0][0], None
-    except Exception as error:
-        reason = cli.describe(getattr(error, "inner_exception", error))  # what the backend raised
-        return 0.0, f"--backends {backend} cannot compile x * x here: {reason}"
+        except Exception as error:
+            reason = cli.describe(getattr(error, "inner_exception", error))  # the backend's own
+            return 0.0, f"--backends {backend} cannot compile x * x here: {reason}"
 
 
 def main() -> int:
