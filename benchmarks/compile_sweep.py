@@ -335,6 +335,7 @@ def draw(model: nn.Module, loss: Tensor, file: str) -> None:
 
 def count_graphs(first: int) -> dict[str, int]:
     """The case's graphs and graph breaks, as metrics. first: graphs that the first step made."""
+    counters = dynamo_counters()
     made = counters["stats"]["unique_graphs"]
     left = counters["graph_break"] + counters["unimplemented"]
     # the context manager in DDP's forward, a generator, breaks nothing

@@ -84,10 +84,14 @@ from common.table import Columns, metric, percentile_columns, relative
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
 SERVERS = ("running", "batch")
 PYTORCH_SERVERS = {"AverageParameterServer": "running", "AverageBatchParameterServer": "batch"}
+
+
+def whole(low: int, high: int) -> Any:
+    """The type of a flag: a whole number within these, both included."""
+    return checked(int, lambda n: low <= n <= high, f"a whole number from {low} to {high}")
+
+
 role_count = number(int)
-layer_count = checked(int, lambda n: 1 <= n <= 10_000, "a whole number from 1 to 10000")
-percentage = checked(int, lambda n: 0 <= n <= 100, "a whole number from 0 to 100")
-seed_number = checked(int, lambda n: 0 <= n < 2**32, "a whole number from 0 to 4294967295")
 SETTINGS: dict[str, tuple[Any, float, float, str]] = {  # type, default on CUDA, on the CPU, help
     "ntrainer": (role_count, 0, 0, "trainers on the CPU"),
     "ncudatrainer": (role_count, 0, 0, "trainers on CUDA"),
@@ -95,15 +99,15 @@ SETTINGS: dict[str, tuple[Any, float, float, str]] = {  # type, default on CUDA,
     "ncudaserver": (role_count, 0, 0, "servers on CUDA"),
     "num_embeddings": (positive_int, 1024, 256, "rows of the embedding"),
     "embedding_dim": (positive_int, 1024, 256, "its columns"),
-    "dense_layers": (layer_count, 8, 4, "linear layers after it"),
+    "dense_layers": (whole(1, 10_000), 8, 4, "linear layers after it"),
     "dense_size": (positive_int, 1024, 256, "features of each, of the last one the classes"),
-    "sample_count": (positive_int, 1024, 1024, "samples of an epoch"),
+    "sample_count": (whole(1, 10_000_000), 1024, 1024, "samples of an epoch"),
     "sample_length": (positive_int, 1024, 16, "rows that a sample looks up"),
-    "sparsity_percentage": (percentage, 20, 20, "of the rows so many %% are never looked up"),
+    "sparsity_percentage": (whole(0, 100), 20, 20, "of the rows so many %% are never looked up"),
     "batch_size": (positive_int, 32, 8, "samples of a trainer's step"),
     "bucket_size": (positive_float, 25, 0.25, "DDP's bucket_cap_mb"),
-    "torch_seed": (seed_number, 0, 0, "of the model, and of a CPU trainer's data"),
-    "cuda_seed": (seed_number, 0, 0, "of a CUDA trainer's data"),
+    "torch_seed": (whole(0, 2**32 - 1), 0, 0, "of the model, and of a CPU trainer's data"),
+    "cuda_seed": (whole(0, 2**32 - 1), 0, 0, "of a CUDA trainer's data"),
 }
 CHECK_STEPS = 4  # DDP rebuilds its buckets after the first
 TOLERANCE = 1e-4  # fp32 sums in another order, relative to the largest value of a tensor

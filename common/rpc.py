@@ -239,6 +239,8 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
         if "not in use by this listener" in str(error):
             names = ",".join(options.transports)
             bench.refuse(f"--rpc-transports {names}: there is none here", 1)
+        if "timed out" in str(error) or "timeout" in str(error):
+            bench.refuse(f"--rpc-timeout {options.timeout_s:g}: RPC takes longer to start; try 60")
         raise
     graceful = False
     try:

@@ -94,7 +94,7 @@ def test_the_log_as_lines() -> None:
     ]
 
 
-def test_rates_by_hand() -> None:
+def test_rates_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two steps: max(1 + 1, 1.5 + 1.5) + max(2 + 2, 1 + 1) = 7 s for 8 gradients."""
     key = {"in_features": 9, "out_features": 10}
     steps = [[1.0, 1.0, 2.0, 2.0], [1.5, 1.5, 1.0, 1.0]]
@@ -115,6 +115,9 @@ def test_rates_by_hand() -> None:
     assert m["updates_per_s_ci95"] is None  # of two blocks
     assert case.check == "passed"
     assert (m["updates"], m["log"]) == (7, updates)
+    monkeypatch.setattr(batch_update_ps, "LOGGED", 3)  # the report keeps the newest ones
+    batch_update_ps.derive(case, times, facts)
+    assert (m["updates"], m["log"]) == (7, updates[4:])
     facts[1]["sent"] = 7
     batch_update_ps.derive(case, times, facts)
     assert case.check == "failed: the trainers sent 13 gradients, the server's log has 12"

@@ -67,6 +67,15 @@ def test_a_small_limit_of_files_is_one_line(bench: Callable[..., Any]) -> None:
     assert "Traceback" not in run.err.split(line)[0]
 
 
+@faults
+def test_a_time_limit_in_which_rpc_does_not_start_is_one_line(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "--rpc-timeout", "0.001", ranks=2)
+    assert run.status != 0
+    said = "error: --rpc-timeout 0.001: RPC takes longer to start; try 60"
+    assert f"rpc_latency.py: {said}" in run.err
+    assert "Traceback" not in run.err.split(said)[0]
+
+
 @smoke
 def test_two_nodes(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, "--ops", "rpc_sync", "--sizes", "6,1M", ranks=1, nodes=2)

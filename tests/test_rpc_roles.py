@@ -49,6 +49,7 @@ from tests.process import ROOT
             "a whole number from 0 to 100, got '101'",
         ),
         (parameter_server, 5, "--dense-layers 99999999999", "a whole number from 1 to 10000"),
+        (parameter_server, 5, "--sample-count 99999999999", "a whole number from 1 to 10000000"),
         (parameter_server, 5, "--torch-seed 99999999999", "a whole number from 0 to 4294967295"),
         (batch_update_ps, 3, "--straggler-timeout 1e300", "seconds from 0.001 to 1e8, got '1e300'"),
         (rpc_latency, 2, "--rpc-timeout 1e300", "a number of seconds from 0.001 to 1e8"),
