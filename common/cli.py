@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 HANG = 3  # exit status
 TURN = "TORCHRUN_BENCH_TURN"  # the variable with the two named pipes of `ab.py --interleave`
 MOST = 1e9  # of seconds and counts: more is a slip, and overflows somewhere
-MOST_CASES = 10_000  # of a run
+MOST_CASES = 10_000  # of a run, by its lists of values
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -110,6 +110,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            sys.exit(2)  # torchrun has started the ranks again, and the first ones have said it
         refuse(message)
 
     def parse_args(  # type: ignore[override]
@@ -124,6 +126,10 @@ class Parser(argparse.ArgumentParser):
             flags = [flag for action in self._actions for flag in action.option_strings]
             name = unknown[0].partition("=")[0]
             self.error(f"unknown argument '{name}'{suggest(name, flags)}")
+        single = [getattr(parsed, a.dest, None) for a in self._actions if a.nargs is None]
+        cases = math.prod(len(values) for values in single if isinstance(values, list) and values)
+        if cases > MOST_CASES:
+            self.error(f"expected lists for at most {MOST_CASES:,} cases, got {cases:,} cases")
         return parsed
 
 
@@ -219,12 +225,6 @@ def wrong(expected: str, got: str, example: str = "") -> NoReturn:
     raise argparse.ArgumentTypeError(
         f"expected {expected}, got {got}" + (f"; {example}" if example else "")
     )
-
-
-def limit_cases(count: int) -> None:
-    """Refuse a run of more cases than anybody waits for."""
-    if count > MOST_CASES:
-        refuse(f"expected at most {MOST_CASES:,} cases in a run, got {count:,}; give shorter lists")
 
 
 def add_common_flags(
