@@ -54,6 +54,14 @@ def variable(text: str) -> str:
     return text
 
 
+def command(text: str) -> str:
+    return text if text.strip() else wrong("a command", repr(text), "e.g. --a 'torchrun x.py'")
+
+
+def folder(text: str) -> Path:
+    return Path(text) if text.strip() else wrong("a folder", repr(text), "e.g. --out threads")
+
+
 @dataclass
 class Side:
     """One of the two commands; its reports and logs are in `folder`."""
@@ -200,10 +208,10 @@ def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
     for side, what in (("a", "the base, as one word: quote it"), ("b", "what is compared with it")):
-        add(f"--{side}", required=True, metavar="COMMAND", help=what)
+        add(f"--{side}", required=True, type=command, metavar="COMMAND", help=what)
         own = f"NAME=VALUE, variables of {side.upper()}'s runs alone"
         add(f"--{side}-env", type=variable, nargs="+", action="extend", default=[], help=own)
-    add("--out", required=True, type=Path, metavar="DIR", help="keep plan, reports and logs here")
+    add("--out", required=True, type=folder, metavar="DIR", help="keep plan, reports and logs here")
     add("--runs", type=number(int, 2), default=6, metavar="N", help="runs a side (default: 6)")
     add("--interleave", action="store_true", help="both runs of a pair at once, block by block")
     add("--until-decided", action="store_true", help="stop once every case has a verdict")

@@ -144,6 +144,8 @@ def test_refusals(sides: Path) -> None:
     for change, message in (
         ({"--a": "no-such-program x"}, "No such file or directory: 'no-such-program'"),
         ({"--a": "python3 'x"}, "No closing quotation"),
+        ({"--a": ""}, "argument --a: expected a command, got ''"),
+        ({"--out": ""}, "argument --out: expected a folder, got ''"),
         ({"--runs": "1"}, "expected a whole number of at least 2"),
         ({"--a-env": "FAKE"}, "expected NAME=VALUE, got 'FAKE'"),
         ({"--out": str(sides / "fake.py")}, "Not a directory"),
