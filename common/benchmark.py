@@ -5,16 +5,18 @@ A case that fails on any rank is a row with its reason, and the run goes on.
 
 import argparse
 import faulthandler
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from common import environment, gpus
-from common.cli import TURN, describe, end, refuse, turn_taker
+from common.cli import TURN, abandon, complain, describe, end, refuse, turn_taker
 from common.dist import Group, close_group, connect, gather, open_group, share
 from common.join import join
 from common.report import Case, Report, not_json
@@ -46,7 +48,7 @@ class Benchmark:
         if args.json == "" or (args.resume and not args.json):
             refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)  # until the watchdog
-        self.args, self.status, self.failed = args, 1, False
+        self.args, self.status, self.failed, self.silenced = args, 1, False, False
         self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
         first, turns = self.job.rank == 0, os.environ.get(TURN)
         self.turn = turn_taker(turns) if turns and first else lambda: None
@@ -56,15 +58,20 @@ class Benchmark:
         found = share(environment.collect(self.job))
         self.report = Report(name, found, args.json if first else None)
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
-        problem = environment.problem(found, tested)
+        problem, older = environment.problem(found, tested), None
         try:
-            if not problem:
-                self.report.start(args.resume)
-        except (OSError, ValueError) as error:
+            if self.report.path and not problem:
+                self.watchdog.phase(f"opens {self.report.path}", ahead=0)
+                older = self.report.start(args.resume, since=restarted_after())
+        except OSError as error:
+            problem = f"--json {args.json}: {error}"
+        except ValueError as error:
             problem = f"--json: {error}"
         if problem := share(problem):
             self.refuse(problem)
         self.print(environment.preamble(name, found))
+        if older:
+            self.print(f"# the report that was there is now {older}")
         self.done: list[dict[str, Any]] = share([c.key for c in self.report.cases if not c.failed])
 
     def measure(
@@ -81,6 +88,8 @@ class Benchmark:
         measured. teams: parts of the ranks that do the same at once, each in a group of its own.
         """
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
+        if problem := not_json("key", key):
+            self.refuse(problem)
         if key in self.done:
             return self.show(self.report.find(key))
         case, member = Case(key, list(ranks)), self.job.rank in ranks
@@ -144,6 +153,8 @@ class Benchmark:
                 reason = describe(error)
         if reason:
             case.metrics, case.check = {}, f"failed: {reason}"
+        if self.report.path:
+            self.watchdog.phase(f"writes {self.report.path}", ahead=0)
         try:
             self.report.add(case)
         except OSError as error:
@@ -161,15 +172,23 @@ class Benchmark:
         return case
 
     def print(self, text: str) -> None:
-        """Print on rank 0."""
+        """Print on rank 0. Where stdout is gone the run goes on for its report, if it has one."""
         if self.job.rank == 0:
-            self.progress.write(text, file=sys.stdout)
-            sys.stdout.flush()
+            try:
+                self.progress.write(text, file=sys.stdout)
+                sys.stdout.flush()
+            except OSError as error:
+                self.silenced = True
+                abandon(sys.stdout)
+                if not self.args.json:
+                    self.refuse(f"stdout: {error.strerror}; without --json the run ends here", 1)
+                goes_on = f"the run goes on, {self.args.json} gets its cases"
+                complain(f"error: stdout: {error.strerror}; {goes_on}")
 
     def fail(self, reason: str) -> None:
         """Let the run fail although its cases passed; on rank 0."""
         self.failed = True
-        print(f"error: {reason}", file=sys.stderr, flush=True)
+        complain(f"error: {reason}")
 
     def refuse(self, problem: str, status: int = 2) -> None:
         """End the run, by default for a mistake that only the running job shows. On all ranks."""
@@ -192,8 +211,23 @@ class Benchmark:
             except OSError as full:
                 self.fail(f"--json {self.args.json}: {full.strerror}; every case is in it")
             self.progress.close()
-            self.status = share(int(self.failed))
+            try:
+                sys.stderr.flush()
+                os.write(2, b"")  # fails where stderr was closed from the start
+            except OSError as why:
+                self.silenced = True
+                abandon(sys.stderr)
+                self.print(f"# error: stderr: {why.strerror}; warnings may be missing")
+            self.status = share(int(self.failed or self.silenced))
             dist.barrier()
         self.watchdog.stop()
         if error is None:
             dist.destroy_process_group()
+
+
+def restarted_after() -> float:
+    """When the torchrun was started that has now restarted its ranks, in seconds since 1970; else
+    infinite. A report that is newer is of this torchrun: --max-restarts goes on with it."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return math.inf
+    return psutil.Process(os.getppid()).create_time() - 1  # the report has whole seconds

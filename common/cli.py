@@ -31,22 +31,14 @@ def complain(line: str) -> None:
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
-        gone(sys.stderr)
+        abandon(sys.stderr)
 
 
-def gone(stream: TextIO) -> str:
-    """Why nothing can be written to stdout or stderr any more, or nothing.
-
-    Then /dev/null takes its place: Python flushes both when it ends, which must not fail again.
-    """
-    try:
-        stream.flush()
-        os.write(stream.fileno(), b"")
-    except OSError as error:
-        with open(os.devnull, "wb") as null:
-            os.dup2(null.fileno(), stream.fileno())
-        return error.strerror or str(error)
-    return ""
+def abandon(stream: TextIO) -> None:
+    """After an error on stdout or stderr /dev/null takes its place: when Python ends it flushes
+    both, and if that failed again, the exit status would be 120."""
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), stream.fileno())
 
 
 def fill_streams() -> None:
@@ -57,7 +49,7 @@ def fill_streams() -> None:
     while (number := os.open(os.devnull, os.O_RDONLY)) <= 2:
         pass
     os.close(number)
-    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
+    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
 
 
 def end(status: int, text: str = "") -> NoReturn:
@@ -223,7 +215,9 @@ def add_common_flags(
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
     most = f"or once a case was timed for S seconds (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
-    report = "append each case to this new report; an older one is moved to PATH.bak, PATH.bak.1, ..."
+    report = (
+        "append each case to this new report; an older one is moved to PATH.bak, PATH.bak.1, ..."
+    )
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
     hang = f"after S seconds without progress name who hangs, and end (default: {timeout:g})"

@@ -159,7 +159,7 @@ def open_alone(path: str) -> IO[bytes]:
     """A file to append to that no other run has open so. The lock ends with the process."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is no regular file; expected a path such as report.jsonl")
-    file = open(path, "ab")
+    file = open(path, "ab")  # noqa: SIM115 (it stays open, for the lock)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -55,9 +55,12 @@ class Watchdog:
         self.order = 0 if member else -1  # the phase of ranks outside the case is number 0
         self.phase("set up" if member else "not part of it")
 
-    def phase(self, what: str) -> None:
-        """Say what comes next. It calls the store: keep it out of timed code."""
-        self.order += 1
+    def phase(self, what: str, ahead: int = 1) -> None:
+        """Say what comes next. It calls the store: keep it out of timed code.
+
+        ahead: 0 for what this rank alone does, which puts the others behind nobody.
+        """
+        self.order += ahead
         host = socket.gethostname()
         self.where = f"rank {self.job.rank} on {host}, case '{self.label}', {what}"
         order = [self.case, self.order]
@@ -138,18 +141,21 @@ class Watchdog:
         end(HANG)
 
     def _end_on_signals(self) -> None:
-        """End in order on Ctrl-C and SIGTERM although the main thread may wait in C."""
+        """End in order on Ctrl-C, SIGTERM and SIGHUP although the main thread may wait in C."""
         # Python runs a handler in the main thread only; the pipe tells a thread of ours at once
         read, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        ends = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+            ends.remove(signal.SIGHUP)
+        for number in ends:
             signal.signal(number, lambda *_: None)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks end with it, however it ends
             ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
         def wait() -> None:
-            while (number := os.read(read, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
+            while (number := os.read(read, 1)[0]) not in ends:
                 pass
             path = self.report.path
             line = f"{signal.Signals(number).name}: {len(self.report.cases)} cases are measured"

@@ -133,7 +133,7 @@ def test_bytes_and_missing_files(path: Path) -> None:
     with pytest.raises(ValueError, match="No such file"):
         load(str(path))
     path.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(ValueError, match="utf-8"):
+    with pytest.raises(ValueError, match="is UTF-16, not text in UTF-8"):
         load(str(path))
 
 
