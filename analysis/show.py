@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 import tabulate
 
-from common.cli import gone, refuse, show_size
+from common.cli import abandon, refuse, show_size
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 UNITS_OF = {"_gb_per_s": "GB/s", "_mb_per_s": "MB/s", "_per_s": "1/s", "_s": "s", "_gib": "GiB"}
@@ -63,7 +63,7 @@ def put(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        gone(sys.stdout)
+        abandon(sys.stdout)
         refuse(f"stdout: {error.strerror}", status=1)
 
 
