@@ -15,6 +15,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -82,7 +83,7 @@ def load(
     if min(sizes) == 0 or sum(size > LARGE_BYTES for size in sizes) < 2:  # 0: perhaps a pipe
         runs = list(map(read_one, paths))
     else:  # reading JSON fills one core
-        with multiprocessing.get_context("fork").Pool(2) as pool:
+        with multiprocessing.get_context("fork").Pool(2, leave_signals) as pool:
             runs = pool.map(read_one, paths)
     runs.sort(key=lambda run: run.started_at)
     refuse_copies(runs)
@@ -94,6 +95,12 @@ def load(
         for row, name in zip(rows, case_names([row.key for row in rows]), strict=True):
             row.name = name
     return runs
+
+
+def leave_signals() -> None:
+    """In a process that reads: Ctrl-C is for the one that waits, which ends this one by SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def find(words: Sequence[str]) -> list[str]:
@@ -372,7 +379,8 @@ def our_key(key: dict[str, Any], ranks: int) -> dict[str, Any]:
     """The key that ddp_sweep.py gives to a case of PyTorch's DDP benchmark. ranks: 0 without DDP"""
     ours = {name: key[name] for name in ("model", "batch_size", "label")} | PYTORCH_KEY
     ours |= {"backend": key["distributed_backend"], "world_size": ranks}
-    wrapped = {"bucket_size_mb": key["bucket_size"], "comm_hook": "none"}
+    size = key["bucket_size"]  # whole MB, ours are not
+    wrapped = {"bucket_size_mb": float(size) if is_number(size) else size, "comm_hook": "none"}
     return ours | (wrapped if ranks else dict.fromkeys(wrapped))
 
 
