@@ -34,7 +34,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+if __name__ == "__main__":  # until main(): Ctrl-C while pandas is imported is no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import psutil
 
@@ -45,13 +48,23 @@ from analysis.load import load
 from analysis.show import clean
 from analysis.verdicts import Comparison, Design, compare
 from common import report
-from common.cli import TURN, Parser, number, positive_int, refuse, wrong
+from common.cli import TURN, Parser, complain, number, positive_int, refuse, wrong
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def variable(text: str) -> str:
     if "=" not in text:
         wrong("NAME=VALUE", repr(text))
     return text
+
+
+def command(text: str) -> str:
+    return text if text.strip() else wrong("a command", repr(text), "e.g. --a 'torchrun x.py'")
+
+
+def folder(text: str) -> Path:
+    return Path(text) if text.strip() else wrong("a folder", repr(text), "e.g. --out threads")
 
 
 @dataclass
@@ -156,18 +169,22 @@ def planned_looks(first: int, most: int) -> list[int]:
     return looks
 
 
-def open_folder(args: argparse.Namespace, looks: list[int]) -> list[Side]:
-    """The sides; the plan is written. Raises ValueError where the folder holds another plan."""
+def open_folder(args: argparse.Namespace, looks: list[int]) -> tuple[list[Side], IO[bytes]]:
+    """The sides and the plan, which is written and locked while its file is open.
+
+    Raises ValueError where the folder holds another plan, or another ab.py has it open.
+    """
     names = ("a", "a_env", "b", "b_env", "interleave")
     plan = {name: getattr(args, name) for name in names} | {"looks after runs": looks}
     sides = [Side(name, plan[name], plan[f"{name}_env"], args.out / name) for name in "ab"]
     for side in sides:
         side.folder.mkdir(parents=True, exist_ok=True)
     path, text = args.out / "plan.txt", "".join(f"{name}: {plan[name]}\n" for name in plan)
-    if path.exists() and path.read_text() != text:
+    locked = report.open_alone(str(path))
+    if path.read_text() not in ("", text):
         raise ValueError(f"{path} is of another comparison; give another --out")
     path.write_text(text)
-    return sides
+    return sides, locked
 
 
 def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Comparison:
@@ -183,7 +200,7 @@ def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Co
             for side in todo:
                 side.finish(pair, side.start(pair, {}))
         took = f"took {time.monotonic() - began:.1f} s" if todo else "is there already"
-        print(f"pair {pair} of {looks[-1]} {took}", file=sys.stderr, flush=True)
+        complain(f"pair {pair} of {looks[-1]} {took}")
         if pair in (1, *looks):  # after the first: do keys meet?
             words = [str(side.report(n)) for side in sides for n in range(1, pair + 1)]
             runs = sorted(load(words, ignore=args.ignore_key), key=lambda run: run.label)
@@ -193,8 +210,13 @@ def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Co
     return found
 
 
+def handle_signals(handler: Any) -> None:
+    for name in SIGNALS:
+        signal.signal(name, handler)
+
+
 def interrupt(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_IGN)  # once is enough: the commands are being ended
+    handle_signals(signal.SIG_IGN)  # once is enough: the commands are being ended
     raise KeyboardInterrupt(128 + number)
 
 
@@ -202,10 +224,10 @@ def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
     for side, what in (("a", "the base, as one word: quote it"), ("b", "what is compared with it")):
-        add(f"--{side}", required=True, metavar="COMMAND", help=what)
+        add(f"--{side}", required=True, type=command, metavar="COMMAND", help=what)
         own = f"NAME=VALUE, variables of {side.upper()}'s runs alone"
         add(f"--{side}-env", type=variable, nargs="+", action="extend", default=[], help=own)
-    add("--out", required=True, type=Path, metavar="DIR", help="keep plan, reports and logs here")
+    add("--out", required=True, type=folder, metavar="DIR", help="keep plan, reports and logs here")
     add("--runs", type=number(int, 2), default=6, metavar="N", help="runs a side (default: 6)")
     add("--interleave", action="store_true", help="both runs of a pair at once, block by block")
     add("--until-decided", action="store_true", help="stop once every case has a verdict")
@@ -215,19 +237,21 @@ def main() -> int:
     args = parser.parse_args()
     most = args.max_runs or 4 * args.runs
     looks = planned_looks(args.runs, most) if args.until_decided else [args.runs]
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, interrupt)
+    handle_signals(interrupt)
     try:
-        found = measure(args, open_folder(args, looks), looks)
+        sides, _plan = open_folder(args, looks)  # which stays open, and so locked
+        found = measure(args, sides, looks)
     except (ValueError, OSError) as error:
         refuse(clean(error, 1000))
     except (RuntimeError, KeyboardInterrupt) as problem:
         stopped = isinstance(problem, KeyboardInterrupt)
-        print(f"ab.py: {'interrupted' if stopped else problem}", file=sys.stderr)
-        print("the finished runs are kept; the same command goes on", file=sys.stderr)
+        complain(f"ab.py: {'interrupted' if stopped else problem}")
+        complain("the finished runs are kept; the same command goes on")
         return int(problem.args[0]) if stopped else 1
     finally:
+        handle_signals(signal.SIG_IGN)
         end_all()
+        handle_signals(signal.SIG_DFL)
     return conclude([found], args.format, args.fail_on)
 
 

@@ -32,9 +32,9 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import by_benchmark, find, load, rows_of
-from analysis.show import clean, markdown, put, show_table, show_time
+from analysis.show import check_output, clean, markdown, put, show_table, show_time
 from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
-from common.cli import Parser, fraction, list_of, positive_int, refuse
+from common.cli import Parser, checked, fraction, list_of, positive_int, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
 
@@ -119,7 +119,7 @@ def conclude(found: Sequence[Comparison], style: str, fail_on: Sequence[str]) ->
 
 
 def two_sides(args: argparse.Namespace) -> Comparison:
-    runs = load([*args.base, *args.test], args.measure, args.ignore_key)
+    runs = load([*args.base, *args.test], args.measure, args.ignore_key, join_pytorch=True)
     paths = find(args.base)
     base, test = ([run for run in runs if (run.label in paths) is side] for side in (True, False))
     paired = args.paired or args.interleaved
@@ -128,13 +128,15 @@ def two_sides(args: argparse.Namespace) -> Comparison:
 
 def over_time(args: argparse.Namespace) -> list[Comparison]:
     """The newest run of each benchmark against those before it."""
+    if args.plot is not None:
+        check_output(args.plot, (".svg", ".png", ".pdf"), find([args.history]))
     groups = by_benchmark(load([args.history], args.measure, args.ignore_key)).values()
     timed = [runs for runs in groups if any(row.time_s for row in rows_of(runs))]
     several = [runs for runs in timed if len(runs) > 1]
     found = [compare(runs[-1 - args.last : -1], runs[-1:], Design(args.margin)) for runs in several]
     if not found:
         raise ValueError(f"--history {args.history}: no benchmark has two reports with times")
-    if args.plot:
+    if args.plot is not None:
         from analysis.figures import plot_history  # matplotlib takes a second to import
 
         plot_history(several, args.plot)
@@ -151,13 +153,18 @@ def main() -> int:
     add("--plot", metavar="PATH", help="with --history: draw each case over time, .svg or .png")
     add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
     add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
-    add("--measure", metavar="NAME", help="another step of the cases, or a time or rate of theirs")
+    measure = "another step of the cases, or a time or rate of theirs"
+    add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
     add_verdict_flags(parser)
     args = parser.parse_args()
     given = bool(args.base), bool(args.test), bool(args.history)
     if given not in ((True, True, False), (False, False, True)):
         what = "compare.py base.jsonl --test test.jsonl, or compare.py --history reports/"
         refuse(f"expected reports of two sides, or a history; e.g. {what}")
+    if args.plot is not None and not args.history:
+        refuse("--plot draws runs over time: it needs --history, e.g. --history reports/")
+    if args.history and (args.paired or args.interleaved):
+        refuse("--paired and --interleaved are about BASE and --test: a history has no pairs")
     gc.disable()  # a report is millions of numbers without a cycle among them
     try:
         found = over_time(args) if args.history else [two_sides(args)]

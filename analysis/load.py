@@ -15,6 +15,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,10 @@ STEP = "step"  # what a case is about, among its samples
 RATES = ("1/s", "GB/s", "MB/s")
 ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")  # of the reports in a folder
 GZIP = b"\x1f\x8b"  # how its files begin
+PYTORCH = "PyTorch's DDP benchmark"
+# What its cases are in the words of ddp_sweep.py's keys. It sets no precision: that is torch's own.
+PYTORCH_KEY = {"dtype": "default", "device": "cuda", "image_size": 224, "bind_cores": False}
+PYTORCH_KEY |= dict.fromkeys(("channels_last", "gradient_as_bucket_view", "static_graph"), False)
 LARGE_BYTES = 2**24  # reading so much JSON takes half a second
 
 
@@ -55,28 +60,45 @@ class Run(Report):
 
     rows: dict[str, Row] = field(default_factory=dict)  # its cases by their canonical keys
     label: str = ""  # its path, or a page's name
+    left_out: dict[str, list[Any]] = field(default_factory=dict)  # of the keys, and their values
 
 
-def load(words: Sequence[str], measure: str | None = None, ignore: Sequence[str] = ()) -> list[Run]:
+def load(
+    words: Sequence[str],
+    measure: str | None = None,
+    ignore: Sequence[str] = (),
+    join_pytorch: bool = False,
+) -> list[Run]:
     """The reports that paths, folders and patterns name, as runs, in the order of their start.
 
     measure: the step, time or rate to take instead of the first step. ignore: fields of the keys
-    by which cases are not told apart. Raises ValueError with one line.
+    by which cases are not told apart. join_pytorch: let cases of PyTorch's DDP benchmark meet those
+    of ddp_sweep.py. Raises ValueError with one line.
     """
     paths = find(words)
-    read_one = partial(read, measure=measure, ignore=ignore)
+    read_one = partial(read, measure=measure)
     sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
     if min(sizes) == 0 or sum(size > LARGE_BYTES for size in sizes) < 2:  # 0: perhaps a pipe
         runs = list(map(read_one, paths))
     else:  # reading JSON fills one core
-        with multiprocessing.get_context("fork").Pool(2) as pool:
+        with multiprocessing.get_context("fork").Pool(2, leave_signals) as pool:
             runs = pool.map(read_one, paths)
     runs.sort(key=lambda run: run.started_at)
+    refuse_copies(runs)
+    if join_pytorch:
+        give_pytorch_our_keys(runs)
+    leave_out(runs, ignore)
     for same in by_benchmark(runs).values():
         rows = rows_of(same)
         for row, name in zip(rows, case_names([row.key for row in rows]), strict=True):
             row.name = name
     return runs
+
+
+def leave_signals() -> None:
+    """In a process that reads: Ctrl-C is for the one that waits, which ends this one by SIGTERM."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def find(words: Sequence[str]) -> list[str]:
@@ -100,7 +122,46 @@ def find(words: Sequence[str]) -> list[str]:
     return list(found.values())
 
 
-def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
+def refuse_copies(runs: Sequence[Run]) -> None:
+    """Raises ValueError where two reports are of the same run, which would count twice."""
+    starts: dict[Any, list[Run]] = {}
+    for run in runs:
+        alike = starts.setdefault((run.benchmark, run.started_at, str(run.argv)), [])
+        for other in alike:
+            if run.rows and run.rows == other.rows:
+                what = f"{run.label} is a copy of {other.label}: a run counts once"
+                raise ValueError(f"{what}; leave one of them out")
+        alike.append(run)
+
+
+def leave_out(runs: Sequence[Run], names: Sequence[str]) -> None:
+    """Take these fields out of all keys. Raises ValueError where no case has such a field."""
+    known = dict.fromkeys(name for row in rows_of(runs) for name in row.key)
+    for name in names:
+        if known and name not in known:
+            what = f"no case has a field '{name}' to ignore; there are {', '.join(known)}"
+            raise ValueError(what + suggest(name, known))
+    for run in runs if names else ():
+        rows = list(run.rows.values())
+        for name in names:
+            values = [str(row.key[name]) for row in rows if name in row.key]
+            run.left_out[name] = list(dict.fromkeys(values))
+        for row in rows:
+            row.key = {name: value for name, value in row.key.items() if name not in names}
+        index(run, rows, f"several cases differ in {', '.join(names)} alone")
+
+
+def index(run: Run, rows: Sequence[Row], problem: str) -> None:
+    """Put the rows of a run under their keys. Raises ValueError where two have the same."""
+    run.rows = {}
+    for row in rows:
+        form = canonical(row.key)
+        if form in run.rows:
+            raise ValueError(f"{run.label}: {problem}, e.g. {form}; measure one of them a report")
+        run.rows[form] = row
+
+
+def read(path: str, measure: str | None) -> Run:
     """The report at a path as a run; see `load`."""
     steps: dict[str, None] = {}  # those of any case
 
@@ -120,14 +181,8 @@ def read(path: str, measure: str | None, ignore: Sequence[str]) -> Run:
     with open_report(path) as file:
         report = parse(path, file, shrink)
     run = Run(**vars(report), label=path)
-    for case in [part for whole in report.cases for part in split_links(whole)]:
-        row = timed(case, measure)
-        row.key = {name: value for name, value in row.key.items() if name not in ignore}
-        form = canonical(row.key)
-        if form in run.rows:
-            what = f"several cases differ in {', '.join(ignore)} alone, e.g. {form}"
-            raise ValueError(f"{path}: {what}; measure one of them a report")
-        run.rows[form] = row
+    parts = [part for whole in report.cases for part in split_links(whole)]
+    index(run, [timed(case, measure) for case in parts], "several cases have the same key")
     if measure and run.rows and not any(row.measure for row in run.rows.values()):
         raise ValueError(f"{path}: {why_no_time(measure, list(run.rows.values()), list(steps))}")
     return run
@@ -279,15 +334,20 @@ def read_foreign(content: bytes, path: str) -> Report | None:
         raise ValueError(f"{what}: {type(error).__name__} {str(error)[:80]}") from None
 
 
+def label_of(world_size: Any) -> str:
+    """What PyTorch's DDP benchmark tells of its ranks."""
+    return f"{world_size} rank{'s' * (world_size != 1)}" if world_size else "no ddp"
+
+
 def pytorch_report(document: dict[str, Any], path: str) -> Report:
     """Of PyTorch's DDP benchmark: times of the first rank, then of the second, ..."""
-    report = Report("PyTorch's DDP benchmark", {}, path, [], "", status="complete")
+    report = Report(PYTORCH, {}, path, [], "", status="complete")
     fixed = {name: document.get(name) for name in ("distributed_backend", "bucket_size")}
     for entry in document["benchmark_results"]:
         for i, result in enumerate(entry["result"]):
             count = len(result["ranks"])
             # it measures one rank twice: first without DDP, then with it
-            label = f"{count} rank{'s' * (count > 1)}" if i or count > 1 else "no ddp"
+            label = label_of(count if i or count > 1 else 0)
             key = {"model": entry["model"], "batch_size": entry["batch_size"], "label": label}
             rows = np.reshape(result["measurements"], (count, -1))
             median = {"step_time_p50_s": float(np.median(rows.max(axis=0)))}
@@ -296,6 +356,31 @@ def pytorch_report(document: dict[str, Any], path: str) -> Report:
     about = {"torch": document.get("pytorch_version"), "cuda": document.get("cuda_version")}
     report.environment = about | {"world_size": max(len(case.ranks) for case in report.cases)}
     return report
+
+
+def give_pytorch_our_keys(runs: Sequence[Run]) -> None:
+    """Where reports of PyTorch's DDP benchmark and of ddp_sweep.py are both there, let cases meet
+    that measured the same. Their labels are PyTorch's, which knows no number of nodes."""
+    if not {PYTORCH, "ddp_sweep"} <= {run.benchmark for run in runs}:
+        return
+    for run in runs:
+        rows = list(run.rows.values())
+        for row in rows:
+            if run.benchmark == PYTORCH:
+                row.key = our_key(row.key, 0 if row.key["label"] == "no ddp" else len(row.ranks))
+            elif run.benchmark == "ddp_sweep":
+                row.key = row.key | {"label": label_of(row.key.get("world_size"))}
+        index(run, rows, "several cases have the same key")
+        run.benchmark = "ddp_sweep" if run.benchmark == PYTORCH else run.benchmark
+
+
+def our_key(key: dict[str, Any], ranks: int) -> dict[str, Any]:
+    """The key that ddp_sweep.py gives to a case of PyTorch's DDP benchmark. ranks: 0 without DDP"""
+    ours = {name: key[name] for name in ("model", "batch_size", "label")} | PYTORCH_KEY
+    ours |= {"backend": key["distributed_backend"], "world_size": ranks}
+    size = key["bucket_size"]  # whole MB, ours are not
+    wrapped = {"bucket_size_mb": float(size) if is_number(size) else size, "comm_hook": "none"}
+    return ours | (wrapped if ranks else dict.fromkeys(wrapped))
 
 
 def nccl_report(document: dict[str, Any], path: str) -> Report:

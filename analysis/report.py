@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis import show
 from analysis.figures import draw, svg
 from analysis.figures import link_heatmap as link_heatmap  # benchmarks/p2p_matrix.py --plot
-from analysis.load import Row, Run, by_benchmark, load, rows_of
+from analysis.load import Row, Run, by_benchmark, find, load, rows_of
 from analysis.verdicts import differences, fields
 from common.cli import Parser, refuse, show_size
 from common.stats import median_interval
@@ -171,9 +171,12 @@ def main() -> int:
     add("-o", "--output", metavar="PAGE.html", help="the page to write")
     add("--markdown", action="store_true", help="print the tables as Markdown")
     args = parser.parse_args()
-    if not (args.output or "no.html" * args.markdown).endswith(".html"):
+    wanted = args.markdown if args.output is None else args.output.endswith(".html")
+    if not wanted:
         refuse("expected a page to write, e.g. -o report.html, or --markdown")
     try:
+        if args.output is not None:
+            show.check_output(args.output, (".html",), find(args.reports))
         runs = load(args.reports)
         names = [Path(run.label).stem for run in runs]
         for run, name in zip(runs, names, strict=True):
@@ -182,7 +185,7 @@ def main() -> int:
             row.metrics = own_time(row) | row.metrics
         parts = map(benchmark, by_benchmark(runs).values())
         sections = [summary(runs), environment(runs), *parts]
-        if args.output:
+        if args.output is not None:
             Path(args.output).write_text(as_page(sections), encoding="utf-8")
     except (ValueError, OSError) as error:
         refuse(show.clean(error, 1000))

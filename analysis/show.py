@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -64,6 +65,23 @@ def put(text: str) -> None:
     except OSError as error:
         abandon(sys.stdout)
         refuse(f"stdout: {error.strerror}", status=1)
+
+
+def check_output(path: str, endings: tuple[str, ...], inputs: Iterable[str]) -> None:
+    """Raises ValueError or OSError where a page or a figure cannot be written there."""
+    if not path.lower().endswith(endings):
+        raise ValueError(f"expected a file that ends in {' or '.join(endings)}, got {path!r}")
+    present = [one for one in inputs if os.path.exists(one) and os.path.exists(path)]
+    if any(os.path.samefile(one, path) for one in present):
+        raise ValueError(f"{path} is one of the reports, which it would overwrite")
+    target = os.path.realpath(path)
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise ValueError(f"{path} is no regular file")
+    is_new = not os.path.exists(target)
+    with open(target, "ab"):
+        pass
+    if is_new:
+        os.remove(target)
 
 
 def unit_of(metric: str) -> tuple[str, str]:

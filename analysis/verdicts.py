@@ -4,6 +4,7 @@ The run is the unit: what counts of a run is its median, on a log scale. Iterati
 say nothing about how much two runs differ that differ in nothing. docs/compare.md derives it.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log1p, sqrt
@@ -19,6 +20,7 @@ from analysis.load import Row, Run
 ALPHA = 0.05
 SURE = 1 - ALPHA / 2  # two-sided
 MIN_BLOCKS = 6  # of a pair of runs that took turns; with fewer their medians count
+NEAR = 40  # cases a side that are looked at for what keeps them from meeting
 MAX_RUNS = 1000  # that are said to be needed
 # Where these differ another machine was measured, whatever else was changed.
 HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
@@ -78,7 +80,8 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     has = [dict.fromkeys((run.benchmark, form) for run in s for form in run.rows) for s in sides]
     if not has[0].keys() & has[1].keys():
         a_case, b_case = (" ".join(next(iter(side), ["none"])) for side in has)
-        raise ValueError(f"no case is on both sides: BASE has e.g. {a_case}; TEST {b_case}")
+        examples = f"BASE has e.g. {a_case}; TEST {b_case}"
+        raise ValueError(f"no case is on both sides{nearest(base, test)}: {examples}")
     cases = []
     for name, form in has[0] | has[1]:
         rows = [[run.rows.get(form) for run in side if run.benchmark == name] for side in sides]
@@ -99,6 +102,19 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     warnings = [f"{run.label} is not complete: its status is {run.status}" for run in ended]
     a, b = ([run.label for run in side] for side in sides)
     return Comparison(cases, mean, differences(base, test), warnings, a, b, design)
+
+
+def nearest(base: Sequence[Run], test: Sequence[Run]) -> str:
+    """`; the nearest differ in dtype (fp32 in BASE, bf16 in TEST)`, or nothing."""
+    bases = [(run.benchmark, row.key) for run in base for row in run.rows.values()]
+    tests = [(run.benchmark, row.key) for run in test for row in run.rows.values()]
+    found = []
+    for (a, x), (b, y) in itertools.product(bases[:NEAR], tests[:NEAR]):
+        if a == b:
+            names = [name for name in x | y if x.get(name) != y.get(name)]
+            found.append([f"{n} ({x.get(n)} in BASE, {y.get(n)} in TEST)" for n in names])
+    words = min(found, key=len, default=[])
+    return f"; the nearest differ in {', '.join(words)}" if words else ""
 
 
 def compare_case(benchmark: str, sides: list[list[Row | None]], design: Design) -> Result:
@@ -203,6 +219,7 @@ def fields(run: Run) -> dict[str, str]:
     e = run.environment
     found = {name: value for name, value in e.items() if name not in IGNORED}
     found |= {f"variables.{name}": value for name, value in (e.get("variables") or {}).items()}
+    found |= {f"key.{name}": values for name, values in run.left_out.items()}
     found["cores"] = [rank.get("cores") for rank in e.get("ranks") or []]
     gpus = [gpu for node in e.get("gpus") or [] for gpu in node]
     found |= {f"GPU {name}": [gpu.get(name) for gpu in gpus] for name in GPU_HARDWARE}

@@ -36,7 +36,7 @@ def write(path: Path, *cases: dict[str, Any], **changes: Any) -> str:
     head = {
         "schema": "torchrun-bench/2",
         "benchmark": "ddp_sweep",
-        "argv": ["benchmarks/ddp_sweep.py"],
+        "argv": ["benchmarks/ddp_sweep.py", "--json", str(path)],
         "started_at": "2026-01-01T00:00:00+00:00",
         "environment": {"torch": "2.15.0", "world_size": 2, "devices": ["a CPU"], "hosts": ["vm"]},
     }

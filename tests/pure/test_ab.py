@@ -1,17 +1,22 @@
 """analysis/ab.py with small python commands that write reports, in turn or taking turns."""
 
+import contextlib
 import json
 import shlex
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from analysis.ab import planned_looks
+from common.report import load
 from tests.pure.reports import ROOT, run
 
 # writes a report of 24 blocks to --json; takes its turns where there are any
@@ -111,20 +116,96 @@ def test_a_command_that_fails_ends_the_pair(sides: Path, mode: str, message: str
     assert "the same command goes on" in done.stderr
 
 
-def test_an_interrupt_leaves_no_process(sides: Path) -> None:
-    script = str(ROOT / "analysis/ab.py")
-    flags = words(sides, "0.1 hang", "0.1 hang", "--interleave")
-    process = psutil.Popen([sys.executable, script, *flags], stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 30
-    while len(process.children()) < 2 and time.monotonic() < end:
-        time.sleep(0.05)
-    started = process.children()
+def start(*flags: str, **variables: str) -> psutil.Popen:
+    """ab.py as a process of its own."""
+    command = [sys.executable, str(ROOT / "analysis/ab.py"), *flags]
+    environment = os.environ | variables
+    return psutil.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_an_interrupt_before_the_first_run(sides: Path) -> None:
+    """While modules are imported: this one takes a minute."""
+    code = f"import pathlib, time\npathlib.Path({str(sides)!r}, 'here').touch()\ntime.sleep(60)\n"
+    (sides / "tabulate.py").write_text(code)
+    process = start(*words(sides, "0.1 x", "0.1 x"), PYTHONPATH=str(sides))
+    wait_for((sides / "here").exists)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert errors == "ab.py: interrupted\nthe finished runs are kept; the same command goes on\n"
-    assert started
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
+    assert not (sides / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_within_a_run_leaves_no_process(sides: Path, name: str) -> None:
+    number = signal.Signals[name]
+    process = start(*words(sides, "0.1 hang", "0.1 hang", "--interleave"))
+    wait_for(lambda: len(process.children()) == 2)
+    started = process.children()
+    process.send_signal(number)
+    assert process.stderr.readline() == "ab.py: interrupted\n"
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended
+        process.send_signal(signal.SIGTERM)  # a second one changes nothing
+    assert process.wait(30) == 128 + number
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert errors == "the finished runs are kept; the same command goes on\n"
     assert not any(child.is_running() for child in started)
+
+
+def test_a_signal_between_runs_keeps_the_reports(sides: Path) -> None:
+    flags = words(sides, "0.1 x", "0.11 x", "--runs", "20")
+    process = start(*flags)
+    assert process.stderr.readline().startswith("pair 1 of 20 took")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 130
+    *before, said, goes_on = process.stderr.read().splitlines()
+    process.stderr.close()
+    assert (said, goes_on[:26]) == ("ab.py: interrupted", "the finished runs are kept")
+    assert all(line.startswith("pair ") for line in before)
+    assert load(str(sides / "out" / "a" / "01.jsonl")).status == "complete"
+    again = start(*flags)
+    assert again.stderr.readline() == "pair 1 of 20 is there already\n"
+    again.send_signal(signal.SIGINT)
+    again.communicate(timeout=30)
+
+
+def test_two_in_one_folder(sides: Path) -> None:
+    flags = words(sides, "0.1 hang", "0.1 hang")
+    first = start(*flags)
+    wait_for(first.children)
+    second = start(*flags)
+    _, errors = second.communicate(timeout=30)
+    assert second.returncode == 2
+    assert errors.startswith("ab.py: error: another run is writing ")
+    assert errors.count("\n") == 1
+    assert first.is_running()
+    first.send_signal(signal.SIGINT)
+    assert first.wait(30) == 130
+    first.stderr.close()
+
+
+def test_where_nobody_reads_what_it_says(sides: Path) -> None:
+    """Its stderr is gone: it goes on. Its folder's name holds the letters of a pattern."""
+    flags = words(sides, "0.1 x", "0.11 x", "--runs", "2")
+    folder = sides / "ab[1]"
+    flags[flags.index("--out") + 1] = str(folder)
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, str(ROOT / "analysis/ab.py"), *flags]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=write_end, text=True, timeout=60, check=False
+    )
+    os.close(write_end)
+    assert done.returncode == 0
+    assert "1.10x slower" in done.stdout
+    assert load(str(folder / "b" / "02.jsonl")).status == "complete"
 
 
 def test_until_decided(sides: Path) -> None:
@@ -146,6 +227,8 @@ def test_refusals(sides: Path) -> None:
     for change, message in (
         ({"--a": "no-such-program x"}, "No such file or directory: 'no-such-program'"),
         ({"--a": "python3 'x"}, "No closing quotation"),
+        ({"--a": ""}, "argument --a: expected a command, got ''"),
+        ({"--out": ""}, "argument --out: expected a folder, got ''"),
         ({"--runs": "1"}, "expected a whole number of at least 2"),
         ({"--a-env": "FAKE"}, "expected NAME=VALUE, got 'FAKE'"),
         ({"--out": str(sides / "fake.py")}, "Not a directory"),

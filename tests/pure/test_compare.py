@@ -10,7 +10,7 @@ import pytest
 
 from analysis.load import load
 from analysis.verdicts import Comparison, Design, compare, largest_discovery
-from tests.pure.reports import alike, case, run, runs, write
+from tests.pure.reports import ROOT, alike, case, run, runs, write
 
 
 def judged(base: Path | str, test: Path | str, **design: Any) -> Comparison:
@@ -226,6 +226,19 @@ def test_history_compares_the_newest_run(tmp_path: Path) -> None:
     assert "8 of BASE, 1 of TEST" in done.stdout
     assert "slower" in done.stdout
     assert "<svg" in plot.read_text()
+    for name, message in (
+        ("history.xyz", "expected a file that ends in .svg or .png or .pdf, got"),
+        ("", "expected a file that ends in .svg or .png or .pdf, got ''"),
+        ("no/where.svg", "No such file or directory"),
+        ("folder.svg", "folder.svg is no regular file"),
+    ):
+        (tmp_path / "folder.svg").mkdir(exist_ok=True)
+        refused = run("compare.py", "--history", folder, "--plot", name and str(tmp_path / name))
+        assert (refused.returncode, refused.stdout) == (2, ""), name
+        assert message in refused.stderr
+        assert refused.stderr.count("\n") == 1
+    unpaired = run("compare.py", "--history", folder, "--paired")
+    assert "a history has no pairs" in unpaired.stderr
     fewer = run("compare.py", "--history", folder, "--last", "3")
     assert "3 of BASE, 1 of TEST" in fewer.stdout
 
@@ -242,12 +255,68 @@ def test_refusals(tmp_path: Path) -> None:
         ([a, "--test", other, "--margin", "200%"], "expected a share between 0 and 1"),
         ([a, "--tset", other], "did you mean --test"),
         (["--history", str(tmp_path), "--test", a], "or a history"),
+        (
+            [a, "--test", other, "--plot", "x.svg"],
+            "--plot draws runs over time: it needs --history",
+        ),
+        ([a, "--test", other, "--measure", ""], "--measure: expected a name, got ''"),
+        ([a, "--test", other, "--ignore-key", "modle"], "no case has a field 'modle' to ignore; "),
     ):
         done = run("compare.py", *words)
         assert done.returncode == 2, words
         assert message in done.stderr, words
         assert done.stderr.count("\n") == 1, done.stderr
         assert done.stdout == ""
+
+
+def test_a_case_that_nobody_joins_says_what_differs(tmp_path: Path) -> None:
+    key = {"model": "resnet18", "batch_size": 8, "dtype": "fp32"}
+    base = write(tmp_path / "a.jsonl", case("", key=key | {"model": "vgg"}), case("", key=key))
+    test = write(tmp_path / "b.jsonl", case("", key=key | {"dtype": "bf16"}))
+    with pytest.raises(
+        ValueError, match=r"nearest differ in dtype \(fp32 in BASE, bf16 in TEST\): "
+    ):
+        judged(base, test)
+    done = run("compare.py", base, "--test", test, "--ignore-key", "dtype")
+    assert "# environment: key.dtype: fp32 in BASE, bf16 in TEST" in done.stdout
+
+
+def test_a_copy_is_no_second_run(tmp_path: Path) -> None:
+    base = write(tmp_path / "a" / "1.jsonl", case("x"))
+    copy = tmp_path / "b" / "other name.jsonl"
+    copy.parent.mkdir()
+    copy.write_bytes(Path(base).read_bytes())
+    done = run("compare.py", base, "--test", str(copy))
+    assert done.returncode == 2
+    assert "other name.jsonl is a copy of " in done.stderr
+    copy.write_text(Path(base).read_text().replace("0.1", "0.2"))  # as two that started at once
+    assert run("compare.py", base, "--test", str(copy)).returncode == 0
+
+
+def test_pytorchs_ddp_benchmark_meets_ddp_sweep(tmp_path: Path) -> None:
+    """It sets no precision: `--dtype default` is the same, fp32 is said to differ."""
+    results = [{"ranks": [0], "measurements": [0.1] * 3}, {"ranks": [0], "measurements": [0.2] * 3}]
+    results.append({"ranks": [0, 1], "measurements": [0.3] * 6})
+    entry = {"model": "resnet18", "batch_size": 8, "result": results}
+    about = {"distributed_backend": "gloo", "bucket_size": 25, "benchmark_results": [entry]}
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({"pytorch_version": "1.4.0", "cuda_version": "10.1"} | about))
+    lines = (ROOT / "docs/results/ddp_sweep_cpu_2ranks.jsonl").read_text().splitlines()
+    head, *ours, end = [json.loads(line) for line in lines]
+    new = tmp_path / "new.jsonl"
+    for dtype in ("default", "fp32"):
+        for line in ours:
+            line["key"] |= {"dtype": dtype, "device": "cuda", "image_size": 224}
+        new.write_text("".join(json.dumps(line) + "\n" for line in (head, *ours, end)))
+        done = run("compare.py", str(old), "--test", str(new))
+        if dtype == "default":
+            for words in ("no ddp, resnet18 +100 ms", "1 rank, resnet18 +200 ms", "2 ranks.* +300"):
+                assert re.search(words, done.stdout), done.stdout
+        else:
+            what = "; the nearest differ in dtype (default in BASE, fp32 in TEST): BASE has"
+            assert what in done.stderr
+            done = run("compare.py", str(old), "--test", str(new), "--ignore-key", "dtype")
+            assert "# environment: key.dtype: default in BASE, fp32 in TEST" in done.stdout
 
 
 def test_nothing_of_a_report_reaches_the_terminal(tmp_path: Path) -> None:

@@ -207,4 +207,12 @@ def test_refusals(tmp_path: Path) -> None:
         assert done.returncode == 2, words
         assert message in done.stderr
         assert done.stderr.count("\n") == 1
+    named_html = tmp_path / "a.html"
+    named_html.write_bytes(Path(path).read_bytes())
+    (tmp_path / "folder.html").mkdir()
+    for name, message in (("a.html", "it would overwrite"), ("folder.html", "no regular file")):
+        done = run("report.py", str(named_html), "-o", str(tmp_path / name))
+        assert done.returncode == 2
+        assert message in done.stderr
+    assert load(str(named_html)).cases
     assert load(path).cases  # and the report is as it was
