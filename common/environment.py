@@ -21,6 +21,10 @@ FAMILIES += " CUDNN_ NVIDIA_TF32 SLURM_JOB_"
 # and those of them that tell nothing
 PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)
 
+# who started the ranks, by a variable that it sets; the last one counts: mpirun itself may use srun
+LAUNCHERS = {"SLURM_PROCID": "srun", "FLUX_TASK_RANK": "flux"}
+LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "OMPI_COMM_WORLD_RANK": "mpirun"}
+
 
 def collect(job: Job) -> dict[str, Any]:
     """The report's environment, on rank 0; empty elsewhere. All ranks call it."""
@@ -49,7 +53,10 @@ def collect(job: Job) -> dict[str, Any]:
     # torch 2.15 has a second implementation of NCCL's process group, and takes it by default
     new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
     nccl = "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
-    by_hand = "srun" if "SLURM_PROCID" in os.environ and "RANK" in os.environ else "python"
+    by_hand = "python"
+    for name, launcher in LAUNCHERS.items():
+        if "RANK" in os.environ and name in os.environ:
+            by_hand = launcher
     prefixes = tuple(FAMILIES.split())
     variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(prefixes)}
     return {

@@ -61,17 +61,17 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
 
 def world() -> tuple[int, ...]:
     """(rank, local rank, world size, local world size) as the launcher set them."""
-    # srun and mpirun start N processes that each take themselves for rank 0 of 1
+    # srun, mpirun and flux start N processes that each take themselves for rank 0 of 1
     single = "RANK" not in os.environ or os.environ.get("GROUP_WORLD_SIZE") == "1"
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"):
         if single and (tasks := os.environ.get(name, "1")) != "1":
-            ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+            ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK")
             # of all these worlds the first one speaks
             os.environ["RANK"] = max(os.environ.get(rank, "0") for rank in ranks)
             refuse(
                 f"{name} says {tasks} tasks, but each would run by itself; start them with "
-                "launch/slurm_torchrun.sbatch (torchrun on each node, one job) or "
-                "launch/slurm_srun.sbatch (a task a rank), or without srun or mpirun"
+                "launch/slurm_torchrun.sbatch (torchrun on each node, one job), "
+                "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, flux)"
             )
     defaults = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     return tuple(int(os.environ.get(name, default)) for name, default in defaults.items())
