@@ -26,6 +26,10 @@ PER_RUN = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 
+# who started the ranks, by a variable that it sets; the last one counts: mpirun itself may use srun
+LAUNCHERS = {"SLURM_PROCID": "srun", "FLUX_TASK_RANK": "flux"}
+LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "OMPI_COMM_WORLD_RANK": "mpirun"}
+
 
 def variables() -> dict[str, str]:
     """What user and launcher have set. To be called before join(), which sets some itself."""
@@ -58,7 +62,10 @@ def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
     if rows is None:
         return {}
     ranks, leaders = [row for row, _ in rows], [row | node for row, node in rows if node]
-    by_hand = "srun" if "SLURM_PROCID" in os.environ and "RANK" in os.environ else "python"
+    by_hand = "python"
+    for name, launcher in LAUNCHERS.items():
+        if "RANK" in os.environ and name in os.environ:
+            by_hand = launcher
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,

@@ -78,17 +78,17 @@ def check_backend(backend: str, cuda: bool) -> None:
 
 def world() -> tuple[int, int, int, int]:
     """(rank, number on its node, world size, ranks of its node) as the launcher set them."""
-    # srun and mpirun start N processes that each take themselves for rank 0 of 1
+    # srun, mpirun and flux start N processes that each take themselves for rank 0 of 1
     single = "RANK" not in os.environ or os.environ.get("GROUP_WORLD_SIZE") == "1"
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"):
         if single and (tasks := os.environ.get(name, "1")) != "1":
-            ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+            ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK")
             # of all these worlds the first one speaks
             os.environ["RANK"] = max(os.environ.get(rank, "0") for rank in ranks)
             refuse(
                 f"{name} says {tasks} tasks, but each would run by itself; start them with "
-                "launch/slurm_torchrun.sbatch (torchrun on each node, one job) or "
-                "launch/slurm_srun.sbatch (a task a rank), or without srun or mpirun"
+                "launch/slurm_torchrun.sbatch (torchrun on each node, one job), "
+                "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, flux)"
             )
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ):
         return 0, 0, 1, 1  # started by python

@@ -2,8 +2,8 @@
 
 import contextlib
 import json
-import shlex
 import os
+import shlex
 import signal
 import subprocess
 import sys

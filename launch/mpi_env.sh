@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Gives a process that mpirun or flux started torchrun's variables, made from the launcher's own,
+# and runs the command:
+#
+#     mpirun -n 16 --map-by ppr:8:node bash launch/mpi_env.sh python3 benchmarks/collectives.py
+#     mpirun -n 2 --map-by ppr:1:node bash launch/mpi_env.sh torchrun --nproc-per-node=8 SCRIPT
+#     flux run -N 2 -n 16 bash launch/mpi_env.sh python3 benchmarks/collectives.py
+#
+# For Open MPI, MPICH, Intel MPI and flux; no MPI library is loaded. A script reads RANK, WORLD_SIZE
+# and so on; torchrun reads PET_NNODES and so on, and sets the others anew for its ranks. MASTER_ADDR,
+# MASTER_PORT and OMP_NUM_THREADS stay as they are where they are set.
+set -euo pipefail
+
+refuse() {
+    echo "mpi_env.sh: error: $1" >&2
+    exit 2
+}
+
+if [[ $# -eq 0 ]]; then refuse "expected a command, e.g. python3 benchmarks/collectives.py"; fi
+
+# The launcher's variables: rank, size, rank on the node, ranks on the node (flux: nodes). srun sets
+# PMI_RANK and PMI_SIZE, too, but never MPI_LOCALRANKID, which MPICH and Intel MPI set.
+if [[ -n ${OMPI_COMM_WORLD_SIZE:-} ]]; then
+    names=(OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE)
+    names+=(OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE)
+elif [[ -n ${MPI_LOCALRANKID:-} ]]; then
+    names=(PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS)
+elif [[ -n ${FLUX_TASK_RANK:-} ]]; then
+    names=(FLUX_TASK_RANK FLUX_JOB_SIZE FLUX_TASK_LOCAL_ID FLUX_JOB_NNODES)
+elif [[ -n ${SLURM_STEP_ID:-} ]]; then
+    refuse "srun started this; use launch/slurm_env.sh"
+elif [[ -n ${PMIX_RANK:-} ]]; then
+    # a launcher that says the rank alone: the user says the rest, and ranks fill node after node
+    names=(PMIX_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_WORLD_SIZE)
+else
+    refuse "neither mpirun nor flux started this; e.g. mpirun -n 2 bash launch/mpi_env.sh $*"
+fi
+numbers=()
+for name in "${names[@]}"; do
+    number=${!name:-}
+    if ! [[ $number =~ ^[0-9]+$ ]]; then refuse "expected a number in $name, got '$number'"; fi
+    numbers+=("$number")
+done
+export RANK=${numbers[0]} WORLD_SIZE=${numbers[1]}
+export LOCAL_RANK=${numbers[2]} LOCAL_WORLD_SIZE=${numbers[3]}
+case ${names[0]} in
+FLUX_TASK_RANK) LOCAL_WORLD_SIZE=$((WORLD_SIZE / FLUX_JOB_NNODES)) ;;
+PMIX_RANK) LOCAL_RANK=$((RANK % LOCAL_WORLD_SIZE)) ;;
+esac
+if ((WORLD_SIZE % LOCAL_WORLD_SIZE || RANK % LOCAL_WORLD_SIZE != LOCAL_RANK)); then
+    refuse "rank $RANK of $WORLD_SIZE is rank $LOCAL_RANK of $LOCAL_WORLD_SIZE on $(hostname): \
+ranks have to fill node after node, as many on each; give mpirun --map-by ppr:N:node or -ppn N"
+fi
+
+# HOST:PORT of MPICH's mpirun, from the command line of the process that it starts on each node
+control=$(tr '\0' '\n' <"/proc/$PPID/cmdline" | sed -n '/^--control-port$/{n;p}') || true
+
+# Where rank 0 is: on several nodes mpirun's own host, or flux's first one, if that is this host for
+# the ranks of the first node and another one for the rest.
+if [[ -z ${MASTER_ADDR:-} && $WORLD_SIZE -eq $LOCAL_WORLD_SIZE ]]; then
+    MASTER_ADDR=127.0.0.1
+elif [[ -z ${MASTER_ADDR:-} ]]; then
+    hosts=${OMPI_MCA_orte_hnp_uri:-} # of Open MPI 4: NUMBER;tcp://ADDRESS,ADDRESS:PORT...
+    hosts=${hosts#*tcp://}
+    hosts=${hosts%%:*},${control%:*}
+    if [[ ${names[0]} == FLUX_TASK_RANK ]]; then
+        hosts=$(flux hostlist --nth=0 local 2>/dev/null) || true
+    fi
+    for host in ${hosts//,/ }; do
+        address=$(getent ahostsv4 "$host" | sed -n '1s/ .*//p') || continue # unknown here
+        here=0
+        if [[ $address == 127.* || " $(hostname -I)" == *" $address "* ]]; then here=1; fi
+        if ((here == (RANK < LOCAL_WORLD_SIZE))); then
+            MASTER_ADDR=$host
+            break
+        fi
+    done
+    if [[ -z ${MASTER_ADDR:-} ]]; then
+        refuse "rank $RANK on $(hostname) does not know where rank 0 is; set MASTER_ADDR, e.g. \
+mpirun -x MASTER_ADDR=node1 (MPICH, Intel MPI: -genv MASTER_ADDR node1)"
+    fi
+fi
+
+# From what only this job has, or from its allocation; below the ports that the kernel gives out
+job=${PMIX_NAMESPACE:-${FLUX_JOB_ID:-${control:-${SLURM_JOB_ID:-${PBS_JOBID:-${LSB_JOBID:-}}}}}}
+if [[ -z ${MASTER_PORT:-} ]]; then
+    if [[ -z $job ]]; then refuse "set MASTER_PORT, e.g. mpirun -genv MASTER_PORT 29400"; fi
+    job=$(cksum <<<"$job")
+    MASTER_PORT=$((20000 + ${job%% *} % 10000))
+fi
+export MASTER_ADDR MASTER_PORT
+export PET_NNODES=$((WORLD_SIZE / LOCAL_WORLD_SIZE)) PET_NODE_RANK=$((RANK / LOCAL_WORLD_SIZE))
+export PET_MASTER_ADDR=$MASTER_ADDR PET_MASTER_PORT=$MASTER_PORT PET_RDZV_ID=$MASTER_PORT
+# ranks that share a node share its cores, as under torchrun
+if ((LOCAL_WORLD_SIZE > 1)); then export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}; fi
+if [[ ${names[0]} != PMI_RANK ]]; then exec "$@"; fi
+
+# MPICH does not say which rank was killed. So this shell waits for the command. Signals of mpirun
+# reach both of them.
+trap : INT TERM
+status=0
+"$@" || status=$?
+if ((status > 128 && status != 130 && status != 143)); then
+    echo "mpi_env.sh: rank $RANK on $(hostname): SIG$(kill -l "$status")" >&2
+    kill -KILL $$ # mpirun ends the other ranks at once for a signal, and not for a status
+fi
+exit "$status"
