@@ -60,13 +60,13 @@ from common.benchmark import Benchmark, Measured
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
-from common.dist import FOREVER, Group, share
+from common.dist import FOREVER, Group, agree, share
 from common.memory import peak, start_peak
 from common.private_torch import TORCH_2_15, forget_groups, leaves
 from common.report import Case
 from common.stats import Times
 from common.table import Columns, interval_ends, metric, render
-from common.timing import agree, decide
+from common.timing import rule_reached
 
 Facts = dict[str, Any]
 
@@ -308,7 +308,7 @@ def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Measur
             unsynced.append(save(fsync=False))
         times, spent = [each.save for each in saves], perf_counter() - started
         stalls = [each.save - each.alone for each in saves]
-        stop = agree(decide(times, len(times), spent, bench.rule, [stalls]), group)
+        stop = agree(rule_reached(times, len(times), spent, bench.rule, [stalls]), group)
     facts: Facts = {"first": first, "saves": saves, "unsynced": unsynced, "noticed": True}
     facts["host_ram_gib"] = peak(cpu, memory)["memory_gib"]
     if t.mode == "async-process":

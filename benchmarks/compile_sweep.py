@@ -57,7 +57,7 @@ from common import cli
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.decoder import DECODERS, Decoder, flops_per_token, random_text
-from common.dist import Group, gather, share
+from common.dist import Group, agree, gather, share
 from common.memory import peak, start_peak
 from common.peaks import peak_flops
 from common.private_torch import (
@@ -71,7 +71,7 @@ from common.private_torch import (
 from common.report import Case
 from common.stats import Times, percentiles, step_metrics
 from common.table import Columns, metric, relative, render
-from common.timing import agree, time_block
+from common.timing import time_block
 from common.training import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
 Key = dict[str, Any]

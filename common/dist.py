@@ -112,6 +112,16 @@ def share(value: Any) -> Any:
         return box[0]
 
 
+def agree(value: Any, group: Group) -> Any:
+    """The value of the group's first rank, on all members.
+
+    Where `share` fails, the job has lost a process; where this fails, it is the case that fails.
+    """
+    box = [value]
+    dist.broadcast_object_list(box, group_src=0, group=group.control)
+    return box[0]
+
+
 @contextmanager
 def peers() -> Iterator[None]:
     """Around the control group's collectives and calls of the store: their errors mean that a

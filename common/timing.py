@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from common.dist import Group
+from common.dist import Group, agree
 from common.stats import median_interval, relative_ci95
 
 Step = Callable[[], object]
@@ -79,10 +79,10 @@ class Timing:
 
     samples_s: dict[str, list[float]]  # of the step and of each part
     rounds: list[int]  # the iterations of each
-    stop: str  # the rule that ended it: iters, rounds, target-ci or max-seconds
+    stop: str = ""  # the rule that ended it: iters, rounds, target-ci or max-seconds
     # of each step on CUDA, what the host took to launch all samples
     launching_s: dict[str, float] = field(default_factory=dict)
-    returned: Any = None  # by the timed calls of the step, where the workload wants that
+    returned: Any = field(default_factory=list)  # by the step's timed calls, if work wants that
     aligned: bool = True
 
 
@@ -128,71 +128,103 @@ def time_steps(
     rule: StopRule,
     progress: Callable[[str], None] = lambda phase: None,
 ) -> Timing:
-    """Time the step and its parts in alternating blocks; the step's slowest rank says when to stop.
+    """Time the step and its parts in alternating blocks, until the rule says that it is enough.
 
-    Forwards in one round and backwards in the next: a drift of the machine hits all steps alike.
-    The group's members call it together; `progress` is called before each block, never within one.
+    All members of the group call it together. progress is called before each block, never within
+    one; it gets the name of the step and the number of the block.
     """
-    steps: dict[str, Step] = {STEP: work.step, **work.parts}
-    calls, block_returned, returned = work.calls, list[Any](), list[Any]()
+    return TimedLoop(work, group, device, rule, progress).run()
 
-    def step_that_keeps() -> None:
-        block_returned.append(work.step())
 
-    if work.returned:
-        steps[STEP] = step_that_keeps
+class TimedLoop:
+    """Rounds of blocks: a block of the step and of each part, in turns. On each rank of a group."""
 
-    def warm_up(name: str) -> float:
-        """Seconds of a warm sample. Unless the user gave a number, slow steps get fewer
-        iterations: a quarter of the budget."""
+    def __init__(
+        self,
+        work: Workload,
+        group: Group,
+        device: torch.device,
+        rule: StopRule,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.work, self.group, self.device = work, group, device
+        self.rule, self.progress = rule, progress
+        self.steps: dict[str, Step] = {STEP: work.step, **work.parts}
+        if work.returned:
+            self.steps[STEP] = self.call_and_keep
+        self.kept: list[Any] = []  # what the step has returned since the block began
+        self.spent_s = 0.0
+        # the slowest rank's, on the group's first rank; elsewhere only the lengths are right
+        self.slowest_s: list[float] = []  # of the step, in each iteration
+        self.gaps_s: dict[str, list[float]] = {name: [] for name in work.compared}  # step - part
+
+    def run(self) -> Timing:
+        round_s = sum(self.warm_up(name) for name in self.steps)
+        block = agree(iterations_per_block(round_s, self.rule), self.group)
+        timing = Timing({name: [] for name in self.steps}, [], aligned=self.work.aligned)
+        gc.collect()
+        gc.disable()  # a collection within one rank's block would stop all ranks
+        try:
+            while not timing.stop:
+                self.time_round(timing, block)
+                timing.stop = self.judge(timing, block)
+                if self.rule.iters:  # the last block may be shorter
+                    block = max(1, min(block, self.rule.iters - len(self.slowest_s)))
+        finally:
+            gc.enable()
+        return timing
+
+    def call_and_keep(self) -> None:
+        self.kept.append(self.work.step())
+
+    def warm_up(self, name: str) -> float:
+        """Seconds of a warm sample. All of a step's warm-up takes a quarter of the budget at most,
+        unless the user has said how many iterations it has."""
+        limited = not (self.rule.iters or self.rule.full_warmup)
         times: list[float] = []
         start, more = perf_counter(), True
         while more:
-            progress(f"{name}, warm-up {len(times) + 1}")
-            dist.barrier(group.control)
-            times += time_block(steps[name], 1, device, calls)[0]
-            limited = not (rule.iters or rule.full_warmup)
-            over = limited and perf_counter() - start > rule.max_seconds / 4
-            more = agree(len(times) < rule.warmup_iters and not over, group)
-        return min(times[1:] or times) * calls
+            self.progress(f"{name}, warm-up {len(times) + 1}")
+            dist.barrier(self.group.control)
+            times += time_block(self.steps[name], 1, self.device, self.work.calls)[0]
+            over = limited and perf_counter() - start > self.rule.max_seconds / 4
+            more = agree(len(times) < self.rule.warmup_iters and not over, self.group)
+        warm = times[1:] or times  # the first one may have set up something
+        return min(warm) * self.work.calls
 
-    block = agree(block_length(sum(map(warm_up, steps)), rule), group)
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    launching_s = dict.fromkeys(steps, 0.0)
-    slowest: list[float] = []  # of the step; on ranks but the first one only its length
-    gaps: dict[str, list[float]] = {name: [] for name in work.compared}  # step - part, by round
-    rounds: list[int] = []
-    spent, stop = 0.0, ""
-    gc.collect()
-    gc.disable()  # a collection within one rank's block would stop all ranks
-    try:
-        while not stop:
-            for name in list(steps)[:: 1 if len(rounds) % 2 == 0 else -1]:
-                progress(f"{name}, block {len(rounds) + 1}")
-                start = perf_counter()
-                dist.barrier(group.control)
-                for _ in range(LEAD_IN * calls):
-                    steps[name]()
-                block_returned.clear()
-                times, launching = time_block(steps[name], block, device, calls)
-                returned += block_returned
-                samples[name] += times
-                launching_s[name] += launching
-                spent += perf_counter() - start
-            rounds.append(block)
-            judged = [samples[name][-block:] for name in (STEP, *work.compared)]
-            newest = torch.tensor(judged, dtype=torch.float64)
-            dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=group.control)
-            slowest += newest[0].tolist()
-            step_s, *parts_s = newest.quantile(0.5, dim=1).tolist()
-            for name, part_s in zip(work.compared, parts_s, strict=True):
-                gaps[name].append(step_s - part_s)
-            stop = agree(decide(slowest, len(rounds), spent, rule, list(gaps.values())), group)
-            if rule.iters:
-                block = max(1, min(block, rule.iters - len(slowest)))
-    finally:
-        gc.enable()
-    return Timing(samples, rounds, stop, launching_s, returned, work.aligned)
+    def time_round(self, timing: Timing, block: int) -> None:
+        """A block of each step. Every other round goes backwards: a drift hits all steps alike."""
+        names = list(self.steps)
+        if len(timing.rounds) % 2 == 1:
+            names.reverse()
+        for name in names:
+            self.progress(f"{name}, block {len(timing.rounds) + 1}")
+            start = perf_counter()
+            dist.barrier(self.group.control)
+            for _ in range(LEAD_IN * self.work.calls):
+                self.steps[name]()
+            self.kept.clear()
+            times, launching = time_block(self.steps[name], block, self.device, self.work.calls)
+            self.spent_s += perf_counter() - start
+            timing.samples_s[name] += times
+            timing.launching_s[name] = timing.launching_s.get(name, 0.0) + launching
+            timing.returned += self.kept
+        timing.rounds.append(block)
+
+    def judge(self, timing: Timing, block: int) -> str:
+        """The rule that ends the case, or nothing. The group's first rank decides for all."""
+        names = (STEP, *self.work.compared)
+        samples_s = [timing.samples_s[name][-block:] for name in names]
+        newest = torch.tensor(samples_s, dtype=torch.float64)
+        dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=self.group.control)
+        self.slowest_s += newest[0].tolist()
+        step_s, *parts_s = newest.quantile(0.5, dim=1).tolist()
+        for name, part_s in zip(self.work.compared, parts_s, strict=True):
+            self.gaps_s[name].append(step_s - part_s)
+        gaps_s = list(self.gaps_s.values())
+        rounds = len(timing.rounds)
+        reached = rule_reached(self.slowest_s, rounds, self.spent_s, self.rule, gaps_s)
+        return agree(reached, self.group)
 
 
 def samples_of(timings: Sequence[Timing]) -> dict[str, list[list[float]]]:
@@ -209,7 +241,7 @@ def launch_share(timings: Sequence[Timing]) -> dict[str, float]:
     }
 
 
-def block_length(round_s: float, rule: StopRule) -> int:
+def iterations_per_block(round_s: float, rule: StopRule) -> int:
     """Iterations a block, so that the planned rounds fill the budget. round_s: one of each step."""
     rounds = rule.rounds or ROUNDS
     round_s = max(round_s, 1e-9)
@@ -220,7 +252,7 @@ def block_length(round_s: float, rule: StopRule) -> int:
     return min(longest, affordable)  # --max-seconds comes before --min-iters
 
 
-def decide(
+def rule_reached(
     slowest: list[float],
     rounds: int,
     spent_s: float,
@@ -245,10 +277,3 @@ def decide(
     if len(slowest) >= rule.min_iters and ci is not None and ci <= rule.target_ci:
         return "target-ci"
     return "max-seconds" if spent_s >= rule.max_seconds else ""
-
-
-def agree(value: Any, group: Group) -> Any:
-    """The value of the group's first rank, on all of them. Here an error belongs to the case."""
-    box = [value]
-    dist.broadcast_object_list(box, group_src=0, group=group.control)
-    return box[0]

@@ -19,9 +19,9 @@ from common.timing import (
     StopRule,
     Timing,
     Workload,
-    block_length,
-    decide,
+    iterations_per_block,
     launch_share,
+    rule_reached,
     time_block,
     time_steps,
 )
@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_block_length(round_s: float, rule: StopRule, expected: int) -> None:
-    assert block_length(round_s, rule) == expected
+    assert iterations_per_block(round_s, rule) == expected
 
 
 SWING = [1.0, 1.2] * 10  # 20 samples, an interval of 1.0 to 1.2
@@ -73,7 +73,7 @@ SAME = [1.0] * 20
 def test_decide(
     slowest: list[float], rounds: int, spent: float, rule: StopRule, expected: str
 ) -> None:
-    assert decide(slowest, rounds, spent, rule) == expected
+    assert rule_reached(slowest, rounds, spent, rule) == expected
 
 
 DRIFT = [1.0] * 3 + [2.0] * 3  # its signs about the median stay alike: no interval of 6
@@ -97,8 +97,8 @@ SWINGING = [1.0, 2.0] * 3
 def test_a_case_goes_on_until_it_has_its_intervals(
     slowest: list[float], gaps: list[list[float]], spent: float, expected: str
 ) -> None:
-    assert decide(slowest, 6, spent, StopRule(), gaps) == expected
-    assert decide(slowest, 6, max(spent, 5), StopRule(patience=1), gaps) != ""
+    assert rule_reached(slowest, 6, spent, StopRule(), gaps) == expected
+    assert rule_reached(slowest, 6, max(spent, 5), StopRule(patience=1), gaps) != ""
 
 
 def flags(*words: str) -> argparse.Namespace:
@@ -186,7 +186,7 @@ def test_the_difference_from_a_compared_step_is_judged_by_round(
         seen.append([list(each) for each in gaps])
         return "" if rounds < 2 else "rounds"
 
-    monkeypatch.setattr(timing_module, "decide", watch)
+    monkeypatch.setattr(timing_module, "rule_reached", watch)
     parts: dict[str, Step] = {"b": lambda: None, "c": lambda: None}
     work = Workload(lambda: sleep(0.02), parts, compared=["b"])
     timing = time_steps(work, group, CPU, StopRule(warmup_iters=1, iters=6))
