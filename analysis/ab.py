@@ -48,7 +48,8 @@ from analysis.load import load
 from analysis.show import clean
 from analysis.verdicts import Comparison, Design, compare
 from common import report
-from common.cli import TURN, Parser, complain, number, positive_int, refuse, wrong
+from common.cli import Parser, complain, number, positive_int, refuse, wrong
+from common.turns import TURN
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli, gpus, memory, patterns
 from common.benchmark import Benchmark, Workload
 from common.dist import Group, Job, share
-from common.partition import node_of_each, partition
+from common.ranks import node_of_each, partition
 from common.report import Case
 from common.stats import Times
 from common.table import Table

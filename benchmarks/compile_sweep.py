@@ -55,7 +55,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.benchmark import Benchmark, Workload
-from common.check import verdict
+from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
 from common.decoder import DECODERS, Decoder, flops_per_token, random_text
 from common.dist import Group, agree, gather, share
 from common.memory import peak, start_peak
@@ -72,7 +72,6 @@ from common.report import Case
 from common.stats import Times, percentiles, step_metrics
 from common.table import Columns, metric, relative, render
 from common.timing import time_block
-from common.training import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
 Key = dict[str, Any]
 LossOf = Callable[[nn.Module, Any], Tensor]  # of a model and a batch

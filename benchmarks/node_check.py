@@ -51,7 +51,7 @@ from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import Group, Job, share
 from common.gpus import lacking
 from common.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
-from common.partition import node_of_each
+from common.ranks import node_of_each
 from common.report import Case, Report
 from common.stats import Times
 from common.table import Columns, cell, metric, render

@@ -44,7 +44,7 @@ from common.links import (
     slow_links,
 )
 from common.outliers import SIGMAS, sentences
-from common.partition import node_of_each, partition
+from common.ranks import node_of_each, partition
 
 LARGEST_MATRIX, WORST = 32, 20  # above so many members so many links are printed
 PLOTS = (".png", ".svg", ".pdf")

@@ -57,7 +57,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.benchmark import Benchmark, Workload
-from common.check import verdict
+from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
 from common.cli import Parser, add_common_flags, describe, list_of, positive_int, wrong
 from common.decoder import DECODERS, Decoder, Experts, flops_per_token, next_token_loss, random_text
 from common.dist import Group, Job, share
@@ -73,7 +73,6 @@ from common.report import Case
 from common.stats import Times, step_metrics, straggler
 from common.table import Columns, interval_ends, metric, relative
 from common.timing import Step
-from common.training import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
 Key = dict[str, Any]
 AXES = ("pp", "dp", "cp", "ep", "tp")  # outermost first: neighbours talk most

@@ -1,0 +1,31 @@
+"""What at least two scripts share. A map, from the ground up; each line imports those above it.
+
+Ground: needs the standard library only, so that analysis/ can use it.
+    report      the file that --json writes: Case, Report, load
+    cli         command lines: Parser, types of flags, the flags of all scripts, how to say no
+    turns       two commands that measure in turns (analysis/ab.py --interleave)
+
+Core: what stands behind every measuring script.
+    stats       percentiles, the interval of a median, differences, stragglers: numpy
+    table       columns and rows as they come, the progress line
+    private_torch   what is used of torch that is not public
+    dist        Job, Group; process groups of a case; gather, share, agree
+    gpus        state of the GPUs by nvidia-smi, what NCCL says of itself, CUDA graphs
+    timing      Workload, the timed loop, the rule that ends it
+    join        how a process joins the job: variables, device, rendezvous, interface
+    environment what the numbers were measured on; the preamble
+    watchdog    who hangs, and where; who failed
+    benchmark   Benchmark: cases one after the other, each a row and a line of the report
+
+Toolkits: each serves some scripts. The core imports none of them.
+    check       replicas bit by bit; n ranks against one process
+    patterns    values that tell rank and position
+    memory      the largest memory in use, and whether there is enough
+    peaks       FLOP/s of known GPUs
+    decoder     the transformer that several scripts train
+    phases      stamps within a step, durations by phase and worker
+    ranks       the node of each rank; groups of ranks by a word
+    links       messages between pairs of ranks
+    outliers    who is slower than the like
+    rpc         roles, device maps, TensorPipe's settings, start and end
+"""

@@ -15,7 +15,7 @@ import psutil
 import torch.distributed as dist
 
 from common import environment, gpus
-from common.cli import TURN, abandon, complain, describe, end, refuse, turn_taker
+from common.cli import abandon, complain, describe, end, refuse
 from common.dist import Group, close_group, connect, gather, open_group, share
 from common.join import join
 from common.report import Case, Report, not_json
@@ -30,6 +30,7 @@ from common.timing import (
     samples_of,
     time_steps,
 )
+from common.turns import TURN, turn_taker
 from common.watchdog import Watchdog
 
 Key = dict[str, Any]
@@ -90,7 +91,7 @@ class Benchmark:
         measured. key: flat; device, backend and world size are added where it lacks them. teams:
         parts of the ranks that do the same at once, each in a group of its own.
         """
-        key = self.place | key
+        key = key | {name: value for name, value in self.place.items() if name not in key}
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         if problem := not_json("key", key):
             self.refuse(problem)

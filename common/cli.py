@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 HANG = 3  # exit status
-TURN = "TORCHRUN_BENCH_TURN"  # the variable with the two named pipes of `ab.py --interleave`
 MOST = 1e9  # of seconds and counts: more is a slip, and overflows somewhere
 MOST_CASES = 10_000  # of a run, by its lists of values
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -72,27 +71,6 @@ def describe(error: BaseException) -> str:
     if "On WorkerInfo(" in lines[0] and len(lines) > 1:  # what RPC adds
         return lines[1]
     return f"{type(error).__name__}: {lines[0]}"
-
-
-def turn_taker(pipes: str) -> Callable[[], None]:
-    """Of two commands only one measures at a time (`ab.py --interleave`): wait for the first turn.
-    Returns what passes the turn on and waits for the next one.
-
-    pipes: two names. A byte in the first is this command's turn, in the second the other's.
-    """
-    try:
-        mine, others = pipes.split(":")
-        own, other = os.open(mine, os.O_RDONLY), os.open(others, os.O_WRONLY)
-    except (ValueError, OSError):
-        got = f"got {pipes!r}; only ab.py --interleave sets it"
-        refuse(f"{TURN}: expected two named pipes such as /tmp/a:/tmp/b, {got}")
-    os.read(own, 1)
-
-    def pass_on() -> None:
-        os.write(other, b".")
-        os.read(own, 1)
-
-    return pass_on
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

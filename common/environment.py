@@ -13,9 +13,10 @@ from typing import Any
 import psutil
 import torch
 
-from common.cli import TURN, cut, printable
+from common.cli import cut, printable
 from common.dist import Job, gather
 from common.gpus import gpu_state, lacking, run, sharing, throttled
+from common.turns import TURN
 
 # variables that change what is measured, or that tell runs apart
 FAMILIES = "NCCL_ NVSHMEM_ GLOO_ UCX_ FI_ TP_ OMP_ MKL_ KMP_ TORCH PYTORCH_ TRITON_ CUDA_ CUBLAS_"

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import collectives, p2p_matrix
 from common import links, outliers, patterns
-from common.partition import node_of_each, partition
+from common.ranks import node_of_each, partition
 from common.report import Case
 from common.stats import Times
 

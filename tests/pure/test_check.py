@@ -6,8 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from common.check import compare_replicas, digest, relative_error, verdict
-from common.training import compare_training, train_alone
+from common.check import (
+    compare_replicas,
+    compare_training,
+    digest,
+    relative_error,
+    train_alone,
+    verdict,
+)
 
 
 def weight(*values: float) -> nn.Module:

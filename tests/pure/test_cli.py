@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common import cli
+from common import cli, turns
 from common.benchmark import Benchmark
 from tests.process import ROOT
 
@@ -125,7 +125,7 @@ def test_resume_needs_a_report(words: list[str], capsys: pytest.CaptureFixture[s
 def test_a_wrong_turn_is_one_line(pipes: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as caught:
-        cli.turn_taker(pipes)
+        turns.turn_taker(pipes)
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "TORCHRUN_BENCH_TURN: expected two named pipes such as /tmp/a:/tmp/b, got '" in line

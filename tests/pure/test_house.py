@@ -35,11 +35,21 @@ def test_arrows_point_one_way(module: str) -> None:
     allowed = {
         "benchmarks": ("common.",),
         "common": ("common.",),
-        "analysis": ("analysis.", "common.report", "common.cli", "common.stats"),
+        "analysis": ("analysis.", "common.report", "common.cli", "common.turns", "common.stats"),
         "examples": (),
     }[folder]
     plots = {"analysis.report"} if folder == "benchmarks" else set()  # --plot, in a function
     assert all(used.startswith(allowed) for used in USES[module] - plots)
+
+
+def test_common_has_a_map_and_imports_follow_it() -> None:
+    """Ground, core, toolkits: each module is in common/__init__.py, below those that it imports."""
+    lines = (ROOT / "common" / "__init__.py").read_text().splitlines()
+    order = [f"common.{line.split()[0]}" for line in lines if line.startswith("    ")]
+    modules = [m for m in USES if m.startswith("common.") and m != "common.__init__"]
+    assert sorted(order) == sorted(modules)
+    for number, module in enumerate(order):
+        assert USES[module] <= {*order[:number], "common"}, module
 
 
 def test_no_cycles() -> None:
