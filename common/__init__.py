@@ -25,7 +25,7 @@ Toolkits: each serves some scripts. The core imports none of them.
     decoder     the transformer that several scripts train
     phases      stamps within a step, durations by phase and worker
     ranks       the node of each rank; groups of ranks by a word
-    links       messages between pairs of ranks
     outliers    who is slower than the like
+    links       messages between pairs of ranks
     rpc         roles, device maps, TensorPipe's settings, start and end
 """
