@@ -19,34 +19,44 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-ROUNDS, STEPS = 15, 3  # each round times a block of 3 steps of each kind
+ROUNDS, STEPS = 16, 3  # each round times a block of 3 steps of each kind
 
 
 # [measure]
 def time_block(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a step, on the slowest rank. All ranks call it together."""
+    """Milliseconds of a step: the median of STEPS, each on its slowest rank. All ranks call it."""
+    cpu = device.type == "cpu"
+
+    def stamp() -> Any:  # an accelerator has only queued the work: it stamps an event later
+        if cpu:
+            return time.perf_counter() * 1e3
+        event = torch.get_device_module(device).Event(enable_timing=True)
+        event.record()
+        return event
+
     dist.barrier()  # no clock starts while another rank is still busy with something else
     step()  # untimed: it finds the caches as the block before has left them
-    torch.get_device_module(device).synchronize()  # does nothing on the CPU
-    start = time.perf_counter()
+    stamps = [stamp()]
     for _ in range(STEPS):
         step()
-    torch.get_device_module(device).synchronize()  # an accelerator may only have queued the work
-    elapsed = torch.tensor((time.perf_counter() - start) * 1e3 / STEPS, device=device)
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item()
+        stamps.append(stamp())
+    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    times = [b - a if cpu else a.elapsed_time(b) for a, b in pairwise(stamps)]
+    slowest = torch.tensor(times, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # of each step: the next waits for this rank
+    return statistics.median(slowest.tolist())
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end. Needs 6 samples."""
-    x, n = sorted(samples), len(samples)
-    # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    x, n = sorted(samples), len(samples)  # the interval: the k-th sample from either end
     k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
     return statistics.median(x), x[k - 1], x[-k]
 
@@ -66,36 +76,36 @@ def main() -> int:
     # [wrap]
     layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
     model = DistributedDataParallel(nn.Sequential(*layers).to(device))
-    optimizer = torch.optim.SGD(model.parameters())
     x = torch.randn(64, width, device=device)
+    learn = torch.optim.SGD(model.parameters(), lr=0.1)
+    stand_still = torch.optim.SGD(model.parameters(), lr=0.0)  # costs the same, replicas stay equal
 
-    def step(lr: float = 0.1) -> None:
-        optimizer.param_groups[0]["lr"] = lr
+    def step(optimizer: torch.optim.Optimizer = learn) -> None:
         optimizer.zero_grad()
         model(x).square().mean().backward()
         optimizer.step()
 
     def local_compute() -> None:
         with model.no_sync():  # around the forward pass as well, which prepares the averaging
-            step(lr=0.0)  # costs the same, and leaves the replicas equal
+            step(stand_still)
 
     # [/wrap]
     for _ in range(4):
         step()  # DDP arranges its buckets anew in the second one
     gc.disable()  # a collection on one rank would stop them all
     rounds = []
-    for _ in range(ROUNDS):
-        a, b = time_block(step, device), time_block(local_compute, device)
-        rounds.append((a, b, a - b))  # within a round, so that a drift of the machine cancels
+    for i in range(ROUNDS):
+        turn = 1 if i % 2 == 0 else -1  # forwards, then backwards: a drift of the machine cancels
+        a, b = [time_block(kind, device) for kind in (step, local_compute)[::turn]][::turn]
+        rounds.append((a, b, a - b))
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
     extremes = torch.stack([flat, -flat])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     equal = torch.equal(extremes[0], -extremes[1])
     if dist.get_rank() == 0:
-        size = f"{len(flat) / 1e6:.1f} M parameters, replicas equal: {equal}"
-        print(f"{dist.get_world_size()} ranks, {backend}, {size}")
-        print(f"{'':15}{'median ms':>10}   95 % interval")
-        names = ("step", "local compute", "exposed")
+        names, size = ("step", "local compute", "exposed"), len(flat) / 1e6
+        print(f"{dist.get_world_size()} ranks, {backend}, {size:.1f} M parameters, ", end="")
+        print(f"replicas equal: {equal}\n{'':15}{'median ms':>10}   95 % interval")
         for name, ms in zip(names, zip(*rounds, strict=True), strict=True):
             print("{:15}{:10.2f}   {:.2f} to {:.2f}".format(name, *median_ci(ms)))
     dist.destroy_process_group()

