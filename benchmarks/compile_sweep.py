@@ -525,6 +525,8 @@ def start(backend: str, device: torch.device) -> tuple[float, str | None]:
         except Exception as error:
             reason = cli.describe(getattr(error, "inner_exception", error))  # the backend's own
             return 0.0, f"--backends {backend} cannot compile x * x here: {reason}"
+        finally:
+            torch.compiler.reset()  # or dynamo compiles nothing from the ninth backend on
 
 
 def main() -> int:

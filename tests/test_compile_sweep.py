@@ -385,3 +385,17 @@ def test_a_backend_that_cannot_compile_here() -> None:
         "--backends no_package cannot compile x * x here: "
         "ModuleNotFoundError: No module named 'tvm'"
     )
+
+
+def test_the_tenth_backend_is_started_as_the_first_one() -> None:
+    """Dynamo compiles a function for eight backends, then no more."""
+    started: list[int] = []
+    for number in range(10):
+
+        def compiler(graph: Any, inputs: Any, number: int = number) -> Any:
+            started.append(number)
+            return graph.forward
+
+        torch._dynamo.register_backend(compiler, name=f"backend_{number}")
+        compile_sweep.start(f"backend_{number}", torch.device("cpu"))
+    assert started == list(range(10))
