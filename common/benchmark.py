@@ -4,6 +4,7 @@ A case that fails on any rank is a row with its reason, and the run goes on.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import math
 import os
@@ -47,6 +48,8 @@ class Benchmark:
         if args.json == "" or (args.resume and not args.json):
             refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)  # until the watchdog
+        # a terminal of ASCII shows another letter as \xe9
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         self.args, self.status, self.failed, self.silenced = args, 1, False, False
         variables = environment.variables()
         self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
@@ -230,10 +233,14 @@ class Benchmark:
                 abandon(sys.stderr)
                 self.print(f"# error: stderr: {why.strerror}; warnings may be missing")
             self.status = share(int(self.failed or self.silenced))
-            dist.barrier()
+        # all has been said and written: what fails from here on changes no exit status
+        with contextlib.suppress(RuntimeError):
+            if error is None:
+                dist.barrier()
         self.watchdog.stop()
-        if error is None:
-            dist.destroy_process_group()
+        with contextlib.suppress(RuntimeError):
+            if error is None:
+                dist.destroy_process_group()
 
 
 def restarted_after() -> float:

@@ -98,6 +98,49 @@ def dies() -> None:
 
 
 @fault
+def dies_at_first() -> None:
+    """As `dies`; torchrun's restart finds nothing wrong."""
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        dies()
+
+
+@fault
+def reader_gone() -> None:
+    """Who reads rank 0's stdout has ended, as `| head` does."""
+    if RANK == 0:
+        reading, writing = os.pipe()
+        os.close(reading)
+        os.dup2(writing, 1)
+
+
+@fault
+def log_disk_full() -> None:
+    """Stdout leads to a disk that is full, and is written line by line."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+@fault
+def stdout_closed() -> None:
+    """As `>&-`."""
+    os.close(1)
+    sys.stdout = None  # type: ignore[assignment]
+
+
+@fault
+def stderr_closed() -> None:
+    """As `2>&-`."""
+    os.close(2)
+    sys.stderr = None  # type: ignore[assignment]
+
+
+@fault
+def disk_hangs() -> None:
+    """Rank 0's second line of the report waits for the disk for ever."""
+    in_call(os, "fsync", 2, partial(time.sleep, 600), rank=0)
+
+
+@fault
 def full_disk() -> None:
     """From rank 0's 25th step on its files cannot grow: by then `no ddp` is in the report."""
 

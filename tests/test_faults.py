@@ -1,6 +1,8 @@
 """What is promised when things go wrong (docs/reliability.md), each once."""
 
+import json
 import os
+import platform
 import pty
 import select
 import signal
@@ -48,6 +50,26 @@ def test_a_rank_that_waits_in_python_did_not_arrive(bench: Callable[..., Any]) -
     assert "waits" in hang.splitlines()[2]
 
 
+def test_a_disk_that_hangs_is_named(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "--timeout", "5", inject="disk-hangs")
+    rank0, rank1 = run.err[run.err.index("HANG") :].splitlines()[1:3]
+    assert f"rank 0 on {platform.node()}" in rank0
+    assert f"writes {run.path}: waits" in rank0
+    assert "rank 1" in rank1
+    assert run.status != 0
+
+
+def test_a_restart_by_torchrun_goes_on(bench: Callable[..., Any]) -> None:
+    """Rank 1 is killed in the second case; the first one is not measured again."""
+    run = bench(SCRIPT, *SHORT, inject="dies-at-first", PET_MAX_RESTARTS="1")
+    assert run.status == 0, run.err
+    assert "exitcode: -9" in run.err
+    assert [case.key["label"] for case in run.report.cases] == ["no ddp", "1M/2G"]
+    lines = [json.loads(line) for line in run.path.read_text().splitlines()]
+    assert ["key" in line for line in lines] == [False, True, True, False]
+    assert os.listdir(run.path.parent) == ["report.jsonl"]
+
+
 def test_a_killed_rank_ends_the_run(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, inject="dies", cold=True)
     assert run.status != 0
@@ -81,16 +103,19 @@ def test_everything_is_killed_and_resume_goes_on(
     assert run.report.status == "complete"
 
 
-def test_a_signal_to_the_ranks(start: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_ranks(
+    start: Callable[..., Any], tmp_path: Path, number: signal.Signals
+) -> None:
     marker, path = tmp_path / "marker", tmp_path / "report.jsonl"
     process = start(SCRIPT, *SHORT, "--json", str(path), inject="waits", MARKER=str(marker))
     process.until(marker.exists)
     ranks = process.ranks()
     for rank in ranks.values():
-        rank.send_signal(signal.SIGTERM)
+        rank.send_signal(number)
     assert process.wait(45) != 0
-    assert "SIGTERM: 1 cases are measured and in " in process.err
-    assert "exitcode  : 143" in process.err
+    assert f"{number.name}: 1 cases are measured and in " in process.err
+    assert f"exitcode  : {128 + number}" in process.err
     assert not any(rank.is_running() for rank in ranks.values())
     assert load(str(path)).status == "interrupted"
 
@@ -165,6 +190,47 @@ def test_a_full_disk(bench: Callable[..., Any]) -> None:
     assert line.endswith("File too large; it holds the cases before this one")
     assert "Traceback" not in run.err[: run.err.index(line)]
     assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "words"),
+    [
+        ("reader-gone", 2, "error: stdout: Broken pipe; the run goes on, "),
+        ("log-disk-full", 0, "error: stdout: No space left on device; the run goes on, "),
+        ("stdout-closed", 0, "error: stdout: Bad file descriptor; the run goes on, "),
+        ("stderr-closed", 0, "# error: stderr: Bad file descriptor; warnings may be missing"),
+        ("stdout-closed,stderr-closed", 0, ""),
+    ],
+)
+def test_streams_that_are_gone(
+    bench: Callable[..., Any], fault: str, ranks: int, words: str
+) -> None:
+    """The sweep goes on into its report; the exit status and a line on the other stream say so."""
+    run = bench(SCRIPT, *SHORT[:-2], "--no-breakdown", ranks=ranks, inject=fault)
+    assert run.status == 1
+    assert words in run.err + run.out
+    assert run.report.status == "complete"
+    assert len(run.report.cases) == 2 + (ranks > 0)
+    assert "Traceback" not in run.err.partition("torch/distributed/elastic")[0]
+
+
+def test_without_a_report_a_run_ends_with_its_stdout(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT[:-2], ranks=0, inject="reader-gone", json=False)
+    assert run.status == 1
+    line = "ddp_sweep.py: error: stdout: Broken pipe; without --json the run ends here"
+    assert run.err.splitlines()[-1] == line
+    assert "Traceback" not in run.err
+
+
+def test_closed_streams_of_a_shell(tmp_path: Path) -> None:
+    """No file that the run opens gets the numbers 0 to 2, where it would be written into."""
+    flags = (*SHORT[:-2], "--no-breakdown", "--world-sizes", "1", "--json", "report.jsonl")
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command_of(SCRIPT, *flags, ranks=0)[0]]
+    done = subprocess.run(shell, env=environment(), cwd=tmp_path, timeout=240)
+    assert done.returncode == 1
+    report = load(str(tmp_path / "report.jsonl"))
+    assert report.status == "complete"
+    assert report.cases
 
 
 def test_a_rank_that_never_arrives(bench: Callable[..., Any]) -> None:

@@ -1,13 +1,19 @@
 """The report: what a crash leaves, what is refused, what --resume takes over."""
 
+import contextlib
+import gzip
 import json
+import math
 import os
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from common.report import SCHEMA, Case, Report, load
+from common.report import SCHEMA, Case, Report, load, not_json
 
 ENVIRONMENT = {"torch": "2.15.0", "world_size": 2, "devices": ["cpu"], "backend": "gloo"}
 
@@ -46,12 +52,83 @@ def test_the_last_line_of_a_key_counts(path: Path) -> None:
     assert report.find(case.key) is None
 
 
-def test_another_file_is_kept_as_bak(path: Path) -> None:
-    report_at(path, 1)
-    before = path.read_text()
+def test_older_reports_are_never_erased(path: Path) -> None:
+    texts = []
+    for count in (1, 2, 3):
+        report_at(path, count)
+        texts.append(path.read_text())
+    report = Report("ddp_sweep", ENVIRONMENT, str(path))
+    assert report.start() == f"{path}.bak.2"
+    kept = [Path(f"{path}{ending}").read_text() for ending in (".bak", ".bak.1", ".bak.2")]
+    assert kept == texts
+    assert not load(str(path)).cases
+
+
+def test_a_restart_goes_on_with_the_report_of_the_attempt_before(path: Path) -> None:
     report_at(path, 2)
-    assert Path(f"{path}.bak").read_text() == before
-    assert len(load(str(path)).cases) == 2
+    again = Report("ddp_sweep", ENVIRONMENT, str(path))
+    assert again.start(since=time.time() - 60) is None
+    assert len(again.cases) == 2
+    del again
+    later = Report("ddp_sweep", ENVIRONMENT, str(path))
+    assert later.start(since=time.time() + 60) == f"{path}.bak"  # of an earlier run
+    assert not later.cases
+
+
+def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "shared"
+    disk.mkdir()
+    path.symlink_to(disk / "r.jsonl")
+    for count in (1, 2):
+        report_at(path, count)
+        assert path.is_symlink()
+        assert len(load(str(disk / "r.jsonl")).cases) == count
+    assert len(load(str(disk / "r.jsonl.bak")).cases) == 1
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_runs_cannot_write_one_report(path: Path, tmp_path: Path, resume: bool) -> None:
+    first = report_at(path, 1)
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for name in (path, link):
+        with pytest.raises(ValueError, match="another run is writing"):
+            Report("ddp_sweep", ENVIRONMENT, str(name)).start(resume)
+    first.add(Case({"n": 7}, [0]))
+    assert [case.key["n"] for case in load(str(path)).cases] == [0, 7]
+    assert not os.path.exists(f"{path}.bak")
+    del first  # as where its process ends
+    Report("ddp_sweep", ENVIRONMENT, str(path)).start(resume)
+
+
+def test_only_regular_files(path: Path) -> None:
+    os.mkfifo(path)
+    for name in (str(path), str(path.parent), "/dev/null", "/dev/full"):
+        with pytest.raises(ValueError, match=f"{name} is no regular file"):
+            Report("ddp_sweep", ENVIRONMENT, name).start()
+
+
+@contextlib.contextmanager
+def as_a_user() -> Iterator[None]:
+    """Without root's rights to write everywhere."""
+    uid = os.geteuid()
+    os.seteuid(uid or 65534)
+    try:
+        yield
+    finally:
+        os.seteuid(uid)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_read_only_report_is_said_at_once(resume: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "r.jsonl")
+        report_at(path)
+        path.chmod(0o444)
+        Path(folder).chmod(0o755)
+        with as_a_user(), pytest.raises(PermissionError):
+            Report("ddp_sweep", ENVIRONMENT, str(path)).start(resume)
+        assert os.listdir(folder) == ["r.jsonl"]
 
 
 def test_resume_takes_over_and_cuts_the_line_that_a_crash_left(path: Path) -> None:
@@ -64,6 +141,31 @@ def test_resume_takes_over_and_cuts_the_line_that_a_crash_left(path: Path) -> No
     resumed.add(Case({"n": 9}, [0]))
     resumed.finish("complete")
     assert [case.key["n"] for case in load(str(path)).cases] == [0, 1, 9]
+
+
+@pytest.mark.parametrize("cases", [0, 2])
+def test_a_last_line_without_its_newline_counts(path: Path, cases: int) -> None:
+    report_at(path, cases)
+    whole = path.read_bytes()
+    path.write_bytes(whole.rstrip())
+    assert len(load(str(path)).cases) == cases
+    resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
+    resumed.start(resume=True)
+    assert path.read_bytes() == whole
+    resumed.add(Case({"n": 9}, [0]))
+    assert len(load(str(path)).cases) == cases + 1
+
+
+@pytest.mark.parametrize("tail", [b"\n", b"\r\n", b"  ", b"\0\0\0", b"[" * 100_000])
+def test_a_tail_that_is_no_line_is_no_damage(path: Path, tail: bytes) -> None:
+    report_at(path, 2)
+    with path.open("ab") as file:
+        file.write(tail)
+    assert len(load(str(path)).cases) == 2
+    resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
+    resumed.start(resume=True)
+    resumed.add(Case({"n": 9}, [0]))
+    assert len(load(str(path)).cases) == 3
 
 
 def test_a_status_in_the_middle_is_of_an_earlier_run(path: Path) -> None:
@@ -91,9 +193,8 @@ def test_resume_refuses_another_run(
     assert len(load(str(path)).cases) == 2
 
 
-HEAD = json.dumps(
-    {"schema": SCHEMA, "benchmark": "x", "argv": [], "started_at": "", "environment": {}}
-)
+FIELDS = {"schema": SCHEMA, "benchmark": "x", "argv": [], "started_at": "", "environment": {}}
+HEAD = json.dumps(FIELDS)
 CASE = '{"key": {"n": 1}, "ranks": [0], "samples_s": {"step": %s}}'
 
 
@@ -137,17 +238,60 @@ def test_what_is_no_report_is_one_clear_line(path: Path, text: str, words: str) 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"benchmark": {}}, "benchmark: expected str, got '{}'"),
+        ({"argv": 3}, "argv: expected list, got '3'"),
+        ({"started_at": 3}, "started_at: expected str, got '3'"),
+        ({"environment": None}, "environment: expected dict, got 'None'"),
+        ({"environment": []}, "environment: expected dict"),
+        ({"environment": {"hosts": "vm"}}, "environment.hosts: expected a list of names"),
+        ({"environment": {"hosts": [1]}}, "environment.hosts: expected a list of names"),
+        ({"environment": {"ranks": [3]}}, "environment.ranks: expected a list of objects"),
+        ({"environment": {"gpus": [{}]}}, "environment.gpus: expected a list of objects for each"),
+        ({"environment": {"variables": []}}, "environment.variables: expected an object"),
+        ({"environment": {"differences": 3}}, "environment.differences: expected a list of texts"),
+    ],
+)
+def test_fields_of_another_type_are_named(path: Path, change: dict[str, Any], words: str) -> None:
+    path.write_text(json.dumps(FIELDS | change) + "\n")
+    with pytest.raises(ValueError, match=":1 is no line of a report") as caught:
+        load(str(path))
+    assert words in str(caught.value)
+
+
+def test_a_status_that_is_no_text(path: Path) -> None:
+    path.write_text(HEAD + '\n{"status": 3}\n')
+    with pytest.raises(ValueError, match=r":2 is no line of a report: status: expected str"):
+        load(str(path))
+
+
 def test_lists_of_one_length() -> None:
     with pytest.raises(ValueError, match=r"samples_s.step: expected lists of one length, got '1'"):
         Case({}, [0, 1], {"step": [[1.0, 2.0], [1.0]]})
 
 
-def test_bytes_and_missing_files(path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (gzip.compress(HEAD.encode()), " is gzip, not text in UTF-8"),
+        (HEAD.encode("utf-16"), " is UTF-16, not text in UTF-8"),
+        (HEAD.encode() + b"\n\xff\n", ":2 is no line of a report: 'utf-8' codec can't decode"),
+    ],
+)
+def test_what_is_no_text_in_utf8(path: Path, content: bytes, words: str) -> None:
     with pytest.raises(ValueError, match="No such file"):
         load(str(path))
-    path.write_bytes(b"\xff\xfe\n")
-    with pytest.raises(ValueError, match="is UTF-16, not text in UTF-8"):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{path}{words}"):
         load(str(path))
+
+
+def test_what_cannot_be_written_is_named() -> None:
+    assert not_json("key", {"a": 1, "b": None}) is None
+    assert not_json("key", {"a": 1, "b": {2}}) == "key 'b' is not JSON: '{2}'"
+    assert not_json("metric", {"x_s": math.nan}) == "metric 'x_s' is not JSON: 'nan'"
 
 
 def test_what_is_no_report_is_not_replaced(path: Path) -> None:
