@@ -47,7 +47,7 @@ class Benchmark:
             refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)  # until the watchdog
         self.args, self.status, self.failed = args, 1, False
-        variables = environment.variables()
+        variables = environment.user_variables()
         self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
         first, turns = self.job.rank == 0, os.environ.get(TURN)
         self.turn = turn_taker(turns) if turns and first else lambda: None

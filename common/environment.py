@@ -27,7 +27,7 @@ PER_RUN = (
 )
 
 
-def variables() -> dict[str, str]:
+def user_variables() -> dict[str, str]:
     """What user and launcher have set. To be called before join(), which sets some itself."""
     families = tuple(FAMILIES.split())
     names = sorted(name for name in os.environ if name.startswith(families))
