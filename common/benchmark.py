@@ -51,7 +51,7 @@ class Benchmark:
         # a terminal of ASCII shows another letter as \xe9
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         self.args, self.status, self.failed, self.silenced = args, 1, False, False
-        variables = environment.variables()
+        variables = environment.user_variables()
         self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
         first, turns = self.job.rank == 0, os.environ.get(TURN)
         self.turn = turn_taker(turns) if turns and first else lambda: None

@@ -217,7 +217,8 @@ def add_common_flags(
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: auto)")
     backend = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
     names = ("--distributed-backend", "--backend")
-    add(*names, dest="backend", type=str.lower, metavar="NAME", help=backend)  # as torch takes it
+    name = checked(str.lower, bool, "the name of a backend", "e.g. gloo")  # as torch takes it
+    add(*names, dest="backend", type=name, metavar="NAME", help=backend)
     warm = "untimed iterations of each step (default: 5, fewer if they take --max-seconds / 4)"
     add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
     exactly = "time exactly N iterations, whatever the next three say"

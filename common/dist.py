@@ -28,7 +28,7 @@ class Job:
     """This process within the job that torchrun (or srun) started."""
 
     rank: int
-    local_rank: int
+    local_rank: int  # on its node, from 0
     world_size: int
     local_world_size: int
     device: torch.device
@@ -48,11 +48,15 @@ class Group:
 
 
 def local_rank() -> int:
-    """This rank's number on its node: LOCAL_RANK. `torchrun --virtual-local-rank` sets 0 for all,
-    but numbers the ranks node by node; where nodes are uneven the numbers are then unknown."""
+    """This rank's number on its node, from 0: LOCAL_RANK.
+
+    `torchrun --virtual-local-rank` sets 0 for all ranks, but torchrun numbers them node by node.
+    That does not help where nodes have different numbers of ranks: there LOCAL_RANK is taken.
+    """
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
     rank, number, world_size, here, nodes = (int(os.environ.get(name, "0")) for name in names)
-    return rank % here if nodes and world_size == nodes * here else number
+    by_torchrun_evenly = nodes > 0 and world_size == nodes * here
+    return rank % here if by_torchrun_evenly else number
 
 
 def open_group(

@@ -32,7 +32,7 @@ LAUNCHERS = {"SLURM_PROCID": "srun", "FLUX_TASK_RANK": "flux"}
 LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "OMPI_COMM_WORLD_RANK": "mpirun"}
 
 
-def variables() -> dict[str, str]:
+def user_variables() -> dict[str, str]:
     """What user and launcher have set. To be called before join(), which sets some itself."""
     families = tuple(FAMILIES.split())
     names = sorted(name for name in os.environ if name.startswith(families))

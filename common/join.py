@@ -28,7 +28,7 @@ BY_HAND = (
 def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = False) -> Job:
     """Join the job, or be a world of one, and take a device: `cuda:LOCAL_RANK` by what is visible,
     or the CPU. Ends the run where not all ranks arrive within `timeout_s`."""
-    rank, number, world_size, local_world_size = world()
+    rank, on_node, world_size, local_world_size = world()
     check_network(world_size)
     count = torch.cuda.device_count()
     if device == "cuda" and not count:
@@ -36,15 +36,15 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     cuda = device != "cpu" and count > 0
     backend = backend or ("nccl" if cuda else "gloo")
     check_backend(backend, cuda)
-    place = torch.device("cuda", number % count) if cuda else torch.device("cpu")
+    place = torch.device("cuda", on_node % count) if cuda else torch.device("cpu")
     if bind_cores:
-        bind(number, local_world_size, place)
+        bind(on_node, local_world_size, place)
     if cuda:
         torch.cuda.set_device(place)
     # the watchdog ends a hang; NCCL's own would end the process a minute after a failed case
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder: who is where
-    if cuda and number == 0 and "NCCL_DEBUG" not in os.environ:
+    if cuda and on_node == 0 and "NCCL_DEBUG" not in os.environ:
         # which network and transport it takes; it says so when it connects, not while it is timed
         os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"] = "INFO", "INIT,NET,P2P,SHM"
         handle, os.environ["NCCL_DEBUG_FILE"] = tempfile.mkstemp(prefix="nccl-", suffix=".log")
@@ -59,7 +59,7 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     dist.init_process_group("gloo", timeout=FOREVER, **own)
     gc.freeze()  # what was imported is no garbage: collections between cases need not look at it
     atexit.register(gc.unfreeze)  # or nanobind reports leaks at the end
-    return Job(rank, number, world_size, local_world_size, place, backend, store)
+    return Job(rank, on_node, world_size, local_world_size, place, backend, store)
 
 
 def check_backend(backend: str, cuda: bool) -> None:

@@ -80,6 +80,7 @@ def test_underscores_and_values_with_equals() -> None:
     assert parse("--batch_size=4").batch_size == 4
     assert parse("--json=a_b.jsonl").json == "a_b.jsonl"
     assert parse("--distributed_backend", "gloo").backend == "gloo"
+    assert parse("--backend", "NCCL").backend == "nccl"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +96,7 @@ def test_underscores_and_values_with_equals() -> None:
         ),
         (["--max-seconds", "1e308"], "argument --max-seconds: expected a number of at most"),
         (["--sizes", MANY, "--counts", MANY], "at most 10,000 cases, got 40,000 cases"),
+        (["--backend", ""], "expected the name of a backend, got ''; e.g. gloo"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     ],
 )
