@@ -1,4 +1,10 @@
 #!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "matplotlib>=3.8", "psutil>=5.9"
+# ]
+# ///
 """Is B slower than A? Runs two commands in turn and compares their reports.
 
 The order is A B, B A, A B: a drift of the machine hits both alike, and neighbours make a pair.

@@ -1,4 +1,10 @@
 #!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "matplotlib>=3.8"
+# ]
+# ///
 """Is TEST slower than BASE, faster, the same, or can these reports not tell?
 
 The run is the unit: its time is the median over its iterations of the slowest rank. The interval is

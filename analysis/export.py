@@ -1,4 +1,8 @@
 #!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["numpy>=1.26", "pandas>=2.1", "tabulate>=0.9"]
+# ///
 """Reports in the formats of other tools, on stdout.
 
     csv         a row a case and metric: key, value, interval, n. pandas, DuckDB, spreadsheets

@@ -1,4 +1,11 @@
 #!/usr/bin/env python3
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "matplotlib>=3.8",
+#     "jinja2>=3.1",
+# ]
+# ///
 """One page from any reports: summary, environment, figures, tables.
 
 A single HTML file that needs no network and runs no script, light or dark as the reader has it.

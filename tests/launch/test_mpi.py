@@ -105,12 +105,11 @@ def test_one_host(
 
 
 def test_without_the_wrapper(mpirun: Callable[..., psutil.Popen], tmp_path: Path) -> None:
-    process = mpirun(MPICH, 2, sys.executable, SCRIPT, "--device", "cpu")
+    process = mpirun(OPEN, 2, sys.executable, SCRIPT, "--device", "cpu")
     assert process.wait(120) == 2
     said = (tmp_path / "err").read_text()
-    assert "error: PMI_SIZE says 2 tasks, but each would run by itself" in said
+    assert said.count("OMPI_COMM_WORLD_SIZE says 2 tasks, but each would run by itself") == 1
     assert "launch/mpi_env.sh (mpirun, flux)" in said
-    assert said.count("\n") == 1
 
 
 # who names the killed rank, and the status that it leaves
@@ -118,6 +117,7 @@ KILLED = {
     OPEN: (r"process rank 1 with PID \d+ on node \S+ exited on signal 9", 137),
     MPICH: (r"mpi_env.sh: rank 1 on \S+: SIGKILL", 9),
 }
+ENDED = {OPEN: 1, MPICH: 130}  # the status after Ctrl-C
 
 
 @pytest.mark.parametrize("launcher", [OPEN, MPICH])
@@ -143,11 +143,11 @@ def test_how_it_ends(
     if what == "Ctrl-C":
         process.send_signal(signal.SIGINT)
         # Open MPI ends its ranks by SIGTERM
-        want, expected = r"SIG(INT|TERM): \d cases? .*go on with --resume", (130, 1)
+        want, status = r"SIG(INT|TERM): \d cases? .*go on with --resume", ENDED[launcher]
     else:
         ranks[1].kill()
-        want, expected = KILLED[launcher][0], (KILLED[launcher][1],)
-    assert process.wait(30) in expected, said()
+        want, status = KILLED[launcher]
+    assert process.wait(30) == status, said()
     assert re.search(want, said()), said()
     until(lambda: not any(rank.is_running() for rank in ranks.values()), 20, said)
     assert load(str(report)).status == "interrupted"
