@@ -229,9 +229,7 @@ def add_common_flags(
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
     most = f"or after S seconds of a case, 2 S if it lacks an interval (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
-    report = (
-        "append each case to this new report; an older one is moved to PATH.bak, PATH.bak.1, ..."
-    )
+    report = "append every finished case to this report; an older one becomes PATH.bak, .bak.1, ..."
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
     hang = f"after S seconds without progress name who hangs, and end (default: {timeout:g})"
