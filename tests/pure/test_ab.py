@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -64,7 +65,7 @@ def sides(tmp_path: Path) -> Path:
 
 
 def words(folder: Path, a: str, b: str, *more: str) -> list[str]:
-    command = f"{sys.executable} {folder}/fake.py"
+    command = shlex.join([sys.executable, f"{folder}/fake.py"])
     return ["--a", f"{command} {a}", "--b", f"{command} {b}", "--out", str(folder / "out"), *more]
 
 
