@@ -75,7 +75,9 @@ def load(
     paths = find(words)
     read_one = partial(read, measure=measure)
     sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
-    if min(sizes) == 0 or sum(size > LARGE_BYTES for size in sizes) < 2:  # 0: perhaps a pipe
+    if (
+        min(sizes, default=0) == 0 or sum(size > LARGE_BYTES for size in sizes) < 2
+    ):  # 0: perhaps a pipe
         runs = list(map(read_one, paths))
     else:  # reading JSON fills one core
         with multiprocessing.get_context("fork").Pool(2, leave_signals) as pool:
