@@ -156,7 +156,11 @@ def main() -> int:
     add("--test", nargs="+", metavar="TEST", help="the same, of what is compared with BASE")
     add("--history", metavar="DIR", help="a folder of reports over time, instead of BASE and TEST")
     add("--last", type=positive_int, default=10, metavar="N", help="of its runs (default: 10)")
-    add("--plot", metavar="PATH", help="with --history: draw each case over time, .svg or .png")
+    add(
+        "--plot",
+        metavar="PATH",
+        help="with --history: draw each case over time, .svg, .png or .pdf",
+    )
     add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
     add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
     measure = "another step of the cases, or a time or rate of theirs"

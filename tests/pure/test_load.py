@@ -289,7 +289,17 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 
 
 def test_torch_is_never_imported() -> None:
-    scripts = ("load", "compare", "ab", "export", "report", "figures", "show", "verdicts")
+    scripts = (
+        "load",
+        "foreign",
+        "compare",
+        "ab",
+        "export",
+        "report",
+        "figures",
+        "show",
+        "verdicts",
+    )
     code = "".join(f"import analysis.{name}\n" for name in scripts)
     code += "import sys\nassert 'torch' not in sys.modules\n"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
