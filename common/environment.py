@@ -21,9 +21,9 @@ FAMILIES += " CUDNN_ NVIDIA_TF32 SLURM_JOB_"
 # and those of them that tell nothing
 PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)
 
-# who started the ranks, by a variable that it sets; the last one counts: mpirun itself may use srun
-LAUNCHERS = {"SLURM_PROCID": "srun", "FLUX_TASK_RANK": "flux"}
-LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "OMPI_COMM_WORLD_RANK": "mpirun"}
+# who started the ranks, by a variable that it sets. mpirun comes first: it may use srun itself
+LAUNCHERS = {"TORCHELASTIC_RUN_ID": "torchrun", "OMPI_COMM_WORLD_RANK": "mpirun"}
+LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "FLUX_TASK_RANK": "flux", "SLURM_PROCID": "srun"}
 
 
 def collect(job: Job) -> dict[str, Any]:
@@ -53,10 +53,7 @@ def collect(job: Job) -> dict[str, Any]:
     # torch 2.15 has a second implementation of NCCL's process group, and takes it by default
     new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
     nccl = "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
-    by_hand = "python"
-    for name, launcher in LAUNCHERS.items():
-        if "RANK" in os.environ and name in os.environ:
-            by_hand = launcher
+    launchers = [LAUNCHERS[name] for name in LAUNCHERS if name in os.environ]
     prefixes = tuple(FAMILIES.split())
     variables = {n: v for n, v in sorted(os.environ.items()) if n.startswith(prefixes)}
     return {
@@ -66,7 +63,7 @@ def collect(job: Job) -> dict[str, Any]:
         "nccl_backend": nccl if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
-        "launcher": "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else by_hand,
+        "launcher": launchers[0] if launchers and "RANK" in os.environ else "python",
         "backend": job.backend,
         "world_size": job.world_size,
         "local_world_size": job.local_world_size,
@@ -146,5 +143,6 @@ def preamble(name: str, found: dict[str, Any]) -> str:
     if shared := sharing(found):
         warnings.append(f"{shared}: their times include each other's turns")
     if alone := [row["rank"] for row in found["ranks"] if row["uuid"] and row["cores"] == 1]:
-        warnings.append(f"rank {alone[0]} has 1 core for its GPU; see srun --cpus-per-task")
+        cure = "see srun --cpus-per-task, mpirun --bind-to"
+        warnings.append(f"rank {alone[0]} has 1 core for its GPU; {cure}")
     return "\n".join(f"# {line}" for line in [*lines, *(f"warning: {w}" for w in warnings)])
