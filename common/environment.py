@@ -27,9 +27,9 @@ PER_RUN = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 
-# who started the ranks, by a variable that it sets; the last one counts: mpirun itself may use srun
-LAUNCHERS = {"SLURM_PROCID": "srun", "FLUX_TASK_RANK": "flux"}
-LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "OMPI_COMM_WORLD_RANK": "mpirun"}
+# who started the ranks, by a variable that it sets. mpirun comes first: it may use srun itself
+LAUNCHERS = {"TORCHELASTIC_RUN_ID": "torchrun", "OMPI_COMM_WORLD_RANK": "mpirun"}
+LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "FLUX_TASK_RANK": "flux", "SLURM_PROCID": "srun"}
 
 
 def user_variables() -> dict[str, str]:
@@ -63,10 +63,7 @@ def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
     if rows is None:
         return {}
     ranks, leaders = [row for row, _ in rows], [row | node for row, node in rows if node]
-    by_hand = "python"
-    for name, launcher in LAUNCHERS.items():
-        if "RANK" in os.environ and name in os.environ:
-            by_hand = launcher
+    launchers = [LAUNCHERS[name] for name in LAUNCHERS if name in os.environ]
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
@@ -74,7 +71,7 @@ def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
         "nccl_backend": nccl_backend(job.backend) if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
-        "launcher": "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else by_hand,
+        "launcher": launchers[0] if launchers and "RANK" in os.environ else "python",
         "backend": job.backend,
         "world_size": job.world_size,
         "local_world_size": job.local_world_size,
@@ -169,7 +166,8 @@ def preamble(name: str, found: dict[str, Any]) -> str:
     if shared := sharing(found):
         warnings.append(f"{shared}: their times include each other's turns")
     if alone := [row["rank"] for row in found["ranks"] if row["uuid"] and row["cores"] == 1]:
-        warnings.append(f"rank {alone[0]} has 1 core for its GPU; see srun --cpus-per-task")
+        cure = "see srun --cpus-per-task, mpirun --bind-to"
+        warnings.append(f"rank {alone[0]} has 1 core for its GPU; {cure}")
     lines += [f"warning: {warning}" for warning in warnings[:16]]
     if more := len(warnings[16:]):
         lines.append(f"... and {many(more, 'more warning')}")

@@ -33,6 +33,9 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     count = torch.cuda.device_count()
     if device == "cuda" and not count:
         refuse("--device cuda: torch sees no CUDA device here; try --device cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if device == "auto" and accelerator and accelerator.type != "cuda":
+        refuse(f"torch sees {accelerator.type}; measured today are CUDA and CPUs: try --device cpu")
     cuda = device != "cpu" and count > 0
     backend = backend or ("nccl" if cuda else "gloo")
     check_backend(backend, cuda)

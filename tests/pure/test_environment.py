@@ -14,7 +14,7 @@ import torch
 from common import dist
 from common.environment import differences, nccl_backend, preamble, problem
 from common.gpus import gpu_state, nccl_choices, throttled
-from common.join import bind, check_backend, check_network, meet, world
+from common.join import bind, check_backend, check_network, join, meet, world
 from tests.process import environment
 
 LOG = """\
@@ -110,7 +110,7 @@ def test_what_gpus_the_first_lines_warn_of() -> None:
         "# warning: GPU 0 of a is throttled: hardware thermal",
         "# warning: a: GPU 0 has uncorrected errors of its memory",
         "# warning: ranks 0 and 1 share a GPU on a: their times include each other's turns",
-        "# warning: rank 1 has 1 core for its GPU; see srun --cpus-per-task",
+        "# warning: rank 1 has 1 core for its GPU; see srun --cpus-per-task, mpirun --bind-to",
     ]
 
 
@@ -158,7 +158,9 @@ def refused(
             for name in set(os.environ) - set(environment()):  # a launcher's
                 patch.delenv(name)
             for name, value in (BY_HAND | changes).items():
-                patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
+                patch.setenv(name, value or "")  # noted, so that it is as before at the end
+                if value is None:
+                    patch.delenv(name)
             with pytest.raises(SystemExit) as caught:
                 function()
         assert caught.value.code == 2
@@ -282,3 +284,14 @@ def test_many_nodes_and_ranks_are_counted() -> None:
         node["cores"] = 4
     (line,) = differences(nodes)
     assert line == "cores of n0, n1, n2, n3, n4, n5, n6, n7 and 392 more is not that of other nodes"
+
+
+def test_another_accelerator_is_not_measured_as_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device = torch.device("xpu", 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+    with pytest.raises(SystemExit, match="2"):
+        join("auto", None, 1)
+    said = capsys.readouterr().err
+    assert "error: torch sees xpu; measured today are CUDA and CPUs: try --device cpu" in said
