@@ -312,7 +312,7 @@ def main() -> int:
         options = rpc_options(args, bench)
         model = f"Linear({args.in_features}, {args.out_features}), {trainers} trainers"
         model += f" with batches of {args.batch_size}"
-        bench.begin_table(f"{model}, {size} gradients an update; {options}", COLUMNS, WIDEST)
+        bench.begin_table(f"{model}, {size} gradients an update\n{options}", COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
             for payload in args.payload:
                 case = {"payload": payload} | key | options.key()

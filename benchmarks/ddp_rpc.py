@@ -342,7 +342,7 @@ def main() -> int:
         kind = "sparse table" if args.sparse else "table"
         tables = f"a {kind} of {args.number_embeddings} x {args.embedding_dim} each"
         roles_text = f"{trainers} trainers, {servers} servers with {tables}"
-        bench.print(f"\n{roles_text}; reducer {args.reducer}; {options}")
+        bench.print(f"\n{roles_text}; reducer {args.reducer}\n{options}")
         with rpc_workers(bench, roles, options) as devices:
             for lookup, autograd in itertools.product(args.lookup, args.autograd):
                 key = {"lookup": lookup, "autograd": autograd} | fixed

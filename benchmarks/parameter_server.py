@@ -278,46 +278,53 @@ def start_servers(kind: str, servers: list[tuple[str, int, str]]) -> None:
         rpc.rpc_sync(name, host, args=(Server, kind, trainers, device))
 
 
-def build(
-    args: argparse.Namespace, roles: Roles, devices: list[str], job: Job, key: Key, group: Group
-) -> Workload:
-    """devices: of all ranks."""
-    rank, device, route = job.rank, job.device, key["route"]
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
-    shares = trainers_of(key["placement"], roles)
-    if rank == 0 and shares:
-        new = [(roles.name(home), len(own), devices[home]) for home, own in shares.items()]
-        rpc.rpc_sync("master", start_servers, args=(key["server"], new))
-    dist.barrier(group.control)
-    servers = [home for home, own in shares.items() if rank in own]
-    patience_s = args.straggler_timeout or args.timeout / 2
+# -- a trainer -------------------------------------------------------------------------------------
+
+
+def send(
+    server: str, step: int, bucket: dist.GradBucket, wire: torch.device, patience_s: float
+) -> Future[torch.Tensor]:
+    """A bucket's average over the server's trainers, on the bucket's device.
+
+    wire: where the gradient is while it travels.
+    """
+    device = bucket.buffer().device
+    words = (step, bucket.index(), pack(bucket.buffer(), wire))
+    call = rpc.rpc_async(server, add_gradient, args=words, timeout=patience_s)
+    # not call.then(): where the server is on the CPU that future may hold no CUDA tensor
+    average = new_future(device)
+
+    def on_answer(call: Future[Parts]) -> None:
+        try:  # value() would take a server's exception for an answer
+            average.set_result(unpack(call.wait(), device))
+        except Exception as error:
+            average.set_exception(RuntimeError(f"{server}: {cli.describe(error)}"))
+
+    call.add_done_callback(on_answer)
+    return average
+
+
+def register_route(
+    ddp: DistributedDataParallel,
+    route: str,
+    group: Group,
+    ask: Callable[[dist.GradBucket], Future[torch.Tensor]],
+    phases: Phases,
+) -> None:
+    """From now on DDP's buckets go by this route, with stamps around each.
+
+    ask: has a server average a bucket.
+    """
     # gloo; the control group is idle within a block
     sparse_group = group.control if route == "hybrid" else group.test
-    phases, first = Phases(device), None
-
-    def by_server(home: int, bucket: dist.GradBucket) -> Future[torch.Tensor]:
-        wire = device if roles.wire(rank, home) == "cuda" else torch.device("cpu")
-        words = (phases.count, bucket.index(), pack(bucket.buffer(), wire))
-        name = roles.name(home)
-        call = rpc.rpc_async(name, add_gradient, args=words, timeout=patience_s)
-        # not call.then(): where the server is on the CPU that future may hold no CUDA tensor
-        average = new_future(device)
-
-        def on_answer(call: Future[Parts]) -> None:
-            try:  # value() would take a server's exception for an answer
-                average.set_result(unpack(call.wait(), device))
-            except Exception as error:
-                average.set_exception(RuntimeError(f"{name}: {cli.describe(error)}"))
-
-        call.add_done_callback(on_answer)
-        return average
+    first = None  # when the first bucket of a step was launched
 
     def hook(state: None, bucket: dist.GradBucket) -> Future[torch.Tensor]:
         nonlocal first
         start, sparse = phases.now(), bucket.buffer().is_sparse
         first = first if bucket.index() else start
         if route == "rpc" or (route == "sparse_rpc" and sparse):
-            average = by_server(servers[bucket.index() % len(servers)], bucket)
+            average = ask(bucket)
         else:
             average = allreduce_hook(sparse_group if sparse else group.test, bucket)
 
@@ -330,9 +337,31 @@ def build(
 
         return average.then(arrived)
 
+    ddp.register_comm_hook(None, hook)
+
+
+def build(
+    args: argparse.Namespace, roles: Roles, devices: list[str], job: Job, key: Key, group: Group
+) -> Workload:
+    """devices: of all ranks."""
+    rank, device, route = job.rank, job.device, key["route"]
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
+    shares = trainers_of(key["placement"], roles)
+    if rank == 0 and shares:
+        new = [(roles.name(home), len(own), devices[home]) for home, own in shares.items()]
+        rpc.rpc_sync("master", start_servers, args=(key["server"], new))
+    dist.barrier(group.control)
+    servers = [home for home, own in shares.items() if rank in own]
+    phases, patience_s = Phases(device), args.straggler_timeout or args.timeout / 2
+
+    def ask(bucket: dist.GradBucket) -> Future[torch.Tensor]:
+        home = servers[bucket.index() % len(servers)]
+        wire = device if roles.wire(rank, home) == "cuda" else torch.device("cpu")
+        return send(roles.name(home), phases.count, bucket, wire, patience_s)
+
     model = create_model(key, device)
     ddp = DistributedDataParallel(model, process_group=group.test, bucket_cap_mb=key["bucket_size"])
-    ddp.register_comm_hook(None, hook)
+    register_route(ddp, route, group, ask, phases)
     batches = itertools.cycle(create_batches(args, rank, device))
     everyone = [*roles.trainers]
     own = next((share for share in shares.values() if rank in share), everyone)

@@ -50,7 +50,7 @@ def test_seven_processes(bench: Callable[..., Any]) -> None:
     flags = ("--number-trainers", "4", "--number_ps", "2", "--sparse", "--embedding-dim", "256")
     run = bench(SCRIPT, *SHORT, *flags, "--reducer", "ddp", ranks=7)
     assert run.status == 0, run.err
-    assert "2 servers with a sparse table of 300 x 256 each; reducer ddp; rpc threads" in run.out
+    assert "2 servers with a sparse table of 300 x 256 each; reducer ddp\nrpc threads" in run.out
     for case in run.report.cases:
         assert case.key["reducer"] == "ddp"
         assert "exchange_s" not in case.metrics
