@@ -241,7 +241,9 @@ def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     if not classes:
         stack = longest_stack(model)
         if not stack:
-            raise ValueError("the model has no list of layers; try --fsdp-units CLASS")
+            raise ValueError(
+                "the model has no list of layers; try --fsdp-units CLASS or --no-fsdp-wrap"
+            )
         classes = [type(stack[0]).__name__]
     known = {type(layer).__name__ for layer in layers}
     for name in classes:

@@ -324,7 +324,7 @@ def test_inner_units_come_first() -> None:
 @pytest.mark.parametrize(
     ("classes", "line"),
     [
-        ([], "the model has no list of layers; try --fsdp-units CLASS"),
+        ([], "the model has no list of layers; try --fsdp-units CLASS or --no-fsdp-wrap"),
         (["Liner"], "--fsdp-units: the model has no Liner; did you mean Linear"),
     ],
 )
