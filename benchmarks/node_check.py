@@ -311,6 +311,8 @@ def plan(bench: Benchmark, found: dict[str, Any]) -> list[Phase]:
         links.measure_round(bench, key, pairs, singles, messages)
 
     def judge_links(cases: list[Case]) -> Findings:
+        if cases:
+            bench.print(f"\nlinks: {len(cases)} rounds, messages of {cases[0].key['size']:,} bytes")
         rows = [link for case in cases for link in case.metrics.get("links", [])]
         # inside a node of CPUs they are cores that all share: their data counts, not their times
         rows = [link for link in rows if not cpu or nodes[link[0]] != nodes[link[1]]]
@@ -341,7 +343,9 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
 
     seconds, warm = min(args.max_seconds, phase.share * args.budget), min(args.warmup_iters, 2)
     bench.rule = replace(bench.rule, warmup_iters=warm, target_ci=1e-9, max_seconds=seconds)
-    fixed = {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
+    nodes = 1 + max(node_of_each(bench.report.environment))  # with the ranks it says who meets
+    fixed: Key = {"nodes": nodes, "world_size": job.world_size}
+    fixed |= {"device": job.device.type, "backend": job.backend}
     cases, now, expected = phase.cases, left(), args.budget / 10
     half, suspects, found = now / 2, Findings(), Findings()
     for attempt in (1, 2):
