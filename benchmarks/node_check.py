@@ -327,6 +327,8 @@ def plan(bench: Benchmark, found: dict[str, Any]) -> list[Phase]:
         links.measure_round(bench, key, pairs, singles, messages)
 
     def judge_links(cases: list[Case]) -> Findings:
+        if cases:
+            bench.print(f"\nlinks: {len(cases)} rounds, messages of {cases[0].key['size']:,} bytes")
         rows = [link for case in cases for link in case.metrics.get("links", [])]
         # inside a node of CPUs they are cores that all share: their data counts, not their times
         rows = [link for link in rows if not cpu or nodes[link[0]] != nodes[link[1]]]
@@ -358,10 +360,11 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
     seconds = min(args.max_seconds, phase.share * args.budget)
     rule = replace(bench.rule, target_ci=1e-9, max_seconds=seconds, patience=1)
     bench.rule = replace(rule, warmup_iters=rule.warmup_iters if rule.full_warmup else 2)
+    nodes = 1 + max(node_of_each(bench.report.environment))  # with the ranks it says who meets
     cases, now, expected = phase.cases, left(), args.budget / 10
     half, suspects, found = now / 2, Findings(), Findings()
     for attempt in (1, 2):
-        key = {"probe": phase.name, "attempt": attempt}
+        key = {"probe": phase.name, "attempt": attempt, "nodes": nodes}
         for number, measure in enumerate(cases):
             if attempt == 1 and now - expected < half:
                 some = f"{len(cases) - number} of {len(cases)} rounds of " if number else ""

@@ -124,6 +124,7 @@ class Benchmark:
         rows = gather(found)
         reason, full = share(self.keep(case, derive, rows) if rows else None)
         if group:
+            self.watchdog.group = None  # or gloo's threads outlive the interpreter, and crash
             close_group(group, failed=reason is not None)  # its peers may have left collectives
         if full:
             self.refuse(full, 1)

@@ -16,6 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# The default group of the time of this import is a default of these functions. The first optimizer
+# imports them: by then there is a group, and it would outlive destroy_process_group (torch 2.15).
+import torch.distributed.nn.functional
+
 from common.cli import end, write
 from common.private_torch import abort_process_group
 

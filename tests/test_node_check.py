@@ -1,10 +1,13 @@
 """node_check.py as its user runs it; tests/pure/test_outliers.py has its judgement."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT, environment
 from tests.pure.reports import run as analyse
 
 SCRIPT = "benchmarks/node_check.py"
@@ -36,6 +39,8 @@ def test_fit(bench: Callable[..., Any]) -> None:
     assert (a, c) == (b, d)  # the slowest rank's, of nodes and of rails
     a, b, c, d = (case.metrics["all_reduce_between_s"] for case in together)
     assert (a, b) == (c, d)
+    assert {case.key["nodes"] for case in run.report.cases} == {2}
+    assert "\nlinks: 2 rounds, messages of 131,072 bytes\n" in run.out
     first = [case for case in run.report.cases if case.key["attempt"] == 1]
     links = [link for case in first for link in case.metrics.get("links", [])]
     assert [link[:2] for link in links] == [[0, 1], [2, 3], [0, 2], [1, 3]]
@@ -43,6 +48,35 @@ def test_fit(bench: Callable[..., Any]) -> None:
     assert exported.returncode == 0, exported.stderr
     found = [line for line in exported.stdout.splitlines() if 'key_rank="3"' in line]
     assert any(line.startswith("torchrun_bench_copy_bytes_per_second{") for line in found)
+
+
+SAY_THREADS = """
+import atexit, pathlib, runpy, sys
+def say():
+    names = [task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")]
+    print("threads at exit:", *sorted(names))
+atexit.register(say)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.smoke
+def test_no_thread_of_gloo_outlives_the_run() -> None:
+    """One that did crashed now and then as the interpreter ended, after `# fit`: status 1.
+
+    A process of its own: which modules are imported before the groups are made matters.
+    """
+    script = str(ROOT / "benchmarks" / "node_check.py")
+    start = f"import sys; sys.argv = [{script!r}, *sys.argv[1:]]; {SAY_THREADS}"
+    flags = ["--budget", "100", "--max-seconds", "0.2", *SURE]
+    command = [sys.executable, "-c", start, *flags]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
+    assert run.returncode == 0, run.stdout + run.stderr
+    *_, verdict, threads = run.stdout.splitlines()
+    assert verdict == "# fit"
+    assert "training step" in run.stdout  # the first optimizer imports what kept a group
+    assert threads.startswith("threads at exit: ")
+    assert "gloo" not in threads
 
 
 @pytest.mark.smoke
