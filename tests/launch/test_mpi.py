@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "benchmarks/collectives.py"  # it imports least
 SMALL = "--collective all_reduce,broadcast -b 64 -e 64 --cache-warm --device cpu --iters 6"
-LONG = "-b 64 -e 8K --cache-warm --device cpu --target-ci 0.01% --max-seconds 3"
+LONG = "-b 64 -e 8K --cache-warm --device cpu --target-ci 0.01% --max-seconds 1"
 
 OPEN, MPICH = "mpirun.openmpi", "mpirun.mpich"
 ON_ONE_HOST = {OPEN: ["--allow-run-as-root", "--oversubscribe"], MPICH: []}
