@@ -27,47 +27,38 @@ PER_RUN = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 
+MOST_RANKS, MOST_WARNINGS = 64, 16  # that the preamble prints
 # who started the ranks, by a variable that it sets. mpirun comes first: it may use srun itself
 LAUNCHERS = {"TORCHELASTIC_RUN_ID": "torchrun", "OMPI_COMM_WORLD_RANK": "mpirun"}
 LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "FLUX_TASK_RANK": "flux", "SLURM_PROCID": "srun"}
 
 
 def user_variables() -> dict[str, str]:
-    """What user and launcher have set. To be called before join(), which sets some itself."""
+    """What the user and the launcher have set. Call it before join(), which sets some itself."""
     families = tuple(FAMILIES.split())
     names = sorted(name for name in os.environ if name.startswith(families))
     return {name: os.environ[name] for name in names if name not in PER_RUN}
 
 
 def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
-    """The report's environment, on rank 0; empty elsewhere. All ranks call it."""
-    cuda, first = job.device.type == "cuda", job.local_rank == 0
-    p: Any = torch.cuda.get_device_properties(job.device) if cuda else None
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    entries = psutil.net_if_addrs().get(interface, [])
-    row = {
-        "rank": job.rank,
-        "local_rank": job.local_rank,
-        "host": socket.gethostname(),
-        "device": p.name if p else cpu_model(),
-        "uuid": str(p.uuid) if p else "",
-        "pci": f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}" if p else "",
-        "network": " ".join([interface, *(e.address for e in entries if "." in e.address)]),
-        "cores": len(os.sched_getaffinity(0)),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else "",
-    }
-    node = {"topology": topology(cuda), "gpus": gpu_state() if cuda else []} if first else {}
-    rows = gather((row, node))
+    """The report's environment, on rank 0; empty elsewhere. All ranks call it.
+
+    variables: those of `user_variables`, from before the job was joined.
+    """
+    cuda = job.device.type == "cuda"
+    node = None
+    if job.local_rank == 0:
+        node = {"topology": topology(cuda), "gpus": gpu_state() if cuda else []}
+    rows = gather((describe_rank(job), node))
     if rows is None:
         return {}
-    ranks, leaders = [row for row, _ in rows], [row | node for row, node in rows if node]
+    ranks = [rank for rank, _ in rows]
+    leaders = [rank | node for rank, node in rows if node]  # the first rank of each node
     launchers = [LAUNCHERS[name] for name in LAUNCHERS if name in os.environ]
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "nccl": row["nccl"] or None,
+        "nccl": ranks[0]["nccl"] or None,
         "nccl_backend": nccl_backend(job.backend) if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
@@ -77,13 +68,38 @@ def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
         "local_world_size": job.local_world_size,
         "num_nodes": len(leaders),
         "hosts": [leader["host"] for leader in leaders],
-        "devices": sorted({row["device"] for row in ranks}),
+        "devices": sorted({rank["device"] for rank in ranks}),
         "topologies": [leader["topology"] for leader in leaders],
         "gpus": [leader["gpus"] for leader in leaders],
         "ranks": ranks,
         "differences": differences(leaders),
         "variables": variables,
     }
+
+
+def describe_rank(job: Job) -> dict[str, Any]:
+    """This rank's row in the environment."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    addresses = [entry.address for entry in psutil.net_if_addrs().get(interface, [])]
+    row = {
+        "rank": job.rank,
+        "local_rank": job.local_rank,
+        "host": socket.gethostname(),
+        "device": cpu_model(),
+        "uuid": "",
+        "pci": "",
+        "network": " ".join([interface, *(address for address in addresses if "." in address)]),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "nccl": "",
+    }
+    if job.device.type == "cuda":
+        gpu: Any = torch.cuda.get_device_properties(job.device)
+        row["device"], row["uuid"] = gpu.name, str(gpu.uuid)
+        row["pci"] = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
+        row["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return row
 
 
 def nccl_backend(backend: str) -> str | None:
@@ -109,21 +125,25 @@ def topology(cuda: bool) -> str:
 
 
 def cpu_model() -> str:
-    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+    """The name of this machine's processor."""
+    cpuinfo = Path("/proc/cpuinfo").read_text()
+    match = re.search(r"^model name\s*: (.+)$", cpuinfo, re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
 
 
-def problem(found: dict[str, Any], tested: range | None = None) -> str | None:
-    """What must not be measured: another torch on a node, ranks of `tested` (by default all) that
-    share a GPU under NCCL."""
+def problem(environment: dict[str, Any], tested: range | None = None) -> str | None:
+    """Why this must not be measured, or None: another torch or NCCL on a node, or ranks that share
+    a GPU under NCCL. tested: the ranks that NCCL connects; None for all of them."""
+    ranks = environment["ranks"]
     for name in ("torch", "nccl"):
         # a server on the CPU has no NCCL
-        counts = Counter(row[name] for row in found["ranks"] if row[name]).most_common()
+        counts = Counter(row[name] for row in ranks if row[name]).most_common()
         if len(counts) > 1:
-            host = next(row["host"] for row in found["ranks"] if row[name] == counts[-1][0])
-            return f"{name} is {counts[-1][0]} on {host}, {counts[0][0]} elsewhere"
-    shared = sharing(found, tested)
-    if shared and "nccl" in found["backend"]:
+            usual, rarest = counts[0][0], counts[-1][0]
+            host = next(row["host"] for row in ranks if row[name] == rarest)
+            return f"{name} is {rarest} on {host}, {usual} elsewhere"
+    shared = sharing(environment, tested)
+    if shared and "nccl" in environment["backend"]:
         return f"{shared}, which nccl cannot; start fewer ranks a node, or try --backend gloo"
     return None
 
@@ -139,36 +159,50 @@ def differences(nodes: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def preamble(name: str, found: dict[str, Any]) -> str:
+def preamble(name: str, environment: dict[str, Any]) -> str:
     """The `#` lines above the tables: versions, ranks, each topology once, and warnings."""
-
-    def many(count: int, what: str) -> str:
-        return f"{count:,} {what}{'s' * (count > 1)}"
-
-    cuda = f", CUDA {found['cuda']}, NCCL {found['nccl']}" if found["cuda"] else ""
-    ranks, nodes = many(found["world_size"], "rank"), many(found["num_nodes"], "node")
+    cuda = ""
+    if environment["cuda"]:
+        cuda = f", CUDA {environment['cuda']}, NCCL {environment['nccl']}"
+    versions = f"PyTorch {environment['torch']}{cuda}, Python {environment['python']}"
+    ranks = count_of(environment["world_size"], "rank")
+    nodes = count_of(environment["num_nodes"], "node")
     lines = [
         f"torchrun-bench {name}",
         f"command: {printable(shlex.join(sys.argv))}",
-        f"PyTorch {found['torch']}{cuda}, Python {found['python']}, backend {found['backend']}",
-        f"{ranks} on {nodes}, started by {found['launcher']}",
+        f"{versions}, backend {environment['backend']}",
+        f"{ranks} on {nodes}, started by {environment['launcher']}",
     ]
-    for row in found["ranks"][:64]:
-        threads = many(row["threads"], "thread")
+    for row in environment["ranks"][:MOST_RANKS]:
+        threads = count_of(row["threads"], "thread")
         place = f"rank {row['rank']}: {row['host']}, {row['device']}"
         lines.append(f"{place}, {row['cores']} cores, {threads}")
-    if more := len(found["ranks"][64:]):
-        lines.append(f"... and {many(more, 'more rank')}")
-    for text in dict.fromkeys(found["topologies"]):
+    if more := len(environment["ranks"][MOST_RANKS:]):
+        lines.append(f"... and {count_of(more, 'more rank')}")
+    for text in dict.fromkeys(environment["topologies"]):
         lines += text.splitlines()
-    warnings = [*found["differences"], *throttled(found["hosts"], found["gpus"])]
-    warnings += [f"{found['hosts'][node]}: {why}" for node, why in lacking(found).items()]
-    if shared := sharing(found):
-        warnings.append(f"{shared}: their times include each other's turns")
-    if alone := [row["rank"] for row in found["ranks"] if row["uuid"] and row["cores"] == 1]:
-        cure = "see srun --cpus-per-task, mpirun --bind-to"
-        warnings.append(f"rank {alone[0]} has 1 core for its GPU; {cure}")
-    lines += [f"warning: {warning}" for warning in warnings[:16]]
-    if more := len(warnings[16:]):
-        lines.append(f"... and {many(more, 'more warning')}")
+    warnings = warnings_of(environment)
+    lines += [f"warning: {warning}" for warning in warnings[:MOST_WARNINGS]]
+    if more := len(warnings[MOST_WARNINGS:]):
+        lines.append(f"... and {count_of(more, 'more warning')}")
     return "\n".join(f"# {line}" for line in lines)
+
+
+def count_of(count: int, noun: str) -> str:
+    """`1 rank`, `1,024 ranks`."""
+    return f"{count:,} {noun}{'s' * (count > 1)}"
+
+
+def warnings_of(environment: dict[str, Any]) -> list[str]:
+    """What makes the numbers doubtful: nodes that differ, GPUs that are throttled or missing."""
+    hosts = environment["hosts"]
+    warnings = [*environment["differences"], *throttled(hosts, environment["gpus"])]
+    warnings += [f"{hosts[node]}: {why}" for node, why in lacking(environment).items()]
+    if shared := sharing(environment):
+        warnings.append(f"{shared}: their times include each other's turns")
+    for row in environment["ranks"]:
+        if row["uuid"] and row["cores"] == 1:
+            cure = "see srun --cpus-per-task, mpirun --bind-to"
+            warnings.append(f"rank {row['rank']} has 1 core for its GPU; {cure}")
+            break  # the others have as few
+    return warnings

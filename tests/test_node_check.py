@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, environment
+from tests.process import ROOT, environment
 from tests.pure.reports import run as analyse
 
 SCRIPT = "benchmarks/node_check.py"
