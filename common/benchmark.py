@@ -50,7 +50,8 @@ class Benchmark:
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)  # until the watchdog
         # a terminal of ASCII shows another letter as \xe9
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        self.args, self.status, self.failed, self.silenced = args, 1, False, False
+        self.args, self.status = args, 1
+        self.failed = self.silenced = False
         variables = environment.user_variables()
         self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
         first, turns = self.job.rank == 0, os.environ.get(TURN)
@@ -58,27 +59,33 @@ class Benchmark:
         self.rule = StopRule.by_flags(args, bool(turns))
         self.table: Table | None = None
         self.progress = progress_line(first)
-        found = share(environment.collect(self.job, variables))
-        self.report = Report(name, found, args.json if first else None)
+        measured_on = share(environment.collect(self.job, variables))
+        self.report = Report(name, measured_on, args.json if first else None)
         place = {"world_size": self.job.world_size, "device": self.job.device.type}
         # rank 0's: with RPC a server may be on another device than the trainers
         self.place: Key = share(place | {"backend": self.job.backend})
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
-        problem, older = environment.problem(found, tested), None
-        try:
-            if self.report.path and not problem:
-                self.watchdog.phase(f"opens {self.report.path}", ahead=0)
-                older = self.report.start(args.resume, since=restarted_after())
-        except OSError as error:
-            problem = f"--json {args.json}: {error}"
-        except ValueError as error:
-            problem = f"--json: {error}"
+        if problem := environment.problem(measured_on, tested):
+            self.refuse(problem)
+        self.open_report()
+        self.print(environment.preamble(name, measured_on))
+        if self.replaced:
+            self.print(f"# the report that was there is now {self.replaced}")
+        self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
+
+    def open_report(self) -> None:
+        """Begin the report or go on with it, on rank 0; end the run where that cannot be."""
+        problem, self.replaced = None, None
+        if self.report.path:
+            self.watchdog.phase(f"opens {self.report.path}", ahead=0)
+            try:
+                self.replaced = self.report.start(self.args.resume, since=restarted_after())
+            except OSError as error:
+                problem = f"--json {self.args.json}: {error}"
+            except ValueError as error:
+                problem = f"--json: {error}"
         if problem := share(problem):
             self.refuse(problem)
-        self.print(environment.preamble(name, found))
-        if older:
-            self.print(f"# the report that was there is now {older}")
-        self.done: list[dict[str, Any]] = share([c.key for c in self.report.cases if not c.failed])
 
     def measure(
         self,
@@ -104,12 +111,35 @@ class Benchmark:
         label = " ".join(str(value) for value in key.values() if not isinstance(value, bool | None))
         self.progress.set_description_str(label)
         self.watchdog.begin(label, member)
-        group, found, error = None, None, ""
+        group, result = self.attempt(key, build, ranks, teams)
+        if member:
+            self.watchdog.phase("waits for all ranks")
+        results = gather(result)
+        reason, full = share(self.keep(case, derive, results) if results else None)
+        if group:
+            close_group(group, failed=reason is not None)  # its peers may have left collectives
+        if full:
+            self.refuse(full, 1)
+        return self.show(case if results else None)
+
+    def attempt(
+        self,
+        key: Key,
+        build: Build,
+        ranks: tuple[int, ...],
+        teams: Sequence[Sequence[int]] | None,
+    ) -> tuple[Group | None, tuple[Timing, Any] | None]:
+        """Open a case's groups and time it, on this rank.
+
+        The groups, which are still open, and what `time` returned; None and None on ranks outside
+        the case and where it failed. The watchdog then has the reason.
+        """
+        group, result, error = None, None, ""
         try:
             if group := open_group(ranks, self.job, teams):
                 self.watchdog.group = group
                 connect(group, self.job.device)
-                found = self.time(build(key, group), group)
+                result = self.time(build(key, group), group)
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
@@ -119,21 +149,13 @@ class Benchmark:
             self.watchdog.group = None
             close_group(group, failed=True)
             group = None
-        if member:
-            self.watchdog.phase("waits for all ranks")
-        rows = gather(found)
-        reason, full = share(self.keep(case, derive, rows) if rows else None)
-        if group:
-            self.watchdog.group = None  # or gloo's threads outlive the interpreter, and crash
-            close_group(group, failed=reason is not None)  # its peers may have left collectives
-        if full:
-            self.refuse(full, 1)
-        return self.show(case if rows else None)
+        return group, result
 
     def time(self, work: Workload | Measured, group: Group) -> tuple[Timing, Any]:
         """Time a case on this rank. Its times, and what its `facts` then say."""
         if isinstance(work, Measured):
-            return Timing(work.samples_s, work.rounds, work.stop), work.facts
+            timing = Timing(work.samples_s, work.rounds, work.stop, aligned=work.aligned)
+            return timing, work.facts
 
         def progress(phase: str) -> None:
             self.turn()
@@ -147,19 +169,16 @@ class Benchmark:
         self.watchdog.phase("check")
         return timing, work.facts()
 
-    def keep(self, case: Case, derive: Derive, rows: list[Any]) -> tuple[str | None, str | None]:
-        """Complete and report the case, on rank 0. Why it failed; why it could not be written."""
-        reason, full = self.watchdog.reason(), None
+    def keep(self, case: Case, derive: Derive, results: list[Any]) -> tuple[str | None, str | None]:
+        """Complete the case and write it, on rank 0. Why it failed; why it could not be written.
+
+        results: of each rank of the job, what `attempt` has returned.
+        """
+        reason = self.watchdog.reason()
         if reason is None:
             try:
-                timings, facts = zip(*(rows[rank] for rank in case.ranks), strict=True)
-                first = timings[0]
-                case.samples_s, case.aligned = samples_of(timings), first.aligned
-                case.rounds, case.stop = first.rounds, first.stop
-                if first.launching_s:
-                    case.metrics["launch_share"] = launch_share(timings)
-                returned = [timing.returned for timing in timings]
-                derive(case, Times(case.samples_s, case.rounds, returned), list(facts))
+                timings, facts = zip(*(results[rank] for rank in case.ranks), strict=True)
+                self.complete(case, derive, timings, list(facts))
                 reason = not_json("metric", case.metrics)
             except Exception as error:
                 reason = describe(error)
@@ -170,8 +189,21 @@ class Benchmark:
         try:
             self.report.add(case)
         except OSError as error:
-            full = f"--json {self.args.json}: {error.strerror}; it holds the cases before this one"
-        return reason, full
+            before = "it holds the cases before this one"
+            return reason, f"--json {self.args.json}: {error.strerror}; {before}"
+        return reason, None
+
+    def complete(
+        self, case: Case, derive: Derive, timings: Sequence[Timing], facts: list[Any]
+    ) -> None:
+        """Fill in the samples, the metrics and the check. timings, facts: of each of its ranks."""
+        first = timings[0]
+        case.samples_s, case.aligned = samples_of(timings), first.aligned
+        case.rounds, case.stop = first.rounds, first.stop
+        if first.launching_s:
+            case.metrics["launch_share"] = launch_share(timings)
+        returned = [timing.returned for timing in timings]
+        derive(case, Times(case.samples_s, case.rounds, returned), facts)
 
     def begin_table(self, title: str, columns: Columns, widest: Sequence[str] = ()) -> None:
         """The rows of the cases that follow go here."""
@@ -212,28 +244,7 @@ class Benchmark:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
-            last, remarks = gpus.at_the_end(self.job, self.report.environment["hosts"])
-            if any(map(launch_bound, self.report.cases)):
-                self.print(LAUNCH_HINT)
-            iters, seconds = self.args.iters, self.args.max_seconds
-            if self.table and (hint := no_interval_hint(self.report.cases, iters, seconds)):
-                self.print(hint)
-            for line in remarks:
-                self.print(f"# {line}")
-            self.failed |= any(case.failed for case in self.report.cases)
-            try:
-                self.report.finish("failed" if self.failed else "complete", **last)
-            except OSError as full:
-                self.fail(f"--json {self.args.json}: {full.strerror}; every case is in it")
-            self.progress.close()
-            try:
-                sys.stderr.flush()
-                os.write(2, b"")  # fails where stderr was closed from the start
-            except OSError as why:
-                self.silenced = True
-                abandon(sys.stderr)
-                self.print(f"# error: stderr: {why.strerror}; warnings may be missing")
-            self.status = share(int(self.failed or self.silenced))
+            self.finish()
         # all has been said and written: what fails from here on changes no exit status
         with contextlib.suppress(RuntimeError):
             if error is None:
@@ -242,6 +253,32 @@ class Benchmark:
         with contextlib.suppress(RuntimeError):
             if error is None:
                 dist.destroy_process_group()
+
+    def finish(self) -> None:
+        """Print what there is to say of the whole run, write the report's last line, set status."""
+        last_line, remarks = gpus.at_the_end(self.job, self.report.environment["hosts"])
+        cases = self.report.cases
+        if any(launch_bound(case) != "" for case in cases):
+            self.print(LAUNCH_HINT)
+        hint = no_interval_hint(cases, self.args.iters, self.args.max_seconds)
+        if self.table and hint:
+            self.print(hint)
+        for remark in remarks:
+            self.print(f"# {remark}")
+        self.failed |= any(case.failed for case in cases)
+        try:
+            self.report.finish("failed" if self.failed else "complete", **last_line)
+        except OSError as full:
+            self.fail(f"--json {self.args.json}: {full.strerror}; every case is in it")
+        self.progress.close()
+        try:
+            sys.stderr.flush()
+            os.write(2, b"")  # fails where stderr was closed from the start
+        except OSError as why:
+            self.silenced = True
+            abandon(sys.stderr)
+            self.print(f"# error: stderr: {why.strerror}; warnings may be missing")
+        self.status = share(int(self.failed or self.silenced))
 
 
 def restarted_after() -> float:
