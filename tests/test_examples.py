@@ -129,7 +129,7 @@ class Cluster:
 
 
 @pytest.mark.parametrize("name", ["ddp_exposed", "tp_exposed"])
-@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+@pytest.mark.parametrize("ranks", [2, 8, 64])
 def test_what_is_exposed_comes_out_of_a_simulation(
     name: str, ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +139,7 @@ def test_what_is_exposed_comes_out_of_a_simulation(
     monkeypatch.setattr(dist, "barrier", cluster.barrier)
     monkeypatch.setattr(dist, "all_reduce", cluster.all_reduce)
     differences = []
-    for _ in range(1500):
+    for _ in range(max(200, 1500 // ranks)):
         step = module.time_block(lambda: cluster.run(10), torch.device("cpu"))
         differences.append(step - module.time_block(lambda: cluster.run(0), torch.device("cpu")))
     assert statistics.median(differences) == pytest.approx(10, abs=0.3)
