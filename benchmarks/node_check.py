@@ -328,7 +328,8 @@ def plan(bench: Benchmark, found: dict[str, Any]) -> list[Phase]:
 
     def judge_links(cases: list[Case]) -> Findings:
         if cases:
-            bench.print(f"\nlinks: {len(cases)} rounds, messages of {cases[0].key['size']:,} bytes")
+            number = f"{len(cases)} round{'s' * (len(cases) > 1)}"
+            bench.print(f"\nlinks: {number}, messages of {cases[0].key['size']:,} bytes")
         rows = [link for case in cases for link in case.metrics.get("links", [])]
         # inside a node of CPUs they are cores that all share: their data counts, not their times
         rows = [link for link in rows if not cpu or nodes[link[0]] != nodes[link[1]]]
