@@ -143,6 +143,5 @@ def preamble(name: str, found: dict[str, Any]) -> str:
     if shared := sharing(found):
         warnings.append(f"{shared}: their times include each other's turns")
     if alone := [row["rank"] for row in found["ranks"] if row["uuid"] and row["cores"] == 1]:
-        cure = "see srun --cpus-per-task, mpirun --bind-to"
-        warnings.append(f"rank {alone[0]} has 1 core for its GPU; {cure}")
+        warnings.append(f"rank {alone[0]} has 1 core for its GPU; see srun --cpus-per-task")
     return "\n".join(f"# {line}" for line in [*lines, *(f"warning: {w}" for w in warnings)])
