@@ -64,7 +64,7 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
 
 def world() -> tuple[int, ...]:
     """(rank, local rank, world size, local world size) as the launcher set them."""
-    # srun, mpirun and flux start N processes that each take themselves for rank 0 of 1
+    # srun and mpirun start N processes that each take themselves for rank 0 of 1
     single = "RANK" not in os.environ or os.environ.get("GROUP_WORLD_SIZE") == "1"
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"):
         if single and (tasks := os.environ.get(name, "1")) != "1":
