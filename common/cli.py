@@ -214,9 +214,8 @@ def add_common_flags(
 ) -> None:
     """Those of all measuring scripts. -w, -J, --output-file and -T are nccl-tests' names."""
     add = parser.add_argument_group("flags of all scripts").add_argument
-    today = "what is measured today: auto, cpu or cuda"
-    device = checked(str, ("auto", "cpu", "cuda").__contains__, today)
-    add("--device", type=device, default="auto", metavar="{auto,cpu,cuda}", help="(default: auto)")
+    devices = "CUDA and CPUs are measured today (default: auto)"
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
     backend = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
     names = ("--distributed-backend", "--backend")
     name = checked(str.lower, bool, "the name of a backend", "e.g. gloo")  # as torch takes it

@@ -202,7 +202,7 @@ def warnings_of(environment: dict[str, Any]) -> list[str]:
         warnings.append(f"{shared}: their times include each other's turns")
     for row in environment["ranks"]:
         if row["uuid"] and row["cores"] == 1:
-            cure = "see srun --cpus-per-task, mpirun --bind-to"
+            cure = "see srun --cpus-per-task"
             warnings.append(f"rank {row['rank']} has 1 core for its GPU; {cure}")
             break  # the others have as few
     return warnings

@@ -110,7 +110,7 @@ def test_what_gpus_the_first_lines_warn_of() -> None:
         "# warning: GPU 0 of a is throttled: hardware thermal",
         "# warning: a: GPU 0 has uncorrected errors of its memory",
         "# warning: ranks 0 and 1 share a GPU on a: their times include each other's turns",
-        "# warning: rank 1 has 1 core for its GPU; see srun --cpus-per-task, mpirun --bind-to",
+        "# warning: rank 1 has 1 core for its GPU; see srun --cpus-per-task",
     ]
 
 
