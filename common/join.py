@@ -30,39 +30,60 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     or the CPU. Ends the run where not all ranks arrive within `timeout_s`."""
     rank, on_node, world_size, local_world_size = world()
     check_network(world_size)
-    count = torch.cuda.device_count()
-    if device == "cuda" and not count:
-        refuse("--device cuda: torch sees no CUDA device here; try --device cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if device == "auto" and accelerator and accelerator.type != "cuda":
-        refuse(f"torch sees {accelerator.type}; measured today are CUDA and CPUs: try --device cpu")
-    cuda = device != "cpu" and count > 0
+    place = choose_device(device, on_node)
+    cuda = place.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
     check_backend(backend, cuda)
-    place = torch.device("cuda", on_node % count) if cuda else torch.device("cpu")
     if bind_cores:
         bind(on_node, local_world_size, place)
     if cuda:
         torch.cuda.set_device(place)
-    # the watchdog ends a hang; NCCL's own would end the process a minute after a failed case
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder: who is where
-    if cuda and on_node == 0 and "NCCL_DEBUG" not in os.environ:
-        # which network and transport it takes; it says so when it connects, not while it is timed
-        os.environ["NCCL_DEBUG"], os.environ["NCCL_DEBUG_SUBSYS"] = "INFO", "INIT,NET,P2P,SHM"
-        handle, os.environ["NCCL_DEBUG_FILE"] = tempfile.mkstemp(prefix="nccl-", suffix=".log")
-        os.close(handle)
-        atexit.register(Path(os.environ["NCCL_DEBUG_FILE"]).unlink, missing_ok=True)
+    set_variables(log_nccl=cuda and on_node == 0)
     store = dist.HashStore() if world_size == 1 else meet(rank, world_size, timeout_s)
     # gloo and TensorPipe would take the address of the host's name, on Debian 127.0.1.1
     interface = "lo" if local_world_size == world_size else find_interface(store, world_size)
-    for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if interface else ():
-        os.environ.setdefault(name, interface)
-    own: Any = dict(store=dist.PrefixStore("control", store), rank=rank, world_size=world_size)
-    dist.init_process_group("gloo", timeout=FOREVER, **own)
-    gc.freeze()  # what was imported is no garbage: collections between cases need not look at it
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("TP_SOCKET_IFNAME", interface)
+    control = dist.PrefixStore("control", store)
+    dist.init_process_group(
+        "gloo", store=control, rank=rank, world_size=world_size, timeout=FOREVER
+    )
+    # imported modules are never garbage: collections between cases need not walk through them
+    gc.freeze()
     atexit.register(gc.unfreeze)  # or nanobind reports leaks at the end
     return Job(rank, on_node, world_size, local_world_size, place, backend, store)
+
+
+def choose_device(wanted: str, on_node: int) -> torch.device:
+    """The GPU of this rank, or the CPU. wanted: --device; on_node: this rank's number there."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if wanted == "auto" and accelerator and accelerator.type != "cuda":
+        refuse(f"torch sees {accelerator.type}; measured today are CUDA and CPUs: try --device cpu")
+    count = torch.cuda.device_count()
+    if wanted == "cuda" and not count:
+        refuse("--device cuda: torch sees no CUDA device here; try --device cpu")
+    if wanted == "cpu" or not count:
+        return torch.device("cpu")
+    return torch.device("cuda", on_node % count)
+
+
+def set_variables(log_nccl: bool) -> None:
+    """What torch and NCCL have to know before the first group is made.
+
+    log_nccl: whether this process keeps NCCL's log, unless the user has one: it says which network
+    and transport NCCL takes, when it connects, not while it is timed.
+    """
+    # the watchdog ends a hang; NCCL's own would end the process a minute after a failed case
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder: who is where
+    if log_nccl and "NCCL_DEBUG" not in os.environ:
+        handle, path = tempfile.mkstemp(prefix="nccl-", suffix=".log")
+        os.close(handle)
+        atexit.register(Path(path).unlink, missing_ok=True)
+        os.environ["NCCL_DEBUG"] = "INFO"
+        os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,NET,P2P,SHM"
+        os.environ["NCCL_DEBUG_FILE"] = path
 
 
 def check_backend(backend: str, cuda: bool) -> None:
@@ -81,18 +102,7 @@ def check_backend(backend: str, cuda: bool) -> None:
 
 def world() -> tuple[int, int, int, int]:
     """(rank, number on its node, world size, ranks of its node) as the launcher set them."""
-    # srun, mpirun and flux start N processes that each take themselves for rank 0 of 1
-    single = "RANK" not in os.environ or os.environ.get("GROUP_WORLD_SIZE") == "1"
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"):
-        if single and (tasks := os.environ.get(name, "1")) != "1":
-            ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK")
-            # of all these worlds the first one speaks
-            os.environ["RANK"] = max(os.environ.get(rank, "0") for rank in ranks)
-            refuse(
-                f"{name} says {tasks} tasks, but each would run by itself; start them with "
-                "launch/slurm_torchrun.sbatch (torchrun on each node, one job), "
-                "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, flux)"
-            )
+    refuse_worlds_of_one()
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ):
         return 0, 0, 1, 1  # started by python
     world_size = variable("WORLD_SIZE", 1)
@@ -100,6 +110,22 @@ def world() -> tuple[int, int, int, int]:
     local_world_size = variable("LOCAL_WORLD_SIZE", 1, world_size)
     variable("LOCAL_RANK", 0, local_world_size - 1)
     return rank, local_rank(), world_size, local_world_size
+
+
+def refuse_worlds_of_one() -> None:
+    """srun, mpirun and flux start N processes; without a wrapper each is rank 0 of a world of 1."""
+    if "RANK" in os.environ and os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"):
+        if (tasks := os.environ.get(name, "1")) != "1":
+            ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK")
+            # the first of these worlds speaks
+            os.environ["RANK"] = max(os.environ.get(rank, "0") for rank in ranks)
+            refuse(
+                f"{name} says {tasks} tasks, but each would run by itself; start them with "
+                "launch/slurm_torchrun.sbatch (torchrun on each node, one job), "
+                "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, flux)"
+            )
 
 
 def variable(name: str, least: int, most: int = 2**31) -> int:
