@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from common.cli import TURN, cut, printable
+from common.cli import TURN, cut
 from common.dist import Job, gather
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 
@@ -144,7 +144,7 @@ def preamble(name: str, found: dict[str, Any]) -> str:
     ranks, nodes = many(found["world_size"], "rank"), many(found["num_nodes"], "node")
     lines = [
         f"torchrun-bench {name}",
-        f"command: {printable(shlex.join(sys.argv))}",
+        f"command: {shlex.join(sys.argv)}",
         f"PyTorch {found['torch']}{cuda}, Python {found['python']}, backend {found['backend']}",
         f"{ranks} on {nodes}, started by {found['launcher']}",
     ]
