@@ -179,12 +179,6 @@ positive_size = checked(to_bytes, lambda n: n > 0, "a size above 0", "e.g. 8, 64
 fraction = checked(to_share, lambda x: 0 < x < 1, "a share between 0 and 1", "e.g. 5% or 0.05")
 
 
-def printable(text: str) -> str:
-    """What stdout can say of a text that a user typed; the rest is escaped."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
 def cut(words: Sequence[object], most: int = 8) -> str:
     """`0, 1, 2`; of a long list the first ones and the number of the others."""
     shown = ", ".join(map(str, words[:most]))

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from common.cli import cut, printable
+from common.cli import cut
 from common.dist import Job, gather
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 from common.turns import TURN
@@ -169,7 +169,7 @@ def preamble(name: str, environment: dict[str, Any]) -> str:
     nodes = count_of(environment["num_nodes"], "node")
     lines = [
         f"torchrun-bench {name}",
-        f"command: {printable(shlex.join(sys.argv))}",
+        f"command: {shlex.join(sys.argv)}",
         f"{versions}, backend {environment['backend']}",
         f"{ranks} on {nodes}, started by {environment['launcher']}",
     ]
