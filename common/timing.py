@@ -108,16 +108,15 @@ def time_steps(
     """
 
     def warm_up(name: str) -> float:
-        """Seconds of a warm sample. Unless the user gave a number, slow steps get fewer
-        iterations: a quarter of the budget."""
+        """Seconds of a warm sample. By default slow steps get fewer: a quarter of the budget."""
         times: list[float] = []
         start, more = perf_counter(), True
         while more:
             progress(f"{name}, warm-up {len(times) + 1}")
             dist.barrier(group.control)
             times += time_block(steps[name], 1, device, calls)[0]
-            limited = not (rule.iters or rule.full_warmup)
-            over = limited and perf_counter() - start > rule.max_seconds / 4
+            over = perf_counter() - start > rule.max_seconds / 4 and not rule.iters
+            over = over and not rule.full_warmup
             more = agree(len(times) < rule.warmup_iters and not over, group)
         return min(times[1:] or times) * calls
 
@@ -125,7 +124,7 @@ def time_steps(
     samples: dict[str, list[float]] = {name: [] for name in steps}
     launching_s = dict.fromkeys(steps, 0.0)
     slowest: list[float] = []  # of the first step; on ranks but the first one only its length
-    gaps: dict[str, list[float]] = {name: [] for name in compared}  # first step - this, by round
+    gaps: list[list[float]] = [[] for _ in compared]  # of each round: first step - this one
     rounds: list[int] = []
     spent, stop = 0.0, ""
     gc.collect()
@@ -143,19 +142,25 @@ def time_steps(
                 launching_s[name] += launching
                 spent += perf_counter() - start
             rounds.append(block)
-            judged = [samples[name][-block:] for name in (next(iter(steps)), *compared)]
-            newest = torch.tensor(judged, dtype=torch.float64)
-            dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=group.control)
+            judged = (next(iter(steps)), *compared)
+            newest = of_slowest_rank([samples[name][-block:] for name in judged], group)
             slowest += newest[0].tolist()
             first, *others = newest.quantile(0.5, dim=1).tolist()
-            for name, other in zip(compared, others, strict=True):
-                gaps[name].append(first - other)
-            stop = agree(decide(slowest, len(rounds), spent, rule, list(gaps.values())), group)
+            for gap, other in zip(gaps, others, strict=True):
+                gap.append(first - other)
+            stop = agree(decide(slowest, len(rounds), spent, rule, gaps), group)
             if rule.iters:
                 block = max(1, min(block, rule.iters - len(slowest)))
     finally:
         gc.enable()
     return Timing(samples, launching_s, rounds, stop)
+
+
+def of_slowest_rank(blocks: list[list[float]], group: Group) -> torch.Tensor:
+    """[steps, iterations], each on its slowest rank. For the group's first rank alone."""
+    newest = torch.tensor(blocks, dtype=torch.float64)
+    dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=group.control)
+    return newest
 
 
 def samples_of(timings: Sequence[Timing]) -> dict[str, list[list[float]]]:
