@@ -117,6 +117,7 @@ class Benchmark:
         results = gather(result)
         reason, full = share(self.keep(case, derive, results) if results else None)
         if group:
+            self.watchdog.group = None  # or gloo's threads outlive the interpreter, and crash
             close_group(group, failed=reason is not None)  # its peers may have left collectives
         if full:
             self.refuse(full, 1)
