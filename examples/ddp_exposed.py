@@ -6,9 +6,9 @@ without averaging gradients (`no_sync`), and to put an interval on the differenc
     $ torchrun --nproc-per-node 2 examples/ddp_exposed.py
     2 ranks, gloo, 4.2 M parameters, replicas equal: True
                     median ms   95 % interval
-    step                60.97   57.27 to 65.05
-    local compute       33.40   28.50 to 36.36
-    exposed             28.89   20.91 to 31.65
+    step                92.66   78.78 to 99.68
+    local compute       60.22   52.15 to 69.91
+    exposed             29.16   20.63 to 35.51
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """

@@ -7,9 +7,9 @@ theory p equal stages and m microbatches are idle for (p - 1) / (m + p - 1) of t
     $ torchrun --nproc-per-node 2 examples/pp_bubble.py
     2 stages, gloo; medians
     microbatches   step ms   idle %   95 % interval   in theory %
-               2      7.40     51.7   50.4 to 65.2           33.3
-               4     14.43     50.2   40.2 to 62.2           20.0
-               8     27.98     52.0   47.6 to 61.4           11.1
+               2      9.72     51.5   35.9 to 66.1           33.3
+               4     17.93     54.3   23.3 to 72.1           20.0
+               8     37.76     51.6   35.0 to 67.8           11.1
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """

@@ -6,9 +6,9 @@ sends nothing. exposed = step - step with this axis faked, which computes garbag
     $ torchrun --nproc-per-node 2 examples/tp_exposed.py
     2 ranks, gloo, ('dp', 'tp') = (1, 2), output right: True
                     median ms   95 % interval
-    step                49.98   36.73 to 60.59
-    exposed dp          -0.71   -4.49 to 4.58
-    exposed tp           1.71   -6.36 to 9.73
+    step                33.79   28.00 to 46.66
+    exposed dp           5.31   -3.90 to 13.93
+    exposed tp          -4.64   -12.45 to 18.32
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
