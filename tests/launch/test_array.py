@@ -21,7 +21,7 @@ def test_a_report_for_each_run(lab: Lab, tmp_path: Path) -> None:
         shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     (checkout / "runs").mkdir()
     script = f"benchmarks/collectives.py {SMALL} --json runs/$SLURM_ARRAY_TASK_ID.jsonl"
-    options = ["-N2", "--ntasks-per-node=1", "--exclusive", "--array=1-2%1", "--output=out-%a"]
+    options = ["-N1", "--ntasks-per-node=1", "--exclusive", "--array=1-2%1", "--output=out-%a"]
     job = lab.sbatch(*options, "--wrap", f"launch/slurm_srun.sbatch {script}", cwd=checkout)
     for task in ("1", "2"):
         text = checkout / f"out-{task}"

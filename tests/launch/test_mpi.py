@@ -26,7 +26,8 @@ SMALL = "--collective all_reduce,broadcast -b 64 -e 64 --cache-warm --device cpu
 LONG = "-b 64 -e 8K --cache-warm --device cpu --target-ci 0.01% --max-seconds 1"
 
 OPEN, MPICH = "mpirun.openmpi", "mpirun.mpich"
-ON_ONE_HOST = {OPEN: ["--allow-run-as-root", "--oversubscribe"], MPICH: []}
+AS_ROOT = ["--allow-run-as-root", "--bind-to", "none"]  # Open MPI's own choice is a core a rank
+ON_ONE_HOST = {OPEN: [*AS_ROOT, "--oversubscribe"], MPICH: []}
 SHOW = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT"'
 
 SSHD = """
@@ -181,7 +182,7 @@ def on_two_hosts(launcher: str, agent: Path, ranks: int) -> list[str]:
     if launcher == MPICH:
         reach = ["-launcher", "ssh", "-launcher-exec", str(agent)]
         return [MPICH, *reach, "-hosts", "node1,node2", "-ppn", str(ranks), "-n", str(2 * ranks)]
-    reach = ["--allow-run-as-root", "--mca", "plm_rsh_agent", str(agent)]
+    reach = [*AS_ROOT, "--mca", "plm_rsh_agent", str(agent)]
     hosts = f"node1:{ranks},node2:{ranks}"
     return [OPEN, *reach, "--host", hosts, "--map-by", f"ppr:{ranks}:node"]
 
