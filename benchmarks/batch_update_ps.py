@@ -46,7 +46,15 @@ from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
 from common.dist import Group
 from common.report import Case
-from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
+from common.rpc import (
+    add_rpc_flags,
+    args_of_rank,
+    assign_roles,
+    host,
+    hosted,
+    rpc_options,
+    rpc_workers,
+)
 from common.stats import Times, median_interval, own_pace
 from common.table import Columns, interval_ends, metric
 
@@ -308,7 +316,7 @@ def main() -> int:
     key |= {"server_device": roles.device(trainers), "device": roles.device(0)}
     key |= {"trainers": trainers, "batch_update_size": size}
     logs: list[str] = []
-    with Benchmark("batch_update_ps", args, tested=roles.trainers) as bench:
+    with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
         model = f"Linear({args.in_features}, {args.out_features}), {trainers} trainers"
         model += f" with batches of {args.batch_size}"

@@ -52,7 +52,15 @@ from common.cli import Parser, add_common_flags, list_of, number, positive_int
 from common.dist import Group, Job
 from common.phases import Phases, Stamps, pool
 from common.report import Case
-from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
+from common.rpc import (
+    add_rpc_flags,
+    args_of_rank,
+    assign_roles,
+    host,
+    hosted,
+    rpc_options,
+    rpc_workers,
+)
 from common.stats import Times, percentiles, relative_ci95
 from common.table import Columns, metric, percentile_columns, relative, render
 
@@ -336,7 +344,7 @@ def main() -> int:
         fixed["reducer"] = args.reducer
     # torch 2.15 warns of its own functional optimizers, whatever the filters: not on stderr
     logging.captureWarnings(True)
-    with Benchmark("ddp_rpc", args, tested=roles.trainers) as bench:
+    with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
         fixed |= options.key()
         kind = "sparse table" if args.sparse else "table"

@@ -52,7 +52,15 @@ from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
 from common.dist import Group
 from common.report import Case
-from common.rpc import add_rpc_flags, assign_roles, host, hosted, rpc_options, rpc_workers
+from common.rpc import (
+    add_rpc_flags,
+    args_of_rank,
+    assign_roles,
+    host,
+    hosted,
+    rpc_options,
+    rpc_workers,
+)
 from common.stats import Times, own_pace, relative_ci95
 from common.table import Columns, metric, relative
 
@@ -227,7 +235,7 @@ def main() -> int:
     roles = assign_roles(args, servers=1)
     callers = len(roles.trainers)
     fixed = {"callers": callers, "device": roles.device(0), "server_device": roles.device(callers)}
-    with Benchmark("rpc_latency", args, tested=roles.trainers) as bench:
+    with Benchmark("rpc_latency", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
         title = f"Callers: {callers}, callee: rank {callers}; {options}"
         bench.begin_table(title, COLUMNS, WIDEST)

@@ -11,18 +11,21 @@ import torch
 
 from common.table import layout
 
-Stamps = list[tuple[str, Any, Any]]  # of a step: name, start and end of each phase
-Durations = dict[str, list[float]]  # of a step: the seconds of each phase
+Stamps = list[tuple[str, Any, Any]]  # the phases of a step: name, start and end
+Durations = dict[str, list[float]]  # the seconds of a step by phase
 TIMES = ("min", "max", "mean", "stdev", "p50", "p75", "p90", "p95")
 
 
 class Phases:
-    """Stamps within this worker's steps: perf_counter's, on CUDA events, which nobody waits for."""
+    """Stamps within this worker's steps.
+
+    On the CPU they are perf_counter's. On CUDA they are events, which the steps do not wait for.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.step: Stamps = []  # the current one
-        self.count = 0  # of steps so far
+        self.step: Stamps = []  # the current step
+        self.count = 0  # how many steps have begun
 
     def now(self) -> Any:
         if self.device.type != "cuda":
@@ -37,19 +40,26 @@ class Phases:
         self.last = self.now()
 
     def mark(self, name: str) -> None:
-        """What came since the mark before was `name`. A step may have several of one name."""
-        before, self.last = self.last, self.now()
-        self.add(name, before, self.last)
+        """The phase since the last mark was `name`. A step may have several phases of one name."""
+        start, self.last = self.last, self.now()
+        self.add(name, start, self.last)
 
     def add(self, name: str, start: Any, end: Any) -> None:
-        """A phase of the current step that overlaps with others; from any thread."""
+        """A phase of the current step that may overlap with others. Any thread may call this."""
         self.step.append((name, start, end))
 
     def durations(self, steps: Sequence[Stamps]) -> list[Durations]:
-        """The seconds of each phase, step by step. steps: what `step` was at the end of each."""
+        """The seconds of each phase, step by step. steps: `self.step` at the end of each step."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return [pool({name: [seconds(a, b)]} for name, a, b in step) for step in steps]
+        return [durations_of(step) for step in steps]
+
+
+def durations_of(step: Stamps) -> Durations:
+    durations: Durations = defaultdict(list)
+    for name, start, end in step:
+        durations[name].append(seconds(start, end))
+    return dict(durations)
 
 
 def seconds(start: Any, end: Any) -> float:
@@ -58,34 +68,53 @@ def seconds(start: Any, end: Any) -> float:
 
 def pool(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
     """The durations of several steps or workers as those of one."""
-    found: dict[str, list[float]] = defaultdict(list)
+    pooled: dict[str, list[float]] = defaultdict(list)
     for part in parts:
-        for name, times in part.items():
-            found[name] += times
-    return dict(found)
+        for phase, durations in part.items():
+            pooled[phase] += durations
+    return dict(pooled)
 
 
 def summary(durations: Sequence[float]) -> dict[str, Any]:
-    """Of durations [n], n > 0. Of a single one the sample variance is 0."""
+    """Count, times and variance of durations [n], n > 0. A single one has the sample variance 0."""
     x = np.asarray(durations)
-    spread = float(x.var(ddof=1)) if len(x) > 1 else 0.0
-    times = (x.min(), x.max(), x.mean(), spread**0.5, *np.percentile(x, (50, 75, 90, 95)))
-    found = {f"{name}_s": float(value) for name, value in zip(TIMES, times, strict=True)}
-    return {"count": len(x), **found, "variance_s2": spread}
+    variance = float(x.var(ddof=1)) if len(x) > 1 else 0.0
+    p50, p75, p90, p95 = np.percentile(x, (50, 75, 90, 95))
+    return {
+        "count": len(x),
+        "min_s": float(x.min()),
+        "max_s": float(x.max()),
+        "mean_s": float(x.mean()),
+        "stdev_s": variance**0.5,
+        "p50_s": float(p50),
+        "p75_s": float(p75),
+        "p90_s": float(p90),
+        "p95_s": float(p95),
+        "variance_s2": variance,
+    }
 
 
 def summaries(workers: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, Any]]:
     """{worker: {phase: its summary}}, and the same over all workers under `all`."""
-    everyone = {**workers, "all": pool(workers.values())}
-    return {name: {phase: summary(x) for phase, x in w.items()} for name, w in everyone.items()}
+    summarised = {}
+    for worker, phases in {**workers, "all": pool(workers.values())}.items():
+        summarised[worker] = {phase: summary(durations) for phase, durations in phases.items()}
+    return summarised
 
 
 def phase_table(role: str, workers: Mapping[str, Mapping[str, Any]]) -> str:
     """The summaries of a role: a row for each phase and worker, the first 8, and `all` last."""
-    names = list(workers)[:-1][:8] + ["all"] * (len(workers) > 2)
+    names = [name for name in workers if name != "all"][:8]
+    if len(workers) > 2:  # with one worker `all` would say the same
+        names.append("all")
     rows = []
     for phase, name in product(workers["all"], names):
-        if own := workers[name].get(phase):
-            numbers = [own[f"{t}_s"] * 1e3 for t in TIMES] + [own["variance_s2"] * 1e6]
-            rows.append([phase, name, str(own["count"]), *(f"{x:.3f}" for x in numbers)])
-    return layout([role, "", "count", *(f"{t}\nms" for t in TIMES), "variance\nms^2"], rows)
+        if phase not in workers[name]:
+            continue
+        row = workers[name][phase]
+        times = [row[f"{time}_s"] * 1e3 for time in TIMES]
+        variance = row["variance_s2"] * 1e6
+        numbers = [f"{number:.3f}" for number in (*times, variance)]
+        rows.append([phase, name, str(row["count"]), *numbers])
+    heads = [f"{time}\nms" for time in TIMES]
+    return layout([role, "", "count", *heads, "variance\nms^2"], rows)

@@ -1,6 +1,6 @@
 """RPC over TensorPipe: who does what, device maps, settings, an orderly start and end.
 
-Servers and the master answer calls while they wait for the end of a case in `Benchmark.measure`.
+Servers and the master answer calls while they wait in `Benchmark.measure` for the end of a case.
 """
 
 import argparse
@@ -23,10 +23,11 @@ from common.cli import checked, list_of, refuse
 from common.dist import gather, share
 from common.join import world
 
-if not hasattr(rpc, "TensorPipeAgent"):  # at once: the scripts define functions of rpc.functions
+# at import: the scripts decorate functions with rpc.functions, which is missing then, too
+if not hasattr(rpc, "TensorPipeAgent"):
     refuse("this torch was built without TensorPipe, which torch.distributed.rpc needs")
 
-SCHEME = "torchrun-bench"  # of the init_method that leads to the job's own store
+SCHEME = "torchrun-bench"  # an init_method of this scheme leads to the store of the job
 TRANSPORTS = ("auto", "shm", "uv", "ibv")
 CHANNELS = ("auto", "basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
 LIMIT_S = 1e8  # torch counts time limits in milliseconds of an int64, and fails beyond
@@ -44,10 +45,11 @@ class Roles:
     servers: range
     master: int | None = None
     cuda: frozenset[int] = frozenset()  # the ranks on CUDA; the others are on the CPU
-    cuda_wire: bool = True  # tensors between two ranks on CUDA go by device maps, not by the CPU
+    cuda_wire: bool = True  # device maps carry tensors between two ranks on CUDA, not the CPU
+    backend: str = "gloo"  # of the trainers' process groups
 
     def wire(self, a: int, b: int) -> str:
-        """Where a tensor is that travels between two ranks: `cuda` or `cpu`."""
+        """Where a tensor is while it travels between two ranks: `cuda` or `cpu`."""
         return "cuda" if self.cuda_wire and {a, b} <= self.cuda else "cpu"
 
     def device(self, rank: int) -> str:
@@ -60,7 +62,7 @@ class Roles:
         return "master" if rank == self.master else f"server{rank - self.servers[0]}"
 
     def device_maps(self, rank: int, devices: list[str]) -> dict[str, Any]:
-        """Where tensors that this rank sends arrive: {callee: {own device: the callee's}}.
+        """Where tensors that this rank sends arrive: {callee: {this rank's device: the callee's}}.
 
         devices: of every rank. Servers need maps as well: distributed autograd calls back.
         """
@@ -73,17 +75,23 @@ def split_roles(
     world_size: int,
     trainers: int | None = None,
     servers: int | None = None,
+    *,
     master: bool = False,
     per_server: int = 2,
 ) -> Roles:
-    """The roles of a world, all on the CPU: as given, or a server for so many ranks. Or refuses."""
-    rest = world_size - master
+    """The roles of a world, all on the CPU. Refuses counts that do not add up to its size.
+
+    Without a count of servers, trainers decide it; without either, one rank in `per_server` serves.
+    """
+    workers = world_size - 1 if master else world_size
     if servers is None:
-        servers = max(1, rest - trainers if trainers else rest // per_server)
-    trainers = trainers or max(1, rest - servers)
+        servers = workers - trainers if trainers else workers // per_server
+        servers = max(1, servers)
+    trainers = trainers or max(1, workers - servers)
     last = trainers + servers
-    if (total := last + master) != world_size:
-        parts = f"{trainers} trainers, {servers} servers" + " and a master" * master
+    total = last + 1 if master else last
+    if total != world_size:
+        parts = f"{trainers} trainers, {servers} servers" + (" and a master" if master else "")
         more = f"e.g. torchrun --nproc-per-node {total} {sys.argv[0]}"
         refuse(f"{parts} are {total} processes, and there are {world_size}; {more}")
     return Roles(range(trainers), range(trainers, last), last if master else None)
@@ -95,33 +103,45 @@ def assign_roles(
     cuda_servers: int | None = None,
     **counts: Any,
 ) -> Roles:
-    """The roles of this job, with the last so many trainers and servers on CUDA.
+    """The roles of this job, with so many trainers and servers on CUDA: the last ones of the role.
 
-    By default as --device and --server-device say. args.device and .backend become this rank's own.
+    By default --device and --server-device decide. counts: those of `split_roles`.
     """
-    rank, _, world_size, _ = world()
+    _, _, world_size, _ = world()
     roles = split_roles(world_size, **counts)
     cuda = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     if cuda_trainers is None:
-        cuda_trainers = len(roles.trainers) * cuda
+        cuda_trainers = len(roles.trainers) if cuda else 0
     if cuda_servers is None:
         server_cuda = cuda if args.server_device == "auto" else args.server_device == "cuda"
-        cuda_servers = len(roles.servers) * server_cuda
+        cuda_servers = len(roles.servers) if server_cuda else 0
     ranks = [*roles.trainers[::-1][:cuda_trainers], *roles.servers[::-1][:cuda_servers]]
-    roles = replace(roles, cuda=frozenset(ranks))
-    if roles.cuda and not torch.cuda.is_available():
+    on_cuda = frozenset(ranks)
+    if on_cuda and not torch.cuda.is_available():
         refuse("trainers or servers on CUDA: torch sees no CUDA device here; try --device cpu")
-    if not roles.cuda and all(name.startswith("cuda_") for name in args.rpc_channels or [""]):
-        names = ",".join(args.rpc_channels)
+    channels = args.rpc_channels or ["auto"]
+    if not on_cuda and all(name.startswith("cuda_") for name in channels):
+        names = ",".join(channels)
         refuse(f"--rpc-channels {names} are for CUDA alone, and no rank is on it; try basic")
-    backend = args.backend or ("nccl" if roles.cuda.issuperset(roles.trainers) else "gloo")
-    args.device, args.backend = roles.device(rank), backend if rank in roles.trainers else "gloo"
-    return roles
+    default = "nccl" if on_cuda.issuperset(roles.trainers) else "gloo"
+    return replace(roles, cuda=on_cuda, backend=args.backend or default)
+
+
+def args_of_rank(args: argparse.Namespace, roles: Roles, **changes: Any) -> argparse.Namespace:
+    """A copy of the flags for `Benchmark`: with the device and the backend of this rank.
+
+    Servers and the master join no group of the trainers, and meet them over gloo. changes: other
+    flags that get another value.
+    """
+    rank, _, _, _ = world()
+    backend = roles.backend if rank in roles.trainers else "gloo"
+    place = {"device": roles.device(rank), "backend": backend}
+    return argparse.Namespace(**vars(args) | place | changes)
 
 
 @dataclass(frozen=True)
 class RpcOptions:
-    """TensorPipe's settings. `auto` transports and channels are all that it finds."""
+    """TensorPipe's settings. With `auto` it may use all transports and channels that it finds."""
 
     threads: int
     timeout_s: float
@@ -129,10 +149,12 @@ class RpcOptions:
     channels: list[str]
 
     def key(self) -> dict[str, Any]:
-        """What of them identifies a case."""
-        transports, channels = "+".join(self.transports), "+".join(self.channels)
-        threads = {"rpc_threads": self.threads}
-        return threads | {"rpc_transports": transports, "rpc_channels": channels}
+        """The settings that identify a case."""
+        return {
+            "rpc_threads": self.threads,
+            "rpc_transports": "+".join(self.transports),
+            "rpc_channels": "+".join(self.channels),
+        }
 
     def __str__(self) -> str:
         return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.key().items())
@@ -141,40 +163,42 @@ class RpcOptions:
 def add_rpc_flags(
     parser: argparse.ArgumentParser, server_device: str | None = None, stragglers: bool = False
 ) -> None:
-    """TensorPipe's settings, --server-device where it has a default.
+    """TensorPipe's settings, and --server-device if it has a default.
 
-    stragglers: calls that bring gradients have a limit of their own, --straggler-timeout.
+    stragglers: --straggler-timeout limits the calls that bring gradients.
     """
-    count = "worker threads a process (default: its share of the cores, 2 to 16)"
-    limit = "a call fails after S seconds (default: twice --timeout: the watchdog comes first)"
-    if stragglers:
-        limit += "; calls that bring gradients have --straggler-timeout instead"
-    transports = """TensorPipe may choose among shm (one host; its thread polls), uv (TCP), ibv
-        (InfiniBand) (default: auto, all; but uv where ranks outnumber cores)"""
-    channels = """and for tensors among basic (any), cma (one host, needs ptrace), mpt_uv (TCP), on
-        CUDA cuda_basic (any), cuda_ipc (one host, peer access, no expandable segments), cuda_gdr
-        (InfiniBand), cuda_xth (one process). TensorPipe ends a process that finds none: keep
-        basic and cuda_basic (default: auto, all)"""
     add = parser.add_argument_group("RPC").add_argument
-    add("--rpc-threads", type=threads, metavar="N", help=count)
-    add("--rpc-timeout", type=time_limit, metavar="S", help=limit)
-    add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=transports)
-    add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=channels)
+    text = "worker threads of a process (default: its part of the cores, 2 to 16)"
+    add("--rpc-threads", type=threads, metavar="N", help=text)
+    text = "a call fails after S seconds (default: twice --timeout, so that the watchdog is first)"
     if stragglers:
-        patience = """a trainer that waits S seconds for the answer to its gradients fails the case:
-            the other trainers' are missing, or the server is stuck (default: half of --timeout,
-            which ends the run)"""
-        add("--straggler-timeout", type=time_limit, metavar="S", help=patience)
+        text += "; --straggler-timeout limits calls that bring gradients"
+    add("--rpc-timeout", type=time_limit, metavar="S", help=text)
+    text = """the transports that TensorPipe may choose from: shm (one host; its thread polls), uv
+        (TCP), ibv (InfiniBand) (default: auto, which is all; but uv where ranks outnumber cores)"""
+    add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=text)
+    text = """the channels that it may choose from for tensors: basic (any), cma (one host, needs
+        ptrace), mpt_uv (TCP), and on CUDA cuda_basic (any), cuda_ipc (one host, peer access, no
+        expandable segments), cuda_gdr (InfiniBand), cuda_xth (one process). TensorPipe ends a
+        process that finds none: keep basic and cuda_basic (default: auto, which is all)"""
+    add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=text)
+    if stragglers:
+        text = """a trainer that waits S seconds for the answer to its gradients fails the case:
+            another trainer's gradients are missing, or the server is stuck (default: half of
+            --timeout, which ends the run)"""
+        add("--straggler-timeout", type=time_limit, metavar="S", help=text)
     if server_device:
-        where = f"auto: as --device (default: {server_device})"
-        add("--server-device", choices=("auto", "cpu", "cuda"), default=server_device, help=where)
+        text = (
+            f"where the servers compute; auto is the choice of --device (default: {server_device})"
+        )
+        add("--server-device", choices=("auto", "cpu", "cuda"), default=server_device, help=text)
 
 
 def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
-    """The settings of the flags, by the cores of rank 0's node; alike on all ranks.
+    """The settings that the flags ask for, the same on all ranks. Rank 0's node has the cores.
 
-    TensorPipe itself takes 16 threads whatever the machine; with 1 a function that makes a call of
-    its own would wait for itself. shm polls: where ranks outnumber the cores it takes them away.
+    TensorPipe's own default is 16 threads on any machine. With 1 thread a function that makes an
+    RPC would wait for itself. shm polls: where ranks outnumber the cores, it takes cores from them.
     """
     cores, ranks = len(os.sched_getaffinity(0)), bench.job.local_world_size
     threads = args.rpc_threads or min(16, max(2, cores // ranks))
@@ -186,15 +210,15 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
 def files_needed(world_size: int, options: RpcOptions) -> int:
     """How many files (sockets, pipes, shared memory) TensorPipe may open in a process.
 
-    Counted with torch 2.15 on the CPU: 205 for one peer, 56 more for each other one; over uv alone
-    158, and 8 more. A rank may have all others as peers.
+    Counted with torch 2.15 on the CPU: 205 for one peer and 56 more for each further one. Over uv
+    only: 158, and 8 more. A rank may have all others as peers.
     """
-    each = 10 if options.transports == ["uv"] else 60
-    return 150 + each * world_size
+    files_of_peer = 10 if options.transports == ["uv"] else 60
+    return 150 + files_of_peer * world_size
 
 
 def raise_file_limit(needed: int) -> int:
-    """Let this process open so many files, or as many as the hard limit has. Returns the limit."""
+    """Let this process open so many files, if the hard limit allows. Returns the limit it got."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return needed
@@ -203,38 +227,47 @@ def raise_file_limit(needed: int) -> int:
     return limit
 
 
-@contextmanager
-def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
-    """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
-    job = bench.job
-    devices: list[str] = share(gather(str(job.device)))
-    allocator = [os.environ.get(f"PYTORCH_{name}ALLOC_CONF", "") for name in ("", "CUDA_")]
-    mapped = any(roles.device_maps(rank, devices) for rank in roles.trainers)
-    if mapped and "expandable_segments:True" in ",".join(allocator):
-        bench.print("# warning: CUDA IPC fails on expandable segments; unset PYTORCH_ALLOC_CONF")
-
-    def handler(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
-        yield job.store.clone(), job.rank, job.world_size  # no ports of our own
-
-    needed = files_needed(job.world_size, options)
-    lowest = share(min(gather(raise_file_limit(needed)) or [0]))
-    if lowest < needed:  # TensorPipe would abort the process
+def refuse_few_files(bench: Benchmark, options: RpcOptions) -> None:
+    """Refuse a limit on open files that is too low: TensorPipe would abort the process."""
+    needed = files_needed(bench.job.world_size, options)
+    limits = gather(raise_file_limit(needed))
+    lowest = share(min(limits) if limits else None)
+    if lowest < needed:
         more = f"try ulimit -n {needed}"
         bench.refuse(f"RPC opens up to {needed} files a process, ulimit -n allows {lowest}; {more}")
+
+
+def warn_of_expandable_segments(bench: Benchmark, roles: Roles, devices: list[str]) -> None:
+    mapped = any(roles.device_maps(rank, devices) for rank in roles.trainers)
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = ",".join(os.environ.get(name, "") for name in names)
+    if mapped and "expandable_segments:True" in settings:
+        bench.print("# warning: CUDA IPC fails on expandable segments; unset PYTORCH_ALLOC_CONF")
+
+
+def start_rpc(
+    bench: Benchmark, name: str, options: RpcOptions, device_maps: dict[str, Any]
+) -> None:
+    """Become the RPC worker of this name. Refuses settings with which RPC does not start."""
+    job = bench.job
+
+    def handler(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
+        yield job.store.clone(), job.rank, job.world_size  # no further port is opened
+
     with suppress(RuntimeError):  # registered by an earlier start in this process
         register_rendezvous_handler(SCHEME, handler)
     settings = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=options.threads,
         rpc_timeout=options.timeout_s,
         init_method=f"{SCHEME}://",
-        device_maps=roles.device_maps(job.rank, devices),
+        device_maps=device_maps,
         _transports=None if "auto" in options.transports else options.transports,
         _channels=None if "auto" in options.channels else options.channels,
     )
-    warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's own use of it
+    warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
     bench.watchdog.begin("RPC start")
     try:
-        rpc.init_rpc(roles.name(job.rank), None, job.rank, job.world_size, settings)
+        rpc.init_rpc(name, None, job.rank, job.world_size, settings)
     except RuntimeError as error:
         if "not in use by this listener" in str(error):
             names = ",".join(options.transports)
@@ -242,11 +275,21 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
         if "timed out" in str(error) or "timeout" in str(error):
             bench.refuse(f"--rpc-timeout {options.timeout_s:g}: RPC takes longer to start; try 60")
         raise
+
+
+@contextmanager
+def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
+    """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
+    job = bench.job
+    devices: list[str] = share(gather(str(job.device)))
+    warn_of_expandable_segments(bench, roles, devices)
+    refuse_few_files(bench, options)
+    start_rpc(bench, roles.name(job.rank), options, roles.device_maps(job.rank, devices))
     graceful = False
     try:
         yield devices
         bench.watchdog.begin("RPC end")
-        # a failed case may have left calls that nobody answers: they are not waited for
+        # a failed case may have left calls that nobody answers: nobody waits for them
         graceful = not share(any(case.failed for case in bench.report.cases))
     finally:
         rpc.shutdown(graceful)
@@ -256,10 +299,10 @@ _hosted: list[Any] = []
 
 
 def host(factory: Callable[..., Any], *args: Any) -> None:
-    """Called by RPC: this worker keeps `factory(*args)`, in the place of an older one."""
+    """Called by RPC: this worker keeps `factory(*args)`, in place of an older one."""
     _hosted[:] = [factory(*args)]
 
 
 def hosted() -> Any:
-    """What this worker keeps. Raises IndexError where that is nothing."""
+    """What this worker keeps. Raises IndexError if it keeps nothing."""
     return _hosted[0]

@@ -117,9 +117,9 @@ def test_no_server_where_no_route_needs_one(
     for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     args = parameter_server.parse_args(["--device", "cpu", *flags.split()])
-    found = parameter_server.set_up(args)
-    assert (found.trainers, found.servers, found.master) == roles
-    assert args.nserver == 0
+    assigned, settings = parameter_server.set_up(args)
+    assert (assigned.trainers, assigned.servers, assigned.master) == roles
+    assert settings["nserver"] == 0
 
 
 def test_servers_by_pytorchs_names() -> None:
