@@ -1,8 +1,9 @@
 """The report that `--json PATH` writes: JSON lines. docs/measuring.md describes the format.
 
-First the run, then a line for each case, last how the run ended. A line is appended and synced as
-soon as its case is measured, so a crash or a full disk loses the case in flight and nothing else.
-Needs the standard library only: benchmarks/ writes reports, analysis/ reads them.
+The first line describes the run. Then comes a line for each case, and the last line says how the
+run ended. A line is appended and synced as soon as its case is measured, so a crash or a full disk
+loses the case in flight and nothing else. This file needs the standard library only: benchmarks/
+writes reports, analysis/ reads them.
 """
 
 import fcntl
@@ -18,11 +19,12 @@ from pathlib import Path
 from typing import IO, Any
 
 SCHEMA = "torchrun-bench/2"
-# whose reports of version 2.0 do not say that their cases are not aligned
+# The cases of these scripts are not aligned, but their reports of version 2.0 do not say so.
 UNALIGNED = ("batch_update_ps", "rpc_latency")
-# of the environment: what must be alike for a report to be resumed
+# A report is resumed only where these entries of the environment are the same as before.
 SAME = ("torch", "nccl", "world_size", "local_world_size", "devices", "backend")
-# of the environment: what its readers go through, in words and as a type; [x] is a list of x
+# The shapes of the environment's entries that analysis/ walks through: in words, and as a type.
+# [x] is a list of x.
 SHAPES: dict[str, tuple[str, Any]] = {
     "hosts": ("a list of names", [str]),
     "devices": ("a list of names", [str]),
@@ -32,19 +34,19 @@ SHAPES: dict[str, tuple[str, Any]] = {
     "gpus": ("a list of objects for each node", [[dict]]),
     "variables": ("an object", dict),
 }
-# how files begin that are no text in UTF-8, but are met
+# Files that users have mistaken for a report, by their first two bytes.
 OTHER_FORMATS = {b"\x1f\x8b": "gzip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
 @dataclass
 class Case:
-    """One case. Raises ValueError, naming the field, for values that are none of this."""
+    """One case. A value of another type or shape raises a ValueError that names the field."""
 
     key: dict[str, Any]  # flat, JSON; the same key in two reports is the same case
     ranks: list[int]
-    # [ranks][iterations], in seconds: of "step", which the case is about, and of each part
+    # The seconds of "step", which the case is about, and of each part: [ranks][iterations].
     samples_s: dict[str, list[list[float]]] = field(default_factory=dict)
-    rounds: list[int] = field(default_factory=list)  # the iterations of each, alike for all steps
+    rounds: list[int] = field(default_factory=list)  # iterations of each round, for every step
     stop: str = ""  # the rule that ended the timing
     metrics: dict[str, Any] = field(default_factory=dict)
     check: str = "passed"  # or `failed: why`, `skipped: why`
@@ -67,7 +69,7 @@ class Case:
 
 @dataclass
 class Report:
-    """One run. Raises ValueError, naming the field, for values that are none of this."""
+    """One run. A value of another type or shape raises a ValueError that names the field."""
 
     benchmark: str
     environment: dict[str, Any]
@@ -77,9 +79,9 @@ class Report:
     schema: str = SCHEMA
     status: str = "interrupted"  # while the last line is missing; then complete or failed
     finished_at: str | None = None
-    end: dict[str, Any] = field(default_factory=dict)  # what else the last line says
+    end: dict[str, Any] = field(default_factory=dict)  # the other entries of the last line
     cases: list[Case] = field(default_factory=list)
-    files: list[IO[bytes]] = field(default_factory=list)  # lines go to the last; all are locked
+    files: list[IO[bytes]] = field(default_factory=list)  # all are locked; the last is written
 
     def __post_init__(self) -> None:
         expect_types(self, benchmark=str, environment=dict, argv=list, started_at=str, status=str)
@@ -88,31 +90,37 @@ class Report:
             expect(value is None or fits(value, shape), f"environment.{name}", words, value)
 
     def start(self, resume: bool = False, since: float = math.inf) -> str | None:
-        """Write the first line; with `resume` take over the cases of the report that is there.
+        """Write the first line, or go on with the report that exists already.
 
-        Also take them over where that report was started after `since`, in seconds since 1970. Any
-        other report is moved to PATH.bak, PATH.bak.1, ...: the name is returned. Raises ValueError
-        where the file is no report, another run is writing it, or it is one of another benchmark or
-        environment that cannot be taken over; OSError where it cannot be written.
+        The run goes on with it if `resume` is set, or if that report was started after `since`, in
+        seconds since 1970. Any other report is moved to PATH.bak, PATH.bak.1, ..., and the new name
+        is returned. Raises ValueError where the file is no report, where another run is writing it,
+        or where it must be resumed but is about another benchmark or environment. Raises OSError
+        where it cannot be written.
         """
         if not self.path:
             return None
         self.files.append(open_alone(self.path))
-        path, backup = os.path.realpath(self.path), None  # a link stays a link
-        if os.path.getsize(path):
-            try:
-                old = load(self.path)
-            except ValueError as error:
-                raise ValueError(f"it would replace what is there: {error}") from None
-            if resume or datetime.fromisoformat(old.started_at).timestamp() > since:
-                self.take_over(old)
-                return None
-            backup = unused(f"{path}.bak")
-            os.rename(path, backup)
-            self.files.append(open_alone(self.path))
+        path = os.path.realpath(self.path)  # a link stays a link
+        if not os.path.getsize(path):
+            self.append_header()
+            return None
+        try:
+            old = load(self.path)
+        except ValueError as error:
+            raise ValueError(f"it would replace what is there: {error}") from None
+        if resume or datetime.fromisoformat(old.started_at).timestamp() > since:
+            self.take_over(old)
+            return None
+        backup = unused(f"{path}.bak")
+        os.rename(path, backup)
+        self.files.append(open_alone(self.path))
+        self.append_header()
+        return backup
+
+    def append_header(self) -> None:
         header = ("schema", "benchmark", "argv", "started_at", "environment")
         self.append({name: getattr(self, name) for name in header})
-        return backup
 
     def take_over(self, old: "Report") -> None:
         """Go on with an older report of the same benchmark on the same devices."""
@@ -126,18 +134,19 @@ class Report:
                 )
         self.cases = old.cases
         content = Path(self.path or "").read_bytes()
-        if not content.endswith(b"\n"):
-            last = content.rfind(b"\n") + 1
-            if is_json(content[last:]):
-                self.write(b"\n")
-            else:
-                self.files[-1].truncate(last)  # a line that a crash cut short
+        if content.endswith(b"\n"):
+            return
+        start_of_last_line = content.rfind(b"\n") + 1
+        if is_json(content[start_of_last_line:]):
+            self.write(b"\n")
+        else:  # a crash cut the line short
+            self.files[-1].truncate(start_of_last_line)
 
     def add(self, case: Case) -> None:
         """Append a case. A later one of the same key replaces an earlier one."""
         self.cases = [old for old in self.cases if old.key != case.key] + [case]
         line = asdict(case)
-        if case.aligned:  # as nearly always; version 2.0 does not know the field
+        if case.aligned:  # nearly always; version 2.0 does not know the field
             del line["aligned"]
         self.append(line)
 
@@ -150,7 +159,7 @@ class Report:
         return next((c for c in self.cases if c.key == key and not c.failed), None)
 
     def append(self, line: dict[str, Any]) -> None:
-        """Write a line. Raises OSError, e.g. on a full disk; what is then cut short is no line."""
+        """Write a line. Raises OSError, e.g. on a full disk; readers skip a line cut short."""
         if self.path:
             self.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
@@ -162,7 +171,7 @@ class Report:
 
 
 def open_alone(path: str) -> IO[bytes]:
-    """A file to append to that no other run has open so. The lock ends with the process."""
+    """Open a file to append to, locked against other runs. The lock ends with the process."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is no regular file; expected a path such as report.jsonl")
     file = open(path, "ab")  # noqa: SIM115 (it stays open, for the lock)
@@ -176,7 +185,7 @@ def open_alone(path: str) -> IO[bytes]:
 
 
 def unused(path: str) -> str:
-    """PATH, PATH.1, PATH.2, ...: the first that is not there."""
+    """The first of PATH, PATH.1, PATH.2, ... that does not exist."""
     name, number = path, 0
     while os.path.lexists(name):
         number += 1
@@ -190,14 +199,14 @@ def load(
     parse: Callable[[str], Any] = json.loads,
     lines: Iterable[bytes] | None = None,
 ) -> Report:
-    """The report at `path`. Raises ValueError, naming the file and the line, if it is none.
+    """The report at `path`. If it is no report, a ValueError names the file and the line.
 
-    A last line without its end is the one that a crash cut short: it does not count. each: called
-    with every case as soon as it is read, e.g. to drop samples of which only a median is needed.
-    lines: those of a file that is open already.
+    A crash may have cut the last line short: such a line does not count. each: is called with every
+    case as soon as it is read, e.g. to drop samples of which only a median is needed. lines: the
+    lines of a file that is open already. A later case replaces an earlier one with the same key.
     """
     report: Report | None = None
-    cases: dict[str, Case] = {}
+    cases: dict[str, Case] = {}  # by key, as text
     number, line = 0, b""
     try:
         with open(path, "rb") if lines is None else nullcontext(lines) as file:
@@ -208,30 +217,22 @@ def load(
                 content = parse(line.decode())
                 expect(isinstance(content, dict), "the line", "an object", content)
                 if report is None:
-                    if (schema := content.get("schema")) != SCHEMA:
-                        other = "another version of torchrun-bench may have written it"
-                        raise ValueError(f"schema is {schema!r}, not {SCHEMA!r}; {other}")
-                    report = Report(**known(Report, content), path=path)
+                    report = read_header(content, path)
                 elif "status" in content:
-                    report.status = content.pop("status")
-                    expect_types(report, status=str)
-                    report.finished_at = content.pop("finished_at", None)
-                    report.end = content
+                    read_end(report, content)
                 else:
-                    case = Case(
-                        **{"aligned": report.benchmark not in UNALIGNED} | known(Case, content)
-                    )
+                    case = read_case(report, content)
                     each(report, case)
                     name = json.dumps(case.key, sort_keys=True)
                     cases.pop(name, None)
                     cases[name] = case
-                    report.status = "interrupted"  # of a report that was resumed, until its end
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, RecursionError) as error:
         if number == 1 and line[:2] in OTHER_FORMATS:
             raise ValueError(f"{path} is {OTHER_FORMATS[line[:2]]}, not text in UTF-8") from None
-        if report is None or line.endswith(b"\n"):  # else it is the line that a crash cut short
+        cut_short = report is not None and not line.endswith(b"\n")
+        if not cut_short:
             raise ValueError(f"{path}:{number} is no line of a report: {error}") from None
     if report is None:
         raise ValueError(f"{path} is empty; a report is what a script writes with --json PATH")
@@ -239,10 +240,36 @@ def load(
     return report
 
 
+def read_header(content: dict[str, Any], path: str) -> Report:
+    """The first line: the run, without its cases."""
+    schema = content.get("schema")
+    if schema != SCHEMA:
+        other = "another version of torchrun-bench may have written it"
+        raise ValueError(f"schema is {schema!r}, not {SCHEMA!r}; {other}")
+    return Report(**known(Report, content), path=path)
+
+
+def read_case(report: Report, content: dict[str, Any]) -> Case:
+    """A line with a case. A report that was resumed has cases after an earlier run's last line:
+    it is interrupted until a last line follows them."""
+    by_default = {"aligned": report.benchmark not in UNALIGNED}
+    case = Case(**by_default | known(Case, content))
+    report.status = "interrupted"
+    return case
+
+
+def read_end(report: Report, content: dict[str, Any]) -> None:
+    """The last line: how the run ended."""
+    report.status = content.pop("status")
+    expect_types(report, status=str)
+    report.finished_at = content.pop("finished_at", None)
+    report.end = content
+
+
 def are_seconds(row: list[Any]) -> bool:
-    """Whether all are finite numbers from 0 on; by built-ins, since there may be millions."""
-    numbers = set(map(type, row)) <= {int, float}
-    return numbers and min(row, default=0) >= 0 and math.isfinite(sum(row))
+    """Whether all entries are finite numbers from 0 on. Built-ins only: there may be millions."""
+    only_numbers = set(map(type, row)) <= {int, float}
+    return only_numbers and min(row, default=0) >= 0 and math.isfinite(sum(row))
 
 
 def is_json(text: bytes) -> bool:
@@ -254,7 +281,7 @@ def is_json(text: bytes) -> bool:
 
 
 def not_json(what: str, values: dict[str, Any]) -> str | None:
-    """Which of the values cannot be written, or None. what: they are, e.g. metric."""
+    """A line about the first value that JSON cannot hold, or None. what: `key` or `metric`."""
     for name, value in values.items():
         try:
             json.dumps(value, allow_nan=False)
@@ -264,15 +291,15 @@ def not_json(what: str, values: dict[str, Any]) -> str | None:
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Whether a value is of a type, or with [type] a list of it."""
+    """Whether a value has a shape: a type, or [shape] for a list of entries of that shape."""
     if isinstance(shape, list):
         return isinstance(value, list) and all(fits(entry, shape[0]) for entry in value)
     return isinstance(value, shape)
 
 
-def expect_types(found: Any, **types: type) -> None:
+def expect_types(record: Case | Report, **types: type) -> None:
     for name, kind in types.items():
-        value = getattr(found, name)
+        value = getattr(record, name)
         expect(isinstance(value, kind), name, kind.__name__, value)
 
 
@@ -282,8 +309,8 @@ def expect(condition: bool, at: str, expected: str, got: Any) -> None:
 
 
 def known(kind: type, content: dict[str, Any]) -> dict[str, Any]:
-    """The entries that are fields of a dataclass; a later version may have written others."""
-    names = {each.name for each in fields(kind)}
+    """The entries that are fields of a dataclass. A later version may have written others."""
+    names = {entry.name for entry in fields(kind)}
     return {name: value for name, value in content.items() if name in names}
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,13 +16,13 @@ from common.dist import Group, agree
 from common.stats import median_interval, relative_ci95
 
 Step = Callable[[], object]
-STEP = "step"  # the name of a case's own step, beside those of its parts
+STEP = "step"  # the name of the step that a case is about, beside the names of its parts
 
-ROUNDS = 12  # that a case's budget is planned for
-TURN_ROUNDS = 24  # of a case that takes turns with those of another command
+ROUNDS = 12  # the budget of a case is planned for so many rounds
+TURN_ROUNDS = 24  # the same where two commands take turns
 MIN_ROUNDS = 6  # fewer give no 95 % interval of a difference between steps
-AHEAD_S = 5e-3  # a full queue, of some 1,000 launches, is that much work for the device at least
-LEAD_IN = 1  # untimed iterations that start a block: caches and queues as the step leaves them
+AHEAD_S = 5e-3  # a full queue holds about 1,000 launches: the device needs at least this for them
+LEAD_IN = 1  # untimed iterations at the start of a block: caches and queues as the step leaves them
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,21 @@ class Workload:
     step: Step  # what the case is about: the case ends when its interval is narrow enough
     parts: Mapping[str, Step] = field(default_factory=dict)  # timed in turns with the step
     compared: Sequence[str] = ()  # the parts whose difference from the step shows an interval
-    calls: int = 1  # of a step in one sample, for steps shorter than the clock
-    facts: Callable[[], Any] = lambda: None  # after the timing, untimed; gathered for `derive`
-    # makes, of what the timed calls of the step returned, what `derive` gets as times.returned
+    calls: int = 1  # how often a sample calls the step: more for steps shorter than the clock
+    facts: Callable[[], Any] = lambda: None  # called after the timing; `derive` gets every rank's
+    # It gets a list of what the timed calls of the step returned. What it makes of that list is
+    # this rank's entry of times.returned in `derive`.
     returned: Callable[[list[Any]], Any] | None = None
     aligned: bool = True  # False: ranks do not wait for each other within an iteration
-    launches: bool = False  # the host only launches kernels in a step: say where that limits it
+    launches: bool = False  # True: a step only launches kernels; a row says where that limits it
 
 
 @dataclass(frozen=True)
 class Measured:
     """A case that has timed itself on this rank, where the timed loop does not fit."""
 
-    samples_s: dict[str, list[float]]  # "step" and its parts, in seconds, [iterations] each
-    rounds: list[int]
+    samples_s: dict[str, list[float]]  # the seconds of "step" and of each part, [iterations]
+    rounds: list[int]  # iterations of each round
     stop: str
     facts: Any
     aligned: bool = True
@@ -60,41 +62,49 @@ class StopRule:
     target_ci: float = 0.02
     max_seconds: float = 5.0
     rounds: int | None = None  # if given, exactly so many
-    longest_block_s: float = 75.0  # a block is one phase to the watchdog
-    full_warmup: bool = False  # all warm-up iterations, however long they take
-    patience: float = 2.0  # a case without its intervals goes on, to so many times max_seconds
+    longest_block_s: float = 75.0  # the watchdog takes a block for one phase, which must end
+    full_warmup: bool = False  # True: all warm-up iterations, however long they take
+    patience: float = 2.0  # a case that lacks an interval may take so many times max_seconds
 
     @classmethod
     def by_flags(cls, args: argparse.Namespace, turns: bool) -> "StopRule":
-        """turns: whether the case takes turns with another command's."""
+        """The rule that the flags give. turns: whether two commands take turns."""
         asked = args.warmup_iters is not None
-        warmup_iters = args.warmup_iters if asked else cls.warmup_iters
-        flags = (warmup_iters, args.iters, args.min_iters, args.target_ci, args.max_seconds)
-        return cls(*flags, TURN_ROUNDS if turns else None, args.timeout / 4, full_warmup=asked)
+        return cls(
+            warmup_iters=args.warmup_iters if asked else cls.warmup_iters,
+            iters=args.iters,
+            min_iters=args.min_iters,
+            target_ci=args.target_ci,
+            max_seconds=args.max_seconds,
+            rounds=TURN_ROUNDS if turns else None,
+            longest_block_s=args.timeout / 4,
+            full_warmup=asked,
+        )
 
 
 @dataclass
 class Timing:
-    """What one case took on this rank."""
+    """The times of one case on this rank."""
 
-    samples_s: dict[str, list[float]]  # of the step and of each part
-    rounds: list[int]  # the iterations of each
+    samples_s: dict[str, list[float]]  # the seconds of the step and of each part, [iterations]
+    rounds: list[int]  # iterations of each round
     stop: str = ""  # the rule that ended it: iters, rounds, target-ci or max-seconds
-    # of each step on CUDA, what the host took to launch all samples
+    # On CUDA: how long the host took to launch all samples of a step, by the step's name.
     launching_s: dict[str, float] = field(default_factory=dict)
-    returned: Any = field(default_factory=list)  # by the step's timed calls, if work wants that
+    returned: Any = field(default_factory=list)  # what the step returned, for Workload.returned
     aligned: bool = True
 
 
 def time_block(
     step: Step, iters: int, device: torch.device, calls: int = 1
 ) -> tuple[list[float], float]:
-    """Time a block of `iters` samples, each of `calls` calls of the step.
+    """Time a block of `iters` samples. Each sample is `calls` calls of the step.
 
-    Seconds of a call in each sample, and those that the host took to launch the block, divided by
-    `calls` as well; 0 on the CPU, and where the device had work for AHEAD_S more: it never waited.
-    On CUDA a sample is the time between two events on the current stream, with one synchronize at
-    the end, so that launches stay asynchronous.
+    Returns the seconds of one call in each sample, and the seconds that the host took to launch
+    the block, divided by `calls` as well. The second number is 0 on the CPU. It is also 0 where
+    the device still had AHEAD_S of work queued at the end: then it never waited for the host. On
+    CUDA a sample is the time between two events on the current stream, with one synchronize at the
+    end, so that launches stay asynchronous.
     """
     cuda = device.type == "cuda"
 
@@ -115,14 +125,14 @@ def time_block(
     if not cuda:
         return [(b - a) / calls for a, b in pairwise(stamps)], 0.0
     torch.cuda.synchronize(device)
-    behind = perf_counter() - launched > AHEAD_S
-    # events resolve half a microsecond: what launches nothing may take none
+    never_waited = perf_counter() - launched > AHEAD_S
+    # Events resolve half a microsecond: a step that launches nothing may seem to take no time.
     times = [max(a.elapsed_time(b), 5e-4) / 1e3 / calls for a, b in pairwise(stamps)]
-    return times, 0.0 if behind else (launched - start) / calls
+    return times, 0.0 if never_waited else (launched - start) / calls
 
 
 def time_steps(
-    work: Workload,
+    workload: Workload,
     group: Group,
     device: torch.device,
     rule: StopRule,
@@ -133,35 +143,38 @@ def time_steps(
     All members of the group call it together. progress is called before each block, never within
     one; it gets the name of the step and the number of the block.
     """
-    return TimedLoop(work, group, device, rule, progress).run()
+    return TimedLoop(workload, group, device, rule, progress).run()
 
 
 class TimedLoop:
-    """Rounds of blocks: a block of the step and of each part, in turns. On each rank of a group."""
+    """The rounds of a case on this rank. A round has a block of the step and one of each part."""
 
     def __init__(
         self,
-        work: Workload,
+        workload: Workload,
         group: Group,
         device: torch.device,
         rule: StopRule,
         progress: Callable[[str], None],
     ) -> None:
-        self.work, self.group, self.device = work, group, device
+        self.workload, self.group, self.device = workload, group, device
         self.rule, self.progress = rule, progress
-        self.steps: dict[str, Step] = {STEP: work.step, **work.parts}
-        if work.returned:
+        self.steps: dict[str, Step] = {STEP: workload.step, **workload.parts}
+        if workload.returned:
             self.steps[STEP] = self.call_and_keep
         self.kept: list[Any] = []  # what the step has returned since the block began
         self.spent_s = 0.0
-        # the slowest rank's, on the group's first rank; elsewhere only the lengths are right
+        # The next two are right on the group's first rank, which decides. Elsewhere only their
+        # lengths are right. The slowest rank counts in each iteration.
         self.slowest_s: list[float] = []  # of the step, in each iteration
-        self.gaps_s: dict[str, list[float]] = {name: [] for name in work.compared}  # step - part
+        self.gaps_s: dict[str, list[float]] = {}  # step - part in each round, of compared parts
+        for name in workload.compared:
+            self.gaps_s[name] = []
 
     def run(self) -> Timing:
         round_s = sum(self.warm_up(name) for name in self.steps)
         block = agree(iterations_per_block(round_s, self.rule), self.group)
-        timing = Timing({name: [] for name in self.steps}, [], aligned=self.work.aligned)
+        timing = Timing({name: [] for name in self.steps}, [], aligned=self.workload.aligned)
         gc.collect()
         gc.disable()  # a collection within one rank's block would stop all ranks
         try:
@@ -175,25 +188,30 @@ class TimedLoop:
         return timing
 
     def call_and_keep(self) -> None:
-        self.kept.append(self.work.step())
+        self.kept.append(self.workload.step())
 
     def warm_up(self, name: str) -> float:
-        """Seconds of a warm sample. All of a step's warm-up takes a quarter of the budget at most,
-        unless the user has said how many iterations it has."""
+        """Warm a step up. Returns the seconds of a warm sample.
+
+        The warm-up takes a quarter of the budget at most, unless the user has said how many
+        iterations it has.
+        """
         limited = not (self.rule.iters or self.rule.full_warmup)
         times: list[float] = []
         start, more = perf_counter(), True
         while more:
             self.progress(f"{name}, warm-up {len(times) + 1}")
             dist.barrier(self.group.control)
-            times += time_block(self.steps[name], 1, self.device, self.work.calls)[0]
+            sample_s, _ = time_block(self.steps[name], 1, self.device, self.workload.calls)
+            times += sample_s
             over = limited and perf_counter() - start > self.rule.max_seconds / 4
             more = agree(len(times) < self.rule.warmup_iters and not over, self.group)
-        warm = times[1:] or times  # the first one may have set up something
-        return min(warm) * self.work.calls
+        warm = times[1:] or times  # the first sample may include setting something up
+        return min(warm) * self.workload.calls
 
     def time_round(self, timing: Timing, block: int) -> None:
-        """A block of each step. Every other round goes backwards: a drift hits all steps alike."""
+        """Time a block of each step. Every other round goes backwards: a drift of the machine then
+        slows all steps alike."""
         names = list(self.steps)
         if len(timing.rounds) % 2 == 1:
             names.reverse()
@@ -201,10 +219,10 @@ class TimedLoop:
             self.progress(f"{name}, block {len(timing.rounds) + 1}")
             start = perf_counter()
             dist.barrier(self.group.control)
-            for _ in range(LEAD_IN * self.work.calls):
+            for _ in range(LEAD_IN * self.workload.calls):
                 self.steps[name]()
             self.kept.clear()
-            times, launching = time_block(self.steps[name], block, self.device, self.work.calls)
+            times, launching = time_block(self.steps[name], block, self.device, self.workload.calls)
             self.spent_s += perf_counter() - start
             timing.samples_s[name] += times
             timing.launching_s[name] = timing.launching_s.get(name, 0.0) + launching
@@ -212,15 +230,16 @@ class TimedLoop:
         timing.rounds.append(block)
 
     def judge(self, timing: Timing, block: int) -> str:
-        """The rule that ends the case, or nothing. The group's first rank decides for all."""
-        names = (STEP, *self.work.compared)
+        """The rule that ends the case, or "". The group's first rank decides for all."""
+        names = (STEP, *self.workload.compared)
         samples_s = [timing.samples_s[name][-block:] for name in names]
-        newest = torch.tensor(samples_s, dtype=torch.float64)
+        newest = torch.tensor(samples_s, dtype=torch.float64)  # [names, block]
         dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=self.group.control)
-        self.slowest_s += newest[0].tolist()
-        step_s, *parts_s = newest.quantile(0.5, dim=1).tolist()
-        for name, part_s in zip(self.work.compared, parts_s, strict=True):
-            self.gaps_s[name].append(step_s - part_s)
+        slowest = dict(zip(names, newest, strict=True))
+        self.slowest_s += slowest[STEP].tolist()
+        for name in self.workload.compared:
+            gap = slowest[STEP].quantile(0.5) - slowest[name].quantile(0.5)
+            self.gaps_s[name].append(gap.item())
         gaps_s = list(self.gaps_s.values())
         rounds = len(timing.rounds)
         reached = rule_reached(self.slowest_s, rounds, self.spent_s, self.rule, gaps_s)
@@ -228,26 +247,36 @@ class TimedLoop:
 
 
 def samples_of(timings: Sequence[Timing]) -> dict[str, list[list[float]]]:
-    """Of each step [ranks][iterations], to the nanosecond."""
-    steps = timings[0].samples_s
-    return {name: [[round(s, 9) for s in t.samples_s[name]] for t in timings] for name in steps}
+    """The seconds of each step on each rank, [ranks][iterations], rounded to the nanosecond."""
+
+    def rounded(samples: Sequence[float]) -> list[float]:
+        return [round(seconds, 9) for seconds in samples]
+
+    samples_s = {}
+    for name in timings[0].samples_s:
+        samples_s[name] = [rounded(timing.samples_s[name]) for timing in timings]
+    return samples_s
 
 
 def launch_share(timings: Sequence[Timing]) -> dict[str, float]:
-    """How much of the device's time launching took, of each step on the rank with the most."""
-    return {
-        name: round(max(t.launching_s[name] / sum(t.samples_s[name]) for t in timings), 3)
-        for name in timings[0].launching_s
-    }
+    """Launching over the device's time, for each step. The rank where this is largest counts."""
+    shares = {}
+    for name in timings[0].launching_s:
+        by_rank = [timing.launching_s[name] / sum(timing.samples_s[name]) for timing in timings]
+        shares[name] = round(max(by_rank), 3)
+    return shares
 
 
 def iterations_per_block(round_s: float, rule: StopRule) -> int:
-    """Iterations a block, so that the planned rounds fill the budget. round_s: one of each step."""
+    """How many iterations a block has, so that the planned rounds fill the budget.
+
+    round_s: the seconds of one iteration of every step together.
+    """
     rounds = rule.rounds or ROUNDS
     round_s = max(round_s, 1e-9)
     longest = max(1, int(rule.longest_block_s / round_s))
     if rule.iters:
-        return min(longest, -(-rule.iters // rounds))
+        return min(longest, math.ceil(rule.iters / rounds))
     affordable = max(1, min(int(rule.max_seconds / rounds / round_s) - LEAD_IN, 1000))
     return min(longest, affordable)  # --max-seconds comes before --min-iters
 
@@ -259,10 +288,11 @@ def rule_reached(
     rule: StopRule,
     gaps: Sequence[Sequence[float]] = (),
 ) -> str:
-    """The rule that the step has reached; nothing to go on.
+    """The rule that ends the case now: iters, rounds, target-ci or max-seconds; "" to go on.
 
-    slowest: the samples of the step so far. gaps: its differences from parts, one a round each. The
-    case goes on while one of these has no interval, as far as the rule's patience.
+    slowest: the samples of the step so far, the slowest rank's in each iteration. gaps: for each
+    compared part, its difference from the step in each round. While the step or one of these has no
+    interval the case goes on, as long as the rule's patience lasts.
     """
     if rule.iters:
         return "iters" if len(slowest) >= rule.iters else ""

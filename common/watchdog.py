@@ -1,12 +1,13 @@
 """Who hangs, and where; who failed; an orderly end on a signal. Examples: docs/reliability.md.
 
-Each rank leaves in the store what it does (its phase), between timed blocks and never inside one.
-A thread of each looks there, twice a second in a small job:
+Each rank writes into the store what it is doing (its phase), between timed blocks and never inside
+one. A thread of each rank reads the store, twice a second in a small job. It looks for two things:
 
-- No rank has changed its phase for `timeout` seconds: a hang, and a roll call of these threads. Who
-  does not answer is stopped, dead or out of reach; who does and is behind others did not arrive.
-- A rank of the case has failed: the group is aborted here as well, or this rank would wait for ever
-  in a collective that the other one has left.
+- No rank has changed its phase for `timeout` seconds. That is a hang, and all these threads answer
+  a roll call. A rank that does not answer is stopped, dead or out of reach. A rank that answers but
+  is behind others did not arrive.
+- A rank of the case has failed. Then this rank aborts the case's group as well, or it would wait
+  for ever in a collective that the other rank has left.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
@@ -29,18 +30,22 @@ from common.dist import Group, Job, abort_group, peers
 from common.private_torch import recorded_collectives
 from common.report import Report
 
-GRACE_S = 2.0  # for the answers to a roll call
-FATES = ("does not answer (stopped, dead or out of reach)", "did not arrive", "waits")
+GRACE_S = 2.0  # how long a roll call waits for answers
+SILENT = "does not answer (stopped, dead or out of reach)"
+LATE = "did not arrive"
+WAITS = "waits"
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 class Watchdog:
-    """Start it once the ranks have met; `stop` it before the process leaves the job."""
+    """Create it once the ranks have met; call `stop` before the process leaves the job."""
 
     def __init__(self, job: Job, timeout_s: float, report: Report) -> None:
         self.job, self.timeout_s, self.report = job, timeout_s, report
-        self.store = dist.PrefixStore("watchdog", job.store)  # the main thread's
-        self.other = dist.PrefixStore("watchdog", job.store.clone())  # the watching thread's
-        self.over, self.case = threading.Event(), 0
+        self.store = dist.PrefixStore("watchdog", job.store)  # for the main thread
+        self.watched = dist.PrefixStore("watchdog", job.store.clone())  # for the watching thread
+        self.over = threading.Event()
+        self.case = 0  # the number of the case
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self.store.set(f"answer/{job.rank}", "")
         self.begin("start")
@@ -49,30 +54,31 @@ class Watchdog:
         self._end_on_signals()
 
     def begin(self, label: str, member: bool = True) -> None:
-        """A new case; ranks outside it wait, and are never behind its ranks."""
-        self.label, self.case = label, self.case + 1
+        """Begin a new case. A rank outside it waits, and is never behind the case's ranks."""
+        self.label = label
+        self.case += 1
         self.group: Group | None = None  # is aborted when a rank of the case fails
-        self.order = 0 if member else -1  # the phase of ranks outside the case is number 0
+        self.order = 0 if member else -1  # so that ranks outside the case stay in phase number 0
         self.phase("set up" if member else "not part of it")
 
     def phase(self, what: str, ahead: int = 1) -> None:
-        """Say what comes next. It calls the store: keep it out of timed code.
+        """Say what comes next. This calls the store: keep it out of timed code.
 
-        ahead: 0 for what this rank alone does, which puts the others behind nobody.
+        ahead: 0 for what only this rank does, so that the others do not count as behind it.
         """
         self.order += ahead
         host = socket.gethostname()
         self.where = f"rank {self.job.rank} on {host}, case '{self.label}', {what}"
         order = [self.case, self.order]
-        now = {"where": self.where, "order": order, "host": host, "pid": os.getpid()}
+        state = {"where": self.where, "order": order, "host": host, "pid": os.getpid()}
         with peers():
-            self.store.set(f"phase/{self.job.rank}", json.dumps(now))
+            self.store.set(f"phase/{self.job.rank}", json.dumps(state))
             self.store.add("changes", 1)
         # the last resort, in C: it needs neither Python nor the store
         faulthandler.dump_traceback_later(self.timeout_s * 1.5 + 20, exit=True)
 
     def fail(self, reason: str) -> None:
-        """This rank's case failed. The first reason counts: the others follow from it."""
+        """Say that the case failed on this rank. The first reason counts; others follow from it."""
         with peers():
             self.store.compare_set(f"failed/{self.case}", "", reason)
             self.store.add("changes", 1)
@@ -89,18 +95,18 @@ class Watchdog:
         self.thread.join(5)
 
     def _watch(self) -> None:
-        poll_s = max(0.5, self.job.world_size / 200)  # a few hundred calls a second in all
+        poll_s = max(0.5, self.job.world_size / 200)  # all ranks call a few hundred times a second
         seen, since = -1, time.monotonic()
         while not self.over.wait(poll_s):
             try:
-                changes = self.other.add("changes", 0)
+                changes = self.watched.add("changes", 0)
                 if changes == seen:
                     if time.monotonic() - since > self.timeout_s:
-                        self.other.set("hang", "")  # all see it at their next poll, this one too
-                        self.other.add("changes", 1)
+                        self.watched.set("hang", "")  # all ranks see it at their next poll
+                        self.watched.add("changes", 1)
                     continue
                 seen, since = changes, time.monotonic()
-                if self.other.check(["hang"]):
+                if self.watched.check(["hang"]):
                     self._roll_call()
                 self._abort_failed()
             except RuntimeError:  # the store is gone: its host has died, or the run is over
@@ -109,50 +115,54 @@ class Watchdog:
 
     def _abort_failed(self) -> None:
         group, case = self.group, self.case
-        if group and self.other.check([f"failed/{case}"]):
+        if group and self.watched.check([f"failed/{case}"]):
             abort_group(group)
-            if self.group is group:  # else the next case has begun meanwhile
+            if self.group is group:  # otherwise the next case has begun meanwhile
                 self.group = None
 
     def _roll_call(self) -> NoReturn:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         stack = "".join(traceback.format_stack(frame)).rstrip()
-        group, number, text = newest_collective()
-        write(f"{self.where}; newest collective {text}, number {number} of group {group}\n{stack}")
-        self.other.set(f"answer/{self.job.rank}", json.dumps([group, number]))
+        newest = newest_collective()
+        what = f"{newest.text}, number {newest.number} of group {newest.group}"
+        write(f"{self.where}; newest collective {what}\n{stack}")
+        answer = json.dumps([newest.group, newest.number])
+        self.watched.set(f"answer/{self.job.rank}", answer)
         time.sleep(GRACE_S)
-        ranks = range(self.job.world_size)
-        states = [json.loads(x) for x in self.other.multi_get([f"phase/{r}" for r in ranks])]
-        answers = self.other.multi_get([f"answer/{r}" for r in ranks])
-        for state, answer in zip(states, answers, strict=True):
-            state["newest"] = json.loads(answer) if answer else None  # it is silent
-        if self.other.add("speaker", 1) == 1:
+        states = self._states_of_all()
+        if self.watched.add("speaker", 1) == 1:
             write(f"HANG: no progress for {self.timeout_s:g} s\n{fates(states)}")
-            self.other.set("said", "")
-        with contextlib.suppress(RuntimeError):  # nobody ends before it has been said
-            self.other.wait(["said"])
-        silent = [s["pid"] for s in states if not s["newest"] and s["host"] == socket.gethostname()]
-        for pid in silent:
-            with contextlib.suppress(OSError):  # a neighbour was faster
-                os.kill(pid, signal.SIGUSR2)  # faulthandler prints its stacks
-                os.kill(pid, signal.SIGCONT)
-                time.sleep(0.5)
-                os.kill(pid, signal.SIGKILL)
+            self.watched.set("said", "")
+        with contextlib.suppress(RuntimeError):  # no rank ends before one has spoken
+            self.watched.wait(["said"])
+        for state in states:
+            if state["newest"] is None and state["host"] == socket.gethostname():
+                print_stacks_and_kill(state["pid"])
         end(HANG)
 
+    def _states_of_all(self) -> list[dict[str, Any]]:
+        """The state that each rank has last written, with its newest collective as [group, number];
+        None for a rank that has not answered the roll call."""
+        ranks = range(self.job.world_size)
+        states = [json.loads(x) for x in self.watched.multi_get([f"phase/{r}" for r in ranks])]
+        answers = self.watched.multi_get([f"answer/{r}" for r in ranks])
+        for state, answer in zip(states, answers, strict=True):
+            state["newest"] = json.loads(answer) if answer else None
+        return states
+
     def _end_on_signals(self) -> None:
-        """End in order on Ctrl-C, SIGTERM and SIGHUP although the main thread may wait in C."""
-        # Python runs a handler in the main thread only; the pipe tells a thread of ours at once
+        """End in order on Ctrl-C, SIGTERM and SIGHUP, although the main thread may wait in C."""
+        # Python runs handlers in the main thread only. The pipe wakes a thread of ours at once.
         read, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         ends = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by nohup
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup ignores it
             ends.remove(signal.SIGHUP)
         for number in ends:
             signal.signal(number, lambda *_: None)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's ranks end with it, however it ends
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
         def wait() -> None:
             while (number := os.read(read, 1)[0]) not in ends:
@@ -165,31 +175,55 @@ class Watchdog:
         threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
+def print_stacks_and_kill(pid: int) -> None:
+    """Let a silent process on this host print its stacks, and kill it."""
+    with contextlib.suppress(OSError):  # another rank was faster
+        os.kill(pid, signal.SIGUSR2)  # faulthandler prints its stacks
+        os.kill(pid, signal.SIGCONT)
+        time.sleep(0.5)
+        os.kill(pid, signal.SIGKILL)
+
+
 def fates(states: list[dict[str, Any]]) -> str:
-    """What each rank has last said -> a line for each: does not answer, did not arrive, or waits.
+    """The last known state of each rank -> a line for each: does not answer, did not arrive, waits.
 
-    Who is behind another one did not arrive: in the case's phases, or in a group's collectives.
+    A rank did not arrive if another rank is ahead of it, in the phases of the case or in the
+    collectives of a group.
     """
-    answered = [s for s in states if s["newest"]]
-    furthest = max(s["order"] for s in answered)
-    numbers = dict(sorted(s["newest"] for s in answered))  # of each group the highest
+    answered = [state for state in states if state["newest"]]
+    furthest_phase = max(state["order"] for state in answered)
+    last_number: dict[str, int] = {}  # of the collectives of each group
+    for state in answered:
+        group, number = state["newest"]
+        last_number[group] = max(number, last_number.get(group, number))
 
-    def fate(s: dict[str, Any]) -> int:
-        if not s["newest"]:
-            return 0
-        group, number = s["newest"]
-        late = s["order"] < furthest or number < numbers[group]
-        return 1 if late and s["order"][1] else 2
+    def fate(state: dict[str, Any]) -> str:
+        if not state["newest"]:
+            return SILENT
+        group, number = state["newest"]
+        _, phase = state["order"]  # 0 outside the case, where nobody waits for this rank
+        behind = state["order"] < furthest_phase or number < last_number[group]
+        return LATE if behind and phase != 0 else WAITS
 
-    lines = sorted((fate(s), s["where"]) for s in states)
-    return "\n".join(f"{where}: {FATES[number]}" for number, where in lines)
+    places: dict[str, list[str]] = {SILENT: [], LATE: [], WAITS: []}
+    for state in states:
+        places[fate(state)].append(state["where"])
+    return "\n".join(f"{where}: {why}" for why in places for where in sorted(places[why]))
 
 
-def newest_collective() -> tuple[str, int, str]:
-    """Of this rank, as torch's flight recorder has it: its group, its number there, what it is."""
+class Collective(NamedTuple):
+    """A collective that a rank has called."""
+
+    group: str
+    number: int  # within the group, from 1; 0 if there is none
+    text: str
+
+
+def newest_collective() -> Collective:
+    """The collective that this rank called last, according to torch's flight recorder."""
     entries = recorded_collectives()
     if not entries:
-        return "none", 0, "none so far"
-    e = max(entries, key=lambda e: e["time_created_ns"])
-    text = f"{e['profiling_name']} of {e.get('input_sizes')}"
-    return e["process_group"][0], e.get("collective_seq_id") or 0, text
+        return Collective("none", 0, "none so far")
+    newest = max(entries, key=lambda entry: entry["time_created_ns"])
+    text = f"{newest['profiling_name']} of {newest.get('input_sizes')}"
+    return Collective(newest["process_group"][0], newest.get("collective_seq_id") or 0, text)
