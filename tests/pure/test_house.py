@@ -95,7 +95,7 @@ def test_a_script_has_its_page_its_test_and_its_row(path: Path) -> None:
     assert f"\n| [{name}.py](docs/{name}.md) | " in (ROOT / "README.md").read_text()
 
 
-# -- a line says one thing: how much a function, and a line of it, may hold -------------------------
+# -- a line says one thing: how much a function, and a line of it, may hold ------------------------
 
 LONGEST_FUNCTION = 60  # lines
 MOST_BRANCHES = 0.9  # a line, of functions of SHORT lines and more
