@@ -1,4 +1,4 @@
-"""collectives.py as its user runs it; tests/pure/test_busbw.py has its arithmetic."""
+"""collectives.py as its user runs it; tests/pure/test_collectives.py has its arithmetic."""
 
 import json
 from collections.abc import Callable

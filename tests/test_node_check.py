@@ -1,4 +1,4 @@
-"""node_check.py as its user runs it; tests/pure/test_outliers.py has its judgement."""
+"""node_check.py as its user runs it; tests/pure/test_node_check.py has its judgement."""
 
 import subprocess
 import sys

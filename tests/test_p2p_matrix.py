@@ -1,4 +1,4 @@
-"""p2p_matrix.py as its user runs it; tests/pure/test_busbw.py has its arithmetic."""
+"""p2p_matrix.py as its user runs it. tests/pure/test_links.py has the arithmetic."""
 
 from collections.abc import Callable
 from pathlib import Path

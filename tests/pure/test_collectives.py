@@ -1,0 +1,171 @@
+"""The arithmetic of collectives.py, worked out by hand: no process group."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benchmarks import collectives
+from common.report import Case
+from common.stats import Times
+
+KEY = {"collective": "all_reduce", "size_bytes": 64_000_000, "group_ranks": 4}
+
+
+@pytest.mark.parametrize(
+    ("collective", "ranks", "factor"),
+    [
+        *(("all_reduce", 1, 0), ("all_reduce", 2, 1), ("all_reduce", 4, 1.5)),
+        *(("all_gather", 4, 0.75), ("reduce_scatter", 8, 0.875), ("all_to_all", 2, 0.5)),
+        *(("gather", 5, 0.8), ("scatter", 5, 0.8), ("broadcast", 8, 1), ("reduce", 8, 1)),
+        *(("sendrecv", 8, 1), ("barrier", 4, 0)),
+    ],
+)
+def test_bus_factor(collective: str, ranks: int, factor: float) -> None:
+    assert collectives.OPERATIONS[collective].bus(ranks) == pytest.approx(factor)
+
+
+def derived(case: Case, facts: Any, groups: list[list[int]], **flags: Any) -> dict[str, Any]:
+    args = SimpleNamespace(**({"average": "max", "limit": None, "check": 1} | flags))
+    times = Times(case.samples_s, [])
+    collectives.derive(args, groups, case, times, facts)  # type: ignore[arg-type]
+    return case.metrics
+
+
+def test_bandwidths() -> None:
+    """64 MB among 4 ranks in 10 ms: 6.4 GB/s, and 1.5 times that on the bus."""
+    rows = [[0.008, 0.010, 0.010], [0.010, 0.009, 0.012], [0.001] * 3, [0.002] * 3]
+    facts = [{"calls": 5, "in_place": 0, "out_of_place": 0}] * 4
+    case = Case(KEY, [0, 1, 2, 3], {"step": rows, "out_of_place": [[1.0]] * 4})
+    m = derived(case, facts, [[0, 1, 2, 3]], limit=12.0)
+    assert m["in_place_time_s"] == 0.010  # the slowest rank's: 10, 10, 12 ms
+    assert m["in_place_algbw_gb_per_s"] == pytest.approx(6.4)
+    assert m["in_place_busbw_gb_per_s"] == pytest.approx(9.6)
+    assert m["efficiency"] == pytest.approx(0.8)
+    assert case.check == "passed"
+    for average, seconds in (("avg", 0.0055), ("min", 0.001), ("rank0", 0.010), ("2", 0.001)):
+        again = derived(case, facts, [[0, 1, 2, 3]], average=average)
+        assert again["in_place_time_s"] == pytest.approx(seconds), average
+
+
+def test_of_several_groups_the_slowest_counts() -> None:
+    samples = {"step": [[4], [1], [2], [3]], "out_of_place": [[1]] * 4}
+    case = Case(KEY | {"group_ranks": 2}, [0, 1, 2, 3], samples)  # type: ignore[arg-type]
+    facts = [{"calls": 1, "in_place": wrong, "out_of_place": 0} for wrong in (0, 0, 2, 1)]
+    m = derived(case, facts, [[0, 3], [1, 2]])
+    assert m["in_place_group_times_s"] == [4, 2]
+    assert m["in_place_time_s"] == 4
+    assert case.check == "failed: 3 wrong values"
+
+
+def test_scan() -> None:
+    assert collectives.scan(8, 64, None, 2.0) == [8, 16, 32, 64]
+    assert collectives.scan(4, 100, None, 3.0) == [4, 12, 36]
+    assert collectives.scan(1, 4, None, 1.1) == [1, 2, 3, 4]  # at least one byte further
+    assert collectives.scan(10, 50, 20, 2.0) == [10, 30, 50]
+    assert collectives.scan(8, 64, None, 1e308) == [8]
+
+
+@pytest.mark.parametrize(("step", "factor"), [(1, 2.0), (None, 1.0000001)])
+def test_too_many_sizes_are_refused(step: int | None, factor: float) -> None:
+    """At once: not after a list of 67 million."""
+    with pytest.raises(
+        ValueError, match=r"^8 to 64M by -. \S+ are over 10,000 sizes; expected fewer"
+    ):
+        collectives.scan(8, 2**26, step, factor)
+    assert len(collectives.scan(1, 10_000, 1, 2.0)) == 10_000
+
+
+def planned(
+    ranks: int, *words: str, matrix: Any = None, world_size: int | None = None
+) -> dict[str, Any]:
+    """The tables of a command on the CPU, with groups of so many ranks."""
+    args = collectives.parse_args(list(words))
+    args.matrix = matrix or []
+    place = {"device": "cpu", "backend": "gloo", "world_size": world_size or ranks}
+    return collectives.plan(args, place, ranks)
+
+
+def test_counts_are_those_of_nccl_tests() -> None:
+    """A rank brings its share; a size that does not divide is cut, a repeated one measured once."""
+    words = ("--collective", "all_gather,reduce", "-r", "1", "-b", "4", "-e", "100", "-f", "5")
+    tables = planned(4, *words)
+    sizes = [[(key["size_bytes"], key["count"]) for key in keys] for keys in tables.values()]
+    assert sizes == [[(16, 1), (96, 6)], [(4, 1), (20, 5), (100, 25)]]
+    assert [keys[0]["root"] for keys in tables.values()] == [-1, 1]
+    assert list(tables)[1] == "# reduce float32 sum, world (4 ranks)"
+
+
+def test_the_key_tells_matrices_and_worlds_apart() -> None:
+    sizes = ("--collective", "all_to_all", "-b", "4K", "-e", "4K")
+    one, two = [[0, 4096], [1024, 0]], [[0, 4096], [2048, 0]]
+    tables = [planned(2, *sizes, matrix=matrix) for matrix in (one, two, one, None)]
+    first, second, again, without = (key for table in tables for [key] in table.values())
+    assert first == again
+    assert len({first["matrix"], second["matrix"], without["matrix"]}) == 3
+    assert without["matrix"] is False  # as reports of before have it
+    worlds = [planned(2, "--groups", "node", "-e", "8", world_size=size) for size in (2, 4)]
+    of_two, of_four = ([*tables.values()] for tables in worlds)  # one node of two ranks, two nodes
+    assert of_two != of_four
+
+
+def test_the_key_has_the_calls_that_are_made() -> None:
+    """A sample is 4 MiB at most on the CPU."""
+    [keys] = planned(2, "-b", "64K", "-e", "16M", "-f", "16", "-n", "20").values()
+    assert [(key["size_bytes"], key["calls"]) for key in keys] == [
+        *((2**16, 20), (2**20, 4), (2**24, 1))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("-e 0", "argument -e/--maxbytes: expected a size above 0, got '0'; e.g. 8, 64K"),
+        ("-i 0", "argument -i/--stepbytes: expected a size above 0, got '0'"),
+        ("-i 8 -f 3", "argument -f/--stepfactor: not allowed with argument -i/--stepbytes"),
+        ("-b 64 -e 8", "expected -e from -b on, got -b 64 and -e 8; e.g. -b 8 -e 64M"),
+        ("--matrix=", "--matrix: expected a file, got ''; e.g. --matrix matrix.txt"),
+        ("--matrix m --collective all", "--matrix is for all_to_all alone; leave out --collective"),
+        (
+            "-G 2 -z 1",
+            "-G replays a graph of calls, and -z 1 waits for each call; give one of them",
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_refused(
+    words: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as caught:
+        collectives.parse_args(words.split())
+    assert caught.value.code == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert line in said
+
+
+def test_settings_in_words() -> None:
+    """Above a table stands what its rows share."""
+    args = collectives.parse_args(["-n", "5", "-z", "1", "--cache-warm"])
+    said = "at most 5 calls a sample, -a max, each call waited for (-z 1), one buffer"
+    assert collectives.settings(args) == said
+    args.matrix = [[0, 16], [16, 0]]
+    assert f"matrix {collectives.digest_of(args.matrix)}, " in collectives.settings(args)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ("0 4096\n100 31\n", [[0, 4096], [96, 16]]),  # down to 16 bytes
+        ("0,1e6\n16,\t0", [[0, 1000000], [16, 0]]),
+        *(("0 1 2\n3 4 5", None), ("0 x\n1 2", None), ("0 1\n2", None), ("0 -16\n1 2", None)),
+        *(("nan 1\n1 1", None), ("0 0\n0 0", None), ("7", None), ("1 15\n1 1", None)),
+    ],
+)
+def test_read_matrix(tmp_path: Any, text: str, rows: Any) -> None:
+    path = tmp_path / "matrix"
+    path.write_text(text)
+    if rows:
+        assert collectives.read_matrix(str(path), 2) == rows
+        return
+    with pytest.raises(ValueError, match=r"\w"):
+        collectives.read_matrix(str(path), 2)

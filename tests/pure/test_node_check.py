@@ -1,0 +1,152 @@
+"""The judgement of node_check.py, worked out by hand."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks import node_check
+from benchmarks.node_check import hosts_of, judge, odd_results, rounds_by_node
+from common.outliers import Who, accuse, sentences
+from common.report import Case, Report
+from common.stats import Times
+
+
+def costs(*values: float) -> dict[tuple[int, ...], float]:
+    return {(rank,): value for rank, value in enumerate(values)}
+
+
+def names(found: Any) -> list[str]:
+    return [who.name() for who, _ in found]
+
+
+TEAMS = {"rank": [[0], [1], [2]], "node": [[0, 1], [2]], "rail": [[0, 2]], "job": [[0, 1, 2]]}
+
+
+MARGINS = {"rank": 0.1, "node": 1.0, "rail": 1.0, "job": 1.0}
+
+
+def ranks_with(step: str, *seconds: float) -> list[Case]:
+    """A case for each rank; 10 bytes in so many seconds."""
+    names = (f"{step}_s", f"{step}_sustained_s", f"{step}_bytes_per_s")
+    values = [dict(zip(names, (s, s, 10 / s), strict=True)) for s in seconds]
+    return [Case({"rank": rank}, [rank], metrics=own) for rank, own in enumerate(values)]
+
+
+def test_kinds_and_limits() -> None:
+    """A slower kind of device is none of the slow; a limit is a user's."""
+    cases = ranks_with("copy", 1, 1, 1, 2, 2, 5)
+    teams = TEAMS | {"rank": [[rank] for rank in range(6)], "node": [list(range(6))]}
+    kinds = ["new", "new", "new", "old", "old", "old"]
+    found = judge(cases, teams, kinds, {}, 5, MARGINS)
+    assert names(found) == ["rank 5", "rank 5"]
+    assert [what for _, what in found] == ["copy", "copy sustained"]
+    assert sentences(found)[0].startswith("slow rank 5: copy 2.50x the median's time")
+    found = judge(cases, teams, kinds, {("rank", "bytes"): 4.0}, 5, MARGINS | {"rank": 9.0})
+    assert sentences(found) == ["slow rank 5: copy bytes per s 2, under 4"]
+
+
+def test_nodes_are_compared_by_their_all_reduce() -> None:
+    """Three nodes of two ranks; the third takes three times as long, its ranks are not named."""
+    cases = ranks_with("all_reduce_inside", 1, 1, 1.1, 1.1, 3.3, 3.3)
+    teams = TEAMS | {"node": [[0, 1], [2, 3], [4, 5]]}
+    found = judge(cases, teams, ["k"] * 6, {}, 5, MARGINS)
+    assert [*dict.fromkeys(names(found))] == ["node 2"]
+    assert sentences(found)[0].startswith("slow node 2: all reduce inside 3.00x the median's time")
+
+
+def test_each_rank_becomes_a_case() -> None:
+    """Two turns of two rounds of two samples. Rank 1: blocks of 3 and 2 s, the fastest 1 s."""
+    place = {"host": "a", "pci": "", "network": "lo"}
+    report = Report("node_check", {"ranks": [place, place | {"host": "b"}]})
+    rows = {"copy, turn 0": [[2, 2, 2, 2], [0, 0, 0, 0]], "copy, turn 1": [[0] * 4, [5, 1, 2, 2]]}
+    case = Case({"device": "cpu"}, [0, 1], rows, [2, 2])  # type: ignore[arg-type]
+    facts = [{"did": {"copy": (f"copy, turn {r}", 10.0)}, "bits": "x"} for r in (0, 1)]
+    times = Times(rows, [2, 2])
+    node_check.split(report, {"rank": [[0], [1]]}, ["k", "k"], case, times, facts)
+    first, second = report.cases
+    assert second.key == {"device": "cpu", "rank": 1, "host": "b"}
+    assert second.samples_s == {"copy": [[5, 1, 2, 2]]}
+    assert second.metrics["copy_s"] == 1
+    assert second.metrics["copy_sustained_s"] == 2
+    assert second.metrics["copy_bytes_per_s"] == 5
+    assert (first.check, second.check) == ("passed", "passed")
+    assert case.samples_s == {}
+
+
+def test_the_slowest_rank_of_a_node_counts() -> None:
+    """Of each iteration: 3, 4, 3, 2; on CUDA the median of the blocks' 3.5 and 2.5."""
+    report = Report("node_check", {"ranks": [{"host": "a", "pci": "", "network": ""}] * 2})
+    step, rows = "all_reduce_inside", [[1.0, 4.0, 1.0, 2.0], [3.0, 1.0, 3.0, 1.0]]
+    case = Case({"device": "cuda"}, [0, 1], {step: rows}, [2, 2])
+    did = {step: (step, 6.0)}
+    facts = [{"did": did, "bits": "x", "wrong": wrong} for wrong in (None, "why")]
+    times = Times({step: rows}, [2, 2])
+    node_check.split(report, {"node": [[0, 1]]}, ["k", "k"], case, times, facts)
+    assert [case.metrics[f"{step}_sustained_s"] for case in report.cases] == [3, 3]
+    assert [case.metrics[f"{step}_s"] for case in report.cases] == [2, 2]
+    assert [case.samples_s[step] for case in report.cases] == [[rows[0]], [rows[1]]]
+    assert [case.check for case in report.cases] == ["passed", "failed: why"]
+
+
+def test_odd_results() -> None:
+    assert odd_results(["a"] * 3, ["k"] * 3) == {}
+    one = {1: "its results (b) are those of 1 of 3 of its kind"}
+    assert odd_results(["a", "b", "a"], ["k"] * 3) == one
+    assert odd_results(["a", "b"], ["k", "l"]) == {}  # two kinds may round differently
+    assert [*odd_results(["a", "b"], ["k", "k"])] == [0, 1]  # of two nobody knows which
+    assert [*odd_results(["not finite"] * 2, ["k", "k"])] == [0, 1]
+
+
+def test_the_last_lines() -> None:
+    found = accuse(costs(1.0, 2.0, 1.0), {}, "rank", "copy")
+    bad = Case({"probe": "each rank alone", "rank": 2}, [2], check="failed: why")
+    hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": host} for host in "aab"]})
+    lines, problem = node_check.conclude(found, {1: "lacks"}, [bad, bad], "slow", hosts)
+    assert problem == "not fit: node 1 on b, rank 2 on b, rank 1 on a"
+    assert lines[-3:] == ["wrong node 1 on b: lacks", "wrong rank 2 on b: why", problem]
+    assert lines[0].startswith("slow rank 1 on a: copy 2.00x")
+    slow = [*sentences(found, hosts), "fit, though slow"]
+    assert node_check.conclude(found, {}, [], "wrong", hosts) == (slow, None)
+    assert node_check.conclude({}, {}, [], "slow", hosts) == (["fit"], None)
+    assert Who("link", ((2, 0),)).name(hosts) == "link 2 on b -> 0 on a"
+    assert Who("rail", ((1,),)).name(hosts) == "rail 1"
+    assert Who("rank", ((1,), (2,))).name(hosts) == "rank 1 on a or rank 2 on b"
+
+
+@pytest.mark.parametrize(
+    ("why", "said"),
+    [
+        ("RuntimeError: a tensor of rank 4", "RuntimeError: a tensor of rank 4"),
+        (
+            "RuntimeError: a tensor of rank 1 (rank 0)",
+            "RuntimeError: a tensor of rank 1 (rank 0) on a",
+        ),
+        ("wrong data came to rank 1", "wrong data came to rank 1 on b"),
+        ("links 3 -> 77 of node 9", "links 3 -> 77 of node 9"),
+    ],
+)
+def test_any_error_text_leaves_the_verdict(why: str, said: str) -> None:
+    """Two ranks: a number in an error's text need not be one of theirs."""
+    hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": "a"}, {"host": "b"}]})
+    failed = Case({"probe": "links"}, [0, 1], check=f"failed: {why}")
+    lines, problem = node_check.conclude({}, {}, [failed], "slow", hosts)
+    assert lines == [f"wrong links: {said}", "not fit: links"]
+    assert problem == "not fit: links"
+
+
+@pytest.mark.parametrize("members", [[[0, 1, 2, 3]], [[0], [1], [2]], [[0, 1], [2, 3], [4, 5]]])
+def test_links_of_nodes(members: list[list[int]]) -> None:
+    """Each two ranks of a node, and each two nodes by each rail, once; nobody twice in a round."""
+    rounds = rounds_by_node(members)
+    seen = [pair for pairs in rounds for pair in pairs]
+    inside = [(a, b) for own in members for a in own for b in own if a < b]
+    between = [
+        pair
+        for i, a in enumerate(members)
+        for b in members[i + 1 :]
+        for pair in zip(a, b, strict=True)
+    ]
+    assert sorted(seen) == sorted(inside + between)
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))

@@ -1,0 +1,34 @@
+"""The node of each rank, and groups of ranks by a word."""
+
+from typing import Any
+
+import pytest
+
+from common.ranks import node_of_each, partition
+
+
+def rows_of(*nodes: tuple[str, int]) -> dict[str, Any]:
+    return {"ranks": [{"host": host, "local_rank": rank} for host, rank in nodes]}
+
+
+def test_nodes() -> None:
+    assert node_of_each(rows_of(("a", 0), ("a", 1), ("b", 0), ("b", 1))) == [0, 0, 1, 1]
+    assert node_of_each(rows_of(("a", 0), ("b", 0), ("a", 1), ("b", 1))) == [0, 1, 0, 1]
+    assert node_of_each(rows_of(("a", 0), ("a", 1), ("a", 0), ("a", 1))) == [0, 0, 1, 1]
+
+
+def test_partition() -> None:
+    nodes = [0, 0, 1, 1]
+    assert partition("world", nodes) == [[0, 1, 2, 3]]
+    assert partition("node", nodes) == [[0, 1], [2, 3]]
+    assert partition("cross", nodes) == [[0, 2], [1, 3]]
+    assert partition("3,0/1-2", nodes) == [[0, 3], [1, 2]]
+    assert partition("world", [0, 0, 1]) == [[0, 1, 2]]
+    # a word that is no rank after a group that is one; more numbers than memory holds
+    odd = ("0,1/x", "0,1/2,9", "0-9999999999")
+    for spec in ("0,1/1,2", "0/1,2", "0,4", "1-0", "x", "", "nodes", *odd):
+        with pytest.raises(ValueError, match="disjoint groups of one size among ranks 0 to 3"):
+            partition(spec, nodes)
+    for spec in ("node", "cross"):
+        with pytest.raises(ValueError, match=r"got \w+ on 2 nodes"):
+            partition(spec, [0, 0, 1])
