@@ -306,7 +306,7 @@ class Server:
         return bucket.answer.then(lambda answer: [part.to(wire) for part in answer.value()])
 
     def finish(self) -> None:
-        """Wait for the device. Each call has CUDA streams of its own; the lock does not order them."""
+        """Wait for the device: each call has CUDA streams of its own, which no lock orders."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -400,19 +400,14 @@ class Timed(NamedTuple):
 
 
 def build(
-    job: Job,
-    key: Key,
-    group: Group,
-    *,
-    roles: Roles,
-    devices: list[str],
-    patience_s: float,
+    job: Job, key: Key, group: Group, *, roles: Roles, devices: list[str], patience_s: float
 ) -> Workload:
     """What a trainer measures.
 
     devices: of all ranks. patience_s: how long it waits for the answer to a gradient.
     """
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.deterministic = True
     trainers_by_server = trainers_of(key["placement"], roles)
     if job.rank == 0 and trainers_by_server:
         servers = [
