@@ -78,7 +78,7 @@ CHECKED_STEPS = 20
 LOGGED = 300  # the report keeps so many updates of a case, the newest ones
 TOLERANCE = 1e-4  # relative to what the updates change; a lost gradient is 1 in 20 * trainers
 Key = dict[str, Any]
-# its trainers in the order of their gradients, when each came, when the model was new; in seconds
+# `trainers` in the order of their gradients, `came_s` of each, `updated_s` of the model
 Update = dict[str, Any]
 
 
@@ -184,7 +184,7 @@ class BatchUpdateServer:
         self.waiting, self.came_s = [], []
         if self.key["payload"] == "tensors":
             return flat(self.model.parameters()).to(wire)
-        return copy.deepcopy(self.model).to(wire)  # ours may change while this is being sent
+        return copy.deepcopy(self.model).to(wire)  # the model may change while its copy is sent
 
 
 @rpc.functions.async_execution
@@ -223,8 +223,9 @@ def build(job: Job, key: Key, group: Group, *, server_device: str, patience_s: f
     batches = create_batches(key, trainer).to(device)
     model, _ = create_model(key, device)
     gradients_of(model, batches[0])
-    # the server has its model, the same as ours. Everyone is ready to send gradients: the first
-    # optimizer of a process imports torch._dynamo, which takes over 10 s on a machine that is busy
+    # From here on the server has the same model, and every trainer is ready to send gradients.
+    # Without the barrier a late one would time out: the first optimizer of a process imports
+    # torch._dynamo, which takes over 10 s on a busy machine.
     dist.barrier(group.control)
     sent = 0
 
@@ -275,7 +276,8 @@ def difference(
 
     trained: the parameters of each trainer. served: those of the server.
     """
-    first = flat(create_model(key)[0].parameters())
+    model, _ = create_model(key)
+    first = flat(model.parameters())
     replayed_server, replayed_trainers = replay(key, updates)
     change = (replayed_server - first).abs().max()
     names = [f"trainer{trainer}" for trainer in range(key["trainers"])]
@@ -291,15 +293,16 @@ def difference(
 def replay(key: Key, updates: list[Update]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The parameters of the server and of each trainer after these updates, in one process."""
     model, optimizer = create_model(key)
-    batches = [itertools.cycle(create_batches(key, t)) for t in range(key["trainers"])]
-    models = [copy.deepcopy(model) for _ in batches]  # of each trainer
+    trainers = range(key["trainers"])
+    batches = [itertools.cycle(create_batches(key, trainer)) for trainer in trainers]
+    models = [copy.deepcopy(model) for _ in trainers]
     for update in updates:
-        trainers = update["trainers"]
-        rows = [gradients_of(models[trainer], next(batches[trainer])) for trainer in trainers]
+        members = update["trainers"]
+        rows = [gradients_of(models[trainer], next(batches[trainer])) for trainer in members]
         for parameter, *gradients in zip(model.parameters(), *rows, strict=True):
             parameter.grad = torch.stack(gradients).mean(dim=0)
         optimizer.step()
-        for trainer in trainers:
+        for trainer in members:
             models[trainer] = copy.deepcopy(model)
     return flat(model.parameters()), [flat(trained.parameters()) for trained in models]
 
@@ -359,7 +362,7 @@ WIDEST = ["tensors", "100.000", "10000.0", "1000.0 to 1000.0", "10000.0", "1000.
 
 
 def refuse_large_updates(args: argparse.Namespace, trainers: int) -> None:
-    """Refuse updates of more gradients than there are trainers: the server would never answer."""
+    """Refuse updates of more gradients than there are trainers: each sends one and waits."""
     size = args.batch_update_size or trainers
     if size > trainers:
         refuse(f"--batch-update-size {size}: there are {trainers} trainers; try {trainers}")

@@ -170,7 +170,7 @@ def apply_gradient(indices: torch.Tensor, offsets: torch.Tensor, gradient: torch
     (table_gradient,) = torch.autograd.grad(looked_up, hosted().weight, gradient.to(device))
     with TABLE_LOCK, torch.no_grad():
         hosted().weight.add_(table_gradient, alpha=-LR)
-        if looked_up.is_cuda:  # each call has streams of its own, which the lock does not order
+        if looked_up.is_cuda:  # each call has its own streams, which the lock does not order
             torch.cuda.current_stream(device).synchronize()
 
 

@@ -556,11 +556,15 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     metrics |= step_metrics(times.each(), case.key["samples_per_step"])
     hooks = [hook_times(timed.durations) for timed in times.returned]
     metrics["hook_p50_s"] = float(np.median(np.max(hooks, axis=0)))
-    trainers = {f"trainer{i}": trainer_phases(t.durations) for i, t in enumerate(times.returned)}
+    trainers = {}
+    for trainer, timed in enumerate(times.returned):
+        trainers[f"trainer{trainer}"] = trainer_phases(timed.durations)
     metrics["trainers"] = summaries(trainers)
     if facts[0]["servers"]:
         numbers = times.returned[0].numbers
-        servers = {name: server_phases(t, numbers) for name, t in facts[0]["servers"].items()}
+        servers = {}
+        for name, bucket_times_s in facts[0]["servers"].items():
+            servers[name] = server_phases(bucket_times_s, numbers)
         metrics["servers"] = summaries(servers)
     wrong = [fact["wrong"] for fact in facts if fact["wrong"]]
     wrong += replicas_that_differ(facts)
@@ -573,7 +577,7 @@ def hook_times(steps: list[Durations]) -> list[float]:
 
 
 def trainer_phases(steps: list[Durations]) -> Durations:
-    """The phases of all steps, without `hook`, whose durations within a step overlap."""
+    """The phases of all steps. `hook` is left out: its durations within a step overlap."""
     phases = pool(steps)
     del phases["hook"]
     return phases
