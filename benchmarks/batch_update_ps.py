@@ -2,10 +2,10 @@
 """How fast is a parameter server that waits for a batch of gradients before it answers?
 
 The server (the last rank) keeps the model. Each trainer computes gradients on its own batch, sends
-them, and waits. Once `--batch-update-size` gradients are there the server averages them, makes one
-step of SGD, and answers all who wait with the new parameters.
+them, and waits. When `--batch-update-size` gradients have arrived, the server averages them, makes
+one step of SGD, and answers all waiting trainers with the new parameters.
 
-    step        = compute gradients, send them, wait; latency: of that, from sending to the answer
+    step        = compute gradients, send them, wait; latency: the part from sending to the answer
     gradients/s = of all trainers, by the seconds of each block of steps until its last one is done
     updates/s   = gradients/s / gradients of an update, on average
     MB/s        = gradients/s * 2 * bytes of the parameters: there and back, without pickle's own
@@ -15,10 +15,10 @@ step of SGD, and answers all who wait with the new parameters.
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/batch_update_ps.py --batch-update-size 5 --json report.jsonl
 
-Does what PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous Executions" and
-its parameter_server_test.py did, written anew. Their settings are `--payload module --iters 4
---rpc-threads 16 --rpc-transports auto --log-updates`. BSD-3-Clause. docs/batch_update_ps.md shows
-how to read the table.
+The script does what PyTorch's tutorial "Implementing Batch RPC Processing Using Asynchronous
+Executions" and its parameter_server_test.py did, written anew. Their settings are `--payload module
+--iters 4 --rpc-threads 16 --rpc-transports auto --log-updates`. BSD-3-Clause.
+docs/batch_update_ps.md shows how to read the table.
 """
 
 import argparse
@@ -29,7 +29,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,9 +44,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
-from common.dist import Group
+from common.dist import Group, Job
 from common.report import Case
 from common.rpc import (
+    Roles,
+    RpcOptions,
     add_rpc_flags,
     args_of_rank,
     assign_roles,
@@ -59,38 +61,44 @@ from common.stats import Times, median_interval, own_pace
 from common.table import Columns, interval_ends, metric
 
 PAYLOADS = ("module", "tensors")
-SIZES = {  # default, help
-    "in_features": (100, "columns of the model, a linear layer"),
-    "out_features": (30, "its rows"),
-    "batch_size": (20, "samples of a trainer's step"),
-    "num_batches": (4, "different batches that a trainer takes in turn; --iters is for steps"),
+
+
+class Size(NamedTuple):
+    default: int
+    help: str
+
+
+SIZES = {
+    "in_features": Size(100, "columns of the model, which is a linear layer"),
+    "out_features": Size(30, "rows of the model"),
+    "batch_size": Size(20, "samples of a trainer's step"),
+    "num_batches": Size(4, "different batches that a trainer takes in turn; --iters counts steps"),
 }
 CHECKED_STEPS = 20
-LOGGED = 300  # updates of a case that the report keeps, the newest ones
-TOLERANCE = 1e-4  # of what the updates change; a lost gradient is 1 in 20 * trainers
+LOGGED = 300  # the report keeps so many updates of a case, the newest ones
+TOLERANCE = 1e-4  # relative to what the updates change; a lost gradient is 1 in 20 * trainers
 Key = dict[str, Any]
-# its trainers in the order of their gradients, when each came, when the model was new; in seconds
+# `trainers` in the order of their gradients, `came_s` of each, `updated_s` of the model
 Update = dict[str, Any]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    for name, (default, text) in SIZES.items():
-        flag, text = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
-        add(flag, type=positive_int, default=default, metavar="N", help=text)
-    text = "gradients that make an update (default: one a trainer)"
+    for name, size in SIZES.items():
+        flag, text = f"--{name.replace('_', '-')}", f"{size.help} (default: {size.default})"
+        add(flag, type=positive_int, default=size.default, metavar="N", help=text)
+    text = "gradients that make an update (default: one of each trainer)"
     add("--batch-update-size", type=positive_int, metavar="N", help=text)
     payload = """module: a list of gradients there and the pickled module back, as the tutorial
         does; tensors: a flat tensor each way (default: both)"""
     add("--payload", type=list_of(str, PAYLOADS), default=[*PAYLOADS], metavar="NAME", help=payload)
-    text = "after the table print the server's log: who came when, and each update"
+    text = "after the table print the server's log: which gradients came when, and each update"
     add("--log-updates", action="store_true", help=text)
     add_rpc_flags(parser, server_device="cpu", stragglers=True)
     add_common_flags(parser)
-    args = parser.parse_args(argv)
-    args.backend = args.backend or "gloo"  # trainers meet on it; what is timed goes over RPC
-    return args
+    parser.set_defaults(backend="gloo")  # trainers meet on it; what is timed goes over RPC
+    return parser.parse_args(argv)
 
 
 def create_model(key: Key, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -100,7 +108,7 @@ def create_model(key: Key, device: str = "cpu") -> tuple[nn.Module, torch.optim.
 
 
 def create_batches(key: Key, trainer: int) -> torch.Tensor:
-    """A trainer's own inputs, [batches, batch, in_features]; the labels are zeros."""
+    """The inputs of a trainer: [batches, batch, in_features]. All labels are zeros."""
     shape = (key["num_batches"], key["batch_size"], key["in_features"])
     return torch.randn(shape, generator=torch.Generator().manual_seed(trainer))
 
@@ -117,38 +125,39 @@ def flat(tensors: Any) -> torch.Tensor:
 
 
 class BatchUpdateServer:
-    """Answers all who sent gradients once enough are there; RPC calls it from several threads."""
+    """Answers all who sent gradients, once enough have arrived. RPC's threads call `update`."""
 
     def __init__(self, key: Key, device: str) -> None:
         self.key, self.device = key, torch.device(device)
         self.cuda: list[Any] = [self.device] if self.device.type == "cuda" else []
         self.model, self.optimizer = create_model(key, device)
         parameters = list(self.model.parameters())
-        self.gradient = torch.zeros_like(flat(parameters))  # the sum of those that are there
-        parts = self.gradient.split([p.numel() for p in parameters])
-        for p, part in zip(parameters, parts, strict=True):
-            p.grad = part.view_as(p)
+        self.gradient = torch.zeros_like(flat(parameters))  # the sum of those that have arrived
+        parts = self.gradient.split([parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part.view_as(parameter)
         self.lock = threading.Lock()
         self.future: Future[Any] = Future(devices=self.cuda)
         self.start_s = perf_counter()
         self.waiting: list[int] = []  # the trainers of the next update
-        self.came_s: list[float] = []  # when the gradients of each of them were here
-        self.sent = [0] * key["trainers"]  # gradients of each trainer
+        self.came_s: list[float] = []  # when the gradients of each of them arrived
+        self.sent = [0] * key["trainers"]  # how many gradients each trainer has sent
         self.updates: list[Update] = []  # the log
 
     def update(self, trainer: int, sent: Any) -> Future[Any]:
         """Add a trainer's gradients. The future has the parameters after the update."""
-        sent = sent if self.key["payload"] == "tensors" else flat(sent)
+        gradient = sent if self.key["payload"] == "tensors" else flat(sent)
         answer = None
         with self.lock:  # `+=` reads and writes: two threads at once would lose gradients
             future = self.future
-            self.gradient += sent.to(self.device)
+            self.gradient += gradient.to(self.device)
             self.waiting.append(trainer)
             self.came_s.append(self.now_s())
             self.sent[trainer] += 1
             # fewer are enough where nobody is missing: all may have sent their last ones
             if len(self.waiting) == self.key["batch_update_size"] or not self.missing():
-                answer, self.future = self.step(sent.device), Future(devices=self.cuda)
+                answer = self.step(gradient.device)
+                self.future = Future(devices=self.cuda)
             if self.cuda:  # each request has a stream of its own
                 torch.cuda.current_stream(self.device).synchronize()
         if answer is not None:
@@ -160,12 +169,13 @@ class BatchUpdateServer:
         return round(perf_counter() - self.start_s, 6)
 
     def missing(self) -> list[int]:
-        """Whose gradients are to come: those who have sent less than others and do not wait."""
+        """The trainers that have sent fewer gradients than another one, and do not wait."""
         most = max(self.sent)
-        return [t for t, n in enumerate(self.sent) if n < most and t not in self.waiting]
+        late = [trainer for trainer, count in enumerate(self.sent) if count < most]
+        return [trainer for trainer in late if trainer not in self.waiting]
 
     def step(self, wire: torch.device) -> Any:
-        """Make an update of the gradients that are there. The answer, on `wire`."""
+        """Update the model by the gradients that have arrived. The answer, on `wire`."""
         self.gradient /= len(self.waiting)
         self.optimizer.step()
         self.gradient.zero_()
@@ -174,7 +184,7 @@ class BatchUpdateServer:
         self.waiting, self.came_s = [], []
         if self.key["payload"] == "tensors":
             return flat(self.model.parameters()).to(wire)
-        return copy.deepcopy(self.model).to(wire)  # ours may change while this is being sent
+        return copy.deepcopy(self.model).to(wire)  # the model may change while its copy is sent
 
 
 @rpc.functions.async_execution
@@ -188,30 +198,36 @@ def get_state() -> dict[str, Any]:
     return {"updates": server.updates, "parameters": parameters, "missing": server.missing()}
 
 
-def build(bench: Benchmark, server: str, patience_s: float, key: Key, group: Group) -> Workload:
-    """What a trainer measures; before that, the check. server: its device."""
-    trainer, device = bench.job.rank, str(bench.job.device)
-    wire = "cpu" if server == "cpu" else device  # without a device map CUDA cannot travel
+# -- a trainer -------------------------------------------------------------------------------------
+
+
+def send(trainer: int, gradients: Any, patience_s: float) -> Any:
+    """Send gradients to the server. Its answer, or TimeoutError with who has not sent."""
+    try:
+        return rpc.rpc_sync("server0", update_and_fetch, (trainer, gradients), {}, patience_s)
+    except RuntimeError as error:
+        if "ran for more than" not in str(error):
+            raise
+        missing = rpc.rpc_sync("server0", get_state)["missing"]
+        names = ", ".join(f"trainer{number}" for number in missing) or "nobody"
+        text = f"waited {patience_s:g} s (--straggler-timeout); missing: {names}"
+        raise TimeoutError(text) from None
+
+
+def build(job: Job, key: Key, group: Group, *, server_device: str, patience_s: float) -> Workload:
+    """What a trainer measures; before that, the check."""
+    trainer, device = job.rank, str(job.device)
+    wire = "cpu" if server_device == "cpu" else device  # without a device map CUDA cannot travel
     if trainer == 0:
-        rpc.rpc_sync("server0", host, args=(BatchUpdateServer, key, server))
+        rpc.rpc_sync("server0", host, args=(BatchUpdateServer, key, server_device))
     batches = create_batches(key, trainer).to(device)
     model, _ = create_model(key, device)
     gradients_of(model, batches[0])
-    # the server has its model, the same as ours. Everyone is ready to send gradients: the first
-    # optimizer of a process imports torch._dynamo, which takes over 10 s on a machine that is busy
+    # From here on the server has the same model, and every trainer is ready to send gradients.
+    # Without the barrier a late one would time out: the first optimizer of a process imports
+    # torch._dynamo, which takes over 10 s on a busy machine.
     dist.barrier(group.control)
     sent = 0
-
-    def send(gradients: Any) -> Any:
-        try:
-            return rpc.rpc_sync("server0", update_and_fetch, (trainer, gradients), {}, patience_s)
-        except RuntimeError as error:
-            if "ran for more than" not in str(error):
-                raise
-            missing = rpc.rpc_sync("server0", get_state)["missing"]
-            names = ", ".join(f"trainer{t}" for t in missing) or "nobody"
-            text = f"waited {patience_s:g} s (--straggler-timeout); missing: {names}"
-            raise TimeoutError(text) from None
 
     def step() -> float:
         """Seconds from sending the gradients until the new parameters are here."""
@@ -219,17 +235,17 @@ def build(bench: Benchmark, server: str, patience_s: float, key: Key, group: Gro
         gradients = gradients_of(model, batches[sent % len(batches)])
         start = perf_counter()
         if key["payload"] == "tensors":
-            vector_to_parameters(send(flat(gradients).to(wire)).to(device), model.parameters())
+            parameters = send(trainer, flat(gradients).to(wire), patience_s).to(device)
+            vector_to_parameters(parameters, model.parameters())
         else:
-            model = send([g.to(wire) for g in gradients]).to(device)
+            on_wire = [gradient.to(wire) for gradient in gradients]
+            model = send(trainer, on_wire, patience_s).to(device)
         sent += 1
         return perf_counter() - start
 
     for _ in range(CHECKED_STEPS):
         step()
-    trained: list[Any] | None = [None] * len(group.ranks) if trainer == 0 else None
-    dist.gather_object(flat(model.parameters()).cpu(), trained, group_dst=0, group=group.control)
-    wrong = differs(key, trained, rpc.rpc_sync("server0", get_state)) if trained else None
+    wrong = compare_with_replay(key, group, flat(model.parameters()).cpu())
 
     def facts() -> dict[str, Any]:  # all trainers are done: their times are gathered
         updates = rpc.rpc_sync("server0", get_state)["updates"] if trainer == 0 else []
@@ -239,50 +255,90 @@ def build(bench: Benchmark, server: str, patience_s: float, key: Key, group: Gro
     return Workload(step, facts=facts, returned=list, aligned=False)
 
 
-def differs(key: Key, trained: list[torch.Tensor], server: dict[str, Any]) -> str | None:
-    """Whose parameters are not those of one process that replays the server's log; or None."""
-    model, optimizer = create_model(key)
+# -- the check: one process replays the server's log -----------------------------------------------
+
+
+def compare_with_replay(key: Key, group: Group, parameters: torch.Tensor) -> str | None:
+    """What is wrong with the parameters of the trainers or the server; trainer 0 knows it."""
+    is_first = dist.get_rank(group.control) == 0
+    trained: list[Any] | None = [None] * len(group.ranks) if is_first else None
+    dist.gather_object(parameters, trained, group_dst=0, group=group.control)
+    if trained is None:
+        return None
+    state = rpc.rpc_sync("server0", get_state)
+    return difference(key, trained, state["parameters"], updates=state["updates"])
+
+
+def difference(
+    key: Key, trained: list[torch.Tensor], served: torch.Tensor, *, updates: list[Update]
+) -> str | None:
+    """Whose parameters are not those of one process that replays the updates; or None.
+
+    trained: the parameters of each trainer. served: those of the server.
+    """
+    model, _ = create_model(key)
     first = flat(model.parameters())
-    batches = [itertools.cycle(create_batches(key, t)) for t in range(key["trainers"])]
-    models = [copy.deepcopy(model) for _ in batches]  # of each trainer
-    for members in (update["trainers"] for update in server["updates"]):
-        rows = [gradients_of(models[t], next(batches[t])) for t in members]
-        for p, *gradients in zip(model.parameters(), *rows, strict=True):
-            p.grad = torch.stack(gradients).mean(dim=0)
-        optimizer.step()
-        for t in members:
-            models[t] = copy.deepcopy(model)
-    change = (flat(model.parameters()) - first).abs().max()
-    wanted = {f"trainer{t}": m for t, m in enumerate(models)} | {"server0": model}
-    both = zip([*trained, server["parameters"]], wanted.items(), strict=True)
-    for got, (name, replayed) in both:
-        error = float((got - flat(replayed.parameters())).abs().max() / change)
-        if not error < TOLERANCE:
-            after = f"after {len(server['updates'])} updates the parameters of {name}"
+    replayed_server, replayed_trainers = replay(key, updates)
+    change = (replayed_server - first).abs().max()
+    names = [f"trainer{trainer}" for trainer in range(key["trainers"])]
+    replayed = [*replayed_trainers, replayed_server]
+    for name, got, wanted in zip([*names, "server0"], [*trained, served], replayed, strict=True):
+        error = float((got - wanted).abs().max() / change)
+        if not error < TOLERANCE:  # NaN is wrong, too
+            after = f"after {len(updates)} updates the parameters of {name}"
             return f"{after} are {error:.2g} of their change off a replay of the server's log"
     return None
 
 
+def replay(key: Key, updates: list[Update]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The parameters of the server and of each trainer after these updates, in one process."""
+    model, optimizer = create_model(key)
+    trainers = range(key["trainers"])
+    batches = [itertools.cycle(create_batches(key, trainer)) for trainer in trainers]
+    models = [copy.deepcopy(model) for _ in trainers]
+    for update in updates:
+        members = update["trainers"]
+        rows = [gradients_of(models[trainer], next(batches[trainer])) for trainer in members]
+        for parameter, *gradients in zip(model.parameters(), *rows, strict=True):
+            parameter.grad = torch.stack(gradients).mean(dim=0)
+        optimizer.step()
+        for trainer in members:
+            models[trainer] = copy.deepcopy(model)
+    return flat(model.parameters()), [flat(trained.parameters()) for trained in models]
+
+
+# -- what rank 0 makes of it -----------------------------------------------------------------------
+
+
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
-    """Fill in the metrics and the check."""
-    key, m, updates = case.key, case.metrics, facts[0]["updates"]
-    slowest, blocks_s = own_pace(times.each(), case.rounds, "step_time")
-    m |= slowest | own_pace(times.returned, case.rounds, "latency")[0]
+    """Fill in the metrics and the check. facts: of each trainer."""
+    key, metrics, trainers = case.key, case.metrics, len(facts)
+    step_times, blocks_s = own_pace(times.each(), case.rounds, "step_time")
+    latencies, _ = own_pace(times.returned, case.rounds, "latency")
+    metrics |= step_times | latencies
+    updates = facts[0]["updates"]
     arrived = sum(len(update["trainers"]) for update in updates)
-    m["gradients_per_update"] = size = arrived / len(updates)
-    m["gradients_per_s"] = len(facts) * sum(case.rounds) / sum(blocks_s)
-    m["updates_per_s"] = m["gradients_per_s"] / size
-    rates = [len(facts) * n / s / size for n, s in zip(case.rounds, blocks_s, strict=True)]
-    m["updates_per_s_ci95"] = median_interval(rates)
-    m["mb_per_s"] = m["gradients_per_s"] * 2 * 4e-6 * (key["in_features"] + 1) * key["out_features"]
+    size = arrived / len(updates)
+    metrics["gradients_per_update"] = size
+    metrics["gradients_per_s"] = trainers * sum(case.rounds) / sum(blocks_s)
+    metrics["updates_per_s"] = metrics["gradients_per_s"] / size
+    rates = []
+    for steps, block_s in zip(case.rounds, blocks_s, strict=True):
+        rates.append(trainers * steps / block_s / size)
+    metrics["updates_per_s_ci95"] = median_interval(rates)
+    parameters = (key["in_features"] + 1) * key["out_features"]
+    metrics["mb_per_s"] = metrics["gradients_per_s"] * 2 * 4e-6 * parameters
+    problem = facts[0]["wrong"]
     sent = sum(fact["sent"] for fact in facts)
-    lost = f"the trainers sent {sent} gradients, the server's log has {arrived}"
-    case.check = verdict(facts[0]["wrong"] or (lost if sent != arrived else None))
-    m["updates"], m["log"] = len(updates), updates[-LOGGED:]
+    if not problem and sent != arrived:
+        problem = f"the trainers sent {sent} gradients, the server's log has {arrived}"
+    case.check = verdict(problem)
+    metrics["updates"] = len(updates)
+    metrics["log"] = updates[-LOGGED:]
 
 
 def log_of(case: Case) -> str:
-    """The server's log as lines: who came when, and each update."""
+    """The server's log as lines: which gradients came when, and each update."""
     size, log, total = case.key["batch_update_size"], case.metrics["log"], case.metrics["updates"]
     lines = [f"log of {case.key['payload']}, {len(log)} of {total} updates; seconds of the server"]
     for number, update in enumerate(log, total - len(log) + 1):
@@ -305,32 +361,52 @@ COLUMNS: Columns = {
 WIDEST = ["tensors", "100.000", "10000.0", "1000.0 to 1000.0", "10000.0", "1000.00"]
 
 
-def main() -> int:
-    args = parse_args()
-    roles = assign_roles(args, servers=1)
-    trainers = len(roles.trainers)
+def refuse_large_updates(args: argparse.Namespace, trainers: int) -> None:
+    """Refuse updates of more gradients than there are trainers: each sends one and waits."""
     size = args.batch_update_size or trainers
     if size > trainers:
         refuse(f"--batch-update-size {size}: there are {trainers} trainers; try {trainers}")
-    key: Key = {name: getattr(args, name) for name in SIZES}
-    key |= {"server_device": roles.device(trainers), "device": roles.device(0)}
-    key |= {"trainers": trainers, "batch_update_size": size}
+
+
+def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Key]:
+    """The key of each case, one a payload."""
+    trainers = len(roles.trainers)
+    fixed: Key = {name: getattr(args, name) for name in SIZES}
+    fixed["server_device"] = roles.device(roles.servers[0])
+    fixed["device"] = roles.device(roles.trainers[0])
+    fixed |= {"trainers": trainers, "batch_update_size": args.batch_update_size or trainers}
+    return [{"payload": payload} | fixed | options.key() for payload in args.payload]
+
+
+def title_of(key: Key, options: RpcOptions) -> str:
+    """What all cases share."""
+    model = f"Linear({key['in_features']}, {key['out_features']}), {key['trainers']} trainers"
+    batches = f"batches of {key['batch_size']}"
+    return f"{model} with {batches}, {key['batch_update_size']} gradients an update\n{options}"
+
+
+def main() -> int:
+    args = parse_args()
+    roles = assign_roles(args, servers=1)
+    refuse_large_updates(args, len(roles.trainers))
     logs: list[str] = []
     with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
-        model = f"Linear({args.in_features}, {args.out_features}), {trainers} trainers"
-        model += f" with batches of {args.batch_size}"
-        bench.begin_table(f"{model}, {size} gradients an update\n{options}", COLUMNS, WIDEST)
+        keys = plan(args, roles, options)
+        bench.begin_table(title_of(keys[0], options), COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
-            for payload in args.payload:
-                case = {"payload": payload} | key | options.key()
-                patience_s = args.straggler_timeout or args.timeout / 2
-                work = partial(build, bench, devices[trainers], patience_s)
-                measured = bench.measure(case, work, derive, roles.trainers)
-                if args.log_updates and measured and "log" in measured.metrics:
-                    logs.append(log_of(measured))
-        for text in logs:  # not between the rows of the table
-            bench.print(f"\n{text}")
+            build_case = partial(
+                build,
+                bench.job,
+                server_device=devices[roles.servers[0]],
+                patience_s=args.straggler_timeout or args.timeout / 2,
+            )
+            for key in keys:
+                case = bench.measure(key, build_case, derive, roles.trainers)
+                if args.log_updates and case and "log" in case.metrics:
+                    logs.append(log_of(case))
+        for log in logs:  # not between the rows of the table
+            bench.print(f"\n{log}")
     return bench.status
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """How fast does a model train whose embeddings live on servers and whose dense part is under DDP?
 
-Each server holds an EmbeddingBag (sum). A trainer looks a batch (20 to 50 indices in bags of 1 to
-10) up on all servers by RPC, joins the answers, runs them through a dense stack
+Each server holds an EmbeddingBag (sum). A trainer asks all servers by RPC to look up a batch (20 to
+50 indices in bags of 1 to 10), joins the answers, runs them through a dense stack
 (512-256-128-ReLU-64-32-8) under DistributedDataParallel, and brings the gradients back to the
-tables. Where the tables do not join to 512 columns, a linear layer before the stack makes 512 of
-them. Timed is an epoch of 10 batches, and within it the phases of a batch. The batches are made
-before, and are the same in each epoch.
+tables. If the tables do not join to 512 columns, a linear layer before the stack makes 512 of them.
+The script times an epoch of 10 batches, and the phases of a batch within it. The batches are made
+before the timing, and are the same in each epoch.
 
     sec/epoch   of a trainer; `All`: of the slowest trainer, epoch by epoch
     samples/s = bags of its epoch / sec/epoch; `All`: bags of all trainers / that
@@ -16,10 +16,10 @@ before, and are the same in each epoch.
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/ddp_rpc.py --number-embeddings 1000000 --sparse --json report.jsonl
 
-Ranks: trainers, then servers, last the master, which sets the servers up. Does what PyTorch's
-benchmark_ddp_rpc.py did, written anew. Its settings are `--lookup sequential --autograd distributed
---reducer ddp --backend gloo --epochs 100 --rpc-threads 16 --rpc-transports auto`. BSD-3-Clause.
-How to read the tables: docs/ddp_rpc.md.
+The first ranks are trainers, then come servers, and the last rank is the master, which sets up the
+servers. The script does what PyTorch's benchmark_ddp_rpc.py did, written anew. The settings of that
+script are `--lookup sequential --autograd distributed --reducer ddp --backend gloo --epochs 100
+--rpc-threads 16 --rpc-transports auto`. BSD-3-Clause. How to read the tables: docs/ddp_rpc.md.
 """
 
 import argparse
@@ -30,7 +30,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ from common.dist import Group, Job
 from common.phases import Phases, Stamps, pool
 from common.report import Case
 from common.rpc import (
+    Roles,
+    RpcOptions,
     add_rpc_flags,
     args_of_rank,
     assign_roles,
@@ -68,9 +70,9 @@ DENSE_INPUT = 512
 CLASSES = 8
 LR = 0.05
 PHASES = ("lookup", "forward", "backward", "exchange", "step")
-# what is checked against one process: in float64, where rounding does not hide an error
+# the check against one process trains this, in float64: rounding does not hide an error there
 CHECKED = {"number_embeddings": 50, "batches": 3, "dtype": "float64"}
-TOLERANCE = 1e-6  # of what these steps change
+TOLERANCE = 1e-6  # relative to the largest change in these steps
 
 Key = dict[str, Any]
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # indices [n], offsets [bags], targets
@@ -78,28 +80,33 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # indices [n], offsets 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
-    add, count = parser.add_argument, positive_int
-    add("--number-trainers", type=count, metavar="N", help="(default: half of the ranks)")
-    add("--number-ps", type=count, metavar="N", help="parameter servers (default: the other half)")
-    add("--number-embeddings", type=count, default=300, metavar="N", help="rows of a table (300)")
-    add("--embedding-dim", type=count, default=64, metavar="N", help="its columns (default: 64)")
+    add = parser.add_argument
+    text = "(default: half of the ranks)"
+    add("--number-trainers", type=positive_int, metavar="N", help=text)
+    text = "parameter servers (default: the other half)"
+    add("--number-ps", type=positive_int, metavar="N", help=text)
+    text = "rows of a table (default: 300)"
+    add("--number-embeddings", type=positive_int, default=300, metavar="N", help=text)
+    text = "columns of a table (default: 64)"
+    add("--embedding-dim", type=positive_int, default=64, metavar="N", help=text)
     add("--sparse", action="store_true", help="tables with sparse gradients")
     how = list_of(str, ["parallel", "sequential"])
     text = "ask all servers at once or one after the other (default: parallel)"
     add("--lookup", type=how, default="parallel", metavar="HOW", help=text)
     how = list_of(str, ["distributed", "manual"])
-    text = """distributed: torch's distributed autograd and DistributedOptimizer; manual: a call to
-        each server with the gradient, which it applies (default: both)"""
+    text = """distributed: torch's distributed autograd and DistributedOptimizer; manual: a call
+        brings the gradient to each server, which applies it (default: both)"""
     add("--autograd", type=how, default="all", metavar="HOW", help=text)
-    text = """who averages the dense gradients: hook, DDP's all-reduce as a hook in Python, whose
-        stamps tell the exchange from the backward pass; ddp, its own reducer in C++ without stamps
-        (default: hook)"""
+    text = """who averages the dense gradients: hook, which is DDP's all-reduce as a hook in Python,
+        whose stamps tell the exchange from the backward pass; ddp, which is DDP's own reducer in
+        C++, without stamps (default: hook)"""
     add("--reducer", choices=("hook", "ddp"), default="hook", help=text)
     add_rpc_flags(parser, server_device="cpu")
     add_common_flags(parser)
-    text = "as --iters: N timed epochs of 10 batches, the same ones in each epoch"
-    add("--epochs", type=count, dest="iters", metavar="N", help=text)
-    add("--warmup-cycles", type=number(int), dest="warmup_iters", help="as --warmup-iters")
+    text = "the same as --iters: N timed epochs of 10 batches, the same batches in each epoch"
+    add("--epochs", type=positive_int, dest="iters", metavar="N", help=text)
+    text = "the same as --warmup-iters"
+    add("--warmup-cycles", type=number(int), dest="warmup_iters", help=text)
     return parser.parse_args(argv)
 
 
@@ -122,7 +129,7 @@ def create_table(key: Key, server: int, device: str = "cpu") -> nn.EmbeddingBag:
 
 
 def create_epoch(key: Key, trainer: int) -> list[Batch]:
-    """A trainer's own batches, from its number: 20 to 50 indices in bags of 1 to 10."""
+    """The batches of a trainer, drawn from its number: 20 to 50 indices in bags of 1 to 10."""
     rng = np.random.default_rng(trainer)
     epoch = []
     for _ in range(key["batches"]):
@@ -130,7 +137,8 @@ def create_epoch(key: Key, trainer: int) -> list[Batch]:
         starts = np.concatenate([[0], np.cumsum(rng.integers(1, 11, size=count))])
         offsets = torch.tensor(starts[starts < count])
         indices = torch.tensor(rng.integers(0, key["number_embeddings"], size=count))
-        epoch.append((indices, offsets, torch.tensor(rng.integers(0, CLASSES, size=len(offsets)))))
+        targets = torch.tensor(rng.integers(0, CLASSES, size=len(offsets)))
+        epoch.append((indices, offsets, targets))
     return epoch
 
 
@@ -139,27 +147,31 @@ def loss_of(dense: nn.Module, looked_up: list[torch.Tensor], targets: torch.Tens
     return nn.functional.cross_entropy(dense(joined), targets)
 
 
-# -- what servers do, which host a table, and the master, which sets them up -----------------------
+# -- servers, which host a table, and the master, which sets them up -------------------------------
 
-TABLE_LOCK = threading.Lock()  # calls come on several threads at once
+TABLE_LOCK = threading.Lock()  # several threads of RPC run calls at once
 
 
 def look_up(indices: torch.Tensor, offsets: torch.Tensor, stays: bool, graph: bool) -> torch.Tensor:
-    """[bags, embedding_dim], on the CPU unless it stays where the table is. graph: for autograd."""
+    """[bags, embedding_dim]; on the CPU, or on the table's device if it `stays` there.
+
+    graph: whether autograd follows.
+    """
     device = hosted().weight.device
     with torch.set_grad_enabled(graph):
-        found: torch.Tensor = hosted()(indices.to(device), offsets.to(device))
-        return found if stays else found.cpu()
+        looked_up: torch.Tensor = hosted()(indices.to(device), offsets.to(device))
+        return looked_up if stays else looked_up.cpu()
 
 
 def apply_gradient(indices: torch.Tensor, offsets: torch.Tensor, gradient: torch.Tensor) -> None:
-    """One step of SGD with the gradient of what `look_up` gave for these indices."""
-    found = look_up(indices, offsets, stays=True, graph=True)
-    (g,) = torch.autograd.grad(found, hosted().weight, gradient.to(found.device))
+    """One step of SGD. gradient: of what `look_up` returned for these indices."""
+    looked_up = look_up(indices, offsets, stays=True, graph=True)
+    device = looked_up.device
+    (table_gradient,) = torch.autograd.grad(looked_up, hosted().weight, gradient.to(device))
     with TABLE_LOCK, torch.no_grad():
-        hosted().weight.add_(g, alpha=-LR)
-        if found.is_cuda:  # each call has streams of its own, which the lock does not order
-            torch.cuda.current_stream(found.device).synchronize()
+        hosted().weight.add_(table_gradient, alpha=-LR)
+        if looked_up.is_cuda:  # each call has its own streams, which the lock does not order
+            torch.cuda.current_stream(device).synchronize()
 
 
 def get_weight() -> torch.Tensor:
@@ -167,13 +179,16 @@ def get_weight() -> torch.Tensor:
 
 
 def set_up_servers(key: Key, devices: list[str]) -> None:
-    for i, device in enumerate(devices):
-        rpc.rpc_sync(f"server{i}", host, args=(create_table, key, i, device))
+    for server, device in enumerate(devices):
+        rpc.rpc_sync(f"server{server}", host, args=(create_table, key, server, device))
+
+
+# -- trainers --------------------------------------------------------------------------------------
 
 
 def ask(key: Key, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
-    """What each server has looked up: [bags, embedding_dim]."""
-    names = [f"server{i}" for i in range(key["servers"])]
+    """The rows that each server looks up: [bags, embedding_dim]."""
+    names = [f"server{server}" for server in range(key["servers"])]
     words = (indices, offsets, key["device"] == "cuda", key["autograd"] == "distributed")
     if key["lookup"] == "sequential":
         return [rpc.rpc_sync(name, look_up, args=words) for name in names]
@@ -181,11 +196,12 @@ def ask(key: Key, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Te
 
 
 def distributed_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Iterator[str]:
-    """By torch's own: gradients and the optimizer find their way over RPC. Yields each phase."""
+    """Torch brings the gradients to the servers, and runs an optimizer there. Yields each phase."""
+    indices, offsets, targets = batch
     with dist_autograd.context() as context:
-        looked_up = ask(key, *batch[:2])
+        looked_up = ask(key, indices, offsets)
         yield "lookup"
-        loss = loss_of(ddp, looked_up, batch[2])
+        loss = loss_of(ddp, looked_up, targets)
         yield "forward"
         dist_autograd.backward(context, [loss])
         yield "backward"
@@ -194,7 +210,7 @@ def distributed_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> 
 
 
 def manual_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Iterator[str]:
-    """The same without distributed autograd: a call with the gradient to each server."""
+    """The same without distributed autograd: a call brings the gradient to each server."""
     indices, offsets, targets = batch
     looked_up = [part.requires_grad_() for part in ask(key, indices, offsets)]
     yield "lookup"
@@ -204,8 +220,8 @@ def manual_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Itera
     loss.backward()
     yield "backward"
     calls = [
-        rpc.rpc_async(f"server{i}", apply_gradient, args=(indices, offsets, part.grad))
-        for i, part in enumerate(looked_up)
+        rpc.rpc_async(f"server{server}", apply_gradient, args=(indices, offsets, part.grad))
+        for server, part in enumerate(looked_up)
     ]
     optimizer.step()
     torch.futures.wait_all(calls)
@@ -213,9 +229,9 @@ def manual_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Itera
 
 
 def stamp_exchange(ddp: DistributedDataParallel, phases: Phases) -> None:
-    """DDP's own all-reduce, with stamps around that of the last bucket."""
+    """DDP's own all-reduce as a hook, with stamps around the last bucket."""
 
-    def arrived(future: Future[torch.Tensor]) -> torch.Tensor:
+    def on_average(future: Future[torch.Tensor]) -> torch.Tensor:
         # refers to no group: gloo's own thread must not hold the last reference to one
         phases.mark("exchange")
         return future.value()
@@ -224,101 +240,140 @@ def stamp_exchange(ddp: DistributedDataParallel, phases: Phases) -> None:
         future = allreduce_hook(group, bucket)
         if bucket.is_last():
             phases.mark("backward")
-            future = future.then(arrived)
+            future = future.then(on_average)
         return future
 
     ddp.register_comm_hook(ddp.process_group, hook)
 
 
-def build(devices: list[str], job: Job, key: Key, group: Group) -> Workload:
-    """devices: of the servers."""
+class Training(NamedTuple):
+    """What `start_training` has set up on this trainer."""
 
-    def start(key: Key) -> tuple[nn.Module, Phases, Callable[..., Stamps]]:
-        """New tables on all servers, a new dense part here, and what trains an epoch."""
-        if job.rank == 0:
-            rpc.rpc_sync("master", set_up_servers, args=(key, devices))
-        dist.barrier(group.control)
-        dense, phases = create_dense(key).to(job.device), Phases(job.device)
-        ddp = DistributedDataParallel(dense, process_group=group.test)
-        if key.get("reducer") != "ddp":
-            stamp_exchange(ddp, phases)
-        optimizer: Any
-        if key["autograd"] == "distributed":
-            rrefs = [rpc.remote(f"server{i}", get_weight) for i in range(key["servers"])]
-            rrefs += [rpc.RRef(p) for p in ddp.parameters()]
-            kind = torch.distributed.optim.DistributedOptimizer
-            step, optimizer = distributed_step, kind(torch.optim.SGD, rrefs, lr=LR)
-        else:
-            step, optimizer = manual_step, torch.optim.SGD(ddp.parameters(), lr=LR)
-        # targets where the loss is computed; indices and offsets stay on the CPU to travel
-        batches = [(i, offsets, t.to(job.device)) for i, offsets, t in create_epoch(key, job.rank)]
+    dense: nn.Module
+    phases: Phases
+    epoch: Callable[..., Stamps]  # trains an epoch; `after` is called with the name of each phase
 
-        def epoch(after: Callable[[str], None] = phases.mark) -> Stamps:
-            phases.begin()
-            for batch in batches:
-                for phase in step(key, ddp, optimizer, batch):
-                    after(phase)
-            return phases.step
 
-        return dense, phases, epoch
+def start_training(job: Job, key: Key, group: Group, devices: list[str]) -> Training:
+    """New tables on all servers and a new dense part here. devices: of the servers."""
+    if job.rank == 0:
+        rpc.rpc_sync("master", set_up_servers, args=(key, devices))
+    dist.barrier(group.control)  # the servers have their tables
+    dense = create_dense(key).to(job.device)
+    phases = Phases(job.device)
+    ddp = DistributedDataParallel(dense, process_group=group.test)
+    if key.get("reducer") != "ddp":
+        stamp_exchange(ddp, phases)
+    optimizer: Any
+    if key["autograd"] == "distributed":
+        rrefs = [rpc.remote(f"server{server}", get_weight) for server in range(key["servers"])]
+        rrefs += [rpc.RRef(parameter) for parameter in ddp.parameters()]
+        step = distributed_step
+        optimizer = torch.distributed.optim.DistributedOptimizer(torch.optim.SGD, rrefs, lr=LR)
+    else:
+        step = manual_step
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    batches = []
+    for indices, offsets, targets in create_epoch(key, job.rank):
+        # the targets go where the loss is computed; the rest stays on the CPU, to travel
+        batches.append((indices, offsets, targets.to(job.device)))
 
-    waits = {"backward": job.rank, "step": key["trainers"] - job.rank}
+    def epoch(after: Callable[[str], None] = phases.mark) -> Stamps:
+        phases.begin()
+        for batch in batches:
+            for phase in step(key, ddp, optimizer, batch):
+                after(phase)
+        return phases.step
 
-    def in_turn(phase: str) -> None:
-        """No trainer changes a table while another one does, or looks it up."""
-        for _ in range(waits.get(phase, 0)):
+    return Training(dense, phases, epoch)
+
+
+def train_in_turn(job: Job, key: Key, group: Group, devices: list[str]) -> dict[str, Any]:
+    """The check: train a small case one trainer at a time. What `derive` compares.
+
+    No trainer changes a table while another one changes it or looks it up.
+    """
+    dense, _, epoch = start_training(job, key, group, devices)
+    barriers = {"backward": job.rank, "step": key["trainers"] - job.rank}
+
+    def wait_for_turn(phase: str) -> None:
+        for _ in range(barriers.get(phase, 0)):
             dist.barrier(group.control)
 
-    checked = key | CHECKED
-    dense, _, epoch = start(checked)
-    epoch(in_turn)
+    epoch(wait_for_turn)
     facts: dict[str, Any] = {"dense": digest(dense)}
     if job.rank == 0:
-        each = torch.arange(checked["number_embeddings"])  # every row as a bag of its own
-        tables = ask(checked | {"autograd": "manual"}, each, each)
-        facts["error"] = error_of(checked, [*tables, *dense.parameters()])
-    _, phases, epoch = start(key)
+        rows = torch.arange(key["number_embeddings"])  # every row is a bag of its own
+        tables = ask(key | {"autograd": "manual"}, rows, rows)
+        facts["error"] = error_of(key, [*tables, *dense.parameters()])
+    return facts
+
+
+def build(job: Job, key: Key, group: Group, *, devices: list[str]) -> Workload:
+    """What a trainer measures; before that, the check. devices: of the servers."""
+    facts = train_in_turn(job, key | CHECKED, group, devices)
+    _, phases, epoch = start_training(job, key, group, devices)
     return Workload(epoch, facts=lambda: facts, returned=phases.durations)
 
 
 def error_of(key: Key, trained: list[torch.Tensor]) -> float:
     """How far tables and dense weights are off a single process's, relative to their change in it.
 
-    It applies each trainer's gradient to the tables, and the average to the dense part.
+    That process applies each trainer's gradient to the tables, and the average to the dense part.
     """
     bags = [create_table(key, server) for server in range(key["servers"])]
     model = create_dense(key)
-    weights = [*(bag.weight for bag in bags), *model.parameters()]
+    tables = [bag.weight for bag in bags]
+    weights = [*tables, *model.parameters()]
     average = {"params": model.parameters(), "lr": LR / key["trainers"]}
-    optimizer = torch.optim.SGD([{"params": weights[: len(bags)]}, average], lr=LR)
+    optimizer = torch.optim.SGD([{"params": tables}, average], lr=LR)
     before = [weight.detach().clone() for weight in weights]
     epochs = [create_epoch(key, trainer) for trainer in range(key["trainers"])]
     for batches in zip(*epochs, strict=True):
         optimizer.zero_grad()
         for indices, offsets, targets in batches:
-            loss_of(model, [bag(indices, offsets) for bag in bags], targets).backward()
+            looked_up = [bag(indices, offsets) for bag in bags]
+            loss_of(model, looked_up, targets).backward()
         optimizer.step()
-    both = zip(trained, weights, before, strict=True)
-    return max(relative_error(got.cpu() - old, want - old) for got, want, old in both)
+    errors = []
+    for got, wanted, old in zip(trained, weights, before, strict=True):
+        errors.append(relative_error(got.cpu() - old, wanted - old))
+    return max(errors)
+
+
+def bags_of(key: Key, trainer: int) -> int:
+    """The bags of a trainer's epoch, which are its samples."""
+    return sum(len(targets) for _, _, targets in create_epoch(key, trainer))
 
 
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
-    """Fill in the metrics and the check."""
-    m, samples, slowest = case.metrics, times.each(), times.slowest()
-    m |= percentiles(slowest, "epoch_time")
-    m["epoch_time_ci95_rel"] = relative_ci95(slowest)
-    bags = [sum(len(batch[2]) for batch in create_epoch(case.key, t)) for t in case.ranks]
-    m |= {"samples": sum(bags), "samples_per_s": sum(bags) / m["epoch_time_p50_s"]}
-    rows = zip(samples, bags, strict=True)
-    m["trainers"] = [percentiles(row, "epoch_time") | {"samples": n} for row, n in rows]
-    spent = pool(itertools.chain(*times.returned))  # the epochs of all trainers
-    batches = samples.size * case.key["batches"]
-    m |= {f"{name}_s": sum(spent[name]) / batches for name in PHASES if name in spent}
-    wrong, error = compare_replicas([f["dense"] for f in facts], case.ranks), facts[0]["error"]
-    if not wrong and error > TOLERANCE:
-        wrong = f"after {CHECKED['batches']} steps the parameters are {error:.2g} of their change "
-        wrong += f"away from a single process (at most {TOLERANCE:g})"
-    case.check = verdict(wrong)
+    """Fill in the metrics and the check. facts: of each trainer."""
+    metrics, epochs, slowest = case.metrics, times.each(), times.slowest()
+    metrics |= percentiles(slowest, "epoch_time")
+    metrics["epoch_time_ci95_rel"] = relative_ci95(slowest)
+    bags = [bags_of(case.key, trainer) for trainer in case.ranks]
+    metrics["samples"] = sum(bags)
+    metrics["samples_per_s"] = sum(bags) / metrics["epoch_time_p50_s"]
+    metrics["trainers"] = []
+    for epochs_of_trainer, samples in zip(epochs, bags, strict=True):
+        row = percentiles(epochs_of_trainer, "epoch_time") | {"samples": samples}
+        metrics["trainers"].append(row)
+    seconds = pool(itertools.chain(*times.returned))  # in the epochs of all trainers
+    batches = epochs.size * case.key["batches"]
+    for phase in PHASES:
+        if phase in seconds:
+            metrics[f"{phase}_s"] = sum(seconds[phase]) / batches
+    case.check = verdict(problem_of(case, facts))
+
+
+def problem_of(case: Case, facts: list[dict[str, Any]]) -> str | None:
+    """What the check before the timing saw, or None."""
+    problem = compare_replicas([fact["dense"] for fact in facts], case.ranks)
+    error = facts[0]["error"]
+    if problem or error <= TOLERANCE:
+        return problem
+    after = f"after {CHECKED['batches']} steps the parameters are {error:.2g} of their change"
+    return f"{after} away from a single process (at most {TOLERANCE:g})"
 
 
 ROWS: Columns = {  # `All`, and each trainer
@@ -332,33 +387,47 @@ SPLIT: Columns = {
 }
 
 
+def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Key]:
+    """The key of each case: every way of lookup with every way of autograd."""
+    names = ("number_embeddings", "embedding_dim", "sparse")
+    fixed: Key = {name: getattr(args, name) for name in names}
+    fixed |= {"trainers": len(roles.trainers), "servers": len(roles.servers)}
+    fixed |= {"dtype": "float32", "batches": 10}
+    fixed["device"] = roles.device(roles.trainers[0])
+    fixed["server_device"] = roles.device(roles.servers[0])
+    if args.reducer != "hook":  # the default, which older reports do not name
+        fixed["reducer"] = args.reducer
+    fixed |= options.key()
+    ways = itertools.product(args.lookup, args.autograd)
+    return [{"lookup": lookup, "autograd": autograd} | fixed for lookup, autograd in ways]
+
+
+def title_of(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> str:
+    """What all cases share."""
+    kind = "sparse table" if args.sparse else "table"
+    tables = f"a {kind} of {args.number_embeddings} x {args.embedding_dim} each"
+    counts = f"{len(roles.trainers)} trainers, {len(roles.servers)} servers with {tables}"
+    return f"{counts}; reducer {args.reducer}\n{options}"
+
+
 def main() -> int:
     args = parse_args()
     roles = assign_roles(args, trainers=args.number_trainers, servers=args.number_ps, master=True)
-    trainers, servers = len(roles.trainers), len(roles.servers)
-    names = ("number_embeddings", "embedding_dim", "sparse")
-    fixed: Key = {name: getattr(args, name) for name in names}
-    fixed |= {"trainers": trainers, "servers": servers, "dtype": "float32", "batches": 10}
-    fixed |= {"device": roles.device(0), "server_device": roles.device(trainers)}
-    if args.reducer != "hook":  # the default, which older reports do not name
-        fixed["reducer"] = args.reducer
     # torch 2.15 warns of its own functional optimizers, whatever the filters: not on stderr
     logging.captureWarnings(True)
     with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
-        fixed |= options.key()
-        kind = "sparse table" if args.sparse else "table"
-        tables = f"a {kind} of {args.number_embeddings} x {args.embedding_dim} each"
-        roles_text = f"{trainers} trainers, {servers} servers with {tables}"
-        bench.print(f"\n{roles_text}; reducer {args.reducer}\n{options}")
+        bench.print(f"\n{title_of(args, roles, options)}")
         with rpc_workers(bench, roles, options) as devices:
-            for lookup, autograd in itertools.product(args.lookup, args.autograd):
-                key = {"lookup": lookup, "autograd": autograd} | fixed
-                work = partial(build, devices[trainers:-1], bench.job)
-                bench.begin_table(f"lookup {lookup}, autograd {autograd}", ROWS, ["Trainer0"])
-                if case := bench.measure(key, work, derive, roles.trainers):
-                    for i, trainer in enumerate(case.metrics.get("trainers", [])):
-                        bench.show(Case({"name": f"Trainer{i}"}, [], metrics=trainer))
+            servers = [devices[rank] for rank in roles.servers]
+            build_case = partial(build, bench.job, devices=servers)
+            for key in plan(args, roles, options):
+                title = f"lookup {key['lookup']}, autograd {key['autograd']}"
+                bench.begin_table(title, ROWS, ["Trainer0"])
+                case = bench.measure(key, build_case, derive, roles.trainers)
+                trainers = case.metrics.get("trainers", []) if case else []
+                for number, metrics in enumerate(trainers):
+                    bench.show(Case({"name": f"Trainer{number}"}, [], metrics=metrics))
         if bench.report.cases:
             table = render(SPLIT, bench.report.cases)
             bench.print(f"\nWhere the time goes: means over all batches and trainers\n\n{table}")

@@ -306,7 +306,7 @@ class Server:
         return bucket.answer.then(lambda answer: [part.to(wire) for part in answer.value()])
 
     def finish(self) -> None:
-        """Wait for the device. Each call has CUDA streams of its own; the lock does not order them."""
+        """Wait for the device: each call has CUDA streams of its own, which no lock orders."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -400,19 +400,14 @@ class Timed(NamedTuple):
 
 
 def build(
-    job: Job,
-    key: Key,
-    group: Group,
-    *,
-    roles: Roles,
-    devices: list[str],
-    patience_s: float,
+    job: Job, key: Key, group: Group, *, roles: Roles, devices: list[str], patience_s: float
 ) -> Workload:
     """What a trainer measures.
 
     devices: of all ranks. patience_s: how long it waits for the answer to a gradient.
     """
-    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.deterministic = True
     trainers_by_server = trainers_of(key["placement"], roles)
     if job.rank == 0 and trainers_by_server:
         servers = [
@@ -561,11 +556,15 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     metrics |= step_metrics(times.each(), case.key["samples_per_step"])
     hooks = [hook_times(timed.durations) for timed in times.returned]
     metrics["hook_p50_s"] = float(np.median(np.max(hooks, axis=0)))
-    trainers = {f"trainer{i}": trainer_phases(t.durations) for i, t in enumerate(times.returned)}
+    trainers = {}
+    for trainer, timed in enumerate(times.returned):
+        trainers[f"trainer{trainer}"] = trainer_phases(timed.durations)
     metrics["trainers"] = summaries(trainers)
     if facts[0]["servers"]:
         numbers = times.returned[0].numbers
-        servers = {name: server_phases(t, numbers) for name, t in facts[0]["servers"].items()}
+        servers = {}
+        for name, bucket_times_s in facts[0]["servers"].items():
+            servers[name] = server_phases(bucket_times_s, numbers)
         metrics["servers"] = summaries(servers)
     wrong = [fact["wrong"] for fact in facts if fact["wrong"]]
     wrong += replicas_that_differ(facts)
@@ -578,7 +577,7 @@ def hook_times(steps: list[Durations]) -> list[float]:
 
 
 def trainer_phases(steps: list[Durations]) -> Durations:
-    """The phases of all steps, without `hook`, whose durations within a step overlap."""
+    """The phases of all steps. `hook` is left out: its durations within a step overlap."""
     phases = pool(steps)
     del phases["hook"]
     return phases

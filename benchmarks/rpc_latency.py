@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """What does a call through PyTorch's RPC (TensorPipe) cost here?
 
-Every rank but the last is a caller; the last one is the callee, called by all of them at once: with
-2 ranks that is the plain latency, with more the fan-in that a parameter server sees. A run measures
-one setting of --rpc-threads, --rpc-transports and --rpc-channels, with these operations:
+The last rank is the callee. All other ranks are callers, which call it at the same time: with 2
+ranks the script measures the plain latency, with more the fan-in that a parameter server sees. A
+run measures one setting of --rpc-threads, --rpc-transports and --rpc-channels. The operations are:
 
     rpc_sync         one call after the other
     rpc_async        N calls started, then all waited for (--in-flight); times are batch / N
     remote           rpc.remote and to_here: one request makes the result there, one fetches it
-    async_execution  the callee returns a Future at once, which another thread of its completes
+    async_execution  the callee returns a Future at once, and completes it on another thread
 
-Of each two things are timed, in alternating blocks, with the copies where one side is on CUDA:
+Two things are timed for each operation, in alternating blocks. The times include the copies that
+are needed if only one side is on CUDA:
 
     round trip       a payload there and the same back (an echo)
     one way          the payload there, None back: until the caller knows that it has arrived
@@ -50,9 +51,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
-from common.dist import Group
+from common.dist import Group, Job
 from common.report import Case
 from common.rpc import (
+    Roles,
+    RpcOptions,
     add_rpc_flags,
     args_of_rank,
     assign_roles,
@@ -66,46 +69,48 @@ from common.table import Columns, metric, relative
 
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
 SIZES = [4, 2**12, 2**16, 2**20, 2**26]
-BATCH_BYTES = 2**26  # rpc_async has no more in flight
+BATCH_BYTES = 2**26  # rpc_async has at most so many bytes in flight
 Key = dict[str, Any]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    kinds, ops = list_of(str, OPERATIONS), f"of {', '.join(OPERATIONS)} (default: all)"
-    add("--ops", type=kinds, default=list(OPERATIONS), metavar="OP", help=ops)
-    sizes = "of the payload (default: 4,4K,64K,1M,64M)"
-    add("--sizes", type=list_of(size), default=SIZES, metavar="BYTES", help=sizes)
-    many = "calls that rpc_async starts at once, or as many as make 64M (default: 8)"
-    add("--in-flight", type=positive_int, default=8, metavar="N", help=many)
+    kinds = list_of(str, OPERATIONS)
+    text = f"some of {', '.join(OPERATIONS)} (default: all)"
+    add("--ops", type=kinds, default=list(OPERATIONS), metavar="OP", help=text)
+    text = "sizes of the payload (default: 4,4K,64K,1M,64M)"
+    add("--sizes", type=list_of(size), default=SIZES, metavar="BYTES", help=text)
+    text = "calls that rpc_async starts at once; fewer if they are over 64M together (default: 8)"
+    add("--in-flight", type=positive_int, default=8, metavar="N", help=text)
     add_rpc_flags(parser, server_device="auto")
     add_common_flags(parser, min_iters=6, max_seconds=0.25)
-    args = parser.parse_args(argv)
-    args.backend = args.backend or "gloo"  # callers meet on it; what is timed goes over RPC
-    return args
+    parser.set_defaults(backend="gloo")  # callers meet on it; what is timed goes over RPC
+    return parser.parse_args(argv)
 
 
 # -- on the callee: functions that its RPC threads run ---------------------------------------------
 
 
 class Callee:
-    """What has arrived here in one case; and the thread that completes Futures."""
+    """Counts what arrives in a case, and has the thread that completes Futures."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self.calls = self.bytes = 0
+        self.calls = 0
+        self.bytes = 0
         self.lock = threading.Lock()  # the RPC threads run at the same time
         self.completer = ThreadPoolExecutor(1)
 
 
 def echo(payload: torch.Tensor) -> torch.Tensor:
-    return payload.to(hosted().device).to(payload.device)  # no copies where it is there already
+    # a tensor that is on the device already is not copied
+    return payload.to(hosted().device).to(payload.device)
 
 
 def sink(payload: torch.Tensor) -> None:
     callee = hosted()
-    if payload.to(callee.device).is_cuda:  # it has arrived when it is there
+    if payload.to(callee.device).is_cuda:  # it has arrived when the copy is done
         torch.cuda.current_stream(callee.device).synchronize()
     with callee.lock:
         callee.calls += 1
@@ -114,8 +119,9 @@ def sink(payload: torch.Tensor) -> None:
 
 @rpc.functions.async_execution
 def later(function: Callable[[torch.Tensor], Any], payload: torch.Tensor) -> Future[Any]:
-    """A Future that another thread completes, as a server does that waits for more requests."""
-    device, cuda = hosted().device, hosted().device.type == "cuda"
+    """A Future that another thread completes, as in a server that waits for more requests."""
+    device = hosted().device
+    cuda = device.type == "cuda"
     stream = torch.cuda.current_stream(device) if cuda else None  # the payload arrives on it
     future: Future[Any] = Future(devices=[device] if cuda else [])
 
@@ -123,7 +129,7 @@ def later(function: Callable[[torch.Tensor], Any], payload: torch.Tensor) -> Fut
         try:
             with torch.cuda.stream(stream):
                 future.set_result(function(payload))
-        except Exception as error:  # the caller's to see
+        except Exception as error:  # the caller gets it
             future.set_exception(error)
 
     hosted().completer.submit(complete)
@@ -138,14 +144,15 @@ def received() -> tuple[int, int]:
 
 
 def call(key: Key, function: Callable[..., Any], payload: torch.Tensor) -> list[torch.Tensor]:
-    """The results of one batch of calls: `in_flight` of rpc_async, else one."""
+    """The results of one batch of calls: `in_flight` calls of rpc_async, else one."""
     words = (payload,)
     match key["operation"]:
         case "rpc_sync":
             return [rpc.rpc_sync("server0", function, args=words)]
         case "rpc_async":
-            n = key["in_flight"]
-            calls = [rpc.rpc_async("server0", function, args=words) for _ in range(n)]
+            calls = []
+            for _ in range(key["in_flight"]):
+                calls.append(rpc.rpc_async("server0", function, args=words))
             return list(torch.futures.wait_all(calls))
         case "remote":
             return [rpc.remote("server0", function, args=words).to_here()]
@@ -153,9 +160,9 @@ def call(key: Key, function: Callable[..., Any], payload: torch.Tensor) -> list[
             return [rpc.rpc_sync("server0", later, args=(function, payload))]
 
 
-def build(bench: Benchmark, callee_device: str, key: Key, group: Group) -> Workload:
+def build(job: Job, key: Key, group: Group, *, callee_device: str) -> Workload:
     """What a caller measures in a case."""
-    device, rank = bench.job.device, bench.job.rank
+    device, rank = job.device, job.rank
     if rank == 0:
         rpc.rpc_sync("server0", host, args=(Callee, callee_device))
     rng = np.random.default_rng([rank, OPERATIONS.index(key["operation"]), key["size_bytes"]])
@@ -189,24 +196,30 @@ def build(bench: Benchmark, callee_device: str, key: Key, group: Group) -> Workl
 
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check. facts: of each caller."""
-    key, m = case.key, case.metrics
+    key, metrics = case.key, case.metrics
     for step, name, directions in (("step", "round_trip", 2), ("one way", "one_way", 1)):
         calls = times.each(step) / key["in_flight"]  # [callers, n]
         slowest, blocks_s = own_pace(calls, case.rounds, name)
-        m |= slowest
-        m[f"{name}_slowest_caller"] = caller = int(np.argmax(np.median(calls, axis=1)))
-        m[f"{name}_p50_ci95_rel"] = relative_ci95(calls[caller])
-        m[f"{name}_calls_per_s"] = rate = calls.size / sum(blocks_s)
-        m[f"{name}_gb_per_s"] = rate * key["size_bytes"] * directions / 1e9
-    calls, total = facts[0]["received"]
-    sent = sum(fact["sunk"] for fact in facts)
-    problem = None
-    if (calls, total) != (sent, sent * key["size_bytes"]):
-        problem = f"the callee received {calls} calls with {total} bytes one way, of {sent} sent"
+        slowest_caller = int(np.argmax(np.median(calls, axis=1)))
+        calls_per_s = calls.size / sum(blocks_s)
+        metrics |= slowest
+        metrics[f"{name}_slowest_caller"] = slowest_caller
+        metrics[f"{name}_p50_ci95_rel"] = relative_ci95(calls[slowest_caller])
+        metrics[f"{name}_calls_per_s"] = calls_per_s
+        metrics[f"{name}_gb_per_s"] = calls_per_s * key["size_bytes"] * directions / 1e9
+    case.check = verdict(problem_of(key, facts))
+
+
+def problem_of(key: Key, facts: list[dict[str, Any]]) -> str | None:
+    """A wrong echo, or a call that was lost one way; None if neither occurred."""
     for caller, fact in enumerate(facts):
         if fact["wrong"]:
-            problem = f"{fact['wrong']} of the last echoes to caller {caller} are not what it sent"
-    case.check = verdict(problem)
+            return f"{fact['wrong']} of the last echoes to caller {caller} are not what it sent"
+    calls, total = facts[0]["received"]
+    sent = sum(fact["sunk"] for fact in facts)
+    if (calls, total) != (sent, sent * key["size_bytes"]):
+        return f"the callee received {calls} calls with {total} bytes one way, of {sent} sent"
+    return None
 
 
 def name_of(case: Case) -> str:
@@ -230,23 +243,35 @@ COLUMNS: Columns = {
 WIDEST = ["async_execution 64K", "000000.0", "+-10.0%", "000000.0", "000000.0", "00000.0"]
 
 
+def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Key]:
+    """The key of each case: every operation with every size, small payloads first."""
+    fixed = options.key() | {
+        "callers": len(roles.trainers),
+        "device": roles.device(roles.trainers[0]),
+        "server_device": roles.device(roles.servers[0]),
+    }
+    keys = []
+    for operation, size_bytes in itertools.product(args.ops, sorted(args.sizes)):
+        in_flight = 1
+        if operation == "rpc_async":
+            in_flight = max(1, min(args.in_flight, BATCH_BYTES // max(1, size_bytes)))
+        case = {"operation": operation, "in_flight": in_flight, "size_bytes": size_bytes}
+        keys.append(case | fixed)
+    return keys
+
+
 def main() -> int:
     args = parse_args()
     roles = assign_roles(args, servers=1)
-    callers = len(roles.trainers)
-    fixed = {"callers": callers, "device": roles.device(0), "server_device": roles.device(callers)}
+    callee = roles.servers[0]
     with Benchmark("rpc_latency", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
-        title = f"Callers: {callers}, callee: rank {callers}; {options}"
+        title = f"Callers: {len(roles.trainers)}, callee: rank {callee}; {options}"
         bench.begin_table(title, COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
-            for operation, count in itertools.product(args.ops, sorted(args.sizes)):
-                key = {"operation": operation, "in_flight": 1, "size_bytes": count}
-                if operation == "rpc_async":
-                    key["in_flight"] = max(1, min(args.in_flight, BATCH_BYTES // max(1, count)))
-                key |= options.key() | fixed
-                work = partial(build, bench, devices[callers])
-                bench.measure(key, work, derive, roles.trainers)
+            build_case = partial(build, bench.job, callee_device=devices[callee])
+            for key in plan(args, roles, options):
+                bench.measure(key, build_case, derive, roles.trainers)
     return bench.status
 
 

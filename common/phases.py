@@ -105,7 +105,7 @@ def summaries(workers: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str,
 def phase_table(role: str, workers: Mapping[str, Mapping[str, Any]]) -> str:
     """The summaries of a role: a row for each phase and worker, the first 8, and `all` last."""
     names = [name for name in workers if name != "all"][:8]
-    if len(workers) > 2:  # with one worker `all` would say the same
+    if len(workers) > 2:  # `all` would repeat a single worker
         names.append("all")
     rows = []
     for phase, name in product(workers["all"], names):
