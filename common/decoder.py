@@ -78,7 +78,7 @@ class Experts(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.count = config.experts
-        self.each = nn.ModuleList(MLP(config.width) for _ in range(self.count))
+        self.mlps = nn.ModuleList(MLP(config.width) for _ in range(self.count))
         popularity = 1 / torch.arange(1, self.count + 1)  # Zipf
         drawn = torch.multinomial(popularity, config.context, replacement=True)
         self.register_buffer("expert", drawn, persistent=False)
@@ -91,7 +91,7 @@ class Experts(nn.Module):
 
     def compute(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """tokens: [..., n, width], sorted by expert; counts: how many each of them gets."""
-        parts = zip(self.each, tokens.split(counts.tolist(), dim=-2), strict=True)
+        parts = zip(self.mlps, tokens.split(counts.tolist(), dim=-2), strict=True)
         return torch.cat([mlp(part) for mlp, part in parts], dim=-2)
 
 
