@@ -85,7 +85,7 @@ def build_barrier(bench: Benchmark, key: Key, group: Group) -> Workload:
 
 
 def derive_barrier(case: Case, times: Times, hosts: list[str]) -> None:
-    """The worst host counts. hosts: of each rank; times.returned: when each rank left, [ranks, n]."""
+    """The worst host counts. hosts: of each rank. times.returned: when it left, [ranks, n]."""
     stamps_by_host: dict[str, list[Any]] = {host: [] for host in hosts}
     for host, stamps in zip(hosts, times.returned, strict=True):
         stamps_by_host[host].append(stamps)
