@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """What does a checkpoint cost the training, by each way to save it and on each storage?
 
-Trains a decoder under FSDP2 or DDP with AdamW, saves it again and again, and goes on training
+It trains a decoder under FSDP2 or DDP with AdamW, and saves it again and again. It goes on training
 beside an asynchronous save. Logs show `blocked`; the steps beside the upload are slower as well.
 
-    blocked   seconds until the call returns, making the state dict included
+    blocked   seconds until the call returns, which includes making the state dict
     upload    seconds from the call until all of it is on disk, with fsync
     stall     save - alone. save: seconds from the call to the end of the step in which the upload
-              ends; alone: what so many steps take when nothing is saved
+              ends. alone: what the same number of steps takes when nothing is saved
     cost      stall / --every: what the training loses with a checkpoint every S seconds
 
     torchrun --nproc-per-node 2 benchmarks/checkpoint_sweep.py
@@ -16,10 +16,9 @@ beside an asynchronous save. Logs show `blocked`; the steps beside the upload ar
         --paths /scratch/x,/nfs/x --every 600 --json report.jsonl
 
 All files go into new folders, which are removed at the end. docs/checkpoint_sweep.md has the other
-formulas, and how to read the tables. BSD-3-Clause: copy the mode that you need.
+formulas and says how to read the tables. BSD-3-Clause: copy the mode that you need.
 """
 
-import contextlib
 import gc
 import itertools
 import logging
@@ -52,7 +51,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-if __name__ == "__mp_main__":  # the process of async-process: torch tells of each save there
+if __name__ == "__mp_main__":  # in the process of async-process torch logs each save
     logging.disable(logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -68,17 +67,18 @@ from common.stats import Times
 from common.table import Columns, interval_ends, metric, render
 from common.timing import rule_reached
 
+Key = dict[str, Any]
 Facts = dict[str, Any]
 
 
 class Save(NamedTuple):
-    """Seconds of one save on a rank; the docstring says of what."""
+    """Seconds of one save on a rank. The docstring of this file defines them."""
 
     save: float
     alone: float
     blocked: float
     upload: float
-    write: float  # of this rank's own files
+    write: float  # of the files of this rank; 0 if not known
 
 
 class Load(NamedTuple):
@@ -86,27 +86,30 @@ class Load(NamedTuple):
 
     seconds: float
     read_bytes: int  # by the process
-    device_bytes: int  # of them from the device, not from the page cache
+    device_bytes: int  # the part of them that came from the device, not from the page cache
 
 
-LOADS = 3  # cold ones, and as many warm ones; with --iters 1 or 2 as few
+LOADS = 3  # this many cold ones and as many warm ones; fewer if there are fewer saves
+IDLE_STEPS = 4  # before an asynchronous save, to know what a step takes when nothing is saved
+CPU_TOKENS = 32  # of a sequence on the CPU
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = Parser(__doc__)
-    add, usual = parser.add_argument, ["torch.save", "dcp.save", "async-thread"]
-    text = f"{', '.join(MODES)}, or all (default: {','.join(usual)})"
-    add("--modes", type=list_of(str, tuple(MODES)), default=usual, metavar="M", help=text)
-    text = "fsdp2, ddp or both (default: fsdp2)"
-    add("--strategy", type=list_of(str, ("fsdp2", "ddp")), default=["fsdp2"], help=text)
-    text = "new or empty folders (default: one in TMPDIR)"
-    add("--paths", "--path", type=list_of(str), metavar="PATH", help=text)
-    text = "seconds from one checkpoint to the next, for `costs` (default: 600)"
-    add("--every", type=positive_float, default=600.0, metavar="S", help=text)
-    text = f"{', '.join(DECODERS)} (default: decoder-124m, CPU decoder-10m)"
-    add("--model", choices=list(DECODERS), metavar="NAME", help=text)
-    text = "sequences of a rank in a step (default: 8, CPU 1, of 32 tokens)"
-    add("--batch-size", type=positive_int, metavar="N", help=text)
+    add = parser.add_argument
+    usual = ["torch.save", "dcp.save", "async-thread"]
+    modes = f"{', '.join(MODES)}, or all (default: {','.join(usual)})"
+    add("--modes", type=list_of(str, tuple(MODES)), default=usual, metavar="M", help=modes)
+    strategies = "fsdp2, ddp or both (default: fsdp2)"
+    add("--strategy", type=list_of(str, ("fsdp2", "ddp")), default=["fsdp2"], help=strategies)
+    paths = "new or empty folders (default: one in TMPDIR)"
+    add("--paths", "--path", type=list_of(str), metavar="PATH", help=paths)
+    every = "seconds from one checkpoint to the next, for `costs` (default: 600)"
+    add("--every", type=positive_float, default=600.0, metavar="S", help=every)
+    model = f"{', '.join(DECODERS)} (default: decoder-124m, CPU decoder-10m)"
+    add("--model", choices=list(DECODERS), metavar="NAME", help=model)
+    batch = f"sequences of a rank in a step (default: 8, CPU 1, of {CPU_TOKENS} tokens)"
+    add("--batch-size", type=positive_int, metavar="N", help=batch)
     add_common_flags(parser, min_iters=6)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available() and args.device != "cpu"
@@ -115,11 +118,11 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     return args
 
 
-# -- the modes: save into a new folder; a future where that goes on beside the training ------------
+# -- the modes: save into a new folder; async_save returns a future --------------------------------
 
 
 def torch_save(t: "Training", path: Path, fsync: bool) -> None:
-    """Rank 0 gathers the whole state, and writes it into one file."""
+    """Rank 0 gathers the full state, and writes it into one file."""
     state = t.state(full_state_dict=True, cpu_offload=True)
     if dist.get_rank() == 0:
         path.mkdir(parents=True)
@@ -128,21 +131,28 @@ def torch_save(t: "Training", path: Path, fsync: bool) -> None:
             if fsync:
                 file.flush()
                 os.fsync(file.fileno())
-    dist.barrier(t.saves)  # the others would wait in their next step
+    dist.barrier(t.saves)  # without it the other ranks would wait in their next step
 
 
 def dcp_save(t: "Training", path: Path, fsync: bool, threads: int = 1) -> None:
-    """Each rank writes its part, into a file for each thread."""
+    """Each rank writes its part. Each of its threads writes a file."""
     writer = Writer(path, sync_files=fsync, thread_count=threads)
     dcp.save(t.state(), storage_writer=writer, process_group=t.saves)
 
 
 def async_save(t: "Training", path: Path, fsync: bool, by: AsyncCheckpointerType) -> Any:
     """Each rank copies its part; a thread or a process writes the copy."""
-    cuda, process = t.device.type == "cuda", by == AsyncCheckpointerType.PROCESS
-    if t.stager is None or not TORCH_2_15:  # there it serves one save (Automodel#3125)
-        # pinned, shared with a process, copying in a thread, not blocking; it keeps its buffers
-        t.stager = DefaultStager(StagingOptions(cuda, process, False, cuda))
+    cuda = t.device.type == "cuda"
+    # a stager keeps its buffers for the next save; before torch 2.15 it serves only one save
+    # (Automodel#3125)
+    if t.stager is None or not TORCH_2_15:
+        options = StagingOptions(
+            use_pinned_memory=cuda,
+            use_shared_memory=by == AsyncCheckpointerType.PROCESS,
+            use_async_staging=False,
+            use_non_blocking_copy=cuda,
+        )
+        t.stager = DefaultStager(options)
     return dcp.async_save(
         t.state(),
         storage_writer=Writer(path, sync_files=fsync),
@@ -162,31 +172,36 @@ MODES: dict[str, Callable[["Training", Path, bool], Any]] = {
 
 
 class Writer(FileSystemWriter):
-    """Leaves beside the files how long its rank wrote them, which may be in another process."""
+    """Writes beside the files how long its rank took. The writer may be in another process."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         start = perf_counter()
-        results = super().write_data(plan, planner)  # returns when all is written and synced
+        results = super().write_data(plan, planner)  # returns when all is written, and synced
         Path(self.path, f"seconds.{self.rank}").write_text(str(perf_counter() - start))
         return results
 
 
 def load(t: "Training", path: Path) -> None:
-    """Each rank reads its part, of torch.save's file all of it."""
-    if whole := (path / "state.pt").exists():
-        state = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    """Each rank reads its part; of the one file of torch.save each rank reads all."""
+    one_file = path / "state.pt"
+    full = one_file.exists()
+    if full:
+        state = torch.load(one_file, map_location="cpu", weights_only=True)
     else:
         state = t.state()
         dcp.load(state, checkpoint_id=path, process_group=t.saves)
-    set_state_dict(t.model, t.optimizer, **state, options=StateDictOptions(full_state_dict=whole))
+    set_state_dict(t.model, t.optimizer, **state, options=StateDictOptions(full_state_dict=full))
+
+
+# -- the training that is saved --------------------------------------------------------------------
 
 
 class Training:
-    """A decoder under its strategy, AdamW, and a batch of each rank's own. On all ranks."""
+    """A decoder under its strategy, AdamW, and a batch that differs by rank. On all ranks."""
 
-    def __init__(self, key: Facts, bench: Benchmark, group: Group) -> None:
+    def __init__(self, key: Key, bench: Benchmark, group: Group) -> None:
         self.control, self.device, self.mode = group.control, bench.job.device, key["mode"]
-        self.say = bench.watchdog.phase
+        self.announce = bench.watchdog.phase
         # a save has collectives, too, which must not meet those of the steps beside it
         self.saves = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER))
         group.more.append(self.saves)
@@ -204,147 +219,251 @@ class Training:
                 fully_shard(unit, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         texts = random_text(DECODERS[key["model"]], key["batch_size"], seed=bench.job.rank)
-        length = 32 if self.device.type == "cpu" else None
+        length = CPU_TOKENS if self.device.type == "cpu" else None
         self.tokens, self.targets = (text[:, :length].to(self.device) for text in texts)
         self.stager: DefaultStager | None = None  # of `async_save`
-        self.saved = [x.to("cpu", copy=True) for x in self.own_bytes()]  # by the newest save
+        # what the newest save should hold of this rank's part
+        self.saved = [part.to("cpu", copy=True) for part in self.local_bytes()]
 
     def train(self, more: Callable[[int], bool]) -> list[float]:
-        """Seconds of each step; goes on while any rank wants `more` after so many of them."""
-        times, go = list[float](), torch.ones(1)
-        while go:
-            self.say(f"step {len(times) + 1}")
+        """Seconds of each step. more: says after how many steps this rank wants another one.
+
+        The training goes on while any rank wants another step.
+        """
+        times: list[float] = []
+        go_on = torch.ones(1)
+        while go_on:
+            self.announce(f"step {len(times) + 1}")
             start = perf_counter()
             self.optimizer.zero_grad()
             next_token_loss(self.model(self.tokens), self.targets).backward()
             self.optimizer.step()
             torch.get_device_module(self.device).synchronize()  # does nothing on the CPU
-            go.fill_(more(len(times) + 1))
-            dist.all_reduce(go, op=dist.ReduceOp.MAX, group=self.control)
+            go_on.fill_(more(len(times) + 1))
+            dist.all_reduce(go_on, op=dist.ReduceOp.MAX, group=self.control)
             times.append(perf_counter() - start)
         return times
 
     def save(self, path: Path, fsync: bool) -> Save:
         """One save on this rank."""
         overlaps = self.mode.startswith("async")
-        idle = self.train(lambda steps: steps < (4 if overlaps else 1))
-        for copy, x in zip(self.saved, self.own_bytes(), strict=True):
-            copy.copy_(x)
-        steps, uploaded = list[float](), list[float]()
-        self.say(f"save {path}")
+        idle_steps = IDLE_STEPS if overlaps else 1
+        idle = self.train(lambda steps: steps < idle_steps)
+        for copy, part in zip(self.saved, self.local_bytes(), strict=True):
+            copy.copy_(part)
+        beside: list[float] = []  # seconds of the steps beside the upload
+        uploads: list[float] = []  # empty until the upload has ended
+        self.announce(f"save {path}")
         dist.barrier(self.control)
         start = perf_counter()
         future = MODES[self.mode](self, path, fsync)
         blocked = perf_counter() - start
         if overlaps:
-            future.add_done_callback(lambda _: uploaded.append(perf_counter() - start))
-            steps = self.train(lambda _: not uploaded)
+            future.add_done_callback(lambda _: uploads.append(perf_counter() - start))
+            beside = self.train(lambda _: not uploads)
             future.result()  # raises what went wrong
-        alone = len(steps) * float(np.median(idle))
-        upload = uploaded[0] if uploaded else blocked
-        wrote = path / f"seconds.{dist.get_rank()}"
-        write = float(wrote.read_text()) if wrote.exists() else 0.0
-        return Save(blocked + sum(steps), alone, blocked, upload, write)
+        alone = len(beside) * float(np.median(idle))
+        upload = uploads[0] if uploads else blocked
+        return Save(blocked + sum(beside), alone, blocked, upload, write_seconds(path))
 
     def state(self, **options: Any) -> dict[str, Any]:
         """Model and optimizer, named as `set_state_dict` has them."""
         parts = get_state_dict(self.model, self.optimizer, options=StateDictOptions(**options))
         return dict(zip(("model_state_dict", "optim_state_dict"), parts, strict=True))
 
-    def own_bytes(self) -> list[Tensor]:
+    def local_bytes(self) -> list[Tensor]:
         """This rank's part of the state, in place: the bytes of each tensor."""
-        tensors = [x.detach() for x in leaves(self.state()) if isinstance(x, Tensor)]
-        local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
-        return [x.view(-1).view(torch.uint8) for x in local]
+        parts = []
+        for value in leaves(self.state()):
+            if isinstance(value, Tensor):
+                tensor = value.detach()
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                parts.append(local.view(-1).view(torch.uint8))
+        return parts
 
 
-def build(bench: Benchmark, folder: Path, key: Facts, group: Group) -> Measured:
-    """A case is measured here: its steps differ from save to save, so no block would fit."""
-    if not folder.parent.is_dir():
-        raise ValueError(f"there is no {folder.parent} here; give --paths that all nodes share")
-    t = Training(key, bench, group)
-    t.train(lambda steps: steps < bench.rule.warmup_iters)
-    try:
-        return measure(t, bench, folder, group)
-    except CheckpointException as error:  # is no Exception
-        failed, (reason, _) = min(error.failures.items())
-        raise RuntimeError(f"the checkpoint failed on rank {failed}: {reason}") from None
+def write_seconds(path: Path) -> float:
+    """How long this rank's `Writer` took; 0 without one."""
+    file = path / f"seconds.{dist.get_rank()}"
+    return float(file.read_text()) if file.exists() else 0.0
 
 
-def measure(t: Training, bench: Benchmark, folder: Path, group: Group) -> Measured:
-    """Save until the stop rule ends it; load the newest checkpoint; flip a bit and load again."""
-    cpu, process, paths = torch.device("cpu"), psutil.Process(), list[Path]()
+# -- a case: saves and loads -----------------------------------------------------------------------
 
-    def save(fsync: bool = True) -> Save:
-        bench.turn()
-        if bench.job.rank == 0 and len(paths) > 1:  # the newest stays until this one is complete
-            shutil.rmtree(paths[-2])
-        paths.append(folder / str(len(paths) + 1))
-        return t.save(paths[-1], fsync)
 
-    def load_once(cold: bool = False) -> Load:
-        t.say(f"load {paths[-1]}")
+class CheckpointFolder:
+    """The folder of a case. Each checkpoint is a folder in it, with a number. On all ranks."""
+
+    def __init__(self, path: Path, training: Training, bench: Benchmark) -> None:
+        self.path, self.training, self.bench = path, training, bench
+        self.count = 0  # of checkpoints so far
+
+    @property
+    def newest(self) -> Path:
+        return self.path / str(self.count)
+
+    def save(self, fsync: bool = True) -> Save:
+        """Save into a new folder. The checkpoint before stays until this one is complete."""
+        self.bench.turn()
+        if self.bench.job.rank == 0 and self.count > 1:
+            shutil.rmtree(self.path / str(self.count - 1))
+        self.count += 1
+        return self.training.save(self.newest, fsync)
+
+    def load(self, cold: bool = False) -> Load:
+        """Load the newest checkpoint. cold: from the device, not from the page cache."""
+        t = self.training
+        t.announce(f"load {self.newest}")
         dist.barrier(t.control)  # nobody reads any more
-        for path in paths[-1].iterdir() if cold and bench.job.local_rank == 0 else ():
-            with open(path, "rb") as file:  # this host forgets it; not every file system does
-                os.fsync(file)
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        for x in t.own_bytes():
-            x.zero_()  # what is there afterwards was read
+        if cold and self.bench.job.local_rank == 0:
+            drop_from_page_cache(self.newest)
+        for part in t.local_bytes():
+            part.zero_()  # so that what is not 0 after the load has been read
         dist.barrier(t.control)
+        process = psutil.Process()
         before, start = process.io_counters(), perf_counter()
-        load(t, paths[-1])
+        load(t, self.newest)
         torch.get_device_module(t.device).synchronize()  # its copies to the device are in flight
         seconds, after = perf_counter() - start, process.io_counters()
         read_bytes = after.read_chars - before.read_chars
         return Load(seconds, read_bytes, after.read_bytes - before.read_bytes)
 
-    memory = start_peak(cpu)  # the host's, also on CUDA
-    first, saves, unsynced, stop = save(), list[Save](), list[Save](), ""
+
+def drop_from_page_cache(folder: Path) -> None:
+    """This host forgets the content of the files. Not every file system does as it is told."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def flip_a_bit(folder: Path) -> None:
+    """Change a tensor: the middle of the largest file is part of one."""
+    largest = max(folder.iterdir(), key=lambda file: file.stat().st_size)
+    with open(largest, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
+        content[len(content) // 2] ^= 1
+
+
+def build(bench: Benchmark, folders: dict[str, str], key: Key, group: Group) -> Measured:
+    """Measure a case. Its steps differ from save to save, so the loop of other scripts does not
+    fit. folders: the folder that this run has made in each path."""
+    path = folder_of(folders, key)
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no {path.parent} here; give --paths that all nodes share")
+    training = Training(key, bench, group)
+    training.train(lambda steps: steps < bench.rule.warmup_iters)
+    try:
+        return measure(CheckpointFolder(path, training, bench), group)
+    except CheckpointException as error:  # is no Exception
+        failed, (reason, _) = min(error.failures.items())
+        raise RuntimeError(f"the checkpoint failed on rank {failed}: {reason}") from None
+
+
+def folder_of(folders: dict[str, str], key: Key) -> Path:
+    """The folder of a case."""
+    return Path(folders[key["path"]], f"{key['strategy']}-{key['mode']}")
+
+
+class Saves(NamedTuple):
+    """The saves of a case, the first one apart, and the rule that ended them."""
+
+    synced: list[Save]
+    unsynced: list[Save]  # without fsync
+    stop: str
+
+
+def save_until_stop(folder: CheckpointFolder, group: Group) -> Saves:
+    """Save until the stop rule ends it. After every other save, one without fsync."""
+    synced: list[Save] = []
+    unsynced: list[Save] = []
+    stop = ""
     started = perf_counter()
     while not stop:
-        saves.append(save())
-        if len(saves) % 2 == 1:
-            unsynced.append(save(fsync=False))
-        times, spent = [each.save for each in saves], perf_counter() - started
-        stalls = [each.save - each.alone for each in saves]
-        stop = agree(rule_reached(times, len(times), spent, bench.rule, [stalls]), group)
-    facts: Facts = {"first": first, "saves": saves, "unsynced": unsynced, "noticed": True}
-    facts["host_ram_gib"] = peak(cpu, memory)["memory_gib"]
-    if t.mode == "async-process":
-        facts["host_ram_gib"] += sum(p.memory_full_info().uss for p in process.children()) / 2**30
-    facts["cold"], facts["warm"] = list[Load](), list[Load]()
-    for _ in saves[:LOADS]:
-        facts["cold"].append(load_once(cold=True))
-        facts["warm"].append(load_once())
-    facts["same"] = all(map(torch.equal, (x.cpu() for x in t.own_bytes()), t.saved))
-    facts["shard_bytes"], facts["files"] = sum(map(len, t.saved)), len(os.listdir(paths[-1]))
-    dist.barrier(t.control)  # all have read what is now changed
-    if bench.job.rank == 0:  # what is in the middle of the largest file is a tensor's
-        largest = max(paths[-1].iterdir(), key=lambda file: file.stat().st_size)
-        with open(largest, "r+b") as file, mmap.mmap(file.fileno(), 0) as content:
-            content[len(content) // 2] ^= 1
-    with contextlib.suppress(Exception, CheckpointException):
-        load_once()
-        facts["noticed"] = False
-    samples_s = {
-        "step": [each.save for each in saves],
-        "alone": [each.alone for each in saves],
-        "blocked": [each.blocked for each in saves],
-        "upload": [each.upload for each in saves],
+        synced.append(folder.save())
+        if len(synced) % 2 == 1:
+            unsynced.append(folder.save(fsync=False))
+        spent = perf_counter() - started
+        times = [save.save for save in synced]
+        stalls = [save.save - save.alone for save in synced]
+        reached = rule_reached(times, len(times), spent, folder.bench.rule, [stalls])
+        stop = agree(reached, group)
+    return Saves(synced, unsynced, stop)
+
+
+def measure(folder: CheckpointFolder, group: Group) -> Measured:
+    """Save until the stop rule ends it, load the newest checkpoint, flip a bit and load again."""
+    training = folder.training
+    host = torch.device("cpu")  # its memory, also on CUDA
+    memory = start_peak(host)
+    first = folder.save()
+    saves = save_until_stop(folder, group)
+    host_ram_gib = peak(host, memory)["memory_gib"]
+    if training.mode == "async-process":
+        host_ram_gib += children_gib()
+    cold: list[Load] = []
+    warm: list[Load] = []
+    for _ in saves.synced[:LOADS]:
+        cold.append(folder.load(cold=True))
+        warm.append(folder.load())
+    facts: Facts = {
+        "first": first,
+        "saves": saves.synced,
+        "unsynced": saves.unsynced,
+        "host_ram_gib": host_ram_gib,
+        "cold": cold,
+        "warm": warm,
+        "same": is_as_saved(training),
+        "shard_bytes": sum(len(part) for part in training.saved),
+        "files": len(os.listdir(folder.newest)),
     }
-    return Measured(samples_s, [1] * len(saves), stop, facts)
+    dist.barrier(training.control)  # all have read what is now changed
+    if folder.bench.job.rank == 0:
+        flip_a_bit(folder.newest)
+    facts["noticed"] = load_raises(folder)
+    samples_s = {
+        "step": [save.save for save in saves.synced],
+        "alone": [save.alone for save in saves.synced],
+        "blocked": [save.blocked for save in saves.synced],
+        "upload": [save.upload for save in saves.synced],
+    }
+    return Measured(samples_s, [1] * len(saves.synced), saves.stop, facts)
+
+
+def children_gib() -> float:
+    """What the processes that this one has started have for themselves."""
+    children = psutil.Process().children()
+    return sum(child.memory_full_info().uss for child in children) / 2**30
+
+
+def is_as_saved(training: Training) -> bool:
+    """Whether this rank's part is what the newest save held, bit for bit."""
+    pairs = zip(training.local_bytes(), training.saved, strict=True)
+    return all(torch.equal(part.cpu(), copy) for part, copy in pairs)
+
+
+def load_raises(folder: CheckpointFolder) -> bool:
+    try:
+        folder.load()
+    except (Exception, CheckpointException):  # CheckpointException is no Exception
+        return True
+    return False
+
+
+# -- what rank 0 makes of it -----------------------------------------------------------------------
 
 
 def column(facts: list[Facts], what: str, name: str) -> Any:
     """One time of all saves or loads: [ranks, saves or loads]."""
-    return np.array([[getattr(each, name) for each in fact[what]] for fact in facts])
+    rows = []
+    for fact in facts:
+        rows.append([getattr(save_or_load, name) for save_or_load in fact[what]])
+    return np.array(rows)
 
 
-def derive(every: float, case: Case, times: Times, facts: list[Facts]) -> None:
+def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     """Fill in the metrics and the check. The slowest rank counts in each save and load."""
     shards = np.array([fact["shard_bytes"] for fact in facts])
-    m = case.metrics
+    m, every_s = case.metrics, case.key["every_s"]
     m["blocked_s"] = np.median(times.slowest("blocked"))
     m["upload_s"] = np.median(times.slowest("upload"))
     m["stall_s"], m["stall_ci95_s"] = times.exposed("alone")
@@ -354,21 +473,32 @@ def derive(every: float, case: Case, times: Times, facts: list[Facts]) -> None:
     m["state_bytes"] = int(shards.sum() if case.key["strategy"] == "fsdp2" else shards.max())
     m["write_gb_per_s"] = m["state_bytes"] / m["upload_s"] / 1e9
     m["fsync_factor"] = m["upload_s"] / np.median(column(facts, "unsynced", "upload").max(axis=0))
-    m["cost"] = m["stall_s"] / every if m["upload_s"] < every else None
-    m |= {"files": facts[0]["files"], "host_ram_gib": max(f["host_ram_gib"] for f in facts)}
-    written = np.median(column(facts, "saves", "write"), axis=1)
-    if written.all():
-        m["slowest_rank"] = int(written.argmax())
-        m["slowest_factor"] = written.max() / np.median(written)
-    from_device = column(facts, "cold", "device_bytes").sum(axis=0).mean() / m["state_bytes"]
-    for kind in ("cold", "warm"):
-        if kind == "warm" or from_device > 0.9:  # else the host had not forgotten the files
-            m[f"load_{kind}_s"] = np.median(column(facts, kind, "seconds").max(axis=0))
-            m[f"load_{kind}_gb_per_s"] = m["state_bytes"] / m[f"load_{kind}_s"] / 1e9
+    m["cost"] = m["stall_s"] / every_s if m["upload_s"] < every_s else None
+    m["files"] = facts[0]["files"]
+    m["host_ram_gib"] = max(fact["host_ram_gib"] for fact in facts)
+    writes = np.median(column(facts, "saves", "write"), axis=1)
+    if writes.all():  # torch.save does not time them
+        m["slowest_rank"] = int(writes.argmax())
+        m["slowest_factor"] = writes.max() / np.median(writes)
+    m |= load_metrics(facts, m["state_bytes"])
     m["read_over_shard"] = (column(facts, "warm", "read_bytes")[:, -1] / shards).max()
-    m["flipped_bit"] = "noticed" if any(f["noticed"] for f in facts) else "not noticed"
-    other = [rank for rank, fact in zip(case.ranks, facts, strict=True) if not fact["same"]]
-    case.check = verdict(f"rank {other[0]} loads another state than it saved" if other else None)
+    m["flipped_bit"] = "noticed" if any(fact["noticed"] for fact in facts) else "not noticed"
+    ranks = zip(case.ranks, facts, strict=True)
+    changed = [rank for rank, fact in ranks if not fact["same"]]
+    problem = f"rank {changed[0]} loads another state than it saved" if changed else None
+    case.check = verdict(problem)
+
+
+def load_metrics(facts: list[Facts], state_bytes: int) -> dict[str, float]:
+    """Seconds and GB/s of warm loads, and of cold ones if the host had forgotten the files."""
+    from_device = column(facts, "cold", "device_bytes").sum(axis=0).mean()
+    kinds = ["cold", "warm"] if from_device / state_bytes > 0.9 else ["warm"]
+    metrics: dict[str, float] = {}
+    for kind in kinds:
+        seconds = np.median(column(facts, kind, "seconds").max(axis=0))
+        metrics[f"load_{kind}_s"] = seconds
+        metrics[f"load_{kind}_gb_per_s"] = state_bytes / seconds / 1e9
+    return metrics
 
 
 COLUMNS: Columns = {
@@ -391,18 +521,24 @@ LOAD_COLUMNS: Columns = {
     "read /\nshard": metric("read_over_shard"),
     "a flipped bit is": lambda case: case.metrics["flipped_bit"],
 }
-# by a shell whose stdin closes when rank 0 ends, whichever way; other ranks may still write then
+WIDEST = ["dcp.save-4-threads", "0.000", "0.000", "0.000 to 0.000", *["0.000"] * 4]
+
+# -- the folders of a run --------------------------------------------------------------------------
+
+# A shell removes the folders. Its stdin closes when rank 0 ends, in whichever way, and then `cat`
+# ends. Other ranks may still write at that time, so it tries up to three times.
 REMOVE = 'exec >/dev/null 2>&1; cat; for i in 1 2 3; do rm -rf -- "$@" && exit; sleep 1; done'
 
 
 def state_bytes(model: str) -> int:
     """Weights and AdamW's two moments, in fp32."""
     with torch.device("meta"):
-        return 3 * 4 * sum(p.numel() for p in Decoder(DECODERS[model]).parameters())
+        parameters = sum(weight.numel() for weight in Decoder(DECODERS[model]).parameters())
+    return 3 * 4 * parameters
 
 
 def claim(paths: list[str] | None, needed: int) -> tuple[list[str], str | None]:
-    """A new folder in each path, and what is wrong with one. needed: bytes in each."""
+    """A new folder in each path, and what is wrong with a path. needed: bytes in each of them."""
     folders: list[str] = []
     for path in paths or [tempfile.gettempdir()]:
         try:
@@ -412,13 +548,14 @@ def claim(paths: list[str] | None, needed: int) -> tuple[list[str], str | None]:
             folders.append(tempfile.mkdtemp(prefix="checkpoint_sweep-", dir=os.path.abspath(path)))
         except OSError as error:
             return folders, f"--paths {path} cannot be used: {error.strerror}"
-        if (free := shutil.disk_usage(path).free) < needed:
+        free = shutil.disk_usage(path).free
+        if free < needed:
             return folders, f"--paths {path}: expected {needed:,} bytes free, got {free:,}"
     return folders, None
 
 
 def serve_on_loopback() -> dist.Store:
-    """A store for the process of async-process, where there is no launcher's."""
+    """A store in which the processes of async-process meet, where no launcher has one."""
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(port)
@@ -431,42 +568,50 @@ def serve_on_loopback() -> dist.Store:
     )
 
 
+def plan(args: Namespace, path: str, strategy: str) -> list[Key]:
+    """The key of each mode."""
+    shared = {"model": args.model, "batch_size": args.batch_size, "every_s": args.every}
+    return [{"mode": mode, "path": path, "strategy": strategy, **shared} for mode in args.modes]
+
+
+def measure_table(bench: Benchmark, folders: dict[str, str], keys: list[Key]) -> None:
+    """Measure the cases of one path and strategy, then print how fast they load."""
+    cases: list[Case] = []  # those that passed, on rank 0
+    for key in keys:
+        case = bench.measure(key, partial(build, bench, folders), derive)
+        if case and not case.failed:
+            cases.append(case)
+        if bench.job.rank == 0:
+            shutil.rmtree(folder_of(folders, key), ignore_errors=True)
+    if cases:
+        bench.print(f"\n{render(LOAD_COLUMNS, cases)}")
+    if any("load_cold_s" not in case.metrics for case in cases):
+        bench.print("# not cold: this file system keeps what it was told to drop")
+
+
 def main() -> int:
     args = parse_args()
     # or the processes of async-process meet in a store that listens on every interface
     os.environ.setdefault("DCP_USE_PREFIX_STORE", "1")
     gc.disable()  # a collection on one rank would stop them all
     with Benchmark("checkpoint_sweep", args) as bench:
-        job, size = bench.job, state_bytes(args.model)
+        first, size = bench.job.rank == 0, state_bytes(args.model)
         if "async-process" in args.modes and "MASTER_ADDR" not in os.environ:
             _store = serve_on_loopback()  # lives until this function returns
-        fixed: Facts = {"model": args.model, "batch_size": args.batch_size, "every_s": args.every}
         # the newest checkpoint stays until the next one is complete
-        folders, problem = share(claim(args.paths, 2 * size) if job.rank == 0 else None)
-        if job.rank == 0:
-            command = ["sh", "-c", REMOVE, "sh", *folders]
+        claimed, problem = share(claim(args.paths, 2 * size) if first else None)
+        if first:
+            command = ["sh", "-c", REMOVE, "sh", *claimed]
             remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         if problem:
             bench.refuse(problem)
+        folders = dict(zip(args.paths or ["TMPDIR"], claimed, strict=True))
         columns = COLUMNS | {f"every {args.every:g} s\ncosts (%)": metric("cost", 100, 3)}
-        places = zip(args.paths or ["TMPDIR"], folders, strict=True)
-        for (path, folder), strategy in itertools.product(places, args.strategy):
+        for path, strategy in itertools.product(folders, args.strategy):
             trained = f"{args.model}, batch size {args.batch_size}, {strategy}, AdamW"
-            title = f"{trained}: {size / 1e9:.3f} GB into {path}"
-            widest = ["dcp.save-4-threads", "0.000", "0.000", "0.000 to 0.000", *["0.000"] * 4]
-            bench.begin_table(title, columns, widest)
-            cases = []
-            for mode in args.modes:
-                key = {"mode": mode, "path": path, "strategy": strategy} | fixed
-                work = partial(build, bench, own := Path(folder, f"{strategy}-{mode}"))
-                cases.append(bench.measure(key, work, partial(derive, args.every)))
-                if job.rank == 0:
-                    shutil.rmtree(own, ignore_errors=True)
-            if passed := [case for case in cases if case and not case.failed]:
-                bench.print(f"\n{render(LOAD_COLUMNS, passed)}")
-            if any("load_cold_s" not in case.metrics for case in passed):
-                bench.print("# not cold: this file system keeps what it was told to drop")
-    if job.rank == 0:
+            bench.begin_table(f"{trained}: {size / 1e9:.3f} GB into {path}", columns, WIDEST)
+            measure_table(bench, folders, plan(args, path, strategy))
+    if first:
         remover.communicate()
     return bench.status
 

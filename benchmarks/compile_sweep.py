@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """Does torch.compile help a data-parallel model, under which strategy, and what does it cost?
 
-Times whole training steps (forward, loss, backward, optimizer step, zero_grad) of one model:
+It times whole training steps (forward, loss, backward, optimizer step, zero_grad) of one model:
 
     models       toy (the original's), toy-small, decoder-tiny, -10m, -124m, -1.3b
     strategies   none (rank 0 alone), ddp, fsdp1 (FullyShardedDataParallel), fsdp2 (fully_shard)
     backends     eager (not compiled), inductor, aot_eager, cudagraphs, any other that dynamo
                  knows, and print, which prints the graphs; dynamo's own `eager` is dynamo_eager
 
-The model is compiled as it is wrapped, the loss and the optimizer are not. Caches are cold: an
-empty folder for each case and rank.
+The wrapped model is compiled; the loss and the optimizer are not. Caches are cold: each case and
+rank has an empty folder.
 
-Beside whole steps it times forward and backward alone, without the optimizer: `fwd+bwd`.
+In turns with whole steps it times forward and backward without the optimizer: `fwd+bwd`.
 
-    first step   the first one, with everything that compiles in it
+    first step   the first one, which includes compiling
     payback      (start of the backend + first three steps - first three steps of eager)
                  / (step of eager - step), in steps
     vs eager     fwd+bwd of the same strategy, not compiled / fwd+bwd
@@ -24,10 +24,11 @@ Beside whole steps it times forward and backward alone, without the optimizer: `
     torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --dtype bf16 --json report.jsonl
     torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --models decoder-1.3b --strategies fsdp2
 
-FSDP's units, and what --fsdp-checkpoint recomputes, are the model's layers: all of the class that
-its longest list of layers consists of, or of the classes that --fsdp-units names.
+FSDP's units are the model's layers, and --fsdp-checkpoint recomputes the same layers: those of the
+class that the model's longest list of layers holds, or of the classes that --fsdp-units names.
 
-Does what PyTorch's benchmarks/dynamo/distributed.py did, with its flags; new code, BSD-3-Clause.
+This is new code that does what PyTorch's benchmarks/dynamo/distributed.py did, with its flags.
+BSD-3-Clause.
 """
 
 import contextlib
@@ -74,21 +75,22 @@ from common.table import Columns, metric, relative, render
 from common.timing import time_block
 
 Key = dict[str, Any]
-LossOf = Callable[[nn.Module, Any], Tensor]  # of a model and a batch
+LossOf = Callable[[nn.Module, Any], Tensor]  # takes a model and a batch
+Mark = Callable[[str], contextlib.AbstractContextManager[Any]]  # names a range of a trace
 STRATEGIES = ("none", "ddp", "fsdp1", "fsdp2")
-TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; the first are the original's
-TOLERANCES = {"fp32": 2e-3, "tf32": 5e-3, "bf16": 3e-2}  # of a loss, over the first one
-BATCHES = 8  # different ones; more ranks share them, so that the reference costs no more
-PROFILED = 10  # steps, unless --repeat gives another number
+TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; toy has the original's
+TOLERANCES = {"fp32": 2e-3, "tf32": 5e-3, "bf16": 3e-2}  # of a loss, relative to the first one
+BATCHES = 8  # different ones. More ranks share them, so that the reference costs no more
+PROFILED_STEPS = 10  # unless --repeat gives another number
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = cli.Parser(__doc__)
     known = torch.compiler.list_backends(exclude_tags=())
-    # the others fail by design
-    names = ["eager", "dynamo_eager", "print", *(name for name in known if "TESTING" not in name)]
-    models, backends = cli.list_of(str, [*TOYS, *DECODERS]), cli.list_of(str, names)
-    strategies, dtypes = cli.list_of(str, STRATEGIES), cli.list_of(str, [*TOLERANCES])
+    usable = [name for name in known if "TESTING" not in name]  # the others fail by design
+    models = cli.list_of(str, [*TOYS, *DECODERS])
+    strategies = cli.list_of(str, STRATEGIES)
+    backends = cli.list_of(str, ["eager", "dynamo_eager", "print", *usable])
     add = parser.add_mutually_exclusive_group().add_argument
     add("--models", "--model", type=models, metavar="M", help="decoder-124m, CPU toy-small")
     add("--toy-model", dest="models", action="store_const", const=["toy"])
@@ -97,18 +99,20 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--strategies", type=strategies, metavar="S", help="(default: all, CPU not fsdp1)")
     add("--ddp", dest="strategies", action="store_const", const=["ddp"])
     add("--fsdp", dest="strategies", action="store_const", const=["fsdp1"])
-    add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
+    add = parser.add_argument
+    switch = partial(parser.add_argument, action="store_true")
     add("--backends", "--dynamo", type=backends, metavar="B", help="(default: eager,inductor)")
-    text = "of a rank (default: 8, CPU 4; torchbenchmark: the model's own)"
-    add("--batch-size", type=cli.positive_int, metavar="N", help=text)
+    batch = "of a rank (default: 8, CPU 4; torchbenchmark: the model's own)"
+    add("--batch-size", type=cli.positive_int, metavar="N", help=batch)
+    dtypes = cli.list_of(str, [*TOLERANCES])
     add("--dtype", type=dtypes, default=["fp32"], metavar="D", help="fp32 (default), tf32, bf16")
     add("--fsdp-wrap", action=BooleanOptionalAction, default=True, help="each layer is a unit")
-    text = "their classes, e.g. BertLayer,T5Block (default: that of the longest list of layers)"
-    add("--fsdp-units", type=cli.list_of(str), default=[], metavar="CLASS", help=text)
+    units = "their classes, e.g. BertLayer,T5Block (default: that of the longest list of layers)"
+    add("--fsdp-units", type=cli.list_of(str), default=[], metavar="CLASS", help=units)
     switch("--fsdp-checkpoint", help="recompute each layer's activations, under every strategy")
     switch("--dynamo-no-optimize-ddp", help="do not split graphs at the borders of DDP's buckets")
-    text = f"trace --repeat ({PROFILED}) steps of each case and rank, for ui.perfetto.dev or HTA"
-    switch("--profile", help=text)
+    count = f"--repeat ({PROFILED_STEPS}) steps"
+    switch("--profile", help=f"trace {count} of each case and rank, for ui.perfetto.dev or HTA")
     path = cli.checked(Path, lambda file: file.name != "", "a file", "e.g. profile.json")
     add("--trace-file", type=path, default="profile.json", metavar="PATH", help="of --profile")
     switch("--torchviz", help="write each case's autograd graph, of rank 0, to torchviz-*.dot")
@@ -117,27 +121,34 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     cli.add_common_flags(parser, max_seconds=4 if torch.cuda.is_available() else 3)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available() and args.device != "cpu"
-    if not cuda and ("tf32" in args.dtype or "cudagraphs" in (args.backends or [])):
+    args.models = args.models or ["decoder-124m" if cuda else "toy-small"]
+    args.strategies = args.strategies or (list(STRATEGIES) if cuda else ["none", "ddp", "fsdp2"])
+    args.strategies.sort(key=STRATEGIES.index)  # `none` comes first: others are compared with it
+    args.backends = args.backends or ["eager", "inductor"]
+    args.backends = sorted(args.backends, key=lambda name: name != "eager")  # so does eager
+    if args.models[0] in (*TOYS, *DECODERS):
+        args.batch_size = args.batch_size or (8 if cuda else 4)
+    refuse_what_cannot_run(parser, args, cuda)
+    return args
+
+
+def refuse_what_cannot_run(parser: cli.Parser, args: Namespace, cuda: bool) -> None:
+    if not cuda and ("tf32" in args.dtype or "cudagraphs" in args.backends):
         parser.error("tf32 and cudagraphs need CUDA; try --dtype fp32 or --backends inductor")
     if args.torchviz and not importlib.util.find_spec("torchviz"):
         parser.error("--torchviz needs the package torchviz; try pip install torchviz")
-    args.models = args.models or ["decoder-124m" if cuda else "toy-small"]
-    if args.models[0] in (*TOYS, *DECODERS):
-        args.batch_size = args.batch_size or (8 if cuda else 4)
-    elif not importlib.util.find_spec("torchbenchmark"):
+    ours = args.models[0] in (*TOYS, *DECODERS)
+    if not ours and not importlib.util.find_spec("torchbenchmark"):
         where = "docs/compile_sweep.md says how to install it, or try --toy-model"
         parser.error(f"--torchbench-model needs the package torchbenchmark: {where}")
-    args.strategies = args.strategies or (list(STRATEGIES) if cuda else ["none", "ddp", "fsdp2"])
-    args.strategies.sort(key=STRATEGIES.index)  # what others are compared with comes first
-    args.backends = sorted(args.backends or ["eager", "inductor"], key=lambda name: name != "eager")
-    return args
 
 
 # -- what is trained, and how: plain torch ---------------------------------------------------------
 
 
 class Layer(nn.Linear):
-    """Not nn.Sequential: dynamo compiles no forward of torch.nn by itself, as FSDP2 would need."""
+    """Linear, then ReLU. nn.Sequential would not do: FSDP2 needs dynamo to compile each layer's
+    forward, and dynamo does not compile a forward that is torch.nn's own."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu()
@@ -162,14 +173,14 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 
 
 def mean_output(model: nn.Module, batch: Any) -> Tensor:
-    """Of a model of torchbenchmark: its first output that can be a loss."""
+    """The loss of a model of torchbenchmark: the mean of its first output of real numbers."""
     outputs = leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
     tensors = [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
     return tensors[0].float().mean()
 
 
 class Training(NamedTuple):
-    """What is trained; the same on every rank."""
+    """What is trained. It is the same on every rank."""
 
     model: nn.Module
     batches: list[Any]
@@ -177,8 +188,8 @@ class Training(NamedTuple):
     batch_size: int | None  # None where a model of torchbenchmark does not say it
 
 
-def create(name: str, size: int | None, count: int, device: torch.device, low: bool) -> Training:
-    """A model and so many batches of `size` samples each. low: autocast to bf16."""
+def create(name: str, size: int | None, count: int, device: torch.device, bf16: bool) -> Training:
+    """A model, and `count` batches of `size` samples each. bf16: by autocast."""
     torch.manual_seed(0)
     loss_of = cross_entropy
     if name not in (*TOYS, *DECODERS):
@@ -195,15 +206,16 @@ def create(name: str, size: int | None, count: int, device: torch.device, low: b
             model = Decoder(DECODERS[name])
         texts = [random_text(DECODERS[name], size, seed) for seed in range(count)]
         batches = [(tokens.to(device), targets.to(device)) for tokens, targets in texts]
-    # it is entered in each call: within one the weights' casts are kept, whatever a step changes
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=low)
+    # autocast keeps the weights that it has cast until its end, although a step changes them: so
+    # it begins anew in each call of the loss
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
     return Training(model, batches, autocast(loss_of), size)
 
 
 def load_torchbench(
     name: str, size: int | None, device: torch.device
 ) -> tuple[nn.Module, Any, int | None]:
-    """A model of github.com/pytorch/benchmark, its only batch, and the size of that."""
+    """A model of github.com/pytorch/benchmark, its only batch, and the size of that batch."""
     loader = importlib.import_module("torchbenchmark").load_model_by_name(name)
     if loader is None:
         raise ValueError(
@@ -211,31 +223,34 @@ def load_torchbench(
         )
     benchmark = loader(test="train", device=device.type, batch_size=size)
     model, batch = benchmark.get_module()
-    if low := {str(p.dtype) for p in model.parameters()} - {"torch.float32"}:
-        raise ValueError(f"expected a model with weights in fp32, got {', '.join(sorted(low))}")
-    for module in model.modules():  # with dropout losses could not be compared
+    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
+    others = sorted(dtypes - {"torch.float32"})
+    if others:
+        raise ValueError(f"expected a model with weights in fp32, got {', '.join(others)}")
+    for module in model.modules():  # with dropout the losses could not be compared
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model, batch, getattr(benchmark, "batch_size", size)
 
 
 def longest_stack(model: nn.Module) -> list[nn.Module]:
-    """The model's longest ModuleList or Sequential of one class; of two layers at least, or []."""
+    """The longest ModuleList or Sequential of at least two layers, all of one class; or []."""
     longest: list[nn.Module] = []
     for module in model.modules():
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
-            classes = {type(layer) for layer in module}
-            nested = classes & {nn.ModuleList, nn.Sequential}
-            if len(classes) == 1 and not nested and len(module) > len(longest):
-                longest = [*module]
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
+        classes = {type(layer) for layer in module}
+        holds_lists = classes & {nn.ModuleList, nn.Sequential}
+        if len(classes) == 1 and not holds_lists and len(module) > len(longest):
+            longest = [*module]
     return longest
 
 
 def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
-    """The model's layers that FSDP wraps or that are recomputed, inner ones first.
+    """The layers that FSDP wraps or that are recomputed. Layers come before those around them.
 
-    classes: names of their classes; none for the class that the longest list of layers consists
-    of. Raises ValueError where the model has no such layers.
+    classes: the names of their classes; if empty, the class in the longest list of layers. Raises
+    ValueError where the model has no such layers.
     """
     layers = [module for module in model.modules() if module is not model]
     if not classes:
@@ -252,16 +267,22 @@ def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     return [layer for layer in reversed(layers) if type(layer).__name__ in classes]
 
 
-def wrap(model: nn.Module, key: Key, device: torch.device, group: dist.ProcessGroup) -> nn.Module:
-    """The model under a strategy: what data parallelism needs, and all that it needs."""
+def prepare_units(model: nn.Module, key: Key) -> list[nn.Module]:
+    """The units for FSDP, none where it wraps the model as one. Recomputes layers if asked to."""
     units: list[nn.Module] = []
     if key["fsdp_wrap"] or key["fsdp_checkpoint"]:
-        units = find_units(model, key["fsdp_units"].split(",") if key["fsdp_units"] else [])
+        classes = key["fsdp_units"]
+        units = find_units(model, [] if classes is None else classes.split(","))
     if key["fsdp_checkpoint"]:
         recompute(model, units)
-        units = [module for module in reversed([*model.modules()]) if is_recomputed(module)]
-    if not key["fsdp_wrap"]:
-        units = []
+        modules = reversed([*model.modules()])
+        units = [module for module in modules if is_recomputed(module)]
+    return units if key["fsdp_wrap"] else []
+
+
+def wrap(model: nn.Module, key: Key, device: torch.device, group: dist.ProcessGroup) -> nn.Module:
+    """The model under a strategy: what data parallelism needs, and all that it needs."""
+    units = prepare_units(model, key)
     low, high = (torch.bfloat16, torch.float32) if key["dtype"] == "bf16" else (None, None)
     if key["strategy"] == "ddp":
         return nn.parallel.DistributedDataParallel(model, process_group=group)
@@ -298,8 +319,50 @@ def print_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
 
 
 def compile_by(backend: str, model: Any) -> Any:
-    chosen: Any = {"dynamo_eager": "eager", "print": print_graph}.get(backend, backend)
-    return model if backend == "eager" else torch.compile(model, backend=chosen)
+    """The compiled model; with the backend eager the model as it is."""
+    if backend == "eager":
+        return model
+    chosen: Any = backend
+    if backend == "dynamo_eager":
+        chosen = "eager"
+    elif backend == "print":
+        chosen = print_graph
+    return torch.compile(model, backend=chosen)
+
+
+class Steps(NamedTuple):
+    """What is timed."""
+
+    step: Callable[..., Tensor]  # takes a Mark, if there is a trace; returns the loss
+    without_optimizer: Callable[[], None]
+
+
+def steps_of(
+    model: nn.Module, loss_of: LossOf, batch: Any, optimizer: torch.optim.Optimizer
+) -> Steps:
+    """A whole training step on a batch, and the same without the optimizer's part."""
+
+    def forward_backward(mark: Mark) -> Tensor:
+        with mark("forward"):
+            loss = loss_of(model, batch)
+        with mark("backward"):
+            loss.backward()
+        return loss.detach()
+
+    def step(mark: Mark = contextlib.nullcontext) -> Tensor:
+        loss = forward_backward(mark)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def without_optimizer() -> None:
+        forward_backward(contextlib.nullcontext)
+        optimizer.zero_grad()
+
+    return Steps(step, without_optimizer)
+
+
+# -- the check, and what is written for other tools ------------------------------------------------
 
 
 @cache
@@ -307,15 +370,18 @@ def train_alone_on(
     name: str, size: int | None, dtype: str, ranks: int, device: torch.device
 ) -> Reference | str:
     """One eager process with the batches of all ranks; or why there is nothing to compare with."""
-    weights = [len(range(i, ranks, BATCHES)) / ranks for i in range(min(ranks, BATCHES))]
+    count = min(ranks, BATCHES)
+    ranks_with = [len(range(batch, ranks, BATCHES)) for batch in range(count)]
+    weights = [number / ranks for number in ranks_with]
     try:
-        model, batches, loss_of, _ = create(name, size, len(weights), device, dtype == "bf16")
-        found = train_alone(model, batches, loss_of, weights)
-    except Exception as error:  # what fails on all ranks as well fails their case
+        model, batches, loss_of, _ = create(name, size, count, device, dtype == "bf16")
+        reference = train_alone(model, batches, loss_of, weights)
+    except Exception as error:  # if it fails on all ranks as well, the case fails
         return f"one process alone fails: {cli.describe(error)}"
-    first, *_, last = map(np.mean, found.losses)
-    still = abs(last - first) <= TOLERANCES[dtype] * abs(first)
-    return "the losses stay as they are: a wrong gradient would not show" if still else found
+    means = [np.mean(losses) for losses in reference.losses]
+    if abs(means[-1] - means[0]) <= TOLERANCES[dtype] * abs(means[0]):
+        return "the losses stay as they are: a wrong gradient would not show"
+    return reference
 
 
 def trace(step: Callable[[Any], Any], steps: int, file: Path, device: torch.device) -> None:
@@ -324,7 +390,7 @@ def trace(step: Callable[[Any], Any], steps: int, file: Path, device: torch.devi
         time_block(partial(step, record_function), steps, device)
     file.unlink(missing_ok=True)
     profiler.export_chrome_trace(str(file))
-    file.stat()  # raises if it is not there: the profiler itself only logs that it cannot write
+    file.stat()  # raises if the file is missing: the profiler only logs that it cannot write
 
 
 def draw(model: nn.Module, loss: Tensor, file: str) -> None:
@@ -334,14 +400,16 @@ def draw(model: nn.Module, loss: Tensor, file: str) -> None:
     viz.make_dot(loss, named, show_attrs=True, show_saved=True).save(file)
 
 
-def count_graphs(first: int) -> dict[str, int]:
-    """The case's graphs and graph breaks, as metrics. first: graphs that the first step made."""
+def count_graphs(in_first_step: int) -> dict[str, int]:
+    """The case's graphs and graph breaks, as metrics. in_first_step: graphs made in that step."""
     counters = dynamo_counters()
-    made = counters["stats"]["unique_graphs"]
-    left = counters["graph_break"] + counters["unimplemented"]
-    # the context manager in DDP's forward, a generator, breaks nothing
-    breaks = sum(times for why, times in left.items() if "enerator" not in why)
-    return {"graphs": made, "recompiles": made - first, "graph_breaks": breaks}
+    graphs = counters["stats"]["unique_graphs"]
+    breaks = 0
+    for why, times in (counters["graph_break"] + counters["unimplemented"]).items():
+        # DDP's forward has a context manager, which is a generator and breaks nothing
+        if "enerator" not in why:
+            breaks += times
+    return {"graphs": graphs, "recompiles": graphs - in_first_step, "graph_breaks": breaks}
 
 
 def check(key: Key, rank: int, losses: list[Tensor], wanted: Reference | str, graphs: int) -> str:
@@ -350,102 +418,157 @@ def check(key: Key, rank: int, losses: list[Tensor], wanted: Reference | str, gr
         return verdict(f"{key['compiler']} compiled nothing: dynamo has made no graph of the model")
     if isinstance(wanted, str):
         return f"skipped: {wanted}"
-    want = [row[rank % BATCHES] for row in wanted.losses]
+    want = [losses_of_step[rank % BATCHES] for losses_of_step in wanted.losses]
     got = [float(loss) for loss in losses]
-    return verdict(
-        compare_training(f"the loss of rank {rank}", got, want, TOLERANCES[key["dtype"]])
-    )
+    what = f"the loss of rank {rank}"
+    return verdict(compare_training(what, got, want, TOLERANCES[key["dtype"]]))
+
+
+# -- a case ----------------------------------------------------------------------------------------
+
+
+class FirstSteps(NamedTuple):
+    """The steps that are checked, of which the first one compiles."""
+
+    losses: list[Tensor]
+    times_s: list[float]
+    graphs: list[int]  # made so far, after each step
+
+
+def set_precision(dtype: str) -> None:
+    """tf32 computes products and convolutions of fp32 in TF32; the others do not."""
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+
+
+def take_first_steps(bench: Benchmark, group: Group, step: Callable[[], Tensor]) -> FirstSteps:
+    """All ranks of the case start each step together."""
+    first = FirstSteps([], [], [])
+
+    def kept_step() -> None:
+        first.losses.append(step())
+
+    for number in range(1, CHECKED_STEPS + 1):
+        bench.watchdog.phase(f"step {number} (the first one compiles)")
+        dist.barrier(group.control)
+        times_s, _ = time_block(kept_step, 1, bench.job.device)
+        first.times_s.extend(times_s)
+        first.graphs.append(dynamo_counters()["stats"]["unique_graphs"])
+    return first
 
 
 def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
+    """start_s: what the start of the case's backend took."""
     args, device, rank = bench.args, bench.job.device, bench.job.rank
-    size, dtype, backend, ranks = key["batch_size"], key["dtype"], key["compiler"], len(group.ranks)
-    name = "-".join(key[part] for part in ("model", "dtype", "strategy", "compiler"))
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
-    alone = train_alone_on(key["model"], size, dtype, ranks, device) if rank == 0 else None
-    wanted = agree(alone, group)
-    counters = dynamo_counters()
-    counters.clear()
+    dtype, ranks = key["dtype"], len(group.ranks)
+    set_precision(dtype)
+    one_process: Reference | str | None = None
+    if rank == 0:
+        one_process = train_alone_on(key["model"], key["batch_size"], dtype, ranks, device)
+    wanted = agree(one_process, group)
+    dynamo_counters().clear()
     memory = start_peak(device)
-    low = dtype == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
-    model, batches, loss_of, size = create(key["model"], size, min(ranks, BATCHES), device, low)
+    autocast = dtype == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
+    count = min(ranks, BATCHES)
+    model, batches, loss_of, size = create(key["model"], key["batch_size"], count, device, autocast)
     model, batch = wrap(model, key, device, group.test), batches[rank % BATCHES]
-    start_peak(device)  # the shards count, not the whole model that FSDP has cut them from
+    start_peak(device)  # leaves out the full model, from which FSDP has cut the shards
     if args.verbose:
-        bench.print(f"# {name}\n{model}")
-    compiled = compile_by(backend, model)
+        bench.print(f"# {name_of(key)}\n{model}")
+    compiled = compile_by(key["compiler"], model)
     optimizer = sgd(model, wanted.lr if isinstance(wanted, Reference) else 0.0)
-
-    def forward_backward(mark: Any = contextlib.nullcontext) -> Tensor:
-        """mark: names a range of a trace."""
-        with mark("forward"):
-            loss = loss_of(compiled, batch)
-        with mark("backward"):
-            loss.backward()
-        return loss.detach()
-
-    def step(mark: Any = contextlib.nullcontext) -> Tensor:
-        loss = forward_backward(mark)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    def without_optimizer() -> None:
-        forward_backward()
-        optimizer.zero_grad()
-
-    losses, times_s, graphs = list[Tensor](), list[float](), list[int]()
-    for i in range(CHECKED_STEPS):
-        bench.watchdog.phase(f"step {i + 1} (the first one compiles)")
-        dist.barrier(group.control)
-        times_s += time_block(lambda: losses.append(step()), 1, device)[0]
-        graphs.append(counters["stats"]["unique_graphs"])
+    steps = steps_of(compiled, loss_of, batch, optimizer)
+    first = take_first_steps(bench, group, steps.step)
     optimizer.param_groups[0]["lr"] = 0.0  # costs the same, and the weights stay finite
-    gib = peak(device, memory)
+    memory_metrics = peak(device, memory)
 
     def facts() -> Key:
-        cost: Key = count_graphs(graphs[0]) | {"start_s": start_s}
-        cost |= {"first_step_s": times_s[0], "first_steps_s": sum(times_s)}
+        metrics: Key = count_graphs(first.graphs[0]) | memory_metrics | count_units(model)
+        metrics["start_s"] = start_s
+        metrics["first_step_s"] = first.times_s[0]
+        metrics["first_steps_s"] = sum(first.times_s)
         if args.profile:
-            file = args.trace_file.with_stem(f"{args.trace_file.stem}-{name}-{rank}")
-            trace(step, args.iters or PROFILED, file, device)
+            write_trace(args, key, bench, steps.step)
         if args.torchviz:
             loss = loss_of(compiled, batch)  # on all ranks: FSDP gathers weights in it
             if rank == 0:
-                draw(model, loss, f"torchviz-{name}-0.dot")
-        result = check(key, rank, losses, wanted, cost["graphs"])
-        most = cost | gib | count_units(model)
-        return {"max": most, "check": result, "batch_size": size, "peak": peak_flops(device, dtype)}
+                draw(model, loss, f"torchviz-{name_of(key)}-0.dot")
+        return {
+            "max": metrics,
+            "check": check(key, rank, first.losses, wanted, metrics["graphs"]),
+            "batch_size": size,
+            "device_flops": peak_flops(device, dtype),
+        }
 
-    return Workload(step, {"forward+backward": without_optimizer}, facts=facts, launches=True)
+    parts = {"forward+backward": steps.without_optimizer}
+    return Workload(steps.step, parts, facts=facts, launches=True)
 
 
-def derive(cases: dict[Any, Case], case: Case, times: Times, facts: list[Any]) -> None:
-    """Fill in the metrics and the check. cases: those before this one, of the same model."""
+def name_of(key: Key) -> str:
+    """`toy-small-fp32-ddp-inductor`, for the names of files."""
+    return "-".join(key[field] for field in ("model", "dtype", "strategy", "compiler"))
+
+
+def write_trace(args: Namespace, key: Key, bench: Benchmark, step: Callable[..., Any]) -> None:
+    """This rank's file, such as profile-toy-small-fp32-ddp-inductor-0.json."""
+    stem = f"{args.trace_file.stem}-{name_of(key)}-{bench.job.rank}"
+    steps = args.iters or PROFILED_STEPS
+    trace(step, steps, args.trace_file.with_stem(stem), bench.job.device)
+
+
+# -- what rank 0 makes of it -----------------------------------------------------------------------
+
+
+def derive(cases: dict[tuple[str, str], Case], case: Case, times: Times, facts: list[Any]) -> None:
+    """Fill in the metrics and the check.
+
+    cases: those before this one with the same model, by strategy and compiler.
+    """
     m, key, size = case.metrics, case.key, facts[0]["batch_size"]
     m |= step_metrics(times.each(), len(facts) * (size or 0))
     m |= {"batch_size": size, "samples_per_s": m["samples_per_s"] or None}
     without_optimizer = times.slowest("forward+backward")
     m |= percentiles(without_optimizer, "forward_backward")
     m["forward_backward_mean_s"] = float(without_optimizer.mean())
-    m |= {name: max(fact["max"][name] for fact in facts) for name in facts[0]["max"]}
-    step_s, eager = m["step_time_p50_s"], cases.get((key["strategy"], "eager"))
-    none = cases.get(("none", key["compiler"]))
+    for name in facts[0]["max"]:
+        m[name] = max(fact["max"][name] for fact in facts)
     if key["model"] in DECODERS:
-        config = DECODERS[key["model"]]
-        flop_per_s = size * config.context * flops_per_token(config) / step_s
-        m["tflops"] = flop_per_s / 1e12
-        if all(fact["peak"] for fact in facts):
-            m["mfu"] = flop_per_s / np.mean([fact["peak"] for fact in facts])
-    if eager:
-        m["vs_eager"] = eager.metrics["forward_backward_p50_s"] / m["forward_backward_p50_s"]
-    if none:
-        m["vs_none"] = none.metrics["step_time_p50_s"] / step_s
-    if eager and (gain_s := eager.metrics["step_time_p50_s"] - step_s) > 0:
-        cost_s = m["start_s"] + m["first_steps_s"] - eager.metrics["first_steps_s"]
-        m["payback_steps"] = max(0, int(np.ceil(cost_s / gain_s)))
-    case.check = next(filter("passed".__ne__, sorted(fact["check"] for fact in facts)), "passed")
+        m |= flops_metrics(key["model"], size, m["step_time_p50_s"], facts)
+    if eager := cases.get((key["strategy"], "eager")):
+        m |= against_eager(m, eager.metrics)
+    if none := cases.get(("none", key["compiler"])):
+        m["vs_none"] = none.metrics["step_time_p50_s"] / m["step_time_p50_s"]
+    case.check = worst([fact["check"] for fact in facts])
+
+
+def flops_metrics(model: str, batch_size: int, step_s: float, facts: list[Any]) -> dict[str, float]:
+    """A rank's TFLOPS; and the MFU, if the peaks of all devices are known."""
+    config = DECODERS[model]
+    flop_per_s = batch_size * config.context * flops_per_token(config) / step_s
+    metrics = {"tflops": flop_per_s / 1e12}
+    device_flops = [fact["device_flops"] for fact in facts]
+    if all(device_flops):
+        metrics["mfu"] = flop_per_s / np.mean(device_flops)
+    return metrics
+
+
+def against_eager(m: dict[str, Any], eager: dict[str, Any]) -> dict[str, Any]:
+    """What compiling gains over the metrics of `eager`, and after how many steps it pays."""
+    gains = {"vs_eager": eager["forward_backward_p50_s"] / m["forward_backward_p50_s"]}
+    gain_s = eager["step_time_p50_s"] - m["step_time_p50_s"]
+    if gain_s > 0:
+        cost_s = m["start_s"] + m["first_steps_s"] - eager["first_steps_s"]
+        gains["payback_steps"] = max(0, int(np.ceil(cost_s / gain_s)))
+    return gains
+
+
+def worst(checks: list[str]) -> str:
+    """A failure if a rank has one, else why a rank was not checked, else `passed`."""
+    for kind in ("failed", "skipped"):
+        of_kind = [check for check in checks if check.startswith(kind)]
+        if of_kind:
+            return min(of_kind)
+    return "passed"
 
 
 COLUMNS: Columns = {
@@ -489,21 +612,41 @@ def title_of(args: Namespace, model: str, dtype: str) -> str:
 
 def key_of(args: Namespace, model: str, dtype: str, strategy: str, compiler: str) -> Key:
     """What identifies a case. A flag is true only where it changes what the case does."""
-    sharded, split = strategy.startswith("fsdp"), strategy == "ddp" and compiler != "eager"
-    key = dict(model=model, dtype=dtype, strategy=strategy, compiler=compiler)
-    used = args.fsdp_checkpoint or (args.fsdp_wrap and sharded)
-    return key | {
+    wrapped = args.fsdp_wrap and strategy.startswith("fsdp")
+    compiled_ddp = strategy == "ddp" and compiler != "eager"
+    units = None
+    if args.fsdp_units and (wrapped or args.fsdp_checkpoint):
+        units = ",".join(args.fsdp_units)
+    return {
+        "model": model,
+        "dtype": dtype,
+        "strategy": strategy,
+        "compiler": compiler,
         "batch_size": args.batch_size,
-        "fsdp_wrap": args.fsdp_wrap and sharded,
-        "fsdp_units": ",".join(args.fsdp_units) or None if used else None,
+        "fsdp_wrap": wrapped,
+        "fsdp_units": units,
         "fsdp_checkpoint": args.fsdp_checkpoint,
-        "dynamo_no_optimize_ddp": args.dynamo_no_optimize_ddp and split,
+        "dynamo_no_optimize_ddp": args.dynamo_no_optimize_ddp and compiled_ddp,
     }
+
+
+def plan(args: Namespace, model: str, dtype: str, world_size: int) -> list[Key]:
+    """The key of each case of a table; those that others are compared with come first."""
+    keys = []
+    for strategy, compiler in itertools.product(args.strategies, args.backends):
+        key = key_of(args, model, dtype, strategy, compiler)
+        key["world_size"] = 0 if strategy == "none" else world_size
+        keys.append(key)
+    return keys
 
 
 def unwritable(args: Namespace) -> str | None:
     """Why this rank could not write what --profile and --torchviz make; None if it can."""
-    folders = [args.trace_file.parent] * args.profile + [Path()] * args.torchviz
+    folders = []
+    if args.profile:
+        folders.append(args.trace_file.parent)
+    if args.torchviz:
+        folders.append(Path())
     for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -514,14 +657,15 @@ def unwritable(args: Namespace) -> str | None:
 
 
 def start(backend: str, device: torch.device) -> tuple[float, str | None]:
-    """Seconds of a process's first compilation, of next to nothing, or why that fails.
+    """Seconds of a process's first compilation, of next to nothing; or why that fails.
 
-    Imports, worker processes, a look at the compiler: for all ranks at once, not in a case.
+    It imports, starts worker processes and looks at the compiler. All ranks do this at once, before
+    the first case.
     """
     if backend in ("eager", "print"):
         return 0.0, None
     square = partial(compile_by(backend, torch.square), torch.ones(64, device=device))
-    with fresh_compile_cache():  # it would keep its folder if an error left it
+    with fresh_compile_cache():  # an error must not leave it, or it would keep its folder
         try:
             return time_block(square, 1, device)[0][0], None
         except Exception as error:
@@ -531,38 +675,46 @@ def start(backend: str, device: torch.device) -> tuple[float, str | None]:
             torch.compiler.reset()  # or dynamo compiles nothing from the ninth backend on
 
 
+def measure_table(bench: Benchmark, start_s: dict[str, float], title: str, keys: list[Key]) -> None:
+    """Measure the cases of one model and dtype, then print what compiling cost."""
+    cases: dict[tuple[str, str], Case] = {}  # by strategy and compiler; on rank 0
+    for key in keys:
+        begin = partial(build, bench, start_s[key["compiler"]])
+        ranks = range(max(1, key["world_size"]))  # `none` is rank 0
+        with fresh_compile_cache():
+            case = bench.measure(key, begin, partial(derive, cases), ranks)
+            torch.compiler.reset()  # it holds the model
+        if case and not case.failed:
+            cases[key["strategy"], key["compiler"]] = case
+            if case.check != "passed":
+                bench.print(f"# {case.check}")
+    if cases:
+        bench.print(f"\nCost: {title}\n\n{render(COSTS, list(cases.values()))}")
+
+
 def main() -> int:
     args = parse_args()
     configure_compile(not args.dynamo_no_optimize_ddp, args.verbose)
     with Benchmark("compile_sweep", args) as bench:
-        job, start_s = bench.job, dict[str, float]()
-        problems = gather(unwritable(args))
-        if problem := share(next(filter(None, problems or []), None)):
+        problems = gather(unwritable(args)) or []
+        problem = share(next((problem for problem in problems if problem), None))
+        if problem:
             bench.refuse(problem)
+        start_s: dict[str, float] = {}
         for backend in args.backends:
-            start_s[backend], problem = start(backend, job.device)
-            if problem := share(problem):  # what fails on other ranks alone fails its cases
+            start_s[backend], problem = start(backend, bench.job.device)
+            problem = share(problem)  # a backend that fails on other ranks only fails its cases
+            if problem:
                 bench.refuse(problem)
-        gc.freeze()  # what the backends import, as `join` does
-        widest = max((f"{s} {b}" for s in args.strategies for b in args.backends), key=len)
+        gc.freeze()  # what the backends have imported, as `join` does
+        names = [
+            f"{strategy} {backend}" for strategy in args.strategies for backend in args.backends
+        ]
+        widest = [max(names, key=len), "+-10.0%"]
         for model, dtype in itertools.product(args.models, args.dtype):
             title = title_of(args, model, dtype)
-            bench.begin_table(title, COLUMNS, [widest, "+-10.0%"])
-            cases: dict[tuple[str, str], Case] = {}
-            for strategy, compiler in itertools.product(args.strategies, args.backends):
-                size = 0 if strategy == "none" else job.world_size
-                key = key_of(args, model, dtype, strategy, compiler)
-                key["world_size"] = size
-                work = partial(build, bench, start_s[compiler])
-                with fresh_compile_cache():
-                    case = bench.measure(key, work, partial(derive, cases), range(max(1, size)))
-                    torch.compiler.reset()  # it holds the model
-                if case and not case.failed:
-                    cases[strategy, compiler] = case
-                    if case.check != "passed":
-                        bench.print(f"# {case.check}")
-            if cases:
-                bench.print(f"\nCost: {title}\n\n{render(COSTS, list(cases.values()))}")
+            bench.begin_table(title, COLUMNS, widest)
+            measure_table(bench, start_s, title, plan(args, model, dtype, bench.job.world_size))
     return bench.status
 
 

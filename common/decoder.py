@@ -1,11 +1,13 @@
 """A decoder-only transformer in plain torch: the language model of the training benchmarks.
 
-RMSNorm, rotary positions, no biases, no dropout. Parallelism is applied from outside:
+It has RMSNorm and rotary positions, no biases and no dropout. Parallelism is applied from outside:
 
-    tensor, sequence   attention.{q,k,v,o}, mlp.{up,down} and the norms; heads are counted by width
+    tensor, sequence   to attention.{q,k,v,o}, mlp.{up,down} and the norms. Attention finds out from
+                       the width of q, k and v how many heads this rank has
     pipeline           model.blocks = model.blocks[2:4]; tokens, norm, head become nn.Identity()
-    context            attention.attend is replaced; model.rotation holds the rank's own positions
-    expert             the experts of the middle block; the `compute` of their module is replaced
+    context            attention.attend is replaced; model.rotation is cut to the rank's positions
+    expert             each rank keeps a part of the middle block's experts; Experts.compute is
+                       replaced
 """
 
 from dataclasses import dataclass
@@ -19,14 +21,14 @@ from torch import Tensor, nn
 class DecoderConfig:
     layers: int
     heads: int
-    width: int  # of the residual stream; a head has width / heads of it, an even number
+    width: int  # of the residual stream. A head has width / heads of it, an even number
     vocab: int
     context: int  # the longest sequence, in tokens
-    experts: int = 0  # that take the place of the middle block's MLP
+    experts: int = 0  # in place of the middle block's MLP; 0 for the MLP
 
 
-# The large ones have the layers, widths and number of parameters of GPT-2 small and GPT-3 XL, with
-# half of GPT-2's vocabulary and a head of its own, which pipeline stages need.
+# The large ones have the layers, widths and number of parameters of GPT-2 small and GPT-3 XL. They
+# have half of GPT-2's vocabulary. Their head has weights of its own, which pipeline stages need.
 DECODERS = {
     "decoder-nano": DecoderConfig(layers=4, heads=8, width=64, vocab=256, context=64),
     "decoder-tiny": DecoderConfig(layers=8, heads=8, width=64, vocab=256, context=128),
@@ -41,15 +43,23 @@ class Attention(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        width, self.head_width = config.width, config.width // config.heads
-        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        width = config.width
+        self.head_width = width // config.heads
+        self.q = nn.Linear(width, width, bias=False)
+        self.k = nn.Linear(width, width, bias=False)
+        self.v = nn.Linear(width, width, bias=False)
+        self.o = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, rotation: Tensor) -> Tensor:
-        # three of [batch, heads of this rank, sequence, head width]
-        split = (-1, self.head_width)
-        q, k, v = [f(x).unflatten(-1, split).transpose(1, 2) for f in (self.q, self.k, self.v)]
-        y = self.attend(rotate(q, rotation), rotate(k, rotation), v)
+        q = rotate(self.split_heads(self.q(x)), rotation)
+        k = rotate(self.split_heads(self.k(x)), rotation)
+        v = self.split_heads(self.v(x))
+        y = self.attend(q, k, v)
         return self.o(y.transpose(1, 2).flatten(2))
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """[batch, sequence, width] -> [batch, heads of this rank, sequence, head width]."""
+        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -68,17 +78,18 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """An MLP for each token, by its position: the k-th is drawn 1/k as often as the first one.
+    """An MLP for each token, which follows from its position: [batch, sequence, width] -> the same.
 
-    [batch, sequence, width] -> the same. The load is skewed, and alike wherever the model is split.
+    Each position has drawn its expert, the k-th one with 1/k of the first one's probability. So the
+    experts have different loads, which are the same however the model is split.
     """
 
-    expert: Tensor  # of each position
+    expert: Tensor  # of each position, [context]
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.count = config.experts
-        self.each = nn.ModuleList(MLP(config.width) for _ in range(self.count))
+        self.mlps = nn.ModuleList(MLP(config.width) for _ in range(self.count))
         popularity = 1 / torch.arange(1, self.count + 1)  # Zipf
         drawn = torch.multinomial(popularity, config.context, replacement=True)
         self.register_buffer("expert", drawn, persistent=False)
@@ -90,13 +101,14 @@ class Experts(nn.Module):
         return y[order.argsort()].view_as(x)
 
     def compute(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """tokens: [..., n, width], sorted by expert; counts: how many each of them gets."""
-        parts = zip(self.each, tokens.split(counts.tolist(), dim=-2), strict=True)
-        return torch.cat([mlp(part) for mlp, part in parts], dim=-2)
+        """tokens: [..., n, width], sorted by expert. counts: how many belong to each expert."""
+        parts = tokens.split(counts.tolist(), dim=-2)
+        outputs = [mlp(part) for mlp, part in zip(self.mlps, parts, strict=True)]
+        return torch.cat(outputs, dim=-2)
 
 
 class Block(nn.Module):
-    """Attention, then an MLP, each on a normalised copy and added to the stream."""
+    """Attention, then an MLP. Each takes a normalised copy of the stream and is added to it."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -137,7 +149,7 @@ class Decoder(nn.Module):
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair of x [batch, heads, sequence, head width] by its position's angle."""
+    """Turn each pair of x [batch, heads, sequence, head width] by the angle of its position."""
     a, b = x.chunk(2, dim=-1)
     cos, sin = rotation[: x.shape[-2]].chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
@@ -149,14 +161,17 @@ def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def random_text(config: DecoderConfig, batch_size: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens and the ones that follow them, [batch, context] each, on the CPU."""
+    """Tokens, and for each the one that follows it: two of [batch, context], on the CPU."""
     source = torch.Generator().manual_seed(seed)
     text = torch.randint(config.vocab, (batch_size, config.context + 1), generator=source)
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
 def flops_per_token(config: DecoderConfig) -> int:
-    """Of forward and backward with texts of `context` tokens (PaLM, arXiv 2204.02311, app. B)."""
-    # 6 for each weight of a matrix product; attention in full, although causality halves it
+    """FLOPs of forward and backward for a token of a text of `context` tokens.
+
+    PaLM, arXiv 2204.02311, appendix B.
+    """
+    # 6 for each weight of a matrix product. Attention counts in full, although causality halves it
     weights = config.layers * 12 * config.width**2 + config.vocab * config.width
     return 6 * weights + 12 * config.layers * config.width * config.context

@@ -1,8 +1,9 @@
-"""Memory of a case on one rank: its peak, and how much there is."""
+"""The memory of a case on one rank: how much it used at most, and whether there is enough."""
 
 import contextlib
 import ctypes
 import gc
+import math
 import re
 from pathlib import Path
 
@@ -15,23 +16,31 @@ GIB = 2**30
 
 
 def start_peak(device: torch.device) -> int:
-    """Start a new peak. Returns the bytes in use, which `peak` takes off on the CPU."""
+    """Start a new peak. Returns the bytes in use now; on the CPU `peak` subtracts them.
+
+    On CUDA this is 0: `peak` counts what torch has in use at the start as well.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return 0
     with contextlib.suppress(OSError, AttributeError):  # glibc only
-        # give back what the case before has freed, or this one would grow into it unseen
+        # Memory that the case before has freed may still belong to the process. Give it back, or
+        # this case would use it and its growth would not show.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-    with contextlib.suppress(OSError):  # some containers forbid it: then the peak is the run's
+    with contextlib.suppress(OSError):  # some containers forbid it: then VmHWM is the whole run's
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
     return status_bytes("VmRSS")
 
 
 def peak(device: torch.device, start: int) -> dict[str, float]:
-    """GiB since `start_peak`, as metrics: on CUDA what torch reserved and allocated at most, which
-    leaves out NCCL's own buffers; on the CPU by how much the resident set grew."""
+    """The largest memory since the last `start_peak`, in GiB, as metrics.
+
+    On CUDA: what torch reserved and what it allocated at most, without NCCL's own buffers. On the
+    CPU: by how much the resident set grew over `start`, which is what this `start_peak` or an
+    earlier one returned.
+    """
     if device.type == "cuda":
         return {
             "memory_gib": torch.cuda.max_memory_reserved(device) / GIB,
@@ -41,23 +50,37 @@ def peak(device: torch.device, start: int) -> dict[str, float]:
 
 
 def too_much(needed: int, job: Job, flag: str) -> str | None:
-    """Why the ranks of a device or host cannot have `needed` bytes each; None if they can."""
+    """Why the ranks of a device or host cannot have `needed` bytes each; None if they can.
+
+    flag: the one whose value is too large.
+    """
     if job.device.type == "cuda":
-        what, free = "device", torch.cuda.mem_get_info(job.device)[0]
-        needed *= max(1, -(-job.local_world_size // torch.cuda.device_count()))
+        place = "device"
+        ranks = max(1, math.ceil(job.local_world_size / torch.cuda.device_count()))
+        free, _ = torch.cuda.mem_get_info(job.device)
     else:
-        what, free = "host", psutil.virtual_memory().available
-        needed *= job.local_world_size
-        with contextlib.suppress(OSError, ValueError):  # no cgroup of ours, or no limit: `max`
-            files = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-            limit, used = (int(file.read_text()) for file in files)
-            free = min(free, max(0, limit - used))
-    if needed <= free:
+        place = "host"
+        ranks = job.local_world_size
+        free = free_on_host()
+    total = needed * ranks
+    if total <= free:
         return None
-    return f"the buffers need {needed:,} bytes of this {what}, {free:,} are free; lower {flag}"
+    return f"the buffers need {total:,} bytes of this {place}, {free:,} are free; lower {flag}"
+
+
+def free_on_host() -> int:
+    """Bytes that are free on the host, or within the limit of this process's cgroup."""
+    free = psutil.virtual_memory().available
+    cgroup = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no cgroup of ours, or no limit: `max`
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        free = min(free, max(0, limit - used))
+    return free
 
 
 def status_bytes(name: str) -> int:
+    """A field of /proc/self/status in bytes; 0 if it is not there."""
     text = Path("/proc/self/status").read_text()
-    found = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) * 1024 if found else 0
+    field = re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE)
+    return int(field[1]) * 1024 if field else 0

@@ -1,6 +1,7 @@
-"""What a GPU computes at most. MFU = FLOPs of the model / time / peak (arXiv 2204.02311, app. B).
+"""FLOP/s that a GPU reaches at most. MFU = FLOPs of the model / time / peak (arXiv 2204.02311, B).
 
-Dense matrix products, accumulated in fp32. Where a peak is not known for sure it is None: no MFU.
+The peaks are those of dense matrix products, accumulated in fp32. A peak that is not known for sure
+is None, and a case then has no MFU.
 """
 
 from dataclasses import dataclass
@@ -10,10 +11,10 @@ import torch
 
 @dataclass(frozen=True)
 class Peak:
-    """TFLOPS; None: the device has no such units.
+    """TFLOPS by dtype; None if the device has no units for it.
 
-    names: all of torch.cuda.get_device_name() but a leading "NVIDIA ". A name with more in it is
-    another thing, e.g. a part of a GPU (`H100 80GB HBM3 MIG 1g.10gb`).
+    names: what torch.cuda.get_device_name() returns, without a leading "NVIDIA ". They must agree
+    in full: a longer name is another device, e.g. a part of a GPU (`H100 80GB HBM3 MIG 1g.10gb`).
     """
 
     names: tuple[str, ...]
@@ -21,14 +22,14 @@ class Peak:
     tf32: float | None
     bf16: float | None
     source: str
-    processors: int | None = None  # of the whole device, where a part of it has the same name
+    processors: int | None = None  # multiprocessors, if parts of the device have the same name
 
 
 _V100 = ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB")
 _A100 = ("A100-SXM4-40GB", "A100-SXM4-80GB", "A100-PCIE-40GB", "A100 80GB PCIe")
 _H100 = "NVIDIA H100 Tensor Core GPU architecture whitepaper"
-# "halved": the datasheet gives tensor cores with sparsity, which is twice the dense number
-PEAKS = (
+# "halved": the datasheet has the number with sparsity, which is twice the dense one
+PEAKS = (  # names, fp32, tf32, bf16, source, processors
     Peak(_V100, 15.7, None, None, "NVIDIA V100 datasheet"),
     Peak(_A100, 19.5, 156, 312, "NVIDIA A100 datasheet"),
     Peak(("A10",), 31.2, 62.5, 125, "NVIDIA A10 datasheet"),
@@ -45,7 +46,7 @@ PEAKS = (
 
 
 def find_peak(name: str, dtype: str, processors: int) -> float | None:
-    """FLOP/s of a device by its name and number of multiprocessors, in fp32, tf32 or bf16."""
+    """FLOP/s of a device by its name and number of multiprocessors. dtype: fp32, tf32 or bf16."""
     for peak in PEAKS:
         if name.removeprefix("NVIDIA ") in peak.names and peak.processors in (None, processors):
             tflops: float | None = getattr(peak, dtype)
@@ -54,8 +55,8 @@ def find_peak(name: str, dtype: str, processors: int) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s of a device; None on the CPU and where it is not known."""
+    """FLOP/s of a device. None on the CPU, and where the number is not known."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
-    return find_peak(found.name, dtype, found.multi_processor_count)
+    properties = torch.cuda.get_device_properties(device)
+    return find_peak(properties.name, dtype, properties.multi_processor_count)

@@ -43,7 +43,7 @@ def times_of(case: Case) -> Times:
 def test_a_few_pairs_have_no_interval() -> None:
     case = Case({"mode": "perturbation"}, [0], {"step": [[0.001, 0.002, 0.003]]})
     calibrate.derive_perturbation(case, times_of(case), [[1.02]])
-    assert calibrate.found(case) == (
+    assert calibrate.finding(case) == (
         "reported / bare loop = 1.0200 (too few --pairs for an interval), a step of 2.00 ms"
     )
 
@@ -56,7 +56,7 @@ def test_perturbation_by_hand() -> None:
     assert case.metrics["ratio"] == 1.005
     assert case.metrics["ratio_ci95"] == (0.98, 1.03)
     assert case.metrics["step_time_p50_s"] == 0.001
-    assert "1.0050 (95 % 0.9800 to 1.0300), a step of 1.00 ms" in calibrate.found(case)
+    assert "1.0050 (95 % 0.9800 to 1.0300), a step of 1.00 ms" in calibrate.finding(case)
 
 
 def test_barrier_by_hand() -> None:
@@ -82,8 +82,8 @@ def test_resolution_by_hand() -> None:
     assert case.metrics["step_time_p50_s"] == 0.010
     assert case.metrics["difference_rel"] == pytest.approx(0, abs=1e-9)
     assert case.metrics["resolution_rel"] == pytest.approx(0.3)  # -3 to 3 ms: half of 6, over 10
-    assert calibrate.found(case) == "+-30.00% of a step of 10.00 ms, after 9 steps"
+    assert calibrate.finding(case) == "+-30.00% of a step of 10.00 ms, after 9 steps"
     few = Case({"mode": "resolution"}, [0], {"step": [[0.010] * 3], "the same": [b[:3]]}, [1] * 3)
     calibrate.derive_resolution(few, times_of(few), [None])
     assert "resolution_rel" not in few.metrics
-    assert calibrate.found(few) == "too few rounds to say of a step of 10.00 ms, after 3 steps"
+    assert calibrate.finding(few) == "too few rounds to say of a step of 10.00 ms, after 3 steps"

@@ -246,7 +246,7 @@ def case_of(backend: str, step_s: float, first_s: float, start_s: float, checks:
     samples["forward+backward"] = [[step_s - 0.005] * 11 + [step_s + 0.007]] * 2
     found = {"first_step_s": first_s, "first_steps_s": first_s, "start_s": start_s}
     facts = [
-        {"max": found, "check": check, "peak": peak, "batch_size": 8}
+        {"max": found, "check": check, "device_flops": peak, "batch_size": 8}
         for check, peak in zip(checks, (2e12, 1e12), strict=True)
     ]
     return Case(key | {"batch_size": 8}, [0, 1], samples, [12]), facts

@@ -34,10 +34,11 @@ def facts(**other: Any) -> dict[str, Any]:
 
 
 def derived(ranks: list[dict[str, Any]], every: float = 600, strategy: str = "fsdp2") -> Case:
-    case = Case({"mode": "async-thread", "strategy": strategy}, list(range(len(ranks))))
+    key = {"mode": "async-thread", "strategy": strategy, "every_s": every}
+    case = Case(key, list(range(len(ranks))))
     samples = {name: column(ranks, "saves", name) for name in ("alone", "blocked", "upload")}
     samples["step"] = column(ranks, "saves", "save")
-    derive(every, case, Times(samples, [1] * 6), ranks)
+    derive(case, Times(samples, [1] * 6), ranks)
     return case
 
 

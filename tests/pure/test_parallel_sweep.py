@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parallel_sweep import Mesh, best, breakdown, default_meshes, misfit, title_of
+from benchmarks.parallel_sweep import best, breakdown, default_meshes, misfit, parse_mesh, title_of
 from common.report import Case
 from common.stats import Times
 
@@ -15,20 +15,20 @@ CPU = {"device": "cpu", "backend": "gloo"}
 @pytest.mark.parametrize(
     ("name", "axes", "what"),
     [
-        ("dp8", ["dp"], {"dp": 8, "replicas": 1, "how": ""}),
+        ("dp8", ["dp"], {"dp": 8, "replicas": 1, "ddp": False}),
         ("dp2x4", ["dp"], {"dp": 8, "replicas": 2}),
-        ("ddp8", ["dp"], {"dp": 8, "how": "ddp"}),
+        ("ddp8", ["dp"], {"dp": 8, "ddp": True}),
         ("dp4tp2", ["dp", "tp"], {"dp": 4, "tp": 2, "stages": 1}),
-        ("dp2pp4:1f1b", ["pp", "dp"], {"how": "1f1b", "stages": 4}),
+        ("dp2pp4:1f1b", ["pp", "dp"], {"schedule": "1f1b", "stages": 4}),
         ("pp4:zbv", ["pp"], {"stages": 8}),
         # ranks of cp and ep share gradients: they are ranks of dp as well
-        ("cp4:ring", ["dp", "cp"], {"data": 4, "how": "ring"}),
+        ("cp4:ring", ["dp", "cp"], {"data": 4, "ring": True}),
         ("dp2x2ep2pp2:zbv", ["pp", "dp", "ep"], {"data": 8, "replicas": 2, "stages": 4}),
         ("dp1", [], {"data": 1}),
     ],
 )
 def test_mesh_by_name(name: str, axes: list[str], what: dict[str, Any]) -> None:
-    mesh = Mesh(name)
+    mesh = parse_mesh(name)
     assert mesh.axes == axes
     assert {field: getattr(mesh, field) for field in what} == what
 
@@ -50,7 +50,7 @@ def test_mesh_by_name(name: str, axes: list[str], what: dict[str, Any]) -> None:
 )
 def test_what_is_no_mesh(name: str, says: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError) as error:
-        Mesh(name)
+        parse_mesh(name)
     assert says in str(error.value)
 
 
@@ -114,7 +114,7 @@ def test_default_meshes_fit_their_ranks() -> None:
     for ranks in range(1, 65):
         key |= {"world_size": ranks, "global_batch": 4 * ranks}
         for name in default_meshes(ranks):
-            parts = 2 * Mesh(name).pp if "pp" in name else 1
+            parts = 2 * parse_mesh(name).pp if "pp" in name else 1
             assert misfit(key | {"mesh": name, "microbatches": parts}) is None
 
 
@@ -128,7 +128,7 @@ def test_breakdown_by_hand() -> None:
     }
     samples = {name: [[s] * 6 for s in ranks] for name, ranks in seconds.items()}
     times = Times(samples, [1] * 6)
-    found = breakdown(Mesh("dp2pp2:1f1b"), 4, times)
+    found = breakdown(parse_mesh("dp2pp2:1f1b"), 4, times)
     assert found["compute_s"] == pytest.approx(0.7)
     assert found["exposed_pp_s"] == pytest.approx(1.0 - 0.8)
     assert found["exposed_dp_s"] == pytest.approx(1.0 - 0.9)
@@ -139,7 +139,7 @@ def test_breakdown_by_hand() -> None:
     assert found["pipeline_idle_theory"] == pytest.approx(1 / 5)  # 2 stages: 1 of 4 + 1 slots
     # two stages on a rank halve each slot: 3 of 2 * 8 + 3
     alone = {"step": samples["step"], "compute": samples["compute"]}  # as of a single axis
-    found = breakdown(Mesh("pp4:interleaved"), 8, Times(alone, [1] * 6))
+    found = breakdown(parse_mesh("pp4:interleaved"), 8, Times(alone, [1] * 6))
     assert found["pipeline_idle_theory"] == pytest.approx(3 / 19)
 
 
