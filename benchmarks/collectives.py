@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How fast is each collective, at each size, and are its results right? nccl-tests for torch.
 
-    time    = a sample of -n calls / n; -a of the ranks' (default max); median of the samples
+    time    = a sample of n calls (-n) / n; over the ranks the maximum (-a); the median sample
     algbw   = size / time, in GB/s of 10^9 bytes;     busbw = algbw * its factor below
     size    = the larger of what a rank sends and receives, in bytes; count = elements it brings
     #wrong  = values that differ from what rank and position say; must be 0
@@ -10,7 +10,8 @@
     torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all -e 1G --json report.jsonl
     torchrun --nproc-per-node 8 benchmarks/collectives.py -b 1G -e 1G --limit 450 --min-busbw 400
 
-Flags, table and formulas are those of NVIDIA's nccl-tests; written anew. BSD-3-Clause.
+The flags, the table and the formulas are those of NVIDIA's nccl-tests; the code was written anew.
+BSD-3-Clause.
 """
 
 import argparse
@@ -41,17 +42,23 @@ from common.table import Table
 from common.timing import Step
 
 Key = dict[str, Any]
+Matrix = list[list[int]]  # what goes from each rank (row) to each rank (column)
+Buffers = list[tuple[Tensor, Tensor]]  # input and output of successive calls
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 ALIASES = {"float": "float32", "half": "float16", "double": "float64"}  # nccl-tests' names
 OPS = dist.ReduceOp
 REDOPS = {"sum": OPS.SUM, "avg": OPS.AVG, "min": OPS.MIN, "max": OPS.MAX, "prod": OPS.PRODUCT}
 ACROSS: dict[str, Any] = {"rank0": lambda rows, axis: rows[0], "avg": np.mean, "min": np.min}
 ACROSS |= {"max": np.max, "0": ACROSS["rank0"], "1": np.mean, "2": np.min, "3": np.max}
-COLD = 2**28  # bytes that calls walk through: more than caches hold
+COLD_BYTES = 2**28  # calls walk through so much memory: more than caches hold
+LARGEST_BLOCK = 4096  # buffers that calls walk through at most
+ALIGNMENT = 64  # elements: every buffer begins at a multiple of it
 SAMPLE_BYTES = {"cpu": 2**22, "cuda": 2**32}  # a sample of large sizes has fewer calls than -n
+LARGEST_SIZE = {"cpu": 2**26, "cuda": 2**30}  # -e by default
+LATE_S = 0.02  # one rank comes so late to the barrier that is checked
 VARIANTS = ("out_of_place", "in_place")
 MAX_SIZES = 10_000  # of a table
-N = 0
+N = 0  # in OPERATIONS: a part for each of the n ranks
 
 
 class Place(NamedTuple):
@@ -63,33 +70,37 @@ class Place(NamedTuple):
     root: int
     op: Any  # of a reduction, or None
     elements: int  # that a rank brings
-    matrix: list[list[int]]  # elements that go from rank (row) to rank (column)
-    splits: tuple[Any, Any]  # of --matrix: what comes from each rank, what goes to each
+    matrix: Matrix  # in elements
+    splits: tuple[Any, Any]  # with --matrix: what comes from each rank, what goes to each
 
 
 class Operation(NamedTuple):
-    sends: int  # times its elements; N: a part for each rank
+    sends: int  # 1: as many elements as a rank brings. N: a part for each rank
     receives: int
     bus: Callable[[int], float]  # busbw / algbw of n ranks: nccl-tests' doc/PERFORMANCE.md
     variants: tuple[str, ...]  # the first one is torch's own
     options: str  # -o for a reduction, -r for a root
     call: Callable[[Tensor, Tensor, Place], object]  # input, output
-    # what must have come, in this order: from a rank, or None: reduced; first position; elements
+    # the pieces that must have come, in order: the rank that sent the piece, or None for a
+    # reduction; the position of its first value; how many values it has
     expected: Callable[[Place], list[tuple[int | None, int, int]]]
 
 
 def copied(src: Tensor, dst: Tensor, brings: bool = True) -> Tensor:
-    """dst: what torch has in place only includes this copy out of place."""
-    return dst if src is dst or not brings else dst.copy_(src)
+    """dst, with the input of a rank that brings one. torch has some operations in place only: out
+    of place they include this copy."""
+    if src is dst or not brings:
+        return dst
+    return dst.copy_(src)
 
 
-def parts(whole: Tensor, at: Place) -> list[Tensor] | None:
-    """One for each rank, on the root alone."""
-    return list(whole.chunk(at.n)) if at.rank == at.root else None
+def parts(buffer: Tensor, at: Place) -> list[Tensor] | None:
+    """A part for each rank; only the root has them."""
+    return list(buffer.chunk(at.n)) if at.rank == at.root else None
 
 
 def ring(src: Tensor, dst: Tensor, at: Place) -> None:
-    """To the next rank, from the one before."""
+    """Send to the next rank, receive from the one before."""
     send = dist.P2POp(dist.isend, src, group=at.group, group_peer=(at.rank + 1) % at.n)
     recv = dist.P2POp(dist.irecv, dst, group=at.group, group_peer=(at.rank - 1) % at.n)
     for work in dist.batch_isend_irecv([send, recv]):
@@ -132,44 +143,51 @@ OPERATIONS = {
 # fmt: on
 
 
-def lacking(key: Key) -> str | None:
-    """Why this cannot be measured, as is known without a try; None where it can."""
-    name, alone = key["collective"], key["group_ranks"] == 1 or key["device"] == "cuda"
-    if name == "sendrecv" and key["backend"] == "gloo" and alone:
+def why_not_measured(key: Key) -> str | None:
+    """Why a case cannot be measured, as far as is known without a try; None where it can be."""
+    name = key["collective"]
+    to_itself_or_cuda = key["group_ranks"] == 1 or key["device"] == "cuda"
+    if name == "sendrecv" and key["backend"] == "gloo" and to_itself_or_cuda:
         return "gloo sends neither to itself nor from CUDA"
     if key["redop"] == "avg" and not getattr(torch, key["dtype"]).is_floating_point:
         return "an average of whole numbers is none"
-    return "it is not captured" if name == "barrier" and key["cudagraph"] else None
+    if name == "barrier" and key["cudagraph"]:
+        return "it is not captured"
+    return None
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
-    add, size, whole, rate = parser.add_argument, cli.size, cli.number(int, 0), cli.positive_float
-    names, redops = cli.list_of(str, tuple(OPERATIONS)), cli.list_of(str, tuple(REDOPS))
-    types = cli.list_of(lambda name: ALIASES.get(name, name), TYPES)
+    add = parser.add_argument
+    above_0, rate, count = cli.positive_size, cli.positive_float, cli.number(int, 0)
+    names = cli.list_of(str, tuple(OPERATIONS))
     text = f"`all` or a list of {', '.join(OPERATIONS)} (default: all_reduce)"
     add("--collective", type=names, metavar="NAME", help=text)
-    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="(default: 8)")
-    above_0 = cli.positive_size
+    add("-b", "--minbytes", type=cli.size, default=8, metavar="SIZE", help="(default: 8)")
     add("-e", "--maxbytes", type=above_0, metavar="SIZE", help="(default: 64M, on CUDA 1G)")
     step = parser.add_mutually_exclusive_group().add_argument
-    step("-i", "--stepbytes", type=above_0, metavar="SIZE", help="add this from size to size, or")
+    text = "from size to size, add this, or"
+    step("-i", "--stepbytes", type=above_0, metavar="SIZE", help=text)
     factor = cli.number(float, 1, above=True)
     step("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help="multiply (default: 2)")
     add("-n", "--calls", type=cli.positive_int, default=20, metavar="N", help="in a sample (20)")
+    types = cli.list_of(lambda name: ALIASES.get(name, name), TYPES)
     add("-d", "--datatype", type=types, default=["float32"], metavar="TYPE", help=", ".join(TYPES))
+    redops = cli.list_of(str, tuple(REDOPS))
     add("-o", "--op", type=redops, default=["sum"], metavar="OP", help=", ".join(REDOPS))
-    add("-r", "--root", type=whole, default=0, metavar="R", help="a rank in its group (default: 0)")
-    add("-c", "--check", type=whole, default=1, metavar="N", help="check N samples (default: 1)")
-    add("-G", "--cudagraph", type=whole, default=0, metavar="N", help="time N replays of a graph")
+    add("-r", "--root", type=count, default=0, metavar="R", help="a rank in its group (default: 0)")
+    add("-c", "--check", type=count, default=1, metavar="N", help="check N samples (default: 1)")
+    add("-G", "--cudagraph", type=count, default=0, metavar="N", help="time N replays of a graph")
     add("-a", "--average", choices=ACROSS, default="max", help="across ranks (default: max)")
     add("-z", "--blocking", choices="01", default="0", help="1: wait for each call on the host")
     add("--cache-warm", action="store_true", help="one buffer instead of many")
     add("--groups", default="world", metavar="G", help="world, node, cross, or ranks as 0,1/2-3")
     text = "all_to_all: bytes from rank (row) to rank (column), instead of -b to -f"
     add("--matrix", metavar="FILE", help=text)
-    add("--limit", type=rate, metavar="GB/s", help="of the link: adds busbw in percent of it")
-    add("--min-busbw", type=rate, metavar="GB/s", help="fail below 0.9 of it at large sizes")
+    text = "the speed of the link: adds busbw in percent of it"
+    add("--limit", type=rate, metavar="GB/s", help=text)
+    text = "fail if busbw at large sizes is under 0.9 of this"
+    add("--min-busbw", type=rate, metavar="GB/s", help=text)
     cli.add_common_flags(parser, min_iters=12, max_seconds=0.3)
     args = parser.parse_args(argv)
     if args.matrix == "":
@@ -181,20 +199,45 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"expected -e from -b on, got {got}; e.g. -b 8 -e 64M")
     if args.cudagraph and args.blocking == "1":
         parser.error("-G replays a graph of calls, and -z 1 waits for each call; give one of them")
-    args.collective = args.collective or ["all_reduce"]
     return args
 
 
-def read_matrix(path: str, n: int) -> Any:
-    """n rows of n bytes, between blanks or commas, down to multiples of 16 as in nccl-tests."""
-    rows = np.loadtxt(Path(path).read_text().replace(",", " ").splitlines(), ndmin=2)
-    if rows.shape != (n, n) or not ((rows >= 0) & (rows < 2**50)).all() or rows.max() < 16:
+# -- what is going to be measured ------------------------------------------------------------------
+
+
+def read_matrix(path: str, n: int) -> Matrix:
+    """The n rows of n sizes in bytes of --matrix, between blanks or commas.
+
+    Each is cut to a multiple of 16, as in nccl-tests. Raises ValueError and OSError.
+    """
+    lines = Path(path).read_text().replace(",", " ").splitlines()
+    sizes = np.loadtxt(lines, ndmin=2)
+    possible = (sizes >= 0) & (sizes < 2**50)  # nan is neither
+    if sizes.shape != (n, n) or not possible.all() or sizes.max() < 16:
         raise ValueError(f"expected {n} rows of {n} sizes in bytes, one a rank, not all under 16")
-    return (rows // 16 * 16).astype(int).tolist()
+    return (sizes // 16 * 16).astype(int).tolist()
+
+
+def digest_of(matrix: Matrix) -> str | bool:
+    """Which --matrix it is; False, as in older reports, where there is none."""
+    return hashlib.sha256(repr(matrix).encode()).hexdigest()[:12] if matrix else False
+
+
+def names_of(args: argparse.Namespace) -> list[str]:
+    """The collectives that are asked for."""
+    return ["all_to_all"] if args.matrix else args.collective or ["all_reduce"]
+
+
+def range_of(args: argparse.Namespace, matrix: Matrix, device: str) -> tuple[int, int]:
+    """The smallest and the largest size in bytes. device: its type."""
+    if matrix:  # the size is that of the rank with the most to send or to receive
+        most = max(int(np.sum(matrix, axis).max()) for axis in (0, 1))
+        return most, most
+    return args.minbytes, max(args.minbytes, args.maxbytes or LARGEST_SIZE[device])
 
 
 def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
-    """Sizes from `low` to `high`, each `step` bytes more than the last or `factor` times it.
+    """Sizes from `low` to `high`. Each is `step` bytes more than the last, or `factor` times it.
 
     Raises ValueError for more than MAX_SIZES.
     """
@@ -205,149 +248,243 @@ def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
             scanned = f"{cli.show_size(low)} to {cli.show_size(high)} by {how}"
             raise ValueError(f"{scanned} are over {MAX_SIZES:,} sizes; expected fewer, e.g. -f 2")
         sizes.append(size)
-        size = size + step if step else max(size + 1, int(min(size * factor, high + 1)))
+        if step:
+            size += step
+        else:
+            product = min(size * factor, high + 1)  # int() of infinity would raise
+            size = max(size + 1, int(product))
     return sizes
 
 
-def plan(args: argparse.Namespace, place: Key, ranks: int) -> dict[str, list[Key]]:
-    """The title and the keys of each table. place: device, backend and world size."""
-    sizes = scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
-    fixed = {n: getattr(args, n) for n in ("blocking", "cudagraph", "average", "groups")}
-    fixed |= {"caches": "warm" if args.cache_warm or args.cudagraph else "cold"}
-    fixed |= {"matrix": digest_of(args.matrix), "group_ranks": ranks}
-    fixed |= place
+def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> dict[str, list[Key]]:
+    """The title and the keys of each table. place: device, backend and world size. ranks: of a
+    group. Raises ValueError for too many sizes."""
+    low, high = range_of(args, matrix, place["device"])
+    sizes = scan(low, high, args.stepbytes, args.stepfactor)
+    one_buffer = args.cache_warm or args.cudagraph
+    fixed = {
+        "blocking": args.blocking,
+        "cudagraph": args.cudagraph,
+        "average": args.average,
+        "groups": args.groups,
+        "caches": "warm" if one_buffer else "cold",
+        "matrix": digest_of(matrix),
+        "group_ranks": ranks,
+        **place,
+    }
     tables = dict[str, list[Key]]()
-    for name, dtype, redop in itertools.product(args.collective, args.datatype, args.op):
-        op, unit = OPERATIONS[name], getattr(torch, dtype).itemsize
-        unit *= ranks if N in (op.sends, op.receives) and not args.matrix else 1
-        counts = list(dict.fromkeys(max(1, size // unit) for size in sizes))
-        if name == "barrier":
-            dtype, counts = "none", [0]
-        redop = redop if "-o" in op.options else "none"
-        root = args.root if "-r" in op.options else -1
-        this = {"collective": name, "dtype": dtype, "redop": redop, "root": root}
-        title = f"# {name} {dtype} {redop}".replace(" none", "")
-        keys = list[Key]()
-        for count in counts:
-            size = count * unit
-            calls = max(1, min(args.calls, SAMPLE_BYTES[place["device"]] // max(1, size)))
-            keys.append(this | {"size_bytes": size, "count": count, "calls": calls} | fixed)
-        tables[f"{title}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})"] = keys
+    for name, dtype, redop in itertools.product(names_of(args), args.datatype, args.op):
+        operation = OPERATIONS[name]
+        table = {
+            "collective": name,
+            "dtype": "none" if name == "barrier" else dtype,
+            "redop": redop if "-o" in operation.options else "none",
+            "root": args.root if "-r" in operation.options else -1,
+        }
+        unit = getattr(torch, dtype).itemsize
+        if N in (operation.sends, operation.receives) and not matrix:
+            unit *= ranks
+        rows = sizes_and_calls(sizes if name != "barrier" else [], unit, args.calls, place)
+        title = f"# {name} {table['dtype']} {table['redop']}".replace(" none", "")
+        title = f"{title}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})"
+        tables[title] = [table | row | fixed for row in rows]
     return tables
 
 
-def digest_of(matrix: list[list[int]]) -> str | bool:
-    """Which --matrix it is; False, as in older reports, where there is none."""
-    return hashlib.sha256(repr(matrix).encode()).hexdigest()[:12] if matrix else False
+def sizes_and_calls(sizes: list[int], unit: int, most_calls: int, place: Key) -> list[Key]:
+    """The part of the key that differs from row to row. No sizes: one row without any data.
+
+    unit: bytes by which the size grows with each element. A size that is no multiple is cut, and
+    what becomes the same by that is measured once.
+    """
+    counts = dict.fromkeys(max(1, size // unit) for size in sizes)
+    rows = list[Key]()
+    for count in counts or [0]:
+        size = count * unit
+        affordable = SAMPLE_BYTES[place["device"]] // max(1, size)
+        calls = max(1, min(most_calls, affordable))
+        rows.append({"size_bytes": size, "count": count, "calls": calls})
+    return rows
 
 
-def settings(args: argparse.Namespace) -> str:
+def settings(args: argparse.Namespace, matrix: Matrix) -> str:
     """What all rows of all tables share, in words."""
-    words = [f"-a {args.average}"]
+    words = [f"at most {args.calls} calls a sample", f"-a {args.average}"]
     if args.blocking == "1":
         words.append("each call waited for (-z 1)")
     if args.cudagraph:
         words.append(f"{args.cudagraph} replays of a graph (-G)")
-    if args.matrix:
-        words.append(f"matrix {digest_of(args.matrix)}")
-    buffers = "one buffer" if args.cache_warm or args.cudagraph else "cold buffers"
-    return ", ".join([f"at most {args.calls} calls a sample", *words, buffers])
+    if matrix:
+        words.append(f"matrix {digest_of(matrix)}")
+    words.append("one buffer" if args.cache_warm or args.cudagraph else "cold buffers")
+    return ", ".join(words)
 
 
-def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workload:
-    """What a rank measures in a case: calls on successive buffers, out of place and in place."""
-    op, device, redop = OPERATIONS[key["collective"]], job.device, key["redop"]
-    dtype = getattr(torch, key["dtype"], torch.uint8)  # a barrier has none
-    rank, n, count = dist.get_rank(group.test), key["group_ranks"], key["count"]
-    matrix = [[size // dtype.itemsize for size in row] for row in args.matrix] or [[count] * n] * n
-    splits = ([row[rank] for row in matrix], matrix[rank]) if args.matrix else (None, None)
-    at = Place(group.test, rank, n, max(0, key["root"]), REDOPS.get(redop), count, matrix, splits)
-    send = count if op.sends else sum(matrix[rank])
-    recv = count if op.receives else sum(row[rank] for row in matrix)
-    need = -(-max(send + recv, 2 * count, 1) // 64) * 64  # of a buffer, on all ranks alike
-    length = COLD // dtype.itemsize * (key["caches"] == "cold")
-    stride = max(need, length // 4096 // 64 * 64)  # 4096 buffers at most
+# -- measure ---------------------------------------------------------------------------------------
+
+
+def build(job: Job, matrix: Matrix, samples: int, key: Key, group: Group) -> Workload:
+    """What a rank measures in a case: calls on successive buffers, out of place and in place.
+
+    matrix: of --matrix, in bytes. samples: how many are checked.
+    """
+    operation = OPERATIONS[key["collective"]]
+    at = place_of(key, matrix, group)
     torch.cuda.empty_cache()  # NCCL has no use for what torch keeps of smaller sizes
-    block = torch.ones(max(1, length // stride), stride, dtype=dtype, device=device)
-    whole = [row[: max(send, recv)] for row in block]
-    own = slice(rank * count, (rank + 1) * count)
-    buffers = {
-        "out_of_place": [(row[:send], row[send : send + recv]) for row in block],
-        "in_place": [(w[own] if send < recv else w, w[own] if send > recv else w) for w in whole],
-    }
-    calls = {v: [partial(op.call, *pair, at) for pair in buffers[v]] for v in op.variants}
-    number = key["calls"]
-
-    def step_of(calls: list[Any], n: int) -> Step:
-        """A call on the next buffers; with -G each n-th replays a graph of n calls, others none."""
-        feed, counter = itertools.cycle(calls), itertools.count(1)
-        if key["cudagraph"]:
-            replay = gpus.cuda_graph(lambda: [next(feed)() for _ in range(n)], device)
-            return lambda: replay() if next(counter) % n == 0 else None
-        if key["blocking"] == "1" and device.type == "cuda":
-            return lambda: [call() for call in (next(feed), torch.cuda.synchronize)]
-        return lambda: next(feed)()
-
-    def wrong(variant: str) -> int:
-        """How many values are, after calls like the timed ones, each on buffers of its own."""
-        some, near = buffers[variant][:number], patterns.tolerance(redop, dtype)
-        step = step_of(calls[variant][:number], len(some))
-        for src, dst in some:
-            patterns.blank(dst)
-            patterns.fill(src, patterns.tile(rank, redop, n))
-        dist.barrier(group.control)
-        if key["collective"] == "barrier":  # all count themselves before it, and one comes late
-            time.sleep(0.02 if rank == n - 1 else 0)
-            job.store.add(name := f"barrier/{group.test.group_name}", 1)
-            step()
-            return -job.store.add(name, 0) % n  # who was not waited for
-        for _ in some:
-            step()
-        found = 0
-        for _, dst in some:
-            for sender, start, length in op.expected(at):
-                got, dst = dst[:length], dst[length:]
-                found += patterns.count_wrong(got, patterns.tile(sender, redop, n), start, near)
-        return found
+    buffers = make_buffers(key, at, job.device)
+    steps = dict[str, Step]()
+    for variant in operation.variants:  # in this order on all ranks: a graph is run when it is made
+        steps[variant] = step_of(key, at, buffers[variant], key["calls"])
 
     def facts() -> dict[str, int]:
         """Calls in a sample, and the wrong values of each variant."""
-        found = {variant: sum(wrong(variant) for _ in range(args.check)) for variant in calls}
-        return {"calls": number} | found
+        counts = {"calls": key["calls"]}
+        for variant in operation.variants:
+            counts[variant] = 0
+            for _ in range(samples):
+                counts[variant] += count_wrong(key, at, buffers[variant], job, group)
+        return counts
 
-    first, *others = op.variants
+    host_waits = key["blocking"] == "1" or key["collective"] == "barrier"
     return Workload(
-        step_of(calls[first], number),
-        {variant: step_of(calls[variant], number) for variant in others},
-        calls=number * max(1, key["cudagraph"]),
+        steps.pop(operation.variants[0]),
+        steps,
+        calls=key["calls"] * max(1, key["cudagraph"]),
         facts=facts,
-        # with these the host waits
-        launches=key["blocking"] != "1" and key["collective"] != "barrier",
+        launches=not host_waits,
     )
+
+
+def dtype_of(key: Key) -> torch.dtype:
+    return getattr(torch, key["dtype"], torch.uint8)  # a barrier has none
+
+
+def place_of(key: Key, matrix: Matrix, group: Group) -> Place:
+    """What this rank has to know for its calls. matrix: of --matrix, in bytes."""
+    rank, n, count = dist.get_rank(group.test), key["group_ranks"], key["count"]
+    elements: Matrix = [[count] * n] * n
+    splits: tuple[Any, Any] = (None, None)
+    if matrix:
+        itemsize = dtype_of(key).itemsize
+        elements = [[size // itemsize for size in row] for row in matrix]
+        splits = ([row[rank] for row in elements], elements[rank])
+    root, op = max(0, key["root"]), REDOPS.get(key["redop"])
+    return Place(group.test, rank, n, root, op, count, elements, splits)
+
+
+def make_buffers(key: Key, at: Place, device: torch.device) -> dict[str, Buffers]:
+    """Inputs and outputs for each variant. Cold ones are spread over COLD_BYTES."""
+    operation, dtype, count = OPERATIONS[key["collective"]], dtype_of(key), key["count"]
+    sent = count if operation.sends else sum(at.matrix[at.rank])
+    received = count if operation.receives else sum(row[at.rank] for row in at.matrix)
+    needed = max(sent + received, 2 * count, 1)
+    stride = -(-needed // ALIGNMENT) * ALIGNMENT  # rounded up; the same on all ranks
+    length = 0
+    if key["caches"] == "cold":
+        length = COLD_BYTES // dtype.itemsize
+        stride = max(stride, length // LARGEST_BLOCK // ALIGNMENT * ALIGNMENT)
+    block = torch.ones(max(1, length // stride), stride, dtype=dtype, device=device)
+    my_part = slice(at.rank * count, (at.rank + 1) * count)
+    out_of_place, in_place = Buffers(), Buffers()
+    for row in block:
+        out_of_place.append((row[:sent], row[sent : sent + received]))
+        larger = row[: max(sent, received)]
+        src = larger[my_part] if sent < received else larger
+        dst = larger[my_part] if sent > received else larger
+        in_place.append((src, dst))
+    return {"out_of_place": out_of_place, "in_place": in_place}
+
+
+def step_of(key: Key, at: Place, buffers: Buffers, calls_in_graph: int) -> Step:
+    """A call on the next buffers. With -G every so many calls replay a graph of as many calls, and
+    the other ones do nothing."""
+    call = OPERATIONS[key["collective"]].call
+    turns = itertools.cycle(buffers)
+    device = buffers[0][0].device
+
+    def call_next() -> object:
+        src, dst = next(turns)
+        return call(src, dst, at)
+
+    def call_and_wait() -> None:
+        call_next()
+        torch.cuda.synchronize()
+
+    if key["cudagraph"]:
+        replay = gpus.cuda_graph(lambda: [call_next() for _ in range(calls_in_graph)], device)
+        counter = itertools.count(1)
+        return lambda: replay() if next(counter) % calls_in_graph == 0 else None
+    if key["blocking"] == "1" and device.type == "cuda":
+        return call_and_wait
+    return call_next
+
+
+def count_wrong(key: Key, at: Place, buffers: Buffers, job: Job, group: Group) -> int:
+    """How many values are wrong after a sample of calls like the timed ones, each on buffers of
+    its own. For a barrier: how many ranks were not waited for."""
+    checked = buffers[: key["calls"]]
+    step = step_of(key, at, checked, len(checked))
+    if key["collective"] == "barrier":
+        dist.barrier(group.control)
+        return count_missed(step, at, job)
+    for src, dst in checked:
+        patterns.blank(dst)
+        patterns.fill(src, patterns.tile(at.rank, key["redop"], at.n))
+    dist.barrier(group.control)
+    for _ in checked:
+        step()
+    tolerance = patterns.tolerance(key["redop"], dtype_of(key))
+    wrong = 0
+    for _, dst in checked:
+        begin = 0
+        for sender, first, length in OPERATIONS[key["collective"]].expected(at):
+            piece = dst[begin : begin + length]
+            period = patterns.tile(sender, key["redop"], at.n)
+            wrong += patterns.count_wrong(piece, period, first, tolerance)
+            begin += length
+    return wrong
+
+
+def count_missed(step: Step, at: Place, job: Job) -> int:
+    """How many ranks had not come yet when this one left the barrier. Each counts itself before
+    it, and one comes late."""
+    time.sleep(LATE_S if at.rank == at.n - 1 else 0)
+    counter = f"barrier/{at.group.group_name}"
+    job.store.add(counter, 1)
+    step()
+    return -job.store.add(counter, 0) % at.n
 
 
 def derive(
     args: argparse.Namespace, groups: list[list[int]], case: Case, times: Times, facts: list[Any]
 ) -> None:
-    """Times and bandwidths of both variants; of several groups the slowest one counts."""
-    key, m = case.key, case.metrics
-    variants = OPERATIONS[key["collective"]].variants
-    checked = variants if args.check else ()
-    wrong = {f"{v}_wrong": sum(fact[v] for fact in facts) for v in checked}
-    m |= wrong | {"wrong": sum(wrong.values()), "calls": facts[0]["calls"]}
+    """Times and bandwidths of both variants. The slowest group counts, if there are several."""
+    key, metrics = case.key, case.metrics
+    operation = OPERATIONS[key["collective"]]
+    wrong = 0
+    if args.check:
+        for variant in operation.variants:
+            metrics[f"{variant}_wrong"] = sum(fact[variant] for fact in facts)
+            wrong += metrics[f"{variant}_wrong"]
+    metrics |= {"wrong": wrong, "calls": facts[0]["calls"]}
     across = ACROSS[args.average]
-    for v in variants:
-        rows = times.each("step" if v == variants[0] else v)
-        of_groups = [rows[[case.ranks.index(rank) for rank in ranks]] for ranks in groups]
-        group_times = [float(np.median(across(of_group, axis=0))) for of_group in of_groups]
+    for variant in operation.variants:
+        by_rank = times.each("step" if variant == operation.variants[0] else variant)
+        group_times = list[float]()
+        for ranks in groups:
+            rows = [case.ranks.index(rank) for rank in ranks]
+            group_times.append(float(np.median(across(by_rank[rows], axis=0))))
         algbw = key["size_bytes"] / max(group_times) / 1e9
-        busbw = algbw * OPERATIONS[key["collective"]].bus(key["group_ranks"])
-        m |= {f"{v}_time_s": max(group_times), f"{v}_group_times_s": group_times}
-        m |= {f"{v}_algbw_gb_per_s": algbw, f"{v}_busbw_gb_per_s": busbw}
+        busbw = algbw * operation.bus(key["group_ranks"])
+        metrics[f"{variant}_time_s"] = max(group_times)
+        metrics[f"{variant}_group_times_s"] = group_times
+        metrics[f"{variant}_algbw_gb_per_s"] = algbw
+        metrics[f"{variant}_busbw_gb_per_s"] = busbw
         if args.limit:
-            m["efficiency"] = max(m.get("efficiency", 0), busbw / args.limit)
+            metrics["efficiency"] = max(metrics.get("efficiency", 0), busbw / args.limit)
     case.check = "passed" if args.check else "skipped: -c 0"
-    case.check = f"failed: {m['wrong']} wrong values" if m["wrong"] else case.check
+    if wrong:
+        case.check = f"failed: {wrong} wrong values"
 
 
 class ScanTable(Table):
@@ -359,68 +496,103 @@ class ScanTable(Table):
 #        (B)   (elements){"":23}{"     (us)  (GB/s)  (GB/s)       " * 2}"""
 
     def row(self, case: Case) -> str:
-        m = case.metrics
+        metrics = case.metrics
         line = "{size_bytes:>12} {count:>12} {dtype:>8} {redop:>6} {root:>6}".format(**case.key)
-        for v in VARIANTS if m else ():
-            algbw, busbw = (m.get(f"{v}_{x}_gb_per_s", np.nan) for x in ("algbw", "busbw"))
-            line += f" {m.get(f'{v}_time_s', np.nan) * 1e6:>8.2f} {algbw:>7.2f} {busbw:>7.2f}"
-            line += f" {m.get(f'{v}_wrong', 'N/A'):>6}"
-        line = line.replace("nan", "N/A") + (f"  {case.check}" if case.failed else "")
-        line += f"  {m['efficiency']:.0%} of the limit" if "efficiency" in m else ""
-        return line + ("  warm caches" if case.key["caches"] == "warm" else "")
+        for variant in VARIANTS if metrics else ():
+            time_us = metrics.get(f"{variant}_time_s", np.nan) * 1e6
+            algbw = metrics.get(f"{variant}_algbw_gb_per_s", np.nan)
+            busbw = metrics.get(f"{variant}_busbw_gb_per_s", np.nan)
+            wrong = metrics.get(f"{variant}_wrong", "N/A")
+            line += f" {time_us:>8.2f} {algbw:>7.2f} {busbw:>7.2f} {wrong:>6}"
+        line = line.replace("nan", "N/A")
+        if case.failed:
+            line += f"  {case.check}"
+        if "efficiency" in metrics:
+            line += f"  {metrics['efficiency']:.0%} of the limit"
+        if case.key["caches"] == "warm":
+            line += "  warm caches"
+        return line
 
 
-def footer(tables: dict[str, list[Key]], wanted: float | None, bench: Benchmark) -> None:
-    """A line for each table, then those that nccl-tests ends with, which other tools read."""
-    every: list[float] = []
+def busbw_by_variant(cases: list[Case]) -> list[list[float]]:
+    """What was measured of each variant, from the smallest size to the largest."""
+    rates = list[list[float]]()
+    for variant in VARIANTS:
+        values = (case.metrics.get(f"{variant}_busbw_gb_per_s") for case in cases)
+        rates.append([value for value in values if value])  # a barrier's is 0
+    return rates
+
+
+def top_quarter(rates: list[float]) -> float:
+    """The mean of the last quarter, rounded up."""
+    return float(np.mean(rates[-len(rates) // 4 :]))
+
+
+def footer(tables: dict[str, list[Key]], min_busbw: float | None, bench: Benchmark) -> None:
+    """A line for each table. Then the lines that nccl-tests ends with, which other tools read."""
+    all_rates: list[float] = []
     bench.print("#")
     for title, keys in tables.items():
-        found = [case.metrics for case in bench.report.cases if case.key in keys]
-        names = [f"{v}_busbw_gb_per_s" for v in VARIANTS]
-        rates = [[m[name] for m in found if m.get(name)] for name in names]
-        every += itertools.chain(*rates)
-        if any(rates):
-            top = max(float(np.mean(some[-len(some) // 4 :])) for some in rates if some)
-            bench.print(text := f"{title}: busbw over the top quarter of the sizes {top:.4g} GB/s")
-            if wanted and top < 0.9 * wanted:
-                bench.fail(f"{text[2:]}, under 0.9 of --min-busbw {wanted:g}")
+        rates = busbw_by_variant([case for case in bench.report.cases if case.key in keys])
+        measured = [values for values in rates if values]
+        if not measured:
+            continue
+        all_rates += itertools.chain(*measured)
+        top = max(top_quarter(values) for values in measured)
+        line = f"{title}: busbw over the top quarter of the sizes {top:.4g} GB/s"
+        bench.print(line)
+        if min_busbw and top < 0.9 * min_busbw:
+            bench.fail(f"{line.removeprefix('# ')}, under 0.9 of --min-busbw {min_busbw:g}")
     wrong = sum(case.metrics.get("wrong", 0) for case in bench.report.cases)
+    mean = np.mean(all_rates) if all_rates else 0
     bench.print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
-    bench.print(f"# Avg bus bandwidth    : {np.mean(every) if every else 0:g}\n#")
+    bench.print(f"# Avg bus bandwidth    : {mean:g}\n#")
+
+
+def why_refused(args: argparse.Namespace, matrix: Matrix, job: Job, ranks: int) -> str | None:
+    """The mistake in the flags that only the running job shows, if there is one. ranks: of a group.
+
+    All ranks call it.
+    """
+    rooted = [name for name in names_of(args) if "-r" in OPERATIONS[name].options]
+    if rooted and args.root >= ranks:
+        within = f"a rank within its group, 0 to {ranks - 1}"
+        return f"--root: {rooted[0]} expected {within}, got {args.root}; e.g. --root 0"
+    if args.cudagraph and job.device.type != "cuda":
+        return "-G replays CUDA graphs, and this run is on the CPU; leave it out"
+    _, largest = range_of(args, matrix, job.device.type)
+    return share(memory.too_much(2 * largest, job, "-e"))
 
 
 def main() -> int:
     args = parse_args()
     with Benchmark("collectives", args) as bench:
-        job, largest = bench.job, 2**30 if bench.job.device.type == "cuda" else 2**26
-        args.maxbytes = max(args.minbytes, args.maxbytes or largest)
+        job, matrix = bench.job, Matrix()
         try:
             groups = partition(args.groups, node_of_each(bench.report.environment))
-            ranks, members = len(groups[0]), sorted(itertools.chain(*groups))
-            args.matrix = read_matrix(args.matrix, ranks) if args.matrix else []
+            ranks = len(groups[0])
+            if args.matrix:
+                matrix = read_matrix(args.matrix, ranks)
         except (OSError, ValueError) as error:
             bench.refuse(f"--groups or --matrix: {error}")
-        if args.matrix:  # the rank with the most to send or receive
-            most = max(int(np.sum(args.matrix, axis).max()) for axis in (0, 1))
-            args.collective, args.minbytes, args.maxbytes = ["all_to_all"], most, most
-        rooted = [name for name in args.collective if "-r" in OPERATIONS[name].options]
-        if rooted and args.root >= ranks:
-            within = f"a rank within its group, 0 to {ranks - 1}"
-            bench.refuse(f"--root: {rooted[0]} expected {within}, got {args.root}; e.g. --root 0")
-        if args.cudagraph and job.device.type != "cuda":
-            bench.refuse("-G replays CUDA graphs, and this run is on the CPU; leave it out")
-        if text := share(memory.too_much(2 * args.maxbytes, job, "-e")):
-            bench.refuse(text)
+        if problem := why_refused(args, matrix, job, ranks):
+            bench.refuse(problem)
         try:
-            tables, made = plan(args, bench.place, ranks), partial(derive, args, groups)
+            tables = plan(args, matrix, bench.place, ranks)
         except ValueError as error:
             bench.refuse(str(error))
+        members = sorted(itertools.chain(*groups))
+        prepare = partial(build, job, matrix, args.check)
+        conclude = partial(derive, args, groups)
         for title, keys in tables.items():
-            bench.begin_table(f"{title}; {settings(args)}", {})
-            bench.table, reason = ScanTable({}), lacking(keys[0])
-            bench.print(f"# n/a: {reason}" if reason else ScanTable.HEADER)
-            for key in keys if not reason else ():
-                bench.measure(key, partial(build, args, job), made, members, groups)
+            bench.begin_table(f"{title}; {settings(args, matrix)}", {})
+            bench.table = ScanTable({})
+            if reason := why_not_measured(keys[0]):
+                bench.print(f"# n/a: {reason}")
+                continue
+            bench.print(ScanTable.HEADER)
+            for key in keys:
+                bench.measure(key, prepare, conclude, members, groups)
         footer(tables, args.min_busbw, bench)
     return bench.status
 
