@@ -2,8 +2,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "matplotlib>=3.8",
-#     "jinja2>=3.1",
+#     "numpy>=1.26", "pandas>=2.1", "tabulate>=0.9", "matplotlib>=3.8", "jinja2>=3.1"
 # ]
 # ///
 """One page from any reports: summary, environment, figures, tables.
@@ -33,10 +32,10 @@ from markupsafe import Markup
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
+from analysis.differences import describe_environment, differences
 from analysis.figures import draw, svg
 from analysis.figures import link_heatmap as link_heatmap  # benchmarks/p2p_matrix.py --plot
 from analysis.load import Row, Run, by_benchmark, find, load, rows_of
-from analysis.verdicts import differences, fields
 from common.cli import Parser, refuse, show_size
 from common.stats import median_interval
 
@@ -61,7 +60,7 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
         counts = Counter(re.split("[:,]", case.check)[0] for case in cases)
         words = ", ".join(f"{n} {check}" for check, n in counts.items()) or "no case"
         where = f"ranks: {e.get('world_size', '?')}, nodes: {e.get('num_nodes', '?')}"
-        where += f", {fields(run).get('devices', '')}"
+        where += f", {describe_environment(run).get('devices', '')}"
         started = run.started_at[:16].replace("T", " ")
         rows.append([run.label, run.benchmark, run.status, words, where, e.get("torch"), started])
         failed += [[run.label, case.name, case.check] for case in cases if case.failed]
@@ -76,7 +75,9 @@ def summary(runs: Sequence[Run]) -> dict[str, Any]:
 
 def environment(runs: Sequence[Run]) -> dict[str, Any]:
     """What the reports were measured on, and what differs."""
-    columns = [{"command": " ".join(map(str, run.argv))} | fields(run) for run in runs]
+    columns = [
+        {"command": " ".join(map(str, run.argv))} | describe_environment(run) for run in runs
+    ]
     names = dict.fromkeys(name for column in columns for name in column if name != "topologies")
     rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
     differ = {i: "differs" for i, row in enumerate(rows) if len(set(row[1:])) > 1}
@@ -85,7 +86,7 @@ def environment(runs: Sequence[Run]) -> dict[str, Any]:
     loud = []
     for name, same in by_benchmark(runs).items():
         found = differences(same[:1], same[1:]) if len(same) > 1 else []
-        if hardware := ", ".join(d["field"] for d in found if d["hardware"]):
+        if hardware := ", ".join(d.field for d in found if d.hardware):
             what = f"The hardware of the {name} reports differs ({hardware})"
             loud.append(f"{what}: they do not compare one program with another.")
     for run in runs:
