@@ -61,9 +61,9 @@ def show(found: Comparison, style: str) -> str:
     """A comparison as text; style: table or markdown."""
     above = [heading(found), *(f"warning: {line}" for line in found.warnings)]
     for field in found.environment:
-        base, test = (clean("; ".join(field[side]), 150) for side in ("base", "test"))
-        kind = "THE HARDWARE DIFFERS" if field["hardware"] else "environment"
-        above.append(f"{kind}: {field['field']}: {base} in BASE, {test} in TEST")
+        base, test = clean("; ".join(field.base), 150), clean("; ".join(field.test), 150)
+        kind = "THE HARDWARE DIFFERS" if field.hardware else "environment"
+        above.append(f"{kind}: {field.field}: {base} in BASE, {test} in TEST")
     header = ["case", "BASE", "TEST", "TEST is", "95 % interval", "verdict"]
     rows = [cells(case) for case in (*found.cases, found.mean) if case]
     body = show_table(header, rows, (1, 2), style).splitlines()

@@ -65,7 +65,7 @@ def to_gha(rows: Rows) -> str:
         rows = [row for row in rows if re.search(r"(?<!_per)_s$", row["metric"])]
     found = []
     for (name, metric), row in by_metric(rows).items():
-        unit = unit_of(metric)[1] or "1"
+        unit = unit_of(metric).name or "1"
         entry = {"name": f"{name}/{metric}", "unit": unit, "value": row["value"]}
         if row["ci_low"] is not None:
             entry["range"] = f"± {(row['ci_high'] - row['ci_low']) / 2:.3g}"

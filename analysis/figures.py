@@ -63,7 +63,7 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
         ax.set(xscale="log", yscale="log")
         ax.xaxis.set_major_formatter(lambda value, _: show_size(value))
         ax.xaxis.set_minor_locator(NullLocator())
-    seconds = unit_of(rows["metric"].iloc[0])[1] == "s"
+    seconds = unit_of(rows["metric"].iloc[0]).name == "s"
     ax.yaxis.set_major_formatter(lambda value, _: show_time(value) if seconds else f"{value:g}")
     ticks = sorted(set(rows["x"]))
     ax.set_xticks(ticks[:: 1 + len(ticks) // 8])
@@ -141,7 +141,7 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
         return []
     table["below"] = (table["value"] - table["ci_low"].astype(float)).fillna(0)
     table["above"] = (table["ci_high"].astype(float) - table["value"]).fillna(0)
-    names = [metric.removesuffix(unit_of(metric)[0]) for metric in table["metric"]]
+    names = [metric.removesuffix(unit_of(metric).ending) for metric in table["metric"]]
     table["series"] = [name.removesuffix("_p50").replace("_", " ") for name in names]
     table["panel"] = [" ".join(clean(k[n], 40) for n in PANELS if n in k) for k in table["key"]]
     times = table["metric"][table["metric"].str.endswith(("_p50_s", "time_s"))]

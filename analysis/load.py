@@ -247,7 +247,7 @@ def why_no_time(measure: str, rows: Sequence[Row], steps: Sequence[str]) -> str:
 def is_time(name: str, metrics: dict[str, Any]) -> bool:
     """Whether a metric is a time, or a rate from which a time follows."""
     value = metrics.get(name)
-    known_unit = unit_of(name)[1] in ("s", *RATES)
+    known_unit = unit_of(name).name in ("s", *RATES)
     return known_unit and is_number(value) and value > 0
 
 
@@ -261,10 +261,10 @@ def timed(case: Case, measure: str | None) -> Row:
         row.measure, (row.times_s,) = case.samples_s.popitem()
         row.time_s = float(np.median(row.times_s))
         return row
-    names = [measure] if measure else [name for name in row.metrics if unit_of(name)[1] == "s"]
+    names = [measure] if measure else [name for name in row.metrics if unit_of(name).name == "s"]
     for name in names:
         if is_time(name, row.metrics):
-            value, rate = row.metrics[name], unit_of(name)[1] in RATES
+            value, rate = row.metrics[name], unit_of(name).name in RATES
             row.measure, row.time_s = (f"1 / {name}", 1 / value) if rate else (name, value)
             break
     return row

@@ -2,21 +2,20 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "matplotlib>=3.8",
-#     "jinja2>=3.1",
+#     "numpy>=1.26", "pandas>=2.1", "tabulate>=0.9", "matplotlib>=3.8", "jinja2>=3.1"
 # ]
 # ///
 """One page from any reports: summary, environment, figures, tables.
 
-A single HTML file that needs no network and runs no script, light or dark as the reader has it.
-Reports of the same benchmark are drawn over each other. A script that this one does not know is
-shown as well: its metrics as tables, and the time of each case with its interval.
+The page is a single HTML file. It needs no network and runs no script, and it is light or dark as
+the reader has it. Reports of the same benchmark are drawn over each other. A script that this one
+does not know is shown as well: its metrics as tables, and the time of each case with its interval.
 
     python analysis/report.py report.jsonl -o report.html
     python analysis/report.py before.jsonl after.jsonl -o report.html
     python analysis/report.py report.jsonl --markdown
 
-Everything in a report is shown as text; nothing of it is executed. BSD-3-Clause.
+Everything in a report is shown as text, and nothing of it is executed. BSD-3-Clause.
 """
 
 import math
@@ -24,6 +23,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,10 +33,10 @@ from markupsafe import Markup
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
+from analysis.differences import describe_environment, differences
 from analysis.figures import draw, svg
 from analysis.figures import link_heatmap as link_heatmap  # benchmarks/p2p_matrix.py --plot
 from analysis.load import Row, Run, by_benchmark, find, load, rows_of
-from analysis.verdicts import differences, fields
 from common.cli import Parser, refuse, show_size
 from common.stats import median_interval
 
@@ -44,123 +44,184 @@ FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
 
 
 class Table(NamedTuple):
-    """marks: rows that stand out, and why; words: columns of them, before those of numbers."""
-
     title: str
     header: Sequence[Any]
     rows: Sequence[Sequence[Any]]
-    marks: dict[int, str]
-    words: int = 100
+    marks: dict[int, str]  # rows that stand out, by number, and why: failed or differs
+    words: int = 100  # so many columns of words stand before those of numbers
 
 
-def summary(runs: Sequence[Run]) -> dict[str, Any]:
+@dataclass
+class Section:
+    """A part of the page."""
+
+    title: str
+    tables: list[Table]
+    loud: list[str] = field(default_factory=list)  # warnings above the tables
+    quiet: list[str] = field(default_factory=list)  # notes above the tables
+    runs: Sequence[Run] = ()  # whose figures are drawn
+
+
+def summary(runs: Sequence[Run]) -> Section:
     """What each report holds, and why cases of it failed."""
-    rows, failed, bad = [], [], {}
+    rows, failed_reports = [], {}
     for i, run in enumerate(runs):
-        e, cases = run.environment, run.rows.values()
-        counts = Counter(re.split("[:,]", case.check)[0] for case in cases)
-        words = ", ".join(f"{n} {check}" for check, n in counts.items()) or "no case"
-        where = f"ranks: {e.get('world_size', '?')}, nodes: {e.get('num_nodes', '?')}"
-        where += f", {fields(run).get('devices', '')}"
+        counts = Counter(re.split("[:,]", case.check)[0] for case in run.rows.values())
+        cases = ", ".join(f"{n} {check}" for check, n in counts.items()) or "no case"
         started = run.started_at[:16].replace("T", " ")
-        rows.append([run.label, run.benchmark, run.status, words, where, e.get("torch"), started])
-        failed += [[run.label, case.name, case.check] for case in cases if case.failed]
+        torch = run.environment.get("torch")
+        rows.append([run.label, run.benchmark, run.status, cases, where(run), torch, started])
         if run.status != "complete" or counts["failed"]:
-            bad[i] = "failed"
+            failed_reports[i] = "failed"
     heads = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
-    tables = [Table("Reports", heads, rows, bad)]
-    if failed:
-        tables.append(Table("Failed cases", ("report", "case", "reason"), failed, {}))
-    return {"title": "Summary", "tables": tables}
+    tables = [Table("Reports", heads, rows, failed_reports)]
+    failed_cases = []
+    for run in runs:
+        failed = [case for case in run.rows.values() if case.failed]
+        failed_cases += [[run.label, case.name, case.check] for case in failed]
+    if failed_cases:
+        tables.append(Table("Failed cases", ("report", "case", "reason"), failed_cases, {}))
+    return Section("Summary", tables)
 
 
-def environment(runs: Sequence[Run]) -> dict[str, Any]:
+def where(run: Run) -> str:
+    """`ranks: 8, nodes: 1, NVIDIA H100`"""
+    ranks = run.environment.get("world_size", "?")
+    nodes = run.environment.get("num_nodes", "?")
+    return f"ranks: {ranks}, nodes: {nodes}, {describe_environment(run).get('devices', '')}"
+
+
+def environment(runs: Sequence[Run]) -> Section:
     """What the reports were measured on, and what differs."""
-    columns = [{"command": " ".join(map(str, run.argv))} | fields(run) for run in runs]
-    names = dict.fromkeys(name for column in columns for name in column if name != "topologies")
-    rows = [[name, *(column.get(name, "-") for column in columns)] for name in names]
-    differ = {i: "differs" for i, row in enumerate(rows) if len(set(row[1:])) > 1}
+    columns = []
+    for run in runs:
+        command = " ".join(str(word) for word in run.argv)
+        columns.append({"command": command} | describe_environment(run))
+    names = dict.fromkeys(name for column in columns for name in column)
+    names.pop("topologies", None)  # a page of text for each node
+    rows = []
+    for name in names:
+        rows.append([name, *(column.get(name, "-") for column in columns)])
+    differ = {i: "differs" for i, (_, *values) in enumerate(rows) if len(set(values)) > 1}
     title = f"Environment of each report: {len(differ)} of {len(rows)} fields differ"
     table = Table(title, ["field", *(run.label for run in runs)], rows, differ)
-    loud = []
+    return Section("Environment", [table], loud=warnings(runs))
+
+
+def warnings(runs: Sequence[Run]) -> list[str]:
+    """Where the hardware of a benchmark's reports, or of a report's nodes, differs."""
+    lines = []
     for name, same in by_benchmark(runs).items():
-        found = differences(same[:1], same[1:]) if len(same) > 1 else []
-        if hardware := ", ".join(d["field"] for d in found if d["hardware"]):
-            what = f"The hardware of the {name} reports differs ({hardware})"
-            loud.append(f"{what}: they do not compare one program with another.")
+        differing = differences(same[:1], same[1:]) if len(same) > 1 else []
+        fields = [difference.field for difference in differing if difference.hardware]
+        if fields:
+            what = f"The hardware of the {name} reports differs ({', '.join(fields)})"
+            lines.append(f"{what}: they do not compare one program with another.")
     for run in runs:
-        lines = run.environment.get("differences") or []
-        loud += [f"Nodes differ, {run.label}: {line}" for line in lines]
-    return {"title": "Environment", "loud": loud, "tables": [table]}
+        for line in run.environment.get("differences") or []:
+            lines.append(f"Nodes differ, {run.label}: {line}")
+    return lines
 
 
-def own_time(row: Row) -> dict[str, Any]:
+def time_of_step(row: Row) -> dict[str, Any]:
     """The median of a case's step with its interval, where none of its metrics is about it."""
     step = row.measure.replace(" ", "_")
     numbers = [value for value in row.metrics.values() if show.is_number(value)]
-    told = any(name.startswith(step) for name in row.metrics)
-    if not row.times_s or told or any(math.isclose(number, row.time_s) for number in numbers):
+    has_name = any(name.startswith(step) for name in row.metrics)
+    has_value = any(math.isclose(number, row.time_s) for number in numbers)
+    if not row.times_s or has_name or has_value:
         return {}
-    ends = median_interval(row.times_s)
-    return {f"{step}_time_p50_s": row.time_s, f"{step}_time_ci95_s": ends}
+    interval = median_interval(row.times_s)
+    return {f"{step}_time_p50_s": row.time_s, f"{step}_time_ci95_s": interval}
 
 
-def benchmark(runs: Sequence[Run]) -> dict[str, Any]:
+def benchmark(runs: Sequence[Run]) -> Section:
     """Every number of every case. New metrics, and new scripts, get columns."""
     cases = rows_of(runs)
     metrics = [show.plain(row.metrics) for row in cases]
-    every = dict.fromkeys(name for numbers in metrics for name in numbers)
-    names = [n for n in every if not any(show.is_interval(m.get(n)) for m in metrics)]
-    left = [("case", [row.name for row in cases])]
+    header = ["case"]
+    columns = [[row.name for row in cases]]
     if len(runs) > 1:
-        left.append(("report", [run.label for run in runs for _ in run.rows]))
-    header, cells = zip(*left, *(column(name, metrics) for name in names), strict=True)
+        header.append("report")
+        columns.append([run.label for run in runs for _ in run.rows])
+    words = len(columns)
+    for name in names_of_metrics(metrics):
+        head, cells = column(name, metrics)
+        header.append(head)
+        columns.append(cells)
+    rows = list(zip(*columns, strict=True))
     failed = {i: "failed" for i, row in enumerate(cases) if row.failed}
-    table = Table("Metrics", header, [*zip(*cells, strict=True)], failed, len(left))
-    keys = [row.key for row in cases] or [{}]
-    alike = [(k, v) for k, v in keys[0].items() if all(key.get(k) == v for key in keys)]
-    words = ", ".join(show.show_value(name, value) for name, value in alike)
-    quiet = [f"In all cases: {words or 'nothing'}."]
-    return {"title": runs[0].benchmark, "quiet": quiet, "runs": runs, "tables": [table]}
+    table = Table("Metrics", header, rows, failed, words)
+    quiet = [f"In all cases: {alike_in_all(cases) or 'nothing'}."]
+    return Section(runs[0].benchmark, [table], quiet=quiet, runs=runs)
 
 
-def column(name: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
+def names_of_metrics(metrics: Sequence[dict[str, Any]]) -> list[str]:
+    """The metrics that get a column: not the intervals, which stand beside their numbers."""
+    pairs = [pair for numbers in metrics for pair in numbers.items()]
+    intervals = {name for name, value in pairs if show.is_interval(value)}
+    names = dict.fromkeys(name for name, _ in pairs)
+    return [name for name in names if name not in intervals]
+
+
+def alike_in_all(cases: Sequence[Row]) -> str:
+    """The entries of the keys that all cases share."""
+    if not cases:
+        return ""
+    words = []
+    for name, value in cases[0].key.items():
+        if all(case.key.get(name) == value for case in cases):
+            words.append(show.show_value(name, value))
+    return ", ".join(words)
+
+
+def column(metric: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     """A metric's head, with its unit by the end of its name, and its cells, with intervals."""
-    end, unit = show.unit_of(name)
+    ending, unit = show.unit_of(metric)
     scale = 1.0
-    if name.endswith(FRACTIONS):
+    if metric.endswith(FRACTIONS):
         unit, scale = "%", 100.0
     elif unit == "s":
-        numbers = [abs(m[name]) for m in metrics if show.is_number(m.get(name))]
-        unit = show.time_unit(max(numbers, default=1))
+        values = [numbers.get(metric) for numbers in metrics]
+        times_s = [abs(value) for value in values if show.is_number(value)]
+        unit = show.time_unit(max(times_s, default=1))
         scale = 1 / show.UNITS[unit]
-
-    def cell(m: dict[str, Any]) -> str:
-        value, ends = m.get(name, "-"), show.interval_of(name, m)
-        if not show.is_number(value):
-            return str(value)
-        if unit == "bytes":
-            return show_size(value)
-        text = f"{value * scale:.4g}" if isinstance(value, float) else f"{value:,}"
-        return f"{text} ({ends[0] * scale:.4g} to {ends[1] * scale:.4g})" if ends else text
-
-    head = name.removesuffix(end).replace("_", " ")
-    head = f"{head} ({unit})" if unit not in ("", "bytes") else name.replace("_", " ")
-    return head, [cell(m) for m in metrics]
+    head = metric.replace("_", " ")
+    if unit not in ("", "bytes"):
+        head = f"{metric.removesuffix(ending).replace('_', ' ')} ({unit})"
+    cells = []
+    for numbers in metrics:
+        interval = show.interval_of(metric, numbers)
+        cells.append(cell(numbers.get(metric, "-"), interval, unit, scale))
+    return head, cells
 
 
-def as_markdown(section: dict[str, Any]) -> str:
-    lines = (*section.get("loud", ()), *section.get("quiet", ()))
-    blocks = [f"## {show.markdown(section['title'])}", *(show.markdown(s, 1000) for s in lines)]
-    for table in section["tables"]:
+def cell(value: Any, interval: Any, unit: str, scale: float) -> str:
+    """A value, and the ends of its interval if it has one, both times `scale`."""
+    if not show.is_number(value):
+        return str(value)
+    if unit == "bytes":
+        return show_size(value)
+    text = f"{value * scale:.4g}" if isinstance(value, float) else f"{value:,}"
+    if interval is None:
+        return text
+    low, high = interval
+    return f"{text} ({low * scale:.4g} to {high * scale:.4g})"
+
+
+def as_markdown(section: Section) -> str:
+    blocks = [f"## {show.markdown(section.title)}"]
+    for line in section.loud + section.quiet:
+        blocks.append(show.markdown(line, 1000))
+    for table in section.tables:
         right = range(table.words, len(table.header))
         text = show.show_table(table.header, table.rows, right, "markdown")
         blocks += [f"### {table.title}", text]
     return "\n\n".join(blocks)
 
 
-def as_page(sections: Sequence[dict[str, Any]]) -> str:
-    """The document; every string of a report is cleaned and escaped where it is put in."""
+def as_page(sections: Sequence[Section]) -> str:
+    """The document. Every string of a report is cleaned and escaped where it is put in."""
     jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -169,6 +230,13 @@ def as_page(sections: Sequence[dict[str, Any]]) -> str:
     jinja.globals["draw"] = draw
     jinja.filters["svg"] = lambda figure: Markup(svg(figure))  # matplotlib escapes its texts
     return jinja.get_template("report.html.j2").render(sections=sections)
+
+
+def name_reports(runs: Sequence[Run]) -> None:
+    """A report is called after its file; by its path where two files have the same name."""
+    names = [Path(run.label).stem for run in runs]
+    for run, name in zip(runs, names, strict=True):
+        run.label = show.clean(name if names.count(name) == 1 else run.label, 60)
 
 
 def main() -> int:
@@ -185,19 +253,18 @@ def main() -> int:
         if args.output is not None:
             show.check_output(args.output, (".html",), find(args.reports))
         runs = load(args.reports)
-        names = [Path(run.label).stem for run in runs]
-        for run, name in zip(runs, names, strict=True):
-            run.label = show.clean(name if names.count(name) == 1 else run.label, 60)
+        name_reports(runs)
         for row in rows_of(runs):
-            row.metrics = own_time(row) | row.metrics
-        parts = map(benchmark, by_benchmark(runs).values())
-        sections = [summary(runs), environment(runs), *parts]
+            row.metrics = time_of_step(row) | row.metrics
+        sections = [summary(runs), environment(runs)]
+        for same in by_benchmark(runs).values():
+            sections.append(benchmark(same))
         if args.output is not None:
             Path(args.output).write_text(as_page(sections), encoding="utf-8")
     except (ValueError, OSError) as error:
         refuse(show.clean(error, 1000))
     if args.markdown:
-        show.put("\n\n".join(map(as_markdown, sections)))
+        show.put("\n\n".join(as_markdown(section) for section in sections))
     return 0
 
 

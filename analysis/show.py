@@ -8,15 +8,23 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import tabulate
 
 from common.cli import abandon, refuse, show_size
 
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-UNITS_OF = {"_gb_per_s": "GB/s", "_mb_per_s": "MB/s", "_per_s": "1/s", "_s": "s", "_gib": "GiB"}
-UNITS_OF |= {"_bytes": "bytes", "": ""}  # by what the name of a metric ends in
+# what the name of a metric ends in -> its unit; the first end that fits counts
+UNITS_BY_END = {
+    "_gb_per_s": "GB/s",
+    "_mb_per_s": "MB/s",
+    "_per_s": "1/s",
+    "_s": "s",
+    "_gib": "GiB",
+    "_bytes": "bytes",
+    "": "",
+}
 
 
 def canonical(key: dict[str, Any]) -> str:
@@ -33,13 +41,13 @@ def is_interval(value: Any) -> bool:
 
 
 def clean(text: Any, limit: int = 200) -> str:
-    """Printable text on one line: a report may hold anything, a terminal should not see it."""
+    """Printable text on one line. A report may hold anything, and a terminal should not see it."""
     words = "".join(c if c.isprintable() else " " for c in str(text))
     return words if len(words) <= limit else words[: limit - 3] + "..."
 
 
 def markdown(text: Any, limit: int = 200) -> str:
-    """Text as a part of a Markdown document, whatever it holds."""
+    """Text, whatever it holds, as a part of a Markdown document."""
     words = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", clean(text, limit))
     return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
@@ -50,14 +58,17 @@ def show_table(
     """A table for a terminal, or in Markdown. right: columns of numbers, aligned to the right."""
     tabulate.MIN_PADDING = 0  # or each header gets two blanks
     escape, form = (markdown, "pipe") if style == "markdown" else (clean, "simple")
-    cells = [[escape(cell) for cell in row] for row in (header, *rows)]
-    align = ["right" if i in right else "left" for i in range(len(header))]
-    text = tabulate.tabulate(cells[1:], cells[0], form, colalign=align, disable_numparse=True)
+    heads = [escape(cell) for cell in header]
+    cells = []
+    for row in rows:
+        cells.append([escape(cell) for cell in row])
+    align = ["right" if column in right else "left" for column in range(len(header))]
+    text = tabulate.tabulate(cells, heads, form, colalign=align, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def put(text: str) -> None:
-    """Print a result. Where stdout is gone or full, say so in one line, and end with status 1."""
+    """Print a result. Where stdout is gone or full, say so in one line and end with status 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what a terminal of ASCII cannot show
     try:
@@ -71,26 +82,32 @@ def check_output(path: str, endings: tuple[str, ...], inputs: Iterable[str]) -> 
     """Raises ValueError or OSError where a page or a figure cannot be written there."""
     if not path.lower().endswith(endings):
         raise ValueError(f"expected a file that ends in {' or '.join(endings)}, got {path!r}")
-    present = [one for one in inputs if os.path.exists(one) and os.path.exists(path)]
-    if any(os.path.samefile(one, path) for one in present):
+    is_new = not os.path.exists(path)
+    reports = [report for report in inputs if os.path.exists(report)]
+    if not is_new and any(os.path.samefile(report, path) for report in reports):
         raise ValueError(f"{path} is one of the reports, which it would overwrite")
     target = os.path.realpath(path)
-    if os.path.exists(target) and not os.path.isfile(target):
+    if not is_new and not os.path.isfile(target):
         raise ValueError(f"{path} is no regular file")
-    is_new = not os.path.exists(target)
-    with open(target, "ab"):
+    with open(target, "ab"):  # raises OSError where it cannot be written
         pass
     if is_new:
         os.remove(target)
 
 
-def unit_of(metric: str) -> tuple[str, str]:
-    """The end of a metric's name, and the unit that it says."""
-    return next((end, unit) for end, unit in UNITS_OF.items() if metric.endswith(end))
+class Unit(NamedTuple):
+    ending: str  # of the names of its metrics
+    name: str
+
+
+def unit_of(metric: str) -> Unit:
+    """The unit that the end of a metric's name tells."""
+    units = (Unit(ending, name) for ending, name in UNITS_BY_END.items())
+    return next(unit for unit in units if metric.endswith(unit.ending))
 
 
 def time_unit(seconds: float) -> str:
-    """The unit that suits a time of four digits."""
+    """The unit in which four digits show a time best."""
     return next((unit for unit, size in UNITS.items() if abs(seconds) >= 0.99995 * size), "ns")
 
 
@@ -114,26 +131,45 @@ def show_value(name: str, value: Any) -> str:
 def case_names(keys: Sequence[dict[str, Any]]) -> list[str]:
     """A name for each key: its label, and the entries that tell it apart from others."""
     names = [clean(key.get("label") or "", 60) for key in keys]
-    for entry in dict.fromkeys(entry for key in keys for entry in key if entry != "label"):
+    entries = dict.fromkeys(entry for key in keys for entry in key if entry != "label")
+    for entry in entries:
         words = [clean(show_value(entry, key.get(entry)), 60) for key in keys]
-        several = Counter(name for name, _ in set(zip(names, words, strict=True)))
-        for i, name in enumerate(names):
-            if several[name] > 1:
-                names[i] = f"{name}, {words[i]}" if name else words[i]
-    for i, key in enumerate(keys):
-        texts = [clean(value, 60) for value in key.values() if isinstance(value, str)]
-        names[i] = names[i] or ", ".join(texts[:2]) or "the case"
-    return names
+        names = tell_apart(names, words)
+    return [name or name_of(key) for name, key in zip(names, keys, strict=True)]
+
+
+def tell_apart(names: Sequence[str], words: Sequence[str]) -> list[str]:
+    """The names, each with its word where cases of the same name have different words."""
+    different = set(zip(names, words, strict=True))
+    words_of_name = Counter(name for name, _ in different)
+    longer = []
+    for name, word in zip(names, words, strict=True):
+        if words_of_name[name] > 1:
+            longer.append(f"{name}, {word}" if name else word)
+        else:
+            longer.append(name)
+    return longer
+
+
+def name_of(key: dict[str, Any]) -> str:
+    """The name of a case that nothing tells apart: the first two texts of its key."""
+    texts = [clean(value, 60) for value in key.values() if isinstance(value, str)]
+    return ", ".join(texts[:2]) or "the case"
 
 
 def plain(metrics: dict[str, Any]) -> dict[str, Any]:
     """The numbers, words and intervals of the metrics."""
-    kinds = is_number, is_interval, lambda value: isinstance(value, str)
-    return {name: value for name, value in metrics.items() if any(kind(value) for kind in kinds)}
+    return {name: value for name, value in metrics.items() if is_plain(value)}
 
 
-def interval_of(name: str, metrics: dict[str, Any]) -> Any:
+def is_plain(value: Any) -> bool:
+    return isinstance(value, str) or is_number(value) or is_interval(value)
+
+
+def interval_of(metric: str, metrics: dict[str, Any]) -> Any:
     """The 95 % interval of a metric: `step_time_ci95_s` is that of `step_time_p50_s`."""
-    stem = name.replace("_p50", "")
-    names = (f"{stem.removesuffix('_s')}_ci95_s", f"{stem}_ci95")
-    return next((metrics[n] for n in names if is_interval(metrics.get(n))), None)
+    stem = metric.replace("_p50", "")
+    for name in (f"{stem.removesuffix('_s')}_ci95_s", f"{stem}_ci95"):
+        if is_interval(metrics.get(name)):
+            return metrics[name]
+    return None

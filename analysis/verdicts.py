@@ -1,33 +1,30 @@
 """Runs of a base against runs of a test, case by case: ratio, interval, verdict.
 
-The run is the unit: what counts of a run is its median, on a log scale. Iterations within a run
-say nothing about how much two runs differ that differ in nothing. docs/compare.md derives it.
+The run is the unit: only its median counts, on a log scale. The iterations within a run do not tell
+how much two runs differ that were started alike. docs/compare.md derives the formulas.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log1p, sqrt
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 from scipy.special import stdtr, stdtrit  # Student's t; scipy.stats takes 0.7 s to import
 
+from analysis.differences import Difference, differences
 from analysis.load import Row, Run
+
+Rows = Sequence[Row | None]  # those of a case, one a run; None where a run lacks the case
 
 ALPHA = 0.05
 SURE = 1 - ALPHA / 2  # two-sided
-MIN_BLOCKS = 6  # of a pair of runs that took turns; with fewer their medians count
-NEAR = 40  # cases a side that are looked at for what keeps them from meeting
-MAX_RUNS = 1000  # that are said to be needed
-# Where these differ another machine was measured, whatever else was changed.
-HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
-GPU_HARDWARE = ("power.limit", "clocks.max.sm", "ecc.mode.current", "mig.mode.current")
-# not of interest by themselves: rows for each rank and device, and lines derived from them
-IGNORED = ("ranks", "gpus", "differences", "variables")
-TIMES = ("base_s", "test_s", "pair_ratios")  # of a result
+MIN_BLOCKS = 6  # in a pair of runs that took turns; with fewer blocks the runs' medians count
+NEAR = 40  # so many cases a side are searched for the nearest two, where none joins
+MAX_RUNS = 1000  # a larger number of runs is never recommended
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,8 @@ class Design:
 
     margin: float = 0.02  # the smallest relative change that matters
     paired: bool = False  # base[i] and test[i] were neighbours in time: their ratio is the unit
-    interleaved: bool = False  # their blocks took turns, and make pairs as well
-    looks: int = 1  # at the growing data, to stop once decided; they share the error rate
+    interleaved: bool = False  # the blocks of both took turns, and make pairs as well
+    looks: int = 1  # how often the growing data are looked at; the looks share the error rate
 
 
 @dataclass
@@ -53,21 +50,21 @@ class Result:
     label: str = ""
     verdict: str = "not compared"
     reason: str = ""
-    measure: str = ""
+    measure: str = ""  # the step or metric whose times are compared; empty: nothing is
     base_s: list[float] = field(default_factory=list)
     test_s: list[float] = field(default_factory=list)
     ratio: float | None = None
-    ci95: tuple[float, float] | None = None  # None where nothing tells how runs scatter
-    p: float | None = None  # of no difference
+    ci95: tuple[float, float] | None = None  # None where nothing tells how much runs scatter
+    p: float | None = None  # how likely such a ratio is without a difference
     runs_needed: int | None = None  # a side, about, to narrow the interval to +-margin
-    pair_ratios: list[float] = field(default_factory=list)  # of runs that are compared in pairs
+    pair_ratios: list[float] = field(default_factory=list)  # where runs are compared in pairs
 
 
 @dataclass(frozen=True)
 class Comparison:
     cases: list[Result]
     mean: Result | None  # the geometric mean over the cases that every run has
-    environment: list[dict[str, Any]]  # what differs, with all values of each side; hardware first
+    environment: list[Difference]  # hardware first
     warnings: list[str]
     base: list[str]  # paths
     test: list[str]
@@ -75,166 +72,266 @@ class Comparison:
 
 
 def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Comparison:
-    """Compare every case that either side has. Raises ValueError where none is on both."""
-    sides = base, test
-    has = [dict.fromkeys((run.benchmark, form) for run in s for form in run.rows) for s in sides]
-    if not has[0].keys() & has[1].keys():
-        a_case, b_case = (" ".join(next(iter(side), ["none"])) for side in has)
-        examples = f"BASE has e.g. {a_case}; TEST {b_case}"
+    """Compare every case that either side has. Raises ValueError where no case is on both."""
+    base_cases, test_cases = cases_of(base), cases_of(test)
+    if not base_cases.keys() & test_cases.keys():
+        examples = f"BASE has e.g. {first_of(base_cases)}; TEST {first_of(test_cases)}"
         raise ValueError(f"no case is on both sides{nearest(base, test)}: {examples}")
     cases = []
-    for name, form in has[0] | has[1]:
-        rows = [[run.rows.get(form) for run in side if run.benchmark == name] for side in sides]
-        cases.append(compare_case(name, rows, design))
-    for case in cases if len({case.benchmark for case in cases}) > 1 else ():
-        case.label = f"{case.benchmark}, {case.label}"
-    cases.sort(key=lambda case: not case.measure)
+    for benchmark, form in base_cases | test_cases:
+        base_rows = rows_of_case(base, benchmark, form)
+        test_rows = rows_of_case(test, benchmark, form)
+        cases.append(times_of_case(benchmark, base_rows, test_rows, design))
+    if len({case.benchmark for case in cases}) > 1:
+        for case in cases:
+            case.label = f"{case.benchmark}, {case.label}"
+    cases.sort(key=lambda case: not case.measure)  # what cannot be compared comes last
     compared = [case for case in cases if case.measure]
-    whole = [c for c in compared if (len(c.base_s), len(c.test_s)) == (len(base), len(test))]
-    mean = None
-    if len(whole) > 1:  # what hits one case of a run hits others
-        mean = Result(whole[0].benchmark, {}, f"geometric mean of {len(whole)} cases")
-        for name in TIMES:
-            logs = np.log([getattr(case, name) for case in whole])
-            setattr(mean, name, np.exp(logs.mean(axis=0)).tolist())
-    estimate([*compared, *([mean] if mean else [])], design)
+    mean = mean_of([case for case in compared if has_every_run(case, base, test)])
+    estimate([*compared, mean] if mean else compared, design)
     ended = [run for run in (*base, *test) if run.status != "complete"]
-    warnings = [f"{run.label} is not complete: its status is {run.status}" for run in ended]
-    a, b = ([run.label for run in side] for side in sides)
-    return Comparison(cases, mean, differences(base, test), warnings, a, b, design)
+    return Comparison(
+        cases,
+        mean,
+        differences(base, test),
+        [f"{run.label} is not complete: its status is {run.status}" for run in ended],
+        [run.label for run in base],
+        [run.label for run in test],
+        design,
+    )
+
+
+def cases_of(runs: Sequence[Run]) -> dict[tuple[str, str], None]:
+    """The benchmark and the canonical key of each case, once, in the order of the reports."""
+    return dict.fromkeys((run.benchmark, form) for run in runs for form in run.rows)
+
+
+def first_of(cases: dict[tuple[str, str], None]) -> str:
+    return " ".join(next(iter(cases), ["none"]))
+
+
+def rows_of_case(runs: Sequence[Run], benchmark: str, form: str) -> list[Row | None]:
+    """The rows of a case, one for each run of its benchmark. form: its canonical key."""
+    return [run.rows.get(form) for run in runs if run.benchmark == benchmark]
 
 
 def nearest(base: Sequence[Run], test: Sequence[Run]) -> str:
     """`; the nearest differ in dtype (fp32 in BASE, bf16 in TEST)`, or nothing."""
-    bases = [(run.benchmark, row.key) for run in base for row in run.rows.values()]
-    tests = [(run.benchmark, row.key) for run in test for row in run.rows.values()]
-    found = []
-    for (a, x), (b, y) in itertools.product(bases[:NEAR], tests[:NEAR]):
-        if a == b:
-            names = [name for name in x | y if x.get(name) != y.get(name)]
-            found.append([f"{n} ({x.get(n)} in BASE, {y.get(n)} in TEST)" for n in names])
-    words = min(found, key=len, default=[])
-    return f"; the nearest differ in {', '.join(words)}" if words else ""
+    differing = []
+    for (benchmark, ours), (other, theirs) in itertools.product(near(base), near(test)):
+        if benchmark == other:
+            names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+            words = [f"{n} ({ours.get(n)} in BASE, {theirs.get(n)} in TEST)" for n in names]
+            differing.append(words)
+    fewest = min(differing, key=len, default=[])
+    return f"; the nearest differ in {', '.join(fewest)}" if fewest else ""
 
 
-def compare_case(benchmark: str, sides: list[list[Row | None]], design: Design) -> Result:
-    """The times of a case, or why they cannot be compared."""
-    m, n = map(len, sides)
-    if design.paired and m != n:
-        raise ValueError(f"pairs need as many runs a side, got {m} and {n}")
-    first = next(row for side in sides for row in side if row)
+def near(runs: Sequence[Run]) -> list[tuple[str, dict[str, Any]]]:
+    """The benchmark and the key of the first cases."""
+    cases = [(run.benchmark, row.key) for run in runs for row in run.rows.values()]
+    return cases[:NEAR]
+
+
+def is_timed(row: Row | None) -> TypeGuard[Row]:
+    return row is not None and row.time_s > 0
+
+
+def why_untimed(side: str, rows: Rows) -> str:
+    """`BASE: no time in 2 of 6 runs: failed: ...`, or nothing where every run has a time."""
+    untimed = [row for row in rows if not is_timed(row)]
+    if not untimed:
+        return ""
+    first = untimed[0]
+    check = first.check if first else "not measured"
+    why = "it has none above 0" if check == "passed" else check
+    return f"{side}: no time in {len(untimed)} of {len(rows)} runs: {why}"
+
+
+def times_of_case(benchmark: str, base: Rows, test: Rows, design: Design) -> Result:
+    """The times of a case on both sides, or why they cannot be compared."""
+    if design.paired and len(base) != len(test):
+        raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
+    first = next(row for row in (*base, *test) if row)
     result = Result(benchmark, first.key, first.name)
-    notes = []
-    for side, rows in zip(("BASE", "TEST"), sides, strict=True):
-        bad = [row.check if row else "not measured" for row in rows if not row or not row.time_s]
-        why = bad[0] if bad and bad[0] != "passed" else "it has none above 0"
-        notes += [f"{side}: no time in {len(bad)} of {len(rows)} runs: {why}"] if bad else []
-    result.reason = "; ".join(notes)
-    timed = [[row for row in side if row and row.time_s] for side in sides]
-    measures = sorted({row.measure for side in timed for row in side})
-    pairs = [(a, b) for a, b in zip(*sides, strict=False) if a and b and a.time_s and b.time_s]
-    if not all(timed):
-        result.verdict = "new" if timed[1] or not any(sides[0]) else "missing"
-    elif len(measures) > 1:
+    notes = [why_untimed("BASE", base), why_untimed("TEST", test)]
+    result.reason = "; ".join(note for note in notes if note)
+    timed_base = [row for row in base if is_timed(row)]
+    timed_test = [row for row in test if is_timed(row)]
+    if not timed_base or not timed_test:
+        never_in_base = not any(base)
+        result.verdict = "new" if timed_test or never_in_base else "missing"
+        return result
+    measures = sorted({row.measure for row in timed_base + timed_test})
+    if len(measures) > 1:
         result.reason = f"different times were kept: {', '.join(measures)}"
-    elif pairs or not design.paired:
-        result.measure = measures[0]
-        if design.paired:
-            timed = [[a for a, _ in pairs], [b for _, b in pairs]]
-            result.pair_ratios = [ratio_of(a, b, design.interleaved) for a, b in pairs]
-        result.base_s, result.test_s = ([row.time_s for row in side] for side in timed)
+        return result
+    if design.paired:
+        pairs = [(a, b) for a, b in zip(base, test, strict=True) if is_timed(a) and is_timed(b)]
+        if not pairs:
+            return result
+        timed_base = [a for a, _ in pairs]
+        timed_test = [b for _, b in pairs]
+        result.pair_ratios = [ratio_of(a, b, design.interleaved) for a, b in pairs]
+    result.measure = measures[0]
+    result.base_s = [row.time_s for row in timed_base]
+    result.test_s = [row.time_s for row in timed_test]
     return result
 
 
-def ratio_of(a: Row, b: Row, interleaved: bool) -> float:
-    """b / a of a pair of runs: of their medians or, where they took turns, the median over blocks
-    that were neighbours in time. A slow moment hits both of those, or is an outlier.
+def ratio_of(base: Row, test: Row, interleaved: bool) -> float:
+    """TEST / BASE in a pair of runs.
+
+    It is the ratio of their medians. Where the runs took turns, it is the median over the blocks
+    that were neighbours in time: a slow moment hits both blocks of a pair, or is an outlier.
     """
-
-    def medians(row: Row) -> list[Any]:
-        return [np.median(block) for block in np.split(row.times_s, np.cumsum(row.rounds)[:-1])]
-
-    if interleaved and all(0 < sum(row.rounds) == len(row.times_s) for row in (a, b)):
-        blocks = np.array(list(zip(medians(a), medians(b), strict=False)))
+    if interleaved and has_blocks(base) and has_blocks(test):
+        # one run may have had more blocks than the other
+        blocks = np.array(list(zip(block_medians(base), block_medians(test), strict=False)))
         if len(blocks) >= MIN_BLOCKS and blocks.min() > 0:
-            return float(np.exp(np.median(np.log(blocks[:, 1] / blocks[:, 0]))))
-    return b.time_s / a.time_s
+            base_s, test_s = blocks.T
+            return float(np.exp(np.median(np.log(test_s / base_s))))
+    return test.time_s / base.time_s
+
+
+def has_blocks(row: Row) -> bool:
+    return 0 < sum(row.rounds) == len(row.times_s)
+
+
+def block_medians(row: Row) -> list[Any]:
+    """The median of each block of a run that took turns."""
+    ends = np.cumsum(row.rounds)
+    return [np.median(block) for block in np.split(row.times_s, ends[:-1])]
+
+
+def has_every_run(case: Result, base: Sequence[Run], test: Sequence[Run]) -> bool:
+    return len(case.base_s) == len(base) and len(case.test_s) == len(test)
+
+
+def mean_of(cases: Sequence[Result]) -> Result | None:
+    """The geometric mean over cases, run by run, since what hits one case of a run hits others.
+
+    None for fewer than two cases.
+    """
+    if len(cases) < 2:
+        return None
+    mean = Result(cases[0].benchmark, {}, f"geometric mean of {len(cases)} cases")
+    mean.base_s = geometric_means([case.base_s for case in cases])
+    mean.test_s = geometric_means([case.test_s for case in cases])
+    mean.pair_ratios = geometric_means([case.pair_ratios for case in cases])
+    return mean
+
+
+def geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:
+    """The geometric mean of each column."""
+    means: list[float] = np.exp(np.log(rows).mean(axis=0)).tolist()
+    return means
 
 
 def estimate(cases: list[Result], design: Design) -> None:
-    """Fill in ratio, interval, p and verdict.
-
-    Student's t with one variance for both sides. With unequal numbers a side that is not safe:
-    there Welch's t (Biometrika 34, 1947) replaces it where that is wider. A side of one value has
-    no scatter of its own: the other side's counts for it.
-    """
-    times = ([dict(enumerate(getattr(case, name))) for case in cases] for name in TIMES)
-    x, y, d = (np.log(pd.DataFrame(rows)) for rows in times)  # a row a case, shorter ones padded
-    m, n = x.count(axis=1), y.count(axis=1)
-    value, error, df, share = d.mean(axis=1), d.sem(axis=1), m - 1.0, 1 / m
-    if not design.paired:
-        a, b = x.var(axis=1, ddof=0) * m, y.var(axis=1, ddof=0) * n  # sums of squares
-        value, df, share = y.mean(axis=1) - x.mean(axis=1), m + n - 2.0, 1 / m + 1 / n
-        error = np.sqrt((a + b) / df * share)
-        s, t = a / (m - 1) / m, b / (n - 1) / n  # squared errors of the means
-        welch = (s + t) ** 2 / (s**2 / (m - 1) + t**2 / (n - 1))
-        wider = (m != n) & (stdtrit(welch, SURE) * np.sqrt(s + t) > stdtrit(df, SURE) * error)
-        error, df = error.mask(wider, np.sqrt(s + t)), df.mask(wider, welch)
-    p = (2 * stdtr(df, -value.abs() / error)).mask((value == 0) & (error == 0), 1.0)
-    real = p <= largest_discovery(p[df > 0], ALPHA / design.looks)
-    half = stdtrit(df, 1 - ALPHA / design.looks / 2) * error
-    ends = (np.exp(np.clip(v, -700, 700)) for v in (value - half, value, value + half))
-    runs = np.arange(2, MAX_RUNS)
-    parts = 1 if design.paired else 2
-    widths = stdtrit(parts * (runs - 1), SURE) * np.sqrt(parts / runs)  # if runs scatter by 1
-    least, most = 1 / (1 + design.margin), 1 + design.margin
-    for i, (case, low, ratio, high) in enumerate(zip(cases, *ends, strict=True)):
-        case.ratio, case.verdict = ratio, "undecided"
-        why = "one run a side: how much runs differ is unknown; measure several, better 6"
-        if df[i] > 0:
-            case.ci95, case.p = (low, high), p[i]
-            enough = runs[widths * error[i] / sqrt(share[i]) <= log1p(design.margin)]
+    """Fill in ratio, interval, p and verdict."""
+    if not cases:
+        return
+    logs = logs_in_pairs(cases) if design.paired else logs_of_two_sides(cases)
+    log_ratio, error, freedom = logs["log_ratio"], logs["error"], logs["freedom"]
+    rate = ALPHA / design.looks
+    alike = (log_ratio == 0) & (error == 0)
+    logs["p"] = (2 * stdtr(freedom, -log_ratio.abs() / error)).mask(alike, 1.0)
+    largest_p = largest_discovery(logs["p"][freedom > 0], rate)
+    half = stdtrit(freedom, 1 - rate / 2) * error
+    logs["ratio"] = np.exp(np.clip(log_ratio, -700, 700))
+    logs["low"] = np.exp(np.clip(log_ratio - half, -700, 700))
+    logs["high"] = np.exp(np.clip(log_ratio + half, -700, 700))
+    half_widths = half_widths_of_runs(design)
+    for case, row in zip(cases, logs.itertuples(), strict=True):
+        case.ratio = row.ratio
+        if row.freedom > 0:
+            case.ci95, case.p = (row.low, row.high), row.p
+            narrow = half_widths * row.error / sqrt(row.weight) <= log1p(design.margin)
+            enough = half_widths.index[narrow]
             case.runs_needed = int(enough[0]) if len(enough) else None
-            why = "a change, but not certain to be beyond the margin"
-            if low <= 1 <= high:
-                why = "the interval is too wide"
-            if least <= low and high <= most:
-                case.verdict, why = "same", ""
-            elif real[i] and not least <= ratio <= most:
-                case.verdict, why = "slower" if ratio > 1 else "faster", ""
-        case.reason = "; ".join(filter(None, (why, case.reason)))
+        case.verdict, why = judge(case, row.p <= largest_p, design.margin)
+        case.reason = "; ".join(text for text in (why, case.reason) if text)
+
+
+def logs_of_cases(samples: Sequence[Sequence[float]]) -> pd.DataFrame:
+    """The logarithms, a row a case; shorter rows are padded with NaN."""
+    return np.log(pd.DataFrame([dict(enumerate(values)) for values in samples]))
+
+
+def logs_in_pairs(cases: Sequence[Result]) -> pd.DataFrame:
+    """What Student's t needs, a row a case, where the ratio of a pair of runs is the unit.
+
+    log_ratio; error: its standard error; freedom: the degrees of freedom, 0 where nothing tells how
+    much runs scatter; weight: the error is the standard deviation of a unit times sqrt(weight).
+    """
+    d = logs_of_cases([case.pair_ratios for case in cases])
+    n = d.count(axis=1)
+    columns = {"log_ratio": d.mean(axis=1), "error": d.sem(axis=1)}
+    return pd.DataFrame(columns | {"freedom": n - 1.0, "weight": 1 / n})
+
+
+def logs_of_two_sides(cases: Sequence[Result]) -> pd.DataFrame:
+    """What Student's t needs where the run is the unit; the columns of `logs_in_pairs`.
+
+    Both sides have one variance. This is not safe where their numbers of runs differ: there Welch's
+    t (Biometrika 34, 1947) replaces it where it is wider. A side of one run has no scatter that
+    could be seen: the other side's scatter counts for it.
+    """
+    x = logs_of_cases([case.base_s for case in cases])
+    y = logs_of_cases([case.test_s for case in cases])
+    m, n = x.count(axis=1), y.count(axis=1)
+    base_squares = x.var(axis=1, ddof=0) * m  # sums of squares about the means
+    test_squares = y.var(axis=1, ddof=0) * n
+    freedom, weight = m + n - 2.0, 1 / m + 1 / n
+    error = np.sqrt((base_squares + test_squares) / freedom * weight)
+    s = base_squares / (m - 1) / m  # squared errors of the means
+    t = test_squares / (n - 1) / n
+    welch_error = np.sqrt(s + t)
+    welch_freedom = (s + t) ** 2 / (s**2 / (m - 1) + t**2 / (n - 1))
+    half, welch_half = stdtrit(freedom, SURE) * error, stdtrit(welch_freedom, SURE) * welch_error
+    is_wider = (m != n) & (welch_half > half)
+    columns = {"log_ratio": y.mean(axis=1) - x.mean(axis=1)}
+    columns["error"] = error.mask(is_wider, welch_error)
+    columns["freedom"] = freedom.mask(is_wider, welch_freedom)
+    return pd.DataFrame(columns | {"weight": weight})
+
+
+def half_widths_of_runs(design: Design) -> "pd.Series[float]":
+    """The half width of an interval by the number of runs a side, if runs scatter by 1."""
+    runs = np.arange(2, MAX_RUNS)
+    sides = 1 if design.paired else 2
+    half_widths = stdtrit(sides * (runs - 1), SURE) * np.sqrt(sides / runs)
+    return pd.Series(half_widths, runs)
+
+
+def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
+    """The verdict on a case that has a ratio, and why it is undecided.
+
+    is_discovery: its p counts, given those of all cases.
+    """
+    if case.ratio is None or case.ci95 is None:
+        why = "one run a side: how much runs differ is unknown; measure several, better 6"
+        return "undecided", why
+    low, high = case.ci95
+    least, most = 1 / (1 + margin), 1 + margin
+    if least <= low and high <= most:
+        return "same", ""
+    if is_discovery and case.ratio > most:
+        return "slower", ""
+    if is_discovery and case.ratio < least:
+        return "faster", ""
+    if low <= 1 <= high:
+        return "undecided", "the interval is too wide"
+    return "undecided", "a change, but not certain to be beyond the margin"
 
 
 def largest_discovery(p_values: ArrayLike, rate: float) -> float:
-    """The largest p that counts, so that of those up to it at most `rate` are false on average.
+    """The largest p that counts as a difference; -1 where none does.
 
-    -1 where none does. Benjamini and Hochberg, J. R. Statist. Soc. B 57, 1995.
+    Of the differences up to it at most `rate` are false on average. Benjamini and Hochberg,
+    J. R. Statist. Soc. B 57, 1995.
     """
     p = np.sort(p_values)
-    return float(p[p <= rate * np.arange(1, len(p) + 1) / max(1, len(p))].max(initial=-1))
-
-
-def fields(run: Run) -> dict[str, str]:
-    """The environment as one text a field; so are each variable and the ranks' cores."""
-    e = run.environment
-    found = {name: value for name, value in e.items() if name not in IGNORED}
-    found |= {f"variables.{name}": value for name, value in (e.get("variables") or {}).items()}
-    found |= {f"key.{name}": values for name, values in run.left_out.items()}
-    found["cores"] = [rank.get("cores") for rank in e.get("ranks") or []]
-    gpus = [gpu for node in e.get("gpus") or [] for gpu in node]
-    found |= {f"GPU {name}": [gpu.get(name) for gpu in gpus] for name in GPU_HARDWARE}
-    lists = {name: value if isinstance(value, list) else [value] for name, value in found.items()}
-    texts = {name: ", ".join(dict.fromkeys(map(str, values))) for name, values in lists.items()}
-    return {name: text for name, text in texts.items() if text not in ("None", "")}
-
-
-def differences(base: Sequence[Run], test: Sequence[Run]) -> list[dict[str, Any]]:
-    """The fields of the environment whose values differ between the sides; hardware first."""
-    table = pd.DataFrame([fields(run) for run in (*base, *test)]).fillna("unset")
-    found = []
-    for name in table:
-        a, b = (part[name].unique().tolist() for part in (table[: len(base)], table[len(base) :]))
-        if set(a) != set(b):
-            hardware = name in HARDWARE or name.startswith("GPU ")
-            found.append({"field": name, "base": a, "test": b, "hardware": hardware})
-    return sorted(found, key=lambda difference: not difference["hardware"])
+    limits = rate * np.arange(1, len(p) + 1) / max(1, len(p))
+    return float(p[p <= limits].max(initial=-1))
