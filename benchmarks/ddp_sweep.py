@@ -275,8 +275,8 @@ def derive(cases: list[Case], case: Case, times: Times, facts: list[Any]) -> Non
     if cases and not cases[0].failed:
         m["efficiency"] = cases[0].metrics["step_time_p50_s"] / m["step_time_p50_s"]
     if "local compute" in times.samples_s:
-        alone = times.each("alone") if "alone" in times.samples_s else None
-        m |= breakdown_metrics(times.each(), times.each("local compute"), alone, case.rounds)
+        alone = "alone" if "alone" in times.samples_s else None
+        m |= breakdown_metrics(times, "local compute", alone)
     case.check = verdict(compare_replicas([digest for digest, _ in facts], case.ranks))
     m |= {name: max(memory[name] for _, memory in facts) for name in facts[0][1]}
 

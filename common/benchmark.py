@@ -21,7 +21,15 @@ from common.dist import Group, close_group, connect, gather, open_group, share
 from common.join import join
 from common.report import Case, Report, not_json
 from common.stats import Times
-from common.table import LAUNCH_HINT, Columns, Table, launch_bound, no_interval_hint, progress_line
+from common.table import (
+    LAUNCH_HINT,
+    Columns,
+    Table,
+    launch_bound,
+    launch_mark,
+    no_interval_hint,
+    progress_line,
+)
 from common.timing import (
     Measured,
     StopRule,
@@ -213,7 +221,7 @@ class Benchmark:
 
     def show(self, case: Case | None) -> Case | None:
         if case and self.table:
-            self.print(self.table.row(case) + launch_bound(case))
+            self.print(self.table.row(case) + launch_mark(case))
         return case
 
     def print(self, text: str) -> None:
@@ -259,7 +267,7 @@ class Benchmark:
         """Print what there is to say of the whole run, write the report's last line, set status."""
         last_line, remarks = gpus.at_the_end(self.job, self.report.environment["hosts"])
         cases = self.report.cases
-        if any(launch_bound(case) != "" for case in cases):
+        if any(launch_bound(case) for case in cases):
             self.print(LAUNCH_HINT)
         hint = no_interval_hint(cases, self.args.iters, self.args.max_seconds)
         if self.table and hint:

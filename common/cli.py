@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-HANG = 3  # exit status
-MOST = 1e9  # of seconds and counts: more is a slip, and overflows somewhere
-MOST_CASES = 10_000  # of a run, by its lists of values
+HANG = 3  # the exit status of a run that hung
+MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
+MOST_CASES = 10_000  # the most cases that the lists of a command line may give
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def refuse(message: str, status: int = 2) -> NoReturn:
-    """End the run for a user's mistake: one line on stderr from rank 0, exit status 2."""
+    """End the run because of a user's mistake: one line on stderr from rank 0, exit status 2."""
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
-        time.sleep(10)  # if this one ended first, the launcher would kill rank 0 before it spoke
+        time.sleep(10)  # if this rank ended first, the launcher would kill rank 0 before it spoke
     else:
         line = " ".join(message.split())
         complain(f"{Path(sys.argv[0]).name}: error: {line}")
@@ -28,7 +28,7 @@ def refuse(message: str, status: int = 2) -> NoReturn:
 
 
 def complain(line: str) -> None:
-    """On stderr, where there is one."""
+    """Print a line on stderr, if stderr still takes it."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -36,8 +36,8 @@ def complain(line: str) -> None:
 
 
 def abandon(stream: TextIO) -> None:
-    """After an error on stdout or stderr /dev/null takes its place: when Python ends it flushes
-    both, and if that failed again, the exit status would be 120."""
+    """Let /dev/null take the place of stdout or stderr after an error on it. Python flushes both
+    when it ends, and if that failed again, the exit status would be 120."""
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), stream.fileno())
 
@@ -45,22 +45,23 @@ def abandon(stream: TextIO) -> None:
 def fill_streams() -> None:
     """Where stdin, stdout or stderr is closed (`>&-`), keep other files from taking its number.
 
-    To write there fails as it does on a full disk.
+    Writing to it then fails as it does on a full disk.
     """
     while (number := os.open(os.devnull, os.O_RDONLY)) <= 2:
         pass
     os.close(number)
-    sys.stdout, sys.stderr = sys.stdout or os.fdopen(1, "w"), sys.stderr or os.fdopen(2, "w")
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def end(status: int, text: str = "") -> NoReturn:
-    """Leave at once, from any thread, whatever the main one does."""
+    """End this process at once, from any thread, whatever the main thread does."""
     write(text)
     os._exit(status)
 
 
 def write(text: str) -> None:
-    """On stderr, in one call: the ranks' lines do not mix."""
+    """Write to stderr in one call, so that the lines of several ranks do not mix."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode() if text else b"")
 
@@ -68,13 +69,13 @@ def write(text: str) -> None:
 def describe(error: BaseException) -> str:
     """An error in one line."""
     lines = str(error).strip().splitlines() or ["no message"]
-    if "On WorkerInfo(" in lines[0] and len(lines) > 1:  # what RPC adds
+    if "On WorkerInfo(" in lines[0] and len(lines) > 1:  # RPC adds this line
         return lines[1]
     return f"{type(error).__name__}: {lines[0]}"
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean a, b?` for the names in `known` that look like `word`, else nothing."""
+    """`; did you mean a, b?` for the names in `known` that look like `word`; "" if none does."""
     near = difflib.get_close_matches(word, list(known), n=3)
     return f"; did you mean {', '.join(near)}?" if near else ""
 
@@ -89,30 +90,37 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-            sys.exit(2)  # torchrun has started the ranks again, and the first ones have said it
+            sys.exit(2)  # torchrun has started the ranks again, and the first ones have spoken
         refuse(message)
 
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        words = []
-        for word in sys.argv[1:] if args is None else args:
-            name, equals, value = word.partition("=")
-            words.append(name.replace("_", "-") + equals + value if name[:2] == "--" else word)
+        words = [with_hyphens(word) for word in (sys.argv[1:] if args is None else args)]
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
             name = unknown[0].partition("=")[0]
             self.error(f"unknown argument '{name}'{suggest(name, flags)}")
-        single = [getattr(parsed, a.dest, None) for a in self._actions if a.nargs is None]
-        cases = math.prod(len(values) for values in single if isinstance(values, list) and values)
+        values = [getattr(parsed, a.dest, None) for a in self._actions if a.nargs is None]
+        lists = [value for value in values if isinstance(value, list) and value]
+        cases = math.prod(len(value) for value in lists)
         if cases > MOST_CASES:
             self.error(f"expected lists for at most {MOST_CASES:,} cases, got {cases:,} cases")
         return parsed
 
 
+def with_hyphens(word: str) -> str:
+    """--batch_size=a_b -> --batch-size=a_b."""
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+
+
 def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) -> Any:
-    """`a,b,c`, each once; `all` stands for every choice."""
+    """The type of a flag for `a,b,c`; `all` stands for every choice. A repeated entry counts once.
+
+    item: the type of one entry, such as str or `size`. choices: the values that are allowed.
+    """
 
     def parse(text: str) -> list[Any]:
         if text == "all" and choices:
@@ -134,7 +142,10 @@ def list_of(item: Callable[[str], Any], choices: Sequence[Any] | None = None) ->
 def checked(
     convert: Callable[[str], Any], valid: Callable[[Any], bool], expected: str, example: str = ""
 ) -> Any:
-    """The type of a flag: what `convert` makes of its text, where that is `valid`."""
+    """The type of a flag: what `convert` makes of its text, if that is `valid`.
+
+    expected, example: words for the message that refuses any other text.
+    """
 
     def parse(text: str) -> Any:
         with contextlib.suppress(ValueError):
@@ -146,14 +157,15 @@ def checked(
 
 
 def number(kind: type[int] | type[float], minimum: float = 0, above: bool = False) -> Any:
-    """A finite number from `minimum` on, or `above` it; at most MOST."""
+    """The type of a flag for a number of at least `minimum`, or `above` it, and at most MOST."""
     noun = "a whole number" if kind is int else "a number"
     limit = f"above {minimum:g}" if above else f"of at least {minimum:g}"
-    low = math.nextafter(minimum, math.inf) if above else minimum
-    from_low = checked(kind, lambda value: low <= value < math.inf, f"{noun} {limit}")
+    lowest = math.nextafter(minimum, math.inf) if above else minimum
+    parse_finite = checked(kind, lambda value: lowest <= value < math.inf, f"{noun} {limit}")
 
     def parse(text: str) -> Any:
-        if (value := from_low(text)) > MOST:
+        value = parse_finite(text)
+        if value > MOST:
             wrong(f"{noun} of at most {MOST:,.0f}", repr(text))
         return value
 
@@ -161,14 +173,14 @@ def number(kind: type[int] | type[float], minimum: float = 0, above: bool = Fals
 
 
 def to_bytes(text: str) -> int:
-    """8, 64K, 4M or 1G, in powers of 1024; -1 for a part of a byte."""
+    """8, 64K, 4M or 1G in powers of 1024; -1 if it is not a whole number of bytes."""
     unit = UNITS.get(text[-1:].upper(), 1)
     value = float(text[:-1] if unit > 1 else text) * unit
     return int(value) if value.is_integer() else -1
 
 
-def to_share(text: str) -> float:
-    """`5%` or 0.05."""
+def to_fraction(text: str) -> float:
+    """`5%` or 0.05 -> 0.05."""
     return float(text[:-1]) / 100 if text.endswith("%") else float(text)
 
 
@@ -176,11 +188,11 @@ positive_int = number(int, 1)
 positive_float = number(float, 0, above=True)
 size = checked(to_bytes, lambda n: n >= 0, "a size in bytes", "e.g. 8, 64K, 4M or 1G")
 positive_size = checked(to_bytes, lambda n: n > 0, "a size above 0", "e.g. 8, 64K, 4M or 1G")
-fraction = checked(to_share, lambda x: 0 < x < 1, "a share between 0 and 1", "e.g. 5% or 0.05")
+fraction = checked(to_fraction, lambda x: 0 < x < 1, "a share between 0 and 1", "e.g. 5% or 0.05")
 
 
 def cut(words: Sequence[object], most: int = 8) -> str:
-    """`0, 1, 2`; of a long list the first ones and the number of the others."""
+    """`0, 1, 2`; for a long list the first entries and the number of the others."""
     shown = ", ".join(map(str, words[:most]))
     return shown if len(words) <= most else f"{shown} and {len(words) - most:,} more"
 
@@ -194,9 +206,9 @@ def show_size(count: float) -> str:
 
 
 def wrong(expected: str, got: str, example: str = "") -> NoReturn:
-    raise argparse.ArgumentTypeError(
-        f"expected {expected}, got {got}" + (f"; {example}" if example else "")
-    )
+    """Refuse the value of a flag, from within its type."""
+    message = f"expected {expected}, got {got}"
+    raise argparse.ArgumentTypeError(f"{message}; {example}" if example else message)
 
 
 def add_common_flags(
@@ -206,7 +218,7 @@ def add_common_flags(
     timeout: float = 300,
     backends: str = "gloo, nccl, ucc or mpi",
 ) -> None:
-    """Those of all measuring scripts. -w, -J, --output-file and -T are nccl-tests' names."""
+    """Add the flags of all measuring scripts. -w, -J, --output-file and -T are as in nccl-tests."""
     add = parser.add_argument_group("flags of all scripts").add_argument
     devices = "CUDA and CPUs are measured today (default: auto)"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
@@ -218,7 +230,7 @@ def add_common_flags(
     add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
     exactly = "time exactly N iterations, whatever the next three say"
     add("--iters", type=positive_int, metavar="N", help=exactly)
-    least = f"time at least N, as far as --max-seconds lets (default: {min_iters})"
+    least = f"time at least N, unless --max-seconds is over before (default: {min_iters})"
     add("--min-iters", type=positive_int, default=min_iters, metavar="N", help=least)
     target = "stop once all of the 95%% interval of the step's median is within +-P (default: 2%%)"
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
@@ -227,5 +239,5 @@ def add_common_flags(
     report = "append every finished case to this report; an older one becomes PATH.bak, .bak.1, ..."
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
-    hang = f"after S seconds without progress name who hangs, and end (default: {timeout:g})"
+    hang = f"end after S seconds without progress, and name who hangs (default: {timeout:g})"
     add("-T", "--timeout", type=positive_float, default=timeout, metavar="S", help=hang)

@@ -16,14 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The default group of the time of this import is a default of these functions. The first optimizer
-# imports them: by then there is a group, and it would outlive destroy_process_group (torch 2.15).
+# Functions of this module have a default argument: the default group at the time of the import.
+# The first optimizer imports it, when there is a group already, and that group would then outlive
+# destroy_process_group (torch 2.15). So it is imported here, before there is one.
 import torch.distributed.nn.functional
 
 from common.cli import end, write
 from common.private_torch import abort_process_group
 
-# Ranks outside a case wait for all of it, so a wait has no useful limit; hangs are the watchdog's.
+# Ranks outside a case wait until it is over, so no limit would be useful. The watchdog ends hangs.
 FOREVER = timedelta(days=30)
 
 
@@ -37,7 +38,7 @@ class Job:
     local_world_size: int
     device: torch.device
     backend: str  # of the groups under test
-    store: dist.Store  # where the ranks met
+    store: dist.Store  # the store in which the ranks met
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,27 @@ class Group:
     """The ranks of a case."""
 
     ranks: tuple[int, ...]
-    test: dist.ProcessGroup  # under test; where several work at the same time, this rank's
+    test: dist.ProcessGroup  # under test; where a case has several teams, that of this rank's team
     control: dist.ProcessGroup  # gloo, for barriers and decisions between timed blocks
-    # that the workload makes itself, e.g. a DeviceMesh's; they end with the case's
+    # Groups that the workload makes itself, e.g. those of a DeviceMesh. They end with the case.
     more: list[dist.ProcessGroup] = field(default_factory=list)
 
 
 def local_rank() -> int:
     """This rank's number on its node, from 0: LOCAL_RANK.
 
-    `torchrun --virtual-local-rank` sets 0 for all ranks, but torchrun numbers them node by node.
-    That does not help where nodes have different numbers of ranks: there LOCAL_RANK is taken.
+    `torchrun --virtual-local-rank` sets 0 for all ranks. But torchrun numbers the ranks node by
+    node, so RANK tells the number, too. Where nodes have different numbers of ranks it does not:
+    there LOCAL_RANK is taken as it is.
     """
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
-    rank, number, world_size, here, nodes = (int(os.environ.get(name, "0")) for name in names)
-    by_torchrun_evenly = nodes > 0 and world_size == nodes * here
-    return rank % here if by_torchrun_evenly else number
+
+    def value(name: str) -> int:
+        return int(os.environ.get(name, "0"))
+
+    nodes = value("GROUP_WORLD_SIZE")
+    ranks_of_node = value("LOCAL_WORLD_SIZE")
+    by_torchrun_evenly = nodes > 0 and value("WORLD_SIZE") == nodes * ranks_of_node
+    return value("RANK") % ranks_of_node if by_torchrun_evenly else value("LOCAL_RANK")
 
 
 def open_group(
@@ -68,7 +74,7 @@ def open_group(
 ) -> Group | None:
     """The groups of a case; None on a rank outside it. All ranks of the job call it together.
 
-    teams: parts of the ranks, each of which has a group under test of its own.
+    teams: parts of the ranks. Each part gets a group under test of its own.
     """
     with peers():
         control: Any = dist.new_group(list(ranks), backend="gloo", timeout=FOREVER)
@@ -78,34 +84,38 @@ def open_group(
 
 
 def connect(group: Group, device: torch.device) -> None:
-    """NCCL connects in its first collective; what fails before that could not be aborted."""
+    """Connect the group under test: NCCL does so in the first collective. A group that is not
+    connected could not be aborted if the case fails."""
     dist.all_reduce(torch.ones(1, device=device), group=group.test)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def abort_group(group: Group) -> None:
-    """End what is in flight on the groups under test; safe from another thread, and twice."""
-    for each in (group.test, *group.more):
+    """End the work in flight on the groups under test. Another thread may call it, also twice."""
+    for tested in (group.test, *group.more):
         with suppress(RuntimeError):
-            each.abort()
+            tested.abort()
 
 
 def close_group(group: Group, failed: bool = False) -> None:
-    """Its members call it, each for itself. failed: with work in flight. Gloo's peers notice that
-    once the sockets are closed, which is when nothing refers to the group any more."""
-    gc.collect()  # what is left of the workload; NCCL would wait for its CUDA graphs
-    drop = abort_process_group if failed else dist.destroy_process_group
-    for each in (*group.more, group.test):
-        drop(each)
+    """Close the groups of a case. Each member calls this on its own.
+
+    failed: work may still be in flight. Peers on gloo notice a closed socket, and gloo closes it
+    when the last reference to the group is gone.
+    """
+    gc.collect()  # frees what is left of the workload: NCCL would wait for its CUDA graphs
+    close = abort_process_group if failed else dist.destroy_process_group
+    for tested in (*group.more, group.test):
+        close(tested)
     dist.destroy_process_group(group.control)
     if failed:
-        with suppress(RuntimeError):  # of a CUDA context that is lost
+        with suppress(RuntimeError):  # the CUDA context may be lost
             torch.cuda.empty_cache()
 
 
 def gather(value: Any) -> list[Any] | None:
-    """Each rank's value on rank 0 of the job; None elsewhere."""
+    """On rank 0 the values of all ranks of the job, by rank; None on the others."""
     with peers():
         rows = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(value, rows)
@@ -113,7 +123,7 @@ def gather(value: Any) -> list[Any] | None:
 
 
 def share(value: Any) -> Any:
-    """The value of the job's rank 0, on all ranks."""
+    """The value that rank 0 of the job has, on all ranks."""
     with peers():
         box = [value]
         dist.broadcast_object_list(box)
@@ -121,9 +131,9 @@ def share(value: Any) -> Any:
 
 
 def agree(value: Any, group: Group) -> Any:
-    """The value of the group's first rank, on all members.
+    """The value that the group's first rank has, on all members.
 
-    Where `share` fails, the job has lost a process; where this fails, it is the case that fails.
+    If `share` fails, the job has lost a process. If this fails, only the case fails.
     """
     box = [value]
     dist.broadcast_object_list(box, group_src=0, group=group.control)
@@ -132,8 +142,9 @@ def agree(value: Any, group: Group) -> Any:
 
 @contextmanager
 def peers() -> Iterator[None]:
-    """Around the control group's collectives and calls of the store: their errors mean that a
-    process has died. Its launcher knows which, and ends the others; where not, they end here."""
+    """For collectives of the job's control group and calls of the store. An error in them means
+    that a process has died. The launcher knows which one and ends the others; if it does not, they
+    end here."""
     try:
         yield
     except RuntimeError as error:

@@ -18,43 +18,43 @@ from common.dist import Job, gather
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 from common.turns import TURN
 
-# variables that change what is measured, or that tell runs apart
+# Variables that change what is measured, or that tell runs apart, begin with one of these.
 FAMILIES = "NCCL_ NVSHMEM_ GLOO_ UCX_ FI_ TP_ OMP_ MKL_ KMP_ TORCH PYTORCH_ TRITON_ CUDA_ CUBLAS_"
 FAMILIES += " CUDNN_ NVIDIA_TF32 SLURM_JOB_"
-# and those of them that tell nothing; join() overrides what torchrun sets for the last one
+# These are among them but tell nothing. join() overrides what torchrun sets for the last one.
 PER_RUN = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
 )
 
-MOST_RANKS, MOST_WARNINGS = 64, 16  # that the preamble prints
-# who started the ranks, by a variable that it sets. mpirun comes first: it may use srun itself
+MOST_RANKS, MOST_WARNINGS = 64, 16  # the preamble prints no more of them
+# The variable that each launcher sets. mpirun comes before srun: it may use srun itself.
 LAUNCHERS = {"TORCHELASTIC_RUN_ID": "torchrun", "OMPI_COMM_WORLD_RANK": "mpirun"}
 LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "FLUX_TASK_RANK": "flux", "SLURM_PROCID": "srun"}
 
 
 def user_variables() -> dict[str, str]:
-    """What the user and the launcher have set. Call it before join(), which sets some itself."""
+    """The variables that the user and the launcher have set. Call it before join(), which sets more
+    of them."""
     families = tuple(FAMILIES.split())
     names = sorted(name for name in os.environ if name.startswith(families))
     return {name: os.environ[name] for name in names if name not in PER_RUN}
 
 
 def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
-    """The report's environment, on rank 0; empty elsewhere. All ranks call it.
+    """On rank 0 the report's environment; empty on the others. All ranks call it.
 
-    variables: those of `user_variables`, from before the job was joined.
+    variables: what `user_variables` returned before this process joined the job.
     """
     cuda = job.device.type == "cuda"
-    node = None
+    node = None  # the first rank of a node describes it
     if job.local_rank == 0:
         node = {"topology": topology(cuda), "gpus": gpu_state() if cuda else []}
     rows = gather((describe_rank(job), node))
     if rows is None:
         return {}
     ranks = [rank for rank, _ in rows]
-    leaders = [rank | node for rank, node in rows if node]  # the first rank of each node
-    launchers = [LAUNCHERS[name] for name in LAUNCHERS if name in os.environ]
+    nodes = [rank | node for rank, node in rows if node]
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
@@ -62,25 +62,35 @@ def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
         "nccl_backend": nccl_backend(job.backend) if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
-        "launcher": launchers[0] if launchers and "RANK" in os.environ else "python",
+        "launcher": launcher(),
         "backend": job.backend,
         "world_size": job.world_size,
         "local_world_size": job.local_world_size,
-        "num_nodes": len(leaders),
-        "hosts": [leader["host"] for leader in leaders],
+        "num_nodes": len(nodes),
+        "hosts": [node["host"] for node in nodes],
         "devices": sorted({rank["device"] for rank in ranks}),
-        "topologies": [leader["topology"] for leader in leaders],
-        "gpus": [leader["gpus"] for leader in leaders],
+        "topologies": [node["topology"] for node in nodes],
+        "gpus": [node["gpus"] for node in nodes],
         "ranks": ranks,
-        "differences": differences(leaders),
+        "differences": differences(nodes),
         "variables": variables,
     }
+
+
+def launcher() -> str:
+    """What started this rank: torchrun, mpirun, flux, srun, or python by hand."""
+    if "RANK" in os.environ:
+        for variable, name in LAUNCHERS.items():
+            if variable in os.environ:
+                return name
+    return "python"
 
 
 def describe_rank(job: Job) -> dict[str, Any]:
     """This rank's row in the environment."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
     addresses = [entry.address for entry in psutil.net_if_addrs().get(interface, [])]
+    ipv4 = [address for address in addresses if "." in address]
     row = {
         "rank": job.rank,
         "local_rank": job.local_rank,
@@ -88,7 +98,7 @@ def describe_rank(job: Job) -> dict[str, Any]:
         "device": cpu_model(),
         "uuid": "",
         "pci": "",
-        "network": " ".join([interface, *(address for address in addresses if "." in address)]),
+        "network": " ".join([interface, *ipv4]),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -103,10 +113,10 @@ def describe_rank(job: Job) -> dict[str, Any]:
 
 
 def nccl_backend(backend: str) -> str | None:
-    """Which of torch's process groups for NCCL a name stands for; None where it is not NCCL's.
+    """Which of torch's process groups for NCCL a backend's name means; None for other backends.
 
-    torch 2.15 has several: nccl2 (also by the name nccl), nccl-legacy, which all others have, and
-    nccl-lazy.
+    torch 2.15 has several: nccl2 (also by the name nccl), nccl-legacy and nccl-lazy. Older ones
+    have only the one that 2.15 calls nccl-legacy.
     """
     name = backend.rpartition("cuda:")[2].partition(",")[0]  # of cpu:gloo,cuda:nccl
     if name != "nccl":
@@ -116,7 +126,7 @@ def nccl_backend(backend: str) -> str | None:
 
 
 def topology(cuda: bool) -> str:
-    """How the devices of this node hang together, as text."""
+    """How the devices of this node are connected, as text."""
     if cuda and (text := run(["nvidia-smi", "topo", "-m"])):
         return re.sub(r"\x1b\[[0-9;]*m", "", text)  # it underlines its header
     numa = len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1
@@ -132,11 +142,11 @@ def cpu_model() -> str:
 
 
 def problem(environment: dict[str, Any], tested: range | None = None) -> str | None:
-    """Why this must not be measured, or None: another torch or NCCL on a node, or ranks that share
-    a GPU under NCCL. tested: the ranks that NCCL connects; None for all of them."""
+    """Why this must not be measured, or None: a node has another torch or NCCL, or ranks share a
+    GPU under NCCL. tested: the ranks that NCCL connects; None for all of them."""
     ranks = environment["ranks"]
     for name in ("torch", "nccl"):
-        # a server on the CPU has no NCCL
+        # a server on the CPU has no NCCL, and is not counted
         counts = Counter(row[name] for row in ranks if row[name]).most_common()
         if len(counts) > 1:
             usual, rarest = counts[0][0], counts[-1][0]
@@ -149,7 +159,7 @@ def problem(environment: dict[str, Any], tested: range | None = None) -> str | N
 
 
 def differences(nodes: list[dict[str, Any]]) -> list[str]:
-    """A line for each property that some nodes do not share with most of the others."""
+    """A line for each property in which some nodes differ from most of the others."""
     lines = []
     for name in ("device", "cores", "topology"):
         usual = Counter(node[name] for node in nodes).most_common(1)[0][0]
@@ -194,7 +204,8 @@ def count_of(count: int, noun: str) -> str:
 
 
 def warnings_of(environment: dict[str, Any]) -> list[str]:
-    """What makes the numbers doubtful: nodes that differ, GPUs that are throttled or missing."""
+    """What makes the numbers doubtful, a line each: nodes that differ, GPUs that are throttled,
+    missing or shared, and GPUs with one core."""
     hosts = environment["hosts"]
     warnings = [*environment["differences"], *throttled(hosts, environment["gpus"])]
     warnings += [f"{hosts[node]}: {why}" for node, why in lacking(environment).items()]

@@ -26,21 +26,24 @@ BY_HAND = (
 
 
 def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = False) -> Job:
-    """Join the job, or be a world of one, and take a device: `cuda:LOCAL_RANK` by what is visible,
-    or the CPU. Ends the run where not all ranks arrive within `timeout_s`."""
+    """Join the job, or be a world of one, and take a device: the CPU, or `cuda:LOCAL_RANK` among
+    the GPUs that are visible. Ends the run if not all ranks arrive within `timeout_s`.
+
+    device: --device. backend: --backend; None for the device's usual one.
+    """
     rank, on_node, world_size, local_world_size = world()
     check_network(world_size)
-    place = choose_device(device, on_node)
-    cuda = place.type == "cuda"
+    chosen = choose_device(device, on_node)
+    cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
     check_backend(backend, cuda)
     if bind_cores:
-        bind(on_node, local_world_size, place)
+        bind(on_node, local_world_size, chosen)
     if cuda:
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(chosen)
     set_variables(log_nccl=cuda and on_node == 0)
     store = dist.HashStore() if world_size == 1 else meet(rank, world_size, timeout_s)
-    # gloo and TensorPipe would take the address of the host's name, on Debian 127.0.1.1
+    # By themselves gloo and TensorPipe take the address of the host's name: on Debian 127.0.1.1.
     interface = "lo" if local_world_size == world_size else find_interface(store, world_size)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -51,12 +54,12 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     )
     # imported modules are never garbage: collections between cases need not walk through them
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or nanobind reports leaks at the end
-    return Job(rank, on_node, world_size, local_world_size, place, backend, store)
+    atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at the end
+    return Job(rank, on_node, world_size, local_world_size, chosen, backend, store)
 
 
 def choose_device(wanted: str, on_node: int) -> torch.device:
-    """The GPU of this rank, or the CPU. wanted: --device; on_node: this rank's number there."""
+    """The GPU of this rank, or the CPU. wanted: --device. on_node: its number on its node."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if wanted == "auto" and accelerator and accelerator.type != "cuda":
         refuse(f"torch sees {accelerator.type}; measured today are CUDA and CPUs: try --device cpu")
@@ -69,14 +72,15 @@ def choose_device(wanted: str, on_node: int) -> torch.device:
 
 
 def set_variables(log_nccl: bool) -> None:
-    """What torch and NCCL have to know before the first group is made.
+    """Set the variables that torch and NCCL read when the first group is made.
 
-    log_nccl: whether this process keeps NCCL's log, unless the user has one: it says which network
-    and transport NCCL takes, when it connects, not while it is timed.
+    log_nccl: whether this process writes NCCL's log into a temporary file, if the user has asked
+    for no log. The log says which network and transport NCCL takes. NCCL writes it when it
+    connects, not while it is timed.
     """
-    # the watchdog ends a hang; NCCL's own would end the process a minute after a failed case
+    # Our watchdog ends a hang. NCCL's own would end the process a minute after a failed case.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder: who is where
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder's, for roll calls
     if log_nccl and "NCCL_DEBUG" not in os.environ:
         handle, path = tempfile.mkstemp(prefix="nccl-", suffix=".log")
         os.close(handle)
@@ -87,7 +91,7 @@ def set_variables(log_nccl: bool) -> None:
 
 
 def check_backend(backend: str, cuda: bool) -> None:
-    """Refuse a backend that cannot work here. It may be one for each device: cpu:gloo,cuda:nccl."""
+    """Refuse a backend that cannot work here. A name may list devices: cpu:gloo,cuda:nccl."""
     if "nccl" in backend and not cuda:  # nccl2, nccl-legacy and nccl-lazy as well
         refuse(f"--backend {backend} needs CUDA devices, this run is on the CPU; try gloo")
     if "fake" in backend:
@@ -101,7 +105,7 @@ def check_backend(backend: str, cuda: bool) -> None:
 
 
 def world() -> tuple[int, int, int, int]:
-    """(rank, number on its node, world size, ranks of its node) as the launcher set them."""
+    """(rank, its number on its node, world size, ranks of its node) as the launcher set them."""
     refuse_worlds_of_one()
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(os.environ):
         return 0, 0, 1, 1  # started by python
@@ -113,23 +117,26 @@ def world() -> tuple[int, int, int, int]:
 
 
 def refuse_worlds_of_one() -> None:
-    """srun, mpirun and flux start N processes; without a wrapper each is rank 0 of a world of 1."""
+    """Refuse N processes that srun, mpirun or flux started without a wrapper: each would be rank 0
+    of a world of 1."""
     if "RANK" in os.environ and os.environ.get("GROUP_WORLD_SIZE") != "1":
         return
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"):
-        if (tasks := os.environ.get(name, "1")) != "1":
-            ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK")
-            # the first of these worlds speaks
-            os.environ["RANK"] = max(os.environ.get(rank, "0") for rank in ranks)
-            refuse(
-                f"{name} says {tasks} tasks, but each would run by itself; start them with "
-                "launch/slurm_torchrun.sbatch (torchrun on each node, one job), "
-                "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, flux)"
-            )
+        tasks = os.environ.get(name, "1")
+        if tasks == "1":
+            continue
+        ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK")
+        # refuse() speaks on rank 0: that is the first of these processes
+        os.environ["RANK"] = max(os.environ.get(rank, "0") for rank in ranks)
+        refuse(
+            f"{name} says {tasks} tasks, but each would run by itself; start them with "
+            "launch/slurm_torchrun.sbatch (torchrun on each node, one job), "
+            "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, flux)"
+        )
 
 
 def variable(name: str, least: int, most: int = 2**31) -> int:
-    """A whole number that the launcher has set; or refuses."""
+    """The whole number in a variable of the launcher. Refuses any other value."""
     text = os.environ.get(name)
     with contextlib.suppress(ValueError):
         if text is not None and least <= int(text) <= most:
@@ -139,20 +146,21 @@ def variable(name: str, least: int, most: int = 2**31) -> int:
 
 
 def refuse_here(name: str, problem: str, text: str | None, example: str = BY_HAND) -> NoReturn:
-    """Refuse a variable, by each process for itself: elsewhere the variable may be right."""
-    os.environ["RANK"] = "0"
+    """Refuse the value of a variable. Each process speaks for itself: on other nodes the variable
+    may be right."""
+    os.environ["RANK"] = "0"  # so that refuse() speaks
     got = "but it is not set" if text is None else f"got {text!r}"
     refuse(f"{name} on {socket.gethostname()}: {problem}, {got}; {example}")
 
 
 def check_network(world_size: int) -> None:
-    """Refuse what would end in a hang, or in the words of the library that fails."""
+    """Refuse variables that would lead to a hang, or to a library's own words about them."""
     interfaces = set(psutil.net_if_addrs())
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         text = os.environ.get(name)
         if text and not interfaces.issuperset(text.split(",")):
             if local_rank() > 0:
-                refuse(name)  # the first rank of the node speaks
+                refuse(name)  # silently: the first rank of the node speaks
             known = f"expected one of {', '.join(sorted(interfaces))}"
             refuse_here(name, known, text, "e.g. as `ip -br address` shows them")
     if world_size == 1:
@@ -170,9 +178,16 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
-    own, end = rank == 0 and not served, time.monotonic() + timeout_s
+    is_master = rank == 0 and not served
+    end = time.monotonic() + timeout_s
     try:
-        tcp = dist.TCPStore(address, port, None, own, timedelta(seconds=timeout_s), False)
+        tcp = dist.TCPStore(
+            address,
+            port,
+            is_master=is_master,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if "EADDRINUSE" in reason:
@@ -180,40 +195,50 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
         if local_rank() == 0:
             print(f"{here} cannot reach MASTER_ADDR {address}:{port}: {reason}", flush=True)
         raise SystemExit(HANG) from None
-    # torchrun's store outlives a restart of the ranks; without a prefix of their own the new ones
-    # would dial the ports of the dead (pytorch/pytorch#135712)
+    # torchrun's store outlives a restart of the ranks. Without a prefix of their own the new ranks
+    # would dial the ports of the dead ones (pytorch/pytorch#135712).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"torchrun-bench/{attempt}", tcp)
     store.set(f"here/{rank}", json.dumps([here, address_towards(address)]))
-    everyone = [f"here/{r}" for r in range(world_size)]
-    while not store.check(["all here"] if rank else everyone):
-        if time.monotonic() > end + (10 if rank else 0):  # rank 0 speaks first
-            if rank == 0:
-                late = cut([r for r, key in enumerate(everyone) if not store.check([key])])
-                print(f"HANG: no sign of rank {late} in {timeout_s:g} s", flush=True)
-            raise SystemExit(HANG)
-        time.sleep(0.05)
     if rank == 0:
+        wait_for_all(store, world_size, end, timeout_s)
         store.set("all here", "")
+    else:
+        while not store.check(["all here"]):
+            if time.monotonic() > end + 10:  # rank 0 speaks first
+                raise SystemExit(HANG)
+            time.sleep(0.05)
     return store
 
 
+def wait_for_all(store: dist.Store, world_size: int, end: float, timeout_s: float) -> None:
+    """Wait on rank 0 until all ranks have come. Ends the run at `end` and names who is missing."""
+    signs = [f"here/{rank}" for rank in range(world_size)]
+    while not store.check(signs):
+        if time.monotonic() > end:
+            missing = cut([rank for rank, sign in enumerate(signs) if not store.check([sign])])
+            print(f"HANG: no sign of rank {missing} in {timeout_s:g} s", flush=True)
+            raise SystemExit(HANG)
+        time.sleep(0.05)
+
+
 def find_interface(store: dist.Store, world_size: int) -> str:
-    """The one that leads to the master; on the master's own node, where it may be loopback, the
-    one that leads to a peer."""
-    own = address_towards(os.environ["MASTER_ADDR"])
-    if own.startswith("127."):
-        rows = [json.loads(store.get(f"here/{r}")) for r in range(world_size)]
-        others = (address_towards(a) for host, a in rows if host != socket.gethostname() and a)
-        own = next(others, own)
+    """The interface that leads to the master. On the master's own node that may be loopback: there
+    it is the one that leads to a rank on another node."""
+    address = address_towards(os.environ["MASTER_ADDR"])
+    if address.startswith("127."):
+        rows = [json.loads(store.get(f"here/{rank}")) for rank in range(world_size)]
+        others = [other for host, other in rows if host != socket.gethostname() and other]
+        if others:
+            address = address_towards(others[0])
     for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address == own for entry in entries):
+        if any(entry.address == address for entry in entries):
             return name
-    return "lo" if own.startswith("127.") else ""
+    return "lo" if address.startswith("127.") else ""
 
 
 def address_towards(host: str) -> str:
-    """The own IPv4 address on the way to a host; nothing where there is none."""
+    """This host's IPv4 address on the way to another host; "" if there is no way."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing: it chooses the route
         return str(probe.getsockname()[0])
@@ -221,23 +246,23 @@ def address_towards(host: str) -> str:
 
 
 def bind(local_rank: int, local_world_size: int, device: torch.device) -> None:
-    """Bind this process to its share of the cores; on CUDA of those next to its GPU."""
+    """Bind this process to its part of the cores; on CUDA to a part of those next to its GPU."""
     allowed = sorted(os.sched_getaffinity(0))
 
     def cores_of(rank: int) -> list[int]:
         near = 0  # a bit for each core
         if device.type == "cuda":
-            p: Any = torch.cuda.get_device_properties(rank % torch.cuda.device_count())
-            place = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
-            mask = Path(f"/sys/bus/pci/devices/{place}/local_cpus")
+            gpu: Any = torch.cuda.get_device_properties(rank % torch.cuda.device_count())
+            pci = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+            mask = Path(f"/sys/bus/pci/devices/{pci}/local_cpus")
             near = int(mask.read_text().replace(",", ""), 16) if mask.exists() else 0
         return [core for core in allowed if near >> core & 1] or allowed
 
-    mine = cores_of(local_rank)
-    fellows = [rank for rank in range(local_world_size) if cores_of(rank) == mine]
-    share = len(mine) // len(fellows)
-    if not share:
-        fewer = f"start fewer ranks a node, e.g. --nproc-per-node {len(mine)}"
-        refuse(f"--bind-cores: {len(mine)} cores for {len(fellows)} ranks; {fewer}")
-    first = fellows.index(local_rank) * share
-    os.sched_setaffinity(0, mine[first : first + share])
+    cores = cores_of(local_rank)
+    sharers = [rank for rank in range(local_world_size) if cores_of(rank) == cores]
+    cores_per_rank = len(cores) // len(sharers)
+    if cores_per_rank == 0:
+        fewer = f"start fewer ranks a node, e.g. --nproc-per-node {len(cores)}"
+        refuse(f"--bind-cores: {len(cores)} cores for {len(sharers)} ranks; {fewer}")
+    first = sharers.index(local_rank) * cores_per_rank
+    os.sched_setaffinity(0, cores[first : first + cores_per_rank])

@@ -13,13 +13,18 @@ Interval = tuple[float, float]
 def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
     """`{prefix}_p50_s`, p75, p90 and p95 of samples [n] in seconds; p99 from 100 samples on."""
     x = np.asarray(samples, dtype=np.float64)
-    wanted = (50, 75, 90, 95) + ((99,) if len(x) >= 100 else ())
+    wanted = [50, 75, 90, 95]
+    if len(x) >= 100:
+        wanted.append(99)
     return {f"{prefix}_p{q}_s": float(np.percentile(x, q)) for q in wanted}
 
 
 def autocorrelation_time(samples: ArrayLike) -> float:
-    """How many successive samples [n] are worth one independent one, at least 1: 1 + 2 * the sum of
-    the autocorrelations while successive pairs stay positive (Geyer 1992)."""
+    """Samples [n] are correlated: so many in a row tell as much as one independent sample.
+
+    At least 1. It is 1 + 2 * the sum of the autocorrelations, as long as the sums of successive
+    pairs stay positive (Geyer 1992).
+    """
     x = np.asarray(samples, dtype=np.float64)
     n = len(x)
     if n < 4 or np.ptp(x) == 0:
@@ -35,10 +40,10 @@ def autocorrelation_time(samples: ArrayLike) -> float:
 
 
 def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | None:
-    """Confidence interval of the median of samples [n]; None for too few (under 6 at 95 %).
+    """The confidence interval of the median of samples [n]; None for too few (under 6 at 95 %).
 
-    From one of the sorted samples to another, at n/2 +- z * sqrt(n tau)/2 (Campbell and Gardner
-    1988, BMJ 296:1454); tau: the autocorrelation time of the signs about the median (Sen 1968).
+    Its ends are two of the sorted samples, those at n/2 +- z * sqrt(n tau)/2 (Campbell and Gardner
+    1988, BMJ 296:1454). tau is the autocorrelation time of the signs about the median (Sen 1968).
     """
     x = np.asarray(samples, dtype=np.float64)
     n = len(x)
@@ -46,28 +51,32 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
         return None
     tau = autocorrelation_time(np.sign(x - np.median(x)))
     half = NormalDist().inv_cdf(0.5 + confidence / 2) * np.sqrt(n * tau) / 2
-    low = round(n / 2 - half)  # 1-based; its mirror image is n + 1 - low
+    low = round(n / 2 - half)  # counted from 1; its mirror image is n + 1 - low
+    if low < 1:
+        return None
     x = np.sort(x)
-    return (float(x[low - 1]), float(x[n - low])) if low >= 1 else None
+    return float(x[low - 1]), float(x[n - low])
 
 
 def relative_ci95(samples: ArrayLike) -> float | None:
-    """How far the median's 95 % interval reaches from it, over the median; None if there is none.
+    """How far the 95 % interval reaches from its median, over the median; None without interval.
 
     The farther end counts: all of the interval lies within +- this of the median.
     """
     interval = median_interval(samples)
     if interval is None:
         return None
+    low, high = interval
     median = float(np.median(np.asarray(samples)))
-    return max(interval[1] - median, median - interval[0]) / max(median, 1e-12)
+    return max(high - median, median - low) / max(median, 1e-12)
 
 
 def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> tuple[float, Interval | None]:
     """How much longer `a` takes than `b`, timed in the same rounds, with its 95 % interval.
 
-    The median over the rounds of median(a) - median(b) within each, so that a drift of the machine
-    cancels. a, b: [n]; rounds: the iterations of each. No interval under 6 rounds.
+    Each round gives median(a) - median(b), so that a drift of the machine cancels. The result is
+    the median of these differences. a, b: [n]; rounds: iterations of each round, n in all. There is
+    no interval under 6 rounds.
     """
     ends = np.cumsum(rounds)[:-1]
     pairs = zip(np.split(np.asarray(a), ends), np.split(np.asarray(b), ends), strict=True)
@@ -78,7 +87,7 @@ def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> tuple[float
 class Times:
     """The seconds of a case by name: "step", which it is about, and the parts timed with it.
 
-    An unknown name raises KeyError with the names that there are.
+    An unknown name raises a KeyError that lists the known ones.
     """
 
     def __init__(
@@ -87,18 +96,18 @@ class Times:
         rounds: Sequence[int],
         returned: Sequence[Any] = (),
     ) -> None:
-        """samples_s: [ranks, n] of each. rounds: the iterations of each round, n in all."""
+        """samples_s: [ranks, n] of each name. rounds: iterations of each round, n in all."""
         self.samples_s, self.rounds = samples_s, rounds
-        self.returned = returned  # of each rank: what its timed calls of the step returned
+        self.returned = returned  # an entry for each rank: see Workload.returned
 
     def each(self, name: str = "step") -> NDArray[np.float64]:
-        """Of each rank, [ranks, n]."""
+        """The seconds of each rank, [ranks, n]."""
         if name not in self.samples_s:
             raise KeyError(f"{name!r} was not timed; these were: {', '.join(self.samples_s)}")
         return np.asarray(self.samples_s[name], dtype=np.float64)
 
     def slowest(self, name: str = "step") -> NDArray[np.float64]:
-        """Of the slowest rank in each iteration, [n]."""
+        """The seconds of the slowest rank in each iteration, [n]."""
         return np.max(self.each(name), axis=0)
 
     def exposed(self, part: str) -> tuple[float, Interval | None]:
@@ -112,17 +121,19 @@ class Times:
 def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | None:
     """(row, factor) of the rank that is slower than the others beyond noise. samples: [ranks, n].
 
-    Feed it local compute: in a synchronised step all ranks look equally slow. The median of
+    Give it local compute: in a synchronised step all ranks look equally slow. The median of
     x[rank] / median(x[others]) must lie above 1 + margin with 95 % confidence, shared among the
-    ranks (Bonferroni). Of an even number of others the upper median: one fast rank slows nobody.
+    ranks (Bonferroni). If the number of others is even, their upper median counts: with a lower
+    value, a single fast rank would make the others look slow.
     """
     x = np.asarray(samples, dtype=np.float64)
     if len(x) < 2 or x.shape[1] == 0:
         return None
-    # the upper median of the others without sorting them for each rank: it is the value at
-    # `middle` of all, or the next one where the rank's own is at or below that
+    # The upper median of the others, without sorting them for each rank: it is the value at
+    # `middle` of all ranks, or the next one where the rank itself is at or below that value.
     middle, ordered = (len(x) - 1) // 2, np.sort(x, axis=0)
-    ratios = x / np.where(x <= ordered[middle], ordered[middle + 1], ordered[middle])
+    median_of_others = np.where(x <= ordered[middle], ordered[middle + 1], ordered[middle])
+    ratios = x / median_of_others
     worst = None
     for row, factor in enumerate(np.median(ratios, axis=1)):
         interval = median_interval(ratios[row], confidence=1 - 0.05 / len(x))
@@ -134,17 +145,23 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
 def own_pace(
     samples: ArrayLike, rounds: Sequence[int], prefix: str
 ) -> tuple[dict[str, float], list[float]]:
-    """Of workers [workers, n] that do not wait for each other within a block: percentiles of the
-    slowest, and the seconds of each block until its last worker is done."""
+    """The times of workers [workers, n] that do not wait for each other within a block.
+
+    Returns the percentiles, of the slowest worker for each, and the seconds of each block until its
+    last worker is done. rounds: iterations of each block, n in all.
+    """
     x = np.asarray(samples)
-    each = [percentiles(row, prefix) for row in x]
+    by_worker = [percentiles(row, prefix) for row in x]
+    slowest = {name: max(worker[name] for worker in by_worker) for name in by_worker[0]}
     blocks = np.split(x, np.cumsum(rounds)[:-1], axis=1)
-    slowest = {name: max(worker[name] for worker in each) for name in each[0]}
     return slowest, [float(block.sum(axis=1).max()) for block in blocks]
 
 
 def step_metrics(step: ArrayLike, samples_per_step: float) -> dict[str, Any]:
-    """Of a training step [ranks, n] with so many samples on all ranks; the slowest rank counts."""
+    """The metrics of a training step, [ranks, n]. The slowest rank counts in each iteration.
+
+    samples_per_step: how many samples all ranks together train on in a step.
+    """
     slowest = np.asarray(step).max(axis=0)
     return {
         **percentiles(slowest, "step_time"),
@@ -155,27 +172,28 @@ def step_metrics(step: ArrayLike, samples_per_step: float) -> dict[str, Any]:
     }
 
 
-def breakdown_metrics(
-    step: ArrayLike, local: ArrayLike, alone: ArrayLike | None, rounds: Sequence[int]
-) -> dict[str, Any]:
-    """Where a step's time goes: docs/measuring.md. All [ranks, n], timed in the same rounds.
+def breakdown_metrics(times: Times, local: str, alone: str | None = None) -> dict[str, Any]:
+    """Where a step's time goes: docs/measuring.md.
 
+    local: the name of the part that is the step without communication. alone: the name of the part
+    that is the communication by itself, if it was timed.
     exposed = step - local compute, the slowest rank on both sides: a late rank cancels out.
-    overlap = 1 - exposed / alone; None where exposed may as well be 0, as its interval says.
+    overlap = 1 - exposed / alone; None where the interval of exposed holds 0 or there is none.
     """
-    step, local = np.asarray(step), np.asarray(local)
-    exposed, interval = difference(step.max(axis=0), local.max(axis=0), rounds)
-    found: dict[str, Any] = {
-        "local_compute_p50_s": float(np.median(local.max(axis=0))),
+    by_rank = times.each(local)
+    slowest = times.slowest(local)
+    exposed, interval = times.exposed(local)
+    metrics: dict[str, Any] = {
+        "local_compute_p50_s": float(np.median(slowest)),
         "exposed_communication_s": exposed,
         "exposed_communication_ci95_s": interval,
-        "late_s": float(np.median(local.max(axis=0) - np.median(local, axis=0))),
+        "late_s": float(np.median(slowest - np.median(by_rank, axis=0))),
     }
     if alone is not None:
-        p50 = float(np.median(np.asarray(alone).max(axis=0)))
-        found["communication_p50_s"] = p50
+        p50 = float(np.median(times.slowest(alone)))
+        metrics["communication_p50_s"] = p50
         certain = interval is not None and not interval[0] <= 0 <= interval[1]
-        found["overlap"] = 1 - exposed / p50 if certain and p50 > 0 else None
-    if slow := straggler(local):
-        found["straggler_rank"], found["straggler_factor"] = slow
-    return found
+        metrics["overlap"] = 1 - exposed / p50 if certain and p50 > 0 else None
+    if slow := straggler(by_rank):
+        metrics["straggler_rank"], metrics["straggler_factor"] = slow
+    return metrics

@@ -1,6 +1,7 @@
 """Two commands that take turns block by block: `analysis/ab.py --interleave`.
 
-A token goes round in two named pipes. Who reads it may measure; who is done writes it to the other.
+A token goes round in two named pipes. The command that reads it from its pipe may measure. When its
+block is over, it writes the token into the other command's pipe.
 """
 
 import os
@@ -9,24 +10,26 @@ from collections.abc import Callable
 from common.cli import refuse
 
 TURN = "TORCHRUN_BENCH_TURN"  # the variable with the names of the two pipes: MINE:THE_OTHERS
+TOKEN = b"."
 
 
 def turn_taker(pipes: str) -> Callable[[], None]:
-    """Of two commands only one measures at a time (`ab.py --interleave`): wait for the first turn.
-    Returns what passes the turn on and waits for the next one.
+    """Wait for the first turn of this command. Returns a function that passes the turn on and waits
+    for the next one.
 
-    pipes: two names. A byte in the first is this command's turn, in the second the other's.
+    pipes: two names. The token in the first pipe is this command's turn, in the second the other's.
     """
     try:
-        mine, others = pipes.split(":")
-        own, other = os.open(mine, os.O_RDONLY), os.open(others, os.O_WRONLY)
+        my_name, other_name = pipes.split(":")
+        my_pipe = os.open(my_name, os.O_RDONLY)
+        other_pipe = os.open(other_name, os.O_WRONLY)
     except (ValueError, OSError):
         got = f"got {pipes!r}; only ab.py --interleave sets it"
         refuse(f"{TURN}: expected two named pipes such as /tmp/a:/tmp/b, {got}")
-    os.read(own, 1)
+    os.read(my_pipe, len(TOKEN))
 
     def pass_on() -> None:
-        os.write(other, b".")
-        os.read(own, 1)
+        os.write(other_pipe, TOKEN)
+        os.read(my_pipe, len(TOKEN))
 
     return pass_on

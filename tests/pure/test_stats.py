@@ -1,9 +1,11 @@
 """common/stats.py against numbers worked by hand."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
 
 from common import stats
 
@@ -106,31 +108,39 @@ def test_step_metrics() -> None:
     assert m["step_time_ci95_s"] is None
 
 
+def breakdown(
+    step: ArrayLike, compute: ArrayLike, send: ArrayLike | None, rounds: list[int]
+) -> dict[str, Any]:
+    samples_s = {"step": step, "compute": compute} | ({} if send is None else {"send": send})
+    times = stats.Times(samples_s, rounds)
+    return stats.breakdown_metrics(times, "compute", None if send is None else "send")
+
+
 def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
     # rank 1 computes for 4 s instead of 3 s; the step waits for it and communicates for 1 s
     step, local = [[5.0] * 9, [5.0] * 9], [[3.0] * 9, [4.0] * 9]
-    m = stats.breakdown_metrics(step, local, [[1.0] * 9, [2.0] * 9], [1] * 9)
+    m = breakdown(step, local, [[1.0] * 9, [2.0] * 9], [1] * 9)
     assert m["exposed_communication_s"] == 1
     assert m["exposed_communication_ci95_s"] == (1, 1)
     assert m["overlap"] == 0.5
     assert m["late_s"] == 0.5  # above the median of 3 and 4
     assert (m["straggler_rank"], m["straggler_factor"]) == (1, pytest.approx(4 / 3))
-    alone = stats.breakdown_metrics(step[:1], local[:1], None, [1] * 9)
+    alone = breakdown(step[:1], local[:1], None, [1] * 9)
     assert "overlap" not in alone
     assert alone["late_s"] == 0
-    free = stats.breakdown_metrics(step, local, [[0.0] * 9] * 2, [1] * 9)
+    free = breakdown(step, local, [[0.0] * 9] * 2, [1] * 9)
     assert free["overlap"] is None
 
 
 def test_there_is_no_overlap_where_exposed_may_be_nothing() -> None:
     # exposed is 1 or 3 s, then -1 or 3 s, of 0.5 s alone: the 1 - 3 / 0.5 = -500 % are noise
     local, alone = [[1.0] * 8], [[0.5] * 8]
-    surely = stats.breakdown_metrics([[2.0, 4.0] * 4], local, alone, [1] * 8)
+    surely = breakdown([[2.0, 4.0] * 4], local, alone, [1] * 8)
     assert surely["exposed_communication_ci95_s"] == (1, 3)
     assert surely["overlap"] == pytest.approx(1 - 2 / 0.5)
-    noise = stats.breakdown_metrics([[0.0, 4.0] * 4], local, alone, [1] * 8)
+    noise = breakdown([[0.0, 4.0] * 4], local, alone, [1] * 8)
     assert noise["exposed_communication_ci95_s"] == (-1, 3)
     assert noise["overlap"] is None
-    few = stats.breakdown_metrics([[2.0, 4.0]], [[1.0] * 2], [[0.5] * 2], [1] * 2)
+    few = breakdown([[2.0, 4.0]], [[1.0] * 2], [[0.5] * 2], [1] * 2)
     assert few["exposed_communication_ci95_s"] is None
     assert few["overlap"] is None
