@@ -5,11 +5,11 @@ Times whole training steps (zero_grad, forward, loss, backward with gradient ave
 step) of torchvision models on random images: `no ddp`, then 1, 2, 4, ... ranks of a node, then
 whole nodes (`2M/8G`: 2 machines with 8 ranks each).
 
-    step            the step; of each iteration the slowest rank counts
+    step            the step; the slowest rank counts in each iteration
     local compute   the same step without averaging gradients (DDP's no_sync)
     alone           DDP's gradient buckets averaged by themselves, by the same hook
-    exposed       = step - local compute: what DDP adds. Communication that computing does not
-                    hide, copies into and out of buckets, and what both take from computing
+    exposed       = step - local compute: what DDP adds. It is communication that computing does
+                    not hide, copies into and out of buckets, and what both take from computing
     late          = local compute of the slowest rank - of the median rank
     overlap       = 1 - exposed / alone;   efficiency = step of `no ddp` / step
     ex/sec/dev    = batch size / step;     samples/s = ranks * batch size / step
@@ -19,21 +19,27 @@ whole nodes (`2M/8G`: 2 machines with 8 ranks each).
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         benchmarks/ddp_sweep.py --comm-hook none,bf16 --bucket-size 25,100
 
-Asks what PyTorch's benchmarks/distributed/ddp/benchmark.py asks; written anew. BSD-3-Clause.
+It asks what PyTorch's benchmarks/distributed/ddp/benchmark.py asks, and is written anew.
+BSD-3-Clause.
 """
 
 import argparse
 import itertools
+import math
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
-from torch.distributed.algorithms import ddp_comm_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    powerSGD_hook,
+    quantization_hooks,
+)
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,43 +58,61 @@ from common.timing import Step
 
 Key = dict[str, Any]
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
-# their own start takes a minute and a warning: it draws every weight by scipy
+# Their own initialisation draws every weight by scipy, which takes a minute and warns.
 MODEL_OPTIONS = {name: {"init_weights": False} for name in ("googlenet", "inception_v3")}
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # for a first look on a laptop, at a small size
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# matrix products and whether convolutions are in TF32; torch's own come before anyone sets them
-PRECISION = {"default": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)}
-PRECISION |= {"fp32": ("highest", False), "tf32": ("high", True)}
+# how matrix products are computed, and whether convolutions are in TF32. `default` is what torch
+# had before anyone set them
+PRECISION = {
+    "default": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
+    "fp32": ("highest", False),
+    "tf32": ("high", True),
+}
 DTYPES = (*PRECISION, *AUTOCAST)
 SHARED_FLAGS = ("channels_last", "gradient_as_bucket_view", "static_graph")
+WITHOUT_DDP = 0  # the world_size in the key of `no ddp`, which is one process without DDP
 
-# each hook, and how far an averaged gradient may be off, relative to the largest one: fp16 rounds
-# to 11 bits and bf16 to 8, a rank's share and the sum; the quantised ones have 255 levels;
-# PowerSGD projects on one direction, which the check's gradients have
-HOOKS: dict[str, tuple[Any, float]] = {
-    "none": (None, 1e-5),  # DDP's own all-reduce, in C++
-    "allreduce": (ddp_comm_hooks.default.allreduce_hook, 1e-5),
-    "fp16": (ddp_comm_hooks.default.fp16_compress_hook, 2**-9),
-    "bf16": (ddp_comm_hooks.default.bf16_compress_hook, 2**-6),
-    "powersgd": (ddp_comm_hooks.powerSGD.powerSGD_hook, 1e-3),
-    "quantize_per_tensor": (ddp_comm_hooks.quantization.quantization_pertensor_hook, 2 / 255),
-    "quantize_per_channel": (ddp_comm_hooks.quantization.quantization_perchannel_hook, 2 / 255),
+
+class CommHook(NamedTuple):
+    """How DDP averages gradients. Tolerance: how far an average may be off, relative to the largest
+    gradient."""
+
+    function: Any
+    tolerance: float
+
+
+# Tolerances: fp16 rounds to 11 bits and bf16 to 8, both what a rank brings and the sum. The
+# quantised hooks have 255 levels. PowerSGD projects on one direction: the check's gradients have
+# only one.
+HOOKS = {
+    "none": CommHook(None, 1e-5),  # DDP's own all-reduce, in C++
+    "allreduce": CommHook(default_hooks.allreduce_hook, 1e-5),
+    "fp16": CommHook(default_hooks.fp16_compress_hook, 2**-9),
+    "bf16": CommHook(default_hooks.bf16_compress_hook, 2**-6),
+    "powersgd": CommHook(powerSGD_hook.powerSGD_hook, 1e-3),
+    "quantize_per_tensor": CommHook(quantization_hooks.quantization_pertensor_hook, 2 / 255),
+    "quantize_per_channel": CommHook(quantization_hooks.quantization_perchannel_hook, 2 / 255),
 }
+# these wait for their communication within the backward pass
 INLINE_WAITS = ("powersgd", "quantize_per_tensor", "quantize_per_channel")
 FOOTER = """
 # exposed: what DDP adds to a step; a median of differences within rounds, not the difference
 # of the two medians before it. overlap: - where exposed may be 0 (its interval holds 0);
 # under 0 communication costs more inside the step than alone"""
-SETTLING_STEPS = 4  # DDP rebuilds its buckets in the second or third, and logs them after it
+# DDP rebuilds its buckets in the second or third step, and logs their sizes after it; PowerSGD
+# compresses from the third step on
+SETTLING_STEPS = 4
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
-    add, list_of, whole = parser.add_argument, cli.list_of, cli.positive_int
+    add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
     models = f"a list (default: {','.join(CUDA_MODELS)} on CUDA, {','.join(CPU_MODELS)} on the CPU)"
     add("--models", "--model", type=list_of(str), metavar="NAME", help=models)
-    add("--batch-size", type=whole, metavar="N", help="of a rank (default: 32, CPU 8)")
-    add("--image-size", type=whole, metavar="PX", help="(default: 224, CPU 64)")
+    batch = "samples of a rank in a step (default: 32, CPU 8)"
+    add("--batch-size", type=positive_int, metavar="N", help=batch)
+    add("--image-size", type=positive_int, metavar="PX", help="(default: 224, CPU 64)")
     sizes = "ranks beside `no ddp` (default: 1, 2, 4, ... of one node, then of nodes, and all)"
     sizes += "; nodes: 1, 2, 3, ... whole nodes"
     add("--world-sizes", type=list_of(ranks_or_nodes), metavar="N", help=sizes)
@@ -113,16 +137,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args.image_size = args.image_size or (224 if cuda else 64)
     if "tf32" in args.dtype and not cuda:
         parser.error("tf32 is a mode of CUDA's tensor cores; try --dtype fp32 or bf16")
-    known = torchvision.models.list_models(module=torchvision.models)  # those that classify
-    for name in set(args.models).difference(known):
-        cli.refuse(f"unknown model '{name}'{cli.suggest(name, known) or '; e.g. resnet50'}")
+    classifiers = torchvision.models.list_models(module=torchvision.models)
+    for name in set(args.models).difference(classifiers):
+        hint = cli.suggest(name, classifiers) or "; e.g. resnet50"
+        cli.refuse(f"unknown model '{name}'{hint}")
     if "inception_v3" in args.models and args.image_size < 299:
         parser.error(f"inception_v3 takes --image-size 299 or more, got {args.image_size}")
     return args
 
 
 def ranks_or_nodes(text: str) -> int | str:
-    """One entry of --world-sizes."""
+    """An entry of --world-sizes."""
     return text if text == "nodes" else int(cli.positive_int(text))
 
 
@@ -147,148 +172,242 @@ def training_step(model: nn.Module, images: Tensor, targets: Tensor, lr: float, 
 
 
 def loss_of(outputs: Any, targets: Tensor) -> Tensor:
-    """The loss. googlenet and inception_v3 return the outputs of auxiliary heads after their own:
-    those count 0.3 each (Szegedy et al. 2014, arXiv:1409.4842)."""
+    """The loss. googlenet and inception_v3 also return the outputs of auxiliary heads, which count
+    0.3 each (Szegedy et al. 2014, arXiv:1409.4842)."""
     if isinstance(outputs, Tensor):
         return nn.functional.cross_entropy(outputs, targets)
-    loss, *auxiliary = [nn.functional.cross_entropy(head, targets) for head in outputs]
+    loss, *auxiliary = [nn.functional.cross_entropy(output, targets) for output in outputs]
     return loss + 0.3 * torch.stack(auxiliary).sum()
 
 
 def set_precision(dtype: str) -> None:
     """How fp32 products and convolutions are computed on CUDA. `default` by itself sets nothing."""
-    wanted = PRECISION.get(dtype, PRECISION["fp32"])
-    if wanted != (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32):
-        torch.set_float32_matmul_precision(wanted[0])
-        torch.backends.cudnn.allow_tf32 = wanted[1]
+    products, convolutions_in_tf32 = PRECISION.get(dtype, PRECISION["fp32"])
+    now = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    if now != (products, convolutions_in_tf32):
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions_in_tf32
 
 
-def register_hook(name: str, ddp: DistributedDataParallel) -> Step:
-    """Register a hook. Returns a step that averages the model's gradient buckets alone, at once."""
-    hook, group = HOOKS[name][0], ddp.process_group
+def make_model(key: Key, device: torch.device) -> nn.Module:
+    options = MODEL_OPTIONS.get(key["model"], {})
+    model = torchvision.models.get_model(key["model"], **options)
+    return model.to(device, memory_format=memory_format(key))
+
+
+def make_batch(key: Key, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random images, [batch, 3, H, W], and random targets, [batch]."""
+    pixels = key["image_size"]
+    images = torch.rand(key["batch_size"], 3, pixels, pixels, device=device)
+    images = images.to(memory_format=memory_format(key))
+    return images, torch.randint(1000, (key["batch_size"],), device=device)
+
+
+def memory_format(key: Key) -> torch.memory_format:
+    return torch.channels_last if key["channels_last"] else torch.contiguous_format
+
+
+def wrap(key: Key, model: nn.Module, group: Group, bucket_mb: float) -> DistributedDataParallel:
+    """The model under DDP. No rank sends its buffers to the others: gradients alone are sent."""
+    no_buffers: dict[str, Any] = {"broadcast_buffers": False}
+    if TORCH_2_15:  # torch 2.15 has renamed it
+        no_buffers = {"forward_sync_buffers": False}
+    return DistributedDataParallel(
+        model,
+        process_group=group.test,
+        bucket_cap_mb=bucket_mb,
+        static_graph=key["static_graph"],
+        gradient_as_bucket_view=key["gradient_as_bucket_view"],
+        **no_buffers,
+    )
+
+
+class BucketHook:
+    """Averages the gradient buckets of DDP: each when DDP hands it over, or all by themselves.
+
+    It must not refer to the model. DDP's C++ part refers to the hook, and the garbage collector
+    does not see a cycle through C++: the model would never be freed.
+    """
+
+    def __init__(self, name: str, group: Any) -> None:
+        self.function = HOOKS[name].function
+        self.state = group
+        if name == "powersgd":
+            self.state = powerSGD_hook.PowerSGDState(group, 1, start_powerSGD_iter=2)
+        self.buckets: list[dist.GradBucket] = []  # of the newest backward pass
+
+    def average(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP calls it for each bucket of a backward pass. state: not used."""
+        if bucket.index() == 0:  # a new backward pass
+            self.buckets.clear()
+        self.buckets.append(bucket)
+        return self.function(self.state, bucket)
+
+    def average_alone(self) -> None:
+        """Average the newest buckets again, all at once, and wait."""
+        futures = [self.function(self.state, bucket) for bucket in self.buckets]
+        for future in futures:
+            future.wait()
+
+
+def register_hook(name: str, ddp: DistributedDataParallel) -> BucketHook | None:
+    """Register a hook with DDP. None where DDP averages by itself.
+
+    Raises ValueError for a hook that would hang.
+    """
+    group = ddp.process_group
     if name in INLINE_WAITS and dist.get_backend(group) == "gloo":
         raise ValueError(f"hook {name} deadlocks gloo (pytorch/pytorch#48478); it needs nccl")
-    average: Any = partial(dist.all_reduce, group=group, async_op=True)
-    buckets: list[Any] = []  # of the newest backward pass
-    if hook:
-        powersgd = ddp_comm_hooks.powerSGD.PowerSGDState(group, 1, start_powerSGD_iter=2)
-        average = partial(hook, powersgd if name == "powersgd" else group)
-
-        def remember(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            if bucket.index() == 0:
-                buckets.clear()
-            buckets.append(bucket)
-            return average(bucket)
-
-        ddp.register_comm_hook(None, remember)
-
-    def alone() -> None:
-        if not buckets:  # DDP's own all-reduce shows none, but logs their sizes in bytes
-            sizes = bucket_sizes(ddp)
-            buckets.extend(torch.zeros(size // 4, device=ddp.device) for size in sizes)
-        for work in [average(bucket) for bucket in buckets]:
-            work.wait()
-
-    return alone
+    if name == "none":
+        return None
+    hook = BucketHook(name, group)
+    ddp.register_comm_hook(None, hook.average)
+    return hook
 
 
-def build(args: argparse.Namespace, job: Job, key: Key, group: Group) -> Workload:
-    """What a rank measures in a case: the step, and the parts that it is made of."""
-    dtype, hook, device = key["dtype"], key["comm_hook"], job.device
+def all_reduce_alone(ddp: DistributedDataParallel) -> Step:
+    """A step that averages as DDP does without a hook: all-reduces of buckets of the same sizes.
+
+    DDP shows these buckets to nobody, so zeros take their place.
+    """
+    buckets = [torch.zeros(size // 4, device=ddp.device) for size in bucket_sizes(ddp)]
+    group = ddp.process_group
+
+    def average_alone() -> None:
+        reductions = [dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets]
+        for reduction in reductions:
+            reduction.wait()
+
+    return average_alone
+
+
+class Facts(NamedTuple):
+    """What a rank says of a case after the timing."""
+
+    digest: str  # of the parameters
+    memory: dict[str, float]  # metrics, in GiB
+
+
+def build(job: Job, breakdown: bool, key: Key, group: Group) -> Workload:
+    """What a rank measures in a case: the step and, for a breakdown, the parts that it is made of.
+
+    Memory is read before the breakdown, which needs memory of its own.
+    """
+    dtype, device = key["dtype"], job.device
+    with_ddp = key["world_size"] != WITHOUT_DDP
     set_precision(dtype)
-    buffers = "forward_sync_buffers" if TORCH_2_15 else "broadcast_buffers"
-    options: Key = {"process_group": group.test, buffers: False}
-    options |= {n: getattr(args, n) for n in ("static_graph", "gradient_as_bucket_view")}
-    if hook:
-        check_hook(hook, dtype, device, options)
-    memory = start_peak(device)
+    if with_ddp:
+        check_hook(key, group, device)
+    memory_before = start_peak(device)
     torch.manual_seed(job.rank)
-    layout = torch.channels_last if args.channels_last else torch.contiguous_format
-    model = torchvision.models.get_model(key["model"], **MODEL_OPTIONS.get(key["model"], {}))
-    model = model.to(device, memory_format=layout)
-    images = torch.rand(args.batch_size, 3, args.image_size, args.image_size, device=device)
-    images = images.to(memory_format=layout)
-    targets = torch.randint(1000, (args.batch_size,), device=device)
-    if hook:
-        model = DistributedDataParallel(model, bucket_cap_mb=key["bucket_size_mb"], **options)
-        alone = register_hook(hook, model)
+    model = make_model(key, device)
+    images, targets = make_batch(key, device)
+    hook = None
+    if with_ddp:
+        model = wrap(key, model, group, key["bucket_size_mb"])
+        hook = register_hook(key["comm_hook"], model)
     step = training_step(model, images, targets, 1e-3, dtype)
     for _ in range(SETTLING_STEPS):
         step()
-    peaks = peak(device, memory)  # before the breakdown, which needs memory of its own
+    memory = peak(device, memory_before)
+
     parts: dict[str, Step] = {}
-    if hook and not args.no_breakdown:
-        # a learning rate of 0 costs the same, and leaves the replicas equal
-        local_step = training_step(model, images, targets, 0.0, dtype)
-
-        def local_compute() -> None:
-            with model.no_sync():
-                local_step()
-
-        parts["local compute"] = local_compute
+    if isinstance(model, DistributedDataParallel) and breakdown:
+        parts["local compute"] = local_step(model, images, targets, dtype)
         if key["world_size"] > 1:
-            parts["alone"] = alone
-    launches = dtype != "fp16"  # whose GradScaler waits for the device in each step
+            parts["alone"] = hook.average_alone if hook else all_reduce_alone(model)
     return Workload(
         step,
         parts,
         compared=("local compute",) if "local compute" in parts else (),  # exposed's interval
-        facts=lambda: (digest(model), peaks),
-        launches=launches,
+        facts=lambda: Facts(digest(model), memory),
+        launches=dtype != "fp16",  # fp16's GradScaler waits for the device in each step
     )
 
 
-def check_hook(name: str, dtype: str, device: torch.device, options: Key) -> None:
-    """Raise ValueError where the gradients that this hook averages are not the average.
+def local_step(ddp: DistributedDataParallel, images: Tensor, targets: Tensor, dtype: str) -> Step:
+    """A training step that averages no gradients.
 
-    This process alone makes the reference, from all ranks' batches. Rows of a batch differ in
-    targets only: a weight's gradient is of rank one, which PowerSGD of rank one must reproduce.
+    Its learning rate of 0 costs the same as another one, and leaves the replicas equal.
     """
+    step = training_step(ddp, images, targets, 0.0, dtype)
 
-    def gradients(model: nn.Module, rank: int) -> Tensor:
-        model.zero_grad()
-        inputs = torch.linspace(-1, 1, 96, device=device).repeat(4, 1)
-        targets = (torch.arange(4, device=device) * 5 + rank * 3) % 16
-        with torch.autocast(device.type, AUTOCAST.get(dtype), enabled=dtype in AUTOCAST):
-            loss = nn.functional.cross_entropy(model(inputs), targets)
-        loss.backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    def local_compute() -> None:
+        with ddp.no_sync():
+            step()
 
-    group, tolerance = options["process_group"], HOOKS[name][1]
+    return local_compute
+
+
+def check_hook(key: Key, group: Group, device: torch.device) -> None:
+    """Raise ValueError where the gradients that the case's hook averages are not the average.
+
+    Each rank makes the reference by itself, from the batches of all ranks. The rows of a batch
+    differ in their targets only. So a weight's gradient is of rank one, which PowerSGD of rank one
+    must reproduce.
+    """
     torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(96, 96) for _ in range(4)], nn.Linear(96, 16)).to(device)
-    each = torch.stack([gradients(model, rank) for rank in range(dist.get_world_size(group))])
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.05, **options)  # several buckets
-    register_hook(name, ddp)
-    for _ in range(SETTLING_STEPS):  # PowerSGD compresses from the third step on
-        got = gradients(ddp, dist.get_rank(group))
-    error = float((got - each.double().mean(0)).abs().max() / each.abs().max())
-    if not error <= tolerance:  # nor is NaN
-        explained = f"hook {name} explains {tolerance:.2g}"
+    layers = [nn.Linear(96, 96) for _ in range(4)]
+    model = nn.Sequential(*layers, nn.Linear(96, 16)).to(device)
+    ranks, rank = dist.get_world_size(group.test), dist.get_rank(group.test)
+    gradients = [check_gradients(model, other, key["dtype"]) for other in range(ranks)]
+    of_each_rank = torch.stack(gradients)  # [ranks, n]
+
+    ddp = wrap(key, model, group, bucket_mb=0.05)  # so small that there are several buckets
+    register_hook(key["comm_hook"], ddp)
+    for _ in range(SETTLING_STEPS):
+        averaged = check_gradients(ddp, rank, key["dtype"])
+    largest_error = (averaged - of_each_rank.double().mean(0)).abs().max()
+    error = float(largest_error / of_each_rank.abs().max())
+    tolerance = HOOKS[key["comm_hook"]].tolerance
+    if not error <= tolerance:  # an error of NaN raises, too
+        explained = f"hook {key['comm_hook']} explains {tolerance:.2g}"
         raise ValueError(f"averaged gradients are off by {error:.2g} of the largest; {explained}")
 
 
-def derive(cases: list[Case], case: Case, times: Times, facts: list[Any]) -> None:
-    """Fill in the metrics and the check. cases: those before it, `no ddp` first."""
-    m = case.metrics
-    m |= step_metrics(times.each(), len(case.ranks) * case.key["batch_size"])
-    if cases and not cases[0].failed:
-        m["efficiency"] = cases[0].metrics["step_time_p50_s"] / m["step_time_p50_s"]
+def check_gradients(model: nn.Module, rank: int, dtype: str) -> Tensor:
+    """All gradients of the check's model for the batch of a rank, as one row."""
+    device = next(model.parameters()).device
+    model.zero_grad()
+    inputs = torch.linspace(-1, 1, 96, device=device).repeat(4, 1)
+    targets = (torch.arange(4, device=device) * 5 + rank * 3) % 16
+    with torch.autocast(device.type, AUTOCAST.get(dtype), enabled=dtype in AUTOCAST):
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+    loss.backward()
+    gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return torch.cat(gradients)
+
+
+def derive(one_process_s: float | None, case: Case, times: Times, facts: list[Facts]) -> None:
+    """Fill in the metrics and the check, on rank 0.
+
+    one_process_s: the median step of `no ddp`; None in that case itself, and where it failed.
+    """
+    metrics = case.metrics
+    metrics |= step_metrics(times.each(), len(case.ranks) * case.key["batch_size"])
+    if one_process_s:
+        metrics["efficiency"] = one_process_s / metrics["step_time_p50_s"]
     if "local compute" in times.samples_s:
         alone = "alone" if "alone" in times.samples_s else None
-        m |= breakdown_metrics(times, "local compute", alone)
-    case.check = verdict(compare_replicas([digest for digest, _ in facts], case.ranks))
-    m |= {name: max(memory[name] for _, memory in facts) for name in facts[0][1]}
+        metrics |= breakdown_metrics(times, "local compute", alone)
+    case.check = verdict(compare_replicas([fact.digest for fact in facts], case.ranks))
+    for name in facts[0].memory:
+        metrics[name] = max(fact.memory[name] for fact in facts)
+
+
+# -- what is printed -------------------------------------------------------------------------------
 
 
 def name_of(args: argparse.Namespace, case: Case) -> str:
     """The set of ranks, and what else tells the case from its neighbours."""
     key, name = case.key, str(case.key["label"])
-    if key["world_size"] and f"/{key['world_size']}G" not in name:
-        name += f" ({key['world_size']})"  # `2M/8G (16)`: how many ranks that is
-    if key["comm_hook"] and len(args.bucket_size) > 1:
+    if key["world_size"] == WITHOUT_DDP:
+        return name
+    if f"/{key['world_size']}G" not in name:
+        name += f" ({key['world_size']})"  # `2M/8G (16)`: 16 ranks in all
+    if len(args.bucket_size) > 1:
         name += f" {key['bucket_size_mb']:g}MB"
-    if key["comm_hook"] and len(args.comm_hook) > 1:
+    if len(args.comm_hook) > 1:
         name += f" {key['comm_hook']}"
     return name
 
@@ -296,8 +415,10 @@ def name_of(args: argparse.Namespace, case: Case) -> str:
 def title_of(model: str, dtype: str, args: argparse.Namespace, device: torch.device) -> str:
     """What all cases of a table share."""
     if dtype == "default":
-        tf32 = device.type == "cuda" and PRECISION[dtype][1] and torch.cuda.is_tf32_supported()
-        dtype = "torch's default precision" + (" (TF32 in convolutions)" if tf32 else "")
+        _, convolutions_in_tf32 = PRECISION[dtype]
+        dtype = "torch's default precision"
+        if device.type == "cuda" and convolutions_in_tf32 and torch.cuda.is_tf32_supported():
+            dtype += " (TF32 in convolutions)"
     parts = [model, f"batch size {args.batch_size}", f"{args.image_size} px", dtype]
     if len(args.bucket_size) == 1:
         parts.append(f"buckets of {args.bucket_size[0]:g} MB")
@@ -316,14 +437,14 @@ def columns(args: argparse.Namespace) -> Columns:
 def why_columns(args: argparse.Namespace, job: Job) -> Columns:
     """The second table: where the time goes."""
     memory = "max_reserved" if job.device.type == "cuda" else "RSS growth"
-    found: Columns = {
+    columns: Columns = {
         "": partial(name_of, args),
         "samples/s": metric("samples_per_s", digits=1),
         "efficiency\n(%)": metric("efficiency", 100, 1),
         "step\n(ms)": metric("step_time_p50_s", 1e3),
     }
     if not args.no_breakdown:
-        found |= {
+        columns |= {
             "local\ncompute\n(ms)": metric("local_compute_p50_s", 1e3),
             "exposed\ncommun.\n(ms)": metric("exposed_communication_s", 1e3),
             "95% ci\n(ms)": interval_ends("exposed_communication_ci95_s", 1e3, 1),
@@ -332,67 +453,86 @@ def why_columns(args: argparse.Namespace, job: Job) -> Columns:
             "late\n(ms)": metric("late_s", 1e3),
             "slowest\nrank": metric("straggler_rank", digits=0),
         }
-    return found | {f"{memory}\n(GiB)": metric("memory_gib")}
+    return columns | {f"{memory}\n(GiB)": metric("memory_gib")}
 
 
-def world_sizes(world_size: int, node: int) -> list[int]:
-    """1, 2, 4, ... ranks of one node, then 1, 2, 4, ... nodes, and the whole world."""
+# -- which cases -----------------------------------------------------------------------------------
+
+
+def world_sizes(world_size: int, node_ranks: int) -> list[int]:
+    """1, 2, 4, ... ranks of one node, then 1, 2, 4, ... nodes, and all ranks."""
     powers = [2**i for i in range(world_size.bit_length())]
-    sizes = [n for n in powers if n < node] + [node * n for n in powers]
-    return sorted({n for n in sizes if n < world_size} | {world_size})
+    within_a_node = [n for n in powers if n < node_ranks]
+    nodes = [n * node_ranks for n in powers]
+    sizes = {n for n in within_a_node + nodes if n < world_size}
+    return sorted(sizes | {world_size})
 
 
-def chosen_sizes(chosen: list[Any] | None, world_size: int, node: int) -> list[int]:
-    """The sets of ranks to measure. chosen: --world-sizes; node: the ranks of a node."""
+def chosen_sizes(chosen: list[Any] | None, world_size: int, node_ranks: int) -> list[int]:
+    """How many ranks each case has. chosen: --world-sizes; node_ranks: the ranks of a node."""
     if not chosen:
-        return world_sizes(world_size, node)
+        return world_sizes(world_size, node_ranks)
     sizes = {size for size in chosen if size != "nodes"}
     if "nodes" in chosen:
-        sizes |= {*range(node, world_size, node), world_size}
+        sizes |= {*range(node_ranks, world_size, node_ranks), world_size}
     return sorted(sizes)
 
 
-def label_of(world_size: int, node: int) -> str:
+def label_of(world_size: int, node_ranks: int) -> str:
     """`2M/8G`: 2 machines with 8 ranks each. Uneven: `2M/12G in all`."""
-    machines = -(-world_size // node)
-    uneven = machines > 1 and world_size % node
-    return f"{machines}M/" + (f"{world_size}G in all" if uneven else f"{min(world_size, node)}G")
+    machines = math.ceil(world_size / node_ranks)
+    if machines > 1 and world_size % node_ranks:
+        return f"{machines}M/{world_size}G in all"
+    return f"{machines}M/{min(world_size, node_ranks)}G"
 
 
-def plan(model: str, dtype: str, args: argparse.Namespace, job: Job, node: int) -> list[Key]:
-    """The key of each case of one model and dtype, small sets of ranks first. node: its ranks."""
+def plan(args: argparse.Namespace, job: Job, node_ranks: int) -> dict[str, list[Key]]:
+    """The title and the keys of each table: one for each model and dtype. `no ddp` comes first."""
     options = ("batch_size", "image_size", *SHARED_FLAGS, "bind_cores")
     fixed = {name: getattr(args, name) for name in options}
-    sizes = chosen_sizes(args.world_sizes, job.world_size, node)
-    base = {"model": model, "dtype": dtype, "world_size": 0, "label": "no ddp"}
-    keys = [base | {"bucket_size_mb": None, "comm_hook": None} | fixed]
-    for size, bucket, hook in itertools.product(sizes, args.bucket_size, args.comm_hook):
-        own = {"world_size": size, "label": label_of(size, node)}
-        keys.append(keys[0] | own | {"bucket_size_mb": bucket, "comm_hook": hook})
-    return keys
+    sizes = chosen_sizes(args.world_sizes, job.world_size, node_ranks)
+    tables = {}
+    for model, dtype in itertools.product(args.models, args.dtype):
+        no_ddp = {"model": model, "dtype": dtype, "world_size": WITHOUT_DDP, "label": "no ddp"}
+        no_ddp |= {"bucket_size_mb": None, "comm_hook": None, **fixed}
+        keys = [no_ddp]
+        for size, bucket_mb, hook in itertools.product(sizes, args.bucket_size, args.comm_hook):
+            ranks = {"world_size": size, "label": label_of(size, node_ranks)}
+            keys.append(no_ddp | ranks | {"bucket_size_mb": bucket_mb, "comm_hook": hook})
+        tables[title_of(model, dtype, args, job.device)] = keys
+    return tables
+
+
+def measure_table(bench: Benchmark, keys: list[Key]) -> list[Case]:
+    """Measure the cases of a table. Those that passed; on rank 0, elsewhere none."""
+    passed: list[Case] = []
+    one_process_s = None
+    for key in keys:
+        ranks = range(max(1, key["world_size"]))  # `no ddp` runs on rank 0
+        workload = partial(build, bench.job, not bench.args.no_breakdown)
+        case = bench.measure(key, workload, partial(derive, one_process_s), ranks)
+        if not case or case.failed:
+            continue
+        passed.append(case)
+        if key["world_size"] == WITHOUT_DDP:
+            one_process_s = case.metrics["step_time_p50_s"]
+    return passed
 
 
 def main() -> int:
     args = parse_args()
     with Benchmark("ddp_sweep", args) as bench:
-        job, found = bench.job, bench.report.environment
-        node = found["local_world_size"]
-        largest = chosen_sizes(args.world_sizes, job.world_size, node)[-1]
-        if largest > job.world_size:
-            bench.refuse(f"--world-sizes {largest} is more than the {job.world_size} ranks")
-        for line in found["differences"] if args.strict_topology else []:
-            bench.refuse(f"--strict-topology: {line}")
-        for model, dtype in itertools.product(args.models, args.dtype):
-            title = title_of(model, dtype, args, job.device)
+        environment = bench.report.environment
+        node_ranks = environment["local_world_size"]
+        largest = chosen_sizes(args.world_sizes, bench.job.world_size, node_ranks)[-1]
+        if largest > bench.job.world_size:
+            bench.refuse(f"--world-sizes {largest} is more than the {bench.job.world_size} ranks")
+        if args.strict_topology and environment["differences"]:
+            bench.refuse(f"--strict-topology: {environment['differences'][0]}")
+        for title, keys in plan(args, bench.job, node_ranks).items():
             bench.begin_table(title, columns(args), ["1M/2G 25MB none", "+-10.0%"])
-            cases: list[Case] = []
-            for key in plan(model, dtype, args, job, node):
-                ranks = range(max(1, key["world_size"]))
-                work, made = partial(build, args, job), partial(derive, cases)
-                if case := bench.measure(key, work, made, ranks):
-                    cases.append(case)
-            if whole := [case for case in cases if not case.failed]:
-                bench.print(f"\nWhy: {title}\n\n{render(why_columns(args, job), whole)}")
+            if passed := measure_table(bench, keys):
+                bench.print(f"\nWhy: {title}\n\n{render(why_columns(args, bench.job), passed)}")
         if not args.no_breakdown:
             bench.print(FOOTER)
     return bench.status

@@ -120,7 +120,6 @@ NOT_YET: tuple[str, ...] = (
     "benchmarks/compile_sweep.py: a comprehension within a comprehension",
     "benchmarks/compile_sweep.py: build: too long",
     "benchmarks/ddp_rpc.py: a comprehension within a comprehension",
-    "benchmarks/ddp_sweep.py: a comprehension within a comprehension",
     "benchmarks/node_check.py: a comprehension within a comprehension",
     "benchmarks/parallel_sweep.py: a comprehension within a comprehension",
     "benchmarks/parallel_sweep.py: best: too many branches a line",
