@@ -86,7 +86,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     for name, size in SIZES.items():
-        flag, text = f"--{name.replace('_', '-')}", f"{size.help} (default: {size.default})"
+        flag = f"--{name.replace('_', '-')}"
+        text = f"{size.help} (default: {size.default})"
         add(flag, type=positive_int, default=size.default, metavar="N", help=text)
     text = "gradients that make an update (default: one of each trainer)"
     add("--batch-update-size", type=positive_int, metavar="N", help=text)
@@ -104,7 +105,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def create_model(key: Key, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Linear(key["in_features"], key["out_features"]).to(device)
-    return model, torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    return model, optimizer
 
 
 def create_batches(key: Key, trainer: int) -> torch.Tensor:
@@ -128,7 +130,8 @@ class BatchUpdateServer:
     """Answers all who sent gradients, once enough have arrived. RPC's threads call `update`."""
 
     def __init__(self, key: Key, device: str) -> None:
-        self.key, self.device = key, torch.device(device)
+        self.key = key
+        self.device = torch.device(device)
         self.cuda: list[Any] = [self.device] if self.device.type == "cuda" else []
         self.model, self.optimizer = create_model(key, device)
         parameters = list(self.model.parameters())
@@ -266,32 +269,29 @@ def compare_with_replay(key: Key, group: Group, parameters: torch.Tensor) -> str
     if trained is None:
         return None
     state = rpc.rpc_sync("server0", get_state)
-    return difference(key, trained, state["parameters"], updates=state["updates"])
+    parameters_by_name = {f"trainer{trainer}": x for trainer, x in enumerate(trained)}
+    parameters_by_name["server0"] = state["parameters"]
+    return difference(key, parameters_by_name, state["updates"])
 
 
 def difference(
-    key: Key, trained: list[torch.Tensor], served: torch.Tensor, *, updates: list[Update]
+    key: Key, parameters_by_name: dict[str, torch.Tensor], updates: list[Update]
 ) -> str | None:
-    """Whose parameters are not those of one process that replays the updates; or None.
-
-    trained: the parameters of each trainer. served: those of the server.
-    """
+    """Whose parameters are not those of one process that replays the updates; or None."""
     model, _ = create_model(key)
     first = flat(model.parameters())
-    replayed_server, replayed_trainers = replay(key, updates)
-    change = (replayed_server - first).abs().max()
-    names = [f"trainer{trainer}" for trainer in range(key["trainers"])]
-    replayed = [*replayed_trainers, replayed_server]
-    for name, got, wanted in zip([*names, "server0"], [*trained, served], replayed, strict=True):
-        error = float((got - wanted).abs().max() / change)
+    replayed = replay(key, updates)
+    change = (replayed["server0"] - first).abs().max()
+    for name, wanted in replayed.items():
+        error = float((parameters_by_name[name] - wanted).abs().max() / change)
         if not error < TOLERANCE:  # NaN is wrong, too
             after = f"after {len(updates)} updates the parameters of {name}"
             return f"{after} are {error:.2g} of their change off a replay of the server's log"
     return None
 
 
-def replay(key: Key, updates: list[Update]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The parameters of the server and of each trainer after these updates, in one process."""
+def replay(key: Key, updates: list[Update]) -> dict[str, torch.Tensor]:
+    """The parameters of each trainer and of the server after these updates, in one process."""
     model, optimizer = create_model(key)
     trainers = range(key["trainers"])
     batches = [itertools.cycle(create_batches(key, trainer)) for trainer in trainers]
@@ -304,7 +304,8 @@ def replay(key: Key, updates: list[Update]) -> tuple[torch.Tensor, list[torch.Te
         optimizer.step()
         for trainer in members:
             models[trainer] = copy.deepcopy(model)
-    return flat(model.parameters()), [flat(trained.parameters()) for trained in models]
+    named = {f"trainer{trainer}": models[trainer] for trainer in trainers} | {"server0": model}
+    return {name: flat(module.parameters()) for name, module in named.items()}
 
 
 # -- what rank 0 makes of it -----------------------------------------------------------------------
@@ -312,7 +313,8 @@ def replay(key: Key, updates: list[Update]) -> tuple[torch.Tensor, list[torch.Te
 
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check. facts: of each trainer."""
-    key, metrics, trainers = case.key, case.metrics, len(facts)
+    key, metrics = case.key, case.metrics
+    trainers = len(facts)
     step_times, blocks_s = own_pace(times.each(), case.rounds, "step_time")
     latencies, _ = own_pace(times.returned, case.rounds, "latency")
     metrics |= step_times | latencies
@@ -339,7 +341,9 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
 
 def log_of(case: Case) -> str:
     """The server's log as lines: which gradients came when, and each update."""
-    size, log, total = case.key["batch_update_size"], case.metrics["log"], case.metrics["updates"]
+    size = case.key["batch_update_size"]
+    log = case.metrics["log"]
+    total = case.metrics["updates"]
     lines = [f"log of {case.key['payload']}, {len(log)} of {total} updates; seconds of the server"]
     for number, update in enumerate(log, total - len(log) + 1):
         arrivals = zip(update["trainers"], update["came_s"], strict=True)

@@ -114,9 +114,15 @@ def create_dense(key: Key) -> nn.Module:
     """Input [bags, servers * embedding_dim], output [bags, CLASSES]."""
     torch.manual_seed(0)
     width = key["servers"] * key["embedding_dim"]
-    layers = [nn.Linear(DENSE_INPUT, 256), nn.Linear(256, 128), nn.ReLU()]
-    layers += [nn.Linear(128, 64), nn.Linear(64, 32), nn.Linear(32, CLASSES)]
-    if width != DENSE_INPUT:  # which eight tables of 64 columns join to
+    layers = [
+        nn.Linear(DENSE_INPUT, 256),
+        nn.Linear(256, 128),
+        nn.ReLU(),
+        nn.Linear(128, 64),
+        nn.Linear(64, 32),
+        nn.Linear(32, CLASSES),
+    ]
+    if width != DENSE_INPUT:  # eight tables of 64 columns join to DENSE_INPUT
         layers.insert(0, nn.Linear(width, DENSE_INPUT, bias=False))
     return nn.Sequential(*layers).to(getattr(torch, key["dtype"]))
 
@@ -134,7 +140,8 @@ def create_epoch(key: Key, trainer: int) -> list[Batch]:
     epoch = []
     for _ in range(key["batches"]):
         count = int(rng.integers(20, 51))
-        starts = np.concatenate([[0], np.cumsum(rng.integers(1, 11, size=count))])
+        bag_sizes = rng.integers(1, 11, size=count)  # of at least as many bags as are needed
+        starts = np.concatenate([[0], np.cumsum(bag_sizes)])
         offsets = torch.tensor(starts[starts < count])
         indices = torch.tensor(rng.integers(0, key["number_embeddings"], size=count))
         targets = torch.tensor(rng.integers(0, CLASSES, size=len(offsets)))
@@ -143,7 +150,8 @@ def create_epoch(key: Key, trainer: int) -> list[Batch]:
 
 
 def loss_of(dense: nn.Module, looked_up: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-    joined = torch.cat([part.to(targets.device) for part in looked_up], dim=1)
+    parts = [part.to(targets.device) for part in looked_up]
+    joined = torch.cat(parts, dim=1)
     return nn.functional.cross_entropy(dense(joined), targets)
 
 
@@ -167,7 +175,8 @@ def apply_gradient(indices: torch.Tensor, offsets: torch.Tensor, gradient: torch
     """One step of SGD. gradient: of what `look_up` returned for these indices."""
     looked_up = look_up(indices, offsets, stays=True, graph=True)
     device = looked_up.device
-    (table_gradient,) = torch.autograd.grad(looked_up, hosted().weight, gradient.to(device))
+    gradient = gradient.to(device)
+    (table_gradient,) = torch.autograd.grad(looked_up, hosted().weight, gradient)
     with TABLE_LOCK, torch.no_grad():
         hosted().weight.add_(table_gradient, alpha=-LR)
         if looked_up.is_cuda:  # each call has its own streams, which the lock does not order
@@ -192,7 +201,8 @@ def ask(key: Key, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Te
     words = (indices, offsets, key["device"] == "cuda", key["autograd"] == "distributed")
     if key["lookup"] == "sequential":
         return [rpc.rpc_sync(name, look_up, args=words) for name in names]
-    return torch.futures.wait_all([rpc.rpc_async(name, look_up, args=words) for name in names])
+    calls = [rpc.rpc_async(name, look_up, args=words) for name in names]
+    return torch.futures.wait_all(calls)
 
 
 def distributed_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Iterator[str]:
@@ -348,7 +358,9 @@ def bags_of(key: Key, trainer: int) -> int:
 
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check. facts: of each trainer."""
-    metrics, epochs, slowest = case.metrics, times.each(), times.slowest()
+    metrics = case.metrics
+    epochs = times.each()
+    slowest = times.slowest()
     metrics |= percentiles(slowest, "epoch_time")
     metrics["epoch_time_ci95_rel"] = relative_ci95(slowest)
     bags = [bags_of(case.key, trainer) for trainer in case.ranks]

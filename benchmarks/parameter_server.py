@@ -270,7 +270,9 @@ class Server:
 
     def __init__(self, kind: str, trainers: int, device: str) -> None:
         """trainers: how many gradients make an average."""
-        self.kind, self.trainers, self.device = kind, trainers, torch.device(device)
+        self.kind = kind
+        self.trainers = trainers
+        self.device = torch.device(device)
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by step and index
         self.times: BucketTimes = {}
         self.lock = threading.Lock()
