@@ -59,7 +59,7 @@ from common.benchmark import Benchmark, Workload
 from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
 from common.decoder import DECODERS, Decoder, flops_per_token, random_text
 from common.dist import Group, agree, gather, share
-from common.memory import peak, start_peak
+from common.memory import peak, reset_peak, start_peak
 from common.peaks import peak_flops
 from common.private_torch import (
     configure_compile,
@@ -472,7 +472,7 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
     count = min(ranks, BATCHES)
     model, batches, loss_of, size = create(key["model"], key["batch_size"], count, device, autocast)
     model, batch = wrap(model, key, device, group.test), batches[rank % BATCHES]
-    start_peak(device)  # leaves out the full model, from which FSDP has cut the shards
+    reset_peak(device)  # leaves out the full model, from which FSDP has cut the shards
     if args.verbose:
         bench.print(f"# {name_of(key)}\n{model}")
     compiled = compile_by(key["compiler"], model)

@@ -62,7 +62,7 @@ from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_
 from common.cli import Parser, add_common_flags, describe, list_of, positive_int, wrong
 from common.decoder import DECODERS, Decoder, Experts, flops_per_token, next_token_loss, random_text
 from common.dist import Group, Job, share
-from common.memory import peak, start_peak, too_much
+from common.memory import peak, reset_peak, start_peak, too_much
 from common.peaks import peak_flops
 from common.private_torch import (
     TORCH_2_15,
@@ -597,7 +597,7 @@ def build(lr: float, with_twins: bool, job: Job, key: Key, group: Group) -> Work
     losses: list[list[float]] = []
     norms: list[float] = []
     for _ in range(CHECKED_STEPS):
-        start_peak(job.device)  # leaves out the full model that the shards were cut from
+        reset_peak(job.device)  # leaves out the full model that the shards were cut from
         losses.append([loss.item() for loss in trainer.step()])
         memory = peak(job.device, before)  # before the norm, which gathers gradients
         norms.append(square_norm(trainer.model, mesh))

@@ -20,26 +20,30 @@ def start_peak(device: torch.device) -> int:
 
     On CUDA this is 0: `peak` counts what torch has in use at the start as well.
     """
+    reset_peak(device)
+    return 0 if device.type == "cuda" else status_bytes("VmRSS")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forget the largest memory so far; what is counted from stays as it is."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-        return 0
+        return
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         # Memory that the case before has freed may still belong to the process. Give it back, or
         # this case would use it and its growth would not show.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
     with contextlib.suppress(OSError):  # some containers forbid it: then VmHWM is the whole run's
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
-    return status_bytes("VmRSS")
 
 
 def peak(device: torch.device, start: int) -> dict[str, float]:
-    """The largest memory since the last `start_peak`, in GiB, as metrics.
+    """The largest memory since `start_peak` or `reset_peak`, in GiB, as metrics.
 
     On CUDA: what torch reserved and what it allocated at most, without NCCL's own buffers. On the
-    CPU: by how much the resident set grew over `start`, which is what this `start_peak` or an
-    earlier one returned.
+    CPU: by how much the resident set grew over `start`, which `start_peak` has returned.
     """
     if device.type == "cuda":
         return {
