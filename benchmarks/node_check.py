@@ -330,9 +330,9 @@ def plan(bench: Benchmark, found: dict[str, Any]) -> list[Phase]:
         if cases:
             number = f"{len(cases)} round{'s' * (len(cases) > 1)}"
             bench.print(f"\nlinks: {number}, messages of {cases[0].key['size']:,} bytes")
-        rows = [link for case in cases for link in case.metrics.get("links", [])]
+        rows = [link for case in cases for link in links.links_of(case)]
         # inside a node of CPUs they are cores that all share: their data counts, not their times
-        rows = [link for link in rows if not cpu or nodes[link[0]] != nodes[link[1]]]
+        rows = [link for link in rows if not cpu or nodes[link.a] != nodes[link.b]]
         return links.slow_links(rows, nodes, "rank", args.sigmas, together)
 
     turn, derive = 0.06 * min(1, 2 / turns), partial(split, bench.report, teams, kinds)

@@ -81,22 +81,32 @@ def why_no_plot(path: str) -> str | None:
 
 
 def tables(links: list[Link], n: int, by: str) -> str:
-    """The matrices of n members; of many the worst links."""
+    """The matrices of n members; if there are many, the worst links."""
     lines = []
-    for kind, (_, unit, less) in KINDS.items():
-        lines.append(f"\n{kind} ({unit}), by {by}\n")
+    for kind, quantity in KINDS.items():
+        lines.append(f"\n{kind} ({quantity.unit}), by {by}\n")
         values = directed(links, kind)
-        if n > LARGEST_MATRIX:
-            worst = sorted(values, key=lambda pair: values[pair], reverse=less)[:WORST]
-            lines.append(f"worst {len(worst)} of {len(values)} links:")
-            lines += [f"  {a:>5} -> {b:<5} {values[a, b]:.4g}" for a, b in worst]
+        if n <= LARGEST_MATRIX:
+            lines += matrix_lines(values, n)
             continue
-        full = {pair[::-1]: value for pair, value in values.items()} | values
-        lines.append(" " * 5 + "".join(f"{b:>9}" for b in range(n)))
-        for a in range(n):
-            row = (f"{full[a, b]:>9.4g}" if (a, b) in full else f"{'-':>9}" for b in range(n))
-            lines.append(f"{a:>4} {''.join(row)}")
+        ranked = sorted(values, key=lambda pair: values[pair], reverse=quantity.less_is_better)
+        worst = ranked[:WORST]
+        lines.append(f"worst {len(worst)} of {len(values)} links:")
+        for a, b in worst:
+            lines.append(f"  {a:>5} -> {b:<5} {values[a, b]:.4g}")
     return "\n".join(lines)
+
+
+def matrix_lines(values: dict[Pair, float], n: int) -> list[str]:
+    """A row for each sender, a column for each receiver. Without a direction both halves agree."""
+    lines = [" " * 5 + "".join(f"{b:>9}" for b in range(n))]
+    for a in range(n):
+        line = f"{a:>4} "
+        for b in range(n):
+            value = values.get((a, b), values.get((b, a)))
+            line += f"{'-':>9}" if value is None else f"{value:>9.4g}"
+        lines.append(line)
+    return lines
 
 
 def plan(args: argparse.Namespace, job: Job, members: int) -> list[tuple[Key, list[Pair]]]:

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Is the network slow, or the job? The collectives of a recorded job again, without the job.
 
-    back to back = each operation as soon as the one before it in its group is done
-    with gaps    = none earlier than in the job: busy waits take the place of computing
-    replayed     = an operation within the latter, from its start until it is seen to be done: mean
-                   of a step's calls, p50 of the replays; the slowest rank counts
+    back to back = each operation starts as soon as the one before it in its group is done
+    with gaps    = none starts earlier than in the job: busy waits take the place of computing
+    replayed     = an operation in a replay with gaps, from its start until it is seen to be done:
+                   the mean of a step's calls, p50 of the replays; the slowest rank counts
     alone        = the same operation with nothing else under way
     busbw        = bytes / time * factor, as in collectives.py
     share        = calls * replayed, of the sum over all rows
@@ -16,8 +16,8 @@ their last steps.
     torchrun --nproc-per-node 8 benchmarks/replay.py kineto_traces/ --only dp
     torchrun --nproc-per-node 4 benchmarks/replay.py trace/ --scale-size 0.5 --json report.jsonl
 
-It reads such files, Kineto traces and NCCL's pickled dumps, one a rank. Written for this project,
-BSD-3-Clause. docs/replay.md shows how to read the table.
+It reads such files, Kineto traces and NCCL's pickled dumps, one of each rank. Written for this
+project, BSD-3-Clause. docs/replay.md shows how to read the table.
 """
 
 import argparse
@@ -54,23 +54,38 @@ from common.stats import Times, median_interval, percentiles
 from common.table import Columns, interval_ends, metric, render
 from common.timing import Step
 
-N = 0
-# parts that a rank sends and receives (N: one for each rank); busbw / algbw; the call.
-# Not recorded, and so chosen: the reduction (a sum) and the root (the group's first rank).
-OPERATIONS: dict[str, tuple[int, int, Callable[[int], float], Callable[..., Any]]] = {
-    "all_reduce": (1, 1, lambda n: 2 * (n - 1) / n, lambda d, s, **on: dist.all_reduce(d, **on)),
-    "all_gather": (1, N, lambda n: (n - 1) / n, dist.all_gather_into_tensor),
-    "reduce_scatter": (N, 1, lambda n: (n - 1) / n, dist.reduce_scatter_tensor),
-    "all_to_all": (N, N, lambda n: (n - 1) / n, dist.all_to_all_single),
-    "broadcast": (1, 1, lambda n: 1, lambda d, s, **on: dist.broadcast(d, group_src=0, **on)),
-    "reduce": (1, 1, lambda n: 1, lambda d, s, **on: dist.reduce(d, group_dst=0, **on)),
-    "barrier": (1, 1, lambda n: 0, lambda d, s, **on: dist.barrier(**on)),
-}
 FILE = re.compile(r"(?:fr|rank)[_-]?(\d+)")  # fr_0.json, nccl_trace_rank_0, rank-0.json.gz
 MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
 DTYPES |= {"Long": "int64", "Int": "int32", "Char": "int8", "Byte": "uint8", "Bool": "uint8"}
 DTYPES |= {"Float8_e4m3fn": "uint8", "Float8_e5m2": "uint8"}
+N = 0  # in OPERATIONS: a part for each of the n ranks
+
+
+class Operation(NamedTuple):
+    """An operation by torch's call. Neither the reduction nor the root is recorded: it sums, and
+    the root is the group's first rank."""
+
+    sends: int  # parts; N: one for each rank
+    receives: int
+    bus: Callable[[int], float]  # busbw / algbw of n ranks
+    call: Callable[..., Any]  # output, input, group=, async_op=
+
+
+# fmt: off
+OPERATIONS = {
+    "all_reduce": Operation(1, 1, lambda n: 2 * (n - 1) / n,
+        lambda d, s, **on: dist.all_reduce(d, **on)),
+    "all_gather": Operation(1, N, lambda n: (n - 1) / n, dist.all_gather_into_tensor),
+    "reduce_scatter": Operation(N, 1, lambda n: (n - 1) / n, dist.reduce_scatter_tensor),
+    "all_to_all": Operation(N, N, lambda n: (n - 1) / n, dist.all_to_all_single),
+    "broadcast": Operation(1, 1, lambda n: 1,
+        lambda d, s, **on: dist.broadcast(d, group_src=0, **on)),
+    "reduce": Operation(1, 1, lambda n: 1,
+        lambda d, s, **on: dist.reduce(d, group_dst=0, **on)),
+    "barrier": Operation(1, 1, lambda n: 0, lambda d, s, **on: dist.barrier(**on)),
+}
+# fmt: on
 
 
 def parse_args() -> argparse.Namespace:
@@ -88,6 +103,17 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+# -- kinds and collectives -------------------------------------------------------------------------
+
+
+class Counts(NamedTuple):
+    """Elements of a part, and of all that a rank sends and receives."""
+
+    part: int
+    sent: int
+    received: int
+
+
 class Kind(NamedTuple):
     """Operations that share a row. size_bytes: the larger of what a rank sends and receives."""
 
@@ -98,11 +124,15 @@ class Kind(NamedTuple):
     size_bytes: int
 
     @property
-    def counts(self) -> tuple[int, int, int]:
-        """Elements of a part, and of all that a rank sends and receives."""
-        sends, receives = (n or self.group_ranks for n in OPERATIONS[self.op][:2])
-        part = self.size_bytes // getattr(torch, self.dtype).itemsize // max(sends, receives)
-        return part, sends * part, receives * part
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def counts(self) -> Counts:
+        sends = OPERATIONS[self.op].sends or self.group_ranks
+        receives = OPERATIONS[self.op].receives or self.group_ranks
+        part = self.size_bytes // self.itemsize // max(sends, receives)
+        return Counts(part, sends * part, receives * part)
 
 
 @dataclass(frozen=True)
@@ -122,8 +152,183 @@ class Collective:
     blocking: bool = field(compare=False, default=False)
 
 
-Recording = tuple[int, float, list[Collective]]  # of a rank: steps, their seconds, its calls
-Replay = dict[Kind, list[float]]  # seconds of each call
+class Recording(NamedTuple):
+    """What was recorded of a rank."""
+
+    steps: int
+    time_s: float  # of the steps
+    calls: list[Collective]
+
+
+def collective(
+    name: str, team: tuple[Any, Any], seq: int, dtype: str, sizes: tuple[int, int], **job: Any
+) -> Collective:
+    """What every format has, in torch's words. team: name and ranks of its group. sizes: elements
+    sent and received. job: the fields of Collective that are the job's."""
+    group, ranks = team[0], tuple(team[1])
+    for value in (seq, *sizes, *ranks):
+        if type(value) is not int or value < 0:
+            raise ValueError(f"{str(value)[:40]!r} where a whole number from 0 on belongs")
+    op = operation_of(name)
+    plain = DTYPES.get(dtype, "uint8")
+    kind = Kind(op, group, len(ranks), plain, max(sizes) * getattr(torch, plain).itemsize)
+    problem = why_not_replayed(kind, dtype, sizes)
+    return Collective(kind, (group, ranks), seq, problem, **job)
+
+
+def operation_of(name: str) -> str:
+    """The operation in OPERATIONS that has a recorded name; all_gather is also _allgather_base."""
+    letters = name.replace("_", "").lower()
+    for op in OPERATIONS:
+        if letters.startswith(op.replace("_", "")):
+            return op
+    return name
+
+
+def why_not_replayed(kind: Kind, dtype: str, sizes: tuple[int, int]) -> str:
+    """What is wrong with an operation by itself, or nothing. dtype: as recorded."""
+    if kind.op not in OPERATIONS:
+        return "this operation is not known"
+    if dtype not in DTYPES:
+        return "this dtype is not known"
+    if kind.group_ranks == 0:
+        return "the ranks of its group are not recorded"
+    if (kind.counts.sent, kind.counts.received) != sizes:
+        return "parts differ in size, and only the sum is recorded"
+    return ""
+
+
+# -- recordings: a function a format ---------------------------------------------------------------
+
+
+def flight_recorder(content: dict[str, Any]) -> Recording:
+    """From record(), or NCCL's own dump, which has the ranks of its groups in pg_config."""
+    groups = content.get("groups")
+    if not groups:
+        configs = content["pg_config"]
+        groups = {name: json.loads(config["ranks"]) for name, config in configs.items()}
+    created = [entry["time_created_ns"] for entry in content["entries"]]
+    start = content.get("started_ns", min(created))
+    end = content.get("ended_ns", max(created))
+    calls = []
+    for entry in content["entries"]:
+        name = entry["profiling_name"].rpartition(":")[2].partition(" ")[0]  # of `nccl:send 0->1`
+        if entry["time_created_ns"] < start or name in MARKERS:
+            continue
+        group, label = map(str, entry["process_group"])
+        named = label not in ("", "undefined")
+        dtypes = [*entry["input_dtypes"], *entry["output_dtypes"], "Byte"]
+        calls.append(
+            collective(
+                name,
+                (label if named else group, groups.get(group, ())),
+                entry["collective_seq_id"],
+                dtypes[0],  # on some ranks there is no input
+                (elements(entry["input_sizes"]), elements(entry["output_sizes"])),
+                begin_s=(entry["time_created_ns"] - start) / 1e9,
+                job_s=entry.get("duration_ms", 0) / 1e3,
+            )
+        )
+    return Recording(int(content.get("steps", 1)), (end - start) / 1e9, calls)
+
+
+def elements(shapes: list[list[int]]) -> int:
+    """Of all tensors together."""
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def kineto(content: dict[str, Any]) -> Recording:
+    """From torch.profiler: operations by record_param_comms, their times from NCCL's kernels."""
+    configs = content["distributedInfo"]["pg_config"]
+    groups = {config["pg_name"]: config["ranks"] for config in configs}
+    events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
+    comms = [event for event in events if "Collective name" in event.get("args", {})]
+    comms.sort(key=lambda event: event["ts"])
+    kernels_s = dict[Any, float]()  # by the operation that launched the kernel
+    for event in comms:
+        if event["cat"] == "kernel":
+            kernels_s[event["args"]["External id"]] = event["dur"] / 1e6
+    steps = [event for event in events if is_step(event)]
+    start = min(event["ts"] for event in steps or comms)
+    end = max(event["ts"] + event["dur"] for event in steps or comms)
+    calls = []
+    for event in comms:
+        about = event["args"]
+        name = about["Collective name"]
+        within = start <= event["ts"] <= end
+        if event["cat"] != "cpu_op" or name in MARKERS or not within:
+            continue
+        group = about["Process Group Name"]
+        calls.append(
+            collective(
+                name,
+                (about.get("Process Group Description") or group, groups.get(group, ())),
+                about.get("Seq", 0),
+                about["dtype"],
+                (about["In msg nelems"], about["Out msg nelems"]),
+                begin_s=(event["ts"] - start) / 1e6,
+                job_s=kernels_s.get(about["External id"], 0.0),
+                blocking=str(about.get("Is asynchronized op", True)).lower() == "false",
+            )
+        )
+    return Recording(len(steps) or 1, (end - start) / 1e6, calls)
+
+
+def is_step(event: dict[str, Any]) -> bool:
+    """A step of the profiler, as the CPU saw it: the GPU has copies."""
+    return event["name"].startswith("ProfilerStep#") and event["cat"] == "user_annotation"
+
+
+class NoClasses(pickle.Unpickler):
+    """For dicts, lists, strings and numbers: whatever else a pickle asks for could run code."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise ValueError(f"it asks for the class {module}.{name}, and a recording has none")
+
+
+def read(folder: str, rank: int, world_size: int) -> Recording | str:
+    """A rank's recording, or in one line what is wrong with it."""
+    path = Path(folder)
+    try:
+        matches = [(FILE.search(file.name), file) for file in path.iterdir()]
+        files = sorted((int(match[1]), file) for match, file in matches if match)
+        if not files:
+            return (
+                f"{folder} has no recordings; expected one of each rank, e.g. fr_0.json, as "
+                "examples/record_collectives.py writes them"
+            )
+        ranks = [number for number, _ in files]
+        if ranks != list(range(world_size)):
+            return (
+                f"{folder} has recordings of ranks {ranks}, and this job has {world_size}; "
+                f"e.g. torchrun --nproc-per-node {max(ranks) + 1} {sys.argv[0]} {folder}"
+            )
+        path = files[rank][1]
+        return checked(parse(path))
+    except Exception as error:  # a damaged pickle raises anything
+        return f"{path}: expected a rank's recording, got {type(error).__name__}: {error}"
+
+
+def parse(path: Path) -> Recording:
+    """A recording of any of the formats."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        data = gzip.decompress(data)
+    is_json = data[:1] == b"{"
+    content = json.loads(data) if is_json else NoClasses(io.BytesIO(data)).load()
+    return kineto(content) if "traceEvents" in content else flight_recorder(content)
+
+
+def checked(recording: Recording) -> Recording:
+    """Raises ValueError where its times cannot be."""
+    last_s = max((call.begin_s for call in recording.calls), default=0.0)
+    if not 0 <= last_s <= recording.time_s < math.inf:
+        took = f"steps that took {recording.time_s:g} s"
+        raise ValueError(f"{took}, and an operation after {last_s:g} s")
+    return recording
+
+
+# -- what is replayed ------------------------------------------------------------------------------
 
 
 class Plan(NamedTuple):
@@ -136,15 +341,89 @@ class Plan(NamedTuple):
     lines: list[str]
 
 
+def choose(recordings: Sequence[Recording], only: Sequence[str] = (), scale: float = 1.0) -> Plan:
+    """What all ranks of a group have recorded: what one of them lacks would hang."""
+    groups = {*only, *(f"mesh_{name}" for name in only)}
+    asked = list[list[Collective]]()  # of each rank
+    for recording in recordings:
+        asked.append([call for call in recording.calls if not only or call.kind.group in groups])
+    problems = find_problems(asked)
+    kept, lost = list[list[Collective]](), Counter[str]()
+    for calls in asked:
+        kept.append([scaled(call, scale) for call in calls if not problems[call]])
+        for call in calls:
+            if problems[call]:
+                lost[f"{call.kind.op} of {call.kind.group}: {problems[call]}"] += 1
+    lines = [f"# {count} x {text}" for text, count in lost.items()]
+    lines.append(f"# not replayed: {lost.total()} of {sum(len(calls) for calls in asked)}")
+    kinds = {call.kind for calls in kept for call in calls}
+    steps = max(1, *(recording.steps for recording in recordings))
+    time_s = max(recording.time_s for recording in recordings)
+    return Plan(steps, time_s, kept, sorted(kinds), lines)
+
+
+def find_problems(calls_by_rank: list[list[Collective]]) -> dict[Collective, str]:
+    """Why each operation cannot be replayed; nothing where it can be.
+
+    Ring buffers do not begin together. Coalesced operations share a number, and may be equal: so
+    each rank of the group must have an operation equally often.
+    """
+    counts = Counter[tuple[int, Collective]]()
+    for rank, calls in enumerate(calls_by_rank):
+        counts.update((rank, call) for call in calls)
+    problems = dict[Collective, str]()
+    for _, call in counts:
+        if call in problems:
+            continue
+        _, members = call.team
+        problems[call] = call.problem
+        if not call.problem and len({counts[rank, call] for rank in members}) > 1:
+            problems[call] = "not recorded alike on every rank of its group"
+    return problems
+
+
+def scaled(call: Collective, scale: float) -> Collective:
+    """The same operation with so many times the data, each part rounded up."""
+    if scale == 1:
+        return call
+    part = call.kind.counts.part
+    size_bytes = call.kind.size_bytes * math.ceil(part * scale) // max(1, part)
+    # the job's time is that of the recorded size
+    return replace(call, kind=call.kind._replace(size_bytes=size_bytes), job_s=0.0)
+
+
+def title(plan: Plan, key: dict[str, Any]) -> str:
+    """What is replayed, of which recording."""
+    steps = f"{plan.steps} step{'s' * (plan.steps > 1)} in {plan.time_s * 1e3:.1f} ms"
+    groups = "all groups" if key["only"] == "all" else f"--only {key['only']}"
+    return f"# recording {key['recording']}: {steps}; {groups}, sizes x {key['scale_size']:g}"
+
+
+# -- replay ----------------------------------------------------------------------------------------
+
+Replay = dict[Kind, list[float]]  # seconds of each call
+
+
+class UnderWay(NamedTuple):
+    """An operation that was started. work: what torch returned."""
+
+    kind: Kind
+    begun: float
+    work: Any
+
+
 def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> Replay:
     """Start all operations, with the job's gaps if its end is given. Seconds of each until done.
 
-    One is waited for where the next of its group starts; at once if the job is known to have done.
+    An operation is waited for where the next one of its group starts, or at once if the job is
+    known to have waited there. starts: what starts an operation, by kind and team.
     """
-    seconds, under_way = defaultdict[Kind, list[float]](list), dict[Any, Any]()
+    seconds = defaultdict[Kind, list[float]](list)
+    under_way = dict[Any, UnderWay]()  # one in each team
     zero = time.perf_counter()
 
     def look(awaited: object = None) -> None:
+        """Take the time of what is done. Wait for the operation of one team, if one is given."""
         for team, (kind, begun, work) in list(under_way.items()):
             if team == awaited or work.is_completed():
                 wait(work)
@@ -155,7 +434,8 @@ def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> R
         look(call.team)
         while end_s and time.perf_counter() - zero < call.begin_s:
             look()
-        under_way[call.team] = call.kind, time.perf_counter(), starts[call.kind, call.team]()
+        begun = time.perf_counter()
+        under_way[call.team] = UnderWay(call.kind, begun, starts[call.kind, call.team]())
         look(call.team if call.blocking else None)
     for team in list(under_way):
         look(team)
@@ -173,38 +453,46 @@ def wait(work: Any) -> None:
 def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
     """This rank's operations with the job's gaps and without, and one of each kind alone."""
     calls = plan.calls[job.rank]
-    teams = sorted({call.team for row in plan.calls for call in row})
     connect: Any = partial(dist.new_group, backend=job.backend, timeout=FOREVER)
-    groups = {team: connect(list(team[1])) for team in teams}
-    group.more.extend(groups[team] for team in teams if job.rank in team[1])
-    own = sorted({(call.kind, call.team) for call in calls})
-    starts = {(kind, team): tried(kind, team[1], groups[team], job) for kind, team in own}
+    groups = dict[Any, Any]()
+    for team in sorted({call.team for row in plan.calls for call in row}):  # alike on all ranks
+        groups[team] = connect(list(team[1]))
+        if job.rank in team[1]:
+            group.more.append(groups[team])
+    starts = dict[tuple[Kind, Any], Step]()
+    for kind, team in sorted({(call.kind, call.team) for call in calls}):
+        starts[kind, team] = tried(kind, team[1], groups[team], job)
 
-    def alone(those: list[Step]) -> None:
-        for start in those:
-            wait(start())
+    def one_of(kind: Kind) -> None:
+        for (other, _), start in starts.items():
+            if other == kind:
+                wait(start())
 
     def means(replays: list[Replay]) -> list[dict[Kind, float]]:
         """The mean seconds of each kind, in each replay."""
-        return [{kind: fmean(times) for kind, times in replay.items()} for replay in replays]
+        rows = list[dict[Kind, float]]()
+        for replay in replays:
+            rows.append({kind: fmean(times) for kind, times in replay.items()})
+        return rows
 
     parts: dict[str, Step] = {"back to back": lambda: play(calls, starts)}
     for kind in plan.kinds:
-        parts[str(kind)] = partial(alone, [starts[key] for key in own if key[0] == kind])
+        parts[str(kind)] = partial(one_of, kind)
     return Workload(lambda: play(calls, starts, plan.time_s), parts, returned=means)
 
 
 def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
     """What starts an operation. Raises ValueError where not what was sent arrives."""
-    part, *counts = kind.counts
     dtype, first = getattr(torch, kind.dtype), job.rank == min(ranks)
     # the first rank sends ones, the others zeros
-    sent, received = (torch.full((n,), first, dtype=dtype, device=job.device) for n in counts)
-    start = partial(OPERATIONS[kind.op][3], received, sent, group=group, async_op=True)
+    sent = torch.full((kind.counts.sent,), first, dtype=dtype, device=job.device)
+    received = torch.full((kind.counts.received,), first, dtype=dtype, device=job.device)
+    start = partial(OPERATIONS[kind.op].call, received, sent, group=group, async_op=True)
     wait(start())
-    want = torch.zeros_like(received)
-    want[:part] = 1
-    if not torch.equal(received, want) and (first or kind.op != "reduce"):
+    expected = torch.zeros_like(received)
+    expected[: kind.counts.part] = 1
+    has_result = first or kind.op != "reduce"
+    if has_result and not torch.equal(received, expected):
         raise ValueError(f"{kind.op} of {kind.group} brought wrong values")
     sent.zero_()
     received.zero_()
@@ -213,31 +501,42 @@ def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
 
 def derive(plan: Plan, case: Case, times: Times, facts: list[None]) -> None:
     """The slowest rank counts in each iteration. times.returned: a kind's mean in each replay."""
-    m, rows, replays = case.metrics, list[dict[str, Any]](), times.returned
+    metrics = case.metrics
     for name, prefix in (("step", "with_gaps"), ("back to back", "back_to_back")):
         step = times.slowest(name) / plan.steps
-        m |= percentiles(step, prefix) | {f"{prefix}_ci95_s": median_interval(step)}
-    for kind in plan.kinds:
-        calls = [call for row in plan.calls for call in row if call.kind == kind]
-        each = [[replay[kind] for replay in mine] for mine in replays if kind in mine[0]]
-        took = {
-            "replayed": np.max(each, axis=0),
-            "alone": times.slowest(str(kind)),
-            "job": np.array([call.job_s for call in calls if call.job_s]),
-        }
-        row = kind._asdict() | {"calls": len(calls) / len(each) / plan.steps}
-        row["replayed_ci95_s"] = median_interval(took["replayed"])
-        for name in (name for name in took if len(took[name])):
-            p50, factor = float(np.median(took[name])), OPERATIONS[kind.op][2](kind.group_ranks)
-            row[f"{name}_p50_s"] = p50
-            row[f"{name}_busbw_gb_per_s"] = factor * kind.size_bytes / p50 / 1e9
-        row["replayed_over_alone"] = row["replayed_p50_s"] / row["alone_p50_s"]
-        rows.append(row)
-    total = sum(row["calls"] * row["replayed_p50_s"] for row in rows)
+        metrics |= percentiles(step, prefix)
+        metrics[f"{prefix}_ci95_s"] = median_interval(step)
+    rows = [row_of(kind, plan, times) for kind in plan.kinds]
+    total_s = sum(row["calls"] * row["replayed_p50_s"] for row in rows)
     for row in rows:
-        row["share"] = row["calls"] * row["replayed_p50_s"] / total
-    m["step_bytes"] = sum(row["calls"] * row["size_bytes"] for row in rows)
-    m |= {"job_step_s": plan.time_s / plan.steps, "operations": rows}
+        row["share"] = row["calls"] * row["replayed_p50_s"] / total_s
+    metrics["step_bytes"] = sum(row["calls"] * row["size_bytes"] for row in rows)
+    metrics["job_step_s"] = plan.time_s / plan.steps
+    metrics["operations"] = rows
+
+
+def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
+    """What a row of the table says of a kind; all but its share."""
+    calls = [call for row in plan.calls for call in row if call.kind == kind]
+    by_rank = list[list[float]]()  # of the ranks that have the kind, its mean in each replay
+    for replays in times.returned:
+        if kind in replays[0]:
+            by_rank.append([replay[kind] for replay in replays])
+    replayed_s = np.max(by_rank, axis=0)
+    seconds: dict[str, Any] = {"replayed": replayed_s, "alone": times.slowest(str(kind))}
+    job_s = [call.job_s for call in calls if call.job_s]
+    if job_s:
+        seconds["job"] = job_s
+    row: dict[str, Any] = kind._asdict()
+    row["calls"] = len(calls) / len(by_rank) / plan.steps
+    row["replayed_ci95_s"] = median_interval(replayed_s)
+    factor = OPERATIONS[kind.op].bus(kind.group_ranks)
+    for name, values in seconds.items():
+        p50 = float(np.median(values))
+        row[f"{name}_p50_s"] = p50
+        row[f"{name}_busbw_gb_per_s"] = factor * kind.size_bytes / p50 / 1e9
+    row["replayed_over_alone"] = row["replayed_p50_s"] / row["alone_p50_s"]
+    return row
 
 
 COLUMNS: Columns = {  # GB/s: busbw
@@ -257,172 +556,49 @@ COLUMNS: Columns = {  # GB/s: busbw
 }
 
 
-def output(m: dict[str, Any]) -> str:
-    rows = [Case(row, [], metrics=row) for row in m["operations"]]
-    names = ("back_to_back_p50_s", "with_gaps_p50_s", "job_step_s")
-    bare, here, job = (f"{m[name] * 1e3:.1f} ms" for name in names)
-    text = f"# a step: {bare} back to back, {here} with the job's gaps; the job took {job}"
-    return f"\n{render(COLUMNS, rows)}\n\n{text}"
+def output(metrics: dict[str, Any]) -> str:
+    rows = [Case(row, [], metrics=row) for row in metrics["operations"]]
+    back_to_back = f"{metrics['back_to_back_p50_s'] * 1e3:.1f} ms back to back"
+    with_gaps = f"{metrics['with_gaps_p50_s'] * 1e3:.1f} ms with the job's gaps"
+    job = f"the job took {metrics['job_step_s'] * 1e3:.1f} ms"
+    return f"\n{render(COLUMNS, rows)}\n\n# a step: {back_to_back}, {with_gaps}; {job}"
 
 
-# -- recordings: a function a format ---------------------------------------------------------------
-
-
-def collective(
-    name: str, team: Any, seq: int, dtype: str, sizes: Sequence[int], *job: Any
-) -> Collective:
-    """What every format has, in torch's words. sizes: elements sent and received."""
-    group, ranks, letters = team[0], tuple(team[1]), name.replace("_", "").lower()
-    for value in (seq, *sizes, *ranks):
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{str(value)[:40]!r} where a whole number from 0 on belongs")
-    # all_gather is also _allgather_base
-    op = next((op for op in OPERATIONS if letters.startswith(op.replace("_", ""))), name)
-    plain = DTYPES.get(dtype, "uint8")
-    kind = Kind(op, group, len(ranks), plain, max(sizes) * getattr(torch, plain).itemsize)
-    problem = ""
-    if op not in OPERATIONS or dtype not in DTYPES:
-        problem = f"this {'dtype' if op in OPERATIONS else 'operation'} is not known"
-    elif not ranks:
-        problem = "the ranks of its group are not recorded"
-    elif kind.counts[1:] != sizes:
-        problem = "parts differ in size, and only the sum is recorded"
-    return Collective(kind, (group, ranks), seq, problem, *job)
-
-
-def flight_recorder(content: dict[str, Any]) -> Recording:
-    """From record(), or NCCL's own dump, which has the ranks of its groups in pg_config."""
-    groups = content.get("groups") or {
-        name: json.loads(config["ranks"]) for name, config in content["pg_config"].items()
-    }
-    created = [e["time_created_ns"] for e in content["entries"]]
-    start, end = content.get("started_ns", min(created)), content.get("ended_ns", max(created))
-    calls = []
-    for e in content["entries"]:
-        name = e["profiling_name"].rpartition(":")[2].partition(" ")[0]  # of `nccl:send 0->1`
-        if e["time_created_ns"] >= start and name not in MARKERS:
-            group, label = map(str, e["process_group"])
-            team = group if label in ("", "undefined") else label, groups.get(group, ())
-            dtype = [*e["input_dtypes"], *e["output_dtypes"], "Byte"][0]  # some ranks have no input
-            sizes = tuple(sum(map(math.prod, e[way])) for way in ("input_sizes", "output_sizes"))
-            job = (e["time_created_ns"] - start) / 1e9, e.get("duration_ms", 0) / 1e3
-            calls.append(collective(name, team, e["collective_seq_id"], dtype, sizes, *job))
-    return int(content.get("steps", 1)), (end - start) / 1e9, calls
-
-
-def kineto(content: dict[str, Any]) -> Recording:
-    """From torch.profiler: operations by record_param_comms, their times from NCCL's kernels."""
-    groups = {g["pg_name"]: g["ranks"] for g in content["distributedInfo"]["pg_config"]}
-    events = [e for e in content["traceEvents"] if e.get("ph") == "X"]
-    comms = [e for e in events if "Collective name" in e.get("args", {})]
-    steps = [e for e in events if e["name"].startswith("ProfilerStep#")]
-    steps = [e for e in steps if e["cat"] == "user_annotation"]  # the GPU has copies
-    start = min(e["ts"] for e in steps or comms)
-    end = max(e["ts"] + e["dur"] for e in steps or comms)
-    kernels = {e["args"]["External id"]: e["dur"] / 1e6 for e in comms if e["cat"] == "kernel"}
-    calls = []
-    for e in sorted(comms, key=lambda e: e["ts"]):
-        a, name = e["args"], e["args"]["Collective name"]
-        if e["cat"] == "cpu_op" and name not in MARKERS and start <= e["ts"] <= end:
-            group = a["Process Group Name"]
-            team = a.get("Process Group Description") or group, groups.get(group, ())
-            sizes = a["In msg nelems"], a["Out msg nelems"]
-            blocking = str(a.get("Is asynchronized op", True)).lower() == "false"
-            job = (e["ts"] - start) / 1e6, kernels.get(a["External id"], 0.0), blocking
-            calls.append(collective(name, team, a.get("Seq", 0), a["dtype"], sizes, *job))
-    return len(steps) or 1, (end - start) / 1e6, calls
-
-
-class NoClasses(pickle.Unpickler):
-    """For dicts, lists, strings and numbers: whatever else a pickle asks for could run code."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise ValueError(f"it asks for the class {module}.{name}, and a recording has none")
-
-
-def read(folder: str, rank: int, world_size: int) -> Recording | str:
-    """A rank's recording, or in one line what is wrong with it."""
-    path = Path(folder)
-    try:
-        names = [(FILE.search(file.name), file) for file in path.iterdir()]
-        files = sorted((int(match[1]), file) for match, file in names if match)
-        if not files:
-            return (
-                f"{folder} has no recordings; expected one of each rank, e.g. fr_0.json, as "
-                "examples/record_collectives.py writes them"
-            )
-        if (ranks := [number for number, _ in files]) != list(range(world_size)):
-            return (
-                f"{folder} has recordings of ranks {ranks}, and this job has {world_size}; "
-                f"e.g. torchrun --nproc-per-node {max(ranks) + 1} {sys.argv[0]} {folder}"
-            )
-        path = files[rank][1]
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        content = json.loads(data) if data[:1] == b"{" else NoClasses(io.BytesIO(data)).load()
-        recording = (kineto if "traceEvents" in content else flight_recorder)(content)
-        _, time_s, calls = recording
-        last_s = max((call.begin_s for call in calls), default=0.0)
-        if not 0 <= last_s <= time_s < math.inf:
-            raise ValueError(f"steps that took {time_s:g} s, and an operation after {last_s:g} s")
-        return recording
-    except Exception as error:  # a damaged pickle raises anything
-        return f"{path}: expected a rank's recording, got {type(error).__name__}: {error}"
-
-
-def choose(found: Sequence[Recording], only: Sequence[str] = (), scale: float = 1.0) -> Plan:
-    """What all ranks of a group have recorded: what one of them lacks would hang."""
-    steps, times, recorded = zip(*found, strict=True)
-    wanted = {name for word in only for name in (word, f"mesh_{word}")}
-    rows = [[call for call in row if not only or call.kind.group in wanted] for row in recorded]
-    # ring buffers do not begin together; coalesced operations share a number, and may be equal
-    counts = Counter((rank, call) for rank, row in enumerate(rows) for call in row)
-    why = {call: call.problem for _, call in counts}
-    for call in why:
-        if not why[call] and len({counts[rank, call] for rank in call.team[1]}) > 1:
-            why[call] = "not recorded alike on every rank of its group"
-    lost = Counter(f"{c.kind.op} of {c.team[0]}: {why[c]}" for r in rows for c in r if why[c])
-    lines = [f"# {count} x {text}" for text, count in lost.items()]
-    lines.append(f"# not replayed: {lost.total()} of {sum(map(len, rows))}")
-
-    def scaled(call: Collective) -> Collective:
-        part = call.kind.counts[0]
-        size_bytes = call.kind.size_bytes * math.ceil(part * scale) // max(1, part)
-        # the job's time is that of the recorded size
-        return replace(call, kind=call.kind._replace(size_bytes=size_bytes), job_s=0.0)
-
-    calls = [[c if scale == 1 else scaled(c) for c in row if not why[c]] for row in rows]
-    kinds = sorted({call.kind for row in calls for call in row})
-    return Plan(max(1, *steps), max(times), calls, kinds, lines)
-
-
-def title(plan: Plan, key: dict[str, Any]) -> str:
-    """What is replayed, of which recording."""
-    steps = f"{plan.steps} step{'s' * (plan.steps > 1)} in {plan.time_s * 1e3:.1f} ms"
-    groups = "all groups" if key["only"] == "all" else f"--only {key['only']}"
-    return f"# recording {key['recording']}: {steps}; {groups}, sizes x {key['scale_size']:g}"
+def why_refused(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) -> str | None:
+    """Why the plan cannot be replayed; None where it can be. All ranks call it."""
+    if not any(plan.calls):
+        recorded = {call.kind.group for recording in recordings for call in recording.calls}
+        groups = ", ".join(sorted(recorded))
+        return f"nothing is left of the groups {groups}; {'; '.join(plan.lines)}"
+    # one replay starts a block untimed, so a block is two of them at least
+    if 2 * plan.time_s > bench.args.timeout:
+        took = f"the recorded steps took {plan.time_s:g} s, and a replay takes as long"
+        return f"{took}; record fewer, or give --timeout {3 * plan.time_s:.0f}"
+    needed_bytes = 0  # an operation of a team uses the same two tensors in every call
+    for kind, _ in {(call.kind, call.team) for call in plan.calls[bench.job.rank]}:
+        needed_bytes += (kind.counts.sent + kind.counts.received) * kind.itemsize
+    problems = share(gather(too_much(needed_bytes, bench.job, "--scale-size")))
+    return next((problem for problem in problems if problem), None)
 
 
 def main() -> int:
     args = parse_args()
     with Benchmark("replay", args) as bench:
         job = bench.job
-        found = share(gather(read(args.trace, job.rank, job.world_size)))
-        for problem in (each for each in found if isinstance(each, str)):
+        recordings = share(gather(read(args.trace, job.rank, job.world_size)))
+        for problem in recordings:
+            if isinstance(problem, str):
+                bench.refuse(problem)
+        plan = choose(recordings, args.only, args.scale_size)
+        if problem := why_refused(plan, recordings, bench):
             bench.refuse(problem)
-        plan = choose(found, args.only, args.scale_size)
-        if not any(plan.calls):
-            groups = ", ".join(sorted({c.team[0] for _, _, calls in found for c in calls}))
-            bench.refuse(f"nothing is left of the groups {groups}; {'; '.join(plan.lines)}")
-        # one replay starts a block untimed, so a block is two of them at least
-        if 2 * plan.time_s > args.timeout:
-            took = f"the recorded steps took {plan.time_s:g} s, and a replay takes as long"
-            bench.refuse(f"{took}; record fewer, or give --timeout {3 * plan.time_s:.0f}")
-        own = {(call.kind, call.team) for call in plan.calls[job.rank]}
-        needed = sum(sum(kind.counts[1:]) * getattr(torch, kind.dtype).itemsize for kind, _ in own)
-        for problem in filter(None, share(gather(too_much(needed, job, "--scale-size")))):
-            bench.refuse(problem)
-        digest = hashlib.sha256(repr(found).encode()).hexdigest()[:12]
-        key = dict(recording=digest, only=",".join(args.only) or "all", scale_size=args.scale_size)
+        # of plain tuples, so that reports of before have the same digest
+        content = repr([tuple(recording) for recording in recordings])
+        key: Key = {
+            "recording": hashlib.sha256(content.encode()).hexdigest()[:12],
+            "only": ",".join(args.only) or "all",
+            "scale_size": args.scale_size,
+        }
         bench.print(f"\n{title(plan, key)}")
         if case := bench.measure(key, partial(build, plan, job), partial(derive, plan)):
             bench.print(f"# {case.check}" if case.failed else output(case.metrics))

@@ -19,18 +19,37 @@ from common.timing import Step
 
 Key = dict[str, Any]
 Pair = tuple[int, int]  # of members: ranks or nodes
-Link = Sequence[Any]  # a, b, latency in us, a -> b, b -> a, both in GB/s
 
-# what is measured: where a Link has it (of a -> b, of b -> a), unit, whether less is better
+
+class Link(NamedTuple):
+    """What two members have measured. A report has it as a list, in this order."""
+
+    a: int
+    b: int
+    latency_us: float
+    a_to_b: float  # GB/s, as the next two
+    b_to_a: float
+    both: float  # directions at the same time, added
+
+
+class Quantity(NamedTuple):
+    """What a link has of one kind. For a direction: a name of Link's fields."""
+
+    unit: str
+    less_is_better: bool
+    a_to_b: str
+    b_to_a: str  # the same field where there is no direction
+
+
 KINDS = {
-    "latency": ((2, 2), "us", True),
-    "bandwidth, row sends to column": ((3, 4), "GB/s", False),
-    "bidirectional bandwidth": ((5, 5), "GB/s", False),
+    "latency": Quantity("us", True, "latency_us", "latency_us"),
+    "bandwidth, row sends to column": Quantity("GB/s", False, "a_to_b", "b_to_a"),
+    "bidirectional bandwidth": Quantity("GB/s", False, "both", "both"),
 }
 
 
 class Messages(NamedTuple):
-    """Bytes of a message, of one whose latency counts, and how many of them are in a sample."""
+    """size: bytes of a message. latency_size: of one whose latency counts. calls: in a sample."""
 
     size: int
     latency_size: int
@@ -38,27 +57,41 @@ class Messages(NamedTuple):
 
 
 def rounds_of(n: int) -> list[list[Pair]]:
-    """A tournament of n by the circle method: in n - 1 + n % 2 rounds all meet once."""
-    last, rounds = n - 1 + n % 2, []
+    """A tournament of n by the circle method: all meet once in n - 1 + n % 2 rounds."""
+    rounds = []
+    last = n - 1 + n % 2  # the last seat; if n is odd, whoever meets the one in seat n rests
     for number in range(last):
-        # one seat stays, the others move on; of an odd number one has nobody to meet
-        seats = [0, *((place - number) % last + 1 for place in range(last))]
-        pairs = [sorted((seats[i], seats[last - i])) for i in range((last + 1) // 2)]
-        rounds.append([(a, b) for a, b in pairs if b < n])
+        # whoever sits in the first seat stays there, and the others move on
+        seats = [0]
+        for place in range(last):
+            seats.append((place - number) % last + 1)
+        pairs = list[Pair]()
+        for i in range((last + 1) // 2):
+            a, b = sorted((seats[i], seats[last - i]))
+            if b < n:
+                pairs.append((a, b))
+        rounds.append(pairs)
     return rounds
 
 
 def measure_round(
     bench: Benchmark, key: Key, pairs: list[Pair], members: list[list[int]], messages: Messages
 ) -> list[Link]:
-    """A case in which the pairs of members meet. Its links, on rank 0."""
+    """A case in which the pairs of members meet. Its links on rank 0, none elsewhere."""
     meetings = [list(zip(members[a], members[b], strict=True)) for a, b in pairs]
-    work = partial(build, meetings, messages, bench.job)
-    made = partial(derive, pairs, meetings, messages)
-    case = bench.measure(key, work, made, sorted(np.ravel(meetings).tolist()))
-    if case and case.failed:
+    ranks = sorted(np.ravel(meetings).tolist())
+    prepare = partial(build, meetings, messages, bench.job)
+    case = bench.measure(key, prepare, partial(derive, pairs, meetings, messages), ranks)
+    if not case:
+        return []
+    if case.failed:
         bench.print(f"# round {key['round']}: {case.check}")
-    return case.metrics.get("links", []) if case else []
+    return links_of(case)
+
+
+def links_of(case: Case) -> list[Link]:
+    """The links that a round has measured."""
+    return [Link(*row) for row in case.metrics.get("links", [])]
 
 
 def build(
@@ -67,37 +100,41 @@ def build(
     """This rank's part in a round. meetings: of ranks, for each pair of members."""
     a, b = next(pair for pairs in meetings for pair in pairs if job.rank in pair)
     first, peer = job.rank == a, a + b - job.rank
-    big, into = torch.empty(2, messages.size, dtype=torch.uint8, device=job.device)
+    big, received = torch.empty(2, messages.size, dtype=torch.uint8, device=job.device)
     patterns.fill(big, patterns.tile(job.rank))
     small, word = torch.zeros(2, messages.latency_size, dtype=torch.uint8, device=job.device)
-    to_peer = partial(dist.P2POp, group=group.test, group_peer=group.ranks.index(peer))
-    out, come = to_peer(dist.isend, big), to_peer(dist.irecv, into)
-    ping, pong = to_peer(dist.isend, small), to_peer(dist.irecv, word)
+    with_peer = partial(dist.P2POp, group=group.test, group_peer=group.ranks.index(peer))
+    send, receive = with_peer(dist.isend, big), with_peer(dist.irecv, received)
+    ping, pong = with_peer(dist.isend, small), with_peer(dist.irecv, word)
 
-    def batches(*some: list[dist.P2POp]) -> Step:
+    def in_turn(batches: list[list[dist.P2POp]]) -> Step:
         """One after the other; on CUDA one graph, or launching would take longer than the link."""
 
         def step() -> None:
-            for batch in some:
+            for batch in batches:
                 for work in dist.batch_isend_irecv(batch):
                     work.wait()
 
         return cuda_graph(step, job.device) if job.device.type == "cuda" else step
 
     n = messages.calls
-    send, receive = ([out] * n, [pong]), ([come] * n, [ping])
-    both = batches(*[[out, come]] * n)
-    parts = {  # made in this order, since a graph is run once when it is made: the peer must answer
-        "there": batches(*(send if first else receive)),
-        "back": batches(*(receive if first else send)),
-        "latency": batches(*([[ping], [pong]] if first else [[pong], [ping]]) * n),
+    send_all = [[send]] * n + [[pong]]  # the peer's word says that all have come
+    receive_all = [[receive]] * n + [[ping]]
+    ping_pong = [[ping], [pong]] if first else [[pong], [ping]]
+    # made in this order, since a graph is run once when it is made: the peer must answer
+    both = in_turn([[send, receive]] * n)
+    parts = {
+        "there": in_turn(send_all if first else receive_all),
+        "back": in_turn(receive_all if first else send_all),
+        "latency": in_turn(ping_pong * n),
     }
 
     def wrong() -> int:
-        patterns.blank(into)
+        """How many bytes are, of the last message that came."""
+        patterns.blank(received)
         dist.barrier(group.control)
         both()
-        return patterns.count_wrong(into, patterns.tile(peer))
+        return patterns.count_wrong(received, patterns.tile(peer))
 
     return Workload(both, parts, facts=wrong)
 
@@ -110,43 +147,65 @@ def derive(
     times: Times,
     facts: list[int],
 ) -> None:
-    """The links of a round. Of a sample the slower rank counts, of the samples the fastest."""
-    case.metrics["links"] = links = list[Link]()
+    """The links of a round, and whether all data came as it was sent."""
+    links = list[list[Any]]()
     for (a, b), ranks in zip(pairs, meetings, strict=True):
-        latency, rates = 0.0, np.zeros(3)
-        for pair in ranks:  # of two nodes those that meet at the same time
-            rows = [case.ranks.index(rank) for rank in pair]
-            there, back, both, ping = (
-                float(times.each(name)[rows].max(axis=0).min())
-                for name in ("there", "back", "step", "latency")
-            )
-            latency = max(latency, ping / messages.calls / 2 * 1e6)
-            rates += messages.size * messages.calls / np.array([there, back, both / 2]) / 1e9
-        links.append([a, b, *(float(f"{x:.4g}") for x in (latency, *rates))])
+        measured = link_of(a, b, ranks, messages, case, times)
+        links.append([a, b, *(float(f"{value:.4g}") for value in measured[2:])])
+    case.metrics["links"] = links
     wrong = [rank for rank, count in zip(case.ranks, facts, strict=True) if count]
     case.check = f"failed: wrong data came to rank {wrong[0]}" if wrong else "passed"
 
 
+def link_of(
+    a: int, b: int, ranks: list[Pair], messages: Messages, case: Case, times: Times
+) -> Link:
+    """The link of two members. ranks: their pairs, several if the members are nodes.
+
+    The slower rank of a pair counts in each sample, and the fastest sample counts. Pairs of two
+    nodes meet at the same time: the largest latency counts, and their bandwidths add up.
+    """
+    latency_us = a_to_b = b_to_a = both = 0.0
+    bytes_sent = messages.size * messages.calls
+    for pair in ranks:
+        rows = [case.ranks.index(rank) for rank in pair]
+        fastest = {}
+        for name in ("there", "back", "step", "latency"):
+            slower_rank = times.each(name)[rows].max(axis=0)
+            fastest[name] = float(slower_rank.min())
+        latency_us = max(latency_us, fastest["latency"] / messages.calls / 2 * 1e6)
+        a_to_b += bytes_sent / fastest["there"] / 1e9
+        b_to_a += bytes_sent / fastest["back"] / 1e9
+        both += bytes_sent / (fastest["step"] / 2) / 1e9
+    return Link(a, b, latency_us, a_to_b, b_to_a, both)
+
+
 def directed(links: Sequence[Link], kind: str) -> dict[Pair, float]:
-    """(sender, receiver) -> value; once where there is no direction."""
-    there, back = KINDS[kind][0]
-    found: dict[Pair, float] = {(link[0], link[1]): link[there] for link in links}
-    return found | ({(link[1], link[0]): link[back] for link in links} if back != there else {})
+    """(sender, receiver) -> value; only (a, b) where there is no direction."""
+    quantity = KINDS[kind]
+    values = dict[Pair, float]()
+    for link in links:
+        values[link.a, link.b] = getattr(link, quantity.a_to_b)
+    if quantity.a_to_b != quantity.b_to_a:
+        for link in links:
+            values[link.b, link.a] = getattr(link, quantity.b_to_a)
+    return values
 
 
 def slow_links(
     links: Sequence[Link], node_of: list[int], by: str, sigmas: float, margin: float = MARGIN
 ) -> Findings:
     """Nodes, ranks and links that are slower than their like. node_of: the node of each member."""
-    found: Findings = {}
-    levels = {"node": node_of} | ({"rank": list(range(len(node_of)))} if by == "rank" else {})
-    for kind, (_, _, less) in KINDS.items():
-        for place in ("within nodes", "between nodes"):
-            costs: Costs = {
-                pair: value if less else 1 / value
-                for pair, value in directed(links, kind).items()
-                if (node_of[pair[0]] == node_of[pair[1]]) == (place == "within nodes")
-            }
-            what = f"{kind.partition(',')[0]} {place}"
-            found |= accuse(costs, levels, "link", what, sigmas, margin)
-    return found
+    findings: Findings = {}
+    levels = {"node": node_of}
+    if by == "rank":
+        levels["rank"] = list(range(len(node_of)))
+    for kind, quantity in KINDS.items():
+        within, between = Costs(), Costs()
+        for (a, b), value in directed(links, kind).items():
+            costs = within if node_of[a] == node_of[b] else between
+            costs[a, b] = value if quantity.less_is_better else 1 / value
+        name = kind.partition(",")[0]
+        findings |= accuse(within, levels, "link", f"{name} within nodes", sigmas, margin)
+        findings |= accuse(between, levels, "link", f"{name} between nodes", sigmas, margin)
+    return findings

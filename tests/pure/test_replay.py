@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import replay
-from benchmarks.replay import Collective, Kind
+from benchmarks.replay import Collective, Kind, Recording
 from common.report import Case
 from common.stats import Times
 from examples import record_collectives
@@ -256,7 +256,7 @@ EVEN_RANKS, ODD_RANKS = [call(ranks=(0, 2))], [call(ranks=(1, 3))]
     ],
 )
 def test_what_all_ranks_of_a_group_have(rows: Any, kept: Any) -> None:
-    plan = replay.choose([(1, 0.010, row) for row in rows])
+    plan = replay.choose([Recording(1, 0.010, row) for row in rows])
     assert [[each.seq for each in row] for row in plan.calls] == kept
 
 
@@ -265,7 +265,8 @@ def test_what_is_left(only: tuple[str, ...]) -> None:
     """4 all-reduces, one of tp and an unknown one, on each of 2 ranks; 3 and 2 steps."""
     row = [call(1), call(2), call(3), call(4), call(1, group="mesh_tp")]
     odd = call(2, group="mesh_tp", op="what", problem="this operation is not known")
-    plan = replay.choose([(3, 0.03, [*row, odd]), (2, 0.06, [*row, odd])], only)
+    recordings = [Recording(3, 0.03, [*row, odd]), Recording(2, 0.06, [*row, odd])]
+    plan = replay.choose(recordings, only)
     tp = only != ("dp",)
     assert (plan.steps, plan.time_s) == (3, 0.06)
     assert plan.calls == [row if tp else row[:4]] * 2
@@ -276,7 +277,7 @@ def test_what_is_left(only: tuple[str, ...]) -> None:
 def test_scaled_sizes_have_no_time_of_the_job() -> None:
     """Each part is rounded up: 6 elements, of which 2 ranks bring 3 each, become 1 each."""
     row = [call(size=12, job_s=1.0), call(2, 24, op="all_to_all"), call(3, 0, op="barrier")]
-    plan = replay.choose([(1, 0.01, row)] * 2, scale=0.1)
+    plan = replay.choose([Recording(1, 0.01, row)] * 2, scale=0.1)
     assert [each.kind.counts[1:] for each in plan.calls[0]] == [(1, 1), (2, 2), (0, 0)]
     assert plan.calls[0][0].job_s == 0
 
@@ -289,7 +290,7 @@ def test_scaled_sizes_have_no_time_of_the_job() -> None:
     ],
 )
 def test_bus_factor(name: str, ranks: int, factor: float) -> None:
-    assert replay.OPERATIONS[name][2](ranks) == pytest.approx(factor)
+    assert replay.OPERATIONS[name].bus(ranks) == pytest.approx(factor)
 
 
 def test_the_table_by_hand() -> None:
