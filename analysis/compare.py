@@ -7,14 +7,18 @@
 # ///
 """Is TEST slower than BASE, faster, the same, or can these reports not tell?
 
-The run is the unit: its time is the median over its iterations of the slowest rank. The interval is
-that of the ratio TEST / BASE, 95 %, by Student's t on the logarithms of the runs' times. slower and
-faster: it excludes 1, with a false discovery rate of 5 % over all cases, and the ratio is beyond
---margin. same: it lies within --margin. undecided: neither; measure more runs. One run a side is
-always undecided. Cases are joined by their keys.
+The run is the unit. Its time is the median over its iterations, and the slowest rank counts in each
+iteration. The 95 % interval is that of the ratio TEST / BASE, by Student's t on the logarithms of
+the runs' times. The verdicts:
 
-Reads files, folders or patterns: reports of this project, of PyTorch's DDP benchmark, of nccl-tests
-(-J). With --history the newest run of a folder is compared with those before it.
+    slower, faster  the interval excludes 1, with a false discovery rate of 5 % over all cases, and
+                    the ratio is beyond --margin
+    same            the interval lies within --margin
+    undecided       neither: measure more runs. One run a side is always undecided
+
+Cases are joined by their keys. Files, folders and patterns are read: reports of this project, of
+PyTorch's DDP benchmark, and of nccl-tests (-J). With --history the newest run of a folder is
+compared with those before it.
 
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower --format markdown
@@ -57,77 +61,134 @@ def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
     add("--format", choices=("table", "markdown", "json"), default="table", help="(default: table)")
 
 
-def show(found: Comparison, style: str) -> str:
+def results_of(comparison: Comparison) -> list[Result]:
+    """The cases and, where there are several, their mean."""
+    return [*comparison.cases, comparison.mean] if comparison.mean else comparison.cases
+
+
+def show(comparison: Comparison, style: str) -> str:
     """A comparison as text; style: table or markdown."""
-    above = [heading(found), *(f"warning: {line}" for line in found.warnings)]
-    for field in found.environment:
-        base, test = clean("; ".join(field.base), 150), clean("; ".join(field.test), 150)
-        kind = "THE HARDWARE DIFFERS" if field.hardware else "environment"
-        above.append(f"{kind}: {field.field}: {base} in BASE, {test} in TEST")
     header = ["case", "BASE", "TEST", "TEST is", "95 % interval", "verdict"]
-    rows = [cells(case) for case in (*found.cases, found.mean) if case]
-    body = show_table(header, rows, (1, 2), style).splitlines()
-    if found.mean and style == "table":
-        body.insert(-1, body[1])
+    rows = [cells(result) for result in results_of(comparison)]
+    table = show_table(header, rows, (1, 2), style).splitlines()
+    if comparison.mean and style == "table":
+        rule = table[1]
+        table.insert(-1, rule)  # above the mean
     mark, escape = ("-", markdown) if style == "markdown" else ("#", clean)
-    notes = [[f"{mark} {escape(line, 500)}" for line in side] for side in (above, below(found))]
-    return "\n".join([*notes[0], "", *body, "", *notes[1]])
+    above_table = [f"{mark} {escape(line, 500)}" for line in above(comparison)]
+    below_table = [f"{mark} {escape(line, 500)}" for line in below(comparison)]
+    return "\n".join([*above_table, "", *table, "", *below_table])
 
 
-def heading(found: Comparison) -> str:
-    names = ", ".join(dict.fromkeys(case.benchmark for case in found.cases))
-    measures = ", ".join(dict.fromkeys(case.measure for case in found.cases if case.measure))
-    m, n, design = len(found.base), len(found.test), found.design
-    how = "the run is the unit" if m + n > 2 else "one run a side"
-    how = "the pair of runs is the unit" if design.paired else how
-    how += ", their blocks took turns" * design.interleaved
-    how += f"; {design.looks} looks share the 5 % of error" * (design.looks > 1)
+def above(comparison: Comparison) -> list[str]:
+    """The heading, warnings, and what differs between the sides."""
+    lines = [heading(comparison)]
+    for warning in comparison.warnings:
+        lines.append(f"warning: {warning}")
+    for difference in comparison.environment:
+        base = clean("; ".join(difference.base), 150)
+        test = clean("; ".join(difference.test), 150)
+        kind = "THE HARDWARE DIFFERS" if difference.hardware else "environment"
+        lines.append(f"{kind}: {difference.field}: {base} in BASE, {test} in TEST")
+    return lines
+
+
+def heading(comparison: Comparison) -> str:
+    names = ", ".join(dict.fromkeys(case.benchmark for case in comparison.cases))
+    measured = [case.measure for case in comparison.cases if case.measure]
+    measures = ", ".join(dict.fromkeys(measured))
+    m, n, design = len(comparison.base), len(comparison.test), comparison.design
+    if design.paired:
+        how = "the pair of runs is the unit"
+    elif m + n > 2:
+        how = "the run is the unit"
+    else:
+        how = "one run a side"
+    if design.interleaved:
+        how += ", their blocks took turns"
+    if design.looks > 1:
+        how += f"; {design.looks} looks share the 5 % of error"
     sides = f"{m} of BASE, {n} of TEST; margin {design.margin * 100:g} %"
     return f"torchrun-bench compare {names} ({measures}): {sides}; {how}"
 
 
-def cells(case: Result) -> list[str]:
-    times = [show_time(exp(fmean(map(log, s)))) if s else "-" for s in (case.base_s, case.test_s)]
-    times = times if case.key else ["", ""]  # a mean of different cases has no time of its own
-    interval = "-" if case.ci95 is None else " to ".join(f"{end:.4g}" for end in case.ci95)
-    words = "-"
-    if case.ratio is not None:
-        words = f"{max(case.ratio, 1 / case.ratio):.2f}x"
-        words += "" if words == "1.00x" else " slower" if case.ratio > 1 else " faster"
-    return [case.label, *times, words, interval, case.verdict]
+def cells(result: Result) -> list[str]:
+    """A row of the table."""
+    base, test = show_mean(result.base_s), show_mean(result.test_s)
+    if not result.key:  # a mean of different cases has no time of its own
+        base, test = "", ""
+    interval = "-"
+    if result.ci95 is not None:
+        interval = " to ".join(f"{end:.4g}" for end in result.ci95)
+    return [result.label, base, test, show_ratio(result.ratio), interval, result.verdict]
 
 
-def below(found: Comparison) -> list[str]:
+def show_mean(times_s: Sequence[float]) -> str:
+    """The geometric mean of the runs' times."""
+    if not times_s:
+        return "-"
+    return show_time(exp(fmean(log(time_s) for time_s in times_s)))
+
+
+def show_ratio(ratio: float | None) -> str:
+    """`1.21x faster`"""
+    if ratio is None:
+        return "-"
+    factor = f"{max(ratio, 1 / ratio):.2f}x"
+    if factor == "1.00x":
+        return factor
+    return f"{factor} slower" if ratio > 1 else f"{factor} faster"
+
+
+def below(comparison: Comparison) -> list[str]:
     """How many cases have each verdict, why no better one, and how many runs might decide them."""
-    counts = Counter(case.verdict for case in found.cases)
-    reasons = Counter(f"{case.verdict}: {case.reason}" for case in found.cases if case.reason)
-    lines = [", ".join(f"{n} {verdict}" for verdict, n in counts.items())]
-    lines += [f"{n} case{'s' * (n > 1)}, {reason}" for reason, n in reasons.items()]
-    wide = [case for case in found.cases if case.verdict == "undecided" and case.ci95]
-    most = max((case.runs_needed or MAX_RUNS for case in wide), default=0)
-    if most > len(found.base):
-        margin = f"+-{found.design.margin * 100:g} %"
+    cases = comparison.cases
+    verdicts = Counter(case.verdict for case in cases)
+    lines = [", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())]
+    reasons = Counter(f"{case.verdict}: {case.reason}" for case in cases if case.reason)
+    for reason, n in reasons.items():
+        noun = "case" if n == 1 else "cases"
+        lines.append(f"{n} {noun}, {reason}")
+    most = most_runs_needed(cases)
+    if most > len(comparison.base):
+        margin = f"+-{comparison.design.margin * 100:g} %"
         lines.append(f"up to {most} runs a side would narrow the intervals to {margin}")
     return lines
 
 
-def conclude(found: Sequence[Comparison], style: str, fail_on: Sequence[str]) -> int:
+def most_runs_needed(cases: Sequence[Result]) -> int:
+    """How many runs a side the widest interval needs, of the undecided cases that have one."""
+    wide = [case for case in cases if case.verdict == "undecided" and case.ci95]
+    return max((case.runs_needed or MAX_RUNS for case in wide), default=0)
+
+
+def conclude(comparisons: Sequence[Comparison], style: str, fail_on: Sequence[str]) -> int:
     """Print the results; the exit status: 1 for a verdict that `fail_on` names."""
     if style == "json":
-        documents = [{"schema": "torchrun-bench-compare/2"} | asdict(one) for one in found]
-        put(json.dumps(documents if len(found) > 1 else documents[0], indent=1))
+        put(as_json(comparisons))
     else:
-        put("\n\n".join(show(comparison, style) for comparison in found))
-    verdicts = {case.verdict for one in found for case in (*one.cases, one.mean) if case}
-    if failures := [name for name in fail_on if name in verdicts]:
+        put("\n\n".join(show(comparison, style) for comparison in comparisons))
+    verdicts = set()
+    for comparison in comparisons:
+        verdicts |= {result.verdict for result in results_of(comparison)}
+    failures = [name for name in fail_on if name in verdicts]
+    if failures:
         refuse(f"failed: {', '.join(failures)} (--fail-on)", status=1)
     return 0
 
 
+def as_json(comparisons: Sequence[Comparison]) -> str:
+    """One comparison as an object, several as a list."""
+    schema = {"schema": "torchrun-bench-compare/2"}
+    documents = [schema | asdict(comparison) for comparison in comparisons]
+    return json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
+
+
 def two_sides(args: argparse.Namespace) -> Comparison:
     runs = load([*args.base, *args.test], args.measure, args.ignore_key, join_pytorch=True)
-    paths = find(args.base)
-    base, test = ([run for run in runs if (run.label in paths) is side] for side in (True, False))
+    base_paths = find(args.base)
+    base = [run for run in runs if run.label in base_paths]
+    test = [run for run in runs if run.label not in base_paths]
     paired = args.paired or args.interleaved
     return compare(base, test, Design(args.margin, paired, args.interleaved))
 
@@ -139,48 +200,56 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
     groups = by_benchmark(load([args.history], args.measure, args.ignore_key)).values()
     timed = [runs for runs in groups if any(row.time_s for row in rows_of(runs))]
     several = [runs for runs in timed if len(runs) > 1]
-    found = [compare(runs[-1 - args.last : -1], runs[-1:], Design(args.margin)) for runs in several]
-    if not found:
+    comparisons = []
+    for *earlier, newest in several:
+        comparisons.append(compare(earlier[-args.last :], [newest], Design(args.margin)))
+    if not comparisons:
         raise ValueError(f"--history {args.history}: no benchmark has two reports with times")
     if args.plot is not None:
         from analysis.figures import plot_history  # matplotlib takes a second to import
 
         plot_history(several, args.plot)
-    return found
+    return comparisons
 
 
 def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("base", nargs="*", metavar="BASE", help="reports, folders of reports, or patterns")
-    add("--test", nargs="+", metavar="TEST", help="the same, of what is compared with BASE")
-    add("--history", metavar="DIR", help="a folder of reports over time, instead of BASE and TEST")
-    add("--last", type=positive_int, default=10, metavar="N", help="of its runs (default: 10)")
-    add(
-        "--plot",
-        metavar="PATH",
-        help="with --history: draw each case over time, .svg, .png or .pdf",
-    )
+    test = "reports, folders or patterns that are compared with BASE"
+    add("--test", nargs="+", metavar="TEST", help=test)
+    history = "a folder of reports over time, instead of BASE and TEST"
+    add("--history", metavar="DIR", help=history)
+    last = "compare its newest run with the N before (default: 10)"
+    add("--last", type=positive_int, default=10, metavar="N", help=last)
+    plot = "with --history: draw each case over time, .svg, .png or .pdf"
+    add("--plot", metavar="PATH", help=plot)
     add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
     add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
     measure = "another step of the cases, or a time or rate of theirs"
     add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
     add_verdict_flags(parser)
     args = parser.parse_args()
-    given = bool(args.base), bool(args.test), bool(args.history)
-    if given not in ((True, True, False), (False, False, True)):
+    check_sides(args)
+    gc.disable()  # a report is millions of numbers without a cycle among them
+    try:
+        comparisons = over_time(args) if args.history else [two_sides(args)]
+    except (ValueError, OSError) as error:
+        refuse(clean(error, 1000))
+    return conclude(comparisons, args.format, args.fail_on)
+
+
+def check_sides(args: argparse.Namespace) -> None:
+    """Refuse what is neither two sides nor a history, and flags that only the other one has."""
+    has_two_sides = args.base and args.test and not args.history
+    has_history = args.history and not args.base and not args.test
+    if not has_two_sides and not has_history:
         what = "compare.py base.jsonl --test test.jsonl, or compare.py --history reports/"
         refuse(f"expected reports of two sides, or a history; e.g. {what}")
     if args.plot is not None and not args.history:
         refuse("--plot draws runs over time: it needs --history, e.g. --history reports/")
     if args.history and (args.paired or args.interleaved):
         refuse("--paired and --interleaved are about BASE and --test: a history has no pairs")
-    gc.disable()  # a report is millions of numbers without a cycle among them
-    try:
-        found = over_time(args) if args.history else [two_sides(args)]
-    except (ValueError, OSError) as error:
-        refuse(clean(error, 1000))
-    return conclude(found, args.format, args.fail_on)
 
 
 if __name__ == "__main__":

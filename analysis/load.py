@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -34,19 +34,19 @@ from common.report import Case, Report
 
 STEP = "step"  # what a case is about, among its samples
 RATES = ("1/s", "GB/s", "MB/s")
-ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")  # of the reports in a folder
-GZIP = b"\x1f\x8b"  # how its files begin
-LARGE_BYTES = 2**24  # reading so much JSON takes half a second
+ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")  # of reports in a folder
+GZIP = b"\x1f\x8b"  # how packed files begin
+LARGE_BYTES = 2**24  # it takes half a second to read so much JSON
 
 
 @dataclass
 class Row(Case):
     """One case of one run, without its samples."""
 
-    measure: str = ""  # the step or metric that its time is of
-    time_s: float = 0.0  # of the run; 0 where there is none
+    measure: str = ""  # the step or the metric that its time is taken from
+    time_s: float = 0.0  # the case's time in this run; 0 where there is none
     times_s: Sequence[float] = ()  # of each iteration
-    name: str = ""  # what tells the case apart
+    name: str = ""  # tells the case apart from the others of its benchmark
 
 
 @dataclass
@@ -54,8 +54,8 @@ class Run(Report):
     """One report."""
 
     rows: dict[str, Row] = field(default_factory=dict)  # its cases by their canonical keys
-    label: str = ""  # its path, or a page's name
-    left_out: dict[str, list[Any]] = field(default_factory=dict)  # of the keys, and their values
+    label: str = ""  # its path, or its name on a page
+    left_out: dict[str, list[Any]] = field(default_factory=dict)  # field of the keys -> its values
 
 
 def load(
@@ -66,20 +66,11 @@ def load(
 ) -> list[Run]:
     """The reports that paths, folders and patterns name, as runs, in the order of their start.
 
-    measure: the step, time or rate to take instead of the first step. ignore: fields of the keys
-    by which cases are not told apart. join_pytorch: let cases of PyTorch's DDP benchmark meet those
-    of ddp_sweep.py. Raises ValueError with one line.
+    measure: the step, time or rate to take instead of the case's own step. ignore: fields of the
+    keys by which cases are not told apart. join_pytorch: let cases of PyTorch's DDP benchmark meet
+    those of ddp_sweep.py. Raises ValueError with one line.
     """
-    paths = find(words)
-    read_one = partial(read, measure=measure)
-    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
-    if (
-        min(sizes, default=0) == 0 or sum(size > LARGE_BYTES for size in sizes) < 2
-    ):  # 0: perhaps a pipe
-        runs = list(map(read_one, paths))
-    else:  # reading JSON fills one core
-        with multiprocessing.get_context("fork").Pool(2, leave_signals) as pool:
-            runs = pool.map(read_one, paths)
+    runs = read_all(find(words), measure)
     runs.sort(key=lambda run: run.started_at)
     refuse_copies(runs)
     if join_pytorch:
@@ -87,9 +78,23 @@ def load(
     leave_out(runs, ignore)
     for same in by_benchmark(runs).values():
         rows = rows_of(same)
-        for row, name in zip(rows, case_names([row.key for row in rows]), strict=True):
+        names = case_names([row.key for row in rows])
+        for row, name in zip(rows, names, strict=True):
             row.name = name
     return runs
+
+
+def read_all(paths: Sequence[str], measure: str | None) -> list[Run]:
+    """Each report, read by two processes where that is faster."""
+    read_one = partial(read, measure=measure)
+    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
+    may_be_pipe = 0 in sizes
+    large = [size for size in sizes if size > LARGE_BYTES]
+    if may_be_pipe or len(large) < 2:
+        return [read_one(path) for path in paths]
+    # reading JSON fills one core
+    with multiprocessing.get_context("fork").Pool(2, leave_signals) as pool:
+        return pool.map(read_one, paths)
 
 
 def leave_signals() -> None:
@@ -100,23 +105,28 @@ def leave_signals() -> None:
 
 def find(words: Sequence[str]) -> list[str]:
     """The files that the words name, each once. Raises ValueError where a folder has none."""
-    found: dict[str, str] = {}
+    path_of_file: dict[str, str] = {}
     for word in words:
-        if os.path.isdir(word):
-            inside = Path(word).rglob("*")
-            paths = sorted(str(path) for path in inside if path.name.endswith(ENDINGS))
-        elif os.path.lexists(word):  # a name may hold the letters of a pattern, e.g. ab[1]
-            paths = [word]
-        else:
-            paths = sorted(glob.glob(word)) or [word]
+        for path in paths_of(word):
+            file = os.path.realpath(path)
+            if file in path_of_file:
+                other = path_of_file[file]
+                raise ValueError(f"{path} is the same file as {other}; give each report once")
+            path_of_file[file] = path
+    return list(path_of_file.values())
+
+
+def paths_of(word: str) -> list[str]:
+    """A file, the reports below a folder, or the files that fit a pattern."""
+    if os.path.isdir(word):
+        below = Path(word).rglob("*")
+        paths = sorted(str(path) for path in below if path.name.endswith(ENDINGS))
         if not paths:
             raise ValueError(f"there is no report (*.jsonl) in {word}")
-        for path in paths:
-            real = os.path.realpath(path)
-            if real in found:
-                raise ValueError(f"{path} is the same file as {found[real]}; give each report once")
-            found[real] = path
-    return list(found.values())
+        return paths
+    if os.path.lexists(word):  # a name may hold the letters of a pattern, e.g. ab[1]
+        return [word]
+    return sorted(glob.glob(word)) or [word]
 
 
 def refuse_copies(runs: Sequence[Run]) -> None:
@@ -133,12 +143,14 @@ def refuse_copies(runs: Sequence[Run]) -> None:
 
 def leave_out(runs: Sequence[Run], names: Sequence[str]) -> None:
     """Take these fields out of all keys. Raises ValueError where no case has such a field."""
+    if not names:
+        return
     known = dict.fromkeys(name for row in rows_of(runs) for name in row.key)
-    for name in names:
-        if known and name not in known:
-            what = f"no case has a field '{name}' to ignore; there are {', '.join(known)}"
-            raise ValueError(what + suggest(name, known))
-    for run in runs if names else ():
+    unknown = [name for name in names if name not in known]
+    if known and unknown:
+        what = f"no case has a field '{unknown[0]}' to ignore; there are {', '.join(known)}"
+        raise ValueError(what + suggest(unknown[0], known))
+    for run in runs:
         rows = list(run.rows.values())
         for name in names:
             values = [str(row.key[name]) for row in rows if name in row.key]
@@ -159,8 +171,11 @@ def index(run: Run, rows: Sequence[Row], problem: str) -> None:
 
 
 def give_pytorch_our_keys(runs: Sequence[Run]) -> None:
-    """Where reports of PyTorch's DDP benchmark and of ddp_sweep.py are both there, let cases meet
-    that measured the same. Their labels are PyTorch's, which knows no number of nodes."""
+    """Let cases of PyTorch's DDP benchmark and of ddp_sweep.py meet that measured the same.
+
+    Nothing changes unless reports of both were read. The labels become PyTorch's, which do not tell
+    the number of nodes.
+    """
     if not {PYTORCH, "ddp_sweep"} <= {run.benchmark for run in runs}:
         return
     for run in runs:
@@ -171,34 +186,50 @@ def give_pytorch_our_keys(runs: Sequence[Run]) -> None:
             elif run.benchmark == "ddp_sweep":
                 row.key = row.key | {"label": label_of(row.key.get("world_size"))}
         index(run, rows, "several cases have the same key")
-        run.benchmark = "ddp_sweep" if run.benchmark == PYTORCH else run.benchmark
+        if run.benchmark == PYTORCH:
+            run.benchmark = "ddp_sweep"
 
 
 def read(path: str, measure: str | None) -> Run:
     """The report at a path as a run; see `load`."""
-    steps: dict[str, None] = {}  # those of any case
+    steps: dict[str, None] = {}  # of all cases, each once
 
     def shrink(report: Report, case: Case) -> None:
-        """Keep the times of one step alone: those of the slowest rank in each iteration."""
+        """Keep the times of one step alone, those that count of each iteration."""
         steps.update(dict.fromkeys(case.samples_s))
-        # version 2.0 wrote the case's own step first, under any name
-        first = STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
-        samples = np.asarray(case.samples_s.get(measure or first, []), dtype=np.float64)
-        case.samples_s = {}
-        if samples.size:
-            # ranks that go at their own pace have no common iterations: the slowest one counts
-            slowest = np.median(samples, axis=1).argmax()
-            times = samples.max(axis=0) if case.aligned else samples[slowest]
-            case.samples_s = {measure or STEP: [times.tolist()]}
+        step = measure or step_of(case)
+        times = times_of(case, step)
+        case.samples_s = {measure or STEP: [times]} if times else {}
 
     with open_report(path) as file:
         report = parse(path, file, shrink)
     run = Run(**vars(report), label=path)
-    parts = [part for whole in report.cases for part in split_links(whole)]
-    index(run, [timed(case, measure) for case in parts], "several cases have the same key")
-    if measure and run.rows and not any(row.measure for row in run.rows.values()):
-        raise ValueError(f"{path}: {why_no_time(measure, list(run.rows.values()), list(steps))}")
+    cases = []
+    for case in report.cases:
+        cases += split_links(case)
+    index(run, [timed(case, measure) for case in cases], "several cases have the same key")
+    rows = list(run.rows.values())
+    if measure and rows and not any(row.measure for row in rows):
+        raise ValueError(f"{path}: {why_no_time(measure, rows, list(steps))}")
     return run
+
+
+def step_of(case: Case) -> str:
+    """What the case is about, among its samples: version 2.0 wrote it first, under any name."""
+    return STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
+
+
+def times_of(case: Case, step: str) -> list[float]:
+    """The time of each iteration of a step: that of the slowest rank in this iteration.
+
+    Ranks that go at their own pace have no common iterations: there the slowest rank's times count.
+    """
+    samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)  # [ranks, iterations]
+    if not samples.size:
+        return []
+    slowest = np.median(samples, axis=1).argmax()
+    times: list[float] = (samples.max(axis=0) if case.aligned else samples[slowest]).tolist()
+    return times
 
 
 @contextmanager
@@ -215,12 +246,17 @@ def open_report(path: str) -> Iterator[IO[bytes]]:
 
 
 def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> Report:
-    """The report in an open file, which is read once: it may be a pipe. each: see `load`."""
+    """The report in an open file, which is read once: it may be a pipe.
+
+    each: called with every case as soon as it is read.
+    """
     first = file.readline()
-    lines: Iterator[bytes] = itertools.chain([first], file)
-    if b'"schema"' not in first[:4096]:
+    if b'"schema"' in first[:4096]:
+        lines: Iterator[bytes] = itertools.chain([first], file)
+    else:
         content = first + file.read()
-        if report := read_foreign(content, path):
+        report = read_foreign(content, path)
+        if report:
             for case in report.cases:
                 each(report, case)
             return report
@@ -236,12 +272,17 @@ def why_no_time(measure: str, rows: Sequence[Row], steps: Sequence[str]) -> str:
     values = [numbers[measure] for numbers in metrics if measure in numbers]
     why = f"no case has a step, a time or a rate named '{measure}'"
     if values:
-        texts = [f"{value:.4g}" if is_number(value) else str(value)[:40] for value in values[:3]]
-        more = ", ..." if len(values) > 3 else ""
-        why = f"'{measure}' is {', '.join(texts)}{more}: neither a time nor a rate above 0"
-    names = [*steps, *(name for numbers in metrics for name in numbers if is_time(name, numbers))]
-    known = list(dict.fromkeys(names))
+        why = f"'{measure}' is {examples_of(values)}: neither a time nor a rate above 0"
+    known = dict.fromkeys(steps)
+    for numbers in metrics:
+        known |= dict.fromkeys(name for name in numbers if is_time(name, numbers))
     return f"{why}; there are {', '.join(known) or 'none'}{suggest(measure, known)}"
+
+
+def examples_of(values: Sequence[Any]) -> str:
+    """The first three values in a few words."""
+    texts = [f"{value:.4g}" if is_number(value) else str(value)[:40] for value in values[:3]]
+    return ", ".join(texts) + (", ..." if len(values) > 3 else "")
 
 
 def is_time(name: str, metrics: dict[str, Any]) -> bool:
@@ -252,21 +293,29 @@ def is_time(name: str, metrics: dict[str, Any]) -> bool:
 
 
 def timed(case: Case, measure: str | None) -> Row:
-    """A case and its time: the median of its iterations, else the first metric in seconds; of a
-    rate that `measure` names the time that follows from it."""
+    """A case and its time.
+
+    The time is the median of its iterations; of a case without samples it is the first metric in
+    seconds, or the one that `measure` names. A rate gives the time that follows from it.
+    """
     row = Row(**vars(case) | {"samples_s": {}})
     if row.failed:
         return row
     if case.samples_s:
-        row.measure, (row.times_s,) = case.samples_s.popitem()
+        row.measure, rows = case.samples_s.popitem()  # the only one that was kept
+        (row.times_s,) = rows
         row.time_s = float(np.median(row.times_s))
         return row
-    names = [measure] if measure else [name for name in row.metrics if unit_of(name).name == "s"]
-    for name in names:
-        if is_time(name, row.metrics):
-            value, rate = row.metrics[name], unit_of(name).name in RATES
-            row.measure, row.time_s = (f"1 / {name}", 1 / value) if rate else (name, value)
-            break
+    in_seconds = [name for name in row.metrics if unit_of(name).name == "s"]
+    names = [measure] if measure else in_seconds
+    name = next((name for name in names if is_time(name, row.metrics)), None)
+    if name is None:
+        return row
+    value = row.metrics[name]
+    if unit_of(name).name in RATES:
+        row.measure, row.time_s = f"1 / {name}", 1 / value
+    else:
+        row.measure, row.time_s = name, value
     return row
 
 
@@ -282,52 +331,79 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
 
 
 def every_row(runs: Sequence[Run]) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Each case, and what a table says of it; n: iterations."""
+    """Each case, and what a table says about it. n: the number of its iterations."""
     for run in runs:
-        e = run.environment
-        about = {"run": run.label, "started_at": run.started_at, "torch": e.get("torch")}
-        about |= {"host": ", ".join(map(str, e.get("hosts") or [])), "benchmark": run.benchmark}
+        environment = run.environment
+        about = {
+            "run": run.label,
+            "started_at": run.started_at,
+            "torch": environment.get("torch"),
+            "host": ", ".join(str(host) for host in environment.get("hosts") or []),
+            "benchmark": run.benchmark,
+        }
         for row in run.rows.values():
             yield row, about | {"case": row.name, "n": len(row.times_s) or None}
 
 
 def frame(runs: Sequence[Run]) -> pd.DataFrame:
-    """A row a case: of which run, its name, check and time, the key, and the metrics."""
+    """A row a case: its run, name, check and time, the key, and the metrics."""
     rows = []
     for row, about in every_row(runs):
-        own = {"check": row.check, "measure": row.measure, "time_s": row.time_s or None}
-        rows.append(plain(row.metrics) | row.key | about | own)
+        time = {"check": row.check, "measure": row.measure, "time_s": row.time_s or None}
+        rows.append(plain(row.metrics) | row.key | about | time)
     return pd.DataFrame(rows)
 
 
 def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row a number of a case that did not fail, with its 95 % interval."""
-    found = []
-    for row, about in every_row(runs):
-        for metric, value in row.metrics.items():
-            if is_number(value) and not row.failed:
-                low, high = interval_of(metric, row.metrics) or (None, None)
+    """A row for each number of a case that did not fail, with its 95 % interval."""
+    rows = []
+    for case, about in every_row(runs):
+        for metric, value in case.metrics.items():
+            if is_number(value) and not case.failed:
+                low, high = interval_of(metric, case.metrics) or (None, None)
                 values = {"metric": metric, "value": value, "ci_low": low, "ci_high": high}
-                found.append(about | {"key": row.key} | values)
-    return found
+                rows.append(about | {"key": case.key} | values)
+    return rows
 
 
-def links_of(metrics: dict[str, Any]) -> list[list[Any]]:
-    """Of p2p_matrix: [a, b, latency (us), and GB/s from a to b, from b to a, both at once]."""
-    links = metrics.get("links")
-    rows = [x for x in links if isinstance(x, list)] if isinstance(links, list) else []
-    return [x for x in rows if len(x) == 6 and all(map(is_number, x)) and min(x[3:]) > 0]
+class Link(NamedTuple):
+    """What p2p_matrix.py measured between two ranks."""
+
+    a: int
+    b: int
+    latency_us: float
+    there: float  # GB/s from a to b
+    back: float  # GB/s from b to a
+    both: float  # GB/s, both ways at once
+
+
+def links_of(metrics: dict[str, Any]) -> list[Link]:
+    """The links of a case of p2p_matrix.py; none where the metrics hold something else."""
+    rows = metrics.get("links")
+    if not isinstance(rows, list):
+        return []
+    links = [Link(*row) for row in rows if isinstance(row, list) and len(row) == 6]
+    return [link for link in links if is_link(link)]
+
+
+def is_link(link: Link) -> bool:
+    """Whether all are numbers, and the rates are above 0. A report may hold anything."""
+    return all(is_number(value) for value in link) and min(link.there, link.back, link.both) > 0
 
 
 def split_links(case: Case) -> list[Case]:
-    """A round of p2p_matrix as four cases a link; another case as it is.
+    """A round of p2p_matrix.py as four cases a link; another case as it is.
 
-    A link has its latency, and the seconds that 1 GB takes: either way, and both at once.
+    A link has its latency, and the seconds that 1 GB takes: there, back, and both ways at once.
     """
+    links = [] if case.failed else links_of(case.metrics)
+    if not links:
+        return [case]
     costs: dict[str, dict[str, Any]] = {}
-    for a, b, latency_us, there, back, both in [] if case.failed else links_of(case.metrics):
-        costs[f"{a} - {b} latency"] = {"latency_s": latency_us / 1e6}
-        for way, rate in ((f"{a} -> {b}", there), (f"{b} -> {a}", back), (f"{a} <-> {b}", both)):
-            costs[way] = {"gigabyte_s": 1 / rate}
-    own = {name: value for name, value in case.key.items() if name != "round"}
-    return [Case({"link": way} | own, [], metrics=costs[way]) for way in costs] or [case]
+    for link in links:
+        costs[f"{link.a} - {link.b} latency"] = {"latency_s": link.latency_us / 1e6}
+        costs[f"{link.a} -> {link.b}"] = {"gigabyte_s": 1 / link.there}
+        costs[f"{link.b} -> {link.a}"] = {"gigabyte_s": 1 / link.back}
+        costs[f"{link.a} <-> {link.b}"] = {"gigabyte_s": 1 / link.both}
+    key = {name: value for name, value in case.key.items() if name != "round"}
+    return [Case({"link": way} | key, [], metrics=cost) for way, cost in costs.items()]
