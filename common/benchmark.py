@@ -1,6 +1,5 @@
-"""One run of a script: its cases one after the other, each a row and a line of the report.
-
-A case that fails on any rank is a row with its reason, and the run goes on.
+"""One run of a script: it measures one case after the other. Each case is a row of a table and a
+line of the report. If a case fails on any rank, its row has the reason, and the run goes on.
 """
 
 import argparse
@@ -43,35 +42,43 @@ from common.turns import TURN, turn_taker
 from common.watchdog import Watchdog
 
 Key = dict[str, Any]
-Build = Callable[[Key, Group], Workload | Measured]  # on the ranks of the case
-# on rank 0: fills case.metrics and case.check; the list has the facts of each rank
+Build = Callable[[Key, Group], Workload | Measured]  # called on the ranks of the case
+# Called on rank 0: fills in case.metrics and case.check. The list has the facts of each rank.
 Derive = Callable[[Case, Times, list[Any]], None]
 
 
 class Benchmark:
-    """Use it as a context manager, on every rank. `status` is the exit status after it."""
+    """A context manager for every rank. When it is left, `status` is the exit status."""
 
     def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
-        """tested: the ranks that the groups under test may hold; None for all of them."""
+        """tested: the ranks that groups under test may hold; None for all of them."""
         if args.json == "" or (args.resume and not args.json):
             refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
-        faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)  # until the watchdog
-        # a terminal of ASCII shows another letter as \xe9
+        # ends a hang until there is a watchdog, which then renews the timer
+        faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)
+        # where the terminal is ASCII, another letter is shown as \xe9 and is no error
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         self.args, self.status = args, 1
-        self.failed = self.silenced = False
+        self.failed = False  # by `fail`, or by a case
+        self.silenced = False  # stdout or stderr is gone
         variables = environment.user_variables()
         self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
-        first, turns = self.job.rank == 0, os.environ.get(TURN)
-        self.turn = turn_taker(turns) if turns and first else lambda: None
+        is_first, turns = self.job.rank == 0, os.environ.get(TURN)
+        self.turn = turn_taker(turns) if turns and is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
         self.table: Table | None = None
-        self.progress = progress_line(first)
+        self.progress = progress_line(is_first)
         measured_on = share(environment.collect(self.job, variables))
-        self.report = Report(name, measured_on, args.json if first else None)
-        place = {"world_size": self.job.world_size, "device": self.job.device.type}
-        # rank 0's: with RPC a server may be on another device than the trainers
-        self.place: Key = share(place | {"backend": self.job.backend})
+        self.report = Report(name, measured_on, args.json if is_first else None)
+        # These complete every key, as rank 0 has them: with RPC a server may be on another device
+        # than the trainers.
+        self.place: Key = share(
+            {
+                "world_size": self.job.world_size,
+                "device": self.job.device.type,
+                "backend": self.job.backend,
+            }
+        )
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
         if problem := environment.problem(measured_on, tested):
             self.refuse(problem)
@@ -82,8 +89,9 @@ class Benchmark:
         self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
 
     def open_report(self) -> None:
-        """Begin the report or go on with it, on rank 0; end the run where that cannot be."""
-        problem, self.replaced = None, None
+        """Begin the report or go on with it, on rank 0. End the run if that is not possible."""
+        problem = None
+        self.replaced: str | None = None  # the new name of the report that was there
         if self.report.path:
             self.watchdog.phase(f"opens {self.report.path}", ahead=0)
             try:
@@ -103,32 +111,34 @@ class Benchmark:
         ranks: Sequence[int] | None = None,
         teams: Sequence[Sequence[int]] | None = None,
     ) -> Case | None:
-        """Measure a case on `ranks` (by default all). The case on rank 0, None elsewhere.
+        """Measure a case on `ranks`, by default on all. Returns it on rank 0, None on the others.
 
-        All ranks of the job call it alike. A case that the resumed report holds is shown, not
-        measured. key: flat; device, backend and world size are added where it lacks them. teams:
-        parts of the ranks that do the same at once, each in a group of its own.
+        All ranks of the job call it with the same arguments. A case that the resumed report holds
+        is shown, not measured. key: a flat dict; device, backend and world_size are added if it
+        lacks them. teams: parts of the ranks that do the same at once, each in a group of its own.
         """
-        key = key | {name: value for name, value in self.place.items() if name not in key}
+        missing = [name for name in self.place if name not in key]
+        key = key | {name: self.place[name] for name in missing}
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         if problem := not_json("key", key):
             self.refuse(problem)
         if key in self.done:
             return self.show(self.report.find(key))
         case, member = Case(key, list(ranks)), self.job.rank in ranks
-        label = " ".join(str(value) for value in key.values() if not isinstance(value, bool | None))
+        told = [str(value) for value in key.values() if not isinstance(value, bool | None)]
+        label = " ".join(told)
         self.progress.set_description_str(label)
         self.watchdog.begin(label, member)
         group, result = self.attempt(key, build, ranks, teams)
         if member:
             self.watchdog.phase("waits for all ranks")
         results = gather(result)
-        reason, full = share(self.keep(case, derive, results) if results else None)
+        reason, write_error = share(self.keep(case, derive, results) if results else None)
         if group:
-            self.watchdog.group = None  # or gloo's threads outlive the interpreter, and crash
-            close_group(group, failed=reason is not None)  # its peers may have left collectives
-        if full:
-            self.refuse(full, 1)
+            self.watchdog.group = None  # otherwise gloo's threads outlive the interpreter and crash
+            close_group(group, failed=reason is not None)  # peers may have left collectives
+        if write_error:
+            self.refuse(write_error, 1)
         return self.show(case if results else None)
 
     def attempt(
@@ -138,10 +148,10 @@ class Benchmark:
         ranks: tuple[int, ...],
         teams: Sequence[Sequence[int]] | None,
     ) -> tuple[Group | None, tuple[Timing, Any] | None]:
-        """Open a case's groups and time it, on this rank.
+        """Open the groups of a case and time it, on this rank.
 
-        The groups, which are still open, and what `time` returned; None and None on ranks outside
-        the case and where it failed. The watchdog then has the reason.
+        Returns the groups, which are still open, and what `time` returned. Both are None on ranks
+        outside the case, and where it failed: then the watchdog has the reason.
         """
         group, result, error = None, None, ""
         try:
@@ -154,34 +164,36 @@ class Benchmark:
             self.watchdog.fail(error)
             if gpus.lost(self.job.device):
                 end(1, f"{error}: this process cannot use its GPU any more")
-        if error and group:  # the traceback, which held the model and its group, is gone by now
+        # After the except block: its traceback held the model and its group, and is gone by now.
+        if error and group:
             self.watchdog.group = None
             close_group(group, failed=True)
             group = None
         return group, result
 
-    def time(self, work: Workload | Measured, group: Group) -> tuple[Timing, Any]:
-        """Time a case on this rank. Its times, and what its `facts` then say."""
-        if isinstance(work, Measured):
-            timing = Timing(work.samples_s, work.rounds, work.stop, aligned=work.aligned)
-            return timing, work.facts
+    def time(self, built: Workload | Measured, group: Group) -> tuple[Timing, Any]:
+        """Time what `build` has made, on this rank. Returns the times, and this rank's facts."""
+        if isinstance(built, Measured):
+            timing = Timing(built.samples_s, built.rounds, built.stop, aligned=built.aligned)
+            return timing, built.facts
 
         def progress(phase: str) -> None:
             self.turn()
             self.watchdog.phase(phase)
 
-        timing = time_steps(work, group, self.job.device, self.rule, progress)
-        if work.returned:
-            timing.returned = work.returned(timing.returned)
-        if not work.launches or self.job.device.type != "cuda":
+        timing = time_steps(built, group, self.job.device, self.rule, progress)
+        if built.returned:
+            timing.returned = built.returned(timing.returned)
+        if not built.launches or self.job.device.type != "cuda":
             timing.launching_s = {}
         self.watchdog.phase("check")
-        return timing, work.facts()
+        return timing, built.facts()
 
     def keep(self, case: Case, derive: Derive, results: list[Any]) -> tuple[str | None, str | None]:
-        """Complete the case and write it, on rank 0. Why it failed; why it could not be written.
+        """Complete the case and write it, on rank 0.
 
-        results: of each rank of the job, what `attempt` has returned.
+        Returns why it failed and why it could not be written, each None if it did not happen.
+        results: what `time` returned on each rank of the job.
         """
         reason = self.watchdog.reason()
         if reason is None:
@@ -205,7 +217,7 @@ class Benchmark:
     def complete(
         self, case: Case, derive: Derive, timings: Sequence[Timing], facts: list[Any]
     ) -> None:
-        """Fill in the samples, the metrics and the check. timings, facts: of each of its ranks."""
+        """Fill in the samples, the metrics and the check. timings, facts: one of each rank."""
         first = timings[0]
         case.samples_s, case.aligned = samples_of(timings), first.aligned
         case.rounds, case.stop = first.rounds, first.stop
@@ -215,7 +227,11 @@ class Benchmark:
         derive(case, Times(case.samples_s, case.rounds, returned), facts)
 
     def begin_table(self, title: str, columns: Columns, widest: Sequence[str] = ()) -> None:
-        """The rows of the cases that follow go here."""
+        """Begin the table that shows the next cases. All ranks call it.
+
+        columns: a header -> a function of a case that makes the cell. widest: a wide cell for each
+        of the first columns, where `0.0000` would be too narrow: it sets the column's width.
+        """
         self.table = Table(columns, widest)
         self.print(f"\n{title}\n")
 
@@ -225,7 +241,7 @@ class Benchmark:
         return case
 
     def print(self, text: str) -> None:
-        """Print on rank 0. Where stdout is gone the run goes on for its report, if it has one."""
+        """Print on rank 0. If stdout is gone, the run goes on for its report, if it writes one."""
         if self.job.rank == 0:
             try:
                 self.progress.write(text, file=sys.stdout)
@@ -239,12 +255,12 @@ class Benchmark:
                 complain(f"error: stdout: {error.strerror}; {goes_on}")
 
     def fail(self, reason: str) -> None:
-        """Let the run fail although its cases passed; on rank 0."""
+        """Let the run fail although its cases passed. Call it on rank 0."""
         self.failed = True
         complain(f"error: {reason}")
 
     def refuse(self, problem: str, status: int = 2) -> None:
-        """End the run, by default for a mistake that only the running job shows. On all ranks."""
+        """End the run, by default for a mistake that only a running job shows. All ranks call it."""
         self.watchdog.stop()
         refuse(problem, status)
 
@@ -254,7 +270,7 @@ class Benchmark:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self.finish()
-        # all has been said and written: what fails from here on changes no exit status
+        # Everything has been printed and written. What fails from here on changes no exit status.
         with contextlib.suppress(RuntimeError):
             if error is None:
                 dist.barrier()
@@ -264,7 +280,7 @@ class Benchmark:
                 dist.destroy_process_group()
 
     def finish(self) -> None:
-        """Print what there is to say of the whole run, write the report's last line, set status."""
+        """Print remarks about the run as a whole, write the report's last line, and set status."""
         last_line, remarks = gpus.at_the_end(self.job, self.report.environment["hosts"])
         cases = self.report.cases
         if any(launch_bound(case) for case in cases):
@@ -291,8 +307,9 @@ class Benchmark:
 
 
 def restarted_after() -> float:
-    """When the torchrun was started that has now restarted its ranks, in seconds since 1970; else
-    infinite. A report that is newer is of this torchrun: --max-restarts goes on with it."""
+    """If torchrun has restarted its ranks: when torchrun itself started, in seconds since 1970.
+    A newer report comes from the same torchrun, so --max-restarts goes on with it. Else infinite.
+    """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return math.inf
     return psutil.Process(os.getppid()).create_time() - 1  # the report has whole seconds
