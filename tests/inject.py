@@ -48,8 +48,6 @@ def in_call(owner: Any, name: str, number: int, then: Callable[[], Any], rank: i
 
 # in an optimizer step; by the twelfth one blocks are timed
 in_step = partial(in_call, torch.optim.SGD, "step")
-# where rank 2, a server, adds its 40th gradient to others
-in_addition = partial(in_call, torch.Tensor, "add_", 40, rank=2)
 
 
 def fail(error: type[Exception], text: str) -> NoReturn:
@@ -66,6 +64,9 @@ def busy(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
+
+
+# -- machine: a rank that raises, stops, dies or does not come; a full disk, a closed stdout -------
 
 
 @fault
@@ -86,9 +87,44 @@ def device_assert() -> None:
 
 
 @fault
+def build_raises() -> None:
+    """Rank 1 runs out of memory in its first model."""
+    import torchvision
+
+    out_of_memory = partial(fail, torch.OutOfMemoryError, "out of memory")
+    in_call(torchvision.models, "get_model", 1, out_of_memory)
+
+
+@fault
+def stuck_in_build() -> None:
+    """Rank 1 waits for ever where it makes its first model."""
+    import torchvision
+
+    in_call(torchvision.models, "get_model", 1, partial(time.sleep, 600))
+
+
+@fault
+def never_arrives() -> None:
+    """Rank 1 does not join the job."""
+    if RANK == 1:
+        time.sleep(600)
+
+
+@fault
 def stops() -> None:
     """Rank 1 is stopped in a step, as by SIGSTOP or a debugger."""
     in_step(12, partial(send, signal.SIGSTOP))
+
+
+@fault
+def waits() -> None:
+    """Rank 1 waits for ever in a step, after it has made the file $MARKER."""
+
+    def wait() -> None:
+        Path(os.environ["MARKER"]).touch()
+        time.sleep(600)
+
+    in_step(12, wait)
 
 
 @fault
@@ -102,6 +138,48 @@ def dies_at_first() -> None:
     """As `dies`; torchrun's restart finds nothing wrong."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         dies()
+
+
+@fault
+def slow_rank() -> None:
+    """Rank 1 waits 150 ms in each optimizer step: long against what else a full machine does."""
+    real = torch.optim.SGD.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if RANK == 1:
+            time.sleep(0.15)
+        return real(self, *args, **kwargs)
+
+    torch.optim.SGD.step = step  # type: ignore[method-assign]
+
+
+@fault
+def slow_optimizer() -> None:
+    """Rank 1's first optimizer takes 4 s: it imports torch._dynamo, on a machine that is busy."""
+    real, calls = torch.optim.SGD.__init__, [0]
+
+    def init(*args: Any, **kwargs: Any) -> None:
+        calls[0] += RANK == 1
+        if calls[0] == 1:
+            time.sleep(4)
+        real(*args, **kwargs)
+
+    torch.optim.SGD.__init__ = init  # type: ignore[method-assign]
+
+
+@fault
+def few_files() -> None:
+    """No rank may open more than 64 files (ulimit -n 64)."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+@fault
+def compiler_fails() -> None:
+    """Rank 1's C++ compiler fails, as on a node where its headers are missing."""
+    from torch._inductor import config
+
+    if RANK == 1:
+        config.cpp.cxx = (None, "false")
 
 
 @fault
@@ -152,24 +230,7 @@ def full_disk() -> None:
     in_step(25, limit, rank=0)
 
 
-@fault
-def waits() -> None:
-    """Rank 1 waits for ever in a step, after it has made the file $MARKER."""
-
-    def wait() -> None:
-        Path(os.environ["MARKER"]).touch()
-        time.sleep(600)
-
-    in_step(12, wait)
-
-
-@fault
-def build_raises() -> None:
-    """Rank 1 runs out of memory in its first model."""
-    import torchvision
-
-    out_of_memory = partial(fail, torch.OutOfMemoryError, "out of memory")
-    in_call(torchvision.models, "get_model", 1, out_of_memory)
+# -- DDP: gradients and replicas -------------------------------------------------------------------
 
 
 @fault
@@ -209,16 +270,26 @@ def drifting_replica() -> None:
 
 
 @fault
-def slow_rank() -> None:
-    """Rank 1 waits 150 ms in each optimizer step: long against what else a full machine does."""
-    real = torch.optim.SGD.step
+def unaveraged_gradients() -> None:
+    """Each rank keeps its own gradients, under DDP and under fully_shard."""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+    from torch.nn.parallel import DistributedDataParallel as DDP
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if RANK == 1:
-            time.sleep(0.15)
-        return real(self, *args, **kwargs)
+    real = DDP.__init__
 
-    torch.optim.SGD.step = step  # type: ignore[method-assign]
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.register_comm_hook(None, noop_hook)
+
+    def own_share(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
+        output.copy_(input.chunk(input.numel() // output.numel())[RANK]).mul_(2)
+
+    DDP.__init__ = init  # type: ignore[method-assign]
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # 2.11's, and newer ones'
+        setattr(dist, name, own_share)
+
+
+# -- axes: of a device mesh ------------------------------------------------------------------------
 
 
 @fault
@@ -290,48 +361,7 @@ def wrong_axis() -> None:
     fsdp.fully_shard = fully_shard
 
 
-@fault
-def never_arrives() -> None:
-    """Rank 1 does not join the job."""
-    if RANK == 1:
-        time.sleep(600)
-
-
-@fault
-def stuck_in_build() -> None:
-    """Rank 1 waits for ever where it makes its first model."""
-    import torchvision
-
-    in_call(torchvision.models, "get_model", 1, partial(time.sleep, 600))
-
-
-@fault
-def unaveraged_gradients() -> None:
-    """Each rank keeps its own gradients, under DDP and under fully_shard."""
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    real = DDP.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        self.register_comm_hook(None, noop_hook)
-
-    def own_share(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
-        output.copy_(input.chunk(input.numel() // output.numel())[RANK]).mul_(2)
-
-    DDP.__init__ = init  # type: ignore[method-assign]
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # 2.11's, and newer ones'
-        setattr(dist, name, own_share)
-
-
-@fault
-def compiler_fails() -> None:
-    """Rank 1's C++ compiler fails, as on a node where its headers are missing."""
-    from torch._inductor import config
-
-    if RANK == 1:
-        config.cpp.cxx = (None, "false")
+# -- RPC: trainers and servers ---------------------------------------------------------------------
 
 
 def on_server(change: Callable[[Any, Callable[[], Any]], Any]) -> None:
@@ -405,24 +435,70 @@ def trainer_falters() -> None:
     rpc.rpc_sync = rpc_sync
 
 
-@fault
-def few_files() -> None:
-    """No rank may open more than 64 files (ulimit -n 64)."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+# where rank 2, a server, adds its 40th gradient to others
+in_addition = partial(in_call, torch.Tensor, "add_", 40, rank=2)
 
 
 @fault
-def slow_optimizer() -> None:
-    """Rank 1's first optimizer takes 4 s: it imports torch._dynamo, on a machine that is busy."""
-    real, calls = torch.optim.SGD.__init__, [0]
+def server_raises() -> None:
+    """Rank 2, a server, runs out of memory."""
+    in_addition(partial(fail, torch.OutOfMemoryError, "out of memory"))
 
-    def init(*args: Any, **kwargs: Any) -> None:
-        calls[0] += RANK == 1
-        if calls[0] == 1:
-            time.sleep(4)
-        real(*args, **kwargs)
 
-    torch.optim.SGD.__init__ = init  # type: ignore[method-assign]
+@fault
+def server_stops() -> None:
+    """Rank 2, a server, is stopped, as by a debugger."""
+    in_addition(partial(send, signal.SIGSTOP))
+
+
+@fault
+def server_dies() -> None:
+    """Rank 2, a server, is killed, as for its memory."""
+    in_addition(partial(send, signal.SIGKILL))
+
+
+@fault
+def wrong_answer() -> None:
+    """Rank 2, a server, answers later (RPC's async_execution) with one thousandth too much."""
+    import torch.distributed.rpc as rpc
+
+    def more(answer: torch.futures.Future[Any]) -> Any:
+        return [x * 1.001 if x.is_floating_point() else x for x in answer.value()]
+
+    def decorate(function: Any) -> Any:
+        @wraps(function)
+        def answer(*args: Any) -> Any:
+            return function(*args).then(more) if RANK == 2 else function(*args)
+
+        return real(answer)
+
+    real, rpc.functions.async_execution = rpc.functions.async_execution, decorate
+
+
+@fault
+def wrong_lookup() -> None:
+    """Rank 2, a server, looks up one millionth too much."""
+    real = torch.nn.EmbeddingBag.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return real(*args, **kwargs) * (1 + 1e-6 * (RANK == 2))
+
+    torch.nn.EmbeddingBag.forward = forward  # type: ignore[method-assign]
+
+
+@fault
+def lost_gradient() -> None:
+    """The third gradient that rank 2, a server, computes is nothing."""
+    real, calls = torch.autograd.grad, [0]
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return tuple(g * (calls[0] != 3 or RANK != 2) for g in real(*args, **kwargs))
+
+    torch.autograd.grad = grad
+
+
+# -- collectives: and messages between pairs -------------------------------------------------------
 
 
 # What collectives.py and p2p_matrix.py measure is of these types; the core's own messages are not.
@@ -495,63 +571,7 @@ def slow_sends() -> None:
     dist.batch_isend_irecv = exchange  # type: ignore[assignment]
 
 
-@fault
-def wrong_answer() -> None:
-    """Rank 2, a server, answers later (RPC's async_execution) with one thousandth too much."""
-    import torch.distributed.rpc as rpc
-
-    def more(answer: torch.futures.Future[Any]) -> Any:
-        return [x * 1.001 if x.is_floating_point() else x for x in answer.value()]
-
-    def decorate(function: Any) -> Any:
-        @wraps(function)
-        def answer(*args: Any) -> Any:
-            return function(*args).then(more) if RANK == 2 else function(*args)
-
-        return real(answer)
-
-    real, rpc.functions.async_execution = rpc.functions.async_execution, decorate
-
-
-@fault
-def server_raises() -> None:
-    """Rank 2, a server, runs out of memory."""
-    in_addition(partial(fail, torch.OutOfMemoryError, "out of memory"))
-
-
-@fault
-def server_stops() -> None:
-    """Rank 2, a server, is stopped, as by a debugger."""
-    in_addition(partial(send, signal.SIGSTOP))
-
-
-@fault
-def server_dies() -> None:
-    """Rank 2, a server, is killed, as for its memory."""
-    in_addition(partial(send, signal.SIGKILL))
-
-
-@fault
-def wrong_lookup() -> None:
-    """Rank 2, a server, looks up one millionth too much."""
-    real = torch.nn.EmbeddingBag.forward
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return real(*args, **kwargs) * (1 + 1e-6 * (RANK == 2))
-
-    torch.nn.EmbeddingBag.forward = forward  # type: ignore[method-assign]
-
-
-@fault
-def lost_gradient() -> None:
-    """The third gradient that rank 2, a server, computes is nothing."""
-    real, calls = torch.autograd.grad, [0]
-
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return tuple(g * (calls[0] != 3 or RANK != 2) for g in real(*args, **kwargs))
-
-    torch.autograd.grad = grad
+# -- files: of checkpoints -------------------------------------------------------------------------
 
 
 @fault
@@ -620,6 +640,9 @@ def late_copies() -> None:
         time.sleep(0.3)
 
     torch.cpu.synchronize = synchronize
+
+
+# -- node: a slow or wrong one, for node_check.py --------------------------------------------------
 
 
 @fault
