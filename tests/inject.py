@@ -1,7 +1,7 @@
 """Runs a script with faults in torch itself: inject.py FAULT[,FAULT...] SCRIPT FLAGS...
 
-A fault patches what torch offers, never the project: what the project's checks and its watchdog
-say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it says otherwise.
+A fault patches what torch offers, never the project. So the project's checks and its watchdog say
+what they would say of a faulty machine. Rank 1 has the fault, unless its docstring says otherwise.
 """
 
 import copy
@@ -29,24 +29,27 @@ FAULTS: dict[str, Callable[[], None]] = {}
 
 
 def fault(function: Callable[[], None]) -> Callable[[], None]:
+    """Register a fault. On the command line its name has hyphens."""
     FAULTS[function.__name__.replace("_", "-")] = function
     return function
 
 
 def in_call(owner: Any, name: str, number: int, then: Callable[[], Any], rank: int = 1) -> None:
-    """Have `then` called before the number-th call of a function of torch on a rank."""
-    real, calls = getattr(owner, name), [0]
+    """Call `then` before the number-th call of a function of torch on a rank."""
+    real = getattr(owner, name)
+    calls = 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == number and rank == RANK:
+        nonlocal calls
+        calls += 1
+        if calls == number and rank == RANK:
             then()
         return real(*args, **kwargs)
 
     setattr(owner, name, call)
 
 
-# in an optimizer step; by the twelfth one blocks are timed
+# in an optimizer step; the twelfth one is in a timed block
 in_step = partial(in_call, torch.optim.SGD, "step")
 
 
@@ -55,12 +58,12 @@ def fail(error: type[Exception], text: str) -> NoReturn:
 
 
 def send(signal_number: int) -> None:
-    """To this process."""
+    """Send a signal to this process."""
     os.kill(os.getpid(), signal_number)
 
 
 def busy(seconds: float) -> None:
-    """Wait, and take a core for it."""
+    """Wait, and keep a core busy."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
@@ -97,7 +100,7 @@ def build_raises() -> None:
 
 @fault
 def stuck_in_build() -> None:
-    """Rank 1 waits for ever where it makes its first model."""
+    """Rank 1 waits for ever when it makes its first model."""
     import torchvision
 
     in_call(torchvision.models, "get_model", 1, partial(time.sleep, 600))
@@ -118,7 +121,7 @@ def stops() -> None:
 
 @fault
 def waits() -> None:
-    """Rank 1 waits for ever in a step, after it has made the file $MARKER."""
+    """Rank 1 makes the file $MARKER in a step, and then waits for ever."""
 
     def wait() -> None:
         Path(os.environ["MARKER"]).touch()
@@ -135,14 +138,14 @@ def dies() -> None:
 
 @fault
 def dies_at_first() -> None:
-    """As `dies`; torchrun's restart finds nothing wrong."""
+    """As `dies`, but only before torchrun's first restart."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         dies()
 
 
 @fault
 def slow_rank() -> None:
-    """Rank 1 waits 150 ms in each optimizer step: long against what else a full machine does."""
+    """Rank 1 waits 150 ms in each optimizer step: longer than what a busy machine delays."""
     real = torch.optim.SGD.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +187,7 @@ def compiler_fails() -> None:
 
 @fault
 def reader_gone() -> None:
-    """Who reads rank 0's stdout has ended, as `| head` does."""
+    """The reader of rank 0's stdout has ended, as `| head` does."""
     if RANK == 0:
         reading, writing = os.pipe()
         os.close(reading)
@@ -193,21 +196,21 @@ def reader_gone() -> None:
 
 @fault
 def log_disk_full() -> None:
-    """Stdout leads to a disk that is full, and is written line by line."""
+    """Stdout goes to a disk that is full. Each line is written at once."""
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 @fault
 def stdout_closed() -> None:
-    """As `>&-`."""
+    """Stdout is closed, as by `>&-`."""
     os.close(1)
     sys.stdout = None  # type: ignore[assignment]
 
 
 @fault
 def stderr_closed() -> None:
-    """As `2>&-`."""
+    """Stderr is closed, as by `2>&-`."""
     os.close(2)
     sys.stderr = None  # type: ignore[assignment]
 
@@ -220,7 +223,7 @@ def disk_hangs() -> None:
 
 @fault
 def full_disk() -> None:
-    """From rank 0's 25th step on its files cannot grow: by then `no ddp` is in the report."""
+    """From its 25th step on the files of rank 0 cannot grow. `no ddp` is in the report by then."""
 
     def limit() -> None:
         size = os.path.getsize(sys.argv[sys.argv.index("--json") + 1])
@@ -256,7 +259,7 @@ def wrong_average() -> None:
 
 @fault
 def drifting_replica() -> None:
-    """Rank 1's optimizer moves one weight by the smallest step that there is."""
+    """Rank 1's optimizer also moves one weight to the next larger number."""
     real = torch.optim.SGD.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,58 +284,81 @@ def unaveraged_gradients() -> None:
         real(self, *args, **kwargs)
         self.register_comm_hook(None, noop_hook)
 
-    def own_share(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
-        output.copy_(input.chunk(input.numel() // output.numel())[RANK]).mul_(2)
+    def keep_own_part(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
+        parts = input.chunk(input.numel() // output.numel())
+        output.copy_(parts[RANK]).mul_(2)
 
     DDP.__init__ = init  # type: ignore[method-assign]
     for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # 2.11's, and newer ones'
-        setattr(dist, name, own_share)
+        setattr(dist, name, keep_own_part)
 
 
 # -- axes: of a device mesh ------------------------------------------------------------------------
+
+
+def count_by_step(axes: list[str]) -> Counter[str]:
+    """A counter of the calls by axis since the last optimizer step.
+
+    Rank 0 writes to $CALLS how many calls most of the steps had, by axis. Not all steps have as
+    many: around the first ones the check gathers gradients.
+    """
+    calls = Counter[str]()
+    steps_by_calls: dict[str, Counter[int]] = {axis: Counter() for axis in axes}
+    real = torch.optim.SGD.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for axis, number in calls.items():
+            steps_by_calls[axis][number] += 1
+        calls.clear()
+        if RANK == 0:
+            counted = {axis: steps for axis, steps in steps_by_calls.items() if steps}
+            most = {axis: steps.most_common(1)[0][0] for axis, steps in counted.items()}
+            Path(os.environ["CALLS"]).write_text(json.dumps(most))
+        return real(self, *args, **kwargs)
+
+    torch.optim.SGD.step = step  # type: ignore[method-assign]
+    return calls
+
+
+def axis_of(group: Any) -> str | None:
+    """The axis that a collective's group is for, e.g. `dp of dp1cp2`; None on the fake backend."""
+    if isinstance(group, tuple):  # a mesh and a dimension of it
+        mesh, dimension = group
+        group = mesh.get_group(dimension)
+    if not group or dist.get_backend(group) == "fake":
+        return None
+    return str(group.group_desc).removeprefix("mesh_").split(",")[0]
 
 
 @fault
 def slow_axis() -> None:
     """Each collective of an axis in $SLOW, e.g. `dp of dp1cp2`, takes $DELAY seconds more.
 
-    On all ranks, and only where the axis has a real backend. Rank 0 writes to $CALLS, for each of
-    them, how many most optimizer steps had: around the first ones the check gathers gradients.
+    On all ranks, and only where the axis has a real backend. `count_by_step` counts them.
     """
     from torch.distributed import _functional_collectives as funcol
 
-    slow, delay_s = os.environ["SLOW"].split(","), float(os.environ["DELAY"])
-    count, nested = Counter[str](), [False]
-    seen: dict[str, Counter[int]] = {axis: Counter() for axis in slow}
-    step = torch.optim.SGD.step
-
-    def counting_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for axis, calls in count.items():
-            seen[axis][calls] += 1
-        count.clear()
-        if RANK == 0:
-            most = {axis: calls.most_common(1)[0][0] for axis, calls in seen.items() if calls}
-            Path(os.environ["CALLS"]).write_text(json.dumps(most))
-        return step(self, *args, **kwargs)
-
-    torch.optim.SGD.step = counting_step  # type: ignore[method-assign]
+    slow_axes, delay_s = os.environ["SLOW"].split(","), float(os.environ["DELAY"])
+    calls = count_by_step(slow_axes)
+    within = False  # functions of torch call each other: only the outermost one counts
 
     def delay(real: Any) -> Any:
         names = inspect.signature(real).parameters
 
         def delayed(*args: Any, **kwargs: Any) -> Any:
-            group = (dict(zip(names, args, strict=False)) | kwargs).get("group")
-            if isinstance(group, tuple):
-                group = group[0].get_group(group[1])  # of a mesh and a dimension
-            about = group.group_desc.removeprefix("mesh_").split(",")[0] if group else ""
-            if about in slow and not nested[0] and dist.get_backend(group) != "fake":
-                count[about] += 1
+            nonlocal within
+            if within:
+                return real(*args, **kwargs)
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            axis = axis_of(arguments.get("group"))
+            if axis in slow_axes:
+                calls[axis] += 1
                 time.sleep(delay_s)
-            before, nested[0] = nested[0], True  # functions of torch that call each other
+            within = True
             try:
                 return real(*args, **kwargs)
             finally:
-                nested[0] = before
+                within = False
 
         return delayed
 
@@ -353,10 +379,10 @@ def wrong_axis() -> None:
     real = fsdp.fully_shard
 
     def fully_shard(module: Any, **kwargs: Any) -> FSDPModule:
-        made: FSDPModule = real(module, **kwargs)
-        made.set_gradient_divide_factor(1.0)
-        made.set_force_sum_reduction_for_comms(True)
-        return made
+        sharded: FSDPModule = real(module, **kwargs)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        return sharded
 
     fsdp.fully_shard = fully_shard
 
