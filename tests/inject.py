@@ -80,7 +80,7 @@ def step_raises() -> None:
 
 @fault
 def device_assert() -> None:
-    """Rank 0 indexes out of range on its GPU, which refuses everything after that."""
+    """Rank 0 uses an index out of range on its GPU. The GPU refuses everything after that."""
 
     def out_of_range() -> None:
         row = torch.zeros(4, device="cuda")
@@ -159,15 +159,7 @@ def slow_rank() -> None:
 @fault
 def slow_optimizer() -> None:
     """Rank 1's first optimizer takes 4 s: it imports torch._dynamo, on a machine that is busy."""
-    real, calls = torch.optim.SGD.__init__, [0]
-
-    def init(*args: Any, **kwargs: Any) -> None:
-        calls[0] += RANK == 1
-        if calls[0] == 1:
-            time.sleep(4)
-        real(*args, **kwargs)
-
-    torch.optim.SGD.__init__ = init  # type: ignore[method-assign]
+    in_call(torch.optim.SGD, "__init__", 1, partial(time.sleep, 4))
 
 
 @fault
@@ -391,7 +383,7 @@ def wrong_axis() -> None:
 
 
 def on_server(change: Callable[[Any, Callable[[], Any]], Any]) -> None:
-    """Have the last rank run the functions that RPC asks it for by `change(function, run)`."""
+    """On the last rank, answer each call by RPC with `change(function, run)`; run makes the call."""
     from torch.distributed.rpc import internal
 
     real = internal._run_function
@@ -405,26 +397,28 @@ def on_server(change: Callable[[Any, Callable[[], Any]], Any]) -> None:
 
 @fault
 def callee_errs() -> None:
-    """The last rank's tenth call by RPC of a function that answers nothing is lost.
+    """The last rank, a server, loses its tenth call of each function that returns nothing.
 
-    In what it answers by a Future the last value is one more.
+    Where a function returns a Future, the last value in it is one too large.
     """
     calls: Counter[Any] = Counter()
 
     def one_more(future: Any) -> Any:
         value = copy.deepcopy(future.value())
-        *_, last = value.parameters() if isinstance(value, torch.nn.Module) else [value]
-        if last is not None:
-            last.data.view(-1)[-1] += 1
+        tensors = list(value.parameters()) if isinstance(value, torch.nn.Module) else [value]
+        if tensors[-1] is not None:
+            tensors[-1].data.view(-1)[-1] += 1
         return value
 
     def err(function: Any, run: Callable[[], Any]) -> Any:
-        silent = getattr(function, "__annotations__", {}).get("return", "") is None
         calls[function] += 1
-        if silent and calls[function] == 10:
+        returns = getattr(function, "__annotations__", {}).get("return", "unknown")
+        if returns is None and calls[function] == 10:
             return None
         answer = run()
-        return answer.then(one_more) if isinstance(answer, torch.futures.Future) else answer
+        if isinstance(answer, torch.futures.Future):
+            return answer.then(one_more)
+        return answer
 
     on_server(err)
 
@@ -432,11 +426,12 @@ def callee_errs() -> None:
 @fault
 def callee_stops() -> None:
     """The last rank stops, as a debugger stops it, in its 150th call by RPC."""
-    calls = [0]
+    calls = 0
 
     def stop(function: Any, run: Callable[[], Any]) -> Any:
-        calls[0] += 1
-        if calls[0] == 150:
+        nonlocal calls
+        calls += 1
+        if calls == 150:
             send(signal.SIGSTOP)
         return run()
 
@@ -448,17 +443,8 @@ def trainer_falters() -> None:
     """The 60th call by RPC of rank 1 comes 5 s late, the 110th raises."""
     from torch.distributed import rpc
 
-    real, calls = rpc.rpc_sync, [0]
-
-    def rpc_sync(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += RANK == 1
-        if calls[0] == 60:
-            time.sleep(5)
-        if calls[0] == 110:
-            raise MemoryError("injected: no room for the gradients")
-        return real(*args, **kwargs)
-
-    rpc.rpc_sync = rpc_sync
+    in_call(rpc, "rpc_sync", 60, partial(time.sleep, 5))
+    in_call(rpc, "rpc_sync", 110, partial(fail, MemoryError, "no room for the gradients"))
 
 
 # where rank 2, a server, adds its 40th gradient to others
@@ -479,13 +465,13 @@ def server_stops() -> None:
 
 @fault
 def server_dies() -> None:
-    """Rank 2, a server, is killed, as for its memory."""
+    """Rank 2, a server, is killed, as by the kernel when memory runs out."""
     in_addition(partial(send, signal.SIGKILL))
 
 
 @fault
 def wrong_answer() -> None:
-    """Rank 2, a server, answers later (RPC's async_execution) with one thousandth too much."""
+    """Rank 2, a server, answers one thousandth too much in RPC's async_execution."""
     import torch.distributed.rpc as rpc
 
     def more(answer: torch.futures.Future[Any]) -> Any:
@@ -498,7 +484,8 @@ def wrong_answer() -> None:
 
         return real(answer)
 
-    real, rpc.functions.async_execution = rpc.functions.async_execution, decorate
+    real = rpc.functions.async_execution
+    rpc.functions.async_execution = decorate
 
 
 @fault
@@ -514,12 +501,15 @@ def wrong_lookup() -> None:
 
 @fault
 def lost_gradient() -> None:
-    """The third gradient that rank 2, a server, computes is nothing."""
-    real, calls = torch.autograd.grad, [0]
+    """The third gradient that rank 2, a server, computes is zero."""
+    real = torch.autograd.grad
+    calls = 0
 
     def grad(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return tuple(g * (calls[0] != 3 or RANK != 2) for g in real(*args, **kwargs))
+        nonlocal calls
+        calls += 1
+        factor = 0 if calls == 3 and RANK == 2 else 1
+        return tuple(gradient * factor for gradient in real(*args, **kwargs))
 
     torch.autograd.grad = grad
 
@@ -527,22 +517,27 @@ def lost_gradient() -> None:
 # -- collectives: and messages between pairs -------------------------------------------------------
 
 
-# What collectives.py and p2p_matrix.py measure is of these types; the core's own messages are not.
-CALLS = {  # of torch.distributed: where the call's output is among its arguments
+# functions of torch.distributed: the place of the output among their arguments
+OUTPUTS = {
     **{"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 0},
     **{"all_to_all_single": 0, "broadcast": 0, "reduce": 0, "gather": 1, "scatter": 0},
 }
 
 
 def tested(value: Any) -> Any:
-    """The tensor under test in an argument, or None."""
-    value = value[-1] if isinstance(value, list) and value else value
-    return value if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else None
+    """The tensor under test in an argument, or None.
+
+    The tests measure bfloat16, which the core's own messages never are.
+    """
+    tensor = value[-1] if isinstance(value, list) and value else value
+    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16:
+        return tensor
+    return None
 
 
 @fault
 def one_wrong_value() -> None:
-    """On rank 1 the last value of each output of bfloat16 is off by one; barriers let all pass."""
+    """On rank 1 the last value of each output of bfloat16 is off by one; barriers do not wait."""
 
     def corrupted(real: Any, place: int) -> Any:
         def call(*args: Any, **more: Any) -> Any:
@@ -554,21 +549,27 @@ def one_wrong_value() -> None:
 
         return call
 
-    for name, place in CALLS.items():
+    for name, place in OUTPUTS.items():
         setattr(dist, name, corrupted(getattr(dist, name), place))
-    exchange, barrier = dist.batch_isend_irecv, dist.barrier
+    real_exchange, real_barrier = dist.batch_isend_irecv, dist.barrier
 
-    def exchanged(ops: Any) -> Any:
-        for work in exchange(ops):
+    def exchange(ops: Any) -> Any:
+        for work in real_exchange(ops):
             work.wait()
-        for op in ops:  # bytes are p2p_matrix.py's; its words are shorter
-            long = op.tensor.dtype in (torch.bfloat16, torch.uint8) and len(op.tensor) > 8
-            if RANK == 1 and op.op is dist.irecv and long:
+        for op in ops:
+            # p2p_matrix.py sends bytes; the 8 that it times as latency are left as they are
+            under_test = op.tensor.dtype in (torch.bfloat16, torch.uint8) and len(op.tensor) > 8
+            if RANK == 1 and op.op is dist.irecv and under_test:
                 op.tensor[-1] += 1
         return []
 
-    dist.batch_isend_irecv = exchanged  # type: ignore[assignment]
-    dist.barrier = lambda *args, **more: None if "device_ids" in more else barrier(*args, **more)  # type: ignore[assignment]
+    def barrier(*args: Any, **more: Any) -> Any:
+        if "device_ids" in more:  # collectives.py's, under test; the core gives none
+            return None
+        return real_barrier(*args, **more)
+
+    dist.batch_isend_irecv = exchange  # type: ignore[assignment]
+    dist.barrier = barrier
 
 
 @fault
@@ -586,7 +587,7 @@ def left_out() -> None:
 
 @fault
 def slow_sends() -> None:
-    """Whatever rank 2 sends to its peers takes 2 ms more."""
+    """Each message that rank 2 sends to a peer takes 2 ms more."""
     real = dist.batch_isend_irecv
 
     def exchange(ops: Any) -> Any:
@@ -602,7 +603,7 @@ def slow_sends() -> None:
 
 @fault
 def slow_writer() -> None:
-    """Each tensor that DCP writes takes 5 ms more of a core, on all ranks."""
+    """Each tensor that DCP writes keeps a core busy for 5 ms more, on all ranks."""
     real = filesystem._write_item
 
     def write_item(*args: Any, **kwargs: Any) -> Any:
@@ -622,7 +623,7 @@ def disk_fills() -> None:
 
 @fault
 def dies_in_save() -> None:
-    """Rank 1 is killed where it writes its 250th tensor; the folder $LEFT is $SAVES by then."""
+    """Rank 1 is killed when it writes its 250th tensor. $LEFT is a copy of the folder $SAVES."""
 
     def die() -> None:
         shutil.copytree(os.environ["SAVES"], os.environ["LEFT"])
@@ -648,7 +649,7 @@ def wrong_load() -> None:
 
 @fault
 def late_reader() -> None:
-    """Rank 1 reads a file of torch.save's half a second after the others."""
+    """Rank 1 reads each file of torch.save half a second later than the others."""
     real = torch.load
 
     def load(file: Any, **kwargs: Any) -> Any:
@@ -660,7 +661,7 @@ def late_reader() -> None:
 
 @fault
 def late_copies() -> None:
-    """What is copied to the device is there 0.3 s later: who synchronizes waits so long."""
+    """Copies to the device take 0.3 s: so long does synchronizing wait for them."""
 
     def synchronize(device: Any = None) -> None:
         time.sleep(0.3)
@@ -673,7 +674,7 @@ def late_copies() -> None:
 
 @fault
 def half_speed() -> None:
-    """Rank 1 takes twice the time for products, copies and additions: it waits, busily."""
+    """Rank 1 takes twice the time for products, copies and additions. It keeps its core busy."""
 
     def slowed(real: Any) -> Any:
         def call(*args: Any, **more: Any) -> Any:
@@ -708,7 +709,7 @@ def wrong_sum() -> None:
 
 @fault
 def wrong_product() -> None:
-    """On rank 1 the last value of each product is the next one that there is."""
+    """On rank 1 the last value of each product is the next larger number."""
     real = torch.mm
 
     def mm(*args: Any, out: torch.Tensor) -> torch.Tensor:
