@@ -383,7 +383,7 @@ def wrong_axis() -> None:
 
 
 def on_server(change: Callable[[Any, Callable[[], Any]], Any]) -> None:
-    """On the last rank, answer each call by RPC with `change(function, run)`; run makes the call."""
+    """On the last rank, answer calls by RPC with `change(function, run)`; `run` makes the call."""
     from torch.distributed.rpc import internal
 
     real = internal._run_function
