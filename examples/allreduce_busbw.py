@@ -49,10 +49,12 @@ def time_block(step: Callable[[], object], calls: int, device: torch.device) -> 
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end. Needs 6 samples."""
+    """The median and its 95 % interval: the k-th sample from either end."""
     x, n = sorted(samples), len(samples)
-    # the true median is below the k-th sample as rarely as n coins show fewer than k heads
-    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
+    assert n >= 6, "fewer samples have no interval of 95 %"
+    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
+        k += 1
     return statistics.median(x), x[k - 1], x[-k]
 
 
@@ -71,10 +73,10 @@ def count_wrong(buffer: torch.Tensor) -> int:
 
 # [/check]
 def main() -> int:
-    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) < 2:
-        sys.exit(
-            "expected 2 ranks or more: torchrun --nproc-per-node 2 examples/allreduce_busbw.py"
-        )
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks < 2:
+        command = "torchrun --nproc-per-node 2 examples/allreduce_busbw.py"
+        sys.exit(f"expected 2 ranks or more: {command}")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, dist.get_node_local_rank())
@@ -86,21 +88,25 @@ def main() -> int:
     buffers = [torch.zeros(size // 4, device=device) for size in sizes]
     steps = [partial(dist.all_reduce, buffer) for buffer in buffers]
     gc.disable()  # a collection on one rank would stop them all
-    # short calls fill 5 ms; every rank has the slowest one's time, so all take the same number
-    calls = [max(1, min(100, int(5e-3 / time_block(step, 3, device)))) for step in steps]
-    rounds = []
+    calls = []  # of each size: short ones fill 5 ms
+    for step in steps:
+        seconds = time_block(step, 3, device)  # the slowest rank's, so all make the same number
+        calls.append(max(1, min(100, int(5e-3 / seconds))))
+    samples: list[list[float]] = [[] for _ in sizes]
     for _ in range(ROUNDS):  # the sizes in turns, so that a slow moment hits them alike
-        rounds.append([time_block(step, n, device) for step, n in zip(steps, calls, strict=True)])
+        for i, step in enumerate(steps):
+            samples[i].append(time_block(step, calls[i], device))
     wrong = [count_wrong(buffer) for buffer in buffers]
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}: all_reduce of float32, in place")
         print("     bytes  median us   95 % interval    algbw GB/s  busbw GB/s   wrong")
-        for size, samples, bad in zip(sizes, zip(*rounds, strict=True), wrong, strict=True):
-            median, low, high = median_ci(samples)
+        for i, size in enumerate(sizes):
+            median, low, high = median_ci(samples[i])
             interval = f"{low * 1e6:.1f} to {high * 1e6:.1f}"
             algbw = size / median / 1e9
             busbw = algbw * 2 * (ranks - 1) / ranks
-            print(f"{size:10}{median * 1e6:11.1f}   {interval:18}{algbw:9.3f}{busbw:12.3f}{bad:8}")
+            row = f"{size:10}{median * 1e6:11.1f}   {interval:18}{algbw:9.3f}{busbw:12.3f}"
+            print(f"{row}{wrong[i]:8}")
     dist.destroy_process_group()
     return 1 if any(wrong) else 0
 

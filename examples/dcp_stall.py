@@ -33,10 +33,12 @@ SAVES, IDLE = 8, 5  # saves of each kind, of which the first does not count; ste
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end. Needs 6 samples."""
+    """The median and its 95 % interval: the k-th sample from either end."""
     x, n = sorted(samples), len(samples)
-    # the true median is below the k-th sample as rarely as n coins show fewer than k heads
-    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
+    assert n >= 6, "fewer samples have no interval of 95 %"
+    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
+        k += 1
     return statistics.median(x), x[k - 1], x[-k]
 
 
@@ -49,59 +51,69 @@ def main() -> str | None:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
     uploads: Any = dist.new_group(backend="gloo")  # or a save's collectives meet those of the steps
-    rank, width = dist.get_rank(), 512 if device.type == "cpu" else 8192
+    rank = dist.get_rank()
+    width = 512 if device.type == "cpu" else 8192
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(8)]).to(device)
     fully_shard(model, mesh=dist.init_device_mesh(device.type, (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters())
     x, y = torch.randn(2, 32, width, device=device)
     saved: dict[str, torch.Tensor] = {}  # this rank's weights as a save found them
 
-    def train(more: Callable[[int], bool]) -> list[float]:  # while any rank wants more steps
-        times, go = list[float](), torch.ones((), device=device)
-        while go:
+    def train(more: Callable[[int], bool]) -> list[float]:
+        """Seconds of each step. They go on while any rank wants more."""
+        times: list[float] = []
+        go_on = torch.ones((), device=device)
+        while go_on:
             start = time.perf_counter()
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-            dist.all_reduce(go.fill_(more(len(times) + 1)), op=dist.ReduceOp.MAX)
+            go_on.fill_(more(len(times) + 1))
+            dist.all_reduce(go_on, op=dist.ReduceOp.MAX)
             torch.get_device_module(device).synchronize()  # does nothing on the CPU
             times.append(time.perf_counter() - start)
         return times
 
     # [save]
     def save(path: str, overlap: bool) -> list[float]:
-        """Seconds: blocked, stall; of each the slowest rank's."""
+        """Two times in seconds, blocked and stall, each of its slowest rank."""
         idle = statistics.median(train(lambda steps: steps < IDLE))
         saved.update({k: v.to_local().clone() for k, v in model.state_dict().items()})
         start = time.perf_counter()
-        state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments}
         if overlap:
             response: Any = dcp.async_save(state, checkpoint_id=path, process_group=uploads)
             blocked = time.perf_counter() - start
             upload = getattr(response, "upload_completion", response)
-            stall = blocked + sum(s - idle for s in train(lambda steps: not upload.done()))
+            beside_upload = train(lambda steps: not upload.done())
+            stall = blocked + sum(seconds - idle for seconds in beside_upload)
             upload.result()  # raises what went wrong
         else:
             dcp.save(state, checkpoint_id=path)
-            stall = blocked = time.perf_counter() - start
+            blocked = time.perf_counter() - start
+            stall = blocked
         times = torch.tensor([blocked, stall], device=device)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         return times.tolist()
 
     # [/save]
     gc.disable()  # a collection on one rank would stop them all
-    dist.broadcast_object_list(folder := [tempfile.mkdtemp() if rank == 0 else ""])
-    rounds = [save(f"{folder[0]}/{i}", overlap=i % 2 == 1) for i in range(2 * SAVES)]  # in turns
-    dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder[0]}/{2 * SAVES - 1}")
+    box = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(box)  # all ranks write into rank 0's folder
+    folder = box[0]
+    rounds = [save(f"{folder}/{i}", overlap=i % 2 == 1) for i in range(2 * SAVES)]  # in turns
+    dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder}/{2 * SAVES - 1}")
     same = all(torch.equal(v.to_local(), saved[k]) for k, v in model.state_dict().items())
     dist.barrier()  # all have read it
     if rank == 0:
-        shutil.rmtree(folder[0])
+        shutil.rmtree(folder)
         print(f"{dist.get_world_size()} ranks, {backend}, medians of {SAVES - 1} saves")
         print("           blocked s   stall s   95 % interval")
-        for name, samples in (("save", rounds[2::2]), ("async_save", rounds[3::2])):
-            row = statistics.median(s[0] for s in samples), *median_ci([s[1] for s in samples])
-            print("{:10}{:10.3f}{:10.3f}   {:.3f} to {:.3f}".format(name, *row))
+        for name, times in (("save", rounds[2::2]), ("async_save", rounds[3::2])):
+            blocked = statistics.median([blocked for blocked, _ in times])
+            stall, low, high = median_ci([stall for _, stall in times])
+            print(f"{name:10}{blocked:10.3f}{stall:10.3f}   {low:.3f} to {high:.3f}")
     dist.destroy_process_group()
     return None if same else f"rank {rank}: the checkpoint does not bring back what its call found"
 

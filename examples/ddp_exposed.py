@@ -56,8 +56,12 @@ def time_block(step: Callable[[], object], device: torch.device) -> float:
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    x, n = sorted(samples), len(samples)  # the interval: the k-th sample from either end
-    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
+    """The median and its 95 % interval: the k-th sample from either end."""
+    x, n = sorted(samples), len(samples)
+    assert n >= 6, "fewer samples have no interval of 95 %"
+    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
+        k += 1
     return statistics.median(x), x[k - 1], x[-k]
 
 
@@ -74,7 +78,7 @@ def main() -> int:
     torch.manual_seed(dist.get_rank())  # each rank has data of its own; DDP sends rank 0's weights
     width = 1024 if device.type == "cpu" else 8192
     # [wrap]
-    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+    layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)]
     model = DistributedDataParallel(nn.Sequential(*layers).to(device))
     x = torch.randn(64, width, device=device)
     learn = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -93,21 +97,23 @@ def main() -> int:
     for _ in range(4):
         step()  # DDP arranges its buckets anew in the second one
     gc.disable()  # a collection on one rank would stop them all
-    rounds = []
-    for i in range(ROUNDS):
-        turn = 1 if i % 2 == 0 else -1  # forwards, then backwards: a drift of the machine cancels
-        a, b = [time_block(kind, device) for kind in (step, local_compute)[::turn]][::turn]
-        rounds.append((a, b, a - b))
+    times: dict[Callable[[], object], list[float]] = {step: [], local_compute: []}
+    for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
+        for kind in (step, local_compute) if i % 2 == 0 else (local_compute, step):
+            times[kind].append(time_block(kind, device))
+    exposed = [a - b for a, b in zip(times[step], times[local_compute], strict=True)]
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
     extremes = torch.stack([flat, -flat])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     equal = torch.equal(extremes[0], -extremes[1])
     if dist.get_rank() == 0:
-        names, size = ("step", "local compute", "exposed"), len(flat) / 1e6
-        print(f"{dist.get_world_size()} ranks, {backend}, {size:.1f} M parameters, ", end="")
-        print(f"replicas equal: {equal}\n{'':15}{'median ms':>10}   95 % interval")
-        for name, ms in zip(names, zip(*rounds, strict=True), strict=True):
-            print("{:15}{:10.2f}   {:.2f} to {:.2f}".format(name, *median_ci(ms)))
+        size = f"{len(flat) / 1e6:.1f} M parameters"
+        print(f"{dist.get_world_size()} ranks, {backend}, {size}, replicas equal: {equal}")
+        print(f"{'':15}{'median ms':>10}   95 % interval")
+        rows = {"step": times[step], "local compute": times[local_compute], "exposed": exposed}
+        for name, samples in rows.items():
+            median, low, high = median_ci(samples)
+            print(f"{name:15}{median:10.2f}   {low:.2f} to {high:.2f}")
     dist.destroy_process_group()
     return 0 if equal else 1
 

@@ -44,9 +44,12 @@ def time_block(step: Callable[[], object], device: torch.device) -> torch.Tensor
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    x, n = sorted(samples), len(samples)  # the interval: the k-th sample from either end
-    # the true median is below the k-th sample as rarely as n coins show fewer than k heads
-    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
+    """The median and its 95 % interval: the k-th sample from either end."""
+    x, n = sorted(samples), len(samples)
+    assert n >= 6, "fewer samples have no interval of 95 %"
+    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
+        k += 1
     return statistics.median(x), x[k - 1], x[-k]
 
 
@@ -69,39 +72,48 @@ def main() -> str | None:
 
     # [wrap]
     def build(count: int, group: dist.ProcessGroup | None = None) -> Callable[[], object]:
-        data = [x[: count * BATCH]] if rank == 0 else []
-        target = y[: count * BATCH] if rank == ranks - 1 else None
-        # with examples of what comes and goes, stages need not ask each other for shapes
-        goes = torch.empty(BATCH, width, device=device, requires_grad=True)
-        comes = goes if rank else x[:BATCH]
-        stage = PipelineStage(stages[rank], rank, ranks, device, comes, goes, group=group)
+        """A step of this many microbatches. It adds to the gradients."""
+        # with examples of what a stage receives and sends, they need not ask each other for shapes
+        sent = torch.empty(BATCH, width, device=device, requires_grad=True)
+        received = x[:BATCH] if rank == 0 else sent
+        stage = PipelineStage(stages[rank], rank, ranks, device, received, sent, group=group)
         schedule = Schedule1F1B(stage, count, nn.functional.mse_loss)
-        return partial(schedule.step, *data, target=target)  # it adds to the gradients
+        inputs = [x[: count * BATCH]] if rank == 0 else []  # of the first stage
+        target = y[: count * BATCH] if rank == ranks - 1 else None  # of the last one
+        return partial(schedule.step, *inputs, target=target)
 
     # [/wrap]
     parameters = list(stages[rank].parameters())
     want = torch.autograd.grad(nn.functional.mse_loss(nn.Sequential(*stages)(x), y), parameters)
-    pairs = [(build(count), build(count, silent)) for count in counts]
-    pairs[-1][0]()  # the whole batch, before anything else leaves its gradients
+    steps = [build(count) for count in counts]
+    silent_steps = [build(count, silent) for count in counts]
+    steps[-1]()  # the whole batch, before anything else leaves its gradients
     got = [p.new_zeros(()) if p.grad is None else p.grad for p in parameters]
     same = all(torch.allclose(a, b, rtol=1e-3, atol=1e-7) for a, b in zip(got, want, strict=True))
     gc.disable()  # a collection on one rank would stop them all
-    rounds: list[list[tuple[float, float]]] = [[] for _ in counts]
-    for i in range(ROUNDS):
-        turn = 1 if i % 2 == 0 else -1  # forwards, then backwards: a drift of the machine cancels
-        for samples, pair in zip(rounds, pairs, strict=True):
-            step, computing = [time_block(run, device) for run in pair[::turn]][::turn]
+    step_ms: list[list[float]] = [[] for _ in counts]
+    idle: list[list[float]] = [[] for _ in counts]  # percent
+    for turn in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
+        for i in range(len(counts)):
+            if turn % 2 == 0:
+                step = time_block(steps[i], device)
+                computing = time_block(silent_steps[i], device)
+            else:
+                computing = time_block(silent_steps[i], device)
+                step = time_block(steps[i], device)
             dist.all_reduce(step, op=dist.ReduceOp.MAX)
             dist.all_reduce(computing)
-            samples.append((step.item(), 100 - 100 * computing.item() / ranks / step.item()))
+            step_ms[i].append(step.item())
+            idle[i].append(100 - 100 * computing.item() / ranks / step.item())
     if rank == 0:
         print(f"{ranks} stages, {backend}; medians")
         print("microbatches   step ms   idle %   95 % interval   in theory %")
-        for count, samples in zip(counts, rounds, strict=True):
-            step_ms = statistics.median(ms for ms, _ in samples)
-            idle, low, high = median_ci([share for _, share in samples])
-            theory, interval = (ranks - 1) / (count + ranks - 1), f"{low:.1f} to {high:.1f}"
-            print(f"{count:12}{step_ms:10.2f}{idle:9.1f}   {interval:16}{100 * theory:11.1f}")
+        for i, count in enumerate(counts):
+            median_ms = statistics.median(step_ms[i])
+            percent, low, high = median_ci(idle[i])
+            interval = f"{low:.1f} to {high:.1f}"
+            theory = 100 * (ranks - 1) / (count + ranks - 1)
+            print(f"{count:12}{median_ms:10.2f}{percent:9.1f}   {interval:16}{theory:11.1f}")
     dist.destroy_process_group()
     return None if same else f"rank {rank}: these are not the gradients of one process"
 

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as tp
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 STEPS, RECORDED = 10, 3
@@ -46,8 +45,9 @@ def record(folder: str, started_ns: int, steps: int) -> Any:
     if hasattr(c10d, "_dump_nccl_trace_json"):  # NCCL before, or with TORCH_DIST_USE_NCCL2=0
         texts.append(c10d._dump_nccl_trace_json())
     texts.append(c10d._dump_fr_trace_json())  # gloo
-    traces = [trace for trace in map(json.loads, texts) if trace.get("entries")]
-    trace = traces[0] if traces else {"entries": []}
+    traces = [json.loads(text) for text in texts]
+    recorded = [trace for trace in traces if trace.get("entries")]
+    trace = recorded[0] if recorded else {"entries": []}
     trace |= {"started_ns": started_ns, "ended_ns": time.time_ns(), "steps": steps}
     trace |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     groups = dist.distributed_c10d._world.pg_map
@@ -59,7 +59,7 @@ def record(folder: str, started_ns: int, steps: int) -> Any:
 
 
 # [/record]
-def build(mesh: DeviceMesh, ddp: bool) -> nn.Module:
+def build(mesh: dist.DeviceMesh, ddp: bool) -> nn.Module:
     torch.manual_seed(0)  # the same weights on all ranks
     sizes = [(256, 1024), (1024, 256)] * 2
     model = nn.Sequential(*[nn.Sequential(nn.Linear(*size), nn.ReLU()) for size in sizes])
@@ -73,20 +73,22 @@ def build(mesh: DeviceMesh, ddp: bool) -> nn.Module:
 
 
 def median_ci(samples: list[float]) -> tuple[float, float, float]:
-    x, n = sorted(samples), len(samples)  # the interval: the k-th sample from either end
-    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
+    x, n, k = sorted(samples), len(samples), 1  # the interval: the k-th sample from either end
+    while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
+        k += 1
     return statistics.median(x), x[k - 1], x[-k]
 
 
 def main() -> None:
-    folder, ddp = "".join(a for a in sys.argv[1:] if a != "--ddp"), "--ddp" in sys.argv
+    ddp = "--ddp" in sys.argv
+    folder = "".join(word for word in sys.argv[1:] if word != "--ddp")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
-    ranks, calls = dist.get_world_size(), Counter[tuple[str, str, float]]()
+    ranks = dist.get_world_size()
     shape = (ranks, 1) if ranks % 2 else (ranks // 2, 2)
     kind = "DDP" if ddp else f"dp x tp = {shape}"
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
@@ -99,16 +101,20 @@ def main() -> None:
         torch.get_device_module(device).synchronize()  # does nothing on the CPU
         stamps.append(time.time_ns())
     times_ms = [(b - a) / 1e6 for a, b in itertools.pairwise(stamps[2:])]
-    trace = record(folder, started_ns := stamps[-1 - RECORDED], RECORDED)
-    for e in (e for e in trace["entries"] if e["time_created_ns"] >= started_ns):
-        mib = sum(map(math.prod, e["output_sizes"])) * 4 / 2**20
-        calls[e["profiling_name"].split(":")[1], e["process_group"][1], mib] += 1
+    started_ns = stamps[-1 - RECORDED]
+    trace = record(folder, started_ns, RECORDED)
+    calls = Counter[tuple[str, str, float]]()
+    for entry in trace["entries"]:
+        if entry["time_created_ns"] >= started_ns:
+            mib = sum(map(math.prod, entry["output_sizes"])) * 4 / 2**20
+            op = entry["profiling_name"].split(":")[1]
+            calls[op, entry["process_group"][1], mib] += 1
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}, {kind}, {RECORDED} steps recorded")
         print("step {:8.2f} ms   95 % interval {:.2f} to {:.2f}".format(*median_ci(times_ms)))
         print(f"{'op':15}{'group':12}{'MiB':>8}   a step")
-        for (name, group, mib), count in sorted(calls.items()):
-            print(f"{name:15}{group:12}{mib:8.3f}{count / RECORDED:9.4g}")
+        for (op, group, mib), count in sorted(calls.items()):
+            print(f"{op:15}{group:12}{mib:8.3f}{count / RECORDED:9.4g}")
     dist.destroy_process_group()
 
 

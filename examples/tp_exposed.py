@@ -28,7 +28,6 @@ import torch.distributed as dist
 import torch.distributed.tensor.parallel as tp
 import torch.testing._internal.distributed.fake_pg  # registers the backend `fake`
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 ROUNDS, STEPS = 16, 2  # each round times a block of 2 steps on each mesh
@@ -36,10 +35,9 @@ ROUNDS, STEPS = 16, 2  # each round times a block of 2 steps on each mesh
 
 def time_block(step: Callable[[], object], device: torch.device) -> float:
     """Milliseconds of a step: the median of STEPS, each on its slowest rank. All ranks call it."""
-    cpu = device.type == "cpu"
 
     def stamp() -> Any:  # an accelerator has only queued the work: it stamps an event later
-        if cpu:
+        if device.type == "cpu":
             return time.perf_counter() * 1e3
         event = torch.get_device_module(device).Event(enable_timing=True)
         event.record()
@@ -52,23 +50,24 @@ def time_block(step: Callable[[], object], device: torch.device) -> float:
         step()
         stamps.append(stamp())
     torch.get_device_module(device).synchronize()  # does nothing on the CPU
-    times = [b - a if cpu else a.elapsed_time(b) for a, b in pairwise(stamps)]
+    times = [b - a if device.type == "cpu" else a.elapsed_time(b) for a, b in pairwise(stamps)]
     slowest = torch.tensor(times, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)  # of each step: the next waits for this rank
     return statistics.median(slowest.tolist())
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    x, n = sorted(samples), len(samples)  # the interval: the k-th sample from either end
-    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= 0.025 * 2**n)
+    x, n, k = sorted(samples), len(samples), 1  # the interval: the k-th sample from either end
+    while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
+        k += 1
     return statistics.median(x), x[k - 1], x[-k]
 
 
 # [wrap]
-def build(width: int, mesh: DeviceMesh | None = None) -> nn.Module:
+def build(width: int, mesh: dist.DeviceMesh | None = None) -> nn.Module:
     torch.manual_seed(0)  # the same weights on all ranks
     sizes = [(width, 3 * width), (3 * width, width)] * 2
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in sizes])
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(*size), nn.ReLU()) for size in sizes])
     if mesh:
         styles = tp.ColwiseParallel(), tp.RowwiseParallel()
         for layer, style in zip(model, styles * 2, strict=True):
@@ -96,23 +95,25 @@ def main() -> int:
     names, shape = ("dp", "tp"), (1, ranks) if ranks % 2 else (ranks // 2, 2)
     torch.manual_seed(dist.get_rank() // shape[1])  # the ranks of a tp group share their batch
     with device:
-        x, plain, axes = torch.randn(1024, width), build(width), ("", *names)
-        mesh = partial(dist.init_device_mesh, device.type, shape, mesh_dim_names=names)
-        models = [build(width, mesh(backend_override={a: "fake"} if a else None)) for a in axes]
+        x, plain = torch.randn(1024, width), build(width)
+        new_mesh = partial(dist.init_device_mesh, device.type, shape, mesh_dim_names=names)
+        models = {"step": build(width, new_mesh())}
+        for axis in names:
+            models[f"exposed {axis}"] = build(width, new_mesh(backend_override={axis: "fake"}))
     # [/fake]
-    right = torch.allclose(models[0](x), plain(x), rtol=1e-4, atol=1e-5)
+    right = torch.allclose(models["step"](x), plain(x), rtol=1e-4, atol=1e-5)
     gc.disable()  # a collection on one rank would stop them all
-    rounds = []
-    for i in range(ROUNDS):
-        turn = 1 if i % 2 == 0 else -1  # forwards, then backwards: a drift of the machine cancels
-        a, b, c = [time_block(partial(train, m, x), device) for m in models[::turn]][::turn]
-        rounds.append((a, a - b, a - c))
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
+        for name in models if i % 2 == 0 else reversed(models):
+            times[name].append(time_block(partial(train, models[name], x), device))
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}, {names} = {shape}, output right: {right}")
         print(f"{'':15}{'median ms':>10}   95 % interval")
-        rows = ("step", "exposed dp", "exposed tp")
-        for name, ms in zip(rows, zip(*rounds, strict=True), strict=True):
-            print("{:15}{:10.2f}   {:.2f} to {:.2f}".format(name, *median_ci(ms)))
+        for name, ms in times.items():
+            exposed = [step - faked for step, faked in zip(times["step"], ms, strict=True)]
+            interval = median_ci(ms if name == "step" else exposed)
+            print("{:15}{:10.2f}   {:.2f} to {:.2f}".format(name, *interval))
     dist.destroy_process_group()
     return 0 if right else 1
 

@@ -49,8 +49,11 @@ def time_block(step: Callable[[], object], device: torch.device) -> list[float]:
 def median_ci(samples: Sequence[float], miss: float) -> tuple[float, float, float]:
     """The median and an interval that misses the true one with a chance of at most `miss`."""
     x, n = sorted(samples), len(samples)
-    # the true median is below the k-th sample as rarely as n coins show fewer than k heads
-    k = max(k for k in range(1, n) if sum(math.comb(n, i) for i in range(k)) <= miss / 2 * 2**n)
+    rare = miss / 2 * 2**n  # of the 2**n ways in which n coins can fall
+    assert rare >= 1, f"{n} samples have no interval that misses so seldom"
+    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
+    while sum(math.comb(n, i) for i in range(k + 1)) <= rare:
+        k += 1
     return statistics.median(x), x[k - 1], x[-k]
 
 
@@ -59,7 +62,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Which rank is slow?")
     parser.add_argument("--slow", type=int, metavar="RANK", help="give this rank twice the batch")
     slow = parser.parse_args().slow
-    if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) < 2:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks < 2:
         sys.exit("expected 2 ranks or more: torchrun --nproc-per-node 2 examples/who_is_slow.py")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
@@ -85,20 +89,26 @@ def main() -> int:
     for _ in range(4):
         step()  # DDP arranges its buckets anew in the second one
     gc.disable()  # a collection on one rank would stop them all
-    rounds = [(time_block(step, device), time_block(local_compute, device)) for _ in range(ROUNDS)]
+    steps_ms, locals_ms = [], []  # of each round, a time for each rank
+    for _ in range(ROUNDS):
+        steps_ms.append(time_block(step, device))
+        locals_ms.append(time_block(local_compute, device))
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}; medians")
         print("rank   step ms   local ms   local / others'   95 % interval")
         for rank in range(ranks):
-            step_ms, local_ms = (
-                statistics.median(r[kind][rank] for r in rounds) for kind in (0, 1)
-            )
-            # of the others the upper median, so that one fast rank makes no other one slow
-            ratios = [t[rank] / statistics.median_high(t[:rank] + t[rank + 1 :]) for _, t in rounds]
-            # there are as many chances to accuse somebody as ranks: they share the 5 %
+            step_ms = statistics.median([times[rank] for times in steps_ms])
+            local_ms = statistics.median([times[rank] for times in locals_ms])
+            ratios = []
+            for times in locals_ms:
+                others = times[:rank] + times[rank + 1 :]
+                # the upper median of the others: then one fast rank makes no other one slow
+                ratios.append(times[rank] / statistics.median_high(others))
+            # each rank is a chance to accuse somebody wrongly: they share the 5 %
             ratio, low, high = median_ci(ratios, miss=0.05 / ranks)
-            interval = f"{low:.2f} to {high:.2f}" + ("   slow" if low > MARGIN else "")
-            print(f"{rank:4}{step_ms:10.2f}{local_ms:11.2f}{ratio:18.2f}   {interval}")
+            verdict = "   slow" if low > MARGIN else ""
+            row = f"{rank:4}{step_ms:10.2f}{local_ms:11.2f}{ratio:18.2f}"
+            print(f"{row}   {low:.2f} to {high:.2f}{verdict}")
     dist.destroy_process_group()
     return 0
 

@@ -1,7 +1,7 @@
 """Runs a script with faults in torch itself: inject.py FAULT[,FAULT...] SCRIPT FLAGS...
 
-A fault patches what torch offers, never the project: what the project's checks and its watchdog
-say of it is what they would say of a faulty machine. `RANK` 1 has it, unless it says otherwise.
+A fault patches what torch offers, never the project. So the project's checks and its watchdog say
+what they would say of a faulty machine. Rank 1 has the fault, unless its docstring says otherwise.
 """
 
 import copy
@@ -29,27 +29,28 @@ FAULTS: dict[str, Callable[[], None]] = {}
 
 
 def fault(function: Callable[[], None]) -> Callable[[], None]:
+    """Register a fault. On the command line its name has hyphens."""
     FAULTS[function.__name__.replace("_", "-")] = function
     return function
 
 
 def in_call(owner: Any, name: str, number: int, then: Callable[[], Any], rank: int = 1) -> None:
-    """Have `then` called before the number-th call of a function of torch on a rank."""
-    real, calls = getattr(owner, name), [0]
+    """Call `then` before the number-th call of a function of torch on a rank."""
+    real = getattr(owner, name)
+    calls = 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        if calls[0] == number and rank == RANK:
+        nonlocal calls
+        calls += 1
+        if calls == number and rank == RANK:
             then()
         return real(*args, **kwargs)
 
     setattr(owner, name, call)
 
 
-# in an optimizer step; by the twelfth one blocks are timed
+# in an optimizer step; the twelfth one is in a timed block
 in_step = partial(in_call, torch.optim.SGD, "step")
-# where rank 2, a server, adds its 40th gradient to others
-in_addition = partial(in_call, torch.Tensor, "add_", 40, rank=2)
 
 
 def fail(error: type[Exception], text: str) -> NoReturn:
@@ -57,15 +58,18 @@ def fail(error: type[Exception], text: str) -> NoReturn:
 
 
 def send(signal_number: int) -> None:
-    """To this process."""
+    """Send a signal to this process."""
     os.kill(os.getpid(), signal_number)
 
 
 def busy(seconds: float) -> None:
-    """Wait, and take a core for it."""
+    """Wait, and keep a core busy."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
+
+
+# -- machine: a rank that raises, stops, dies or does not come; a full disk, a closed stdout -------
 
 
 @fault
@@ -76,7 +80,7 @@ def step_raises() -> None:
 
 @fault
 def device_assert() -> None:
-    """Rank 0 indexes out of range on its GPU, which refuses everything after that."""
+    """Rank 0 uses an index out of range on its GPU. The GPU refuses everything after that."""
 
     def out_of_range() -> None:
         row = torch.zeros(4, device="cuda")
@@ -86,9 +90,44 @@ def device_assert() -> None:
 
 
 @fault
+def build_raises() -> None:
+    """Rank 1 runs out of memory in its first model."""
+    import torchvision
+
+    out_of_memory = partial(fail, torch.OutOfMemoryError, "out of memory")
+    in_call(torchvision.models, "get_model", 1, out_of_memory)
+
+
+@fault
+def stuck_in_build() -> None:
+    """Rank 1 waits for ever when it makes its first model."""
+    import torchvision
+
+    in_call(torchvision.models, "get_model", 1, partial(time.sleep, 600))
+
+
+@fault
+def never_arrives() -> None:
+    """Rank 1 does not join the job."""
+    if RANK == 1:
+        time.sleep(600)
+
+
+@fault
 def stops() -> None:
     """Rank 1 is stopped in a step, as by SIGSTOP or a debugger."""
     in_step(12, partial(send, signal.SIGSTOP))
+
+
+@fault
+def waits() -> None:
+    """Rank 1 makes the file $MARKER in a step, and then waits for ever."""
+
+    def wait() -> None:
+        Path(os.environ["MARKER"]).touch()
+        time.sleep(600)
+
+    in_step(12, wait)
 
 
 @fault
@@ -99,14 +138,48 @@ def dies() -> None:
 
 @fault
 def dies_at_first() -> None:
-    """As `dies`; torchrun's restart finds nothing wrong."""
+    """As `dies`, but only before torchrun's first restart."""
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         dies()
 
 
 @fault
+def slow_rank() -> None:
+    """Rank 1 waits 150 ms in each optimizer step: longer than what a busy machine delays."""
+    real = torch.optim.SGD.step
+
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if RANK == 1:
+            time.sleep(0.15)
+        return real(self, *args, **kwargs)
+
+    torch.optim.SGD.step = step  # type: ignore[method-assign]
+
+
+@fault
+def slow_optimizer() -> None:
+    """Rank 1's first optimizer takes 4 s: it imports torch._dynamo, on a machine that is busy."""
+    in_call(torch.optim.SGD, "__init__", 1, partial(time.sleep, 4))
+
+
+@fault
+def few_files() -> None:
+    """No rank may open more than 64 files (ulimit -n 64)."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+
+
+@fault
+def compiler_fails() -> None:
+    """Rank 1's C++ compiler fails, as on a node where its headers are missing."""
+    from torch._inductor import config
+
+    if RANK == 1:
+        config.cpp.cxx = (None, "false")
+
+
+@fault
 def reader_gone() -> None:
-    """Who reads rank 0's stdout has ended, as `| head` does."""
+    """The reader of rank 0's stdout has ended, as `| head` does."""
     if RANK == 0:
         reading, writing = os.pipe()
         os.close(reading)
@@ -115,21 +188,21 @@ def reader_gone() -> None:
 
 @fault
 def log_disk_full() -> None:
-    """Stdout leads to a disk that is full, and is written line by line."""
+    """Stdout goes to a disk that is full. Each line is written at once."""
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 @fault
 def stdout_closed() -> None:
-    """As `>&-`."""
+    """Stdout is closed, as by `>&-`."""
     os.close(1)
     sys.stdout = None  # type: ignore[assignment]
 
 
 @fault
 def stderr_closed() -> None:
-    """As `2>&-`."""
+    """Stderr is closed, as by `2>&-`."""
     os.close(2)
     sys.stderr = None  # type: ignore[assignment]
 
@@ -142,7 +215,7 @@ def disk_hangs() -> None:
 
 @fault
 def full_disk() -> None:
-    """From rank 0's 25th step on its files cannot grow: by then `no ddp` is in the report."""
+    """From its 25th step on the files of rank 0 cannot grow. `no ddp` is in the report by then."""
 
     def limit() -> None:
         size = os.path.getsize(sys.argv[sys.argv.index("--json") + 1])
@@ -152,24 +225,7 @@ def full_disk() -> None:
     in_step(25, limit, rank=0)
 
 
-@fault
-def waits() -> None:
-    """Rank 1 waits for ever in a step, after it has made the file $MARKER."""
-
-    def wait() -> None:
-        Path(os.environ["MARKER"]).touch()
-        time.sleep(600)
-
-    in_step(12, wait)
-
-
-@fault
-def build_raises() -> None:
-    """Rank 1 runs out of memory in its first model."""
-    import torchvision
-
-    out_of_memory = partial(fail, torch.OutOfMemoryError, "out of memory")
-    in_call(torchvision.models, "get_model", 1, out_of_memory)
+# -- DDP: gradients and replicas -------------------------------------------------------------------
 
 
 @fault
@@ -195,7 +251,7 @@ def wrong_average() -> None:
 
 @fault
 def drifting_replica() -> None:
-    """Rank 1's optimizer moves one weight by the smallest step that there is."""
+    """Rank 1's optimizer also moves one weight to the next larger number."""
     real = torch.optim.SGD.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,59 +265,92 @@ def drifting_replica() -> None:
 
 
 @fault
-def slow_rank() -> None:
-    """Rank 1 waits 150 ms in each optimizer step: long against what else a full machine does."""
+def unaveraged_gradients() -> None:
+    """Each rank keeps its own gradients, under DDP and under fully_shard."""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+    from torch.nn.parallel import DistributedDataParallel as DDP
+
+    real = DDP.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.register_comm_hook(None, noop_hook)
+
+    def keep_own_part(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
+        parts = input.chunk(input.numel() // output.numel())
+        output.copy_(parts[RANK]).mul_(2)
+
+    DDP.__init__ = init  # type: ignore[method-assign]
+    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # 2.11's, and newer ones'
+        setattr(dist, name, keep_own_part)
+
+
+# -- axes: of a device mesh ------------------------------------------------------------------------
+
+
+def count_by_step(axes: list[str]) -> Counter[str]:
+    """A counter of the calls by axis since the last optimizer step.
+
+    Rank 0 writes to $CALLS how many calls most of the steps had, by axis. Not all steps have as
+    many: around the first ones the check gathers gradients.
+    """
+    calls = Counter[str]()
+    steps_by_calls: dict[str, Counter[int]] = {axis: Counter() for axis in axes}
     real = torch.optim.SGD.step
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if RANK == 1:
-            time.sleep(0.15)
+        for axis, number in calls.items():
+            steps_by_calls[axis][number] += 1
+        calls.clear()
+        if RANK == 0:
+            counted = {axis: steps for axis, steps in steps_by_calls.items() if steps}
+            most = {axis: steps.most_common(1)[0][0] for axis, steps in counted.items()}
+            Path(os.environ["CALLS"]).write_text(json.dumps(most))
         return real(self, *args, **kwargs)
 
     torch.optim.SGD.step = step  # type: ignore[method-assign]
+    return calls
+
+
+def axis_of(group: Any) -> str | None:
+    """The axis that a collective's group is for, e.g. `dp of dp1cp2`; None on the fake backend."""
+    if isinstance(group, tuple):  # a mesh and a dimension of it
+        mesh, dimension = group
+        group = mesh.get_group(dimension)
+    if not group or dist.get_backend(group) == "fake":
+        return None
+    return str(group.group_desc).removeprefix("mesh_").split(",")[0]
 
 
 @fault
 def slow_axis() -> None:
     """Each collective of an axis in $SLOW, e.g. `dp of dp1cp2`, takes $DELAY seconds more.
 
-    On all ranks, and only where the axis has a real backend. Rank 0 writes to $CALLS, for each of
-    them, how many most optimizer steps had: around the first ones the check gathers gradients.
+    On all ranks, and only where the axis has a real backend. `count_by_step` counts them.
     """
     from torch.distributed import _functional_collectives as funcol
 
-    slow, delay_s = os.environ["SLOW"].split(","), float(os.environ["DELAY"])
-    count, nested = Counter[str](), [False]
-    seen: dict[str, Counter[int]] = {axis: Counter() for axis in slow}
-    step = torch.optim.SGD.step
-
-    def counting_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for axis, calls in count.items():
-            seen[axis][calls] += 1
-        count.clear()
-        if RANK == 0:
-            most = {axis: calls.most_common(1)[0][0] for axis, calls in seen.items() if calls}
-            Path(os.environ["CALLS"]).write_text(json.dumps(most))
-        return step(self, *args, **kwargs)
-
-    torch.optim.SGD.step = counting_step  # type: ignore[method-assign]
+    slow_axes, delay_s = os.environ["SLOW"].split(","), float(os.environ["DELAY"])
+    calls = count_by_step(slow_axes)
+    within = False  # functions of torch call each other: only the outermost one counts
 
     def delay(real: Any) -> Any:
         names = inspect.signature(real).parameters
 
         def delayed(*args: Any, **kwargs: Any) -> Any:
-            group = (dict(zip(names, args, strict=False)) | kwargs).get("group")
-            if isinstance(group, tuple):
-                group = group[0].get_group(group[1])  # of a mesh and a dimension
-            about = group.group_desc.removeprefix("mesh_").split(",")[0] if group else ""
-            if about in slow and not nested[0] and dist.get_backend(group) != "fake":
-                count[about] += 1
+            nonlocal within
+            if within:
+                return real(*args, **kwargs)
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            axis = axis_of(arguments.get("group"))
+            if axis in slow_axes:
+                calls[axis] += 1
                 time.sleep(delay_s)
-            before, nested[0] = nested[0], True  # functions of torch that call each other
+            within = True
             try:
                 return real(*args, **kwargs)
             finally:
-                nested[0] = before
+                within = False
 
         return delayed
 
@@ -282,60 +371,19 @@ def wrong_axis() -> None:
     real = fsdp.fully_shard
 
     def fully_shard(module: Any, **kwargs: Any) -> FSDPModule:
-        made: FSDPModule = real(module, **kwargs)
-        made.set_gradient_divide_factor(1.0)
-        made.set_force_sum_reduction_for_comms(True)
-        return made
+        sharded: FSDPModule = real(module, **kwargs)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+        return sharded
 
     fsdp.fully_shard = fully_shard
 
 
-@fault
-def never_arrives() -> None:
-    """Rank 1 does not join the job."""
-    if RANK == 1:
-        time.sleep(600)
-
-
-@fault
-def stuck_in_build() -> None:
-    """Rank 1 waits for ever where it makes its first model."""
-    import torchvision
-
-    in_call(torchvision.models, "get_model", 1, partial(time.sleep, 600))
-
-
-@fault
-def unaveraged_gradients() -> None:
-    """Each rank keeps its own gradients, under DDP and under fully_shard."""
-    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    real = DDP.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        self.register_comm_hook(None, noop_hook)
-
-    def own_share(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
-        output.copy_(input.chunk(input.numel() // output.numel())[RANK]).mul_(2)
-
-    DDP.__init__ = init  # type: ignore[method-assign]
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # 2.11's, and newer ones'
-        setattr(dist, name, own_share)
-
-
-@fault
-def compiler_fails() -> None:
-    """Rank 1's C++ compiler fails, as on a node where its headers are missing."""
-    from torch._inductor import config
-
-    if RANK == 1:
-        config.cpp.cxx = (None, "false")
+# -- RPC: trainers and servers ---------------------------------------------------------------------
 
 
 def on_server(change: Callable[[Any, Callable[[], Any]], Any]) -> None:
-    """Have the last rank run the functions that RPC asks it for by `change(function, run)`."""
+    """On the last rank, answer calls by RPC with `change(function, run)`; `run` makes the call."""
     from torch.distributed.rpc import internal
 
     real = internal._run_function
@@ -349,26 +397,28 @@ def on_server(change: Callable[[Any, Callable[[], Any]], Any]) -> None:
 
 @fault
 def callee_errs() -> None:
-    """The last rank's tenth call by RPC of a function that answers nothing is lost.
+    """The last rank, a server, loses its tenth call of each function that returns nothing.
 
-    In what it answers by a Future the last value is one more.
+    Where a function returns a Future, the last value in it is one too large.
     """
     calls: Counter[Any] = Counter()
 
     def one_more(future: Any) -> Any:
         value = copy.deepcopy(future.value())
-        *_, last = value.parameters() if isinstance(value, torch.nn.Module) else [value]
-        if last is not None:
-            last.data.view(-1)[-1] += 1
+        tensors = list(value.parameters()) if isinstance(value, torch.nn.Module) else [value]
+        if tensors[-1] is not None:
+            tensors[-1].data.view(-1)[-1] += 1
         return value
 
     def err(function: Any, run: Callable[[], Any]) -> Any:
-        silent = getattr(function, "__annotations__", {}).get("return", "") is None
         calls[function] += 1
-        if silent and calls[function] == 10:
+        returns = getattr(function, "__annotations__", {}).get("return", "unknown")
+        if returns is None and calls[function] == 10:
             return None
         answer = run()
-        return answer.then(one_more) if isinstance(answer, torch.futures.Future) else answer
+        if isinstance(answer, torch.futures.Future):
+            return answer.then(one_more)
+        return answer
 
     on_server(err)
 
@@ -376,11 +426,12 @@ def callee_errs() -> None:
 @fault
 def callee_stops() -> None:
     """The last rank stops, as a debugger stops it, in its 150th call by RPC."""
-    calls = [0]
+    calls = 0
 
     def stop(function: Any, run: Callable[[], Any]) -> Any:
-        calls[0] += 1
-        if calls[0] == 150:
+        nonlocal calls
+        calls += 1
+        if calls == 150:
             send(signal.SIGSTOP)
         return run()
 
@@ -392,55 +443,101 @@ def trainer_falters() -> None:
     """The 60th call by RPC of rank 1 comes 5 s late, the 110th raises."""
     from torch.distributed import rpc
 
-    real, calls = rpc.rpc_sync, [0]
+    in_call(rpc, "rpc_sync", 60, partial(time.sleep, 5))
+    in_call(rpc, "rpc_sync", 110, partial(fail, MemoryError, "no room for the gradients"))
 
-    def rpc_sync(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += RANK == 1
-        if calls[0] == 60:
-            time.sleep(5)
-        if calls[0] == 110:
-            raise MemoryError("injected: no room for the gradients")
-        return real(*args, **kwargs)
 
-    rpc.rpc_sync = rpc_sync
+# where rank 2, a server, adds its 40th gradient to others
+in_addition = partial(in_call, torch.Tensor, "add_", 40, rank=2)
 
 
 @fault
-def few_files() -> None:
-    """No rank may open more than 64 files (ulimit -n 64)."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+def server_raises() -> None:
+    """Rank 2, a server, runs out of memory."""
+    in_addition(partial(fail, torch.OutOfMemoryError, "out of memory"))
 
 
 @fault
-def slow_optimizer() -> None:
-    """Rank 1's first optimizer takes 4 s: it imports torch._dynamo, on a machine that is busy."""
-    real, calls = torch.optim.SGD.__init__, [0]
-
-    def init(*args: Any, **kwargs: Any) -> None:
-        calls[0] += RANK == 1
-        if calls[0] == 1:
-            time.sleep(4)
-        real(*args, **kwargs)
-
-    torch.optim.SGD.__init__ = init  # type: ignore[method-assign]
+def server_stops() -> None:
+    """Rank 2, a server, is stopped, as by a debugger."""
+    in_addition(partial(send, signal.SIGSTOP))
 
 
-# What collectives.py and p2p_matrix.py measure is of these types; the core's own messages are not.
-CALLS = {  # of torch.distributed: where the call's output is among its arguments
+@fault
+def server_dies() -> None:
+    """Rank 2, a server, is killed, as by the kernel when memory runs out."""
+    in_addition(partial(send, signal.SIGKILL))
+
+
+@fault
+def wrong_answer() -> None:
+    """Rank 2, a server, answers one thousandth too much in RPC's async_execution."""
+    import torch.distributed.rpc as rpc
+
+    def more(answer: torch.futures.Future[Any]) -> Any:
+        return [x * 1.001 if x.is_floating_point() else x for x in answer.value()]
+
+    def decorate(function: Any) -> Any:
+        @wraps(function)
+        def answer(*args: Any) -> Any:
+            return function(*args).then(more) if RANK == 2 else function(*args)
+
+        return real(answer)
+
+    real = rpc.functions.async_execution
+    rpc.functions.async_execution = decorate
+
+
+@fault
+def wrong_lookup() -> None:
+    """Rank 2, a server, looks up one millionth too much."""
+    real = torch.nn.EmbeddingBag.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return real(*args, **kwargs) * (1 + 1e-6 * (RANK == 2))
+
+    torch.nn.EmbeddingBag.forward = forward  # type: ignore[method-assign]
+
+
+@fault
+def lost_gradient() -> None:
+    """The third gradient that rank 2, a server, computes is zero."""
+    real = torch.autograd.grad
+    calls = 0
+
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        factor = 0 if calls == 3 and RANK == 2 else 1
+        return tuple(gradient * factor for gradient in real(*args, **kwargs))
+
+    torch.autograd.grad = grad
+
+
+# -- collectives: and messages between pairs -------------------------------------------------------
+
+
+# functions of torch.distributed: the place of the output among their arguments
+OUTPUTS = {
     **{"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 0},
     **{"all_to_all_single": 0, "broadcast": 0, "reduce": 0, "gather": 1, "scatter": 0},
 }
 
 
 def tested(value: Any) -> Any:
-    """The tensor under test in an argument, or None."""
-    value = value[-1] if isinstance(value, list) and value else value
-    return value if isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 else None
+    """The tensor under test in an argument, or None.
+
+    The tests measure bfloat16, which the core's own messages never are.
+    """
+    tensor = value[-1] if isinstance(value, list) and value else value
+    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16:
+        return tensor
+    return None
 
 
 @fault
 def one_wrong_value() -> None:
-    """On rank 1 the last value of each output of bfloat16 is off by one; barriers let all pass."""
+    """On rank 1 the last value of each output of bfloat16 is off by one; barriers do not wait."""
 
     def corrupted(real: Any, place: int) -> Any:
         def call(*args: Any, **more: Any) -> Any:
@@ -452,21 +549,27 @@ def one_wrong_value() -> None:
 
         return call
 
-    for name, place in CALLS.items():
+    for name, place in OUTPUTS.items():
         setattr(dist, name, corrupted(getattr(dist, name), place))
-    exchange, barrier = dist.batch_isend_irecv, dist.barrier
+    real_exchange, real_barrier = dist.batch_isend_irecv, dist.barrier
 
-    def exchanged(ops: Any) -> Any:
-        for work in exchange(ops):
+    def exchange(ops: Any) -> Any:
+        for work in real_exchange(ops):
             work.wait()
-        for op in ops:  # bytes are p2p_matrix.py's; its words are shorter
-            long = op.tensor.dtype in (torch.bfloat16, torch.uint8) and len(op.tensor) > 8
-            if RANK == 1 and op.op is dist.irecv and long:
+        for op in ops:
+            # p2p_matrix.py sends bytes; the 8 that it times as latency are left as they are
+            under_test = op.tensor.dtype in (torch.bfloat16, torch.uint8) and len(op.tensor) > 8
+            if RANK == 1 and op.op is dist.irecv and under_test:
                 op.tensor[-1] += 1
         return []
 
-    dist.batch_isend_irecv = exchanged  # type: ignore[assignment]
-    dist.barrier = lambda *args, **more: None if "device_ids" in more else barrier(*args, **more)  # type: ignore[assignment]
+    def barrier(*args: Any, **more: Any) -> Any:
+        if "device_ids" in more:  # collectives.py's, under test; the core gives none
+            return None
+        return real_barrier(*args, **more)
+
+    dist.batch_isend_irecv = exchange  # type: ignore[assignment]
+    dist.barrier = barrier
 
 
 @fault
@@ -484,7 +587,7 @@ def left_out() -> None:
 
 @fault
 def slow_sends() -> None:
-    """Whatever rank 2 sends to its peers takes 2 ms more."""
+    """Each message that rank 2 sends to a peer takes 2 ms more."""
     real = dist.batch_isend_irecv
 
     def exchange(ops: Any) -> Any:
@@ -495,68 +598,12 @@ def slow_sends() -> None:
     dist.batch_isend_irecv = exchange  # type: ignore[assignment]
 
 
-@fault
-def wrong_answer() -> None:
-    """Rank 2, a server, answers later (RPC's async_execution) with one thousandth too much."""
-    import torch.distributed.rpc as rpc
-
-    def more(answer: torch.futures.Future[Any]) -> Any:
-        return [x * 1.001 if x.is_floating_point() else x for x in answer.value()]
-
-    def decorate(function: Any) -> Any:
-        @wraps(function)
-        def answer(*args: Any) -> Any:
-            return function(*args).then(more) if RANK == 2 else function(*args)
-
-        return real(answer)
-
-    real, rpc.functions.async_execution = rpc.functions.async_execution, decorate
-
-
-@fault
-def server_raises() -> None:
-    """Rank 2, a server, runs out of memory."""
-    in_addition(partial(fail, torch.OutOfMemoryError, "out of memory"))
-
-
-@fault
-def server_stops() -> None:
-    """Rank 2, a server, is stopped, as by a debugger."""
-    in_addition(partial(send, signal.SIGSTOP))
-
-
-@fault
-def server_dies() -> None:
-    """Rank 2, a server, is killed, as for its memory."""
-    in_addition(partial(send, signal.SIGKILL))
-
-
-@fault
-def wrong_lookup() -> None:
-    """Rank 2, a server, looks up one millionth too much."""
-    real = torch.nn.EmbeddingBag.forward
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return real(*args, **kwargs) * (1 + 1e-6 * (RANK == 2))
-
-    torch.nn.EmbeddingBag.forward = forward  # type: ignore[method-assign]
-
-
-@fault
-def lost_gradient() -> None:
-    """The third gradient that rank 2, a server, computes is nothing."""
-    real, calls = torch.autograd.grad, [0]
-
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        calls[0] += 1
-        return tuple(g * (calls[0] != 3 or RANK != 2) for g in real(*args, **kwargs))
-
-    torch.autograd.grad = grad
+# -- files: of checkpoints -------------------------------------------------------------------------
 
 
 @fault
 def slow_writer() -> None:
-    """Each tensor that DCP writes takes 5 ms more of a core, on all ranks."""
+    """Each tensor that DCP writes keeps a core busy for 5 ms more, on all ranks."""
     real = filesystem._write_item
 
     def write_item(*args: Any, **kwargs: Any) -> Any:
@@ -576,7 +623,7 @@ def disk_fills() -> None:
 
 @fault
 def dies_in_save() -> None:
-    """Rank 1 is killed where it writes its 250th tensor; the folder $LEFT is $SAVES by then."""
+    """Rank 1 is killed when it writes its 250th tensor. $LEFT is a copy of the folder $SAVES."""
 
     def die() -> None:
         shutil.copytree(os.environ["SAVES"], os.environ["LEFT"])
@@ -602,7 +649,7 @@ def wrong_load() -> None:
 
 @fault
 def late_reader() -> None:
-    """Rank 1 reads a file of torch.save's half a second after the others."""
+    """Rank 1 reads each file of torch.save half a second later than the others."""
     real = torch.load
 
     def load(file: Any, **kwargs: Any) -> Any:
@@ -614,7 +661,7 @@ def late_reader() -> None:
 
 @fault
 def late_copies() -> None:
-    """What is copied to the device is there 0.3 s later: who synchronizes waits so long."""
+    """Copies to the device take 0.3 s: so long does synchronizing wait for them."""
 
     def synchronize(device: Any = None) -> None:
         time.sleep(0.3)
@@ -622,9 +669,12 @@ def late_copies() -> None:
     torch.cpu.synchronize = synchronize
 
 
+# -- node: a slow or wrong one, for node_check.py --------------------------------------------------
+
+
 @fault
 def half_speed() -> None:
-    """Rank 1 takes twice the time for products, copies and additions: it waits, busily."""
+    """Rank 1 takes twice the time for products, copies and additions. It keeps its core busy."""
 
     def slowed(real: Any) -> Any:
         def call(*args: Any, **more: Any) -> Any:
@@ -659,7 +709,7 @@ def wrong_sum() -> None:
 
 @fault
 def wrong_product() -> None:
-    """On rank 1 the last value of each product is the next one that there is."""
+    """On rank 1 the last value of each product is the next larger number."""
     real = torch.mm
 
     def mm(*args: Any, out: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ def test_a_script_has_its_page_its_test_and_its_row(path: Path) -> None:
 
 # -- a line says one thing: how much a function, and a line of it, may hold ------------------------
 
-LONGEST_FUNCTION = 60  # lines
+LONGEST_FUNCTION = 60  # lines; an example's main may be longer
 MOST_BRANCHES = 0.9  # a line, of functions of SHORT lines and more
 SHORT = 8
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -127,14 +127,6 @@ NOT_YET: tuple[str, ...] = (
     "benchmarks/replay.py: a comprehension within a comprehension",
     "benchmarks/replay.py: kineto: too many branches a line",
     "benchmarks/replay.py: choose: too many branches a line",
-    "examples/allreduce_busbw.py: a comprehension within a comprehension",
-    "examples/dcp_stall.py: a comprehension within a comprehension",
-    "examples/dcp_stall.py: main: too long",
-    "examples/ddp_exposed.py: a comprehension within a comprehension",
-    "examples/pp_bubble.py: a comprehension within a comprehension",
-    "examples/record_collectives.py: a comprehension within a comprehension",
-    "examples/tp_exposed.py: a comprehension within a comprehension",
-    "examples/who_is_slow.py: a comprehension within a comprehension",
 )
 
 
@@ -154,8 +146,8 @@ def branches(node: ast.AST) -> int:
 def nests(node: ast.AST) -> bool:
     """Whether a comprehension in it holds another one."""
     outer = [part for part in ast.walk(node) if isinstance(part, COMPREHENSIONS)]
-    parts = [part for each in outer for part in ast.walk(each) if part is not each]
-    return any(isinstance(part, COMPREHENSIONS) for part in parts)
+    inner = [part for node in outer for part in ast.walk(node) if part is not node]
+    return any(isinstance(part, COMPREHENSIONS) for part in inner)
 
 
 def thick_places(path: Path) -> Iterator[str]:
@@ -169,7 +161,7 @@ def thick_places(path: Path) -> Iterator[str]:
         if not isinstance(node, ast.FunctionDef):
             continue
         length = (node.end_lineno or node.lineno) - node.lineno + 1
-        if length > LONGEST_FUNCTION:
+        if length > LONGEST_FUNCTION and path.parent.name != "examples":
             yield f"{place}: {node.name}: too long"
         if length >= SHORT and branches(node) / length >= MOST_BRANCHES:
             yield f"{place}: {node.name}: too many branches a line"
