@@ -34,7 +34,10 @@ def test_links_of_a_round() -> None:
 def matrix(n: int, slow: dict[tuple[int, int], float]) -> list[Any]:
     """Latencies of about 10 us; bandwidths all alike."""
     pairs = [(a, b) for a in range(n) for b in range(a + 1, n)]
-    return [(*p, 10 * slow.get(p, 1 + (p[0] * 7 + p[1] * 3) % 5 / 100), 5, 5, 9) for p in pairs]
+    return [
+        links.Link(a, b, 10 * slow.get((a, b), 1 + (a * 7 + b * 3) % 5 / 100), 5, 5, 9)
+        for a, b in pairs
+    ]
 
 
 def slow_lines(*matrix_nodes_by_sigmas: Any) -> list[str]:
