@@ -25,7 +25,7 @@ def start_peak(device: torch.device) -> int:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Forget the largest memory so far; what is counted from stays as it is."""
+    """Forget the largest memory so far. What `start_peak` has returned is still the start."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
