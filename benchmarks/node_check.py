@@ -10,8 +10,9 @@
               by --margin, twice: what is about to be named is measured again
     wrong     results have other bits than on most ranks of the kind; data does not arrive; a node
               has fewer GPUs than the others, or than --gpus
-    times     of the fastest sample and of a block's mean (`sustained`): the median block's on
-              CUDA, where heat counts, and the best one's on the CPU, where neighbours do
+    times     two are judged: the fastest sample, and the mean of a block (`sustained`). That is
+              the median block on CUDA, where heat counts, and the best one on the CPU, where
+              neighbours do
     busbw     2(n-1)/n * bytes / time
 
 Exit status: 0 fit; 1 slow or wrong, named in the last lines; 2 a mistake; 3 a hang.
@@ -24,7 +25,6 @@ Asks what Megatron-LM's gpu_sniff_test.py asks; written anew. BSD-3-Clause. docs
 """
 
 import argparse
-import itertools
 import re
 import sys
 import time
@@ -55,7 +55,7 @@ from common.ranks import node_of_each
 from common.report import Case, Report
 from common.stats import Times
 from common.table import Columns, cell, metric, render
-from common.timing import STEP, Step
+from common.timing import STEP, Step, StopRule
 
 Key = dict[str, Any]
 Teams = list[list[int]]  # ranks of nodes, or of rails
@@ -66,30 +66,49 @@ class Did(NamedTuple):
     """What a probe did on a rank: the part of the workload that timed it, and how much it did."""
 
     part: str
-    work: float
+    amount: float
+
+
+class Measure(NamedTuple):
+    """level: whom the time of a step tells something about. unit: of its rate in the metrics; the
+    table shows the rate times `scale` under `head`."""
+
+    level: str
+    unit: str
+    head: str
+    scale: float
 
 
 LAUNCHES = 200  # in a sample
 BATCH = 2  # texts of a rank in the training step
-STEPS = {  # whom its time tells something about, the unit of its rate, and as that is shown
-    "matmul_bf16": ("rank", "flop", "TFLOP/s", 1e-12),
-    "matmul_fp32": ("rank", "flop", "TFLOP/s", 1e-12),
-    "copy": ("rank", "bytes", "GB/s", 1e-9),
-    "to_device": ("rank", "bytes", "GB/s", 1e-9),
-    "to_host": ("rank", "bytes", "GB/s", 1e-9),
-    "launch": ("rank", "calls", "1000/s", 1e-3),
-    "all_reduce_inside": ("node", "bytes", "GB/s", 1e-9),
-    "all_reduce_between": ("rail", "bytes", "GB/s", 1e-9),
-    "training_step": ("job", "texts", "texts/s", 1),
+STEPS = {
+    "matmul_bf16": Measure("rank", "flop", "TFLOP/s", 1e-12),
+    "matmul_fp32": Measure("rank", "flop", "TFLOP/s", 1e-12),
+    "copy": Measure("rank", "bytes", "GB/s", 1e-9),
+    "to_device": Measure("rank", "bytes", "GB/s", 1e-9),
+    "to_host": Measure("rank", "bytes", "GB/s", 1e-9),
+    "launch": Measure("rank", "calls", "1000/s", 1e-3),
+    "all_reduce_inside": Measure("node", "bytes", "GB/s", 1e-9),
+    "all_reduce_between": Measure("rail", "bytes", "GB/s", 1e-9),
+    "training_step": Measure("job", "texts", "texts/s", 1),
 }
+# of the budget: how long a case is timed. Each phase may run twice, and starting costs time, too
+ALONE_FRACTION = 0.06  # for up to two turns of the ranks of a node; more turns share 0.12
+LINKS_FRACTION = 1 / 150  # for a round, of which there may be dozens
+TOGETHER_FRACTION = 1 / 15
+FIRST_CASE_FRACTION = 0.1  # what the first case of a phase is expected to take
+# --margin by default. CPUs have neighbours, and links and collectives cross their cores
+MARGIN_ALONE = {"cpu": 0.4, "cuda": 0.1}
+MARGIN_TOGETHER = {"cpu": 2.0, "cuda": 0.1}
+NEVER = 1e-9  # a --target-ci that is not reached: a case uses all of its time
 COLUMNS: Columns = {
     "rank": lambda case: str(case.key["rank"]),
     "host": lambda case: str(case.key["host"]),
     "pci": cell("pci", str),
     "network": cell("network", str),
     **{
-        f"{step.replace('_', ' ')}\n{head}": metric(f"{step}_{unit}_per_s", scale, 3)
-        for step, (_, unit, head, scale) in STEPS.items()
+        f"{step.replace('_', ' ')}\n{how.head}": metric(f"{step}_{how.unit}_per_s", how.scale, 3)
+        for step, how in STEPS.items()
     },
     "bits": cell("bits", str),
 }
@@ -146,13 +165,16 @@ def probes(device: torch.device) -> dict[str, Probe]:
 
 def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
     """While a rank has its turn, the others of its node wait in a barrier, which does not spin."""
-    table, mine = probes(job.device), job.local_rank % turns
+    table, my_turn = probes(job.device), job.local_rank % turns
     steps, did = dict[str, Step](), dict[str, Did]()
-    for turn, (name, (step, work)) in itertools.product(range(turns), table.items()):
-        part = f"{name}, turn {turn}" if steps else STEP
-        steps[part] = step if turn == mine else lambda: None
-        if turn == mine:
-            did[name] = Did(part, work)
+    for turn in range(turns):
+        for name, (step, amount) in table.items():
+            part = f"{name}, turn {turn}" if steps else STEP
+            if turn == my_turn:
+                steps[part] = step
+                did[name] = Did(part, amount)
+            else:
+                steps[part] = lambda: None
 
     def facts() -> dict[str, Any]:
         products = [step() for name, (step, _) in table.items() if name.startswith("matmul")]
@@ -176,25 +198,28 @@ def build_together(
         next_token_loss(model(tokens), targets).backward()
         optimizer.step()
 
-    parts, sums = dict[str, Step](), dict[str, Any]()
+    parts, team_groups = dict[str, Step](), dict[str, Any]()
     did = {"training_step": Did(STEP, BATCH * job.world_size)}
     x = torch.zeros(size // 4, device=job.device)
     for name in ("all_reduce_inside", "all_reduce_between"):
-        some = teams[STEPS[name][0]]
-        if min(map(len, some)) > 1:
-            own: Any = dist.new_subgroups_by_enumeration(some, backend=job.backend)[0]
+        all_teams = teams[STEPS[name].level]
+        if min(len(team) for team in all_teams) == 1:
+            continue
+        mine: Any = dist.new_subgroups_by_enumeration(all_teams, backend=job.backend)[0]
+        if mine is None:  # there is no rank like this one on other nodes
             parts[name] = lambda: None
-            if own is not None:  # else there is no rank like this one on other nodes
-                group.more.append(own)
-                sums[name], parts[name] = own, partial(dist.all_reduce, x, group=own)
-                did[name] = Did(name, 2 * (own.size() - 1) / own.size() * size)
+            continue
+        group.more.append(mine)
+        team_groups[name] = mine
+        parts[name] = partial(dist.all_reduce, x, group=mine)
+        did[name] = Did(name, 2 * (mine.size() - 1) / mine.size() * size)
 
     def facts() -> dict[str, Any]:
         wrong = None
-        for name, own in sums.items():
-            patterns.fill(x, patterns.tile(own.rank(), "sum", own.size()))
-            dist.all_reduce(x, group=own)
-            if patterns.count_wrong(x, patterns.reduced_tile("sum", own.size())):
+        for name, mine in team_groups.items():
+            patterns.fill(x, patterns.tile(mine.rank(), "sum", mine.size()))
+            dist.all_reduce(x, group=mine)
+            if patterns.count_wrong(x, patterns.reduced_tile("sum", mine.size())):
                 wrong = f"a wrong sum of {name}"
         return {"did": did, "bits": digest(model)[:10], "wrong": wrong}
 
@@ -202,17 +227,23 @@ def build_together(
 
 
 def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
-    """Each two ranks of a node meet once, all nodes at the same time; then each two nodes, the
-    i-th rank of one and the i-th of the other, all i at the same time. members: of each node."""
-    inside = [
-        [(own[a], own[b]) for own in members for a, b in pairs if b < len(own)]
-        for pairs in links.rounds_of(max(map(len, members)))
-    ]
-    between = [
-        [pair for a, b in pairs for pair in zip(members[a], members[b], strict=False)]
-        for pairs in links.rounds_of(len(members))
-    ]
-    return [pairs for pairs in inside + between if pairs]
+    """Who meets whom in each round. members: the ranks of each node.
+
+    Each two ranks of a node meet once, all nodes at the same time. Then each two nodes meet once:
+    the i-th rank of one and the i-th of the other, for all i at the same time.
+    """
+    rounds = list[list[links.Pair]]()
+    for places in links.rounds_of(max(len(ranks) for ranks in members)):
+        inside = list[links.Pair]()
+        for ranks in members:  # a smaller node lacks the last places
+            inside += [(ranks[a], ranks[b]) for a, b in places if b < len(ranks)]
+        rounds.append(inside)
+    for nodes in links.rounds_of(len(members)):
+        between = list[links.Pair]()
+        for a, b in nodes:
+            between += zip(members[a], members[b], strict=False)
+        rounds.append(between)
+    return [pairs for pairs in rounds if pairs]
 
 
 # -- judge -----------------------------------------------------------------------------------------
@@ -220,13 +251,14 @@ def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
 
 def odd_results(bits: list[str], kinds: list[str]) -> dict[int, str]:
     """Whose results are not those of most ranks of its kind, or not finite: rank -> why."""
-    rows = list(zip(kinds, bits, strict=True))
-    alike, every = Counter(rows), Counter(kinds)
-    return {
-        rank: f"its results ({own}) are those of {alike[kind, own]} of {every[kind]} of its kind"
-        for rank, (kind, own) in enumerate(rows)
-        if 2 * alike[kind, own] <= every[kind] or own == "not finite"
-    }
+    alike = Counter(zip(kinds, bits, strict=True))
+    ranks_of_kind = Counter(kinds)
+    odd = dict[int, str]()
+    for rank, (kind, mine) in enumerate(zip(kinds, bits, strict=True)):
+        same, every = alike[kind, mine], ranks_of_kind[kind]
+        if 2 * same <= every or mine == "not finite":
+            odd[rank] = f"its results ({mine}) are those of {same} of {every} of its kind"
+    return odd
 
 
 def split(
@@ -239,18 +271,20 @@ def split(
 ) -> None:
     """Each rank becomes a case. The slowest rank of its node or rail counts in each iteration."""
     odd = odd_results([fact["bits"] for fact in facts], kinds)
-    pick: Callable[[Any], Any] = np.median if case.key["device"] == "cuda" else np.min
+    # heat slows all blocks of a GPU down, neighbours only some of a CPU's
+    block_of: Callable[[Any], Any] = np.median if case.key["device"] == "cuda" else np.min
     for rank, fact in enumerate(facts):
         place, samples = report.environment["ranks"][rank], {}
         metrics = {"pci": place["pci"], "network": place["network"], "bits": fact["bits"]}
-        for step, (part, work) in fact["did"].items():
-            level, unit, *_ = STEPS[step]
-            team = next(team for team in teams[level] if rank in team)
+        for step, (part, amount) in fact["did"].items():
+            how = STEPS[step]
+            team = next(team for team in teams[how.level] if rank in team)
             slowest = times.each(part)[team].max(axis=0)
             blocks = np.split(slowest, np.cumsum(case.rounds)[:-1])
-            sustained = float(pick([block.mean() for block in blocks]))
-            metrics |= {f"{step}_s": float(slowest.min()), f"{step}_sustained_s": sustained}
-            metrics[f"{step}_{unit}_per_s"] = work / sustained
+            sustained_s = float(block_of([block.mean() for block in blocks]))
+            metrics[f"{step}_s"] = float(slowest.min())
+            metrics[f"{step}_sustained_s"] = sustained_s
+            metrics[f"{step}_{how.unit}_per_s"] = amount / sustained_s
             samples[step] = [case.samples_s[part][rank]]
         key = case.key | {"rank": rank, "host": place["host"]}
         check = verdict(fact.get("wrong") or odd.get(rank))
@@ -268,121 +302,197 @@ def judge(
 ) -> Findings:
     """Who takes longer than the others of its kind, or has a rate below the limit of its unit.
 
-    Of a node or a rail all ranks have the same numbers: those of its first rank count.
+    All ranks of a node or of a rail have the same numbers: those of its first rank count.
     """
-    found, measured = Findings(), {case.key["rank"]: case.metrics for case in cases}
-    owner = [n for rank in measured for n, node in enumerate(teams["node"]) if rank in node]
+    findings = Findings()
+    by_rank = {case.key["rank"]: case.metrics for case in cases}
+    node_of_rank = list[int]()
+    for rank in by_rank:
+        nodes = enumerate(teams["node"])
+        node_of_rank.append(next(number for number, ranks in nodes if rank in ranks))
     for step, (level, unit, *_) in STEPS.items():
-        first = {n: team[0] for n, team in enumerate(teams[level])}
-        of = {n: measured[rank] for n, rank in first.items() if f"{step}_s" in measured[rank]}
-        least, rate = limits.get((level, unit), 0), f"{step}_{unit}_per_s"
-        for n, metrics in of.items():
-            if metrics[rate] < least:
-                what = rate.replace("_", " ")
-                found[Who(level, ((n,),)), what] = f"{metrics[rate]:.3g}, under {least:.3g}"
+        kind_of = {number: kinds[team[0]] for number, team in enumerate(teams[level])}
+        measured = dict[int, dict[str, Any]]()
+        for number, team in enumerate(teams[level]):
+            if f"{step}_s" in by_rank[team[0]]:
+                measured[number] = by_rank[team[0]]
+        findings |= below_limit(step, measured, limits.get((level, unit), 0))
+        levels = {"node": node_of_rank} if level == "rank" else {}
         for name in (step, f"{step}_sustained"):
             for kind in dict.fromkeys(kinds):
-                costs: Costs = {(n,): of[n][f"{name}_s"] for n in of if kinds[first[n]] == kind}
-                above = {"node": owner} if level == "rank" else {}
-                what = name.replace("_", " ")
-                found |= accuse(costs, above, level, what, sigmas, margins[level], of_two=True)
-    return found
+                costs = Costs()
+                for number, metrics in measured.items():
+                    if kind_of[number] == kind:
+                        costs[(number,)] = metrics[f"{name}_s"]
+                what, margin = name.replace("_", " "), margins[level]
+                findings |= accuse(costs, levels, level, what, sigmas, margin, of_two=True)
+    return findings
+
+
+def below_limit(step: str, measured: dict[int, dict[str, Any]], least: float) -> Findings:
+    """Who has a rate under the user's limit. measured: metrics by the number of rank or node."""
+    level, unit, *_ = STEPS[step]
+    rate = f"{step}_{unit}_per_s"
+    findings = Findings()
+    for number, metrics in measured.items():
+        if metrics[rate] < least:
+            who = Who(level, ((number,),))
+            findings[who, rate.replace("_", " ")] = f"{metrics[rate]:.3g}, under {least:.3g}"
+    return findings
 
 
 # -- measure, and measure again --------------------------------------------------------------------
 
 
+class Cluster(NamedTuple):
+    """What is judged, and how."""
+
+    cpu: bool
+    nodes: list[int]  # of each rank
+    teams: dict[str, Teams]  # the ranks of each rank, node and rail, and of the job
+    kinds: list[str]  # of each rank: ranks of a kind are compared
+    margins: dict[str, float]  # by level
+    limits: dict[tuple[str, str], float]  # by level and unit, of a rate
+    sigmas: float
+
+    @property
+    def members(self) -> Teams:
+        """The ranks of each node."""
+        return self.teams["node"]
+
+
 class Phase(NamedTuple):
-    """share: of the budget, that each case is timed for. judge: who is slow, of all that came."""
+    """fraction: of the budget, that each case is timed for. judge: who is slow, of all cases."""
 
     name: str
-    share: float
-    cases: list[Callable[[Key], object]]
+    fraction: float
+    cases: Sequence[Callable[[Key], object]]
     judge: Callable[[list[Case]], Findings]
 
 
-def plan(bench: Benchmark, found: dict[str, Any]) -> list[Phase]:
-    args, job, nodes = bench.args, bench.job, node_of_each(found)
-    cpu, everyone = job.device.type == "cpu", list(range(job.world_size))
-    members = [[r for r in everyone if nodes[r] == node] for node in range(max(nodes) + 1)]
-    singles, rails = [[r] for r in everyone], [list(r) for r in zip(*members, strict=False)]
-    teams = {"rank": singles, "node": members, "rail": rails, "job": [everyone]}
-    kinds = [f"{row['device']}, {row['threads']} threads" for row in found["ranks"]]
-    turns, size = (max(map(len, members)), 2**20) if cpu else (1, 2**28)
-    # CPUs have neighbours, and links cross their cores
-    alone, together = (args.margin or share for share in ((0.4, 2.0) if cpu else (0.1, 0.1)))
-    margins = dict.fromkeys(teams, together) | {"rank": alone}
+def cluster_of(bench: Benchmark) -> Cluster:
+    args, job, environment = bench.args, bench.job, bench.report.environment
+    nodes, everyone = node_of_each(environment), list(range(job.world_size))
+    members = [[rank for rank in everyone if nodes[rank] == n] for n in range(max(nodes) + 1)]
+    teams = {
+        "rank": [[rank] for rank in everyone],
+        "node": members,
+        "rail": [list(ranks) for ranks in zip(*members, strict=False)],
+        "job": [everyone],
+    }
+    kinds = [f"{row['device']}, {row['threads']} threads" for row in environment["ranks"]]
+    device = job.device.type
+    margins = dict.fromkeys(teams, args.margin or MARGIN_TOGETHER[device])
+    margins["rank"] = args.margin or MARGIN_ALONE[device]
     limits = {("rank", "flop"): args.min_tflops * 1e12, ("node", "bytes"): args.min_busbw * 1e9}
+    return Cluster(device == "cpu", nodes, teams, kinds, margins, limits, args.sigmas)
 
-    def judge_ranks(cases: list[Case]) -> Findings:
-        if not (cases := [case for case in cases if "rank" in case.key]):
-            return {}
-        shown = {head: cell for head, cell in COLUMNS.items() if cell(cases[0]) != "-"}
-        bench.print(f"\n{cases[0].key['probe']}\n\n{render(shown, cases)}\n")
-        return judge(cases, teams, kinds, limits, args.sigmas, margins)
+
+def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findings:
+    """Print a row for each rank, and judge them."""
+    rows = [case for case in cases if "rank" in case.key]
+    if not rows:
+        return {}
+    shown = {head: text for head, text in COLUMNS.items() if text(rows[0]) != "-"}
+    bench.print(f"\n{rows[0].key['probe']}\n\n{render(shown, rows)}\n")
+    limits, margins = cluster.limits, cluster.margins
+    return judge(rows, cluster.teams, cluster.kinds, limits, cluster.sigmas, margins)
+
+
+def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findings:
+    """Print how many rounds were measured, and judge their links."""
+    if cases:
+        rounds = f"{len(cases)} round{'s' * (len(cases) > 1)}"
+        bench.print(f"\nlinks: {rounds}, messages of {cases[0].key['size']:,} bytes")
+    judged = list[links.Link]()
+    for case in cases:
+        for link in links.links_of(case):
+            # inside a node of CPUs all share the cores: their data counts, not their times
+            if not cluster.cpu or cluster.nodes[link.a] != cluster.nodes[link.b]:
+                judged.append(link)
+    margin = cluster.margins["job"]
+    return links.slow_links(judged, cluster.nodes, "rank", cluster.sigmas, margin)
+
+
+def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
+    job, teams = bench.job, cluster.teams
+    turns, size = 1, 2**28
+    if cluster.cpu:  # the ranks of a node share its cores
+        turns, size = max(len(ranks) for ranks in cluster.members), 2**20
+    rounds = rounds_by_node(cluster.members) if cluster.cpu or job.backend != "gloo" else []
+    messages = links.Messages(size // 8, 8, 1)
 
     def meet(number: int, pairs: list[links.Pair], key: Key) -> None:
-        messages = links.Messages(size // 8, 8, 1)
         key = key | {"round": number, "size": messages.size}
-        links.measure_round(bench, key, pairs, singles, messages)
+        links.measure_round(bench, key, pairs, teams["rank"], messages)
 
-    def judge_links(cases: list[Case]) -> Findings:
-        if cases:
-            number = f"{len(cases)} round{'s' * (len(cases) > 1)}"
-            bench.print(f"\nlinks: {number}, messages of {cases[0].key['size']:,} bytes")
-        rows = [link for case in cases for link in links.links_of(case)]
-        # inside a node of CPUs they are cores that all share: their data counts, not their times
-        rows = [link for link in rows if not cpu or nodes[link.a] != nodes[link.b]]
-        return links.slow_links(rows, nodes, "rank", args.sigmas, together)
-
-    turn, derive = 0.06 * min(1, 2 / turns), partial(split, bench.report, teams, kinds)
-    by_itself = partial(bench.measure, build=partial(build_alone, turns, job), derive=derive)
-    at_once = partial(bench.measure, build=partial(build_together, size, teams, job), derive=derive)
-    rounds = rounds_by_node(members) if cpu or job.backend != "gloo" else []
+    rows = partial(split, bench.report, teams, cluster.kinds)
+    alone = partial(bench.measure, build=partial(build_alone, turns, job), derive=rows)
+    together = partial(bench.measure, build=partial(build_together, size, teams, job), derive=rows)
+    meetings = [partial(meet, number, pairs) for number, pairs in enumerate(rounds, 1)]
+    ranks, pairs = partial(judge_ranks, bench, cluster), partial(judge_links, bench, cluster)
     return [
-        Phase("each rank alone", turn, [by_itself], judge_ranks),
-        Phase("links", 1 / 150, [partial(meet, *r) for r in enumerate(rounds, 1)], judge_links),
-        Phase("all ranks together", 1 / 15, [at_once], judge_ranks),
+        Phase("each rank alone", ALONE_FRACTION * min(1, 2 / turns), [alone], ranks),
+        Phase("links", LINKS_FRACTION, meetings, pairs),
+        Phase("all ranks together", TOGETHER_FRACTION, [together], ranks),
     ]
 
 
-def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
-    """Who is slow both times: who is about to be accused is measured again.
+def seconds_left(budget: float) -> float:
+    """Since rank 0 has started, by its clock. All ranks call it."""
+    return float(share(psutil.Process().create_time() + budget - time.time()))
 
-    The second time has its reserve: a case of the first begins only where it ends within half of
-    what is left of the budget when the phase begins.
+
+def rule_of(bench: Benchmark, phase: Phase) -> StopRule:
+    """A case of the phase takes its fraction of the budget, no less; two samples warm it up."""
+    seconds = min(bench.args.max_seconds, phase.fraction * bench.args.budget)
+    rule = replace(bench.rule, target_ci=NEVER, max_seconds=seconds, patience=1)
+    return rule if rule.full_warmup else replace(rule, warmup_iters=2)
+
+
+def measure_first(bench: Benchmark, phase: Phase, key: Key) -> int:
+    """Measure what fits of a phase. How many of its cases did.
+
+    A case begins only if it is expected to end within half of what is left of the budget when the
+    phase begins. It is expected to take as long as the one before.
     """
-    args = bench.args
+    budget = bench.args.budget
+    left = seconds_left(budget)
+    reserve, expected = left / 2, FIRST_CASE_FRACTION * budget
+    for number, measure in enumerate(phase.cases):
+        if left - expected < reserve:
+            cases = len(phase.cases)
+            rounds = f"{cases - number} of {cases} rounds of " if number else ""
+            bench.print(f"# left out, for --budget {budget:g}: {rounds}{phase.name}")
+            return number
+        measure(key)
+        before, left = left, seconds_left(budget)
+        expected = before - left
+    return len(phase.cases)
 
-    def left() -> float:
-        """Seconds, by the clock of rank 0. All ranks call it."""
-        return float(share(psutil.Process().create_time() + args.budget - time.time()))
 
-    seconds = min(args.max_seconds, phase.share * args.budget)
-    rule = replace(bench.rule, target_ci=1e-9, max_seconds=seconds, patience=1)
-    bench.rule = replace(rule, warmup_iters=rule.warmup_iters if rule.full_warmup else 2)
+def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
+    """Who is slow both times. The second time is only for a phase that has suspects, and its time
+    is the reserve that the first one has left."""
+    bench.rule = rule_of(bench, phase)
     nodes = 1 + max(node_of_each(bench.report.environment))  # with the ranks it says who meets
-    cases, now, expected = phase.cases, left(), args.budget / 10
-    half, suspects, found = now / 2, Findings(), Findings()
-    for attempt in (1, 2):
-        key = {"probe": phase.name, "attempt": attempt, "nodes": nodes}
-        for number, measure in enumerate(cases):
-            if attempt == 1 and now - expected < half:
-                some = f"{len(cases) - number} of {len(cases)} rounds of " if number else ""
-                bench.print(f"# left out, for --budget {args.budget:g}: {some}{phase.name}")
-                cases = cases[:number]
-                break
-            measure(key)
-            before, now = now, left()
-            expected = before - now
+
+    def suspects_of(key: Key) -> Findings:
+        """Rank 0's judgement of the cases with this key."""
         measured = [case for case in bench.report.cases if key.items() <= case.key.items()]
-        suspects, found = found, share(phase.judge(measured))
-        if not found:
-            break
-        if attempt == 1:
-            names = ", ".join(dict.fromkeys(who.name() for who, _ in found))
-            bench.print(f"# {phase.name} again, for {names}")
-    return {who: how for who, how in found.items() if who in suspects}
+        return share(phase.judge(measured))
+
+    key = {"probe": phase.name, "attempt": 1, "nodes": nodes}
+    measured = measure_first(bench, phase, key)
+    suspects = suspects_of(key)
+    if not suspects:
+        return {}
+    names = ", ".join(dict.fromkeys(who.name() for who, _ in suspects))
+    bench.print(f"# {phase.name} again, for {names}")
+    key = key | {"attempt": 2}
+    for measure in phase.cases[:measured]:
+        measure(key)
+    return {who: how for who, how in suspects_of(key).items() if who in suspects}
 
 
 # -- the last lines --------------------------------------------------------------------------------
@@ -394,16 +504,22 @@ def conclude(
     """The last lines, and why the nodes are not fit; None where they are."""
     wrong = [(Who("node", ((node,),)).name(hosts), why) for node, why in lacks.items()]
     for case in cases:
-        if case.failed:
-            mine = "rank" in case.key
-            who = Who("rank", ((case.key["rank"],),)).name(hosts) if mine else case.key["probe"]
-            wrong.append((who, with_host(case.check.removeprefix("failed: "), hosts["rank"])))
-    bad = [who for who, _ in wrong]
+        if not case.failed:
+            continue
+        why = with_host(case.check.removeprefix("failed: "), hosts["rank"])
+        if "rank" in case.key:
+            wrong.append((Who("rank", ((case.key["rank"],),)).name(hosts), why))
+        else:
+            wrong.append((case.key["probe"], why))
+    lines = sentences(slow, hosts)
+    lines += [f"wrong {who}: {why}" for who, why in dict.fromkeys(wrong)]
+    accused = [who for who, _ in wrong]
     if fail_on == "slow":
-        bad += [who.name(hosts) for who, _ in slow]
-    problem = f"not fit: {', '.join(dict.fromkeys(bad))}" if bad else None
-    lines = [*sentences(slow, hosts), *(f"wrong {who}: {why}" for who, why in dict.fromkeys(wrong))]
-    return [*lines, problem or ("fit, though slow" if slow else "fit")], problem
+        accused += [who.name(hosts) for who, _ in slow]
+    if accused:
+        problem = f"not fit: {', '.join(dict.fromkeys(accused))}"
+        return [*lines, problem], problem
+    return [*lines, "fit, though slow" if slow else "fit"], None
 
 
 def hosts_of(environment: dict[str, Any]) -> dict[str, list[str]]:
@@ -424,14 +540,14 @@ def with_host(why: str, hosts: Sequence[str]) -> str:
 def main() -> int:
     args = parse_args()
     with Benchmark("node_check", args) as bench:
-        found, slow = bench.report.environment, Findings()
-        for phase in plan(bench, found):
+        environment, slow = bench.report.environment, Findings()
+        for phase in plan(bench, cluster_of(bench)):
             slow |= measure_twice(bench, phase)
         if not share(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
         if bench.job.rank == 0:
-            lacks, cases = lacking(found, args.gpus), bench.report.cases
-            lines, problem = conclude(slow, lacks, cases, args.fail_on, hosts_of(found))
+            lacks, cases = lacking(environment, args.gpus), bench.report.cases
+            lines, problem = conclude(slow, lacks, cases, args.fail_on, hosts_of(environment))
             bench.print("\n" + "\n".join(f"# {line}" for line in lines))
             if problem:
                 bench.fail(problem)
