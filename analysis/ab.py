@@ -8,8 +8,8 @@
 """Is B slower than A? Runs two commands in turn and compares their reports.
 
 The order is A B, B A, A B: a drift of the machine hits both alike, and neighbours make a pair.
-Every run writes its report to OUT/a or OUT/b (`--json` is added to the command). The same command
-goes on where it was interrupted. docs/compare.md says more.
+Every run writes its report to OUT/a or OUT/b: `--json` is added to the command. The same call goes
+on where it was interrupted. docs/compare.md says more.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
         --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
@@ -18,9 +18,9 @@ goes on where it was interrupted. docs/compare.md says more.
         --a '/opt/torch-2.14/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py' \\
         --b '/opt/torch-2.15/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py'
 
---interleave, for a machine with neighbours: both runs of a pair take turns, block by block. For
-this project's scripts, with rank 0 on this machine. --until-decided looks after --runs runs a side,
-then after a third more each time; the looks share the 5 % of error.
+--interleave is for a machine with neighbours: both runs of a pair take turns, block by block. It
+needs this project's scripts, and rank 0 on this machine. --until-decided looks after --runs runs a
+side, then after a third more each time; the looks share the 5 % of error.
 
 Exit status: 0; 1 where a run fails, or for what --fail-on names; 2 bad usage; 130 after Ctrl-C.
 BSD-3-Clause.
@@ -58,6 +58,7 @@ from common.cli import Parser, complain, number, positive_int, refuse, wrong
 from common.turns import TURN
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GOES_ON = "the finished runs are kept; the same command goes on"
 
 
 def variable(text: str) -> str:
@@ -86,88 +87,125 @@ class Side:
     def report(self, number: int) -> Path:
         return self.folder / f"{number:02d}.jsonl"
 
+    def log(self, number: int) -> Path:
+        return self.folder / f"{number:02d}.log"
+
     def why_no_report(self, number: int) -> str | None:
         """Why a run's report is of no use; None where it is complete."""
         try:
-            found = report.load(str(self.report(number)))
+            run = report.load(str(self.report(number)))
         except ValueError as error:
             return str(error)
-        whole = found.status == "complete" and found.cases
-        return None if whole else f"its report is {found.status}, with {len(found.cases)} cases"
+        if run.status == "complete" and run.cases:
+            return None
+        return f"its report is {run.status}, with {len(run.cases)} cases"
 
     def start(self, number: int, turns: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start a run. turns: the variable that names the pipes, where runs take turns."""
         path = self.report(number)
-        path.unlink(missing_ok=True)  # half a one, of an earlier attempt
-        with path.with_suffix(".log").open("wb") as log:
+        path.unlink(missing_ok=True)  # an earlier attempt may have left a part of a report
+        variables = dict(variable.split("=", 1) for variable in self.variables)
+        with self.log(number).open("wb") as log:
             return subprocess.Popen(
                 [*shlex.split(self.command), "--json", str(path)],
-                env=os.environ | dict(v.split("=", 1) for v in self.variables) | turns,
+                env=os.environ | variables | turns,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C is for this process, which ends the commands
             )
 
-    def finish(self, number: int, process: subprocess.Popen[bytes], untaken: Any = ()) -> None:
-        """Wait for the end of a run. Raises RuntimeError where it failed, or left turns untaken."""
-        status, problem = process.wait(), self.why_no_report(number)
-        if untaken and not problem:
+    def finish(
+        self, number: int, process: subprocess.Popen[bytes], took_turns: bool = True
+    ) -> None:
+        """Wait for the end of a run. Raises RuntimeError where it failed, or took no turns."""
+        status = process.wait()
+        problem = self.why_no_report(number)
+        if problem is None and not took_turns:
             problem = "it took no turns; only this project's scripts can, where rank 0 times steps"
-        if status or problem:
-            log = self.report(number).with_suffix(".log")
-            lines = log.read_text(errors="replace").splitlines()[-15:]
-            tail = "".join(f"\n    {clean(line)}" for line in lines)
-            what = f"exit status {status}; {clean(problem or 'its report is complete', 500)}"
-            raise RuntimeError(f"{self.name} {number}: {what}; the end of {log}:{tail}")
+        if status == 0 and problem is None:
+            return
+        log = self.log(number)
+        lines = log.read_text(errors="replace").splitlines()[-15:]
+        tail = "".join(f"\n    {clean(line)}" for line in lines)
+        what = f"exit status {status}; {clean(problem or 'its report is complete', 500)}"
+        raise RuntimeError(f"{self.name} {number}: {what}; the end of {log}:{tail}")
+
+
+@dataclass
+class Turns:
+    """A run that measures only in its turns.
+
+    A byte in `turn` is its turn. By a byte in `back` it gives the turn back.
+    """
+
+    side: Side
+    process: subprocess.Popen[bytes]
+    turn: IO[bytes]
+    back: IO[bytes]
+    has_answered: bool = False
+
+    def take(self) -> bool:
+        """Give the run its turn and wait until it gives it back; False where it ends instead."""
+        self.turn.write(b".")
+        while self.process.poll() is None:
+            if is_readable(self.back, 0.1):
+                self.back.read(1)
+                self.has_answered = True
+                return True
+        return False
+
+
+def is_readable(file: IO[bytes], patience_s: float) -> bool:
+    ready, _, _ = select.select([file], [], [], patience_s)
+    return bool(ready)
+
+
+def start_turns(side: Side, number: int, folder: str, files: contextlib.ExitStack) -> Turns:
+    """Start a run with two pipes in a folder, which `files` closes."""
+    names = [f"{folder}/{side.name} {end}" for end in ("turn", "back")]
+    pipes = []
+    for name in names:
+        os.mkfifo(name)
+        # for both ways: opening waits for nobody, here and in the command
+        pipe = open(name, "r+b", buffering=0)  # noqa: SIM115 (`files` closes it)
+        pipes.append(files.enter_context(pipe))
+    turn, back = pipes
+    process = side.start(number, {TURN: ":".join(names)})
+    return Turns(side, process, turn, back)
 
 
 def take_turns(sides: Sequence[Side], number: int) -> None:
-    """Run two commands at once of which only one measures. Raises RuntimeError where one fails.
-
-    A byte in a command's first pipe is its turn; by a byte in its second it gives the turn back.
-    """
+    """Run two commands at once of which only one measures. Raises RuntimeError where one fails."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
-        running, passed = [], set()
-        for side in sides:
-            names = [f"{folder}/{side.name} {end}" for end in ("turn", "back")]
-            for name in names:
-                os.mkfifo(name)
-            # for both ways: opening waits for nobody, here and in the command
-            turn, back = (files.enter_context(open(name, "r+b", buffering=0)) for name in names)
-            process = side.start(number, {TURN: ":".join(names)})
-            running.append((side, process, turn, back))
+        running = [start_turns(side, number, folder, files) for side in sides]
         while running:
             for run in running.copy():
-                side, process, turn, back = run
-                turn.write(b".")
-                while process.poll() is None:
-                    if select.select([back], [], [], 0.1)[0]:
-                        back.read(1)
-                        passed.add(side.name)
-                        break
-                else:  # it has ended; the other one goes on alone
-                    untaken = select.select([turn], [], [], 0)[0] or side.name not in passed
-                    side.finish(number, process, untaken)
+                if not run.take():  # it has ended; the other one goes on alone
+                    has_left_turn = is_readable(run.turn, 0)
+                    took_turns = run.has_answered and not has_left_turn
+                    run.side.finish(number, run.process, took_turns)
                     running.remove(run)
 
 
 def end_all() -> None:
-    """End the commands and all that they started; politely first."""
+    """End the commands and all that they started, first politely."""
     commands = psutil.Process().children()
     tree = psutil.Process().children(recursive=True)
     for command in commands:
         with contextlib.suppress(psutil.NoSuchProcess):
             command.terminate()
-    for part in psutil.wait_procs(tree, 40)[1]:
+    _, alive = psutil.wait_procs(tree, 40)
+    for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
-            part.kill()
+            process.kill()
 
 
 def planned_looks(first: int, most: int) -> list[int]:
     """After how many runs a side the result is looked at: by a third more each time, and even.
 
-    Even, since ABBA balances a drift over two pairs. A look right before the last, with 15 % fewer
-    runs or less, would not be worth its share of the error rate.
+    The numbers are even, since ABBA balances a drift over two pairs. A look right before the last,
+    with 15 % fewer runs or less, would not be worth its share of the error rate.
     """
     looks = [first]
     while looks[-1] < most:
@@ -177,16 +215,20 @@ def planned_looks(first: int, most: int) -> list[int]:
 
 
 def open_folder(args: argparse.Namespace, looks: list[int]) -> tuple[list[Side], IO[bytes]]:
-    """The sides and the plan, which is written and locked while its file is open.
+    """The sides, and the file of the plan, which is written, and locked as long as it is open.
 
     Raises ValueError where the folder holds another plan, or another ab.py has it open.
     """
-    names = ("a", "a_env", "b", "b_env", "interleave")
-    plan = {name: getattr(args, name) for name in names} | {"looks after runs": looks}
-    sides = [Side(name, plan[name], plan[f"{name}_env"], args.out / name) for name in "ab"]
+    sides = [
+        Side("a", args.a, args.a_env, args.out / "a"),
+        Side("b", args.b, args.b_env, args.out / "b"),
+    ]
     for side in sides:
         side.folder.mkdir(parents=True, exist_ok=True)
-    path, text = args.out / "plan.txt", "".join(f"{name}: {plan[name]}\n" for name in plan)
+    names = ("a", "a_env", "b", "b_env", "interleave")
+    plan = {name: getattr(args, name) for name in names} | {"looks after runs": looks}
+    text = "".join(f"{name}: {value}\n" for name, value in plan.items())
+    path = args.out / "plan.txt"
     locked = report.open_alone(str(path))
     if path.read_text() not in ("", text):
         raise ValueError(f"{path} is of another comparison; give another --out")
@@ -198,23 +240,40 @@ def measure(args: argparse.Namespace, sides: list[Side], looks: list[int]) -> Co
     """Run what is planned, or until every case has a verdict. Raises RuntimeError."""
     design = Design(args.margin, True, args.interleave, len(looks))
     for pair in range(1, looks[-1] + 1):
-        order = sides if pair % 2 else sides[::-1]
-        todo = [side for side in order if side.why_no_report(pair)]
-        began = time.monotonic()
-        if todo and args.interleave:
-            take_turns(order, pair)
-        else:
-            for side in todo:
-                side.finish(pair, side.start(pair, {}))
-        took = f"took {time.monotonic() - began:.1f} s" if todo else "is there already"
-        complain(f"pair {pair} of {looks[-1]} {took}")
+        run_pair(sides, pair, looks[-1], args.interleave)
         if pair in (1, *looks):  # after the first: do keys meet?
-            words = [str(side.report(n)) for side in sides for n in range(1, pair + 1)]
-            runs = sorted(load(words, ignore=args.ignore_key), key=lambda run: run.label)
-            found = compare(runs[:pair], runs[pair:], design)
-        if pair in looks and all(case.verdict != "undecided" for case in found.cases):
+            comparison = compare_runs(sides, pair, args.ignore_key, design)
+        if pair in looks and all(case.verdict != "undecided" for case in comparison.cases):
             break
-    return found
+    return comparison
+
+
+def run_pair(sides: list[Side], pair: int, last: int, interleave: bool) -> None:
+    """Run both commands, except where the report of a run is complete already."""
+    order = sides if pair % 2 else sides[::-1]
+    todo = [side for side in order if side.why_no_report(pair)]
+    if not todo:
+        complain(f"pair {pair} of {last} is there already")
+        return
+    began = time.monotonic()
+    if interleave:
+        take_turns(order, pair)
+    else:
+        for side in todo:
+            side.finish(pair, side.start(pair, {}))
+    complain(f"pair {pair} of {last} took {time.monotonic() - began:.1f} s")
+
+
+def compare_runs(sides: list[Side], pairs: int, ignore: list[str], design: Design) -> Comparison:
+    """The first runs of a against those of b."""
+    base_side, test_side = sides
+    base_paths = [str(base_side.report(number)) for number in range(1, pairs + 1)]
+    test_paths = [str(test_side.report(number)) for number in range(1, pairs + 1)]
+    runs = load(base_paths + test_paths, ignore=ignore)  # in the order of their start
+    run_of_path = {run.label: run for run in runs}
+    base = [run_of_path[path] for path in base_paths]
+    test = [run_of_path[path] for path in test_paths]
+    return compare(base, test, design)
 
 
 def handle_signals(handler: Any) -> None:
@@ -227,13 +286,19 @@ def interrupt(number: int, frame: Any) -> None:
     raise KeyboardInterrupt(128 + number)
 
 
-def main() -> int:
-    parser = Parser(__doc__)
+def add_flags(parser: Parser) -> None:
     add = parser.add_argument
-    for side, what in (("a", "the base, as one word: quote it"), ("b", "what is compared with it")):
-        add(f"--{side}", required=True, type=command, metavar="COMMAND", help=what)
-        own = f"NAME=VALUE, variables of {side.upper()}'s runs alone"
-        add(f"--{side}-env", type=variable, nargs="+", action="extend", default=[], help=own)
+    lists: dict[str, Any] = {"type": variable, "nargs": "+", "action": "extend", "default": []}
+    add(
+        "--a",
+        required=True,
+        type=command,
+        metavar="COMMAND",
+        help="the base, as one word: quote it",
+    )
+    add("--a-env", help="NAME=VALUE, variables of A's runs alone", **lists)
+    add("--b", required=True, type=command, metavar="COMMAND", help="what is compared with it")
+    add("--b-env", help="NAME=VALUE, variables of B's runs alone", **lists)
     add("--out", required=True, type=folder, metavar="DIR", help="keep plan, reports and logs here")
     add("--runs", type=number(int, 2), default=6, metavar="N", help="runs a side (default: 6)")
     add("--interleave", action="store_true", help="both runs of a pair at once, block by block")
@@ -241,25 +306,33 @@ def main() -> int:
     limit = "at most so many runs a side, with --until-decided (default: 4 times --runs)"
     add("--max-runs", type=positive_int, metavar="N", help=limit)
     add_verdict_flags(parser)
+
+
+def main() -> int:
+    parser = Parser(__doc__)
+    add_flags(parser)
     args = parser.parse_args()
     most = args.max_runs or 4 * args.runs
     looks = planned_looks(args.runs, most) if args.until_decided else [args.runs]
     handle_signals(interrupt)
     try:
         sides, _plan = open_folder(args, looks)  # which stays open, and so locked
-        found = measure(args, sides, looks)
+        comparison = measure(args, sides, looks)
     except (ValueError, OSError) as error:
         refuse(clean(error, 1000))
-    except (RuntimeError, KeyboardInterrupt) as problem:
-        stopped = isinstance(problem, KeyboardInterrupt)
-        complain(f"ab.py: {'interrupted' if stopped else problem}")
-        complain("the finished runs are kept; the same command goes on")
-        return int(problem.args[0]) if stopped else 1
+    except RuntimeError as error:
+        complain(f"ab.py: {error}")
+        complain(GOES_ON)
+        return 1
+    except KeyboardInterrupt as interruption:
+        complain("ab.py: interrupted")
+        complain(GOES_ON)
+        return int(interruption.args[0])
     finally:
         handle_signals(signal.SIG_IGN)
         end_all()
         handle_signals(signal.SIG_DFL)
-    return conclude([found], args.format, args.fail_on)
+    return conclude([comparison], args.format, args.fail_on)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import by_benchmark, find, load, rows_of
+from analysis.load import Run, by_benchmark, find, load, rows_of
 from analysis.show import check_output, clean, markdown, put, show_table, show_time
 from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
 from common.cli import Parser, checked, fraction, list_of, positive_int, refuse
@@ -193,13 +193,16 @@ def two_sides(args: argparse.Namespace) -> Comparison:
     return compare(base, test, Design(args.margin, paired, args.interleaved))
 
 
+def have_times(runs: Sequence[Run]) -> bool:
+    return any(row.time_s for row in rows_of(runs))
+
+
 def over_time(args: argparse.Namespace) -> list[Comparison]:
     """The newest run of each benchmark against those before it."""
     if args.plot is not None:
         check_output(args.plot, (".svg", ".png", ".pdf"), find([args.history]))
     groups = by_benchmark(load([args.history], args.measure, args.ignore_key)).values()
-    timed = [runs for runs in groups if any(row.time_s for row in rows_of(runs))]
-    several = [runs for runs in timed if len(runs) > 1]
+    several = [runs for runs in groups if len(runs) > 1 and have_times(runs)]
     comparisons = []
     for *earlier, newest in several:
         comparisons.append(compare(earlier[-args.last :], [newest], Design(args.margin)))
@@ -241,15 +244,18 @@ def main() -> int:
 
 def check_sides(args: argparse.Namespace) -> None:
     """Refuse what is neither two sides nor a history, and flags that only the other one has."""
-    has_two_sides = args.base and args.test and not args.history
-    has_history = args.history and not args.base and not args.test
-    if not has_two_sides and not has_history:
-        what = "compare.py base.jsonl --test test.jsonl, or compare.py --history reports/"
-        refuse(f"expected reports of two sides, or a history; e.g. {what}")
-    if args.plot is not None and not args.history:
+    what = "compare.py base.jsonl --test test.jsonl, or compare.py --history reports/"
+    neither = f"expected reports of two sides, or a history; e.g. {what}"
+    if args.history:
+        if args.base or args.test:
+            refuse(neither)
+        if args.paired or args.interleaved:
+            refuse("--paired and --interleaved are about BASE and --test: a history has no pairs")
+        return
+    if not args.base or not args.test:
+        refuse(neither)
+    if args.plot is not None:
         refuse("--plot draws runs over time: it needs --history, e.g. --history reports/")
-    if args.history and (args.paired or args.interleaved):
-        refuse("--paired and --interleaved are about BASE and --test: a history has no pairs")
 
 
 if __name__ == "__main__":

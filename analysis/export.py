@@ -15,7 +15,7 @@
     python analysis/export.py report.jsonl --to csv > report.csv
     python analysis/export.py report.jsonl --to gha --metric step_time_p50_s > output.json
 
-gha, bmf and prometheus hold one value of a case, that of the newest run. BSD-3-Clause.
+gha, bmf and prometheus hold one value of each case, that of the newest run. BSD-3-Clause.
 """
 
 import json
@@ -38,43 +38,48 @@ Rows = list[dict[str, Any]]
 PYTORCH_NEEDS = ("model", "dtype", "world_size", "batch_size", "backend", "bucket_size_mb")
 
 
-def by_metric(rows: Rows) -> dict[tuple[str, str], dict[str, Any]]:
-    """The last row of each `benchmark/case` and metric, of which these formats hold one value."""
+def newest_of_each(rows: Rows) -> dict[tuple[str, str], dict[str, Any]]:
+    """The last row of each `benchmark/case` and metric: some formats hold one value of them."""
     return {(f"{row['benchmark']}/{row['case']}", row["metric"]): row for row in rows}
 
 
 def to_csv(rows: Rows) -> str:
     table = pd.json_normalize(rows).astype({"n": "Int64"})  # the key as columns key.*
     last = ["metric", "value", "ci_low", "ci_high", "n"]
-    return table[[*table.columns.difference(last, sort=False), *last]].to_csv(index=False)
+    first = table.columns.difference(last, sort=False)
+    return table[[*first, *last]].to_csv(index=False)
 
 
 def to_bmf(rows: Rows) -> str:
     """https://bencher.dev/docs/reference/bencher-metric-format: at most 64 letters a measure."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for (name, metric), row in by_metric(rows).items():
-        names = {"value": "value", "ci_low": "lower_value", "ci_high": "upper_value"}
-        values = {names[key]: row[key] for key in names if row[key] is not None}
-        found.setdefault(name[:1024], {})[metric[:64]] = values
-    return json.dumps(found, indent=1)
+    cases: dict[str, dict[str, dict[str, float]]] = {}
+    for (name, metric), row in newest_of_each(rows).items():
+        measure = {"value": row["value"]}
+        if row["ci_low"] is not None:
+            measure |= {"lower_value": row["ci_low"], "upper_value": row["ci_high"]}
+        cases.setdefault(name[:1024], {})[metric[:64]] = measure
+    return json.dumps(cases, indent=1)
 
 
 def to_gha(rows: Rows) -> str:
-    """Its src/extract.ts, BenchmarkResult. A file is smaller-is-better or bigger-is-better."""
-    if len({row["metric"].endswith("_per_s") for row in rows}) > 1:
+    """Its src/extract.ts, BenchmarkResult. In a file either smaller or bigger values are better."""
+    has_rates = {row["metric"].endswith("_per_s") for row in rows}
+    if len(has_rates) > 1:  # both: the times alone
         rows = [row for row in rows if re.search(r"(?<!_per)_s$", row["metric"])]
-    found = []
-    for (name, metric), row in by_metric(rows).items():
+    entries = []
+    for (name, metric), row in newest_of_each(rows).items():
         unit = unit_of(metric).name or "1"
         entry = {"name": f"{name}/{metric}", "unit": unit, "value": row["value"]}
         if row["ci_low"] is not None:
             entry["range"] = f"± {(row['ci_high'] - row['ci_low']) / 2:.3g}"
-        found.append(entry | ({"extra": f"{row['n']} iterations"} if row["n"] else {}))
-    return json.dumps(found, indent=1)
+        if row["n"] is not None:
+            entry["extra"] = f"{row['n']} iterations"
+        entries.append(entry)
+    return json.dumps(entries, indent=1)
 
 
 def to_records(rows: Rows) -> str:
-    """pytorch/test-infra, clickhouse_db_schema/oss_ci_benchmark_v3: maps hold strings alone."""
+    """pytorch/test-infra, clickhouse_db_schema/oss_ci_benchmark_v3: its maps hold only strings."""
     records = []
     for row in rows:
         key = {name: str(entry) for name, entry in row["key"].items()}
@@ -92,58 +97,86 @@ def to_records(rows: Rows) -> str:
 def to_prometheus(rows: Rows) -> str:
     """https://prometheus.io/docs/instrumenting/exposition_formats; base units in the names."""
     groups: dict[str, list[str]] = {}
-    for (_, metric), row in by_metric(rows).items():
-        metric = re.sub(r"_s$", "_seconds", re.sub(r"_per_s$", "_per_second", metric))
-        name = word(f"torchrun_bench_{metric}")
-        labels = {label: row[label] for label in ("benchmark", "case", "host")}
-        labels |= {f"key_{k}": entry for k, entry in row["key"].items() if entry is not None}
-        # JSON escapes \ and " as this format does
-        pairs = [f"{word(k)}={json.dumps(clean(e), ensure_ascii=False)}" for k, e in labels.items()]
+    for (_, metric), row in newest_of_each(rows).items():
+        with_rate = re.sub(r"_per_s$", "_per_second", metric)
+        name = word("torchrun_bench_" + re.sub(r"_s$", "_seconds", with_rate))
         samples = groups.setdefault(name, [f"# TYPE {name} gauge"])
-        samples.append(f"{name}{{{','.join(pairs)}}} {row['value']!r}")
+        samples.append(f"{name}{{{labels_of(row)}}} {row['value']!r}")
     return "\n".join(chain(*groups.values()))
 
 
+def labels_of(row: dict[str, Any]) -> str:
+    """`benchmark="ddp_sweep",case="...",host="...",key_model="resnet18"`"""
+    labels = {name: row[name] for name in ("benchmark", "case", "host")}
+    for name, entry in row["key"].items():
+        if entry is not None:
+            labels[f"key_{name}"] = entry
+    pairs = []
+    for name, entry in labels.items():
+        text = json.dumps(clean(entry), ensure_ascii=False)  # escapes \ and " as this format does
+        pairs.append(f"{word(name)}={text}")
+    return ",".join(pairs)
+
+
 def word(name: str) -> str:
+    """A name as Prometheus takes it."""
     return re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def model_of(case: report.Case) -> str:
-    """What a case without DDP has in common with those that it belongs to."""
+    """What the cases with DDP share with the one without."""
     return canonical({name: case.key[name] for name in ("model", "dtype")})
 
 
 def to_pytorch(paths: list[str]) -> str:
-    """The report of benchmarks/distributed/ddp/benchmark.py: no ddp first, then by ranks.
-
-    Its measurements are the times of the first rank, then of the second, and so on.
-    """
+    """The report of benchmarks/distributed/ddp/benchmark.py: no ddp first, then by ranks."""
     with open_report(paths[0]) as file:
-        found = report.load(paths[0], lines=file)
-    cases = [case for case in found.cases if not case.failed and case.samples_s.get("step")]
-    cases = [case for case in cases if case.key.keys() >= set(PYTORCH_NEEDS)]
+        run = report.load(paths[0], lines=file)
+    cases = [case for case in run.cases if fits_pytorch(case)]
     wrapped = [case for case in cases if case.key["world_size"]]
-    if len(paths) != 1 or found.benchmark != "ddp_sweep" or not wrapped:
+    if len(paths) != 1 or run.benchmark != "ddp_sweep" or not wrapped:
         raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
-    bare = {model_of(case): [case] for case in cases if not case.key["world_size"]}
+    without_ddp = {model_of(case): case for case in cases if not case.key["world_size"]}
     groups: dict[str, list[report.Case]] = {}  # an entry for each bucket size and hook
     for case in wrapped:
-        which = {k: v for k, v in case.key.items() if k not in ("label", "world_size")}
-        first = bare.get(model_of(case), [])
-        groups.setdefault(canonical(which), [*first]).append(case)
+        key = {k: v for k, v in case.key.items() if k not in ("label", "world_size")}
+        group = groups.setdefault(canonical(key), [])
+        if not group and model_of(case) in without_ddp:
+            group.append(without_ddp[model_of(case)])
+        group.append(case)
+    document = {
+        "pytorch_version": run.environment.get("torch"),
+        "cuda_version": run.environment.get("cuda"),
+        "distributed_backend": wrapped[0].key["backend"],
+        "bucket_size": wrapped[0].key["bucket_size_mb"],
+        "benchmark_results": [pytorch_result(group) for group in groups.values()],
+    }
+    return json.dumps(document)
+
+
+def fits_pytorch(case: report.Case) -> bool:
+    """Whether a case has the times and the key that the report needs."""
+    has_times = not case.failed and case.samples_s.get("step")
+    return bool(has_times) and case.key.keys() >= set(PYTORCH_NEEDS)
+
+
+def pytorch_result(cases: list[report.Case]) -> dict[str, Any]:
+    """The measurements are the times of the first rank, then those of the second, and so on."""
     results = []
-    for group in groups.values():
-        rows = [{"ranks": c.ranks, "measurements": [*chain(*c.samples_s["step"])]} for c in group]
-        entry = {name: group[-1].key[name] for name in ("model", "batch_size")}
-        results.append(entry | {"result": rows})
-    e, key = found.environment, wrapped[0].key
-    document = {"pytorch_version": e.get("torch"), "cuda_version": e.get("cuda")}
-    document |= {"distributed_backend": key["backend"], "bucket_size": key["bucket_size_mb"]}
-    return json.dumps(document | {"benchmark_results": results})
+    for case in cases:
+        measurements = list(chain(*case.samples_s["step"]))
+        results.append({"ranks": case.ranks, "measurements": measurements})
+    key = cases[-1].key
+    return {"model": key["model"], "batch_size": key["batch_size"], "result": results}
 
 
-FORMATS = {"csv": to_csv, "bmf": to_bmf, "gha": to_gha, "records": to_records}
-FORMATS["prometheus"] = to_prometheus
+FORMATS = {
+    "csv": to_csv,
+    "bmf": to_bmf,
+    "gha": to_gha,
+    "records": to_records,
+    "prometheus": to_prometheus,
+}
 
 
 def main() -> int:
@@ -151,22 +184,28 @@ def main() -> int:
     add = parser.add_argument
     add("reports", nargs="+", metavar="REPORT", help="reports, folders of reports, or patterns")
     add("--to", required=True, choices=(*FORMATS, "pytorch"), help="the format")
-    add("--metric", type=list_of(str), metavar="NAME", help="these alone; a list (default: all)")
+    metric = "export only these metrics; a list (default: all)"
+    add("--metric", type=list_of(str), metavar="NAME", help=metric)
     args = parser.parse_args()
     try:
         if args.to == "pytorch":
             text = to_pytorch(args.reports)
         else:
-            rows = numbers(load(args.reports))
-            chosen = [row for row in rows if not args.metric or row["metric"] in args.metric]
-            if not chosen:
-                names = ", ".join(sorted({row["metric"] for row in rows}))
-                raise ValueError(f"no case has such a number; there are {names or 'none'}")
-            text = FORMATS[args.to](chosen)
+            rows = chosen(numbers(load(args.reports)), args.metric)
+            text = FORMATS[args.to](rows)
     except (ValueError, OSError) as error:
         refuse(clean(error, 1000))
     put(text.rstrip("\n"))
     return 0
+
+
+def chosen(rows: Rows, metrics: list[str] | None) -> Rows:
+    """The rows of these metrics. Raises ValueError where there is none."""
+    kept = [row for row in rows if not metrics or row["metric"] in metrics]
+    if not kept:
+        names = ", ".join(sorted({row["metric"] for row in rows}))
+        raise ValueError(f"no case has such a number; there are {names or 'none'}")
+    return kept
 
 
 if __name__ == "__main__":

@@ -131,7 +131,10 @@ def show_value(name: str, value: Any) -> str:
 def case_names(keys: Sequence[dict[str, Any]]) -> list[str]:
     """A name for each key: its label, and the entries that tell it apart from others."""
     names = [clean(key.get("label") or "", 60) for key in keys]
-    entries = dict.fromkeys(entry for key in keys for entry in key if entry != "label")
+    entries: dict[str, None] = {}
+    for key in keys:
+        entries |= dict.fromkeys(key)
+    entries.pop("label", None)
     for entry in entries:
         words = [clean(show_value(entry, key.get(entry)), 60) for key in keys]
         names = tell_apart(names, words)

@@ -137,6 +137,10 @@ def is_timed(row: Row | None) -> TypeGuard[Row]:
     return row is not None and row.time_s > 0
 
 
+def timed(rows: Rows) -> list[Row]:
+    return [row for row in rows if is_timed(row)]
+
+
 def why_untimed(side: str, rows: Rows) -> str:
     """`BASE: no time in 2 of 6 runs: failed: ...`, or nothing where every run has a time."""
     untimed = [row for row in rows if not is_timed(row)]
@@ -156,8 +160,7 @@ def times_of_case(benchmark: str, base: Rows, test: Rows, design: Design) -> Res
     result = Result(benchmark, first.key, first.name)
     notes = [why_untimed("BASE", base), why_untimed("TEST", test)]
     result.reason = "; ".join(note for note in notes if note)
-    timed_base = [row for row in base if is_timed(row)]
-    timed_test = [row for row in test if is_timed(row)]
+    timed_base, timed_test = timed(base), timed(test)
     if not timed_base or not timed_test:
         never_in_base = not any(base)
         result.verdict = "new" if timed_test or never_in_base else "missing"
