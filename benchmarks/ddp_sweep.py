@@ -437,14 +437,14 @@ def columns(args: argparse.Namespace) -> Columns:
 def why_columns(args: argparse.Namespace, job: Job) -> Columns:
     """The second table: where the time goes."""
     memory = "max_reserved" if job.device.type == "cuda" else "RSS growth"
-    columns: Columns = {
+    shown: Columns = {
         "": partial(name_of, args),
         "samples/s": metric("samples_per_s", digits=1),
         "efficiency\n(%)": metric("efficiency", 100, 1),
         "step\n(ms)": metric("step_time_p50_s", 1e3),
     }
     if not args.no_breakdown:
-        columns |= {
+        shown |= {
             "local\ncompute\n(ms)": metric("local_compute_p50_s", 1e3),
             "exposed\ncommun.\n(ms)": metric("exposed_communication_s", 1e3),
             "95% ci\n(ms)": interval_ends("exposed_communication_ci95_s", 1e3, 1),
@@ -453,7 +453,7 @@ def why_columns(args: argparse.Namespace, job: Job) -> Columns:
             "late\n(ms)": metric("late_s", 1e3),
             "slowest\nrank": metric("straggler_rank", digits=0),
         }
-    return columns | {f"{memory}\n(GiB)": metric("memory_gib")}
+    return shown | {f"{memory}\n(GiB)": metric("memory_gib")}
 
 
 # -- which cases -----------------------------------------------------------------------------------

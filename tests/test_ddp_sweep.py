@@ -4,6 +4,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from benchmarks import ddp_sweep
 from common.report import Case
+from common.stats import Times
 from tests.process import ROOT
 
 SCRIPT = "benchmarks/ddp_sweep.py"
@@ -155,6 +157,46 @@ def test_the_title_has_what_all_cases_share() -> None:
     assert title("--comm-hook", "bf16,none").endswith("25 MB")
     flags = ("--channels-last", "--static-graph", "--gradient-as-bucket-view")
     assert title(*flags).endswith("25 MB, channels last, gradient as bucket view, static graph")
+
+
+def test_the_metrics_of_a_case_by_hand() -> None:
+    """6 rounds of a sample. In each the slowest rank's step is 10 ms and its local compute 8 ms."""
+    rows = {
+        "step": [[0.010] * 6, [0.009] * 6],
+        "local compute": [[0.004] * 6, [0.008] * 6],
+        "alone": [[0.004] * 6, [0.003] * 6],
+    }
+    case = Case({"batch_size": 5}, [0, 1], rows, [1] * 6)
+    facts = [ddp_sweep.Facts("abc", {"memory_gib": gib}) for gib in (0.5, 0.75)]
+    ddp_sweep.derive(0.008, case, Times(rows, case.rounds), facts)
+    m = case.metrics
+    assert case.check == "passed"
+    assert m["step_time_p50_s"] == pytest.approx(0.010)
+    assert m["samples_per_s"] == pytest.approx(2 * 5 / 0.010)
+    assert m["efficiency"] == pytest.approx(0.8)  # one process takes 8 ms
+    assert m["exposed_communication_s"] == pytest.approx(0.002)
+    assert m["communication_p50_s"] == pytest.approx(0.004)
+    assert m["overlap"] == pytest.approx(0.5)  # 2 of 4 ms
+    assert m["late_s"] == pytest.approx(0.002)  # 8 ms, and 6 ms between the two ranks
+    assert m["memory_gib"] == 0.75
+
+    different = [ddp_sweep.Facts(digest, {}) for digest in ("abc", "abd")]
+    alone = Case({"batch_size": 5}, [0, 1], {"step": rows["step"]}, [1] * 6)
+    ddp_sweep.derive(None, alone, Times(alone.samples_s, alone.rounds), different)
+    assert alone.check.startswith("failed: ")
+    assert "efficiency" not in alone.metrics
+    assert "exposed_communication_s" not in alone.metrics
+
+
+def test_the_plan_begins_each_table_with_one_process() -> None:
+    flags = ("--device", "cpu", "--model", "resnet18", "--dtype", "fp32,bf16")
+    args = ddp_sweep.parse_args([*flags, "--bucket-size", "1,25", "--world-sizes", "2"])
+    job: Any = SimpleNamespace(world_size=4, device=torch.device("cpu"))
+    tables = ddp_sweep.plan(args, job, 4)
+    assert list(tables) == [f"resnet18, batch size 8, 64 px, {dtype}" for dtype in ("fp32", "bf16")]
+    for keys in tables.values():
+        settings = [(key["world_size"], key["bucket_size_mb"], key["comm_hook"]) for key in keys]
+        assert settings == [(0, None, None), (2, 1.0, "none"), (2, 25.0, "none")]
 
 
 @pytest.fixture

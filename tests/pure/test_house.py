@@ -173,7 +173,7 @@ def test_a_line_says_one_thing(path: Path) -> None:
 
 
 def test_what_counts_as_thick() -> None:
-    """Two branches in a comprehension with a condition, one in `or`, two in a loop with an if."""
+    """Two in a comprehension with a condition, one each in `or`, for, if and the last one."""
     tree = ast.parse("[x for x in y if x] or z\nfor a in b:\n    if a:\n        c = [a for a in b]")
     assert branches(tree) == 6
     assert not nests(tree)
