@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks import p2p_matrix
+from common import links
 
 
 def test_the_key_of_a_round_says_who_meets() -> None:
@@ -53,6 +54,6 @@ def test_where_no_plot_can_be_written(tmp_path: Path) -> None:
 
 def test_many_links_are_listed_by_the_worst() -> None:
     pairs = [(a, b) for a in range(40) for b in range(a + 1, 40)]
-    rows: list[Any] = [(a, b, 30 if (a, b) == (2, 5) else 10, 5, 5, 9) for a, b in pairs]
+    rows = [links.Link(a, b, 30 if (a, b) == (2, 5) else 10, 5, 5, 9) for a, b in pairs]
     _, latency, *_ = p2p_matrix.tables(rows, 40, "rank").split("\n\n")
     assert latency.splitlines()[:2] == ["worst 20 of 780 links:", "      2 -> 5     30"]
