@@ -81,7 +81,7 @@ Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # indices [n], offsets 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    text = "(default: half of the ranks)"
+    text = "trainers (default: half of the ranks)"
     add("--number-trainers", type=positive_int, metavar="N", help=text)
     text = "parameter servers (default: the other half)"
     add("--number-ps", type=positive_int, metavar="N", help=text)
