@@ -525,8 +525,10 @@ def derive(cases: dict[tuple[str, str], Case], case: Case, times: Times, facts: 
     cases: those before this one with the same model, by strategy and compiler.
     """
     m, key, size = case.metrics, case.key, facts[0]["batch_size"]
-    m |= step_metrics(times.each(), len(facts) * (size or 0))
-    m |= {"batch_size": size, "samples_per_s": m["samples_per_s"] or None}
+    m |= step_metrics(times.each(), 0 if size is None else len(facts) * size)
+    m["batch_size"] = size
+    if size is None:
+        m["samples_per_s"] = None
     without_optimizer = times.slowest("forward+backward")
     m |= percentiles(without_optimizer, "forward_backward")
     m["forward_backward_mean_s"] = float(without_optimizer.mean())
