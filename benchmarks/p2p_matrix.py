@@ -1,14 +1,16 @@
 #!/usr/bin/env python3
 """Which link, rank or node is the bad one? Latency and bandwidth between every pair of ranks.
 
-All pairs meet once, in the rounds of a tournament: a round's at once, or one by one (--serial).
+All pairs meet once, in the rounds of a tournament. The pairs of a round meet at the same time, or
+one after the other (--serial).
 
     latency         = time of a ping-pong of --latency-size bytes / 2
     a -> b          = size * n / (time of n sends and b's word that all have come)
     bidirectional   = 2 * size * n / time of n exchanges
-    Of the samples the fastest counts: what disturbs a link only adds time.
+    The fastest sample counts: what disturbs a link only adds time.
     slow            = costs 10 % and --sigmas median absolute deviations more than its like
     --by node       = rank i of one node with rank i of the other, all at once; bandwidths added
+    The calls that are measured are in common/links.py.
 
     torchrun --nproc-per-node 4 benchmarks/p2p_matrix.py
     torchrun --nproc-per-node 8 benchmarks/p2p_matrix.py --plot links.png --json p2p.jsonl
@@ -46,7 +48,8 @@ from common.links import (
 from common.outliers import SIGMAS, sentences
 from common.ranks import node_of_each, partition
 
-LARGEST_MATRIX, WORST = 32, 20  # above so many members so many links are printed
+LARGEST_MATRIX = 32  # members; of more only the worst links are printed
+WORST = 20
 PLOTS = (".png", ".svg", ".pdf")
 PLOT = "a file that ends in .png, .svg or .pdf"
 
@@ -109,23 +112,59 @@ def matrix_lines(values: dict[Pair, float], n: int) -> list[str]:
     return lines
 
 
+def messages_of(args: argparse.Namespace, device: torch.device) -> Messages:
+    size = args.size or (2**28 if device.type == "cuda" else 2**20)
+    return Messages(size, args.latency_size, args.calls)
+
+
 def plan(args: argparse.Namespace, job: Job, members: int) -> list[tuple[Key, list[Pair]]]:
     """The key of each round, and the pairs of members that meet in it."""
     rounds = rounds_of(members)
     if args.serial:
         rounds = [[pair] for pairs in rounds for pair in pairs]
-    fixed = {n: getattr(args, n) for n in ("size", "latency_size", "calls", "by", "serial")}
-    # the ranks do not say who meets: 3 nodes of 4 have as many rounds as 4 nodes of 3
-    fixed |= {"rounds": len(rounds), "members": members, "world_size": job.world_size}
-    fixed |= {"device": job.device.type, "backend": job.backend}
+    messages = messages_of(args, job.device)
+    fixed = {
+        "size": messages.size,
+        "latency_size": messages.latency_size,
+        "calls": messages.calls,
+        "by": args.by,
+        "serial": args.serial,
+        # the ranks do not say who meets: 3 nodes of 4 have as many rounds as 4 nodes of 3
+        "rounds": len(rounds),
+        "members": members,
+        "world_size": job.world_size,
+        "device": job.device.type,
+        "backend": job.backend,
+    }
     return [({"round": number} | fixed, pairs) for number, pairs in enumerate(rounds, 1)]
 
 
-def settings(args: argparse.Namespace) -> str:
+def settings(args: argparse.Namespace, messages: Messages) -> str:
     """What all rounds share, in words."""
     how = "one pair at a time" if args.serial else "the pairs of a round at once"
-    size, latency_size = cli.show_size(args.size), cli.show_size(args.latency_size)
-    return f"{how}; messages of {size} bytes (latency: {latency_size}), {args.calls} a sample"
+    size, latency_size = cli.show_size(messages.size), cli.show_size(messages.latency_size)
+    return f"{how}; messages of {size} bytes (latency: {latency_size}), {messages.calls} a sample"
+
+
+def members_of(args: argparse.Namespace, nodes: list[int]) -> list[list[int]]:
+    """The ranks of each rank or node, as --by says. Raises ValueError. nodes: of each rank."""
+    try:
+        members = partition(args.by, nodes)
+    except ValueError as error:
+        raise ValueError(f"--by {args.by}: {error}") from error
+    if len(members) < 2:
+        raise ValueError(f"a link needs two {args.by}s, and there is 1; e.g. --nproc-per-node 2")
+    return members
+
+
+def draw(bench: Benchmark, path: str) -> None:
+    """The heat map. What draws is no part of measuring, and is imported only here."""
+    try:
+        from analysis.report import link_heatmap
+
+        link_heatmap(bench.report, path)
+    except (ImportError, OSError, ValueError) as error:
+        bench.fail(f"--plot {path}: {error}")
 
 
 def main() -> int:
@@ -138,30 +177,23 @@ def main() -> int:
             bench.print("# gloo sends no CUDA tensors: these are the links of the CPU")
         if args.plot and (problem := share(why_no_plot(args.plot) if job.rank == 0 else None)):
             bench.refuse(f"--plot {args.plot}: {problem}")
-        args.size = args.size or (2**28 if job.device.type == "cuda" else 2**20)
         try:
-            members = partition(args.by, nodes)
+            members = members_of(args, nodes)
         except ValueError as error:
-            bench.refuse(f"--by {args.by}: {error}")
-        if len(members) < 2:
-            bench.refuse(f"a link needs two {args.by}s, and there is 1; e.g. --nproc-per-node 2")
-        rounds = plan(args, job, len(members))
-        bench.print(f"\n# {len(rounds)} rounds, {settings(args)}")
-        links, messages = list[Link](), Messages(args.size, args.latency_size, args.calls)
+            bench.refuse(str(error))
+        messages, rounds = messages_of(args, job.device), plan(args, job, len(members))
+        bench.print(f"\n# {len(rounds)} rounds, {settings(args, messages)}")
+        links = list[Link]()  # on rank 0
         for key, pairs in rounds:
             links += measure_round(bench, key, pairs, members, messages)
         if links:
-            slow = slow_links(links, [nodes[ranks[0]] for ranks in members], args.by, args.sigmas)
+            node_of_member = [nodes[ranks[0]] for ranks in members]
+            slow = slow_links(links, node_of_member, args.by, args.sigmas)
             bench.print(tables(links, len(members), args.by) + "\n")
             for line in sentences(slow) or ["no link, rank or node is slow beyond noise"]:
                 bench.print(f"# {line}")
-        if args.plot and links:
-            try:  # what draws is no part of measuring
-                from analysis.report import link_heatmap
-
-                link_heatmap(bench.report, args.plot)
-            except (ImportError, OSError, ValueError) as error:
-                bench.fail(f"--plot {args.plot}: {error}")
+            if args.plot:
+                draw(bench, args.plot)
     return bench.status
 
 

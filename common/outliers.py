@@ -1,6 +1,6 @@
 """Who is slower than the others of its kind: nodes before ranks, ranks before links."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
@@ -10,11 +10,11 @@ Hosts = Mapping[str, Sequence[str]]  # level -> the host of each of its members
 
 SIGMAS = 5.0
 MARGIN = 0.10  # slower by less is not reported, however quiet the machine
-MAD_TO_SIGMA = 1.4826  # a median absolute deviation is a standard one, where noise is normal
+MAD_TO_SIGMA = 1.4826  # times a median absolute deviation: a standard one, if noise is normal
 
 
 class Who(NamedTuple):
-    """Who is slow: a node, a rail, a rank or a link. Several suspects where nobody can tell."""
+    """Who is slow: a node, a rail, a rank or a link. Two suspects where nobody can tell."""
 
     level: str
     suspects: tuple[Members, ...]
@@ -24,8 +24,10 @@ class Who(NamedTuple):
         places = (hosts or {}).get(self.level)
         names = []
         for members in self.suspects:
-            each = [f"{n} on {places[n]}" if places else str(n) for n in members]
-            names.append(f"{self.level} {' -> '.join(each)}")
+            ends = [
+                f"{member} on {places[member]}" if places else str(member) for member in members
+            ]
+            names.append(f"{self.level} {' -> '.join(ends)}")
         return " or ".join(names)
 
 
@@ -35,18 +37,24 @@ Findings = dict[tuple[Who, str], str]  # who, and at what -> by how much
 def outliers(
     costs: dict[Any, float], sigmas: float, margin: float = MARGIN
 ) -> dict[Any, tuple[float, float]]:
-    """What costs more than the median by `sigmas` deviations and `margin` -> factor, deviations.
+    """What costs more than the median by `sigmas` deviations and by `margin`. The most costly comes
+    first, with its factor and its deviations.
 
-    The median absolute deviation, scaled: the few that are slow move neither (Hampel 1974).
+    The deviation is the median absolute one, scaled. The few that are slow move neither it nor the
+    median (Hampel 1974).
     """
     if len(costs) < 3:
         return {}
     middle = median(costs.values())
     deviation = MAD_TO_SIGMA * median(abs(cost - middle) for cost in costs.values())
-    deviation = max(deviation, middle / 1000, 1e-300)  # of few, those in the middle may be alike
-    far = {name: (cost - middle) / deviation for name, cost in costs.items()}
-    slow = [n for n, cost in costs.items() if cost > middle * (1 + margin) and far[n] > sigmas]
-    return {n: (costs[n] / middle, far[n]) for n in sorted(slow, key=lambda n: -costs[n])}
+    # of a few costs those in the middle may be alike
+    deviation = max(deviation, middle / 1000, 1e-300)
+    slow = {}
+    for name, cost in sorted(costs.items(), key=lambda item: -item[1]):
+        deviations = (cost - middle) / deviation
+        if cost > middle * (1 + margin) and deviations > sigmas:
+            slow[name] = (cost / middle, deviations)
+    return slow
 
 
 def accuse(
@@ -60,36 +68,55 @@ def accuse(
 ) -> Findings:
     """The nodes, ranks and links that cost more than their like, each at `what`.
 
-    Level by level, then the items: what a slow node explains is not repeated for its ranks, nor
-    what a rank explains for its links. levels: the owner of each member. of_two: compare two, too.
+    Level by level, then the items: what a slow node explains is not repeated for its ranks, and
+    what a slow rank explains is not repeated for its links. levels: the owner of each member.
+    of_two: where there are only two, compare them, too.
     """
-    found: Findings = {}
+    findings: Findings = {}
     for level, owner in [*levels.items(), (item, [])]:
-        of = medians(costs, owner) if owner else costs
-        if of_two and len(of) == 2:
-            fast, slow = sorted(of, key=lambda members: of[members])
-            if of[slow] > of[fast] * (1 + margin):
-                who = Who(level, (slow, fast))  # a second run may say otherwise
-                how = f"{of[slow] / of[fast]:.2f}x the other's"
-                return found | {(who, what): f"{how}, and of two nobody can tell which is at fault"}
-        far = outliers(of, sigmas, margin)
-        for members, (factor, deviations) in far.items():
+        level_costs = medians(costs, owner) if owner else costs
+        if of_two and len(level_costs) == 2:
+            pair = slower_of_two(level_costs, level, what, margin)
+            if pair:
+                return findings | pair
+        slow = outliers(level_costs, sigmas, margin)
+        for members, (factor, deviations) in slow.items():
             how = f"{factor:.2f}x the median's time, {deviations:.0f} sigmas"
-            found[Who(level, (members,)), what] = how
+            findings[Who(level, (members,)), what] = how
         if owner:
-            costs = {m: c for m, c in costs.items() if not {(owner[i],) for i in m} & {*far}}
-    return found
+            costs = unexplained(costs, owner, slow)
+    return findings
+
+
+def slower_of_two(costs: Costs, level: str, what: str, margin: float) -> Findings:
+    """Both are suspects if one is slower by the margin: no median says which one is at fault."""
+    fast, slow = sorted(costs, key=lambda members: costs[members])
+    if costs[slow] <= costs[fast] * (1 + margin):
+        return {}
+    who = Who(level, (slow, fast))  # in this order: a second run may say otherwise
+    factor = f"{costs[slow] / costs[fast]:.2f}x the other's"
+    return {(who, what): f"{factor}, and of two nobody can tell which is at fault"}
+
+
+def unexplained(costs: Costs, owner: list[int], slow: Collection[Members]) -> Costs:
+    """The costs of which no member has a slow owner."""
+    left = Costs()
+    for members, cost in costs.items():
+        owners = {(owner[member],) for member in members}
+        if owners.isdisjoint(slow):
+            left[members] = cost
+    return left
 
 
 def medians(costs: Costs, owner: list[int]) -> Costs:
     """The median cost of each owner; a cost counts for the owners of all its members."""
     # of an even number of ranks the lower median: one slow rank of two makes no slow node
     middle = median if any(len(members) > 1 for members in costs) else median_low
-    found: dict[int, list[float]] = {}
+    costs_of: dict[int, list[float]] = {}
     for members, cost in costs.items():
         for number in {owner[member] for member in members}:
-            found.setdefault(number, []).append(cost)
-    return {(number,): middle(some) for number, some in found.items()}
+            costs_of.setdefault(number, []).append(cost)
+    return {(number,): middle(values) for number, values in costs_of.items()}
 
 
 def sentences(findings: Findings, hosts: Hosts | None = None) -> list[str]:
