@@ -260,7 +260,7 @@ class Benchmark:
         complain(f"error: {reason}")
 
     def refuse(self, problem: str, status: int = 2) -> None:
-        """End the run, for a mistake that only a running job shows. All ranks call it."""
+        """End the run, by default for a mistake that shows only in the job. All ranks call it."""
         self.watchdog.stop()
         refuse(problem, status)
 
