@@ -102,32 +102,7 @@ MOST_BRANCHES = 0.9  # a line, of functions of SHORT lines and more
 SHORT = 8
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # What is thicker than that, to be unfolded. Remove an entry when its function is done.
-NOT_YET: tuple[str, ...] = (
-    "analysis/compare.py: below: too many branches a line",
-    "analysis/compare.py: conclude: too many branches a line",
-    "analysis/load.py: why_no_time: too many branches a line",
-    "analysis/report.py: environment: too many branches a line",
-    "analysis/report.py: benchmark: too many branches a line",
-    "analysis/show.py: case_names: too many branches a line",
-    "analysis/verdicts.py: nearest: too many branches a line",
-    "analysis/verdicts.py: compare_case: too many branches a line",
-    "analysis/verdicts.py: fields: too many branches a line",
-    "benchmarks/checkpoint_sweep.py: a comprehension within a comprehension",
-    "benchmarks/checkpoint_sweep.py: measure: too long",
-    "benchmarks/collectives.py: a comprehension within a comprehension",
-    "benchmarks/collectives.py: lacking: too many branches a line",
-    "benchmarks/collectives.py: build: too long",
-    "benchmarks/compile_sweep.py: a comprehension within a comprehension",
-    "benchmarks/compile_sweep.py: build: too long",
-    "benchmarks/ddp_rpc.py: a comprehension within a comprehension",
-    "benchmarks/node_check.py: a comprehension within a comprehension",
-    "benchmarks/parallel_sweep.py: a comprehension within a comprehension",
-    "benchmarks/parallel_sweep.py: best: too many branches a line",
-    "benchmarks/parameter_server.py: a comprehension within a comprehension",
-    "benchmarks/replay.py: a comprehension within a comprehension",
-    "benchmarks/replay.py: kineto: too many branches a line",
-    "benchmarks/replay.py: choose: too many branches a line",
-)
+NOT_YET: tuple[str, ...] = ()
 
 
 def branches(node: ast.AST) -> int:
