@@ -12,9 +12,9 @@ MODULUS = 127  # values that are moved are under it
 SENTINEL = 127  # in every buffer before the call; no rank sends it
 CHUNK = PERIOD * 1024  # elements compared at once
 
-# how many ranks bring more than the neutral element to one position: so the sum stays within the
-# 8 bits of a bfloat16 (32 * 7 = 224), the product within an int8 (2**6), the average sharp.
-# Up to PERIOD times as many ranks every rank has its turn within a period.
+# So many ranks bring more than the neutral element to one position. By that the sum stays within
+# the 8 bits of a bfloat16 (32 * 7 = 224), the product within an int8 (2**6), and the average sharp.
+# With up to PERIOD times as many ranks every rank has its turn within a period.
 CONTRIBUTORS = {"sum": 32, "prod": 6, "avg": 4}
 
 
@@ -29,7 +29,7 @@ def tile(rank: int | None, redop: str = "none", ranks: int = 1) -> torch.Tensor:
     moved = (31 * (rank + 1) + i * (1 + rank // MODULUS) + i // MODULUS) % MODULUS
     if redop == "none":
         return moved
-    if redop in ("min", "max"):  # by turns one rank alone is beyond all others
+    if redop in ("min", "max"):  # the ranks take turns in being beyond all others
         turn = i % ranks == rank % PERIOD
         low, high = moved % 63, 63 + moved % 64
         return torch.where(turn, low, high) if redop == "min" else torch.where(turn, high, low)
@@ -50,9 +50,9 @@ def reduced_tile(redop: str, ranks: int) -> torch.Tensor:
 
 
 def tolerance(redop: str, dtype: torch.dtype) -> float:
-    """How far a value may be off, relative to it: 0 but for an average.
+    """How far a value may be off, relative to it: 0 for all reductions but the average.
 
-    A backend may divide before it adds: one rounding for every contributor and addition.
+    A backend may divide before it adds: then every contributor and every addition is rounded.
     """
     return (CONTRIBUTORS["avg"] + 2) * torch.finfo(dtype).eps if redop == "avg" else 0.0
 

@@ -30,18 +30,25 @@ def partition(spec: str, nodes: list[int]) -> list[list[int]]:
             raise ValueError
         return range(int(first), int(last or first) + 1)
 
-    members = [[r for r in everyone if nodes[r] == node] for node in range(max(nodes) + 1)]
-    cross = [list(ranks) for ranks in zip_longest(*members)]  # uneven nodes: with None
-    named = {"world": [everyone], "rank": [[r] for r in everyone], "node": members, "cross": cross}
+    members: list[list[int]] = [[] for _ in range(max(nodes) + 1)]
+    for rank, node in enumerate(nodes):
+        members[node].append(rank)
+    named: dict[str, list[list[int]]] = {
+        "world": [everyone],
+        "rank": [[rank] for rank in everyone],
+        "node": members,
+        "cross": [list(ranks) for ranks in zip_longest(*members)],  # uneven nodes: with None
+    }
     groups = named.get(spec, [])
     try:
         for part in spec.split("/") if spec not in named else []:
-            groups.append(sorted(r for word in part.split(",") for r in span(word)))
+            groups.append(sorted(rank for word in part.split(",") for rank in span(word)))
     except ValueError:  # a word that is no rank
         groups = []
     ranks = [rank for group in groups for rank in group]
     one_size = len({len(group) for group in groups}) == 1
-    if not (ranks and one_size) or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):
+    disjoint = len(set(ranks)) == len(ranks)
+    if not ranks or not one_size or not disjoint or not set(ranks) <= set(everyone):
         what = f"world, node, cross or disjoint groups of one size among ranks 0 to {everyone[-1]}"
         got = f"got {spec} on {len(members)} nodes"
         raise ValueError(f"expected {what}, e.g. 0,1/2,3 or 0-3/4-7, {got}")
