@@ -366,7 +366,7 @@ def place_of(key: Key, matrix: Matrix, group: Group) -> Place:
     splits: tuple[Any, Any] = (None, None)
     if matrix:
         itemsize = dtype_of(key).itemsize
-        elements = [[size // itemsize for size in row] for row in matrix]
+        elements = (np.array(matrix) // itemsize).tolist()
         splits = ([row[rank] for row in elements], elements[rank])
     root, op = max(0, key["root"]), REDOPS.get(key["redop"])
     return Place(group.test, rank, n, root, op, count, elements, splits)

@@ -373,7 +373,9 @@ class Phase(NamedTuple):
 def cluster_of(bench: Benchmark) -> Cluster:
     args, job, environment = bench.args, bench.job, bench.report.environment
     nodes, everyone = node_of_each(environment), list(range(job.world_size))
-    members = [[rank for rank in everyone if nodes[rank] == n] for n in range(max(nodes) + 1)]
+    members: list[list[int]] = [[] for _ in range(max(nodes) + 1)]  # the ranks of each node
+    for rank in everyone:
+        members[nodes[rank]].append(rank)
     teams = {
         "rank": [[rank] for rank in everyone],
         "node": members,
