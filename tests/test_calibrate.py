@@ -30,7 +30,8 @@ def test_every_mode(bench: Callable[..., Any]) -> None:
     ratios = perturbation.metrics["ratios"]
     assert len(ratios) == 6
     assert sorted(ratios)[2] <= perturbation.metrics["ratio"] <= sorted(ratios)[3]
-    assert len(perturbation.metrics["ratio_ci95"]) == 2
+    ends = perturbation.metrics["ratio_ci95"]
+    assert ends is None or ends[0] <= ends[1]  # six ratios that hang together have none
     assert resolution.key["seconds"] == 1
     assert "by a step of at least 0.5 ms" in run.out
     assert "reported / bare loop = " in run.out

@@ -1,4 +1,4 @@
-"""By hand: what counts as the same result (check.py), and as the same training (training.py)."""
+"""common/check.py by hand: replicas, relative errors, n ranks against one process."""
 
 import math
 
