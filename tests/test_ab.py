@@ -17,10 +17,11 @@ SWEEP += " --groups cross --collective"
 
 @pytest.mark.smoke
 def test_two_runs_take_turns(tmp_path: Path) -> None:
-    """One of two ranks and one of a single process, which has a case less."""
+    """One of two ranks and one of a single process: another world size, and a case less."""
     python = shlex.quote(sys.executable)
     torchrun = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2"
     command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2"]
+    command += ["--ignore-key", "world_size"]
     command += ["--a", f"{torchrun} {SWEEP} all_reduce,barrier"]
     command += ["--b", f"{python} {SWEEP} all_reduce"]
     done = subprocess.run(
