@@ -1,6 +1,7 @@
 """ddp_sweep.py as its user runs it. What the core promises is in test_faults.py."""
 
 import math
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -42,7 +43,8 @@ def test_two_ranks_then_resume(bench: Callable[..., Any]) -> None:
     assert variables["OMP_NUM_THREADS"] == "1"
     # what the script sets itself is not the user's
     assert {"GLOO_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}.isdisjoint(variables)
-    assert f"# command: {ROOT / SCRIPT} --model mobilenet_v3_small --image-size 32" in run.out
+    path = shlex.quote(str(ROOT / SCRIPT))
+    assert f"# command: {path} --model mobilenet_v3_small --image-size 32" in run.out
 
     lines = run.path.read_text().splitlines()
     again = bench(SCRIPT, *SHORT, "--resume", ranks=2)

@@ -36,7 +36,8 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
     assert "waits" in waiting
     assert "in time_steps" in run.err  # a stack
     assert "newest collective gloo:" in run.err
-    assert "exitcode  : 3" in run.err
+    # torchrun's summary has what it sees first: rank 0 that ends, or rank 1 that rank 0 has killed
+    assert re.search(r"exitcode  : (3|-9)", run.err)
     assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
     assert run.report.status == "interrupted"
 
