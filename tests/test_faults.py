@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import pty
+import re
 import select
 import signal
 import subprocess
