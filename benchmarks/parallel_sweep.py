@@ -608,7 +608,8 @@ def build(lr: float, with_twins: bool, job: Job, key: Key, group: Group) -> Work
         for part, silent in parts_of(mesh).items():
             twin = train(key, job, open_meshes(mesh, silent, job, group), lr=0.0)
             twins[part] = twin.step
-    return Workload(trainer.step, twins, compared=tuple(twins), facts=lambda: facts)
+    shown = [without(mesh, axis) for axis in mesh.axes] if with_twins else []
+    return Workload(trainer.step, twins, compared=shown, facts=lambda: facts)
 
 
 def parts_of(mesh: Mesh) -> dict[str, list[str]]:

@@ -158,6 +158,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name, setting in SETTINGS.items():
         flag = f"--{name.replace('_', '-')}"
         text = f"{setting.help} (default: {setting.on_cuda}, CPU {setting.on_cpu})"
+        if setting.kind is role_count:  # 0 stands for what the other roles leave
+            text = setting.help
         # the roles decide between two defaults, in set_up
         default = setting.on_cuda if setting.on_cuda == setting.on_cpu else None
         add(flag, type=setting.kind, default=default, metavar="N", help=text)
@@ -633,6 +635,18 @@ COLUMNS: Columns = {
 }
 
 
+def role_counts(roles: Roles) -> Key:
+    """How many trainers and servers there are on which device, by the names of their flags."""
+    cuda_trainers = len(roles.cuda.intersection(roles.trainers))
+    cuda_servers = len(roles.cuda.intersection(roles.servers))
+    return {
+        "ntrainer": len(roles.trainers) - cuda_trainers,
+        "ncudatrainer": cuda_trainers,
+        "nserver": len(roles.servers) - cuda_servers,
+        "ncudaserver": cuda_servers,
+    }
+
+
 def set_up(args: argparse.Namespace) -> tuple[Roles, Key]:
     """The roles of the ranks, and what the keys of all cases share. Refuses what cannot run."""
     roles = choose_roles(args)
@@ -644,6 +658,7 @@ def set_up(args: argparse.Namespace) -> tuple[Roles, Key]:
         value = getattr(args, name)
         default = setting.on_cpu if on_cpu else setting.on_cuda
         settings[name] = default if value is None else value
+    settings |= role_counts(roles)  # as they are, whichever flags have led to them
     settings |= {"trainers": len(roles.trainers), "server_count": len(roles.servers)}
     settings["samples_per_step"] = len(roles.trainers) * settings["batch_size"]
     return roles, settings

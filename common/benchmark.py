@@ -260,7 +260,10 @@ class Benchmark:
         complain(f"error: {reason}")
 
     def refuse(self, problem: str, status: int = 2) -> None:
-        """End the run, by default for a mistake that shows only in the job. All ranks call it."""
+        """End the run, by default for a mistake that shows only in the job.
+
+        All ranks call it, or rank 0 alone where only it knows; the launcher then ends the others.
+        """
         self.watchdog.stop()
         refuse(problem, status)
 

@@ -193,8 +193,8 @@ class TimedLoop:
     def warm_up(self, name: str) -> float:
         """Warm a step up. Returns the seconds of a warm sample.
 
-        The warm-up takes a quarter of the budget at most, unless the user has said how many
-        iterations it has.
+        The warm-up of each step takes a quarter of the budget at most, unless the user has said
+        how many iterations it has.
         """
         limited = not (self.rule.iters or self.rule.full_warmup)
         times: list[float] = []

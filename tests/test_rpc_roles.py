@@ -119,7 +119,10 @@ def test_no_server_where_no_route_needs_one(
     args = parameter_server.parse_args(["--device", "cpu", *flags.split()])
     assigned, settings = parameter_server.set_up(args)
     assert (assigned.trainers, assigned.servers, assigned.master) == roles
-    assert settings["nserver"] == 0
+    # the key says what there is, not which flags have led to it
+    assert settings["ntrainer"] == len(assigned.trainers)
+    assert settings["nserver"] == len(assigned.servers)
+    assert (settings["ncudatrainer"], settings["ncudaserver"]) == (0, 0)
 
 
 def test_servers_by_pytorchs_names() -> None:
