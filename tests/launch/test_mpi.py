@@ -159,7 +159,7 @@ def test_how_it_ends(
 
 
 @pytest.fixture(scope="module")
-def agent(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def agent(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What mpirun reaches the lab's nodes with: ssh, and an sshd on each of them."""
     need(OPEN, MPICH, "sshd", "ssh", "ssh-keygen")
     folder = tmp_path_factory.mktemp("agent")
@@ -174,7 +174,11 @@ def agent(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Path:
         log = folder / f"sshd-{node}.log"
         done = lab.run(node, str(sshd), "-E", str(log), "-f", f"{folder}/sshd_config")
         assert done.returncode == 0, log.read_text()
-    return folder / "agent"
+    yield folder / "agent"
+    for node in (1, 2):  # others look at what runs there
+        for pid in lab.processes(node):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
 
 
 def on_two_hosts(launcher: str, agent: Path, ranks: int) -> list[str]:
