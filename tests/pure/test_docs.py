@@ -1,5 +1,6 @@
 """README and docs: links resolve, commands parse, the tables are those of docs/results."""
 
+import ast
 import importlib
 import re
 import shlex
@@ -87,3 +88,43 @@ def test_readme_shows_its_report() -> None:
     for table in (ddp_sweep.columns(args), ddp_sweep.why_columns(args, job)):
         for row in render(table, cases).splitlines()[-len(cases) :]:
             assert re.sub(r" +", " ", row.strip()) in re.sub(r" +", " ", readme)
+
+
+def names_in(file: str) -> set[str]:
+    """What a file defines: functions, classes and constants; methods as `Class.method`."""
+    names = set()
+    for node in ast.parse((ROOT / file).read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [entry for entry in node.body if isinstance(entry, ast.FunctionDef)]
+            names |= {f"{node.name}.{method.name}" for method in methods}
+        if isinstance(node, ast.Assign):
+            names |= {ast.unparse(target) for target in node.targets}
+        if isinstance(node, ast.AnnAssign):
+            names.add(ast.unparse(node.target))
+    return names
+
+
+SOURCES = re.split(r"^## .*: ", (ROOT / "docs" / "sources.md").read_text(), flags=re.M)[1:]
+
+
+@pytest.mark.parametrize("section", SOURCES, ids=lambda section: section.split(".py")[0])
+def test_features_of_a_source_are_where_the_page_says(section: str) -> None:
+    """What the second column names is defined there, and the script takes its flags."""
+    script = section.split("\n", 1)[0]
+    rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    here = "\n".join(row[2] for row in rows)
+    references = re.findall(r"`([\w/]+\.py): ([\w.]+)`", here)
+    assert len(references) > len(rows) / 2
+    for file, name in references:
+        path = file if "/" in file else f"benchmarks/{file}"
+        assert name in names_in(path), f"{path}: {name}"
+    shared = (ROOT / "common/cli.py").read_text() + (ROOT / "common/rpc.py").read_text()
+    options = shared + (ROOT / "benchmarks" / script).read_text()
+    for flag in re.findall(r"(--[a-z][a-z-]+)", here):
+        known = (f'"{flag}"', f'"{flag.replace("--no-", "--")}"', f'"{flag[2:].replace("-", "_")}"')
+        assert any(word in options for word in known), flag
+    page = (ROOT / "docs" / script).with_suffix(".md").read_text()
+    assert "What differs from the original" in page
