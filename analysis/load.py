@@ -31,6 +31,7 @@ from analysis.show import canonical, case_names, interval_of, is_number, plain, 
 from common import report as report_file
 from common.cli import suggest
 from common.report import Case, Report
+from common.samples import time_of_iterations
 
 STEP = "step"  # what a case is about, among its samples
 RATES = ("1/s", "GB/s", "MB/s")
@@ -200,6 +201,7 @@ def read(path: str, measure: str | None) -> Run:
         step = measure or step_of(case)
         times = times_of(case, step)
         case.samples_s = {measure or STEP: [times]} if times else {}
+        case.slowest_s, case.quartiles_s = {}, {}
 
     with open_report(path) as file:
         report = parse(path, file, shrink)
@@ -220,15 +222,13 @@ def step_of(case: Case) -> str:
 
 
 def times_of(case: Case, step: str) -> list[float]:
-    """The time of each iteration of a step: that of the slowest rank in this iteration.
-
-    Ranks that go at their own pace have no common iterations: there the slowest rank's times count.
-    """
+    """The time of each iteration of a step; see `time_of_iterations`."""
+    if case.bounded:
+        return case.slowest_s.get(step, [])
     samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)  # [ranks, iterations]
     if not samples.size:
         return []
-    slowest = np.median(samples, axis=1).argmax()
-    times: list[float] = (samples.max(axis=0) if case.aligned else samples[slowest]).tolist()
+    times: list[float] = time_of_iterations(samples, case.aligned).tolist()
     return times
 
 

@@ -299,7 +299,7 @@ def split(
             metrics[f"{step}_s"] = float(slowest.min())
             metrics[f"{step}_sustained_s"] = sustained_s
             metrics[f"{step}_{how.unit}_per_s"] = amount / sustained_s
-            samples[step] = [case.samples_s[part][rank]]
+            samples[step] = [times.each(part)[rank].tolist()]
         key = case.key | {"rank": rank, "host": place["host"]}
         check = verdict(fact.get("wrong") or odd.get(rank))
         report.add(Case(key, [rank], samples, case.rounds, case.stop, metrics, check))

@@ -7,6 +7,7 @@ Ground: needs the standard library only, so that analysis/ can use it.
 
 Core: what stands behind every measuring script.
     stats       percentiles, the interval of a median, differences, stragglers: numpy
+    samples     how samples reach rank 0, which count, what a report keeps of them
     table       columns and rows as they come, the progress line
     private_torch   what is used of torch that is not public
     dist        Job, Group; process groups of a case; gather, share, agree

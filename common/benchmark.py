@@ -19,6 +19,7 @@ from common.cli import abandon, complain, describe, end, refuse
 from common.dist import Group, Groups, connect, gather, share
 from common.join import join
 from common.report import Case, Report, not_json
+from common.samples import keep_samples, rounded, stacked
 from common.stats import Times
 from common.table import (
     LAUNCH_HINT,
@@ -35,7 +36,6 @@ from common.timing import (
     Timing,
     Workload,
     launch_share,
-    samples_of,
     time_steps,
 )
 from common.turns import TURN, turn_taker
@@ -176,7 +176,8 @@ class Benchmark:
     def time(self, built: Workload | Measured, group: Group) -> tuple[Timing, Any]:
         """Time what `build` has made, on this rank. Returns the times, and this rank's facts."""
         if isinstance(built, Measured):
-            timing = Timing(built.samples_s, built.rounds, built.stop, aligned=built.aligned)
+            samples_s = rounded(built.samples_s)
+            timing = Timing(samples_s, built.rounds, built.stop, aligned=built.aligned)
             return timing, built.facts
 
         def progress(phase: str) -> None:
@@ -188,6 +189,7 @@ class Benchmark:
             timing.returned = built.returned(timing.returned)
         if not built.launches or self.job.device.type != "cuda":
             timing.launching_s = {}
+        timing.samples_s = rounded(timing.samples_s)
         self.watchdog.phase("check")
         return timing, built.facts()
 
@@ -219,14 +221,18 @@ class Benchmark:
     def complete(
         self, case: Case, derive: Derive, timings: Sequence[Timing], facts: list[Any]
     ) -> None:
-        """Fill in the samples, the metrics and the check. timings, facts: one of each rank."""
+        """Fill in the samples, the metrics and the check. timings, facts: one of each rank.
+
+        The metrics are of all samples, also where the case keeps a part of them.
+        """
         first = timings[0]
-        case.samples_s, case.aligned = samples_of(timings), first.aligned
-        case.rounds, case.stop = first.rounds, first.stop
+        samples_s = stacked([timing.samples_s for timing in timings])
+        case.aligned, case.rounds, case.stop = first.aligned, first.rounds, first.stop
+        keep_samples(case, samples_s)
         if first.launching_s:
             case.metrics["launch_share"] = launch_share(timings)
         returned = [timing.returned for timing in timings]
-        derive(case, Times(case.samples_s, case.rounds, returned), facts)
+        derive(case, Times(samples_s, case.rounds, returned), facts)
 
     def begin_table(self, title: str, columns: Columns, widest: Sequence[str] = ()) -> None:
         """Begin the table that shows the next cases. All ranks call it.

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +21,8 @@ from typing import IO, Any
 SCHEMA = "torchrun-bench/2"
 # The cases of these scripts are not aligned, but their reports of version 2.0 do not say so.
 UNALIGNED = ("batch_update_ps", "rpc_latency")
+# These fields of a case are written only where it has more samples than a report keeps.
+OF_BOUNDED = ("bounded", "iterations", "slowest_s", "quartiles_s")
 # A report is resumed only where these entries of the environment are the same as before.
 SAME = ("torch", "nccl", "world_size", "local_world_size", "devices", "backend")
 # The shapes of the environment's entries that analysis/ walks through: in words, and as a type.
@@ -51,6 +53,11 @@ class Case:
     metrics: dict[str, Any] = field(default_factory=dict)
     check: str = "passed"  # or `failed: why`, `skipped: why`
     aligned: bool = True  # False: the ranks did not wait for each other within an iteration
+    # common/samples.py fills the next four where the case has too many samples for a report:
+    bounded: str = ""  # the rule by which samples_s has a part of them
+    iterations: list[int] = field(default_factory=list)  # those in samples_s, from 0
+    slowest_s: dict[str, list[float]] = field(default_factory=dict)  # seconds of all iterations
+    quartiles_s: dict[str, list[list[float]]] = field(default_factory=dict)  # [ranks][3]
 
     @property
     def failed(self) -> bool:
@@ -58,7 +65,11 @@ class Case:
 
     def __post_init__(self) -> None:
         kinds = dict(key=dict, ranks=list, samples_s=dict, rounds=list, metrics=dict, check=str)
+        kinds |= dict(bounded=str, iterations=list, slowest_s=dict, quartiles_s=dict)
         expect_types(self, **kinds)
+        for step, times in self.slowest_s.items():
+            known_times = isinstance(times, list) and are_seconds(times)
+            expect(known_times, f"slowest_s.{step}", "a list of seconds", times)
         for step, rows in self.samples_s.items():
             name = f"samples_s.{step}"
             expect(len(rows) in (0, len(self.ranks)), name, "a list for each rank", rows)
@@ -145,9 +156,12 @@ class Report:
     def add(self, case: Case) -> None:
         """Append a case. A later one of the same key replaces an earlier one."""
         self.cases = [old for old in self.cases if old.key != case.key] + [case]
-        line = asdict(case)
+        line = dict(vars(case))  # not asdict: it would copy each of the samples
         if case.aligned:  # nearly always; version 2.0 does not know the field
             del line["aligned"]
+        if not case.bounded:
+            for name in OF_BOUNDED:
+                del line[name]
         self.append(line)
 
     def finish(self, status: str, **end: Any) -> None:

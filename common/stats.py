@@ -134,12 +134,14 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
     middle, ordered = (len(x) - 1) // 2, np.sort(x, axis=0)
     median_of_others = np.where(x <= ordered[middle], ordered[middle + 1], ordered[middle])
     ratios = x / median_of_others
-    worst = None
-    for row, factor in enumerate(np.median(ratios, axis=1)):
+    factors = np.median(ratios, axis=1)
+    for row in np.argsort(-factors, kind="stable"):  # the slowest first
+        if factors[row] <= 1 + margin:  # its interval begins below the factor
+            return None
         interval = median_interval(ratios[row], confidence=1 - 0.05 / len(x))
-        if interval and interval[0] > 1 + margin and (worst is None or factor > worst[1]):
-            worst = (row, float(factor))
-    return worst
+        if interval and interval[0] > 1 + margin:
+            return int(row), float(factors[row])
+    return None
 
 
 def own_pace(

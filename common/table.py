@@ -126,7 +126,10 @@ def without_interval(case: Case) -> set[str]:
 
 
 def timed_s(case: Case) -> float:
-    """The seconds of all samples of the first rank, the step's and the parts' together."""
+    """The seconds of all samples of the first rank, the step's and the parts' together. Of the
+    slowest rank where the case has only a part of the others' samples."""
+    if case.bounded:
+        return sum(sum(times) for times in case.slowest_s.values())
     return sum(sum(rows[0]) for rows in case.samples_s.values() if rows)
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -86,7 +87,8 @@ class StopRule:
 class Timing:
     """The times of one case on this rank."""
 
-    samples_s: dict[str, list[float]]  # the seconds of the step and of each part, [iterations]
+    # The seconds of the step and of each part, [iterations]: a list, or what `rounded` makes of it.
+    samples_s: dict[str, Any]
     rounds: list[int]  # iterations of each round
     stop: str = ""  # the rule that ended it: iters, rounds, target-ci or max-seconds
     # On CUDA: how long the host took to launch all samples of a step, by the step's name.
@@ -246,24 +248,12 @@ class TimedLoop:
         return agree(reached, self.group)
 
 
-def samples_of(timings: Sequence[Timing]) -> dict[str, list[list[float]]]:
-    """The seconds of each step on each rank, [ranks][iterations], rounded to the nanosecond."""
-
-    def rounded(samples: Sequence[float]) -> list[float]:
-        return [round(seconds, 9) for seconds in samples]
-
-    samples_s = {}
-    for name in timings[0].samples_s:
-        samples_s[name] = [rounded(timing.samples_s[name]) for timing in timings]
-    return samples_s
-
-
 def launch_share(timings: Sequence[Timing]) -> dict[str, float]:
     """Launching over the device's time, for each step. The rank where this is largest counts."""
     shares = {}
     for name in timings[0].launching_s:
-        by_rank = [timing.launching_s[name] / sum(timing.samples_s[name]) for timing in timings]
-        shares[name] = round(max(by_rank), 3)
+        by_rank = [timing.launching_s[name] / np.sum(timing.samples_s[name]) for timing in timings]
+        shares[name] = round(float(max(by_rank)), 3)
     return shares
 
 

@@ -1,0 +1,131 @@
+"""What a report keeps of many samples, and that its readers take it for the whole."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from analysis.load import load
+from common import samples
+from common.benchmark import Benchmark
+from common.report import Case, Report
+from common.report import load as load_report
+from common.stats import Times
+from common.timing import Timing
+from tests import scale_case, simulate_report
+
+
+def made_up(ranks: int = 8, iterations: int = 100) -> dict[str, Any]:
+    """[ranks, iterations] of two steps; rank 2 is the slowest in nearly all iterations."""
+    rng = np.random.default_rng(0)
+    step = rng.lognormal(-5, 0.1, (ranks, iterations)).round(9)
+    step[2] = (step[2] * 1.5).round(9)
+    return {"step": step, "compute": (step / 2).round(9)}
+
+
+def kept(aligned: bool, seconds: dict[str, Any]) -> Case:
+    case = Case({"n": 1}, list(range(8)), rounds=[50, 50], aligned=aligned)
+    samples.keep_samples(case, seconds)
+    return case
+
+
+def in_report(path: Path, case: Case) -> str:
+    report = Report("ddp_sweep", {}, str(path))
+    report.start()
+    report.add(case)
+    report.finish("complete")
+    return str(path)
+
+
+def test_a_case_up_to_the_limit_is_written_whole(tmp_path: Path) -> None:
+    seconds = made_up()
+    case = kept(True, seconds)
+    assert case.samples_s == {name: rows.tolist() for name, rows in seconds.items()}
+    path = in_report(tmp_path / "r.jsonl", case)
+    line = json.loads(Path(path).read_text().splitlines()[1])
+    fields = ["key", "ranks", "samples_s", "rounds", "stop", "metrics", "check"]
+    assert list(line) == fields
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_a_larger_case_keeps_what_its_readers_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aligned: bool
+) -> None:
+    seconds = made_up()
+    whole = in_report(tmp_path / "whole.jsonl", kept(aligned, seconds))
+    monkeypatch.setattr(samples, "LIMIT", 600)  # of 8 * 100 * 2 = 1600
+    case = kept(aligned, seconds)
+    bounded = in_report(tmp_path / "bounded.jsonl", case)
+    # 600 - 2 * (100 + 3 * 8) = 352 samples are left, 22 iterations of 8 ranks and 2 steps
+    assert len(case.iterations) == 22
+    assert case.iterations[:4] == [0, 4, 9, 13]
+    assert "22 evenly spread iterations of 100" in case.bounded
+    [from_file] = load_report(bounded).cases
+    assert from_file == case
+    assert np.array_equal(from_file.samples_s["step"], seconds["step"][:, case.iterations])
+    assert from_file.quartiles_s["step"][2][1] == pytest.approx(np.median(seconds["step"][2]))
+    for measure in (None, "compute"):
+        [[row], [other]] = [
+            list(load([path], measure)[0].rows.values()) for path in (whole, bounded)
+        ]
+        assert (row.times_s, row.time_s, row.rounds) == (other.times_s, other.time_s, other.rounds)
+        assert len(other.times_s) == 100
+        assert not other.slowest_s
+
+
+def test_resume_takes_a_bounded_case_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "LIMIT", 600)
+    case = kept(True, made_up())
+    path = in_report(tmp_path / "r.jsonl", case)
+    resumed = Report("ddp_sweep", {}, path)
+    resumed.start(resume=True)
+    assert resumed.find({"n": 1}) == case
+
+
+def test_many_ranks_keep_some_iterations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "LIMIT", 10)
+    assert len(kept(True, made_up()).iterations) == samples.FEWEST
+    assert len(kept(True, made_up(iterations=5)).iterations) == 5
+
+
+def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "LIMIT", 600)
+    seconds = made_up()
+    timings = []
+    for rank in range(8):
+        of_rank = {name: rows[rank].tolist() for name, rows in seconds.items()}
+        timings.append(Timing(samples.rounded(of_rank), [50, 50], "iters"))
+    case = Case({}, list(range(8)))
+    shapes = []
+
+    def derive(case: Case, times: Times, facts: list[Any]) -> None:
+        shapes.append(times.each("compute").shape)
+        assert np.array_equal(times.slowest(), seconds["step"].max(axis=0))
+
+    bench: Any = SimpleNamespace()
+    Benchmark.complete(bench, case, derive, timings, [None] * 8)
+    assert shapes == [(8, 100)]
+    assert len(case.samples_s["step"][0]) == 22
+
+
+def test_a_damaged_bounded_case_is_named() -> None:
+    for times in ([-1.0], 3, ["x"]):
+        slowest: dict[str, Any] = {"step": times}
+        with pytest.raises(ValueError, match=r"slowest_s.step: expected a list of seconds"):
+            Case({}, [0], bounded="x", slowest_s=slowest)
+
+
+def test_bounded_and_whole_reports_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "LIMIT", samples.LIMIT)  # restored: the simulation sets it
+    monkeypatch.setattr(sys, "argv", ["simulate_report.py", "quick"])
+    assert simulate_report.main() == 0
+
+
+def test_rank_0_completes_a_case_of_many_ranks() -> None:
+    cost = scale_case.cost_of_case(256, 600)  # 460,800 samples
+    assert cost.gathered_bytes < 9 * 460_800
+    assert cost.report_bytes < 16 * samples.LIMIT

@@ -1,0 +1,97 @@
+"""What does a case of many ranks cost rank 0? Gather, derive, write: made-up ranks, one process.
+
+    python tests/scale_case.py                  1,024 ranks, 1,000 iterations
+    python tests/scale_case.py RANKS ITERATIONS
+
+Each rank has a step and two parts. The results are unpickled as `gather` does; what the network
+takes for their bytes comes on top. Then Benchmark.keep completes the case and writes its line.
+"""
+
+import pickle
+import resource
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.benchmark import Benchmark
+from common.report import Case, Report
+from common.stats import Times, breakdown_metrics, step_metrics
+from common.timing import Measured
+
+SPLIT = "local compute"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What rank 0 needs for one case, and how large the results and the report are."""
+
+    unpickle_s: float
+    keep_s: float  # complete the case, and write it
+    gathered_bytes: int
+    report_bytes: int
+    peak_bytes: int  # the most that the process ever had in memory, with torch itself
+
+
+def results_of(ranks: int, iterations: int) -> list[bytes]:
+    """What each rank sends to rank 0, pickled. Rank 3 is slow."""
+    rng, sent = np.random.default_rng(0), []
+    bench = Benchmark.__new__(Benchmark)
+    rounds = [len(part) for part in np.array_split(np.arange(iterations), 12)]
+    for rank in range(ranks):
+        slow = 1.3 if rank == 3 else 1.0
+        step, local, alone = rng.lognormal(-7, 0.05, (3, iterations)) * [[2.0], [slow], [0.5]]
+        samples = {"step": step.tolist(), SPLIT: local.tolist(), "alone": alone.tolist()}
+        timed = bench.time(Measured(samples, rounds, "iters", None), group=None)  # type: ignore
+        sent.append(pickle.dumps(timed))
+    return sent
+
+
+def derive(case: Case, times: Times, facts: list[Any]) -> None:
+    case.metrics |= step_metrics(times.each(), 8 * len(facts))
+    case.metrics |= breakdown_metrics(times, SPLIT, "alone")
+
+
+def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
+    sent = results_of(ranks, iterations)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.jsonl")
+        bench = Benchmark.__new__(Benchmark)
+        bench.report = Report("scale_case", {}, str(path))
+        bench.report.start()
+        nobody: Any = SimpleNamespace(reason=lambda: None, phase=lambda *args, **options: None)
+        bench.watchdog = nobody
+        start = perf_counter()
+        results = [pickle.loads(content) for content in sent]
+        unpickled = perf_counter()
+        case = Case({"ranks": ranks}, list(range(ranks)))
+        reason, _ = bench.keep(case, derive, results)
+        kept = perf_counter()
+        assert reason is None, reason
+        assert case.metrics["straggler_rank"] == 3
+        return Cost(
+            unpickled - start,
+            kept - unpickled,
+            sum(map(len, sent)),
+            path.stat().st_size,
+            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        )
+
+
+def main() -> None:
+    sizes = [int(word) for word in sys.argv[1:]]
+    cost = cost_of_case(*sizes)
+    print(f"unpickle       {cost.unpickle_s:8.3f} s, {cost.gathered_bytes / 1e6:.1f} MB")
+    print(f"keep and write {cost.keep_s:8.3f} s, {cost.report_bytes / 1e6:.1f} MB")
+    print(f"peak memory    {cost.peak_bytes / 1e9:8.3f} GB, with torch")
+
+
+if __name__ == "__main__":
+    main()
