@@ -50,11 +50,12 @@ from common.check import digest, verdict
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import Group, Job, connect, share
 from common.gpus import lacking
+from common.join import stay_near
 from common.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
 from common.ranks import node_of_each
 from common.report import Case, Report
 from common.stats import Times
-from common.table import Columns, cell, metric, render
+from common.table import Columns, cell, launch_mark, metric, render
 from common.timing import STEP, Step, StopRule
 
 Key = dict[str, Any]
@@ -237,7 +238,7 @@ def build_together(
                 wrong = f"a wrong sum of {name}"
         return {"did": did, "bits": digest(model)[:10], "wrong": wrong}
 
-    return Workload(train, parts, facts=facts)
+    return Workload(train, parts, facts=facts, launches=True)
 
 
 def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
@@ -410,7 +411,11 @@ def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
     if not rows:
         return {}
     shown = {head: text for head, text in COLUMNS.items() if text(rows[0]) != "-"}
-    bench.print(f"\n{rows[0].key['probe']}\n\n{render(shown, rows)}\n")
+    probe = rows[0].key["probe"]
+    bench.print(f"\n{probe}\n\n{render(shown, rows)}\n")
+    for case in cases:  # one of them has the times of all ranks
+        if mark := launch_mark(case):
+            bench.print(f"# {probe}: {mark.strip()}")
     limits, margins = cluster.limits, cluster.margins
     return judge(rows, cluster.teams, cluster.kinds, limits, cluster.sigmas, margins)
 
@@ -556,6 +561,7 @@ def with_host(why: str, hosts: Sequence[str]) -> str:
 def main() -> int:
     args = parse_args()
     with Benchmark("node_check", args) as bench:
+        stay_near(bench.job.device)  # or healthy ranks' copies to the host differ by the socket
         environment, slow = bench.report.environment, Findings()
         for phase in plan(bench, cluster_of(bench)):
             slow |= measure_twice(bench, phase)

@@ -32,8 +32,8 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -172,7 +172,17 @@ def ring_attention(
     """
     buffers = list(model.buffers())
     dims = [1] * len(texts) + [0] * len(buffers)
-    return partial(context_parallel, cp, buffers=[*texts, *buffers], buffer_seq_dims=dims)
+    attend = F.scaled_dot_product_attention
+
+    @contextmanager
+    def cut_texts() -> Iterator[None]:
+        try:
+            with context_parallel(cp, buffers=[*texts, *buffers], buffer_seq_dims=dims):
+                yield
+        finally:  # torch 2.11 leaves its own in place after an error
+            F.scaled_dot_product_attention = attend
+
+    return cut_texts
 
 
 def expert_parallelize(model: Decoder, ep: DeviceMesh, same_experts: DeviceMesh) -> None:
@@ -462,6 +472,8 @@ def misfit(key: Key) -> str | None:
         return f"mesh {mesh.name}: tp does not split experts; run it apart from ep"
     if mesh.ring and key["device"] != "cuda":
         return f"mesh {mesh.name}: ring attention needs CUDA; try cp{mesh.cp} without :ring"
+    if mesh.pp > 1 and key["device"] == "cuda" and key["backend"] == "gloo":
+        return f"mesh {mesh.name}: gloo sends no CUDA tensors between stages; e.g. dp{ranks}"
     if mesh.schedule == "zbv" and key["backend"] == "gloo" and not TORCH_2_15:  # it hangs
         return f"mesh {mesh.name}: zbv over gloo does not end with torch 2.11; try torch 2.15"
     return wrong_microbatches(mesh, key["microbatches"]) if mesh.pp > 1 else None
@@ -604,11 +616,22 @@ def build(lr: float, with_twins: bool, job: Job, key: Key, group: Group) -> Work
     trainer.optimizer.param_groups[0]["lr"] = 0.0
     twins: dict[str, Step] = {}
     if with_twins:
+        scatter_noise(key, job.device)
         for part, silent in parts_of(mesh).items():
             twin = train(key, job, open_meshes(mesh, silent, job, group), lr=0.0)
             twins[part] = twin.step
     shown = [without(mesh, axis) for axis in mesh.axes] if with_twins else []
-    return Workload(trainer.step, twins, compared=shown, facts=lambda: facts)
+    launches = mesh.ep == 1  # ep's counts wait for the device
+    return Workload(trainer.step, twins, compared=shown, facts=lambda: facts, launches=launches)
+
+
+def scatter_noise(key: Key, device: torch.device) -> None:
+    """Leave random numbers in the memory that twins will get. What a twin should have received is
+    what was there before, and GPUs multiply zeros faster: they take less power."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        dtype = DTYPES[key["dtype"]]
+        torch.randn(free // 4 // dtype.itemsize, dtype=dtype, device=device)
 
 
 def parts_of(mesh: Mesh) -> dict[str, list[str]]:

@@ -187,7 +187,9 @@ class Benchmark:
         timing = time_steps(built, group, self.job.device, self.rule, progress)
         if built.returned:
             timing.returned = built.returned(timing.returned)
-        if not built.launches or self.job.device.type != "cuda":
+        # over gloo the host waits for the device in each step
+        waits = self.job.device.type != "cuda" or self.job.backend == "gloo"
+        if waits or not built.launches:
             timing.launching_s = {}
         timing.samples_s = rounded(timing.samples_s)
         self.watchdog.phase("check")
@@ -293,7 +295,7 @@ class Benchmark:
 
     def finish(self) -> None:
         """Print remarks about the run as a whole, write the report's last line, and set status."""
-        last_line, remarks = gpus.at_the_end(self.job, self.report.environment["hosts"])
+        last_line, remarks = gpus.at_the_end(self.job, self.report.environment)
         cases = self.report.cases
         if any(launch_bound(case) for case in cases):
             self.print(LAUNCH_HINT)

@@ -5,6 +5,7 @@ import contextlib
 import difflib
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,6 +14,7 @@ from typing import Any, NoReturn, TextIO
 
 HANG = 3  # the exit status of a run that hung
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
+MOST_NCCL_WARNINGS = 5  # of a process that are shown
 MOST_CASES = 10_000  # the most cases that the lists of a command line may give
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -57,6 +59,10 @@ def fill_streams() -> None:
 def end(status: int, text: str = "") -> NoReturn:
     """End this process at once, from any thread, whatever the main thread does."""
     write(text)
+    with contextlib.suppress(OSError):  # there is a log if join.py has asked NCCL for one
+        log = Path(os.environ.get("NCCL_DEBUG_FILE", "")).read_text(errors="replace")
+        for warning in nccl_warnings(log):
+            write(f"NCCL warned: {warning}")
     os._exit(status)
 
 
@@ -71,7 +77,15 @@ def describe(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or ["no message"]
     if "On WorkerInfo(" in lines[0] and len(lines) > 1:  # RPC adds this line
         return lines[1]
-    return f"{type(error).__name__}: {lines[0]}"
+    text = f"{type(error).__name__}: {lines[0].strip()}"
+    # NCCL's own reason stands below, in a line after "Last error:" or after "NCCL Last Error: "
+    reason = re.search(r"\bLast error:\s+(\S.*)", str(error), re.IGNORECASE)
+    return f"{text}: {reason[1].strip()}" if reason else text
+
+
+def nccl_warnings(log: str) -> list[str]:
+    """What a log of NCCL warns of, the first texts, each once."""
+    return list(dict.fromkeys(re.findall(r"\bNCCL WARN (\S.*)", log)))[:MOST_NCCL_WARNINGS]
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

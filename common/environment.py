@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from common.cli import cut
-from common.dist import Job, gather
+from common.dist import Job, gather, share
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 from common.turns import TURN
 
@@ -24,7 +24,7 @@ FAMILIES += " CUDNN_ NVIDIA_TF32 SLURM_JOB_"
 # These are among them but tell nothing. join() overrides what torchrun sets for the last one.
 PER_RUN = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"),
 )
 
 MOST_RANKS, MOST_WARNINGS = 64, 16  # the preamble prints no more of them
@@ -46,7 +46,8 @@ def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
 
     variables: what `user_variables` returned before this process joined the job.
     """
-    cuda = job.device.type == "cuda"
+    # with RPC some ranks may be on the CPU, the first one of a node among them
+    cuda = "cuda" in share(gather(job.device.type))
     node = None  # the first rank of a node describes it
     if job.local_rank == 0:
         node = {"topology": topology(cuda), "gpus": gpu_state() if cuda else []}
@@ -58,7 +59,7 @@ def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
-        "nccl": ranks[0]["nccl"] or None,
+        "nccl": max(rank["nccl"] for rank in ranks) or None,  # "" on the CPU
         "nccl_backend": nccl_backend(job.backend) if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
@@ -153,7 +154,9 @@ def problem(environment: dict[str, Any], tested: range | None = None) -> str | N
             host = next(row["host"] for row in ranks if row[name] == rarest)
             return f"{name} is {rarest} on {host}, {usual} elsewhere"
     shared = sharing(environment, tested)
-    if shared and "nccl" in environment["backend"]:
+    # NCCL 2.30 and newer can, with this variable
+    can_share = environment["variables"].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if shared and "nccl" in environment["backend"] and not can_share:
         return f"{shared}, which nccl cannot; start fewer ranks a node, or try --backend gloo"
     return None
 
@@ -205,10 +208,14 @@ def count_of(count: int, noun: str) -> str:
 
 def warnings_of(environment: dict[str, Any]) -> list[str]:
     """What makes the numbers doubtful, a line each: nodes that differ, GPUs that are throttled,
-    missing or shared, and GPUs with one core."""
+    missing or shared, GPUs with one core, and an NCCL that lets DDP overlap nothing."""
     hosts = environment["hosts"]
     warnings = [*environment["differences"], *throttled(hosts, environment["gpus"])]
     warnings += [f"{hosts[node]}: {why}" for node, why in lacking(environment).items()]
+    # WorkNCCL::getFuture() of 2.15's nccl2 orders the current stream behind the collective
+    if environment["nccl_backend"] == "nccl2" and environment["torch"].startswith("2.15"):
+        cure = "TORCH_DIST_USE_NCCL2=0 brings the old one"
+        warnings.append(f"with the nccl of torch 2.15 DDP overlaps nothing; {cure}")
     if shared := sharing(environment):
         warnings.append(f"{shared}: their times include each other's turns")
     for row in environment["ranks"]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from common.cli import cut, nccl_warnings
 from common.dist import Job, gather
 
 GPU_STATE = (
@@ -25,6 +26,17 @@ THROTTLED = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
+# How long a GPU was slowed down since its driver was loaded, `7 us`; older drivers lack them.
+SLOWED = {
+    "clocks_event_reasons_counters.sw_power_cap": "power cap",
+    "clocks_event_reasons_counters.sw_thermal_slowdown": "software thermal",
+    "clocks_event_reasons_counters.hw_thermal_slowdown": "hardware thermal",
+    "clocks_event_reasons_counters.hw_power_brake_slowdown": "power brake",
+}
+LEAST_SLOWED_S = 0.1  # shorter slowdowns within a run are not worth a line
+MOST_LINES = 16  # of a kind, at the end of a run
+
+Nodes = list[list[dict[str, str]]]  # the state of each GPU, by node
 
 
 def run(command: list[str]) -> str:
@@ -38,25 +50,42 @@ def run(command: list[str]) -> str:
 
 def gpu_state() -> list[dict[str, str]]:
     """What nvidia-smi says about each GPU of this node; [] where it says nothing."""
-    text = run(["nvidia-smi", f"--query-gpu={','.join(GPU_STATE)}", "--format=csv,noheader"])
-    rows = [line.split(", ") for line in text.splitlines()]
-    return [dict(zip(GPU_STATE, row, strict=True)) for row in rows if len(row) == len(GPU_STATE)]
+    for fields in ((*GPU_STATE, *SLOWED), GPU_STATE):
+        text = run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
+        rows = [line.split(", ") for line in text.splitlines()]
+        gpus = [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
+        if gpus:
+            return gpus
+    return []
 
 
-def at_the_end(job: Job, hosts: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """The state of all GPUs after the last case, and what NCCL chose: entries for the report's last
-    line, and lines to print. All ranks call it. Empty on the CPU, and on all ranks but rank 0."""
+def at_the_end(job: Job, environment: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The state of all GPUs after the last case, and what NCCL says: entries for the report's last
+    line, and lines to print. All ranks call it. Empty on the CPU, and on all ranks but rank 0.
+
+    environment: that of the report.
+    """
     row = None  # only the first rank of a node speaks for its GPUs
-    if job.local_rank == 0 and job.device.type == "cuda":
+    if job.local_rank == 0 and environment["cuda"]:
         log = Path(os.environ.get("NCCL_DEBUG_FILE", ""))  # join.py sets it
         text = log.read_text(errors="replace") if log.is_file() else ""
-        row = gpu_state(), nccl_choices(text)
+        row = gpu_state(), nccl_choices(text), nccl_warnings(text)
     nodes = [row for row in gather(row) or [] if row]
     if not nodes:
         return {}, []
-    gpus = [state for state, _ in nodes]
-    nccl = [choices for _, choices in nodes]
-    lines = [f"warning: {line} at the end of the run" for line in throttled(hosts, gpus)]
+    gpus = [state for state, _, _ in nodes]
+    nccl = [choices for _, choices, _ in nodes]
+    hosts = environment["hosts"]
+    slowed = slowed_down(hosts, environment["gpus"], gpus)
+    lines = [f"warning: {line}" for line in slowed[:MOST_LINES]]
+    if more := len(slowed[MOST_LINES:]):
+        lines.append(f"... and {more} more GPUs")
+    warned: dict[str, list[str]] = {}  # by which hosts
+    for host, (_, _, warnings) in zip(hosts, nodes, strict=True):
+        for warning in warnings:
+            warned.setdefault(warning, []).append(host)
+    for warning, where in list(warned.items())[:MOST_LINES]:
+        lines.append(f"warning: NCCL on {cut(where)}: {warning}")
     chosen = [f"{name} {', '.join(values)}" for name, values in nccl[0].items() if values]
     if chosen:
         lines.append(f"NCCL chose {'; '.join(chosen)}")
@@ -73,8 +102,8 @@ def nccl_choices(log: str) -> dict[str, list[str]]:
     return {name: sorted(set(values)) for name, values in mentioned.items()}
 
 
-def throttled(hosts: list[str], gpus: list[list[dict[str, str]]]) -> list[str]:
-    """A line for each GPU that runs slower than it could, with the reason. gpus: by node."""
+def throttled(hosts: list[str], gpus: Nodes) -> list[str]:
+    """A line for each GPU that runs slower than it could right now, with the reason."""
     lines = []
     for host, node in zip(hosts, gpus, strict=False):
         for gpu in node:
@@ -84,6 +113,31 @@ def throttled(hosts: list[str], gpus: list[list[dict[str, str]]]) -> list[str]:
             if reasons:
                 lines.append(f"GPU {gpu['index']} of {host} is throttled: {', '.join(reasons)}")
     return lines
+
+
+def slowed_down(hosts: list[str], before: Nodes, after: Nodes) -> list[str]:
+    """A line for each GPU that was throttled between two states, with the seconds of each reason.
+
+    before, after: what `gpu_state` said on each node. One moment tells little: after the last case
+    the GPUs are idle.
+    """
+    lines = []
+    for host, *states in zip(hosts, before, after, strict=False):
+        for gpu, now in zip(*states, strict=False):
+            reasons = []
+            for counter, name in SLOWED.items():
+                seconds = seconds_of(now, counter) - seconds_of(gpu, counter)
+                if seconds >= LEAST_SLOWED_S:
+                    reasons.append(f"{name} for {seconds:.1f} s")
+            if reasons:
+                lines.append(f"GPU {gpu['index']} of {host} was throttled: {', '.join(reasons)}")
+    return lines
+
+
+def seconds_of(gpu: dict[str, str], counter: str) -> float:
+    """A counter of `gpu_state`, from `1500000 us`; 0 if it is not known."""
+    number = gpu.get(counter, "").removesuffix(" us")
+    return int(number) / 1e6 if number.isdigit() else 0.0
 
 
 def lost(device: torch.device) -> bool:

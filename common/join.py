@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import socket
 import tempfile
 import time
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from common.cli import HANG, cut, refuse
 from common.dist import FOREVER, Job, local_rank
 
+SYS = Path("/sys")  # what Linux says of cores and PCI devices
 BY_HAND = (
     "without torchrun e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "
     "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
@@ -83,6 +85,8 @@ def set_variables(log_nccl: bool) -> None:
     # NCCL's watchdog would wait four times this long for other ranks' dumps after a failed case
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder's, for roll calls
+    # A lost device ends the run with a reason. If NCCL's watchdog saw it first, it would abort.
+    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
     if log_nccl and "NCCL_DEBUG" not in os.environ:
         handle, path = tempfile.mkstemp(prefix="nccl-", suffix=".log")
         os.close(handle)
@@ -249,16 +253,10 @@ def address_towards(host: str) -> str:
 
 def bind(local_rank: int, local_world_size: int, device: torch.device) -> None:
     """Bind this process to its part of the cores; on CUDA to a part of those next to its GPU."""
-    allowed = sorted(os.sched_getaffinity(0))
 
     def cores_of(rank: int) -> list[int]:
-        near = 0  # a bit for each core
-        if device.type == "cuda":
-            gpu: Any = torch.cuda.get_device_properties(rank % torch.cuda.device_count())
-            pci = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-            mask = Path(f"/sys/bus/pci/devices/{pci}/local_cpus")
-            near = int(mask.read_text().replace(",", ""), 16) if mask.exists() else 0
-        return [core for core in allowed if near >> core & 1] or allowed
+        gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+        return near_cores(rank % gpus if gpus else None)
 
     cores = cores_of(local_rank)
     sharers = [rank for rank in range(local_world_size) if cores_of(rank) == cores]
@@ -268,3 +266,31 @@ def bind(local_rank: int, local_world_size: int, device: torch.device) -> None:
         refuse(f"--bind-cores: {len(cores)} cores for {len(sharers)} ranks; {fewer}")
     first = sharers.index(local_rank) * cores_per_rank
     os.sched_setaffinity(0, cores[first : first + cores_per_rank])
+
+
+def near_cores(gpu: int | None) -> list[int]:
+    """This process's cores next to a GPU; all of its cores without one, or if none is near.
+
+    The threads of a core follow each other. Often Linux numbers them 0 and 112, not 0 and 1.
+    """
+    allowed = os.sched_getaffinity(0)
+    near = 0  # a bit for each core
+    if gpu is not None:
+        p: Any = torch.cuda.get_device_properties(gpu)
+        pci = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+        mask = SYS / "bus/pci/devices" / pci / "local_cpus"
+        near = int(mask.read_text().replace(",", ""), 16) if mask.exists() else 0
+    cores = [core for core in allowed if near >> core & 1] or allowed
+    return sorted(cores, key=lambda core: (first_thread(core), core))
+
+
+def first_thread(core: int) -> int:
+    """The first of the threads that share a core: 0 for `0,112`."""
+    siblings = SYS / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+    return int(re.split("[,-]", siblings.read_text())[0]) if siblings.exists() else core
+
+
+def stay_near(device: torch.device) -> None:
+    """Keep this process next to its GPU: on another socket its pinned memory would lie far away."""
+    if device.type == "cuda":
+        os.sched_setaffinity(0, near_cores(device.index))

@@ -2,7 +2,10 @@
 
 import argparse
 import importlib
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +151,43 @@ def test_no_flag_is_an_ambiguous_prefix_of_torchruns(capsys: Any, monkeypatch: A
         for flag in {w.strip("[],") for w in words if w.strip("[").startswith("--")}:
             found = {name.replace("_", "-") for name in theirs if name.startswith(flag)}
             assert len(found) < 2 or flag in theirs, flag
+
+
+# as torch 2.11 and, with nccl2, torch 2.15 write it
+LEGACY = """\
+NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3780, unhandled system \
+error (run with NCCL_DEBUG=INFO for details), NCCL version 2.28.9
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device \
+error.\x20
+Last error:
+Call to ibv_create_cq failed with error Cannot allocate memory"""
+NCCL2 = """\
+Failed to initialize NCCL communicator: invalid usage (run with NCCL_DEBUG=WARN for details)\x20
+NCCL Last Error: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000"""
+
+
+def test_why_nccl_failed_is_part_of_the_line() -> None:
+    legacy, nccl2 = (cli.describe(RuntimeError(text)) for text in (LEGACY, NCCL2))
+    why = "Call to ibv_create_cq failed with error Cannot allocate memory"
+    assert legacy.endswith(f"details), NCCL version 2.28.9: {why}")
+    assert nccl2 == (
+        "RuntimeError: Failed to initialize NCCL communicator: invalid usage (run with "
+        "NCCL_DEBUG=WARN for details): Duplicate GPU detected : rank 0 and rank 1 both on CUDA "
+        "device 1000"
+    )
+    # nothing was recorded
+    assert cli.describe(RuntimeError("a\nLast error:\n")) == "RuntimeError: a"
+    assert cli.describe(RuntimeError("a\nNCCL Last Error: ")) == "RuntimeError: a"
+
+
+def test_what_nccl_warned_of_is_said_when_the_process_ends_at_once(tmp_path: Path) -> None:
+    log = tmp_path / "nccl.log"
+    log.write_text("vm:7:9 [0] NCCL INFO ok\n" + "vm:7:9 [0] init.cc:943 NCCL WARN no room\n" * 2)
+    code = "from common.cli import end; end(3, 'HANG')"
+    for path, said in ((str(log), "HANG\nNCCL warned: no room\n"), ("", "HANG\n")):
+        variables = os.environ | {"NCCL_DEBUG_FILE": path}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(
+            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (3, said)

@@ -5,14 +5,25 @@ import re
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from common import dist
-from common.environment import differences, nccl_backend, preamble, problem
-from common.join import bind, check_backend, check_network, join, meet, world
+from common.environment import collect, differences, nccl_backend, preamble, problem
+from common.join import (
+    bind,
+    check_backend,
+    check_network,
+    join,
+    meet,
+    set_variables,
+    stay_near,
+    world,
+)
 from tests.process import environment
 
 
@@ -22,13 +33,16 @@ def rank(number: int, **more: str) -> dict[str, Any]:
 
 def test_what_must_not_be_measured() -> None:
     """Ranks under test that share a GPU under NCCL; a node with another torch."""
-    shared = {"backend": "nccl", "ranks": [rank(0), rank(1, uuid="G0")]}
+    shared: dict[str, Any] = {"backend": "nccl", "variables": {}}
+    shared["ranks"] = [rank(0), rank(1, uuid="G0")]
     assert (problem(shared) or "").startswith("ranks 0 and 1 share a GPU on a, which nccl cannot")
     assert problem(shared, tested=range(1)) is None  # rank 1 is a server
     assert problem(shared | {"backend": "gloo"}) is None
     assert problem(shared | {"ranks": [rank(0), rank(1, uuid="G0", host="b")]}) is None
-    assert problem({"backend": "gloo", "ranks": [rank(0), rank(1, nccl="", uuid="")]}) is None
-    mixed = {"backend": "gloo", "ranks": [rank(0), rank(1), rank(2, host="b", torch="1")]}
+    assert problem(shared | {"ranks": [rank(0), rank(1, nccl="", uuid="")]}) is None
+    # NCCL 2.30 can, and an older one says why it cannot
+    assert problem(shared | {"variables": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}) is None
+    mixed = shared | {"ranks": [rank(0), rank(1), rank(2, host="b", torch="1")]}
     assert problem(mixed) == "torch is 1 on b, 2 elsewhere"
 
 
@@ -48,7 +62,7 @@ def test_what_gpus_the_first_lines_warn_of() -> None:
     ]
     found: dict[str, Any] = {"torch": "2.11", "cuda": "13.0", "nccl": "2.28.9", "python": "3"}
     found |= {"backend": "gloo", "launcher": "torchrun", "world_size": 2}
-    found |= {"num_nodes": 1, "hosts": ["a"]}
+    found |= {"num_nodes": 1, "hosts": ["a"], "nccl_backend": "legacy"}
     found |= {"ranks": ranks, "topologies": [], "gpus": [[gpu]], "differences": []}
     lines = preamble("x", found).splitlines()
     assert lines[2] == "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo"
@@ -58,6 +72,37 @@ def test_what_gpus_the_first_lines_warn_of() -> None:
         "# warning: ranks 0 and 1 share a GPU on a: their times include each other's turns",
         "# warning: rank 1 has 1 core for its GPU; see srun --cpus-per-task",
     ]
+    for torch_version, nccl, warned in (
+        ("2.15.0+cu132", "nccl2", True),
+        ("2.15.0+cu132", "legacy", False),
+        ("2.16.0", "nccl2", False),  # nobody has looked
+    ):
+        text = preamble("x", found | {"torch": torch_version, "nccl_backend": nccl})
+        assert (
+            "# warning: with the nccl of torch 2.15 DDP overlaps nothing; TORCH" in text
+        ) == warned
+
+
+def test_gpus_are_described_where_the_first_rank_of_the_node_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A master on the CPU, which is rank 0, and a trainer on CUDA."""
+    gpus = [{"index": "0"}]
+    trainer = rank(1, nccl="2.28.9") | {"device": "H100"}
+
+    def gather(value: Any) -> list[Any]:
+        return [value, "cuda" if value == "cpu" else (trainer, None)]
+
+    monkeypatch.setattr("common.environment.gather", gather)
+    monkeypatch.setattr("common.environment.share", lambda value: value)
+    monkeypatch.setattr("common.environment.gpu_state", lambda: gpus)
+    monkeypatch.setattr("common.environment.run", lambda command: "GPU0 X")
+    master = dist.Job(0, 0, 2, 2, torch.device("cpu"), "nccl", torch.distributed.HashStore())
+    described = collect(master, {})
+    assert described["gpus"] == [gpus]
+    assert described["nccl"] == "2.28.9"
+    assert described["topologies"] == ["GPU0 X"]
+    assert described["cuda"] == torch.version.cuda
 
 
 def test_each_rank_is_bound_to_cores_of_its_own() -> None:
@@ -73,7 +118,66 @@ def test_each_rank_is_bound_to_cores_of_its_own() -> None:
             bind(0, n + 1, torch.device("cpu"))
     finally:
         os.sched_setaffinity(0, every)
-    assert got == sorted(every)
+    assert sorted(got) == sorted(every)
+
+
+class Node:
+    """A made-up node: 2 sockets of 4 cores with 2 threads each, numbered 0-7 and then 8-15, and 2
+    GPUs on each socket."""
+
+    def __init__(self, sys: Path, patch: pytest.MonkeyPatch) -> None:
+        self.cores = set(range(16))
+        for core in self.cores:
+            topology = sys / f"devices/system/cpu/cpu{core}/topology"
+            topology.mkdir(parents=True)
+            (topology / "thread_siblings_list").write_text(f"{core % 8},{core % 8 + 8}\n")
+        for gpu, mask in enumerate(("0f0f", "0f0f", "f0f0", "f0f0")):
+            device = sys / f"bus/pci/devices/0000:{gpu:02x}:00.0"
+            device.mkdir(parents=True)
+            (device / "local_cpus").write_text(f"00000000,0000{mask}\n")
+        patch.setattr("common.join.SYS", sys)
+        patch.setattr(torch.cuda, "device_count", lambda: 4)
+        patch.setattr(torch.cuda, "get_device_properties", self.properties)
+        patch.setattr(os, "sched_getaffinity", lambda pid: self.cores)
+        patch.setattr(os, "sched_setaffinity", self.bind)
+
+    def properties(self, gpu: int) -> Any:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=gpu, pci_device_id=0)
+
+    def bind(self, pid: int, cores: list[int]) -> None:
+        self.bound = sorted(cores)
+
+
+def test_ranks_share_a_socket_by_whole_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = Node(tmp_path, monkeypatch)
+    got = []
+    for gpu in range(4):
+        bind(gpu, 4, torch.device("cuda", gpu))
+        got.append(node.bound)
+    assert got == [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
+
+
+def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On all of the socket's cores that the launcher gave it; if none is there, where it is."""
+    node = Node(tmp_path, monkeypatch)
+    stay_near(torch.device("cuda", 2))
+    assert node.bound == [4, 5, 6, 7, 12, 13, 14, 15]
+    node.cores = {0, 1, 6}
+    stay_near(torch.device("cuda", 2))
+    assert node.bound == [6]
+    node.cores = {0, 1}
+    stay_near(torch.device("cuda", 2))
+    assert node.bound == [0, 1]
+
+
+def test_nccls_own_watchdog_leaves_errors_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    set_variables(log_nccl=False)
+    assert [os.environ[name] for name in names] == ["0", "0"]
 
 
 BY_HAND = {
@@ -210,7 +314,8 @@ def test_which_nccl_a_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ranks_that_share_a_gpu_under_each_name_of_nccl() -> None:
     for backend in ("nccl2", "nccl-legacy", "cpu:gloo,cuda:nccl"):
-        shared = {"backend": backend, "ranks": [rank(0), rank(1, uuid="G0")]}
+        shared: dict[str, Any] = {"backend": backend, "variables": {}}
+        shared["ranks"] = [rank(0), rank(1, uuid="G0")]
         assert "ranks 0 and 1 share a GPU on a" in (problem(shared) or "")
 
 
@@ -218,7 +323,7 @@ def test_the_command_is_in_the_preamble(monkeypatch: pytest.MonkeyPatch) -> None
     """As it was typed behind the interpreter."""
     about: dict[str, Any] = {"torch": "2", "cuda": None, "python": "3", "backend": "gloo"}
     about |= {"launcher": "python", "world_size": 1, "num_nodes": 1, "ranks": [], "hosts": ["a"]}
-    about |= {"topologies": [], "gpus": [[]], "differences": []}
+    about |= {"topologies": [], "gpus": [[]], "differences": [], "nccl_backend": None}
     monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--json", "my report"])
     line = preamble("x", about).splitlines()[1]
     assert line == "# command: benchmarks/x.py --json 'my report'"

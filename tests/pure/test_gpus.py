@@ -1,11 +1,21 @@
 """What nvidia-smi and NCCL say of GPUs."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from common.gpus import gpu_state, lacking, nccl_choices, throttled
+from common.dist import Job
+from common.gpus import (
+    at_the_end,
+    gpu_state,
+    lacking,
+    nccl_choices,
+    slowed_down,
+    throttled,
+)
 
 LOG = """\
 node1:71:71 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>
@@ -15,6 +25,14 @@ node1:71:82 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM
 node1:71:82 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM
 node1:71:82 [0] NCCL INFO Channel 00/0 : 7[7] -> 8[0] [receive] via NET/IB/0/GDRDMA
 node1:71:82 [0] NCCL INFO Connected all rings
+"""
+# of NCCL 2.28 and, with a stamp, of 2.30
+WARNED = """\
+node1:71:90 [0] misc/ibvwrap.cc:143 NCCL WARN Call to ibv_create_cq failed with error Cannot \
+allocate memory
+[2026-07-23 04:16:01] node1:71:99 [0] misc/ibvwrap.cc:143 (wrap_ibv_create_cq) NCCL WARN Call to \
+ibv_create_cq failed with error Cannot allocate memory
+node1:71:90 [0] NCCL INFO transport/net_ib.cc:1279 -> 2
 """
 
 
@@ -35,20 +53,77 @@ ROW = """\
 """
 
 
-def test_the_state_of_gpus_is_what_nvidia_smi_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# One field that an older driver does not know, and it answers nothing.
+OLD = """\
+#!/bin/sh
+case "$1" in *counters*) echo "Field \\"x\\" is not a valid field to query."; exit 2; esac
+"""
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """nvidia_smi(rows, before=...): a tool that prints these rows. before: its first lines."""
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{ROW.format(0, '1B')}{ROW.format(1, '43')}END\n")
-    tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def write(rows: str, before: str = "#!/bin/sh\n") -> None:
+        tool.write_text(f"{before}cat <<'END'\n{rows}END\n")
+        tool.chmod(0o755)
+
+    return write
+
+
+def test_the_state_of_gpus_is_what_nvidia_smi_says(nvidia_smi: Callable[..., None]) -> None:
+    nvidia_smi(ROW.format(0, "1B") + ROW.format(1, "43"), before=OLD)
     first, second = gpu_state()
     assert (first["index"], second["pci.bus_id"]) == ("0", "00000000:43:00.0")
     assert (first["power.limit"], first["clocks.max.sm"]) == ("700.00 W", "1980 MHz")
     assert throttled(["a"], [[first, second]]) == []
-    # of an old driver
-    tool.write_text('#!/bin/sh\necho "Field "x" is not a valid field to query."\nexit 2\n')
+    nvidia_smi("", before="#!/bin/sh\nexit 9\n")  # no driver
     assert gpu_state() == []
+
+
+def counted(index: int, *microseconds: str) -> str:
+    """A row with the counters: power cap, software thermal, hardware thermal, power brake."""
+    return f"{ROW.format(index, '1B').strip()}, {', '.join(microseconds)}\n"
+
+
+def test_what_slowed_a_gpu_down_within_the_run(nvidia_smi: Callable[..., None]) -> None:
+    """The counters go on from earlier runs, and after the last case the GPUs are idle."""
+    nvidia_smi(counted(0, *["6869275397 us"] * 2, "0 us", "0 us") + counted(1, *["[N/A]"] * 4))
+    before = [gpu_state()]
+    assert throttled(["a"], before) == []
+    after = counted(0, "6881625397 us", "6869280000 us", "250000 us", "0 us")
+    nvidia_smi(after + counted(1, *["[N/A]"] * 4))
+    assert slowed_down(["a"], before, [gpu_state()]) == [
+        "GPU 0 of a was throttled: power cap for 12.3 s, hardware thermal for 0.2 s"
+    ]
+    assert slowed_down(["a"], before, before) == []
+    nvidia_smi(ROW.format(0, "1B"), before=OLD)
+    assert slowed_down(["a"], [gpu_state()], [gpu_state()]) == []
+
+
+def test_the_last_lines_say_what_nccl_warned_of_and_chose(
+    nvidia_smi: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "nccl.log"
+    log.write_text(LOG + WARNED)
+    monkeypatch.setenv("NCCL_DEBUG_FILE", str(log))
+    nvidia_smi(counted(0, *["0 us"] * 4))
+    environment = {"cuda": "13.2", "hosts": ["a", "b"], "gpus": [gpu_state()] * 2}
+    nvidia_smi(counted(0, "2000000 us", *["0 us"] * 3))
+    monkeypatch.setattr("common.gpus.gather", lambda row: [row, None, row])  # two nodes
+    cpu = Job(0, 0, 3, 2, torch.device("cpu"), "nccl", torch.distributed.HashStore())
+    last_line, lines = at_the_end(cpu, environment)  # a rank on CUDA is elsewhere on the node
+    assert last_line["gpus"] == [gpu_state()] * 2
+    assert lines == [
+        "warning: GPU 0 of a was throttled: power cap for 2.0 s",
+        "warning: GPU 0 of b was throttled: power cap for 2.0 s",
+        "warning: NCCL on a, b: Call to ibv_create_cq failed with error Cannot allocate memory",
+        "NCCL chose network IB; transport NET/IB/0/GDRDMA, P2P/CUMEM; nvls available",
+    ]
+    monkeypatch.setattr("common.gpus.gather", lambda row: [row])
+    assert at_the_end(cpu, environment | {"cuda": None}) == ({}, [])
 
 
 def test_a_throttled_gpu_is_named_with_its_reasons() -> None:

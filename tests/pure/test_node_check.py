@@ -1,11 +1,12 @@
 """The judgement of node_check.py, worked out by hand."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from benchmarks import node_check
-from benchmarks.node_check import hosts_of, judge, odd_results, rounds_by_node
+from benchmarks.node_check import hosts_of, judge, judge_ranks, odd_results, rounds_by_node
 from common.outliers import Who, accuse, sentences
 from common.report import Case, Report
 from common.stats import Times
@@ -150,3 +151,19 @@ def test_links_of_nodes(members: list[list[int]]) -> None:
     for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(ranks) == len(set(ranks))
+
+
+def test_a_launch_bound_training_step_is_said() -> None:
+    said: list[str] = []
+    bench: Any = Mock(print=said.append)
+    cluster: Any = Mock(teams=TEAMS, kinds=["k"] * 3, limits={}, sigmas=5, margins=MARGINS)
+    rows = ranks_with("copy", 1, 1, 1)
+    for row in rows:
+        row.key["probe"] = "all ranks together"
+        row.key["host"] = "a"
+    of_all = Case({"probe": "all ranks together"}, [0, 1, 2])
+    of_all.metrics["launch_share"] = {"step": 0.95, "all_reduce_inside": 0.1}
+    judge_ranks(bench, cluster, [*rows, of_all])
+    assert said[1:] == ["# all ranks together: launch-bound 95%"]
+    judge_ranks(bench, cluster, rows)
+    assert len(said) == 3

@@ -1,11 +1,24 @@
 """The arithmetic of parallel_sweep.py, by hand: meshes, the breakdown, the verdict."""
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
 
-from benchmarks.parallel_sweep import best, breakdown, default_meshes, misfit, parse_mesh, title_of
+from benchmarks.parallel_sweep import (
+    best,
+    breakdown,
+    default_meshes,
+    misfit,
+    parse_mesh,
+    ring_attention,
+    scatter_noise,
+    title_of,
+)
 from common.report import Case
 from common.stats import Times
 
@@ -92,6 +105,51 @@ def test_zbv_hangs_over_gloo_with_an_older_torch(monkeypatch: pytest.MonkeyPatch
     key |= {"global_batch": 16, "microbatches": 4, "experts": 0, **CPU}
     assert "zbv over gloo does not end with torch 2.11" in str(misfit(key))
     assert misfit(key | {"device": "cuda", "backend": "nccl"}) is None
+
+
+def test_pipelines_over_gloo_are_on_the_cpu() -> None:
+    key = {"mesh": "pp2:1f1b", "model": "decoder-tiny", "world_size": 2, "sequence_length": 128}
+    key |= {"global_batch": 16, "microbatches": 4, "experts": 0, **CPU}
+    assert misfit(key) is None
+    assert misfit(key | {"device": "cuda", "backend": "nccl"}) is None
+    refused = "mesh pp2:1f1b: gloo sends no CUDA tensors between stages; e.g. dp2"
+    assert misfit(key | {"device": "cuda"}) == refused
+    assert misfit(key | {"device": "cuda", "mesh": "dp2"}) is None
+
+
+def test_a_failed_ring_leaves_attention_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11's context_parallel replaces it and, after an error, never puts it back."""
+    attend = F.scaled_dot_product_attention
+
+    @contextmanager
+    def as_in_2_11(mesh: Any, **cut: Any) -> Iterator[None]:
+        F.scaled_dot_product_attention = lambda *tensors: tensors[0]
+        yield
+        F.scaled_dot_product_attention = attend
+
+    monkeypatch.setattr("benchmarks.parallel_sweep.context_parallel", as_in_2_11)
+    mesh: Any = None
+    in_ring = ring_attention(torch.nn.Module(), mesh, [torch.ones(1, 2)])
+    with in_ring():
+        assert F.scaled_dot_product_attention is not attend
+    try:
+        with pytest.raises(RuntimeError, match="planted"), in_ring():
+            raise RuntimeError("planted")
+        assert F.scaled_dot_product_attention is attend
+    finally:
+        F.scaled_dot_product_attention = attend
+
+
+def test_twins_get_a_quarter_of_the_free_memory_full_of_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8_000, 9_000))
+    monkeypatch.setattr(torch, "randn", lambda count, **how: made.append((count, how["dtype"])))
+    for dtype in ("fp32", "bf16"):
+        scatter_noise({"dtype": dtype}, torch.device("cuda", 0))
+    scatter_noise({"dtype": "fp32"}, torch.device("cpu"))
+    assert made == [(500, torch.float32), (1000, torch.bfloat16)]
 
 
 def test_the_title_names_what_all_meshes_share() -> None:

@@ -2,10 +2,12 @@
 
 import argparse
 import itertools
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from time import sleep
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 from common import cli
 from common import timing as timing_module
+from common.benchmark import Benchmark
 from common.dist import Group
 from common.timing import (
     Step,
@@ -228,3 +231,19 @@ def test_what_timed_calls_return_stays_with_their_samples(group: Group) -> None:
     timing = time_steps(work, group, CPU, StopRule(warmup_iters=2, iters=6))
     assert timing.rounds == [1] * 6
     assert timing.returned == [3, 5, 7, 9, 11, 13]
+
+
+def test_over_gloo_no_step_is_called_launch_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the host waits for the device in each step, which looks like launching."""
+    timed = Timing({"step": [1.0]}, [1], "iters", launching_s={"step": 0.99})
+    monkeypatch.setattr("common.benchmark.time_steps", lambda *given: replace(timed))
+    for device, backend, kept in (
+        ("cuda", "nccl", {"step": 0.99}),
+        ("cuda", "gloo", {}),
+        ("cuda", "cpu:gloo,cuda:nccl", {"step": 0.99}),
+        ("cpu", "gloo", {}),
+    ):
+        bench: Any = Mock(job=Mock(device=torch.device(device), backend=backend))
+        workload = Workload(lambda: None, launches=True)
+        timing, _ = Benchmark.time(bench, workload, Mock())
+        assert timing.launching_s == kept, (device, backend)
