@@ -90,6 +90,12 @@ def device_assert() -> None:
 
 
 @fault
+def graph_raises() -> None:
+    """Rank 1 raises where it replays a CUDA graph for the fourth time."""
+    in_call(torch.cuda.CUDAGraph, "replay", 4, partial(fail, RuntimeError, "a graph is broken"))
+
+
+@fault
 def build_raises() -> None:
     """Rank 1 runs out of memory in its first model."""
     import torchvision
