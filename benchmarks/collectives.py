@@ -20,7 +20,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from common.ranks import node_of_each, partition
 from common.report import Case
 from common.stats import Times
 from common.table import Table
-from common.timing import Step
+from common.timing import Step, time_block
 
 Key = dict[str, Any]
 Matrix = list[list[int]]  # what goes from each rank (row) to each rank (column)
@@ -53,6 +53,8 @@ ACROSS |= {"max": np.max, "0": ACROSS["rank0"], "1": np.mean, "2": np.min, "3": 
 COLD_BYTES = 2**28  # calls walk through so much memory: more than caches hold
 LARGEST_BLOCK = 4096  # buffers that calls walk through at most
 ALIGNMENT = 64  # elements: every buffer begins at a multiple of it
+MOST_CALLS = 20  # in a sample, if -n does not say how many
+SAMPLE_S = 1e-3  # without -n a sample has no more calls than take so long
 SAMPLE_BYTES = {"cpu": 2**22, "cuda": 2**32}  # a sample of large sizes has fewer calls than -n
 LARGEST_SIZE = {"cpu": 2**26, "cuda": 2**30}  # -e by default
 LATE_S = 0.02  # one rank comes so late to the barrier that is checked
@@ -170,7 +172,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     step("-i", "--stepbytes", type=above_0, metavar="SIZE", help=text)
     factor = cli.number(float, 1, above=True)
     step("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help="multiply (default: 2)")
-    add("-n", "--calls", type=cli.positive_int, default=20, metavar="N", help="in a sample (20)")
+    text = "in a sample (default: as many as take 1 ms, 20 at most)"
+    add("-n", "--calls", type=cli.positive_int, metavar="N", help=text)
     types = cli.list_of(lambda name: ALIASES.get(name, name), TYPES)
     add("-d", "--datatype", type=types, default=["float32"], metavar="TYPE", help=", ".join(TYPES))
     redops = cli.list_of(str, tuple(REDOPS))
@@ -284,7 +287,9 @@ def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> di
         unit = getattr(torch, dtype).itemsize
         if N in (operation.sends, operation.receives) and not matrix:
             unit *= ranks
-        rows = sizes_and_calls(sizes if name != "barrier" else [], unit, args.calls, place)
+        rows = sizes_and_calls(
+            sizes if name != "barrier" else [], unit, args.calls or MOST_CALLS, place
+        )
         title = f"# {name} {table['dtype']} {table['redop']}".replace(" none", "")
         title = f"{title}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})"
         tables[title] = [table | row | fixed for row in rows]
@@ -309,7 +314,7 @@ def sizes_and_calls(sizes: list[int], unit: int, most_calls: int, place: Key) ->
 
 def settings(args: argparse.Namespace, matrix: Matrix) -> str:
     """What all rows of all tables share, in words."""
-    words = [f"at most {args.calls} calls a sample", f"-a {args.average}"]
+    words = [f"at most {args.calls or MOST_CALLS} calls a sample", f"-a {args.average}"]
     if args.blocking == "1":
         words.append("each call waited for (-z 1)")
     if args.cudagraph:
@@ -323,10 +328,13 @@ def settings(args: argparse.Namespace, matrix: Matrix) -> str:
 # -- measure ---------------------------------------------------------------------------------------
 
 
-def build(job: Job, matrix: Matrix, samples: int, key: Key, group: Group) -> Workload:
+def build(
+    job: Job, matrix: Matrix, samples: int, as_asked: bool, key: Key, group: Group
+) -> Workload:
     """What a rank measures in a case: calls on successive buffers, out of place and in place.
 
-    matrix: of --matrix, in bytes. samples: how many are checked.
+    matrix: of --matrix, in bytes. samples: how many are checked. as_asked: a sample has the calls
+    of the key, which -n has set; else these are the most that it may have.
     """
     operation = OPERATIONS[key["collective"]]
     at = place_of(key, matrix, group)
@@ -335,24 +343,36 @@ def build(job: Job, matrix: Matrix, samples: int, key: Key, group: Group) -> Wor
     steps = dict[str, Step]()
     for variant in operation.variants:  # in this order on all ranks: a graph is run when it is made
         steps[variant] = step_of(key, at, buffers[variant], key["calls"])
+    calls = key["calls"]
+    if not (as_asked or calls == 1 or key["cudagraph"]):  # a graph has as many as were captured
+        calls = calls_of_a_sample(steps[operation.variants[0]], calls, job.device, group)
 
     def facts() -> dict[str, int]:
         """Calls in a sample, and the wrong values of each variant."""
-        counts = {"calls": key["calls"]}
+        counts = {"calls": calls}
         for variant in operation.variants:
             counts[variant] = 0
             for _ in range(samples):
-                counts[variant] += count_wrong(key, at, buffers[variant], job, group)
+                counts[variant] += count_wrong(key, at, buffers[variant][:calls], job, group)
         return counts
 
     host_waits = key["blocking"] == "1" or key["collective"] == "barrier"
     return Workload(
         steps.pop(operation.variants[0]),
         steps,
-        calls=key["calls"] * max(1, key["cudagraph"]),
+        calls=calls * max(1, key["cudagraph"]),
         facts=facts,
         launches=not host_waits,
     )
+
+
+def calls_of_a_sample(step: Step, most: int, device: torch.device, group: Group) -> int:
+    """As many calls as take SAMPLE_S on the slowest rank, `most` at most; the same on all ranks."""
+    time_block(step, 1, device)  # untimed: it finds connections and caches as the timed calls will
+    times, _ = time_block(step, 3, device)
+    slowest = torch.tensor(min(times), dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group.control)
+    return max(1, min(most, round(SAMPLE_S / slowest.item())))
 
 
 def dtype_of(key: Key) -> torch.dtype:
@@ -372,6 +392,13 @@ def place_of(key: Key, matrix: Matrix, group: Group) -> Place:
     return Place(group.test, rank, n, root, op, count, elements, splits)
 
 
+@lru_cache(maxsize=1)
+def cold_memory(device: torch.device) -> Tensor:
+    """The memory of cold buffers, [COLD_BYTES]. It serves all cases: the system takes longer to
+    find and clear so much than many cases have."""
+    return torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
+
+
 def make_buffers(key: Key, at: Place, device: torch.device) -> dict[str, Buffers]:
     """Inputs and outputs for each variant. Cold ones are spread over COLD_BYTES."""
     operation, dtype, count = OPERATIONS[key["collective"]], dtype_of(key), key["count"]
@@ -383,7 +410,12 @@ def make_buffers(key: Key, at: Place, device: torch.device) -> dict[str, Buffers
     if key["caches"] == "cold":
         length = COLD_BYTES // dtype.itemsize
         stride = max(stride, length // LARGEST_BLOCK // ALIGNMENT * ALIGNMENT)
-    block = torch.ones(max(1, length // stride), stride, dtype=dtype, device=device)
+    rows = max(1, length // stride)
+    if rows * stride <= length:
+        block = cold_memory(device).view(dtype)[: rows * stride].view(rows, stride)
+    else:
+        block = torch.empty(rows, stride, dtype=dtype, device=device)
+    block.fill_(1)
     my_part = slice(at.rank * count, (at.rank + 1) * count)
     out_of_place, in_place = Buffers(), Buffers()
     for row in block:
@@ -419,10 +451,9 @@ def step_of(key: Key, at: Place, buffers: Buffers, calls_in_graph: int) -> Step:
     return call_next
 
 
-def count_wrong(key: Key, at: Place, buffers: Buffers, job: Job, group: Group) -> int:
+def count_wrong(key: Key, at: Place, checked: Buffers, job: Job, group: Group) -> int:
     """How many values are wrong after a sample of calls like the timed ones, each on buffers of
     its own. For a barrier: how many ranks were not waited for."""
-    checked = buffers[: key["calls"]]
     step = step_of(key, at, checked, len(checked))
     if key["collective"] == "barrier":
         dist.barrier(group.control)
@@ -582,7 +613,7 @@ def main() -> int:
         except ValueError as error:
             bench.refuse(str(error))
         members = sorted(itertools.chain(*groups))
-        prepare = partial(build, job, matrix, args.check)
+        prepare = partial(build, job, matrix, args.check, args.calls is not None)
         conclude = partial(derive, args, groups)
         for title, keys in tables.items():
             bench.begin_table(f"{title}; {settings(args, matrix)}", {})

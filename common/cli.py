@@ -240,7 +240,7 @@ def add_common_flags(
     names = ("--distributed-backend", "--backend")
     name = checked(str.lower, bool, "the name of a backend", "e.g. gloo")  # as torch takes it
     add(*names, dest="backend", type=name, metavar="NAME", help=backend)
-    warm = "untimed iterations of each step (default: 5, fewer if they take --max-seconds / 4)"
+    warm = "untimed iterations of each step (default: 5, fewer if all take --max-seconds / 4)"
     add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
     exactly = "time exactly N iterations, whatever the next three say"
     add("--iters", type=positive_int, metavar="N", help=exactly)
@@ -248,7 +248,9 @@ def add_common_flags(
     add("--min-iters", type=positive_int, default=min_iters, metavar="N", help=least)
     target = "stop once all of the 95%% interval of the step's median is within +-P (default: 2%%)"
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
-    most = f"or after S seconds of a case, 2 S if it lacks an interval (default: {max_seconds:g})"
+    most = (
+        f"or after S seconds of a case, 1.25 S if it lacks an interval (default: {max_seconds:g})"
+    )
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
     report = "append every finished case to this report; an older one becomes PATH.bak, .bak.1, ..."
     add("-J", "--json", "--output-file", metavar="PATH", help=report)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +23,8 @@ STEP = "step"  # the name of the step that a case is about, beside the names of 
 ROUNDS = 12  # the budget of a case is planned for so many rounds
 TURN_ROUNDS = 24  # the same where two commands take turns
 MIN_ROUNDS = 6  # fewer give no 95 % interval of a difference between steps
+MIN_SAMPLES = 6  # fewer give no 95 % interval of a median
+SLOW_BLOCK = 3  # iterations of a block where MIN_ROUNDS do not fit into the budget
 AHEAD_S = 5e-3  # a full queue holds about 1,000 launches: the device needs at least this for them
 LEAD_IN = 1  # untimed iterations at the start of a block: caches and queues as the step leaves them
 
@@ -65,7 +68,7 @@ class StopRule:
     rounds: int | None = None  # if given, exactly so many
     longest_block_s: float = 75.0  # the watchdog takes a block for one phase, which must end
     full_warmup: bool = False  # True: all warm-up iterations, however long they take
-    patience: float = 2.0  # a case that lacks an interval may take so many times max_seconds
+    patience: float = 1.25  # a case that lacks an interval may take so many times max_seconds
 
     @classmethod
     def by_flags(cls, args: argparse.Namespace, turns: bool) -> "StopRule":
@@ -165,7 +168,7 @@ class TimedLoop:
         if workload.returned:
             self.steps[STEP] = self.call_and_keep
         self.kept: list[Any] = []  # what the step has returned since the block began
-        self.spent_s = 0.0
+        self.spent_s = 0.0  # since the first round began
         # The next two are right on the group's first rank, which decides. Elsewhere only their
         # lengths are right. The slowest rank counts in each iteration.
         self.slowest_s: list[float] = []  # of the step, in each iteration
@@ -175,13 +178,16 @@ class TimedLoop:
 
     def run(self) -> Timing:
         round_s = sum(self.warm_up(name) for name in self.steps)
-        block = agree(iterations_per_block(round_s, self.rule), self.group)
+        differences = bool(self.workload.compared)
+        block = agree(iterations_per_block(round_s, self.rule, differences), self.group)
         timing = Timing({name: [] for name in self.steps}, [], aligned=self.workload.aligned)
         gc.collect()
         gc.disable()  # a collection within one rank's block would stop all ranks
+        start = perf_counter()
         try:
             while not timing.stop:
                 self.time_round(timing, block)
+                self.spent_s = perf_counter() - start
                 timing.stop = self.judge(timing, block)
                 if self.rule.iters:  # the last block may be shorter
                     block = max(1, min(block, self.rule.iters - len(self.slowest_s)))
@@ -195,10 +201,12 @@ class TimedLoop:
     def warm_up(self, name: str) -> float:
         """Warm a step up. Returns the seconds of a warm sample.
 
-        The warm-up of each step takes a quarter of the budget at most, unless the user has said
-        how many iterations it has.
+        The warm-up of all steps takes a quarter of the budget, unless the user has said how many
+        iterations it has. Each step has its share of that, but two iterations if they fit into the
+        quarter: the first one may include setting something up.
         """
         limited = not (self.rule.iters or self.rule.full_warmup)
+        quarter = self.rule.max_seconds / 4
         times: list[float] = []
         start, more = perf_counter(), True
         while more:
@@ -206,10 +214,10 @@ class TimedLoop:
             dist.barrier(self.group.control)
             sample_s, _ = time_block(self.steps[name], 1, self.device, self.workload.calls)
             times += sample_s
-            over = limited and perf_counter() - start > self.rule.max_seconds / 4
+            most = quarter if len(times) == 1 else quarter / len(self.steps)
+            over = limited and perf_counter() - start > most
             more = agree(len(times) < self.rule.warmup_iters and not over, self.group)
-        warm = times[1:] or times  # the first sample may include setting something up
-        return min(warm) * self.workload.calls
+        return median(times[1:] or times) * self.workload.calls
 
     def time_round(self, timing: Timing, block: int) -> None:
         """Time a block of each step. Every other round goes backwards: a drift of the machine then
@@ -219,13 +227,11 @@ class TimedLoop:
             names.reverse()
         for name in names:
             self.progress(f"{name}, block {len(timing.rounds) + 1}")
-            start = perf_counter()
             dist.barrier(self.group.control)
             for _ in range(LEAD_IN * self.workload.calls):
                 self.steps[name]()
             self.kept.clear()
             times, launching = time_block(self.steps[name], block, self.device, self.workload.calls)
-            self.spent_s += perf_counter() - start
             timing.samples_s[name] += times
             timing.launching_s[name] = timing.launching_s.get(name, 0.0) + launching
             timing.returned += self.kept
@@ -257,16 +263,19 @@ def launch_share(timings: Sequence[Timing]) -> dict[str, float]:
     return shares
 
 
-def iterations_per_block(round_s: float, rule: StopRule) -> int:
+def iterations_per_block(round_s: float, rule: StopRule, differences: bool = True) -> int:
     """How many iterations a block has, so that the planned rounds fill the budget.
 
-    round_s: the seconds of one iteration of every step together.
+    round_s: the seconds of one iteration of every step together. differences: whether the case
+    shows the interval of a difference, which needs MIN_ROUNDS.
     """
     rounds = rule.rounds or ROUNDS
     round_s = max(round_s, 1e-9)
     longest = max(1, int(rule.longest_block_s / round_s))
     if rule.iters:
         return min(longest, math.ceil(rule.iters / rounds))
+    if not (differences or rule.rounds) and MIN_ROUNDS * (1 + LEAD_IN) * round_s > rule.max_seconds:
+        return min(longest, SLOW_BLOCK)  # fewer rounds, so fewer lead-ins
     affordable = max(1, min(int(rule.max_seconds / rounds / round_s) - LEAD_IN, 1000))
     return min(longest, affordable)  # --max-seconds comes before --min-iters
 
@@ -282,13 +291,15 @@ def rule_reached(
 
     slowest: the samples of the step so far, the slowest rank's in each iteration. gaps: for each
     compared part, its difference from the step in each round. While the step or one of these has no
-    interval the case goes on, as long as the rule's patience lasts.
+    interval the case goes on, as long as the rule's patience lasts. Without compared parts a case
+    that has spent its budget needs MIN_SAMPLES, not MIN_ROUNDS.
     """
     if rule.iters:
         return "iters" if len(slowest) >= rule.iters else ""
     if rule.rounds:
         return "rounds" if rounds >= rule.rounds else ""
-    if rounds < MIN_ROUNDS:
+    short = not gaps and spent_s >= rule.max_seconds and len(slowest) >= MIN_SAMPLES
+    if rounds < MIN_ROUNDS and not short:
         return ""
     ci = relative_ci95(slowest)
     unsure = ci is None or any(median_interval(differences) is None for differences in gaps)

@@ -4,8 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from benchmarks import collectives
+from common.dist import Group, Job
 from common.report import Case
 from common.stats import Times
 
@@ -108,12 +111,36 @@ def test_the_key_tells_matrices_and_worlds_apart() -> None:
     assert of_two != of_four
 
 
-def test_the_key_has_the_calls_that_are_made() -> None:
-    """A sample is 4 MiB at most on the CPU."""
-    [keys] = planned(2, "-b", "64K", "-e", "16M", "-f", "16", "-n", "20").values()
+def test_the_key_has_the_most_calls_of_a_sample() -> None:
+    """A sample is 4 MiB at most on the CPU. How long a call takes does not change the key."""
+    sizes = ("-b", "64K", "-e", "16M", "-f", "16")
+    [keys] = planned(2, *sizes, "-n", "20").values()
     assert [(key["size_bytes"], key["calls"]) for key in keys] == [
         *((2**16, 20), (2**20, 4), (2**24, 1))
     ]
+    assert [*planned(2, *sizes).values()] == [keys]  # as in older reports
+
+
+@pytest.mark.parametrize(
+    ("asked", "call_s", "calls"), [(False, 2e-3, 1), (False, 1e-5, 20), (True, 2e-3, 20)]
+)
+def test_a_sample_has_as_many_calls_as_take_a_millisecond(
+    monkeypatch: pytest.MonkeyPatch, asked: bool, call_s: float, calls: int
+) -> None:
+    """20 at most. A number that -n gives is taken as it is."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        world: Any = dist.group.WORLD
+        group = Group((0,), world, world)
+        job = Job(0, 0, 1, 1, torch.device("cpu"), "gloo", store)
+        monkeypatch.setattr(collectives, "time_block", lambda *_: ([call_s * 9, call_s], 0.0))
+        [[key]] = planned(1, "-b", "8", "-e", "8").values()
+        workload = collectives.build(job, [], 1, asked, key, group)
+        assert workload.calls == calls
+        assert workload.facts() == {"calls": calls, "in_place": 0, "out_of_place": 0}
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -147,6 +174,8 @@ def test_settings_in_words() -> None:
     args = collectives.parse_args(["-n", "5", "-z", "1", "--cache-warm"])
     said = "at most 5 calls a sample, -a max, each call waited for (-z 1), one buffer"
     assert collectives.settings(args, []) == said
+    as_default = collectives.settings(collectives.parse_args([]), [])
+    assert as_default.startswith("at most 20 calls a sample, ")
     matrix = [[0, 16], [16, 0]]
     assert f"matrix {collectives.digest_of(matrix)}, " in collectives.settings(args, matrix)
 

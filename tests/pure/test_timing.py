@@ -52,6 +52,22 @@ def test_block_length(round_s: float, rule: StopRule, expected: int) -> None:
     assert iterations_per_block(round_s, rule) == expected
 
 
+@pytest.mark.parametrize(
+    ("round_s", "rule", "expected"),
+    [
+        (0.024, StopRule(max_seconds=0.3), 1),  # 6 rounds of it and its lead-in fit
+        (0.026, StopRule(max_seconds=0.3), 3),  # two rounds of 4 instead of six of 2
+        (0.026, StopRule(max_seconds=0.3, longest_block_s=0.06), 2),
+        (0.026, StopRule(max_seconds=0.3, rounds=24), 1),  # so many are asked for
+        (0.026, StopRule(max_seconds=0.3, iters=12), 1),
+    ],
+)
+def test_slow_steps_have_fewer_rounds(round_s: float, rule: StopRule, expected: int) -> None:
+    """Unless the row shows a difference, whose interval needs 6 of them."""
+    assert iterations_per_block(round_s, rule, differences=False) == expected
+    assert iterations_per_block(round_s, rule, differences=True) <= expected
+
+
 SWING = [1.0, 1.2] * 10  # 20 samples, an interval of 1.0 to 1.2
 SAME = [1.0] * 20
 
@@ -59,7 +75,10 @@ SAME = [1.0] * 20
 @pytest.mark.parametrize(
     ("slowest", "rounds", "spent", "rule", "expected"),
     [
-        (SAME, 5, 99, StopRule(), ""),  # 6 rounds at least
+        (SAME, 5, 4.9, StopRule(), ""),  # 6 rounds at least
+        (SAME, 2, 5, StopRule(), "target-ci"),  # or --max-seconds, and 6 samples
+        (SAME[:6], 2, 5, StopRule(), "max-seconds"),
+        (SAME[:5], 2, 5, StopRule(), ""),
         (SAME, 6, 0, StopRule(), "target-ci"),
         (SAME[:19], 6, 0, StopRule(), ""),  # --min-iters
         (SAME[:6], 6, 5, StopRule(), "max-seconds"),  # which --max-seconds overrules
@@ -87,14 +106,14 @@ SWINGING = [1.0, 2.0] * 3
     ("slowest", "gaps", "spent", "expected"),
     [
         (SWINGING, [], 5, "max-seconds"),
-        (DRIFT, [], 5, ""),  # on to twice --max-seconds
-        (DRIFT, [], 9.9, ""),
-        (DRIFT, [], 10, "max-seconds"),
+        (DRIFT, [], 5, ""),  # on to 1.25 times --max-seconds
+        (DRIFT, [], 6.2, ""),
+        (DRIFT, [], 6.25, "max-seconds"),
         (SAME, [DRIFT], 0, ""),  # the step is narrow enough, but `exposed` has no interval
         (SAME, [DRIFT], 10, "target-ci"),
         (SAME, [SWINGING], 0, "target-ci"),
-        (SWINGING, [SWINGING, DRIFT], 9.9, ""),
-        (SWINGING, [SWINGING, DRIFT], 10, "max-seconds"),
+        (SWINGING, [SWINGING, DRIFT], 6.2, ""),
+        (SWINGING, [SWINGING, DRIFT], 6.25, "max-seconds"),
     ],
 )
 def test_a_case_goes_on_until_it_has_its_intervals(
@@ -178,6 +197,15 @@ def test_slow_steps_get_fewer_warm_ups(group: Group, rule: StopRule, count: int)
     phases: list[str] = []
     time_steps(Workload(lambda: None), group, CPU, rule, progress=phases.append)
     assert phases[:-1] == [f"step, warm-up {i + 1}" for i in range(count)]
+
+
+def test_the_warm_up_of_all_steps_takes_a_quarter(group: Group) -> None:
+    """A quarter of 1.6 s is 0.4 s; each of two steps of 0.11 s has 0.2 s."""
+    phases: list[str] = []
+    slow = partial(sleep, 0.11)
+    rule = StopRule(warmup_iters=5, max_seconds=1.6, rounds=1, longest_block_s=0)
+    time_steps(Workload(slow, {"b": slow}), group, CPU, rule, progress=phases.append)
+    assert phases[:-2] == ["step, warm-up 1", "step, warm-up 2", "b, warm-up 1", "b, warm-up 2"]
 
 
 def test_the_difference_from_a_compared_step_is_judged_by_round(

@@ -1,0 +1,104 @@
+"""How long does each script take beyond its budget? Runs each one by default on this machine.
+
+    python tests/budget.py                          all scripts, about 15 minutes on 2 cores
+    python tests/budget.py collectives rpc_latency  these
+
+    budget   --max-seconds of all cases; --budget of node_check.py
+    start    seconds until the first line of output: torchrun, imports, joining
+    the rest seconds from then to the end
+    ratio    the rest / budget
+
+The exit status is 1 if a ratio is above 1.5.
+"""
+
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.report import Case, load
+
+ROOT = Path(__file__).resolve().parents[1]
+# The ranks of each script, and the flags that it cannot do without.
+RUNS = {
+    "batch_update_ps": "3",
+    "calibrate": "2",
+    "checkpoint_sweep": "2",
+    "collectives": "2",
+    "compile_sweep": "2",
+    "ddp_rpc": "4",
+    "ddp_sweep": "2",
+    "node_check": "2",
+    "p2p_matrix": "2",
+    "parallel_sweep": "4",
+    "parameter_server": "4 --nserver 1",
+    "replay": "2 tests/recording",
+    "rpc_latency": "2",
+}
+MOST = 1.5
+
+
+@dataclass
+class Seconds:
+    """What a run took."""
+
+    start: float
+    rest: float
+
+
+def run(command: list[str]) -> Seconds:
+    """Raises CalledProcessError if the run fails."""
+    began = time.perf_counter()
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        process.stdout.readline()
+        first_line = time.perf_counter()
+        process.stdout.read()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return Seconds(first_line - began, time.perf_counter() - first_line)
+
+
+def budget_of(script: str, flags: list[str], cases: list[Case]) -> float:
+    """In seconds. A case of calibrate.py has its own, in its key."""
+    sys.argv = [script, *flags]
+    args = importlib.import_module(f"benchmarks.{script}").parse_args()
+    if script == "node_check":
+        return float(args.budget)
+    return sum(float(case.key.get("seconds") or args.max_seconds) for case in cases)
+
+
+def show(script: str, ranks: str, flags: list[str], seconds: Seconds, cases: list[Case]) -> bool:
+    """Print the row. Returns whether the run has kept to its budget."""
+    timed = [case for case in cases if case.samples_s]
+    budget = budget_of(script, flags, timed)
+    ratio = seconds.rest / budget
+    name = " ".join([f"{script}.py", *flags])
+    numbers = f"{budget:7.1f}  {seconds.start:6.1f}  {seconds.rest:8.1f}  {ratio:5.2f}"
+    print(f"{name:32}  {ranks:>5}  {len(timed):5}  {numbers}", flush=True)
+    return ratio <= MOST
+
+
+def main() -> int:
+    kept = True
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    print(f"{'default run':32}  ranks  cases   budget   start  the rest  ratio")
+    for script in sys.argv[1:] or RUNS:
+        ranks, *flags = RUNS[script].split()
+        with tempfile.TemporaryDirectory() as folder:
+            report = str(Path(folder) / "report.jsonl")
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+            words = [f"benchmarks/{script}.py", *flags, "--json", report]
+            seconds = run([sys.executable, *launch, *words])
+            kept &= show(script, ranks, flags, seconds, load(report).cases)
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
