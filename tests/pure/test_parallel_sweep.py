@@ -72,8 +72,16 @@ def test_what_is_no_mesh(name: str, says: str) -> None:
         ("pp2:zbv", (2, 128, 16, 2, 0), "zbv has 4 stages"),
         ("pp2:zbv", (2, 128, 16, 4, 0), None),
         ("pp2:gpipe", (2, 128, 16, 1, 0), None),
-        ("pp2:interleaved", (2, 128, 20, 5, 0), "of its 2 ranks in microbatches, got 5; e.g. --m"),
-        ("pp2:izb", (2, 128, 20, 5, 0), "of its 2 ranks in microbatches, got 5"),
+        (
+            "pp2:interleaved",
+            (2, 128, 20, 5, 0),
+            "that 2 rounds share equally, got 5; e.g. --microbatches 4",
+        ),
+        (
+            "pp2:izb",
+            (2, 128, 20, 5, 0),
+            "izb needs microbatches that 2 rounds share equally, got 5",
+        ),
         ("pp4:interleaved", (4, 128, 20, 10, 0), None),  # two rounds of five
     ],
 )
@@ -158,11 +166,15 @@ def test_verdict() -> None:
     ]
     # at worst 0.111 / 0.101 = 1.099, at best 0.113 / 0.099 = 1.141
     assert best(cases) == (
-        "# best: dp4tp2, 1.12x dp8 (95 % 1.10 to 1.14); pp8:1f1b and pp8:zbv cannot be told apart"
+        "# best: dp4tp2, 1.12x dp8 (1.10 to 1.14 by their intervals); "
+        "pp8:1f1b and pp8:zbv cannot be told apart"
     )
     assert best(cases[:1]) is None
     cases[0].metrics["step_time_ci95_s"] = None
     assert best(cases) == (
-        "# best: dp4tp2, 1.12x dp8 (too few samples); pp8:1f1b and pp8:zbv cannot be told apart"
+        "# best: dp4tp2, 1.12x dp8 (no bounds: too few samples, or they drift); "
+        "pp8:1f1b and pp8:zbv cannot be told apart"
     )
-    assert best([cases[0], cases[2]]) == "# best: dp8, 1.34x pp8:1f1b (too few samples)"
+    assert best([cases[0], cases[2]]) == (
+        "# best: dp8, 1.34x pp8:1f1b (no bounds: too few samples, or they drift)"
+    )
