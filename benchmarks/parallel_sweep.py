@@ -590,8 +590,8 @@ def square_norm(model: nn.Module, mesh: Mesh) -> float:
     return total
 
 
-def build(lr: float, with_twins: bool, job: Job, key: Key, group: Group) -> Workload:
-    mesh = parse_mesh(key["mesh"])
+def build(lr: float, job: Job, key: Key, group: Group) -> Workload:
+    mesh, with_twins = parse_mesh(key["mesh"]), key.get("breakdown", True)
     before = start_peak(job.device)
     trainer = train(key, job, open_meshes(mesh, [], job, group), lr)
     losses: list[list[float]] = []
@@ -787,6 +787,8 @@ def plan(args: argparse.Namespace, meshes: list[Mesh], cuda: bool, place: Key) -
         "experts": EXPERTS if with_experts else 0,
         **place,
     }
+    if args.no_breakdown:  # a key without this field has a breakdown, as in older reports
+        shared["breakdown"] = False
     keys = []
     for mesh in meshes:
         in_pipeline = args.microbatches or 2 * mesh.pp
@@ -824,7 +826,7 @@ def main() -> int:
             bench.print(f"# not checked: {reference}")
         else:
             lr = reference.lr
-        begin = partial(build, lr, not args.no_breakdown, job)
+        begin = partial(build, lr, job)
         end = partial(derive, reference, job.device)
         cases: list[Case] = []  # on rank 0; the other ranks have none
         for key in keys:

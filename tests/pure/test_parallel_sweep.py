@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.parallel_sweep import best, breakdown, default_meshes, misfit, parse_mesh, title_of
+from benchmarks.parallel_sweep import (
+    best,
+    breakdown,
+    default_meshes,
+    misfit,
+    parse_args,
+    parse_mesh,
+    plan,
+    title_of,
+)
 from common.report import Case
 from common.stats import Times
 
@@ -110,6 +119,14 @@ def test_the_title_names_what_all_meshes_share() -> None:
     assert title_of(key | {"experts": 8}, 4).endswith(
         "SGD, 8 experts, 4 microbatches in a pipeline"
     )
+
+
+def test_a_case_without_a_breakdown_has_another_key() -> None:
+    """The default is in no key: cases of older reports are met by it."""
+    for flags, fields in (([], {}), (["--no-breakdown"], {"breakdown": False})):
+        args = parse_args(["--mesh", "dp2", *flags])
+        (key,) = plan(args, [parse_mesh("dp2")], False, {"world_size": 2, **CPU})
+        assert {name: key[name] for name in key if name == "breakdown"} == fields
 
 
 def test_default_meshes_fit_their_ranks() -> None:
