@@ -68,7 +68,8 @@ def results_of(comparison: Comparison) -> list[Result]:
 
 def show(comparison: Comparison, style: str) -> str:
     """A comparison as text; style: table or markdown."""
-    header = ["case", "BASE", "TEST", "TEST is", "95 % interval", "verdict"]
+    sure = f"{100 * (1 - comparison.design.error_rate):.4g} %"
+    header = ["case", "BASE", "TEST", "TEST is", f"{sure} interval", "verdict"]
     rows = [cells(result) for result in results_of(comparison)]
     table = show_table(header, rows, (1, 2), style).splitlines()
     if comparison.mean and style == "table":
@@ -118,8 +119,8 @@ def cells(result: Result) -> list[str]:
     if not result.key:  # a mean of different cases has no time of its own
         base, test = "", ""
     interval = "-"
-    if result.ci95 is not None:
-        interval = " to ".join(f"{end:.4g}" for end in result.ci95)
+    if result.interval is not None:
+        interval = " to ".join(f"{end:.4g}" for end in result.interval)
     return [result.label, base, test, show_ratio(result.ratio), interval, result.verdict]
 
 
@@ -158,7 +159,7 @@ def below(comparison: Comparison) -> list[str]:
 
 def most_runs_needed(cases: Sequence[Result]) -> int:
     """How many runs a side the widest interval needs, of the undecided cases that have one."""
-    wide = [case for case in cases if case.verdict == "undecided" and case.ci95]
+    wide = [case for case in cases if case.verdict == "undecided" and case.interval]
     return max((case.runs_needed or MAX_RUNS for case in wide), default=0)
 
 

@@ -20,10 +20,10 @@ from analysis.load import Row, Run
 
 Rows = Sequence[Row | None]  # those of a case, one a run; None where a run lacks the case
 
-ALPHA = 0.05
-SURE = 1 - ALPHA / 2  # two-sided
+ALPHA = 0.05  # of error, two-sided
 MIN_BLOCKS = 6  # in a pair of runs that took turns; with fewer blocks the runs' medians count
 NEAR = 40  # so many cases a side are searched for the nearest two, where none joins
+MIN_RUNS = 2  # a side: one run does not tell how much runs scatter
 MAX_RUNS = 1000  # a larger number of runs is never recommended
 
 
@@ -35,6 +35,11 @@ class Design:
     paired: bool = False  # base[i] and test[i] were neighbours in time: their ratio is the unit
     interleaved: bool = False  # the blocks of both took turns, and make pairs as well
     looks: int = 1  # how often the growing data are looked at; the looks share the error rate
+
+    @property
+    def error_rate(self) -> float:
+        """The part of ALPHA that a look has. An interval holds the truth with 1 - this."""
+        return ALPHA / self.looks
 
 
 @dataclass
@@ -54,7 +59,8 @@ class Result:
     base_s: list[float] = field(default_factory=list)
     test_s: list[float] = field(default_factory=list)
     ratio: float | None = None
-    ci95: tuple[float, float] | None = None  # None where nothing tells how much runs scatter
+    # of the ratio, with 1 - Design.error_rate; None where nothing tells how much runs scatter
+    interval: tuple[float, float] | None = None
     p: float | None = None  # how likely such a ratio is without a difference
     runs_needed: int | None = None  # a side, about, to narrow the interval to +-margin
     pair_ratios: list[float] = field(default_factory=list)  # where runs are compared in pairs
@@ -235,9 +241,9 @@ def estimate(cases: list[Result], design: Design) -> None:
     """Fill in ratio, interval, p and verdict."""
     if not cases:
         return
-    logs = logs_in_pairs(cases) if design.paired else logs_of_two_sides(cases)
+    logs = logs_in_pairs(cases) if design.paired else logs_of_two_sides(cases, design)
     log_ratio, error, freedom = logs["log_ratio"], logs["error"], logs["freedom"]
-    rate = ALPHA / design.looks
+    rate = design.error_rate
     alike = (log_ratio == 0) & (error == 0)
     logs["p"] = (2 * stdtr(freedom, -log_ratio.abs() / error)).mask(alike, 1.0)
     largest_p = largest_discovery(logs["p"][freedom > 0], rate)
@@ -249,7 +255,7 @@ def estimate(cases: list[Result], design: Design) -> None:
     for case, row in zip(cases, logs.itertuples(), strict=True):
         case.ratio = row.ratio
         if row.freedom > 0:
-            case.ci95, case.p = (row.low, row.high), row.p
+            case.interval, case.p = (row.low, row.high), row.p
             narrow = half_widths * row.error / sqrt(row.weight) <= log1p(design.margin)
             enough = half_widths.index[narrow]
             case.runs_needed = int(enough[0]) if len(enough) else None
@@ -274,7 +280,7 @@ def logs_in_pairs(cases: Sequence[Result]) -> pd.DataFrame:
     return pd.DataFrame(columns | {"freedom": n - 1.0, "weight": 1 / n})
 
 
-def logs_of_two_sides(cases: Sequence[Result]) -> pd.DataFrame:
+def logs_of_two_sides(cases: Sequence[Result], design: Design) -> pd.DataFrame:
     """What Student's t needs where the run is the unit; the columns of `logs_in_pairs`.
 
     Both sides have one variance. This is not safe where their numbers of runs differ: there Welch's
@@ -292,7 +298,9 @@ def logs_of_two_sides(cases: Sequence[Result]) -> pd.DataFrame:
     t = test_squares / (n - 1) / n
     welch_error = np.sqrt(s + t)
     welch_freedom = (s + t) ** 2 / (s**2 / (m - 1) + t**2 / (n - 1))
-    half, welch_half = stdtrit(freedom, SURE) * error, stdtrit(welch_freedom, SURE) * welch_error
+    level = 1 - design.error_rate / 2
+    half = stdtrit(freedom, level) * error
+    welch_half = stdtrit(welch_freedom, level) * welch_error
     is_wider = (m != n) & (welch_half > half)
     columns = {"log_ratio": y.mean(axis=1) - x.mean(axis=1)}
     columns["error"] = error.mask(is_wider, welch_error)
@@ -302,9 +310,10 @@ def logs_of_two_sides(cases: Sequence[Result]) -> pd.DataFrame:
 
 def half_widths_of_runs(design: Design) -> "pd.Series[float]":
     """The half width of an interval by the number of runs a side, if runs scatter by 1."""
-    runs = np.arange(2, MAX_RUNS)
+    runs = np.arange(MIN_RUNS, MAX_RUNS + 1)
     sides = 1 if design.paired else 2
-    half_widths = stdtrit(sides * (runs - 1), SURE) * np.sqrt(sides / runs)
+    t = stdtrit(sides * (runs - 1), 1 - design.error_rate / 2)
+    half_widths = t * np.sqrt(sides / runs)
     return pd.Series(half_widths, runs)
 
 
@@ -313,10 +322,10 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
 
     is_discovery: its p counts, given those of all cases.
     """
-    if case.ratio is None or case.ci95 is None:
+    if case.ratio is None or case.interval is None:
         why = "one run a side: how much runs differ is unknown; measure several, better 6"
         return "undecided", why
-    low, high = case.ci95
+    low, high = case.interval
     least, most = 1 / (1 + margin), 1 + margin
     if least <= low and high <= most:
         return "same", ""
@@ -326,6 +335,8 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
         return "faster", ""
     if low <= 1 <= high:
         return "undecided", "the interval is too wide"
+    if case.ratio < least or case.ratio > most:
+        return "undecided", "beyond the margin, but of so many cases one may be so by chance"
     return "undecided", "a change, but not certain to be beyond the margin"
 
 

@@ -39,6 +39,8 @@ from common.stats import Times, median_interval, percentiles
 from common.table import Columns
 from common.timing import ROUNDS, Step, StopRule, time_block, time_steps
 
+PAIRS = 60  # by default; a key without this field has it, as in older reports
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
@@ -50,8 +52,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=seconds, default=[1.0, 2.0, 5.0, 10.0], metavar="S", help=text)
     text = "the step takes at least this (default: 1)"
     add("--step-ms", type=cli.positive_float, default=1.0, metavar="MS", help=text)
-    text = "of harness and bare loop, for `perturbation` (default: 60)"
-    add("--pairs", type=cli.positive_int, default=60, metavar="N", help=text)
+    text = f"of harness and bare loop, for `perturbation` (default: {PAIRS})"
+    add("--pairs", type=cli.positive_int, default=PAIRS, metavar="N", help=text)
     cli.add_common_flags(parser)
     return parser.parse_args(argv)
 
@@ -119,7 +121,7 @@ def build_perturbation(bench: Benchmark, key: Key, group: Group) -> Workload:
         return (perf_counter() - start) / iters
 
     ratios = []
-    for pair in range(bench.args.pairs):
+    for pair in range(key.get("pairs", PAIRS)):
         bench.watchdog.phase(f"pair {pair + 1}")
         if pair % 2 == 0:
             reported_s = harness()
@@ -188,6 +190,8 @@ def plan(args: argparse.Namespace) -> list[Key]:
         for seconds in args.seconds if mode == "resolution" else [None]:
             name = f"{mode}, {seconds:g} s" if seconds else mode
             key = {"mode": mode, "name": name, "seconds": seconds, "step_ms": args.step_ms}
+            if mode == "perturbation" and args.pairs != PAIRS:
+                key["pairs"] = args.pairs
             keys.append(key)
     return keys
 

@@ -498,7 +498,7 @@ def derive(
             metrics[f"{variant}_wrong"] = sum(fact[variant] for fact in facts)
             wrong += metrics[f"{variant}_wrong"]
     metrics |= {"wrong": wrong, "calls": facts[0]["calls"]}
-    across = ACROSS[args.average]
+    across = ACROSS[key["average"]]
     for variant in operation.variants:
         by_rank = times.each("step" if variant == operation.variants[0] else variant)
         group_times = list[float]()

@@ -288,7 +288,7 @@ class Facts(NamedTuple):
     memory: dict[str, float]  # metrics, in GiB
 
 
-def build(job: Job, breakdown: bool, key: Key, group: Group) -> Workload:
+def build(job: Job, key: Key, group: Group) -> Workload:
     """What a rank measures in a case: the step and, for a breakdown, the parts that it is made of.
 
     Memory is read before the breakdown, which needs memory of its own.
@@ -312,7 +312,7 @@ def build(job: Job, breakdown: bool, key: Key, group: Group) -> Workload:
     memory = peak(device, memory_before)
 
     parts: dict[str, Step] = {}
-    if isinstance(model, DistributedDataParallel) and breakdown:
+    if isinstance(model, DistributedDataParallel) and key.get("breakdown", True):
         parts["local compute"] = local_step(model, images, targets, dtype)
         if key["world_size"] > 1:
             parts["alone"] = hook.average_alone if hook else all_reduce_alone(model)
@@ -497,8 +497,11 @@ def plan(args: argparse.Namespace, job: Job, node_ranks: int) -> dict[str, list[
         no_ddp |= {"bucket_size_mb": None, "comm_hook": None, **fixed}
         keys = [no_ddp]
         for size, bucket_mb, hook in itertools.product(sizes, args.bucket_size, args.comm_hook):
-            ranks = {"world_size": size, "label": label_of(size, node_ranks)}
-            keys.append(no_ddp | ranks | {"bucket_size_mb": bucket_mb, "comm_hook": hook})
+            key = no_ddp | {"world_size": size, "label": label_of(size, node_ranks)}
+            key |= {"bucket_size_mb": bucket_mb, "comm_hook": hook}
+            if args.no_breakdown:  # a key without this field has a breakdown, as in older reports
+                key["breakdown"] = False
+            keys.append(key)
         tables[title_of(model, dtype, args, job.device)] = keys
     return tables
 
@@ -509,8 +512,7 @@ def measure_table(bench: Benchmark, keys: list[Key]) -> list[Case]:
     one_process_s = None
     for key in keys:
         ranks = range(max(1, key["world_size"]))  # `no ddp` runs on rank 0
-        workload = partial(build, bench.job, not bench.args.no_breakdown)
-        case = bench.measure(key, workload, partial(derive, one_process_s), ranks)
+        case = bench.measure(key, partial(build, bench.job), partial(derive, one_process_s), ranks)
         if not case or case.failed:
             continue
         passed.append(case)

@@ -15,8 +15,8 @@ twin of the mesh whose collectives return at once (torch's `fake` backend). A tw
 
     exposed(axis)  median over rounds of step - step with the axis fake
     compute        step with all axes fake
-    idle           mean over the pipeline's stages of 1 - its step with pp fake / step
-    theory         (p - 1) / (v m + p - 1): p ranks, v stages on each, m microbatches
+    idle           mean over the places of the pipeline of 1 - its step with pp fake / step
+    theory         (p - 1) / (v m + p - 1): p places, v stages at each, m microbatches
 
     torchrun --nproc-per-node 4 benchmarks/parallel_sweep.py
     torchrun --nproc-per-node 8 benchmarks/parallel_sweep.py --model decoder-1.3b --dtype bf16 \\
@@ -484,10 +484,10 @@ def wrong_microbatches(mesh: Mesh, count: int) -> str | None:
     if mesh.schedule in ("1f1b", "zbv") and count < mesh.stages:
         stages = f"{mesh.schedule} has {mesh.stages} stages and needs as many microbatches"
         return f"mesh {mesh.name}: {stages}, got {count}; e.g. --microbatches {mesh.stages}"
-    rounds = max(1, count // mesh.pp)
+    rounds = max(1, count // mesh.pp)  # as torch splits them
     if mesh.schedule in ("interleaved", "izb") and count % rounds:
-        multiple = f"{mesh.schedule} needs a multiple of its {mesh.pp} ranks in microbatches"
-        return f"mesh {mesh.name}: {multiple}, got {count}; e.g. --microbatches {2 * mesh.pp}"
+        equal = f"{mesh.schedule} needs microbatches that {rounds} rounds share equally"
+        return f"mesh {mesh.name}: {equal}, got {count}; e.g. --microbatches {2 * mesh.pp}"
     return None
 
 
@@ -601,8 +601,8 @@ def square_norm(model: nn.Module, mesh: Mesh) -> float:
     return total
 
 
-def build(lr: float, with_twins: bool, job: Job, key: Key, group: Group) -> Workload:
-    mesh = parse_mesh(key["mesh"])
+def build(lr: float, job: Job, key: Key, group: Group) -> Workload:
+    mesh, with_twins = parse_mesh(key["mesh"]), key.get("breakdown", True)
     before = start_peak(job.device)
     trainer = train(key, job, open_meshes(mesh, [], job, group), lr)
     losses: list[list[float]] = []
@@ -686,7 +686,10 @@ def wrong_training(reference: Reference, facts: list[Any], tolerance: float) -> 
 
 
 def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
-    """What each axis exposes, and how long each stage of a pipeline computes and waits."""
+    """What each axis exposes, and how long each place of a pipeline computes and waits.
+
+    A place is the ranks that have the same stages: one stage, or two, as the schedule says.
+    """
     m: dict[str, Any] = {"compute_s": float(np.median(times.slowest("compute")))}
     for axis in mesh.axes:
         m[f"exposed_{axis}_s"], m[f"exposed_{axis}_ci95_s"] = times.exposed(without(mesh, axis))
@@ -695,18 +698,18 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
     if mesh.pp == 1:
         return m
 
-    def stage_medians(part: str) -> Any:
+    def place_medians(part: str) -> Any:
         """Seconds at each place of pp, [pp]. The slowest of the ranks at a place counts."""
         samples = times.each(part)  # [ranks, n]; pp is the outermost axis of the ranks
         slowest = samples.reshape(mesh.pp, -1, samples.shape[1]).max(axis=1)
         return np.median(slowest, axis=1)
 
-    idle = 1 - stage_medians(without(mesh, "pp")) / np.median(times.slowest())
+    idle = 1 - place_medians(without(mesh, "pp")) / np.median(times.slowest())
     slots = mesh.stages // mesh.pp * microbatches
     m["pipeline_idle"] = float(idle.mean())
     m["pipeline_idle_theory"] = (mesh.pp - 1) / (slots + mesh.pp - 1)
     m["stage_idle"] = idle.round(4).tolist()
-    m["stage_compute_s"] = stage_medians("compute").round(9).tolist()
+    m["stage_compute_s"] = place_medians("compute").round(9).tolist()
     return m
 
 
@@ -715,20 +718,23 @@ def step_time(case: Case) -> float:
 
 
 def step_interval(case: Case) -> Interval | None:
-    """None for too few samples."""
+    """None for too few samples, and for samples that drift."""
     return case.metrics["step_time_ci95_s"]
 
 
 def best(cases: list[Case]) -> str | None:
-    """`# best: A, 1.12x B (95 % 1.09 to 1.15)`, and which neighbours cannot be told apart."""
+    """`# best: A, 1.12x B (1.09 to 1.15 by their intervals)`, and which neighbours are alike.
+
+    The bounds of the ratio hold if both intervals do: each is an end of one / an end of the other.
+    """
     ranked = sorted((case for case in cases if not case.failed), key=step_time)
     if len(ranked) < 2:
         return None
     first, second = ranked[:2]
-    bounds = "too few samples"
+    bounds = "no bounds: too few samples, or they drift"
     fast, slow = step_interval(first), step_interval(second)
     if fast and slow:
-        bounds = f"95 % {slow[0] / fast[1]:.2f} to {slow[1] / fast[0]:.2f}"
+        bounds = f"{slow[0] / fast[1]:.2f} to {slow[1] / fast[0]:.2f} by their intervals"
     ratio = step_time(second) / step_time(first)
     line = f"# best: {first.key['mesh']}, {ratio:.2f}x {second.key['mesh']} ({bounds})"
     alike = []
@@ -739,13 +745,13 @@ def best(cases: list[Case]) -> str | None:
     return f"{line}; {', '.join(alike)} cannot be told apart" if alike else line
 
 
-def stages_line(case: Case) -> str | None:
-    """`# pp2:1f1b: stages compute 1.0, 1.1 ms, idle 20%, 18%`; None without a pipeline."""
+def places_line(case: Case) -> str | None:
+    """`# pp2:1f1b, place by place: compute 1.0, 1.1 ms, idle 20%, 18%`; None without a pipeline."""
     if "stage_compute_s" not in case.metrics:
         return None
     compute = ", ".join(f"{seconds * 1e3:.1f}" for seconds in case.metrics["stage_compute_s"])
     idle = ", ".join(f"{fraction:.0%}" for fraction in case.metrics["stage_idle"])
-    return f"# {case.key['mesh']}: stages compute {compute} ms, idle {idle}"
+    return f"# {case.key['mesh']}, place by place: compute {compute} ms, idle {idle}"
 
 
 COLUMNS: Columns = {
@@ -803,6 +809,8 @@ def plan(args: argparse.Namespace, meshes: list[Mesh], cuda: bool, place: Key) -
         "experts": EXPERTS if with_experts else 0,
         **place,
     }
+    if args.no_breakdown:  # a key without this field has a breakdown, as in older reports
+        shared["breakdown"] = False
     keys = []
     for mesh in meshes:
         in_pipeline = args.microbatches or 2 * mesh.pp
@@ -840,7 +848,7 @@ def main() -> int:
             bench.print(f"# not checked: {reference}")
         else:
             lr = reference.lr
-        begin = partial(build, lr, not args.no_breakdown, job)
+        begin = partial(build, lr, job)
         end = partial(derive, reference, job.device)
         cases: list[Case] = []  # on rank 0; the other ranks have none
         for key in keys:
@@ -848,7 +856,7 @@ def main() -> int:
             if case:
                 cases.append(case)
         bench.print("")
-        lines = [*map(stages_line, cases), best(cases)]
+        lines = [*map(places_line, cases), best(cases)]
         for line in lines:
             if line:
                 bench.print(line)

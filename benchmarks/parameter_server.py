@@ -368,7 +368,7 @@ def register_route(
 
     ask: has a server average a bucket.
     """
-    # the control group is over gloo, and idle within a block
+    # the one workload that a control group carries: it is over gloo, and idle within a block
     sparse_group = group.control if route == "hybrid" else group.test
     first = None  # when the first bucket of a step was launched
 

@@ -46,9 +46,11 @@ def outliers(
     if len(costs) < 3:
         return {}
     middle = median(costs.values())
+    if middle <= 0:  # no time of most: nothing is a multiple of it
+        return {}
     deviation = MAD_TO_SIGMA * median(abs(cost - middle) for cost in costs.values())
     # of a few costs those in the middle may be alike
-    deviation = max(deviation, middle / 1000, 1e-300)
+    deviation = max(deviation, middle / 1000)
     slow = {}
     for name, cost in sorted(costs.items(), key=lambda item: -item[1]):
         deviations = (cost - middle) / deviation
@@ -91,7 +93,7 @@ def accuse(
 def slower_of_two(costs: Costs, level: str, what: str, margin: float) -> Findings:
     """Both are suspects if one is slower by the margin: no median says which one is at fault."""
     fast, slow = sorted(costs, key=lambda members: costs[members])
-    if costs[slow] <= costs[fast] * (1 + margin):
+    if costs[fast] <= 0 or costs[slow] <= costs[fast] * (1 + margin):
         return {}
     who = Who(level, (slow, fast))  # in this order: a second run may say otherwise
     factor = f"{costs[slow] / costs[fast]:.2f}x the other's"

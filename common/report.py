@@ -51,7 +51,7 @@ class Case:
     rounds: list[int] = field(default_factory=list)  # iterations of each round, for every step
     stop: str = ""  # the rule that ended the timing
     metrics: dict[str, Any] = field(default_factory=dict)
-    check: str = "passed"  # or `failed: why`, `skipped: why`
+    check: str = "passed"  # or `failed: why`; `skipped: why` if it was measured, but not checked
     aligned: bool = True  # False: the ranks did not wait for each other within an iteration
     # common/samples.py fills the next four where the case has too many samples for a report:
     bounded: str = ""  # the rule by which samples_s has a part of them

@@ -71,16 +71,21 @@ def relative_ci95(samples: ArrayLike) -> float | None:
     return max(high - median, median - low) / max(median, 1e-12)
 
 
+def gap(a: ArrayLike, b: ArrayLike) -> float:
+    """How much longer `a` takes than `b` in one round: the difference of their medians."""
+    return float(np.median(np.asarray(a)) - np.median(np.asarray(b)))
+
+
 def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> tuple[float, Interval | None]:
     """How much longer `a` takes than `b`, timed in the same rounds, with its 95 % interval.
 
-    Each round gives median(a) - median(b), so that a drift of the machine cancels. The result is
-    the median of these differences. a, b: [n]; rounds: iterations of each round, n in all. There is
+    Each round gives one `gap`, so that a drift of the machine cancels. The result is
+    the median of these gaps. a, b: [n]; rounds: iterations of each round, n in all. There is
     no interval under 6 rounds.
     """
     ends = np.cumsum(rounds)[:-1]
     pairs = zip(np.split(np.asarray(a), ends), np.split(np.asarray(b), ends), strict=True)
-    gaps = [float(np.median(x) - np.median(y)) for x, y in pairs]
+    gaps = [gap(x, y) for x, y in pairs]
     return float(np.median(gaps)), median_interval(gaps)
 
 

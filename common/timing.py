@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from common.dist import Group, agree
-from common.stats import median_interval, relative_ci95
+from common.stats import gap, median_interval, relative_ci95
 
 Step = Callable[[], object]
 STEP = "step"  # the name of the step that a case is about, beside the names of its parts
@@ -246,8 +246,7 @@ class TimedLoop:
         slowest = dict(zip(names, newest, strict=True))
         self.slowest_s += slowest[STEP].tolist()
         for name in self.workload.compared:
-            gap = slowest[STEP].quantile(0.5) - slowest[name].quantile(0.5)
-            self.gaps_s[name].append(gap.item())
+            self.gaps_s[name].append(gap(slowest[STEP], slowest[name]))
         gaps_s = list(self.gaps_s.values())
         rounds = len(timing.rounds)
         reached = rule_reached(self.slowest_s, rounds, self.spent_s, self.rule, gaps_s)

@@ -63,7 +63,7 @@ def compared(base: Times, test: Times, design: Design) -> Comparison:
 
 def coverage(found: Comparison, ratio: float) -> float:
     """Of the intervals those that hold the truth, in %."""
-    held = [case.ci95[0] <= ratio <= case.ci95[1] for case in found.cases if case.ci95]
+    held = [case.interval[0] <= ratio <= case.interval[1] for case in found.cases if case.interval]
     return 100 * float(np.mean(held))
 
 
@@ -114,7 +114,7 @@ def print_drift(cases: int, rng: np.random.Generator) -> list[float]:
         )
         for name, a, b, design in plans:
             found = compared(a, 1.05 * b, design)
-            widths = [log(c.ci95[1] / c.ci95[0]) / 2 for c in found.cases if c.ci95]
+            widths = [log(c.interval[1] / c.interval[0]) / 2 for c in found.cases if c.interval]
             held = coverage(found, 1.05)
             rows.append([runs, name, held, 100 * float(np.median(widths))])
             every += [held] if design.paired else []

@@ -41,6 +41,16 @@ def times_of(case: Case) -> Times:
     return Times(case.samples_s, case.rounds)
 
 
+def test_another_number_of_pairs_is_another_case() -> None:
+    """Older reports do not name the number: it was the default."""
+    modes = ["--modes", "barrier,perturbation"]
+    barrier, usual = calibrate.plan(calibrate.parse_args(modes))
+    assert "pairs" not in usual
+    same, fewer = calibrate.plan(calibrate.parse_args([*modes, "--pairs", "9"]))
+    assert same == barrier
+    assert fewer == usual | {"pairs": 9}
+
+
 def test_a_few_pairs_have_no_interval() -> None:
     case = Case({"mode": "perturbation"}, [0], {"step": [[0.001, 0.002, 0.003]]})
     calibrate.derive_perturbation(case, times_of(case), [[1.02]])

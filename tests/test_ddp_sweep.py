@@ -201,6 +201,19 @@ def test_the_plan_begins_each_table_with_one_process() -> None:
         assert settings == [(0, None, None), (2, 1.0, "none"), (2, 25.0, "none")]
 
 
+def test_a_case_without_a_breakdown_has_another_key() -> None:
+    """The default is in no key: cases of older reports are met by it. `no ddp` never has one."""
+    job: Any = SimpleNamespace(world_size=2, device=torch.device("cpu"))
+    for flags, fields in (([], {}), (["--no-breakdown"], {"breakdown": False})):
+        args = ddp_sweep.parse_args(
+            ["--device", "cpu", "--model", "resnet18", "--world-sizes", "2", *flags]
+        )
+        (keys,) = ddp_sweep.plan(args, job, 2).values()
+        no_ddp, ddp = keys
+        assert "breakdown" not in no_ddp
+        assert {name: ddp[name] for name in ddp if name == "breakdown"} == fields
+
+
 @pytest.fixture
 def precision() -> Iterator[None]:
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32

@@ -57,7 +57,7 @@ def test_a_wrong_average_fails_its_mesh_and_no_other(bench: Callable[..., Any]) 
         exposed = {f"exposed_{each}_s" for each in ("dp", "tp", "pp", "cp", "ep")}
         assert exposed & set(case.metrics) == {f"exposed_{axis}_s"}
         assert case.metrics["compute_s"] > 0
-    assert "# pp2:1f1b: stages compute " in run.out
+    assert "# pp2:1f1b, place by place: compute " in run.out
 
 
 @pytest.mark.smoke

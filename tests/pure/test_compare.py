@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from analysis.compare import show
 from analysis.load import load
-from analysis.verdicts import Comparison, Design, compare, largest_discovery
+from analysis.verdicts import Comparison, Design, Result, compare, judge, largest_discovery
 from tests.pure.reports import ROOT, alike, case, run, runs, write
 
 
@@ -40,7 +41,9 @@ def test_interval_by_hand(tmp_path: Path) -> None:
     base, test = ([math.exp(x) for x in side] for side in ((-0.01, 0.01), (0.09, 0.11)))
     (found,) = compared(tmp_path, base, test).cases
     assert found.ratio == pytest.approx(math.exp(0.1))
-    assert found.ci95 == pytest.approx((math.exp(0.1 - 0.06085), math.exp(0.1 + 0.06085)), rel=1e-4)
+    assert found.interval == pytest.approx(
+        (math.exp(0.1 - 0.06085), math.exp(0.1 + 0.06085)), rel=1e-4
+    )
     # t = 0.1 / 0.01414 = 7.071; two-sided for 2 degrees of freedom: 1 - t / sqrt(t^2 + 2) = 0.01942
     assert found.p == pytest.approx(0.01942, abs=2e-5)
 
@@ -62,16 +65,16 @@ def test_unequal_numbers_take_the_wider_interval(
 ) -> None:
     sides = ([math.exp(x) for x in side] for side in (base, test))
     (found,) = compared(tmp_path, *sides).cases
-    assert found.ci95 is not None
-    assert math.log(found.ci95[1] / (found.ratio or 0)) == pytest.approx(half, rel=2e-4)
-    assert math.log((found.ratio or 0) / found.ci95[0]) == pytest.approx(half, rel=2e-4)
+    assert found.interval is not None
+    assert math.log(found.interval[1] / (found.ratio or 0)) == pytest.approx(half, rel=2e-4)
+    assert math.log((found.ratio or 0) / found.interval[0]) == pytest.approx(half, rel=2e-4)
 
 
 def test_no_interval_is_infinite(tmp_path: Path) -> None:
     """JSON has no infinity: an end is at most e^700 times as slow."""
     (found,) = compared(tmp_path, [1e-150, 1e150], [1e-150, 1e150]).cases
-    assert found.ci95 is not None
-    assert [math.log(end) for end in found.ci95] == pytest.approx([-700, 700])
+    assert found.interval is not None
+    assert [math.log(end) for end in found.interval] == pytest.approx([-700, 700])
 
 
 def test_pairs_cancel_a_drift(tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ def test_runs_that_took_turns_are_compared_block_by_block(
 def test_two_single_reports_are_never_called_different(tmp_path: Path) -> None:
     (found,) = compared(tmp_path, [1.0], [3.0]).cases
     assert found.verdict == "undecided"
-    assert found.ci95 is None
+    assert found.interval is None
     assert found.reason.startswith("one run a side: how much runs differ is unknown")
 
 
@@ -134,8 +137,8 @@ def test_looking_more_often_needs_more_evidence(tmp_path: Path) -> None:
     widths = []
     for looks in (1, 5):
         (found,) = compared(tmp_path, base, test, looks=looks).cases
-        assert found.ci95 is not None
-        widths.append(math.log(found.ci95[1] / found.ci95[0]))
+        assert found.interval is not None
+        widths.append(math.log(found.interval[1] / found.interval[0]))
     # t of 6 degrees of freedom at 99 % against 95 %
     assert widths[1] / widths[0] == pytest.approx(3.707 / 2.447, rel=1e-3)
 
@@ -149,6 +152,24 @@ def test_runs_needed_by_hand(tmp_path: Path) -> None:
     # pairs whose ratios differ by as much: t(n - 1) * s / sqrt(n), 0.0185 of 7 and 0.0210 of 6
     (paired,) = compared(tmp_path / "pairs", [1.0, 1.0, 1.0], side, paired=True).cases
     assert paired.runs_needed == 7
+    # two looks share the error: t(n - 1) at 97.5 % is 2.841 and 2.752, so 0.0201 of 8, 0.0183 of 9
+    (twice,) = compared(tmp_path / "l", [1.0, 1.0, 1.0], side, paired=True, looks=2).cases
+    assert twice.runs_needed == 9
+
+
+def test_why_a_change_is_undecided() -> None:
+    def why(ratio: float, low: float, high: float) -> str:
+        result = Result("x", {}, ratio=ratio, interval=(low, high))
+        return judge(result, False, 0.02)[1]
+
+    assert why(1.05, 0.9, 1.2) == "the interval is too wide"
+    assert why(1.015, 1.005, 1.03) == "a change, but not certain to be beyond the margin"
+    assert why(1.05, 1.001, 1.1).startswith("beyond the margin, but of so many cases one may be")
+
+
+def test_the_table_says_how_sure_an_interval_is(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, [1.0, 1.01], [1.0, 1.02], looks=5)
+    assert "  99 % interval  " in show(comparison, "table")
 
 
 def test_geometric_mean_by_hand(tmp_path: Path) -> None:

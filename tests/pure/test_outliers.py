@@ -29,6 +29,12 @@ def test_outliers() -> None:
         assert outliers.outliers(dict(enumerate(map(float, quiet))), 5) == {}
 
 
+def test_nothing_is_a_multiple_of_no_time() -> None:
+    """Steps under the clock's resolution may take 0 s on most ranks."""
+    assert outliers.outliers({0: 0.0, 1: 0.0, 2: 0.0, 3: 1e-9}, 5) == {}
+    assert accuse(costs(0.0, 1e-9), {}, "rank", "x", of_two=True) == {}
+
+
 def test_one_slow_rank() -> None:
     """Median 1.01; the deviations .01 .99 0 .01 0 0 have the median .005. Node 0 is not slow."""
     found = accuse(costs(1.0, 2.0, 1.01, 1.02, 1.01, 1.01), {"node": NODES}, "rank", "a product")

@@ -14,7 +14,9 @@ from benchmarks.parallel_sweep import (
     breakdown,
     default_meshes,
     misfit,
+    parse_args,
     parse_mesh,
+    plan,
     ring_attention,
     scatter_noise,
     title_of,
@@ -85,8 +87,16 @@ def test_what_is_no_mesh(name: str, says: str) -> None:
         ("pp2:zbv", (2, 128, 16, 2, 0), "zbv has 4 stages"),
         ("pp2:zbv", (2, 128, 16, 4, 0), None),
         ("pp2:gpipe", (2, 128, 16, 1, 0), None),
-        ("pp2:interleaved", (2, 128, 20, 5, 0), "of its 2 ranks in microbatches, got 5; e.g. --m"),
-        ("pp2:izb", (2, 128, 20, 5, 0), "of its 2 ranks in microbatches, got 5"),
+        (
+            "pp2:interleaved",
+            (2, 128, 20, 5, 0),
+            "that 2 rounds share equally, got 5; e.g. --microbatches 4",
+        ),
+        (
+            "pp2:izb",
+            (2, 128, 20, 5, 0),
+            "izb needs microbatches that 2 rounds share equally, got 5",
+        ),
         ("pp4:interleaved", (4, 128, 20, 10, 0), None),  # two rounds of five
     ],
 )
@@ -162,6 +172,14 @@ def test_the_title_names_what_all_meshes_share() -> None:
     )
 
 
+def test_a_case_without_a_breakdown_has_another_key() -> None:
+    """The default is in no key: cases of older reports are met by it."""
+    for flags, fields in (([], {}), (["--no-breakdown"], {"breakdown": False})):
+        args = parse_args(["--mesh", "dp2", *flags])
+        (key,) = plan(args, [parse_mesh("dp2")], False, {"world_size": 2, **CPU})
+        assert {name: key[name] for name in key if name == "breakdown"} == fields
+
+
 def test_default_meshes_fit_their_ranks() -> None:
     assert default_meshes(1) == ["dp1"]
     assert default_meshes(2) == ["dp2", "tp2", "pp2:1f1b"]
@@ -216,11 +234,15 @@ def test_verdict() -> None:
     ]
     # at worst 0.111 / 0.101 = 1.099, at best 0.113 / 0.099 = 1.141
     assert best(cases) == (
-        "# best: dp4tp2, 1.12x dp8 (95 % 1.10 to 1.14); pp8:1f1b and pp8:zbv cannot be told apart"
+        "# best: dp4tp2, 1.12x dp8 (1.10 to 1.14 by their intervals); "
+        "pp8:1f1b and pp8:zbv cannot be told apart"
     )
     assert best(cases[:1]) is None
     cases[0].metrics["step_time_ci95_s"] = None
     assert best(cases) == (
-        "# best: dp4tp2, 1.12x dp8 (too few samples); pp8:1f1b and pp8:zbv cannot be told apart"
+        "# best: dp4tp2, 1.12x dp8 (no bounds: too few samples, or they drift); "
+        "pp8:1f1b and pp8:zbv cannot be told apart"
     )
-    assert best([cases[0], cases[2]]) == "# best: dp8, 1.34x pp8:1f1b (too few samples)"
+    assert best([cases[0], cases[2]]) == (
+        "# best: dp8, 1.34x pp8:1f1b (no bounds: too few samples, or they drift)"
+    )
