@@ -410,8 +410,6 @@ def build(
 
     devices: of all ranks. patience_s: how long it waits for the answer to a gradient.
     """
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.deterministic = True
     trainers_by_server = trainers_of(key["placement"], roles)
     if job.rank == 0 and trainers_by_server:
         servers = [
@@ -447,13 +445,16 @@ def build(
         return Timed(numbers, phases.durations([stamps for _, stamps in steps]))
 
     def facts() -> dict[str, Any]:
-        asked = [roles.name(server) for server in trainers_by_server if job.rank == 0]
+        times_of_servers: dict[str, BucketTimes] = {}
+        if job.rank == 0:
+            names = [roles.name(server) for server in trainers_by_server]
+            times_of_servers = {name: rpc.rpc_sync(name, bucket_times) for name in names}
         return {
-            "wrong": wrong and f"{wrong} (rank {job.rank})",
+            "wrong": f"{wrong} (rank {job.rank})" if wrong else None,
             "digests": {name: digest(child) for name, child in model.named_children()},
             "averaged_over": averaged_over,
             "device": job.device.type,
-            "servers": {name: rpc.rpc_sync(name, bucket_times) for name in asked},
+            "servers": times_of_servers,
         }
 
     return Workload(step, facts=facts, returned=timed)
@@ -702,7 +703,9 @@ def plan(
         if route not in through_servers(args):
             key = {"route": route, "server": None, "placement": None} | settings
             keys.append(key | carriers(route, backend, args.dense_embedding))
-    placements = args.placement[: len(roles.servers)]  # with one server both are the same
+    placements = args.placement
+    if len(roles.servers) == 1:  # then both are the same
+        placements = placements[:1]
     for route, kind, placement in itertools.product(
         through_servers(args), args.servers, placements
     ):
