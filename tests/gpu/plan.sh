@@ -11,7 +11,8 @@
 #   OUT (gpu-plan)      where all files go
 #   DEVICE (cuda)       cpu: the tasks that need no GPU, to try the plan itself
 #   ONLY (.)            a regular expression: only the tasks with such names
-#   SECONDS_IN_ALL (480)  tasks that would begin later are left out, others are cut short
+#   SECONDS_IN_ALL (480)   tasks that would begin later are left out, others are cut short
+#   SECONDS_PER_TASK    a task is ended after so long, whatever its own limit
 #   DRY_RUN=1           print the commands
 #   PYTHON (python3)
 set -euo pipefail
@@ -64,7 +65,7 @@ cuda_task() {
 
 # run_task NAME SECONDS EXPECTED COMMAND...: run it now, and write its verdict.
 run_task() {
-    local name=$1 limit=$2 expected=$3 began=$SECONDS left=$((seconds_in_all - reserved - SECONDS))
+    local name=$1 limit=${SECONDS_PER_TASK:-$2} expected=$3 began=$SECONDS left=$((seconds_in_all - reserved - SECONDS))
     local log=$OUT/$name.log status=0 child verdict=WRONG reason
     shift 3
     if ((left < 15)); then

@@ -5,7 +5,7 @@
 NCCL up to 2.29 refuses two ranks with the same host and the same GPU ("Duplicate GPU detected",
 ncclCommInitRank in init.cc). NCCL_HOSTID makes each rank a host of its own (getHostHash in
 utils.cc). The ranks then talk over sockets on loopback, as nodes with one GPU each would. NCCL 2.30
-allows it with NCCL_MULTI_RANK_GPU_ENABLE=1.
+allows it with NCCL_MULTI_RANK_GPU_ENABLE=1, and where that is set the scripts do not refuse it.
 
 The ranks take turns on the GPU. So this shows that the code of several NCCL ranks runs and computes
 the right thing. Its times mean nothing.
@@ -16,28 +16,15 @@ import runpy
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-# The next lines must come before the import of torch, and before NCCL reads its variables.
-visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
-os.environ["NCCL_HOSTID"] = f"rank{os.environ.get('RANK', '0')}"
-os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-os.environ.setdefault("NCCL_MAX_CTAS", "2")  # leave most of the GPU to the other ranks
-sys.path.append(str(ROOT))
-
-from common import environment  # noqa: E402
-
-
-def allow_sharing() -> None:
-    """Let the project measure ranks that share a GPU under NCCL, which it refuses otherwise."""
-    environment.problem = lambda *args, **kwargs: None
-
-
 if __name__ == "__main__":
-    allow_sharing()
     sys.argv = sys.argv[1:]
     script = Path(sys.argv[0]).resolve()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[0]
+    os.environ["NCCL_HOSTID"] = f"rank{os.environ['RANK']}"
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_MAX_CTAS", "2")  # leave most of the GPU to the other ranks
     if script.parent.name == "examples":  # an example takes cuda:LOCAL_RANK
         os.environ["LOCAL_RANK"] = "0"
     sys.path[0] = str(script.parent)

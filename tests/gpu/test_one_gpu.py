@@ -141,8 +141,8 @@ def test_gloo_takes_cuda_tensors(bench: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("fault", ["step-raises", "build-raises"])
 def test_a_failure_beside_one_communicator(shared: Callable[..., Any], fault: str) -> None:
     """Rank 1 fails in a timed block, or before the model is there. Rank 0 waits for it in NCCL."""
-    flags = (*SMALL, "--iters", "12", "--world-sizes", "2", "--comm-hook", "none,fp16")
-    flags += ("--no-breakdown", "--timeout", "60")
+    hooks = ("--comm-hook", "none,fp16", "--no-breakdown")
+    flags = (*SMALL, "--iters", "12", "--world-sizes", "2", *hooks, "--timeout", "60")
     run = shared("benchmarks/ddp_sweep.py", *flags, ranks=2, fault=fault)
     assert run.status == 1
     by_hook = checks(run, "comm_hook")

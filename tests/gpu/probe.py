@@ -1,0 +1,172 @@
+"""Questions about CUDA and NCCL that only a GPU can answer: python tests/gpu/probe.py
+
+One process on one GPU, about a minute. Each line begins with the question's name:
+
+    versions   of torch, CUDA, NCCL and the driver
+    zeros      is a product of zeros or of NaN faster than one of random numbers? A pipeline's twin
+               computes on whatever its buffers hold (parallel_sweep.py)
+    throttle   does nvidia-smi still say after a load that the GPU was slowed down?
+    group      how long does it take to connect a communicator, and to close or abort it?
+    launch     how long does the host take to launch an all-reduce?
+    future     does get_future() of an all-reduce let the caller's stream go on? `False`: then DDP
+               overlaps nothing
+"""
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from common import gpus
+from common.environment import nccl_backend
+from common.join import set_variables
+from common.private_torch import abort_process_group
+
+DEVICE = torch.device("cuda", 0)
+LOADED_S = 4.0  # how long the load of `throttle` lasts, at least
+
+
+def say(question: str, text: object) -> None:
+    print(f"{question:10} {text}", flush=True)
+
+
+def device_ms(step: Callable[[], object], calls: int = 20) -> float:
+    """The milliseconds of a call on the device, after three that do not count."""
+    for _ in range(3):
+        step()
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(calls):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def ask_versions() -> None:
+    gpu = torch.cuda.get_device_properties(DEVICE)
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    say("versions", f"torch {torch.__version__}, NCCL {nccl} ({nccl_backend('nccl')}), {gpu.name}")
+    for state in gpus.gpu_state():
+        say("versions", state)
+
+
+def ask_zeros() -> None:
+    shape = (8192, 8192)
+    weights = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16)
+    inputs = {
+        "random numbers": torch.randn_like(weights),
+        "zeros": torch.zeros_like(weights),
+        "NaN": torch.full_like(weights, float("nan")),
+    }
+    times: dict[str, list[float]] = {name: [] for name in inputs}
+    for _ in range(6):  # in turns: the clocks change meanwhile
+        for name, values in inputs.items():
+            times[name].append(device_ms(partial(torch.mm, values, weights), 100))
+    for name, samples in times.items():
+        ratio = median(samples) / median(times["random numbers"])
+        say("zeros", f"a product with {name}: {median(samples):.4f} ms, ratio {ratio:.3f}")
+
+
+def ask_throttle() -> None:
+    """The counters count microseconds; the active reasons are those of the moment."""
+    fields = gpus.run(["nvidia-smi", "--help-query-gpu"])
+    known = [line for line in fields.splitlines() if "event_reasons" in line and '"' in line]
+    say("throttle", f"nvidia-smi knows {len(known)} fields about it:")
+    for line in known:
+        say("throttle", line)
+    x = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
+    before = gpus.gpu_state()
+    over = time.monotonic() + LOADED_S
+
+    def load() -> None:
+        while time.monotonic() < over:
+            device_ms(partial(torch.mm, x, x), 100)
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    time.sleep(LOADED_S / 2)  # in the middle of the load
+    during = gpus.gpu_state()
+    thread.join()
+    for name, state in (("before", before), ("during", during), ("after", gpus.gpu_state())):
+        say("throttle", f"{name}: {state}")
+
+
+def new_group() -> dist.ProcessGroup:
+    """A connected NCCL group of this process alone."""
+    group = dist.new_group([0], backend="nccl")
+    assert isinstance(group, dist.ProcessGroup)
+    dist.all_reduce(torch.ones(1, device=DEVICE), group=group)
+    torch.cuda.synchronize()
+    return group
+
+
+def ask_group() -> None:
+    ways: dict[str, Callable[[dist.ProcessGroup], object]] = {
+        "destroyed (first communicator)": dist.destroy_process_group,
+        "destroyed": dist.destroy_process_group,
+        "aborted": abort_process_group,
+    }
+    for name, close in ways.items():
+        began = time.perf_counter()
+        group = new_group()
+        connected = time.perf_counter()
+        close(group)
+        closed = time.perf_counter()
+        connect_ms, close_ms = (connected - began) * 1e3, (closed - connected) * 1e3
+        say("group", f"connected in {connect_ms:.0f} ms, {name} in {close_ms:.0f} ms")
+
+
+def ask_launch(group: dist.ProcessGroup) -> None:
+    x, calls = torch.ones(2, device=DEVICE), 2000
+    began = time.perf_counter()
+    for _ in range(calls):
+        dist.all_reduce(x, group=group)
+    launched = time.perf_counter()
+    torch.cuda.synchronize()
+    host_us, all_us = (launched - began) / calls * 1e6, (time.perf_counter() - began) / calls * 1e6
+    say("launch", f"host {host_us:.1f} us a call, until the device is done {all_us:.1f} us")
+
+
+def ask_future(group: dist.ProcessGroup) -> None:
+    x, side = torch.ones(2, device=DEVICE), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**9)  # about half a second; the all-reduce comes after it
+        pending = dist.all_reduce(x, group=group, async_op=True)
+    assert pending is not None
+    pending.get_future()
+    goes_on = torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    say("future", f"the caller's stream goes on: {goes_on}")
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("probe.py: error: torch sees no CUDA device here")
+    torch.cuda.set_device(DEVICE)
+    set_variables(log_nccl=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ask_versions()
+    ask_zeros()
+    ask_throttle()
+    ask_group()
+    group = new_group()
+    ask_launch(group)
+    ask_future(group)
+    print(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

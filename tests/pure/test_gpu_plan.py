@@ -1,0 +1,114 @@
+"""tests/gpu without a GPU: which tests there are, whether flags are known, how the plan runs."""
+
+import importlib
+import os
+import shlex
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import test_one_gpu
+from tests.process import ROOT
+
+PLAN = ROOT / "tests" / "gpu" / "plan.sh"
+SCRIPTS = sorted(path.stem for path in ROOT.glob("benchmarks/*.py"))
+EXAMPLES = {path.stem for path in ROOT.glob("examples/*.py")}
+
+
+def run_plan(folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Run the plan with its files in `folder`."""
+    own = {"OUT": str(folder), "PYTHON": sys.executable} | variables
+    return subprocess.run(
+        ["bash", str(PLAN)], env=os.environ | own, capture_output=True, text=True, timeout=60
+    )
+
+
+def parse(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the script parse the flags. An unknown one ends the process."""
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+    importlib.import_module(f"benchmarks.{script}").parse_args()
+
+
+def test_every_script_runs_with_one_and_two_nccl_ranks() -> None:
+    """What `python -m pytest -m gpu tests/gpu --collect-only` lists."""
+    decorators = getattr(test_one_gpu.test_each_script, "pytestmark")  # noqa: B009
+    marks = {mark.args[0]: mark.args[1] for mark in decorators}
+    assert marks == {"script": SCRIPTS, "nccl_ranks": [1, 2]}
+    assert set(test_one_gpu.COMMANDS) == set(SCRIPTS)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_flags_of_the_tests_are_known(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes, flags = test_one_gpu.processes_and_flags(script, 2)
+    assert processes >= 2
+    parse(script, ["trace", *flags] if script == "replay" else flags, monkeypatch)
+
+
+def test_the_plan_has_every_script_and_its_flags_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # tf32 is refused on the CPU
+    done = run_plan(tmp_path, DRY_RUN="1")
+    assert done.returncode == 0, done.stderr
+    scripts = set()
+    for line in done.stdout.splitlines():
+        words = shlex.split(line)
+        for number, word in enumerate(words):
+            if word.startswith(("benchmarks/", "examples/")):
+                script = Path(word).stem
+                scripts.add(script)
+                if word.startswith("benchmarks/"):
+                    parse(script, words[number + 1 :], monkeypatch)
+    # record_and_replay is one command of the plan
+    assert scripts | {"replay", "record_collectives"} == {*SCRIPTS, *EXAMPLES}
+
+
+# It stands for the interpreter that runs the tasks. The task is told by its last word.
+STAND_IN = """#!/bin/sh
+case "$*" in
+    *pp_bubble*) exit 0;;
+    *tp_exposed*) echo "ValueError: 3 is not even"; exit 1;;
+    *step-raises*) echo "injected: no kernel for this step"; exit 1;;
+    *inject.py*) exit 1;;
+    *) echo $$ >"$OUT/pid"; exec sleep 600;;
+esac
+"""
+
+
+def verdicts_of(folder: Path) -> dict[str, list[str]]:
+    """The lines of verdicts.txt, by task: the verdict and the exit status."""
+    lines = (folder / "verdicts.txt").read_text().splitlines()
+    words = [line.replace("left out", "left-out").split() for line in lines]
+    return {row[4]: row[:2] for row in words}
+
+
+def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) -> None:
+    """A task must pass, or fail for the reason that it plants."""
+    python = tmp_path / "a python"
+    python.write_text(STAND_IN)
+    python.chmod(python.stat().st_mode | stat.S_IEXEC)
+    folder = tmp_path / "an out"
+    names = "^(pp_bubble|tp_exposed|two_fail|stops|calibrate)$"
+    settings = {"DEVICE": "cpu", "PYTHON": str(python), "ONLY": names}
+    done = run_plan(folder, SECONDS_PER_TASK="1", **settings)
+    assert verdicts_of(folder) == {
+        "pp_bubble": ["ok", "0"],
+        "tp_exposed": ["WRONG", "1"],
+        "two_fail": ["ok", "1"],
+        "stops": ["WRONG", "1"],  # its log lacks the reason
+        "calibrate": ["WRONG", "124"],
+    }
+    assert "ValueError: 3 is not even" in done.stdout
+    assert "2 of 5 tasks are ok" in done.stdout
+    assert done.returncode == 1
+    assert not Path(f"/proc/{(folder / 'pid').read_text().strip()}").exists()
+
+
+def test_tasks_that_would_be_late_are_left_out(tmp_path: Path) -> None:
+    done = run_plan(tmp_path, DEVICE="cpu", ONLY="pp_bubble", SECONDS_IN_ALL="60")
+    assert verdicts_of(tmp_path) == {"pp_bubble": ["left-out", "-"]}
+    assert done.returncode == 1
