@@ -128,9 +128,9 @@ cuda_task two_graphs 100 'injected: a graph is broken' nccl 2 tests/inject.py gr
     $b/collectives.py "${few[@]}" -G 3 --timeout 40
 task ckpt 150 passes ranks 1 $b/checkpoint_sweep.py --modes all --strategy fsdp2,ddp \
     --model decoder-nano --iters 2 --json "$OUT/ckpt.jsonl"
-task ddp_gloo2 150 passes ranks 2 $b/ddp_sweep.py "${small[@]}" --dtype fp32,bf16 \
+cuda_task ddp_gloo2 150 passes ranks 2 $b/ddp_sweep.py "${small[@]}" --dtype fp32,bf16 \
     --comm-hook none,bf16 --backend gloo
-task coll_gloo2 150 passes ranks 2 $b/collectives.py --collective all "${few[@]}" \
+cuda_task coll_gloo2 150 passes ranks 2 $b/collectives.py --collective all "${few[@]}" \
     -d float32,bfloat16 --backend gloo
 task rpc 100 passes ranks 2 $b/rpc_latency.py --device "$device" --server-device "$device" \
     --sizes 4,64K,4M --iters 12

@@ -125,7 +125,7 @@ def test_experts_on_two_ranks(shared: Callable[..., Any]) -> None:
 
 
 def test_products_of_axes(shared: Callable[..., Any]) -> None:
-    flags = (*NANO, "--mesh", "dp2tp2,dp2x2,dp2pp2:1f1b")
+    flags = (*NANO, "--mesh", "dp2tp2,dp2x2,dp2pp2:1f1b", "--no-breakdown")
     assert_passed(shared("benchmarks/parallel_sweep.py", *flags, ranks=4, timeout=400))
 
 

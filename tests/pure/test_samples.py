@@ -69,9 +69,8 @@ def test_a_larger_case_keeps_what_its_readers_need(
     assert np.array_equal(from_file.samples_s["step"], seconds["step"][:, case.iterations])
     assert from_file.quartiles_s["step"][2][1] == pytest.approx(np.median(seconds["step"][2]))
     for measure in (None, "compute"):
-        [[row], [other]] = [
-            list(load([path], measure)[0].rows.values()) for path in (whole, bounded)
-        ]
+        [row] = load([whole], measure)[0].rows.values()
+        [other] = load([bounded], measure)[0].rows.values()
         assert (row.times_s, row.time_s, row.rounds) == (other.times_s, other.time_s, other.rounds)
         assert len(other.times_s) == 100
         assert not other.slowest_s
