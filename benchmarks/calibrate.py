@@ -148,7 +148,7 @@ def build_resolution(bench: Benchmark, key: Key, group: Group) -> Workload:
 
 
 def derive_resolution(case: Case, times: Times, facts: list[None]) -> None:
-    p50 = float(np.median(times.slowest()))
+    p50 = times.p50()
     difference, interval = times.exposed("the same")
     case.metrics["step_time_p50_s"] = p50
     case.metrics["difference_rel"] = difference / p50

@@ -464,8 +464,8 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     """Fill in the metrics and the check. The slowest rank counts in each save and load."""
     shards = np.array([fact["shard_bytes"] for fact in facts])
     m, every_s = case.metrics, case.key["every_s"]
-    m["blocked_s"] = np.median(times.slowest("blocked"))
-    m["upload_s"] = np.median(times.slowest("upload"))
+    m["blocked_s"] = times.p50("blocked")
+    m["upload_s"] = times.p50("upload")
     m["stall_s"], m["stall_ci95_s"] = times.exposed("alone")
     first_save = max(fact["first"].save for fact in facts)
     first_alone = max(fact["first"].alone for fact in facts)

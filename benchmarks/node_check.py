@@ -92,11 +92,12 @@ STEPS = {
     "all_reduce_between": Measure("rail", "bytes", "GB/s", 1e-9),
     "training_step": Measure("job", "texts", "texts/s", 1),
 }
-# of the budget: how long a case is timed. Each phase may run twice, and starting costs time, too
-ALONE_FRACTION = 0.06  # for up to two turns of the ranks of a node; more turns share 0.12
-LINKS_FRACTION = 1 / 150  # for a round, of which there may be dozens
+# How long a case is timed, as a fraction of the budget. These are choices, no measurements: with
+# 60 s they are 3.6 s, 0.4 s and 4 s, which leaves time to start, and to measure a phase again.
+ALONE_FRACTION = 0.06  # for up to two turns of the ranks of a node; less for more turns
+LINKS_FRACTION = 1 / 150  # for each round
 TOGETHER_FRACTION = 1 / 15
-FIRST_CASE_FRACTION = 0.1  # what the first case of a phase is expected to take
+FIRST_CASE_FRACTION = 0.1  # a guess: what the first case of a phase will take, with its start
 # --margin by default. CPUs have neighbours, and links and collectives cross their cores
 MARGIN_ALONE = {"cpu": 0.4, "cuda": 0.1}
 MARGIN_TOGETHER = {"cpu": 2.0, "cuda": 0.1}

@@ -158,9 +158,9 @@ def members_of(args: argparse.Namespace, nodes: list[int]) -> list[list[int]]:
 
 
 def draw(bench: Benchmark, path: str) -> None:
-    """The heat map. What draws is no part of measuring, and is imported only here."""
+    """The heat map. Measuring does not need matplotlib, so it is imported only here."""
     try:
-        from analysis.report import link_heatmap
+        from analysis.figures import link_heatmap
 
         link_heatmap(bench.report, path)
     except (ImportError, OSError, ValueError) as error:
