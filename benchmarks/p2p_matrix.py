@@ -72,7 +72,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def why_no_plot(path: str) -> str | None:
     """Why no heat map could be written, as is known before anything is measured; else None."""
-    for module in ("matplotlib", "pandas", "scipy", "jinja2"):
+    for module in ("matplotlib", "pandas"):
         if find_spec(module) is None:
             return f"it needs {module}, which is not installed; try pip install {module}"
     if Path(path).is_dir():
