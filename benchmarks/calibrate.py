@@ -92,7 +92,8 @@ def derive_barrier(case: Case, times: Times, hosts: list[str]) -> None:
     for host, stamps in zip(hosts, times.returned, strict=True):
         stamps_by_host[host].append(stamps)
     spreads = [np.ptp(stamps, axis=0) for stamps in stamps_by_host.values()]
-    case.metrics |= percentiles(max(spreads, key=np.median), "spread")
+    worst = max(spreads, key=np.median)
+    case.metrics |= percentiles(worst, "spread")
 
 
 def build_perturbation(bench: Benchmark, key: Key, group: Group) -> Workload:

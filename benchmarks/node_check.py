@@ -275,7 +275,8 @@ def split(
     # heat slows all blocks of a GPU down, neighbours only some of a CPU's
     block_of: Callable[[Any], Any] = np.median if case.key["device"] == "cuda" else np.min
     for rank, fact in enumerate(facts):
-        place, samples = report.environment["ranks"][rank], {}
+        samples = {}
+        place = report.environment["ranks"][rank]
         metrics = {"pci": place["pci"], "network": place["network"], "bits": fact["bits"]}
         for step, (part, amount) in fact["did"].items():
             how = STEPS[step]
@@ -307,10 +308,10 @@ def judge(
     """
     findings = Findings()
     by_rank = {case.key["rank"]: case.metrics for case in cases}
-    node_of_rank = list[int]()
-    for rank in by_rank:
-        nodes = enumerate(teams["node"])
-        node_of_rank.append(next(number for number, ranks in nodes if rank in ranks))
+    node_of = dict[int, int]()
+    for number, ranks in enumerate(teams["node"]):
+        node_of |= dict.fromkeys(ranks, number)
+    node_of_rank = [node_of[rank] for rank in by_rank]
     for step, (level, unit, *_) in STEPS.items():
         kind_of = {number: kinds[team[0]] for number, team in enumerate(teams[level])}
         measured = dict[int, dict[str, Any]]()
@@ -419,9 +420,11 @@ def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
 
 def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
     job, teams = bench.job, cluster.teams
-    turns, size = 1, 2**28
+    turns = 1
+    size = 2**28
     if cluster.cpu:  # the ranks of a node share its cores
-        turns, size = max(len(ranks) for ranks in cluster.members), 2**20
+        turns = max(len(ranks) for ranks in cluster.members)
+        size = 2**20
     rounds = rounds_by_node(cluster.members) if cluster.cpu or job.backend != "gloo" else []
     messages = links.Messages(size // 8, 8, 1)
 
@@ -430,14 +433,21 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
         links.measure_round(bench, key, pairs, teams["rank"], messages)
 
     rows = partial(split, bench.report, teams, cluster.kinds)
-    alone = partial(bench.measure, build=partial(build_alone, turns, job), derive=rows)
-    together = partial(bench.measure, build=partial(build_together, size, teams, job), derive=rows)
+
+    def alone(key: Key) -> None:
+        bench.measure(key, partial(build_alone, turns, job), rows)
+
+    def together(key: Key) -> None:
+        bench.measure(key, partial(build_together, size, teams, job), rows)
+
     meetings = [partial(meet, number, pairs) for number, pairs in enumerate(rounds, 1)]
-    ranks, pairs = partial(judge_ranks, bench, cluster), partial(judge_links, bench, cluster)
+    alone_fraction = ALONE_FRACTION * min(1, 2 / turns)
+    of_ranks = partial(judge_ranks, bench, cluster)
+    of_links = partial(judge_links, bench, cluster)
     return [
-        Phase("each rank alone", ALONE_FRACTION * min(1, 2 / turns), [alone], ranks),
-        Phase("links", LINKS_FRACTION, meetings, pairs),
-        Phase("all ranks together", TOGETHER_FRACTION, [together], ranks),
+        Phase("each rank alone", alone_fraction, [alone], of_ranks),
+        Phase("links", LINKS_FRACTION, meetings, of_links),
+        Phase("all ranks together", TOGETHER_FRACTION, [together], of_ranks),
     ]
 
 
