@@ -690,7 +690,7 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
 
     A place is the ranks that have the same stages: one stage, or two, as the schedule says.
     """
-    m: dict[str, Any] = {"compute_s": float(np.median(times.slowest("compute")))}
+    m: dict[str, Any] = {"compute_s": times.p50("compute")}
     for axis in mesh.axes:
         m[f"exposed_{axis}_s"], m[f"exposed_{axis}_ci95_s"] = times.exposed(without(mesh, axis))
     if slow := straggler(times.each("compute")):
@@ -704,7 +704,7 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
         slowest = samples.reshape(mesh.pp, -1, samples.shape[1]).max(axis=1)
         return np.median(slowest, axis=1)
 
-    idle = 1 - place_medians(without(mesh, "pp")) / np.median(times.slowest())
+    idle = 1 - place_medians(without(mesh, "pp")) / times.p50()
     slots = mesh.stages // mesh.pp * microbatches
     m["pipeline_idle"] = float(idle.mean())
     m["pipeline_idle_theory"] = (mesh.pp - 1) / (slots + mesh.pp - 1)

@@ -46,7 +46,7 @@ def test_arrows_point_one_way(module: str) -> None:
         ),
         "examples": (),
     }[folder]
-    plots = {"analysis.report"} if folder == "benchmarks" else set()  # --plot, in a function
+    plots = {"analysis.figures"} if folder == "benchmarks" else set()  # --plot, in a function
     assert all(used.startswith(allowed) for used in USES[module] - plots)
 
 
