@@ -48,7 +48,7 @@ from common import cli, links, patterns
 from common.benchmark import Benchmark, Workload
 from common.check import digest, verdict
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
-from common.dist import Group, Job, share
+from common.dist import Group, Job, connect, share
 from common.gpus import lacking
 from common.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
 from common.ranks import node_of_each
@@ -183,10 +183,28 @@ def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
     return Workload(steps.pop(STEP), steps, facts=facts)
 
 
+def open_teams(teams: dict[str, Teams], job: Job, group: Group) -> dict[str, Any]:
+    """The group of this rank's node and of its rail, by step; None where it is in no team.
+
+    A step whose teams are of one rank is left out.
+    """
+    team_groups = dict[str, Any]()
+    for name in ("all_reduce_inside", "all_reduce_between"):
+        all_teams = teams[STEPS[name].level]
+        if min(len(team) for team in all_teams) > 1:
+            mine: Any = dist.new_subgroups_by_enumeration(all_teams, backend=job.backend)[0]
+            team_groups[name] = mine
+            if mine is not None:
+                group.more.append(mine)
+                connect(mine, job.device)
+    return team_groups
+
+
 def build_together(
     size: int, teams: dict[str, Teams], job: Job, key: Key, group: Group
 ) -> Workload:
     """all_reduce of `size` bytes, and a training step of a small language model under DDP."""
+    team_groups = open_teams(teams, job, group)
     torch.manual_seed(0)
     config = DECODERS["decoder-124m" if job.device.type == "cuda" else "decoder-tiny"]
     model = DistributedDataParallel(Decoder(config).to(job.device), process_group=group.test)
@@ -198,25 +216,21 @@ def build_together(
         next_token_loss(model(tokens), targets).backward()
         optimizer.step()
 
-    parts, team_groups = dict[str, Step](), dict[str, Any]()
+    parts = dict[str, Step]()
     did = {"training_step": Did(STEP, BATCH * job.world_size)}
     x = torch.zeros(size // 4, device=job.device)
-    for name in ("all_reduce_inside", "all_reduce_between"):
-        all_teams = teams[STEPS[name].level]
-        if min(len(team) for team in all_teams) == 1:
-            continue
-        mine: Any = dist.new_subgroups_by_enumeration(all_teams, backend=job.backend)[0]
+    for name, mine in team_groups.items():
         if mine is None:  # there is no rank like this one on other nodes
             parts[name] = lambda: None
             continue
-        group.more.append(mine)
-        team_groups[name] = mine
         parts[name] = partial(dist.all_reduce, x, group=mine)
         did[name] = Did(name, 2 * (mine.size() - 1) / mine.size() * size)
 
     def facts() -> dict[str, Any]:
         wrong = None
         for name, mine in team_groups.items():
+            if mine is None:
+                continue
             patterns.fill(x, patterns.tile(mine.rank(), "sum", mine.size()))
             dist.all_reduce(x, group=mine)
             if patterns.count_wrong(x, patterns.reduced_tile("sum", mine.size())):

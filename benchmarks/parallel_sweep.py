@@ -61,7 +61,7 @@ from common.benchmark import Benchmark, Workload
 from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
 from common.cli import Parser, add_common_flags, describe, list_of, positive_int, wrong
 from common.decoder import DECODERS, Decoder, Experts, flops_per_token, next_token_loss, random_text
-from common.dist import Group, Job, share
+from common.dist import Group, Job, connect, share
 from common.memory import peak, reset_peak, start_peak, too_much
 from common.peaks import peak_flops
 from common.private_torch import (
@@ -505,8 +505,7 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
         )
         for process_group in device_mesh.get_all_groups():
             group.more.append(process_group)
-            # NCCL connects here
-            dist.all_reduce(torch.ones(1, device=job.device), group=process_group)
+            connect(process_group, job.device)
         forget_groups(device_mesh)
         for axis in sizes:
             opened[axis] = device_mesh[axis + suffix]

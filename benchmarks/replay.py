@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.benchmark import Benchmark, Key, Workload
-from common.dist import FOREVER, Group, Job, gather, share
+from common.dist import FOREVER, Group, Job, connect, gather, share
 from common.memory import too_much
 from common.report import Case
 from common.stats import Times, median_interval, percentiles
@@ -453,12 +453,13 @@ def wait(work: Any) -> None:
 def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
     """This rank's operations with the job's gaps and without, and one of each kind alone."""
     calls = plan.calls[job.rank]
-    connect: Any = partial(dist.new_group, backend=job.backend, timeout=FOREVER)
+    new_group: Any = partial(dist.new_group, backend=job.backend, timeout=FOREVER)
     groups = dict[Any, Any]()
     for team in sorted({call.team for row in plan.calls for call in row}):  # alike on all ranks
-        groups[team] = connect(list(team[1]))
+        groups[team] = new_group(list(team[1]))
         if job.rank in team[1]:
             group.more.append(groups[team])
+            connect(groups[team], job.device)
     starts = dict[tuple[Kind, Any], Step]()
     for kind, team in sorted({(call.kind, call.team) for call in calls}):
         starts[kind, team] = tried(kind, team[1], groups[team], job)

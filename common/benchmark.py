@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from common import environment, gpus
 from common.cli import abandon, complain, describe, end, refuse
-from common.dist import Group, close_group, connect, gather, open_group, share
+from common.dist import Group, Groups, connect, gather, share
 from common.join import join
 from common.report import Case, Report, not_json
 from common.stats import Times
@@ -64,6 +64,7 @@ class Benchmark:
         variables = environment.user_variables()
         self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
         is_first, turns = self.job.rank == 0, os.environ.get(TURN)
+        self.groups = Groups(self.job)
         self.turn = turn_taker(turns) if turns and is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
         self.table: Table | None = None
@@ -116,6 +117,7 @@ class Benchmark:
         All ranks of the job call it with the same arguments. A case that the resumed report holds
         is shown, not measured. key: a flat dict; device, backend and world_size are added if it
         lacks them. teams: parts of the ranks that do the same at once, each in a group of its own.
+        Cases over the same ranks and teams share their groups, until one of them fails.
         """
         missing = [name for name in self.place if name not in key]
         key = key | {name: self.place[name] for name in missing}
@@ -129,14 +131,13 @@ class Benchmark:
         label = " ".join(told)
         self.progress.set_description_str(label)
         self.watchdog.begin(label, member)
-        group, result = self.attempt(key, build, ranks, teams)
+        result = self.attempt(key, build, ranks, teams)
         if member:
             self.watchdog.phase("waits for all ranks")
         results = gather(result)
         reason, write_error = share(self.keep(case, derive, results) if results else None)
-        if group:
-            self.watchdog.group = None  # otherwise gloo's threads outlive the interpreter and crash
-            close_group(group, failed=reason is not None)  # peers may have left collectives
+        self.watchdog.group = None  # two threads must not abort one group
+        self.groups.give_back(ranks, teams, failed=reason is not None)
         if write_error:
             self.refuse(write_error, 1)
         return self.show(case if results else None)
@@ -147,17 +148,19 @@ class Benchmark:
         build: Build,
         ranks: tuple[int, ...],
         teams: Sequence[Sequence[int]] | None,
-    ) -> tuple[Group | None, tuple[Timing, Any] | None]:
-        """Open the groups of a case and time it, on this rank.
+    ) -> tuple[Timing, Any] | None:
+        """Take the groups of a case and time it, on this rank.
 
-        Returns the groups, which are still open, and what `time` returned. Both are None on ranks
-        outside the case, and where it failed: then the watchdog has the reason.
+        Returns what `time` returned; None on ranks outside the case, and where it failed: then the
+        watchdog has the reason, and this rank has closed its groups.
         """
-        group, result, error = None, None, ""
+        result, error = None, ""
         try:
-            if group := open_group(ranks, self.job, teams):
+            group, is_new = self.groups.take(ranks, teams)
+            if group:
                 self.watchdog.group = group
-                connect(group, self.job.device)
+                if is_new:
+                    connect(group.test, self.job.device)
                 result = self.time(build(key, group), group)
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
@@ -165,11 +168,10 @@ class Benchmark:
             if gpus.lost(self.job.device):
                 end(1, f"{error}: this process cannot use its GPU any more")
         # After the except block: its traceback held the model and its group, and is gone by now.
-        if error and group:
-            self.watchdog.group = None
-            close_group(group, failed=True)
-            group = None
-        return group, result
+        if error:
+            self.watchdog.group = group = None
+            self.groups.give_back(ranks, teams, failed=True)
+        return result
 
     def time(self, built: Workload | Measured, group: Group) -> tuple[Timing, Any]:
         """Time what `build` has made, on this rank. Returns the times, and this rank's facts."""
@@ -276,6 +278,7 @@ class Benchmark:
         # Everything has been printed and written. What fails from here on changes no exit status.
         with contextlib.suppress(RuntimeError):
             if error is None:
+                self.groups.close_all()
                 dist.barrier()
         self.watchdog.stop()
         with contextlib.suppress(RuntimeError):

@@ -1,11 +1,13 @@
 """Who this process is, and its process groups.
 
 The default group is the job's control group: gloo over all ranks, for metadata and decisions. The
-group under test is made for each case, over exactly its ranks, for nothing but the workload.
+group under test is over exactly the ranks of a case, for nothing but the workload. Cases over the
+same ranks share their groups.
 """
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +28,11 @@ from common.private_torch import abort_process_group
 
 # Ranks outside a case wait until it is over, so no limit would be useful. The watchdog ends hangs.
 FOREVER = timedelta(days=30)
+MOST_KEPT = 4  # sets of groups that live on: those of 1, 2, 4 and 8 ranks
+
+Teams = Sequence[Sequence[int]]
+
+one_at_a_time = threading.Lock()  # for aborts: the main thread and the watchdog's abort the same
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of a case."""
+    """The ranks of a case, and their groups."""
 
     ranks: tuple[int, ...]
     test: dist.ProcessGroup  # under test; where a case has several teams, that of this rank's team
@@ -69,9 +76,7 @@ def local_rank() -> int:
     return value("RANK") % ranks_of_node if by_torchrun_evenly else value("LOCAL_RANK")
 
 
-def open_group(
-    ranks: tuple[int, ...], job: Job, teams: Sequence[Sequence[int]] | None = None
-) -> Group | None:
+def open_group(ranks: tuple[int, ...], job: Job, teams: Teams | None = None) -> Group | None:
     """The groups of a case; None on a rank outside it. All ranks of the job call it together.
 
     teams: parts of the ranks. Each part gets a group under test of its own.
@@ -83,19 +88,39 @@ def open_group(
     return Group(ranks, test, control) if job.rank in ranks else None
 
 
-def connect(group: Group, device: torch.device) -> None:
-    """Connect the group under test: NCCL does so in the first collective. A group that is not
-    connected could not be aborted if the case fails."""
-    dist.all_reduce(torch.ones(1, device=device), group=group.test)
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Connect a group: NCCL does so in the first collective. A group that is not connected could
+    not be aborted if the case fails."""
+    dist.all_reduce(torch.ones(1, device=device), group=group)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def abort_group(group: Group) -> None:
-    """End the work in flight on the groups under test. Another thread may call it, also twice."""
-    for tested in (group.test, *group.more):
+    """End the work in flight on the groups of a case. Another thread may call it, also twice.
+
+    All groups are aborted at once: NCCL's abort waits for the kernels of the other groups, which
+    end only when those are aborted, too (NVIDIA/nccl#1013).
+    """
+
+    def abort(tested: dist.ProcessGroup) -> None:
         with suppress(RuntimeError):
             tested.abort()
+
+    with one_at_a_time:
+        threads = [threading.Thread(target=abort, args=(x,)) for x in (group.test, *group.more)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+def close_more(group: Group) -> None:
+    """Close the groups that the workload made itself. Each member calls this on its own."""
+    gc.collect()  # frees what is left of the workload: NCCL would wait for its CUDA graphs
+    for tested in group.more:
+        dist.destroy_process_group(tested)
+    group.more.clear()
 
 
 def close_group(group: Group, failed: bool = False) -> None:
@@ -104,14 +129,64 @@ def close_group(group: Group, failed: bool = False) -> None:
     failed: work may still be in flight. Peers on gloo notice a closed socket, and gloo closes it
     when the last reference to the group is gone.
     """
-    gc.collect()  # frees what is left of the workload: NCCL would wait for its CUDA graphs
-    close = abort_process_group if failed else dist.destroy_process_group
+    if not failed:
+        close_more(group)
+        dist.destroy_process_group(group.test)
+        dist.destroy_process_group(group.control)
+        return
+    abort_group(group)
+    gc.collect()
+    with suppress(RuntimeError):  # the CUDA context may be lost
+        torch.cuda.empty_cache()
     for tested in (*group.more, group.test):
-        close(tested)
+        with suppress(RuntimeError):  # NCCL's abort may raise; torch then forgets the group later
+            abort_process_group(tested)
     dist.destroy_process_group(group.control)
-    if failed:
-        with suppress(RuntimeError):  # the CUDA context may be lost
-            torch.cuda.empty_cache()
+
+
+class Groups:
+    """The groups of the last cases. The next case over the same ranks takes them again.
+
+    Connecting costs more than a short case. All ranks of the job call `take` and `give_back` with
+    the same arguments, so all keep the same sets. A rank keeps None for a set that it is not in.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.kept: dict[Any, Group | None] = {}  # by ranks and teams; the last used one is last
+
+    def take(self, ranks: tuple[int, ...], teams: Teams | None) -> tuple[Group | None, bool]:
+        """The groups of a case, and whether they are new. All ranks of the job call it together."""
+        name = name_of_set(ranks, teams)
+        is_new = name not in self.kept
+        if is_new:
+            while len(self.kept) >= MOST_KEPT:
+                self.close(next(iter(self.kept)))
+            self.kept[name] = open_group(ranks, self.job, teams)
+        self.kept[name] = self.kept.pop(name)
+        return self.kept[name], is_new
+
+    def give_back(self, ranks: tuple[int, ...], teams: Teams | None, failed: bool) -> None:
+        """End a case. Its groups live on if it passed on all ranks."""
+        name = name_of_set(ranks, teams)
+        if failed:
+            self.close(name, failed)
+        elif group := self.kept[name]:
+            close_more(group)
+
+    def close(self, name: Any, failed: bool = False) -> None:
+        """Close a set. A rank on which a case failed has done so before the others."""
+        if group := self.kept.pop(name, None):
+            close_group(group, failed)
+
+    def close_all(self) -> None:
+        for name in list(self.kept):
+            self.close(name)
+
+
+def name_of_set(ranks: tuple[int, ...], teams: Teams | None) -> tuple[Any, ...]:
+    """What tells one set of groups from another: the ranks, and how they form teams."""
+    return ranks, tuple(tuple(team) for team in teams or [ranks])
 
 
 def gather(value: Any) -> list[Any] | None:

@@ -80,6 +80,8 @@ def set_variables(log_nccl: bool) -> None:
     """
     # Our watchdog ends a hang. NCCL's own would end the process a minute after a failed case.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
+    # NCCL's watchdog would wait four times this long for other ranks' dumps after a failed case
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder's, for roll calls
     if log_nccl and "NCCL_DEBUG" not in os.environ:
         handle, path = tempfile.mkstemp(prefix="nccl-", suffix=".log")

@@ -56,8 +56,10 @@ class Watchdog:
     def begin(self, label: str, member: bool = True) -> None:
         """Begin a new case. A rank outside it waits, and is never behind the case's ranks."""
         self.label = label
+        # The group is aborted when a rank of the case fails. It goes before the case's number
+        # changes, so that the watching thread never takes it for a group of the next case.
+        self.group: Group | None = None
         self.case += 1
-        self.group: Group | None = None  # is aborted when a rank of the case fails
         self.order = 0 if member else -1  # so that ranks outside the case stay in phase number 0
         self.phase("set up" if member else "not part of it")
 
@@ -114,8 +116,8 @@ class Watchdog:
                     end(1, f"{self.where}: the rendezvous store is gone")
 
     def _abort_failed(self) -> None:
-        group, case = self.group, self.case
-        if group and self.watched.check([f"failed/{case}"]):
+        case, group = self.case, self.group
+        if group and case == self.case and self.watched.check([f"failed/{case}"]):
             abort_group(group)
             if self.group is group:  # otherwise the next case has begun meanwhile
                 self.group = None

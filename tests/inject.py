@@ -573,6 +573,23 @@ def one_wrong_value() -> None:
 
 
 @fault
+def collective_raises() -> None:
+    """Rank 1's 40th all_reduce of bfloat16 raises."""
+    calls = 0
+    real = dist.all_reduce
+
+    def all_reduce(tensor: Any, *args: Any, **more: Any) -> Any:
+        nonlocal calls
+        calls += RANK == 1 and tested(tensor) is not None
+        if calls == 40:
+            calls += 1
+            fail(RuntimeError, "the link is down")
+        return real(tensor, *args, **more)
+
+    dist.all_reduce = all_reduce
+
+
+@fault
 def left_out() -> None:
     """Rank 1 brings zeros to each all_reduce of bfloat16."""
     real = dist.all_reduce

@@ -172,6 +172,15 @@ def test_a_case_that_fails_on_one_rank_is_a_row(bench: Callable[..., Any]) -> No
     assert last.metrics["late_s"] > 0
 
 
+def test_the_case_after_a_failed_one_has_new_groups(bench: Callable[..., Any]) -> None:
+    """All cases are over the same ranks. The first one's groups live on, the second's do not."""
+    flags = ("-b", "1K", "-e", "8K", "-d", "bfloat16", "-n", "1", "--iters", "6", "-w", "1")
+    run = bench("benchmarks/collectives.py", *flags, inject="collective-raises")
+    reason = "failed: RuntimeError: injected: the link is down (rank 1)"
+    assert [case.check for case in run.report.cases] == ["passed", reason, "passed", "passed"]
+    assert run.status == 1
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [

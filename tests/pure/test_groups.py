@@ -1,0 +1,140 @@
+"""common/dist.py: groups that outlive their case, and aborts that cannot hang."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common import dist as ours
+from common.dist import Group, Groups, Job, abort_group, close_group
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Job(0, 0, 1, 1, torch.device("cpu"), "gloo", store)
+    dist.destroy_process_group()
+
+
+def test_the_next_case_takes_the_groups_again(job: Job) -> None:
+    groups = Groups(job)
+    first, is_new = groups.take((0,), None)
+    assert first is not None
+    assert is_new
+    groups.give_back((0,), None, failed=False)
+    assert groups.take((0,), [[0]]) == (first, False)  # one team of all ranks is the same set
+    dist.all_reduce(torch.ones(1), group=first.test)
+    groups.give_back((0,), None, failed=True)
+    again, is_new = groups.take((0,), None)
+    assert is_new
+    assert again is not first
+    with pytest.raises(ValueError, match="not initialized"):
+        dist.get_backend(first.test)
+    groups.close_all()
+    assert not groups.kept
+
+
+def test_the_set_that_was_not_used_for_longest_goes(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Any] = []
+    monkeypatch.setattr(ours, "open_group", lambda ranks, job, teams: Group(ranks, None, None))
+    monkeypatch.setattr(ours, "close_group", lambda group, failed: closed.append(group.ranks))
+    groups = Groups(job)
+    for size in (1, 2, 3, 4, 1, 5):
+        groups.take(tuple(range(size)), None)
+    assert closed == [(0, 1)]
+    _, is_new = groups.take((0,), None)
+    assert not is_new
+    _, is_new = groups.take((0, 1, 2, 3), [[0, 1], [2, 3]])  # other teams are another set
+    assert is_new
+
+
+def test_a_kept_set_keeps_nothing_of_the_workload(job: Job) -> None:
+    groups = Groups(job)
+    group, _ = groups.take((0,), None)
+    assert group is not None
+    gc.disable()
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=group.test)
+    model(torch.ones(1, 2)).sum().backward()
+    more: Any = dist.new_group([0])
+    group.more.append(more)
+    weight = weakref.ref(model.module.weight)
+    del model
+    groups.give_back((0,), None, failed=False)
+    gc.enable()
+    assert weight() is None
+    assert not group.more
+    with pytest.raises(ValueError, match="not initialized"):
+        dist.get_backend(more)
+    groups.close_all()
+
+
+class WaitsForOthers:
+    """A group whose abort ends only when all groups are being aborted, as NCCL's (issue 1013)."""
+
+    def __init__(self, barrier: threading.Barrier) -> None:
+        self.barrier = barrier
+
+    def abort(self) -> None:
+        self.barrier.wait()
+
+
+def test_no_abort_waits_for_another_groups_kernels() -> None:
+    barrier = threading.Barrier(3, timeout=5)
+    test, *more = (WaitsForOthers(barrier) for _ in range(3))
+    abort_group(Group((0,), test, None, more))  # type: ignore[arg-type]
+    assert not barrier.broken
+
+
+class AbortsOnce:
+    """A group that cannot bear two aborts at the same time, as NCCL's of torch 2.15."""
+
+    def __init__(self) -> None:
+        self.aborting, self.aborts, self.met = threading.Lock(), 0, False
+
+    def abort(self) -> None:
+        self.aborts += 1
+        if not self.aborting.acquire(blocking=False):
+            self.met = True
+            return
+        threading.Event().wait(0.05)  # as long as the other thread needs to get here
+        self.aborting.release()
+        raise RuntimeError("NCCL error")
+
+
+def test_no_two_threads_abort_one_group() -> None:
+    test = AbortsOnce()
+    group = Group((0,), test, None)  # type: ignore[arg-type]
+    threads = [threading.Thread(target=abort_group, args=(group,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert test.aborts == 2
+    assert not test.met
+
+
+def test_an_abort_that_raises_ends_no_run(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All groups are aborted first, then each is forgotten, whatever another one's abort says."""
+    forgotten: list[Any] = []
+
+    def abort(group: Any) -> None:
+        forgotten.append(group.aborts)
+        raise RuntimeError("NCCL error")
+
+    monkeypatch.setattr(ours, "abort_process_group", abort)
+    control: Any = dist.new_group([0])
+    group = Group((0,), AbortsOnce(), control, [AbortsOnce()])  # type: ignore[arg-type,list-item]
+    close_group(group, failed=True)
+    assert forgotten == [1, 1]
+    with pytest.raises(ValueError, match="not initialized"):
+        dist.get_backend(control)
