@@ -46,6 +46,7 @@ class Job:
     device: torch.device
     backend: str  # of the groups under test
     store: dist.Store  # the store in which the ranks met
+    second_store: dist.Store  # the same by another connection, for a thread that must not wait
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Watchdog:
     def __init__(self, job: Job, timeout_s: float, report: Report) -> None:
         self.job, self.timeout_s, self.report = job, timeout_s, report
         self.store = dist.PrefixStore("watchdog", job.store)  # for the main thread
-        self.watched = dist.PrefixStore("watchdog", job.store.clone())  # for the watching thread
+        self.watched = dist.PrefixStore("watchdog", job.second_store)  # for the watching thread
         self.over = threading.Event()
         self.case = 0  # the number of the case
         faulthandler.register(signal.SIGUSR2, all_threads=True)
