@@ -46,7 +46,7 @@ class Job:
     device: torch.device
     backend: str  # of the groups under test
     store: dist.Store  # the store in which the ranks met
-    second_store: dist.Store  # the same by another connection, for a thread that must not wait
+    second_store: dist.Store | None = None  # the same by another connection, for the watchdog
 
 
 @dataclass(frozen=True)

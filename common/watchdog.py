@@ -43,7 +43,8 @@ class Watchdog:
     def __init__(self, job: Job, timeout_s: float, report: Report) -> None:
         self.job, self.timeout_s, self.report = job, timeout_s, report
         self.store = dist.PrefixStore("watchdog", job.store)  # for the main thread
-        self.watched = dist.PrefixStore("watchdog", job.second_store)  # for the watching thread
+        # for the watching thread, which must not wait while the main thread waits for a key
+        self.watched = dist.PrefixStore("watchdog", job.second_store or job.store.clone())
         self.over = threading.Event()
         self.case = 0  # the number of the case
         faulthandler.register(signal.SIGUSR2, all_threads=True)

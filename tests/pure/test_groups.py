@@ -20,7 +20,7 @@ from common.dist import Group, Groups, Job, abort_group, close_group
 def job() -> Iterator[Job]:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield Job(0, 0, 1, 1, torch.device("cpu"), "gloo", store, store)
+    yield Job(0, 0, 1, 1, torch.device("cpu"), "gloo", store)
     dist.destroy_process_group()
 
 
