@@ -46,7 +46,8 @@ class Watchdog:
     def __init__(self, job: Job, timeout_s: float, report: Report) -> None:
         self.job, self.timeout_s, self.report = job, timeout_s, report
         self.store = dist.PrefixStore("watchdog", job.store)  # for the main thread
-        self.watched = dist.PrefixStore("watchdog", job.store.clone())  # for the watching thread
+        # for the watching thread, which must not wait while the main thread waits for a key
+        self.watched = dist.PrefixStore("watchdog", job.second_store or job.store.clone())
         self.over = threading.Event()
         self.poll_s = max(0.5, job.world_size / RANKS_A_LOOK)  # the time between two looks
         self.case = 0  # the number of the case

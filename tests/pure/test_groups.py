@@ -24,6 +24,21 @@ def job() -> Iterator[Job]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(("value", "messages"), [("max-seconds", 1), ("x" * 5000, 2)])
+def test_a_small_value_is_one_message(
+    value: str, messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the group's first rank sends is what another rank receives."""
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "broadcast", lambda x, group_src, group: sent.append(x.clone()))
+    assert ours.broadcast(value, None) == value
+    assert len(sent) == messages
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "broadcast", lambda x, group_src, group: x.copy_(sent.pop(0)))
+    assert ours.broadcast(None, None) == value
+
+
 def test_the_next_case_takes_the_groups_again(job: Job) -> None:
     groups = Groups(job)
     first, is_new = groups.take((0,), None)
