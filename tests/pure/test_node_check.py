@@ -55,6 +55,22 @@ def test_nodes_are_compared_by_their_all_reduce() -> None:
     assert sentences(found)[0].startswith("slow node 2: all reduce inside 3.00x the median's time")
 
 
+def test_a_launch_bound_training_step_is_said() -> None:
+    said: list[str] = []
+    bench: Any = Mock(print=said.append)
+    cluster: Any = Mock(teams=TEAMS, kinds=["k"] * 3, limits={}, sigmas=5, margins=MARGINS)
+    rows = ranks_with("copy", 1, 1, 1)
+    for row in rows:
+        row.key["probe"] = "all ranks together"
+        row.key["host"] = "a"
+    of_all = Case({"probe": "all ranks together"}, [0, 1, 2])
+    of_all.metrics["launch_share"] = {"step": 0.95, "all_reduce_inside": 0.1}
+    judge_ranks(bench, cluster, [*rows, of_all])
+    assert said[1:] == ["# all ranks together: launch-bound 95%"]
+    judge_ranks(bench, cluster, rows)
+    assert len(said) == 3
+
+
 def test_each_rank_becomes_a_case() -> None:
     """Two turns of two rounds of two samples. Rank 1: blocks of 3 and 2 s, the fastest 1 s."""
     place = {"host": "a", "pci": "", "network": "lo"}
@@ -151,19 +167,3 @@ def test_links_of_nodes(members: list[list[int]]) -> None:
     for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(ranks) == len(set(ranks))
-
-
-def test_a_launch_bound_training_step_is_said() -> None:
-    said: list[str] = []
-    bench: Any = Mock(print=said.append)
-    cluster: Any = Mock(teams=TEAMS, kinds=["k"] * 3, limits={}, sigmas=5, margins=MARGINS)
-    rows = ranks_with("copy", 1, 1, 1)
-    for row in rows:
-        row.key["probe"] = "all ranks together"
-        row.key["host"] = "a"
-    of_all = Case({"probe": "all ranks together"}, [0, 1, 2])
-    of_all.metrics["launch_share"] = {"step": 0.95, "all_reduce_inside": 0.1}
-    judge_ranks(bench, cluster, [*rows, of_all])
-    assert said[1:] == ["# all ranks together: launch-bound 95%"]
-    judge_ranks(bench, cluster, rows)
-    assert len(said) == 3
