@@ -88,7 +88,6 @@ def set_variables(log_nccl: bool) -> None:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
     # NCCL's watchdog would wait four times this long for other ranks' dumps after a failed case
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder's, for roll calls
     # A lost device ends the run with a reason. If NCCL's watchdog saw it first, it would abort.
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
     if log_nccl and "NCCL_DEBUG" not in os.environ:
