@@ -105,15 +105,6 @@ def test_the_last_lines() -> None:
     assert problem == "not fit: node 1 on b, rank 2 on b, rank 1 on a"
     assert lines[-3:] == ["wrong node 1 on b: lacks", "wrong rank 2 on b: why", problem]
     assert lines[0].startswith("slow rank 1 on a: copy 2.00x")
-
-
-def test_a_long_list_of_the_unfit_is_cut() -> None:
-    hosts = {"node": [f"n{node}" for node in range(20)], "rank": [], "link": []}
-    lacks = dict.fromkeys(range(20), "lacks a GPU")
-    lines, problem = node_check.conclude({}, lacks, [], "slow", hosts)
-    assert problem is not None
-    assert problem.endswith("node 7 on n7 and 12 more")
-    assert len(lines) == 21  # a line for each stays
     slow = [*sentences(found, hosts), "fit, though slow"]
     assert node_check.conclude(found, {}, [], "wrong", hosts) == (slow, None)
     assert node_check.conclude({}, {}, [], "slow", hosts) == (["fit"], None)
@@ -159,3 +150,12 @@ def test_links_of_nodes(members: list[list[int]]) -> None:
     for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(ranks) == len(set(ranks))
+
+
+def test_a_long_list_of_the_unfit_is_cut() -> None:
+    hosts = {"node": [f"n{node}" for node in range(20)], "rank": [], "link": []}
+    lacks = dict.fromkeys(range(20), "lacks a GPU")
+    lines, problem = node_check.conclude({}, lacks, [], "slow", hosts)
+    assert problem is not None
+    assert problem.endswith("node 7 on n7 and 12 more")
+    assert len(lines) == 21  # a line for each stays
