@@ -98,7 +98,7 @@ def test_each_script(
         flags = [str(folder), *flags]
     run = shared(f"benchmarks/{script}.py", *flags, ranks=processes, timeout=400)
     if script == "p2p_matrix" and nccl_ranks == 1:
-        assert run.status == 2
+        assert run.status == 1  # torchrun's, where a rank ended with 2
         assert "a link needs two ranks" in run.err
         return
     assert_passed(run)
