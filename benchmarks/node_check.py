@@ -503,7 +503,7 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
     suspects = suspects_of(key)
     if not suspects:
         return {}
-    names = ", ".join(dict.fromkeys(who.name() for who, _ in suspects))
+    names = cli.cut(list(dict.fromkeys(who.name() for who, _ in suspects)))
     bench.print(f"# {phase.name} again, for {names}")
     key = key | {"attempt": 2}
     for measure in phase.cases[:measured]:
@@ -533,7 +533,7 @@ def conclude(
     if fail_on == "slow":
         accused += [who.name(hosts) for who, _ in slow]
     if accused:
-        problem = f"not fit: {', '.join(dict.fromkeys(accused))}"
+        problem = f"not fit: {cli.cut(list(dict.fromkeys(accused)))}"
         return [*lines, problem], problem
     return [*lines, "fit, though slow" if slow else "fit"], None
 

@@ -67,7 +67,8 @@ def test_the_set_that_was_not_used_for_longest_goes(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[Any] = []
-    monkeypatch.setattr(ours, "open_group", lambda ranks, job, teams: Group(ranks, None, None))
+    world: Any = dist.group.WORLD
+    monkeypatch.setattr(ours, "open_group", lambda ranks, job, teams: Group(ranks, world, world))
     monkeypatch.setattr(ours, "close_group", lambda group, failed: closed.append(group.ranks))
     groups = Groups(job)
     for size in (1, 2, 3, 4, 1, 5):

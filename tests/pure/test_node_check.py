@@ -150,3 +150,12 @@ def test_links_of_nodes(members: list[list[int]]) -> None:
     for pairs in rounds:
         ranks = [rank for pair in pairs for rank in pair]
         assert len(ranks) == len(set(ranks))
+
+
+def test_a_long_list_of_the_unfit_is_cut() -> None:
+    hosts = {"node": [f"n{node}" for node in range(20)], "rank": [], "link": []}
+    lacks = dict.fromkeys(range(20), "lacks a GPU")
+    lines, problem = node_check.conclude({}, lacks, [], "slow", hosts)
+    assert problem is not None
+    assert problem.endswith("node 7 on n7 and 12 more")
+    assert len(lines) == 21  # a line for each stays
