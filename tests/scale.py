@@ -92,7 +92,8 @@ def time_round(bench: Benchmark, number: int) -> dict[str, float]:
 def run_rank(rank: int, ranks: int, port: int, rounds: int, results: Connection) -> None:
     """A rank, in a process of its own. Rank 0 sends what it has timed."""
     started = time.time()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank}
+    place |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     place["TORCHELASTIC_USE_AGENT_STORE"] = True  # the store is in another process
     os.environ.update({name: str(value) for name, value in place.items()})
