@@ -616,7 +616,7 @@ def build(lr: float, job: Job, key: Key, group: Group) -> Workload:
     trainer.optimizer.param_groups[0]["lr"] = 0.0
     twins: dict[str, Step] = {}
     if with_twins:
-        scatter_noise(key, job.device)
+        scatter_noise(key, job)
         for part, silent in parts_of(mesh).items():
             twin = train(key, job, open_meshes(mesh, silent, job, group), lr=0.0)
             twins[part] = twin.step
@@ -625,13 +625,17 @@ def build(lr: float, job: Job, key: Key, group: Group) -> Workload:
     return Workload(trainer.step, twins, compared=shown, facts=lambda: facts, launches=launches)
 
 
-def scatter_noise(key: Key, device: torch.device) -> None:
+def scatter_noise(key: Key, job: Job) -> None:
     """Leave random numbers in the memory that twins will get. What a twin should have received is
-    what was there before, and GPUs multiply zeros faster: they take less power."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+    what was there before, and GPUs multiply zeros faster: they take less power.
+
+    All ranks of a node together take a quarter of what is free: they may share a GPU.
+    """
+    if job.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(job.device)
         dtype = DTYPES[key["dtype"]]
-        torch.randn(free // 4 // dtype.itemsize, dtype=dtype, device=device)
+        count = free // 4 // job.local_world_size // dtype.itemsize
+        torch.randn(count, dtype=dtype, device=job.device)
 
 
 def parts_of(mesh: Mesh) -> dict[str, list[str]]:
