@@ -201,7 +201,7 @@ class Benchmark:
         Returns why it failed and why it could not be written, each None if it did not happen.
         results: what `time` returned on each rank of the job.
         """
-        reason = self.watchdog.reason()
+        reason, failed_rank = self.watchdog.failure()
         if reason is None:
             try:
                 timings, facts = zip(*(results[rank] for rank in case.ranks), strict=True)
@@ -211,6 +211,8 @@ class Benchmark:
                 reason = describe(error)
         if reason:
             case.metrics, case.check = {}, f"failed: {reason}"
+            if failed_rank is not None:
+                case.metrics["failed_rank"] = failed_rank
         if self.report.path:
             self.watchdog.phase(f"writes {self.report.path}", ahead=0)
         try:
