@@ -24,8 +24,8 @@ compared with those before it.
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower --format markdown
     python analysis/compare.py --history reports/ --plot history.svg
 
-Exit status: 0, also where nothing could be decided; 1 on what --fail-on names; 2 bad usage.
-docs/compare.md derives the numbers. BSD-3-Clause.
+Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 what it names has happened; 4 no verdict: a
+case is undecided, missing or cannot be compared. docs/compare.md derives the numbers. BSD-3-Clause.
 """
 
 import argparse
@@ -47,6 +47,8 @@ from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
 from common.cli import Parser, checked, fraction, list_of, positive_int, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
+NO_VERDICT = ("undecided", "missing", "not compared")  # a case that nobody could judge
+STATUSES = {"pass": 0, "failed": 1, "no verdict": 4}  # the exit status of an outcome
 
 
 def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +58,10 @@ def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
     add("--margin", type=fraction, default=0.02, metavar="P", help=margin)
     key = "join cases that differ in these fields of their keys; a list"
     add("--ignore-key", type=list_of(str), default=[], metavar="NAME", help=key)
-    fail = f"exit with 1 where a case, or the mean, is one of {', '.join(FAILURES)}; a list"
+    fail = (
+        f"exit with 1 where a case, or the mean, is one of {', '.join(FAILURES)}, "
+        "else with 4 where a case has no verdict; a list"
+    )
     add("--fail-on", type=list_of(str, FAILURES), default=[], metavar="VERDICT", help=fail)
     add("--format", choices=("table", "markdown", "json"), default="table", help="(default: table)")
 
@@ -66,7 +71,26 @@ def results_of(comparison: Comparison) -> list[Result]:
     return [*comparison.cases, comparison.mean] if comparison.mean else comparison.cases
 
 
-def show(comparison: Comparison, style: str) -> str:
+def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str]:
+    """`failed`, `no verdict` or `pass`, and why: `2 slower`. fail_on: the verdicts that fail.
+
+    A test that could not look has not passed: so `pass` means that every case has a verdict.
+    """
+    failed = Counter(r.verdict for r in results_of(comparison) if r.verdict in fail_on)
+    if failed:
+        return "failed", show_counts(failed)
+    unknown = Counter(case.verdict for case in comparison.cases if case.verdict in NO_VERDICT)
+    if unknown:
+        return "no verdict", show_counts(unknown)
+    return "pass", ""
+
+
+def show_counts(verdicts: Counter[str]) -> str:
+    """`2 slower, 1 missing`"""
+    return ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())
+
+
+def show(comparison: Comparison, style: str, fail_on: Sequence[str] = ()) -> str:
     """A comparison as text; style: table or markdown."""
     sure = f"{100 * (1 - comparison.design.error_rate):.4g} %"
     header = ["case", "BASE", "TEST", "TEST is", f"{sure} interval", "verdict"]
@@ -78,6 +102,9 @@ def show(comparison: Comparison, style: str) -> str:
     mark, escape = ("-", markdown) if style == "markdown" else ("#", clean)
     above_table = [f"{mark} {escape(line, 500)}" for line in above(comparison)]
     below_table = [f"{mark} {escape(line, 500)}" for line in below(comparison)]
+    if fail_on:
+        outcome, why = outcome_of(comparison, fail_on)
+        below_table.append(f"{mark} --fail-on {','.join(fail_on)}: {outcome}{why and f' ({why})'}")
     return "\n".join([*above_table, "", *table, "", *below_table])
 
 
@@ -144,8 +171,7 @@ def show_ratio(ratio: float | None) -> str:
 def below(comparison: Comparison) -> list[str]:
     """How many cases have each verdict, why no better one, and how many runs might decide them."""
     cases = comparison.cases
-    verdicts = Counter(case.verdict for case in cases)
-    lines = [", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())]
+    lines = [show_counts(Counter(case.verdict for case in cases))]
     reasons = Counter(f"{case.verdict}: {case.reason}" for case in cases if case.reason)
     for reason, n in reasons.items():
         noun = "case" if n == 1 else "cases"
@@ -164,24 +190,28 @@ def most_runs_needed(cases: Sequence[Result]) -> int:
 
 
 def conclude(comparisons: Sequence[Comparison], style: str, fail_on: Sequence[str]) -> int:
-    """Print the results; the exit status: 1 for a verdict that `fail_on` names."""
+    """Print the results; the exit status: that of the worst outcome, if `fail_on` asks for one."""
     if style == "json":
-        put(as_json(comparisons))
+        put(as_json(comparisons, fail_on))
     else:
-        put("\n\n".join(show(comparison, style) for comparison in comparisons))
-    verdicts = set()
-    for comparison in comparisons:
-        verdicts |= {result.verdict for result in results_of(comparison)}
-    failures = [name for name in fail_on if name in verdicts]
-    if failures:
-        refuse(f"failed: {', '.join(failures)} (--fail-on)", status=1)
+        put("\n\n".join(show(comparison, style, fail_on) for comparison in comparisons))
+    if not fail_on:
+        return 0
+    outcomes = [outcome_of(comparison, fail_on) for comparison in comparisons]
+    for outcome in ("failed", "no verdict"):
+        reasons = [why for name, why in outcomes if name == outcome]
+        if reasons:
+            refuse(f"{outcome}: {', '.join(reasons)} (--fail-on)", status=STATUSES[outcome])
     return 0
 
 
-def as_json(comparisons: Sequence[Comparison]) -> str:
-    """One comparison as an object, several as a list."""
-    schema = {"schema": "torchrun-bench-compare/2"}
-    documents = [schema | asdict(comparison) for comparison in comparisons]
+def as_json(comparisons: Sequence[Comparison], fail_on: Sequence[str] = ()) -> str:
+    """One comparison as an object, several as a list. outcome: null where none was asked for."""
+    documents = []
+    for comparison in comparisons:
+        outcome = outcome_of(comparison, fail_on)[0] if fail_on else None
+        head = {"schema": "torchrun-bench-compare/2", "outcome": outcome}
+        documents.append(head | asdict(comparison))
     return json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
 
 

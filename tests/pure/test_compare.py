@@ -203,7 +203,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
         *("--fail-on", "missing"),
     )
     assert done.returncode == 1
-    assert "failed: missing (--fail-on)" in done.stderr
+    assert "failed: 3 missing (--fail-on)" in done.stderr
 
 
 def test_environment_and_hardware(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_table_json_markdown_and_status(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "6 of BASE, 6 of TEST; margin 2 %; the run is the unit" in done.stdout
     assert "1.10x slower" in done.stdout
-    assert "failed: slower" in done.stderr
+    assert "failed: 1 slower (--fail-on)" in done.stderr
     document = json.loads(run("compare.py", base, "--test", test, "--format", "json").stdout)
     assert document["schema"] == "torchrun-bench-compare/2"
     assert document["cases"][0]["verdict"] == "slower"
@@ -237,6 +237,42 @@ def test_table_json_markdown_and_status(tmp_path: Path) -> None:
     text = run("compare.py", base, "--test", test, "--format", "markdown").stdout
     assert "\n- 1 slower\n" in f"{text}\n"
     assert re.search(r"\| no ddp +\| +\d+.* ms \|", text)
+
+
+@pytest.mark.parametrize(
+    ("base", "test", "status", "said"),
+    [
+        ([0.1, 0.1, 0.1], [0.1, 0.1, 0.1], 0, "pass"),
+        ([0.1, 0.1, 0.1], [0.2, 0.2, 0.2], 1, "failed (1 slower)"),
+        ([0.1, 0.2, 0.1], [0.2, 0.1, 0.1], 4, "no verdict (1 undecided)"),
+        ([0.1], [0.1], 4, "no verdict (1 undecided)"),
+    ],
+)
+def test_a_gate_that_could_not_look_has_not_passed(
+    tmp_path: Path, base: list[float], test: list[float], status: int, said: str
+) -> None:
+    words = [runs(tmp_path / "a", base), "--test", runs(tmp_path / "b", test)]
+    assert run("compare.py", *words).returncode == 0  # nothing was asked for
+    done = run("compare.py", *words, "--fail-on", "slower")
+    assert done.returncode == status
+    assert done.stdout.endswith(f"\n# --fail-on slower: {said}\n")
+    assert done.stderr.count("\n") == (status > 0)
+    markdown = run("compare.py", *words, "--fail-on", "slower", "--format", "markdown").stdout
+    assert markdown.endswith(f"\n- --fail-on slower: {said}\n")
+    document = run("compare.py", *words, "--fail-on", "slower", "--format", "json").stdout
+    assert json.loads(document)["outcome"] == said.split(" (")[0]
+
+
+def test_a_missing_case_is_no_verdict(tmp_path: Path) -> None:
+    for i in range(3):
+        start = {"started_at": f"2026-01-01T0{i}:00:00"}
+        write(tmp_path / "a" / f"{i}.jsonl", case("x"), case("y"), **start)
+        write(tmp_path / "b" / f"{i}.jsonl", case("x"), case("z"), **start)
+    words = (str(tmp_path / "a"), "--test", str(tmp_path / "b"), "--fail-on")
+    done = run("compare.py", *words, "slower")
+    assert done.returncode == 4
+    assert "no verdict: 1 missing (--fail-on)" in done.stderr  # what is new has nothing to pass
+    assert run("compare.py", *words, "missing").returncode == 1
 
 
 def test_history_compares_the_newest_run(tmp_path: Path) -> None:
