@@ -18,10 +18,12 @@ the runs' times. The verdicts:
 
 Cases are joined by their keys. Files, folders and patterns are read: reports of this project, of
 PyTorch's DDP benchmark, and of nccl-tests (-J). With --history the newest run of a folder is
-compared with those before it.
+compared with those before it. With --control, an `ab.py --out` of runs that were measured alike
+tells how much runs scatter, where BASE and TEST have few.
 
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower --format markdown
+    python analysis/compare.py one.jsonl --test other.jsonl --control noise/
     python analysis/compare.py --history reports/ --plot history.svg
 
 Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 what it names has happened; 4 no verdict: a
@@ -108,6 +110,33 @@ def show(comparison: Comparison, style: str, fail_on: Sequence[str] = ()) -> str
     return "\n".join([*above_table, "", *table, "", *below_table])
 
 
+def show_control(comparison: Comparison, style: str) -> str:
+    """A comparison of A with A as text: which change could have been shown?"""
+    margin = f"{comparison.design.margin * 100:g} %"
+    header = ["case", "A", "A is", "interval", "smallest change", f"runs for {margin}"]
+    rows = []
+    for result in results_of(comparison):
+        label, base, _, ratio, interval, _ = cells(result)
+        smallest = result.smallest_change
+        change = "-" if smallest is None else f"{100 * smallest:.2g} %"
+        runs = result.runs_to_show or ("-" if smallest is None else f"over {MAX_RUNS}")
+        rows.append([label, base, ratio, interval, change, runs])
+    mark, escape = ("-", markdown) if style == "markdown" else ("#", clean)
+    runs = len(comparison.base)
+    lines = [
+        f"smallest change: {runs} runs a side show it in 9 of 10 comparisons",
+        f"runs for {margin}: so many runs a side show such a change in 9 of 10 comparisons",
+    ]
+    differing = [case for case in comparison.cases if case.verdict in ("slower", "faster")]
+    if differing:
+        what = f"in {len(differing)} cases A differs from itself"
+        lines.append(f"warning: {what}: more than chance moves these runs; is the machine shared?")
+    above_table = [f"{mark} {escape(line, 500)}" for line in above(comparison)]
+    table = show_table(header, rows, (1, 4, 5), style)
+    below_table = [f"{mark} {escape(line, 500)}" for line in lines]
+    return "\n".join([*above_table, "", table, "", *below_table])
+
+
 def above(comparison: Comparison) -> list[str]:
     """The heading, warnings, and what differs between the sides."""
     lines = [heading(comparison)]
@@ -134,6 +163,8 @@ def heading(comparison: Comparison) -> str:
         how = "one run a side"
     if design.interleaved:
         how += ", their blocks took turns"
+    if comparison.control_runs:
+        how += f"; {comparison.control_runs} runs of control a side tell how much runs scatter"
     if design.looks > 1:
         how += f"; {design.looks} looks share the 5 % of error"
     sides = f"{m} of BASE, {n} of TEST; margin {design.margin * 100:g} %"
@@ -189,10 +220,17 @@ def most_runs_needed(cases: Sequence[Result]) -> int:
     return max((case.runs_needed or MAX_RUNS for case in wide), default=0)
 
 
-def conclude(comparisons: Sequence[Comparison], style: str, fail_on: Sequence[str]) -> int:
+def conclude(
+    comparisons: Sequence[Comparison],
+    style: str,
+    fail_on: Sequence[str],
+    is_control: bool = False,
+) -> int:
     """Print the results; the exit status: that of the worst outcome, if `fail_on` asks for one."""
     if style == "json":
         put(as_json(comparisons, fail_on))
+    elif is_control:
+        put("\n\n".join(show_control(comparison, style) for comparison in comparisons))
     else:
         put("\n\n".join(show(comparison, style, fail_on) for comparison in comparisons))
     if not fail_on:
@@ -215,13 +253,29 @@ def as_json(comparisons: Sequence[Comparison], fail_on: Sequence[str] = ()) -> s
     return json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
 
 
+def load_sides(
+    base: Sequence[str], test: Sequence[str], args: argparse.Namespace
+) -> tuple[list[Run], list[Run]]:
+    """The runs of both sides, as the flags want them."""
+    runs = load([*base, *test], args.measure, args.ignore_key, join_pytorch=True)
+    base_paths = find(base)
+    base_runs = [run for run in runs if run.label in base_paths]
+    return base_runs, [run for run in runs if run.label not in base_paths]
+
+
 def two_sides(args: argparse.Namespace) -> Comparison:
-    runs = load([*args.base, *args.test], args.measure, args.ignore_key, join_pytorch=True)
-    base_paths = find(args.base)
-    base = [run for run in runs if run.label in base_paths]
-    test = [run for run in runs if run.label not in base_paths]
+    base, test = load_sides(args.base, args.test, args)
     paired = args.paired or args.interleaved
-    return compare(base, test, Design(args.margin, paired, args.interleaved))
+    design = Design(args.margin, paired, args.interleaved)
+    control = control_of(args, design) if args.control else None
+    return compare(base, test, design, control)
+
+
+def control_of(args: argparse.Namespace, design: Design) -> Comparison:
+    """The two sides of the folder of --control, compared with each other."""
+    folder = Path(args.control)
+    a, b = load_sides([str(folder / "a")], [str(folder / "b")], args)
+    return compare(a, b, design)
 
 
 def have_times(runs: Sequence[Run]) -> bool:
@@ -260,6 +314,8 @@ def main() -> int:
     add("--plot", metavar="PATH", help=plot)
     add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
     add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
+    control = "an --out of ab.py: take from it how much runs scatter, too"
+    add("--control", metavar="DIR", help=control)
     measure = "another step of the cases, or a time or rate of theirs"
     add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
     add_verdict_flags(parser)
@@ -282,6 +338,8 @@ def check_sides(args: argparse.Namespace) -> None:
             refuse(neither)
         if args.paired or args.interleaved:
             refuse("--paired and --interleaved are about BASE and --test: a history has no pairs")
+        if args.control:
+            refuse("--control is about BASE and --test: a history tells by itself how runs scatter")
         return
     if not args.base or not args.test:
         refuse(neither)

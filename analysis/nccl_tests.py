@@ -16,8 +16,8 @@ from common.report import Case, Report
 BENCHMARK = "nccl-tests"
 PLACES = ("out_of_place", "in_place")
 # A name that another one holds comes after it.
-KNOWN = ("all_reduce", "all_gather", "reduce_scatter", "alltoallv", "alltoall", "broadcast")
-KNOWN += ("reduce", "gather", "scatter", "sendrecv", "hypercube")
+COLLECTIVES = "all_reduce all_gather reduce_scatter alltoallv alltoall broadcast reduce gather"
+KNOWN = (*COLLECTIVES.split(), "scatter", "sendrecv", "hypercube")
 BY_LETTERS = {name.replace("_", ""): name for name in KNOWN}  # AllReduce, all_reduce: allreduce
 TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # ours -> theirs
 # What mpirun --tag-output and srun --label put before each line.
@@ -162,25 +162,31 @@ def collective_in(lines: Iterable[str], default: str) -> str:
     return name
 
 
-def ranks_of(lines: Iterable[str]) -> int | None:
+def matches_in(lines: Iterable[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
+    return [match for line in lines if (match := pattern.search(line))]
+
+
+def ranks_of(lines: Sequence[str]) -> int | None:
     """How many ranks the lines tell of; None where they tell nothing."""
-    matches = [match for line in lines if (match := RANK.search(line))]
-    if matches:
-        return 1 + max(int(match[1]) for match in matches)
-    titles = [match for line in lines if (match := OUR_TITLE.search(line))]
+    ranks = [int(match[1]) for match in matches_in(lines, RANK)]
+    if ranks:
+        return 1 + max(ranks)
+    titles = matches_in(lines, OUR_TITLE)
     return int(titles[-1][2]) if titles else None
 
 
 def environment_of(lines: Sequence[str]) -> dict[str, Any]:
+    """What the lines tell of ranks, versions, hosts and devices."""
     environment: dict[str, Any] = {"world_size": ranks_of(lines)}
     for name, pattern in VERSIONS.items():
-        values = [match[1] for line in lines if (match := pattern.search(line))]
-        if values:
-            environment[name] = values[0]
-    ranks = [match for line in lines if (match := RANK.search(line))]
+        matches = matches_in(lines, pattern)
+        if matches:
+            environment[name] = matches[0][1]
+    ranks = matches_in(lines, RANK)
     if ranks:
+        devices = {str(match[3]).strip() for match in ranks}
         environment["hosts"] = sorted({match[2] for match in ranks})
-        environment["devices"] = sorted({match[3].strip() for match in ranks if match[3]})
+        environment["devices"] = sorted(devices - {"None"})
     return environment
 
 
