@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.load import Run, by_benchmark, find, load, rows_of
 from analysis.show import check_output, clean, markdown, put, show_table, show_time
 from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
-from common.cli import Parser, checked, fraction, list_of, positive_int, refuse
+from common.cli import Parser, checked, cut, fraction, list_of, positive_int, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
 NO_VERDICT = ("undecided", "missing", "not compared")  # a case that nobody could judge
@@ -258,9 +258,27 @@ def load_sides(
 ) -> tuple[list[Run], list[Run]]:
     """The runs of both sides, as the flags want them."""
     runs = load([*base, *test], args.measure, args.ignore_key, join_pytorch=True)
+    if args.k:
+        keep(runs, args.k)
     base_paths = find(base)
     base_runs = [run for run in runs if run.label in base_paths]
     return base_runs, [run for run in runs if run.label not in base_paths]
+
+
+def keep(runs: Sequence[Run], text: str) -> None:
+    """Leave only the cases whose name or key holds the text, in any case of its letters.
+
+    Raises ValueError where there is none.
+    """
+    names = [row.name for row in rows_of(runs)]
+    for run in runs:
+        for form, row in list(run.rows.items()):
+            words = " ".join([row.name, *map(str, row.key.values())])
+            if text.lower() not in words.lower():
+                del run.rows[form]
+    if not rows_of(runs):
+        shown = cut(list(dict.fromkeys(names)))
+        raise ValueError(f"-k: no case has '{text}' in its name or key; there are {shown}")
 
 
 def two_sides(args: argparse.Namespace) -> Comparison:
@@ -286,8 +304,10 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
     """The newest run of each benchmark against those before it."""
     if args.plot is not None:
         check_output(args.plot, (".svg", ".png", ".pdf"), find([args.history]))
-    groups = by_benchmark(load([args.history], args.measure, args.ignore_key)).values()
-    several = [runs for runs in groups if len(runs) > 1 and have_times(runs)]
+    runs = load([args.history], args.measure, args.ignore_key)
+    if args.k:
+        keep(runs, args.k)
+    several = [runs for runs in by_benchmark(runs).values() if len(runs) > 1 and have_times(runs)]
     comparisons = []
     for *earlier, newest in several:
         comparisons.append(compare(earlier[-args.last :], [newest], Design(args.margin)))
@@ -318,6 +338,7 @@ def main() -> int:
     add("--control", metavar="DIR", help=control)
     measure = "another step of the cases, or a time or rate of theirs"
     add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
+    add("-k", metavar="TEXT", help="only the cases with TEXT in their name or key, e.g. resnet18")
     add_verdict_flags(parser)
     args = parser.parse_args()
     check_sides(args)

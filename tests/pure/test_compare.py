@@ -399,6 +399,19 @@ def test_a_case_that_nobody_joins_says_what_differs(tmp_path: Path) -> None:
     assert "# environment: key.dtype: fp32 in BASE, bf16 in TEST" in done.stdout
 
 
+def test_cases_by_their_names(tmp_path: Path) -> None:
+    for side in "ab":
+        lines = [case("no ddp"), case("1M/1G"), case("", key={"label": "1M/1G", "model": "vgg"})]
+        write(tmp_path / f"{side}.jsonl", *lines)
+    words = (str(tmp_path / "a.jsonl"), "--test", str(tmp_path / "b.jsonl"), "-k")
+    assert "# 2 undecided" in run("compare.py", *words, "1m/1g").stdout
+    assert "# 1 undecided" in run("compare.py", *words, "vgg").stdout
+    refused = run("compare.py", *words, "alexnet")
+    assert refused.returncode == 2
+    assert "-k: no case has 'alexnet' in its name or key; there are " in refused.stderr
+    assert refused.stderr.count("\n") == 1
+
+
 def test_a_copy_is_no_second_run(tmp_path: Path) -> None:
     base = write(tmp_path / "a" / "1.jsonl", case("x"))
     copy = tmp_path / "b" / "other name.jsonl"
