@@ -182,7 +182,7 @@ def test_a_script_that_has_only_samples_shows_the_time_of_each_case(tmp_path: Pa
     assert re.search(r"step time p50 \(ms\) +\| +alone p50 \(ms\)", done.stdout)
     # 12 samples: the third to the tenth of the sorted ones, 0.1, 0.1, 0.1, 0.1, 0.2, ..., 0.3
     assert re.search(r"\| x +\| +1\.00 \| +200 \(100 to 300\) \| +100 \|", done.stdout)
-    assert re.search(r"\| y +\| +- \|", done.stdout)  # a metric is about its step already
+    assert re.search(r"\| y +\| +2\.50 \| +- \|", done.stdout)  # a metric is about its step already
     found, _ = page(tmp_path, path)
     assert "step time" in found.text
 
