@@ -9,8 +9,8 @@
 
 The settings are called arms. Each arm runs once a round, in a random order. After some rounds there
 is a look: an arm that is slower than the best one with confidence is dropped. The race ends when
-one arm is left, when the others are the same within --margin, or after --max-runs. The looks and
-the arms share the 5 % of error.
+one arm is left, when the others are the same within --margin, or after --max-runs. All looks at all
+pairs of arms share the 5 % of error.
 
     python analysis/race.py --out buckets --ignore-key bucket_size_mb -k 1M/2G \\
         --arm 1MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 1' \\
@@ -183,12 +183,20 @@ def heading(race: Race, args: argparse.Namespace, cases: Sequence[Result]) -> st
     return clean(f"# torchrun-bench race {names} ({measures}): {what}{turns}", 500)
 
 
+def design_of(
+    names: Sequence[str], looks: Sequence[int], margin: float, interleave: bool
+) -> Design:
+    """Every look at every pair of arms has its part of the 5 %: nobody knows which will lead."""
+    pairs = len(names) * (len(names) - 1) // 2
+    return Design(margin, True, interleave, len(looks) * pairs)
+
+
 def measure(args: argparse.Namespace) -> str:
     """Run the race; what is to be printed. Raises RuntimeError where a run fails."""
     looks = planned_looks(args.runs, args.max_runs)
     arms = arms_of(args)
     names = list(arms)
-    design = Design(args.margin, True, args.interleave, len(looks) * (len(names) - 1))
+    design = design_of(names, looks, args.margin, args.interleave)
 
     @functools.cache
     def compared(base: str, test: str, rounds: int) -> Comparison:

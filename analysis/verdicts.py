@@ -7,13 +7,13 @@ how much two runs differ that were started alike. docs/compare.md derives the fo
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log1p, sqrt
+from math import inf, log1p, sqrt
 from typing import Any, TypeGuard
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
-from scipy.special import fdtri, stdtr, stdtrit  # F, Student's t; scipy.stats takes 0.7 s to import
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import fdtri, ndtri, stdtr, stdtrit  # scipy.stats takes 0.7 s to import
 
 from analysis.differences import Difference, differences
 from analysis.load import Row, Run
@@ -271,15 +271,17 @@ def estimate(cases: list[Result], design: Design, control: Comparison | None = N
     logs["ratio"] = np.exp(np.clip(log_ratio, -700, 700))
     logs["low"] = np.exp(np.clip(log_ratio - half, -700, 700))
     logs["high"] = np.exp(np.clip(log_ratio + half, -700, 700))
-    logs["smallest_change"] = np.expm1(np.clip(half + stdtrit(freedom, POWER) * error, 0, 700))
+    shown = errors_to_show(freedom, rate) * error
+    logs["smallest_change"] = np.expm1(np.clip(shown, 0, 700))
     widths = widths_of_runs(design)
     for case, row in zip(cases, logs.itertuples(), strict=True):
         case.ratio = row.ratio
         if row.freedom > 0:
             case.interval, case.p = (row.low, row.high), row.p
-            scatter = row.error / sqrt(row.weight)
-            case.runs_needed = fewest_runs(widths["interval"] * scatter, design.margin)
-            case.runs_to_show = fewest_runs(widths["shown"] * scatter, design.margin)
+            # in standard deviations of a run
+            margin = log1p(design.margin) * sqrt(row.weight) / row.error if row.error else inf
+            case.runs_needed = fewest_runs(widths["interval"], margin)
+            case.runs_to_show = fewest_runs(widths["shown"], margin)
             case.smallest_change = row.smallest_change
         case.verdict, why = judge(case, row.p <= largest_p, design.margin)
         if control and not row.uses_control:
@@ -320,10 +322,24 @@ def use_noise_of(logs: pd.DataFrame, control: pd.DataFrame) -> None:
     logs["freedom"] = logs["freedom"].mask(logs["uses_control"], both)
 
 
-def fewest_runs(widths: "pd.Series[float]", margin: float) -> int | None:
+def errors_to_show(freedom: Any, rate: float) -> Any:
+    """How many standard errors a change must have to be shown with a probability of POWER.
+
+    Shown: c * s > t * s' - z, with s and s' the relative errors of two estimates of the scatter,
+    from the runs before and from those that shall show it, and z a standard normal number. About
+    normal: c = t + z * sqrt(1 + (c^2 + t^2) / (2 * freedom)), a quadratic equation.
+    """
+    t = stdtrit(freedom, 1 - rate / 2)
+    z2 = ndtri(POWER) ** 2
+    a = 1 - z2 / (2 * freedom)
+    b = z2 * (1 + t**2 / (2 * freedom)) - t**2
+    return (t + np.sqrt(t**2 + a * b)) / a
+
+
+def fewest_runs(widths: NDArray[np.float64], margin: float) -> int | None:
     """The smallest number of runs whose width is within the margin; None where none is."""
-    enough = widths.index[widths <= log1p(margin)]
-    return int(enough[0]) if len(enough) else None
+    enough = np.flatnonzero(widths <= margin)
+    return MIN_RUNS + int(enough[0]) if len(enough) else None
 
 
 def logs_of(cases: Sequence[Result], design: Design) -> pd.DataFrame:
@@ -376,8 +392,8 @@ def logs_of_two_sides(cases: Sequence[Result], design: Design) -> pd.DataFrame:
     return pd.DataFrame(columns | {"weight": weight})
 
 
-def widths_of_runs(design: Design) -> pd.DataFrame:
-    """What a number of runs a side can tell, if runs scatter by 1; the index is that number.
+def widths_of_runs(design: Design) -> dict[str, NDArray[np.float64]]:
+    """What MIN_RUNS to MAX_RUNS runs a side can tell, if runs scatter by 1.
 
     interval: half its width. shown: the smallest change that is seen with a probability of POWER.
     """
@@ -386,8 +402,8 @@ def widths_of_runs(design: Design) -> pd.DataFrame:
     freedom = sides * (runs - 1)
     error = np.sqrt(sides / runs)
     interval = stdtrit(freedom, 1 - design.error_rate / 2) * error
-    shown = interval + stdtrit(freedom, POWER) * error
-    return pd.DataFrame({"interval": interval, "shown": shown}, runs)
+    shown = errors_to_show(freedom, design.error_rate) * error
+    return {"interval": interval, "shown": shown}
 
 
 def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:

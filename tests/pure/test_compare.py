@@ -158,14 +158,16 @@ def test_runs_needed_by_hand(tmp_path: Path) -> None:
 
 
 def test_smallest_change_by_hand(tmp_path: Path) -> None:
-    # logs -0.01, 0.01 and 0.09, 0.11: the error is 0.01414, and t(2) is 4.303 at 97.5 %, 1.886 at
-    # 90 %, so exp(6.189 * 0.01414) - 1
+    # logs -0.01, 0.01 and 0.09, 0.11: the error is 0.014142, t(2) = 4.3027 at 97.5 %, z = 1.2816 at
+    # 90 %. c = 4.3027 + 1.2816 * sqrt(1 + (c^2 + 18.513) / 4): c = 13.43, and exp(c * error) - 1
     base, test = ([math.exp(x) for x in side] for side in ((-0.01, 0.01), (0.09, 0.11)))
     (found,) = compared(tmp_path, base, test).cases
-    assert found.smallest_change == pytest.approx(math.exp(6.189 * 0.014142) - 1, rel=1e-3)
-    # runs differ by s = 0.01414; the smallest n with (t(97.5 %) + t(90 %)) * s * sqrt(2 / n) at
-    # most ln 1.02, with 2n - 2 degrees of freedom: 0.0203 of 11, 0.0192 of 12
-    assert found.runs_to_show == 12
+    assert found.smallest_change == pytest.approx(math.exp(13.43 * 0.014142) - 1, rel=1e-3)
+    c = math.log(1 + (found.smallest_change or 0)) / 0.0141421
+    assert c == pytest.approx(4.3027 + 1.2816 * math.sqrt(1 + (c**2 + 18.513) / 4), rel=1e-4)
+    # runs differ by 0.01414: of 14 runs c = 2.0555 + 1.2816 * sqrt(1 + (c^2 + 4.225) / 52) = 3.48,
+    # times 0.01414 * sqrt(2 / n): 0.0186; of 12, 3.52 and 0.0203; of 13, 3.50 and 0.0194
+    assert found.runs_to_show == 13
 
 
 def test_a_control_tells_how_much_runs_scatter(tmp_path: Path) -> None:

@@ -5,12 +5,14 @@ import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from analysis.race import Race, run_race, sentence
 from analysis.verdicts import Result
 from tests.pure.reports import run
 from tests.pure.test_ab import COMMAND
+from tests.simulate_compare import simulate_races
 
 TIMES = {"a": 1.2, "b": 1.0, "c": 1.02, "d": 1.0}
 
@@ -118,3 +120,14 @@ def test_refusals(tmp_path: Path, arms: list[str]) -> None:
         assert done.returncode == 2, words
         assert message in done.stderr, words
         assert done.stderr.count("error") == 1, done.stderr
+
+
+@pytest.mark.parametrize("ratios", [(1.0, 1.0, 1.0, 1.1), (1.0, 1.0, 1.0, 1.0)])
+def test_simulated_races(ratios: tuple[float, ...]) -> None:
+    """tests/simulate_compare.py has more of them. At most 5 % of 100 races may err."""
+    races = simulate_races(ratios, 100, np.random.default_rng(1))
+    best = {f"arm {i}" for i, ratio in enumerate(ratios) if ratio == 1.0}
+    assert sum(bool(best & race.dropped.keys()) for race in races) <= 5
+    if ratios[-1] > 1:
+        assert sum("arm 3" in race.dropped for race in races) >= 90
+        assert all(race.best in best for race in races)
