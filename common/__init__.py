@@ -24,6 +24,8 @@ Toolkits: each serves some scripts. The core imports none of them.
     memory      the largest memory in use, and whether there is enough
     peaks       FLOP/s of known GPUs
     decoder     the transformer that several scripts train
+    meshes      names of meshes, whether a case fits one, their process groups
+    axes        how the decoder is wrapped for each axis of a mesh, and its step
     phases      stamps within a step, durations by phase and worker
     ranks       the node of each rank; groups of ranks by a word
     outliers    who is slower than the like
