@@ -12,6 +12,7 @@ Core: what stands behind every measuring script.
     private_torch   what is used of torch that is not public
     dist        Job, Group; process groups of a case; gather, share, agree
     gpus        state of the GPUs by nvidia-smi, what NCCL says of itself, CUDA graphs
+    network     errors that the network counted during a run, by node
     timing      Workload, the timed loop, the rule that ends it
     join        how a process joins the job: variables, device, rendezvous, interface
     environment what the numbers were measured on; the preamble
