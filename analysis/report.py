@@ -35,7 +35,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis import show
 from analysis.differences import describe_environment, differences
 from analysis.figures import draw, svg
-from analysis.figures import link_heatmap as link_heatmap  # benchmarks/p2p_matrix.py --plot
 from analysis.load import Row, Run, by_benchmark, find, load, rows_of
 from common.cli import Parser, refuse, show_size
 from common.stats import median_interval

@@ -268,11 +268,10 @@ def estimate(cases: list[Result], design: Design, control: Comparison | None = N
     logs["p"] = (2 * stdtr(freedom, -log_ratio.abs() / error)).mask(alike, 1.0)
     largest_p = largest_discovery(logs["p"][freedom > 0], rate)
     half = stdtrit(freedom, 1 - rate / 2) * error
-    logs["ratio"] = np.exp(np.clip(log_ratio, -700, 700))
-    logs["low"] = np.exp(np.clip(log_ratio - half, -700, 700))
-    logs["high"] = np.exp(np.clip(log_ratio + half, -700, 700))
-    shown = errors_to_show(freedom, rate) * error
-    logs["smallest_change"] = np.expm1(np.clip(shown, 0, 700))
+    logs["ratio"] = finite_exp(log_ratio)
+    logs["low"] = finite_exp(log_ratio - half)
+    logs["high"] = finite_exp(log_ratio + half)
+    logs["smallest_change"] = finite_exp(errors_to_show(freedom, rate) * error) - 1
     widths = widths_of_runs(design)
     for case, row in zip(cases, logs.itertuples(), strict=True):
         case.ratio = row.ratio
@@ -287,6 +286,11 @@ def estimate(cases: list[Result], design: Design, control: Comparison | None = N
         if control and not row.uses_control:
             why += f"{why and '; '}the control is not used: it lacks the case, or scatters less"
         case.reason = "; ".join(text for text in (why, case.reason) if text)
+
+
+def finite_exp(logs: "pd.Series[float]") -> "pd.Series[float]":
+    """At most e^700, and no less than e^-700: JSON has no infinity, and a ratio is never 0."""
+    return np.exp(logs.clip(-700, 700))
 
 
 def control_cases(cases: Sequence[Result], control: Comparison) -> list[Result]:
@@ -373,11 +377,14 @@ def logs_of_two_sides(cases: Sequence[Result], design: Design) -> pd.DataFrame:
     """
     x = logs_of_cases([case.base_s for case in cases])
     y = logs_of_cases([case.test_s for case in cases])
-    m, n = x.count(axis=1), y.count(axis=1)
+    m = x.count(axis=1)
+    n = y.count(axis=1)
     base_squares = x.var(axis=1, ddof=0) * m  # sums of squares about the means
     test_squares = y.var(axis=1, ddof=0) * n
-    freedom, weight = m + n - 2.0, 1 / m + 1 / n
-    error = np.sqrt((base_squares + test_squares) / freedom * weight)
+    freedom = m + n - 2.0
+    weight = 1 / m + 1 / n
+    variance = (base_squares + test_squares) / freedom
+    error = np.sqrt(variance * weight)
     s = base_squares / (m - 1) / m  # squared errors of the means
     t = test_squares / (n - 1) / n
     welch_error = np.sqrt(s + t)

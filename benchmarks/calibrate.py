@@ -92,7 +92,8 @@ def derive_barrier(case: Case, times: Times, hosts: list[str]) -> None:
     for host, stamps in zip(hosts, times.returned, strict=True):
         stamps_by_host[host].append(stamps)
     spreads = [np.ptp(stamps, axis=0) for stamps in stamps_by_host.values()]
-    case.metrics |= percentiles(max(spreads, key=np.median), "spread")
+    worst = max(spreads, key=np.median)
+    case.metrics |= percentiles(worst, "spread")
 
 
 def build_perturbation(bench: Benchmark, key: Key, group: Group) -> Workload:
@@ -148,7 +149,7 @@ def build_resolution(bench: Benchmark, key: Key, group: Group) -> Workload:
 
 
 def derive_resolution(case: Case, times: Times, facts: list[None]) -> None:
-    p50 = float(np.median(times.slowest()))
+    p50 = times.p50()
     difference, interval = times.exposed("the same")
     case.metrics["step_time_p50_s"] = p50
     case.metrics["difference_rel"] = difference / p50

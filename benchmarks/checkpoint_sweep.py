@@ -464,15 +464,16 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     """Fill in the metrics and the check. The slowest rank counts in each save and load."""
     shards = np.array([fact["shard_bytes"] for fact in facts])
     m, every_s = case.metrics, case.key["every_s"]
-    m["blocked_s"] = np.median(times.slowest("blocked"))
-    m["upload_s"] = np.median(times.slowest("upload"))
+    m["blocked_s"] = times.p50("blocked")
+    m["upload_s"] = times.p50("upload")
     m["stall_s"], m["stall_ci95_s"] = times.exposed("alone")
     first_save = max(fact["first"].save for fact in facts)
     first_alone = max(fact["first"].alone for fact in facts)
     m["first_extra_s"] = first_save - first_alone - m["stall_s"]
     m["state_bytes"] = int(shards.sum() if case.key["strategy"] == "fsdp2" else shards.max())
     m["write_gb_per_s"] = m["state_bytes"] / m["upload_s"] / 1e9
-    m["fsync_factor"] = m["upload_s"] / np.median(column(facts, "unsynced", "upload").max(axis=0))
+    unsynced_s = column(facts, "unsynced", "upload").max(axis=0)
+    m["fsync_factor"] = m["upload_s"] / np.median(unsynced_s)
     m["cost"] = m["stall_s"] / every_s if m["upload_s"] < every_s else None
     m["files"] = facts[0]["files"]
     m["host_ram_gib"] = max(fact["host_ram_gib"] for fact in facts)
@@ -481,12 +482,18 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
         m["slowest_rank"] = int(writes.argmax())
         m["slowest_factor"] = writes.max() / np.median(writes)
     m |= load_metrics(facts, m["state_bytes"])
-    m["read_over_shard"] = (column(facts, "warm", "read_bytes")[:, -1] / shards).max()
+    last_read = column(facts, "warm", "read_bytes")[:, -1]
+    m["read_over_shard"] = (last_read / shards).max()
     m["flipped_bit"] = "noticed" if any(fact["noticed"] for fact in facts) else "not noticed"
-    ranks = zip(case.ranks, facts, strict=True)
-    changed = [rank for rank, fact in ranks if not fact["same"]]
-    problem = f"rank {changed[0]} loads another state than it saved" if changed else None
-    case.check = verdict(problem)
+    case.check = verdict(changed_state(case.ranks, facts))
+
+
+def changed_state(ranks: list[int], facts: list[Facts]) -> str | None:
+    """The first rank that loads another state than it saved, or None."""
+    for rank, fact in zip(ranks, facts, strict=True):
+        if not fact["same"]:
+            return f"rank {rank} loads another state than it saved"
+    return None
 
 
 def load_metrics(facts: list[Facts], state_bytes: int) -> dict[str, float]:

@@ -25,7 +25,6 @@ Asks what Megatron-LM's gpu_sniff_test.py asks; written anew. BSD-3-Clause. docs
 """
 
 import argparse
-import re
 import sys
 import time
 from collections import Counter
@@ -93,11 +92,12 @@ STEPS = {
     "all_reduce_between": Measure("rail", "bytes", "GB/s", 1e-9),
     "training_step": Measure("job", "texts", "texts/s", 1),
 }
-# of the budget: how long a case is timed. Each phase may run twice, and starting costs time, too
-ALONE_FRACTION = 0.06  # for up to two turns of the ranks of a node; more turns share 0.12
-LINKS_FRACTION = 1 / 150  # for a round, of which there may be dozens
+# How long a case is timed, as a fraction of the budget. These are choices, no measurements: with
+# 60 s they are 3.6 s, 0.4 s and 4 s, which leaves time to start, and to measure a phase again.
+ALONE_FRACTION = 0.06  # for up to two turns of the ranks of a node; less for more turns
+LINKS_FRACTION = 1 / 150  # for each round
 TOGETHER_FRACTION = 1 / 15
-FIRST_CASE_FRACTION = 0.1  # what the first case of a phase is expected to take
+FIRST_CASE_FRACTION = 0.1  # a guess: what the first case of a phase will take, with its start
 # --margin by default. CPUs have neighbours, and links and collectives cross their cores
 MARGIN_ALONE = {"cpu": 0.4, "cuda": 0.1}
 MARGIN_TOGETHER = {"cpu": 2.0, "cuda": 0.1}
@@ -289,7 +289,8 @@ def split(
     # heat slows all blocks of a GPU down, neighbours only some of a CPU's
     block_of: Callable[[Any], Any] = np.median if case.key["device"] == "cuda" else np.min
     for rank, fact in enumerate(facts):
-        place, samples = report.environment["ranks"][rank], {}
+        samples = {}
+        place = report.environment["ranks"][rank]
         metrics = {"pci": place["pci"], "network": place["network"], "bits": fact["bits"]}
         for step, (part, amount) in fact["did"].items():
             how = STEPS[step]
@@ -321,10 +322,10 @@ def judge(
     """
     findings = Findings()
     by_rank = {case.key["rank"]: case.metrics for case in cases}
-    node_of_rank = list[int]()
-    for rank in by_rank:
-        nodes = enumerate(teams["node"])
-        node_of_rank.append(next(number for number, ranks in nodes if rank in ranks))
+    node_of = dict[int, int]()
+    for number, ranks in enumerate(teams["node"]):
+        node_of |= dict.fromkeys(ranks, number)
+    node_of_rank = [node_of[rank] for rank in by_rank]
     for step, (level, unit, *_) in STEPS.items():
         kind_of = {number: kinds[team[0]] for number, team in enumerate(teams[level])}
         measured = dict[int, dict[str, Any]]()
@@ -437,9 +438,11 @@ def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
 
 def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
     job, teams = bench.job, cluster.teams
-    turns, size = 1, 2**28
+    turns = 1
+    size = 2**28
     if cluster.cpu:  # the ranks of a node share its cores
-        turns, size = max(len(ranks) for ranks in cluster.members), 2**20
+        turns = max(len(ranks) for ranks in cluster.members)
+        size = 2**20
     rounds = rounds_by_node(cluster.members) if cluster.cpu or job.backend != "gloo" else []
     messages = links.Messages(size // 8, 8, 1)
 
@@ -448,14 +451,21 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
         links.measure_round(bench, key, pairs, teams["rank"], messages)
 
     rows = partial(split, bench.report, teams, cluster.kinds)
-    alone = partial(bench.measure, build=partial(build_alone, turns, job), derive=rows)
-    together = partial(bench.measure, build=partial(build_together, size, teams, job), derive=rows)
+
+    def alone(key: Key) -> None:
+        bench.measure(key, partial(build_alone, turns, job), rows)
+
+    def together(key: Key) -> None:
+        bench.measure(key, partial(build_together, size, teams, job), rows)
+
     meetings = [partial(meet, number, pairs) for number, pairs in enumerate(rounds, 1)]
-    ranks, pairs = partial(judge_ranks, bench, cluster), partial(judge_links, bench, cluster)
+    alone_fraction = ALONE_FRACTION * min(1, 2 / turns)
+    of_ranks = partial(judge_ranks, bench, cluster)
+    of_links = partial(judge_links, bench, cluster)
     return [
-        Phase("each rank alone", ALONE_FRACTION * min(1, 2 / turns), [alone], ranks),
-        Phase("links", LINKS_FRACTION, meetings, pairs),
-        Phase("all ranks together", TOGETHER_FRACTION, [together], ranks),
+        Phase("each rank alone", alone_fraction, [alone], of_ranks),
+        Phase("links", LINKS_FRACTION, meetings, of_links),
+        Phase("all ranks together", TOGETHER_FRACTION, [together], of_ranks),
     ]
 
 
@@ -508,7 +518,7 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
     suspects = suspects_of(key)
     if not suspects:
         return {}
-    names = ", ".join(dict.fromkeys(who.name() for who, _ in suspects))
+    names = cli.cut(list(dict.fromkeys(who.name() for who, _ in suspects)))
     bench.print(f"# {phase.name} again, for {names}")
     key = key | {"attempt": 2}
     for measure in phase.cases[:measured]:
@@ -527,7 +537,9 @@ def conclude(
     for case in cases:
         if not case.failed:
             continue
-        why = with_host(case.check.removeprefix("failed: "), hosts["rank"])
+        why = case.check.removeprefix("failed: ")
+        if "failed_rank" in case.metrics:
+            why += f" on {hosts['rank'][case.metrics['failed_rank']]}"
         if "rank" in case.key:
             wrong.append((Who("rank", ((case.key["rank"],),)).name(hosts), why))
         else:
@@ -538,7 +550,7 @@ def conclude(
     if fail_on == "slow":
         accused += [who.name(hosts) for who, _ in slow]
     if accused:
-        problem = f"not fit: {', '.join(dict.fromkeys(accused))}"
+        problem = f"not fit: {cli.cut(list(dict.fromkeys(accused)))}"
         return [*lines, problem], problem
     return [*lines, "fit, though slow" if slow else "fit"], None
 
@@ -547,15 +559,6 @@ def hosts_of(environment: dict[str, Any]) -> dict[str, list[str]]:
     """The host of each node, of each rank, and of each rank that is an end of a link."""
     ranks = [row["host"] for row in environment["ranks"]]
     return {"node": environment["hosts"], "rank": ranks, "link": ranks}
-
-
-def with_host(why: str, hosts: Sequence[str]) -> str:
-    """Why a case failed, with the host of the rank that ends the text, if one does. hosts: by rank.
-
-    The text may be any error's: a number that is no rank stays as it is.
-    """
-    match = re.search(r"\brank (\d+)\)?$", why)
-    return f"{why} on {hosts[int(match[1])]}" if match and int(match[1]) < len(hosts) else why
 
 
 def main() -> int:

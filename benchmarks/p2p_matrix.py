@@ -72,7 +72,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def why_no_plot(path: str) -> str | None:
     """Why no heat map could be written, as is known before anything is measured; else None."""
-    for module in ("matplotlib", "pandas", "scipy", "jinja2"):
+    for module in ("matplotlib", "pandas"):
         if find_spec(module) is None:
             return f"it needs {module}, which is not installed; try pip install {module}"
     if Path(path).is_dir():
@@ -158,9 +158,9 @@ def members_of(args: argparse.Namespace, nodes: list[int]) -> list[list[int]]:
 
 
 def draw(bench: Benchmark, path: str) -> None:
-    """The heat map. What draws is no part of measuring, and is imported only here."""
+    """The heat map. Measuring does not need matplotlib, so it is imported only here."""
     try:
-        from analysis.report import link_heatmap
+        from analysis.figures import link_heatmap
 
         link_heatmap(bench.report, path)
     except (ImportError, OSError, ValueError) as error:

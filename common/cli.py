@@ -248,9 +248,7 @@ def add_common_flags(
     add("--min-iters", type=positive_int, default=min_iters, metavar="N", help=least)
     target = "stop once all of the 95%% interval of the step's median is within +-P (default: 2%%)"
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
-    most = (
-        f"or after S seconds of a case, 1.25 S if it lacks an interval (default: {max_seconds:g})"
-    )
+    most = f"or after S seconds of a case, 1.25 S without an interval (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
     report = "append every finished case to this report; an older one becomes PATH.bak, .bak.1, ..."
     add("-J", "--json", "--output-file", metavar="PATH", help=report)

@@ -7,6 +7,7 @@ same ranks share their groups.
 
 import gc
 import os
+import pickle
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,7 @@ from common.private_torch import abort_process_group
 
 # Ranks outside a case wait until it is over, so no limit would be useful. The watchdog ends hangs.
 FOREVER = timedelta(days=30)
+SMALL_MESSAGE = 1024  # bytes of a message that `broadcast` always sends
 MOST_KEPT = 4  # sets of groups that live on: those of 1, 2, 4 and 8 ranks
 
 Teams = Sequence[Sequence[int]]
@@ -46,6 +48,7 @@ class Job:
     device: torch.device
     backend: str  # of the groups under test
     store: dist.Store  # the store in which the ranks met
+    second_store: dist.Store | None = None  # the same by another connection, for the watchdog
 
 
 @dataclass(frozen=True)
@@ -191,18 +194,32 @@ def name_of_set(ranks: tuple[int, ...], teams: Teams | None) -> tuple[Any, ...]:
 
 def gather(value: Any) -> list[Any] | None:
     """On rank 0 the values of all ranks of the job, by rank; None on the others."""
+    pickled = pickle.dumps(value)
     with peers():
-        rows = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(value, rows)
-        return rows
+        # In `gather_rows` only rank 0 waits. Without this barrier a late rank would let the others
+        # go on, and the watchdog would take rank 0 for late as well. torch's gather_object sends
+        # the lengths around a ring instead, with as many steps as there are ranks.
+        dist.barrier()
+        lengths = gather_rows(torch.tensor(len(pickled)))
+        longest = int(share(max(lengths) if lengths else None))
+        padded = bytearray(pickled.ljust(longest))
+        rows = gather_rows(torch.frombuffer(padded, dtype=torch.uint8))
+        return [pickle.loads(row.numpy().tobytes()) for row in rows] if rows else None
+
+
+def gather_rows(row: torch.Tensor) -> list[torch.Tensor] | None:
+    """On rank 0 the rows of all ranks of the job, all of one shape; None on the others."""
+    rows = None
+    if dist.get_rank() == 0:
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.gather(row, rows)
+    return rows
 
 
 def share(value: Any) -> Any:
     """The value that rank 0 of the job has, on all ranks."""
     with peers():
-        box = [value]
-        dist.broadcast_object_list(box)
-        return box[0]
+        return broadcast(value, dist.group.WORLD)
 
 
 def agree(value: Any, group: Group) -> Any:
@@ -210,9 +227,26 @@ def agree(value: Any, group: Group) -> Any:
 
     If `share` fails, the job has lost a process. If this fails, only the case fails.
     """
-    box = [value]
-    dist.broadcast_object_list(box, group_src=0, group=group.control)
-    return box[0]
+    return broadcast(value, group.control)
+
+
+def broadcast(value: Any, group: Any) -> Any:
+    """The value of the group's first rank. A small one goes in one message.
+
+    torch's broadcast_object_list always sends two: the length, and then the value.
+    """
+    is_first = dist.get_rank(group) == 0
+    pickled = pickle.dumps(value) if is_first else b""
+    message = bytearray(SMALL_MESSAGE)  # 8 bytes of length, then the value if it fits
+    message[:8] = len(pickled).to_bytes(8)
+    message[8:] = pickled[: SMALL_MESSAGE - 8].ljust(SMALL_MESSAGE - 8)
+    dist.broadcast(torch.frombuffer(message, dtype=torch.uint8), group_src=0, group=group)
+    length = int.from_bytes(message[:8])
+    if length <= SMALL_MESSAGE - 8:
+        return value if is_first else pickle.loads(message[8 : 8 + length])
+    rest = bytearray(pickled or length)
+    dist.broadcast(torch.frombuffer(rest, dtype=torch.uint8), group_src=0, group=group)
+    return value if is_first else pickle.loads(rest)
 
 
 @contextmanager

@@ -44,7 +44,11 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     if cuda:
         torch.cuda.set_device(chosen)
     set_variables(log_nccl=cuda and on_node == 0)
-    store = dist.HashStore() if world_size == 1 else meet(rank, world_size, timeout_s)
+    if world_size == 1:
+        store: dist.Store = dist.HashStore()
+        second_store = store.clone()
+    else:
+        store, second_store = meet(rank, world_size, timeout_s)
     # By themselves gloo and TensorPipe take the address of the host's name: on Debian 127.0.1.1.
     interface = "lo" if local_world_size == world_size else find_interface(store, world_size)
     if interface:
@@ -57,7 +61,7 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     # imported modules are never garbage: collections between cases need not walk through them
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at the end
-    return Job(rank, on_node, world_size, local_world_size, chosen, backend, store)
+    return Job(rank, on_node, world_size, local_world_size, chosen, backend, store, second_store)
 
 
 def choose_device(wanted: str, on_node: int) -> torch.device:
@@ -84,7 +88,6 @@ def set_variables(log_nccl: bool) -> None:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
     # NCCL's watchdog would wait four times this long for other ranks' dumps after a failed case
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the flight recorder's, for roll calls
     # A lost device ends the run with a reason. If NCCL's watchdog saw it first, it would abort.
     os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
     if log_nccl and "NCCL_DEBUG" not in os.environ:
@@ -179,8 +182,13 @@ def check_network(world_size: int) -> None:
     variable("MASTER_PORT", 1, 65535)
 
 
-def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
-    """The store in which all ranks have met."""
+def meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, dist.Store]:
+    """Two connections to the store in which all ranks have met.
+
+    Both are made while the ranks arrive one by one. The store looks up the name of each client, one
+    after the other (pytorch/pytorch#159007). If all ranks connected at once, a name server might
+    drop requests, and the store would serve nobody until they time out, 5 s each.
+    """
     here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
@@ -194,6 +202,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )
+        second_tcp = tcp.clone()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if "EADDRINUSE" in reason:
@@ -204,7 +213,8 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     # torchrun's store outlives a restart of the ranks. Without a prefix of their own the new ranks
     # would dial the ports of the dead ones (pytorch/pytorch#135712).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"torchrun-bench/{attempt}", tcp)
+    prefix = f"torchrun-bench/{attempt}"
+    store = dist.PrefixStore(prefix, tcp)
     store.set(f"here/{rank}", json.dumps([here, address_towards(address)]))
     if rank == 0:
         wait_for_all(store, world_size, end, timeout_s)
@@ -214,7 +224,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> dist.Store:
             if time.monotonic() > end + 10:  # rank 0 speaks first
                 raise SystemExit(HANG)
             time.sleep(0.05)
-    return store
+    return store, dist.PrefixStore(prefix, second_tcp)
 
 
 def wait_for_all(store: dist.Store, world_size: int, end: float, timeout_s: float) -> None:

@@ -9,17 +9,19 @@ begins with an underscore. TensorPipe's arguments `_transports` and `_channels` 
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # torch 2.15 has a second implementation of NCCL's process group, and some behaviour is newer
 TORCH_2_15 = torch.__version__ >= "2.15"  # TorchVersion compares by number, not as text
@@ -70,6 +72,77 @@ def recorded_collectives() -> list[dict[str, Any]]:
 def register_fake_backend() -> None:
     """From now on there is a backend `fake` whose collectives return at once."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+
+def join_fake_world(rank: int, ranks: int) -> dist.Store:
+    """Let this process be one rank of a job that does not exist. Its backend is `fake`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store: dist.Store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
+    return store
+
+
+class ShapesOnly(TorchDispatchMode):
+    """Within it tensors have a shape and no memory, and every collective is told to `listen`.
+
+    Whole numbers are real, and so is what follows from them alone: positions, masks, splits.
+    torch/_subclasses/fake_tensor.py, torch/utils/_python_dispatch.py.
+    """
+
+    def __init__(self, listen: Callable[[str, str, int], None]) -> None:
+        """listen: called with the name of an operation of c10d, the name of its group, and the
+        bytes of what it takes or of what it makes, whichever are more."""
+        super().__init__()
+        self.listen, self.shapes = listen, FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __enter__(self) -> "ShapesOnly":
+        self.shapes.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.shapes.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if set(types) - {FakeTensor}:  # a DTensor: here comes what it does with its local tensor
+            return NotImplemented
+        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            result = operation(*args, **kwargs)
+            made = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
+            if not made or made[0].is_floating_point():
+                return result
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            with unset_fake_temporarily():
+                result = operation(*args, **kwargs)
+        elif operation is torch.ops.aten.index_put_.default:  # of a mask: how many is not known
+            result = args[0]
+        else:
+            result = operation(*args, **kwargs)
+        if operation.namespace in ("c10d", "_c10d_functional"):
+            self.tell(operation, args, result)
+        return result
+
+    def tell(self, operation: Any, args: Sequence[Any], result: Any) -> None:
+        """Say what an operation of c10d is. Those that have no group only wait."""
+        values = dict(zip((a.name for a in operation._schema.arguments), args, strict=False))
+        group = values.get("group_name")
+        if "process_group" in values:
+            group = dist.ProcessGroup.unbox(values["process_group"]).group_name
+        if group is not None:
+            sizes = [bytes_of(value) for value in (*args, result)]
+            self.listen(operation._schema.name, group, max(sizes))
+
+
+def bytes_of(tree: Any) -> int:
+    """The bytes of the tensors in nested lists."""
+    tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def recompute(model: nn.Module, units: Collection[nn.Module]) -> None:

@@ -115,6 +115,10 @@ class Times:
         """The seconds of the slowest rank in each iteration, [n]."""
         return np.max(self.each(name), axis=0)
 
+    def p50(self, name: str = "step") -> float:
+        """The median over the iterations of the slowest rank's seconds."""
+        return float(np.median(self.slowest(name)))
+
     def exposed(self, part: str) -> tuple[float, Interval | None]:
         """How much longer the step takes than the part, with the 95 % interval: `difference`.
 
@@ -182,6 +186,8 @@ def step_metrics(step: ArrayLike, samples_per_step: float) -> dict[str, Any]:
 def breakdown_metrics(times: Times, local: str, alone: str | None = None) -> dict[str, Any]:
     """Where a step's time goes: docs/measuring.md.
 
+    The names of the metrics are those of a data-parallel training step. Where the parts are
+    something else, make metrics of your own by `times.exposed` and `times.p50`.
     local: the name of the part that is the step without communication. alone: the name of the part
     that is the communication by itself, if it was timed.
     exposed = step - local compute, the slowest rank on both sides: a late rank cancels out.
@@ -191,13 +197,13 @@ def breakdown_metrics(times: Times, local: str, alone: str | None = None) -> dic
     slowest = times.slowest(local)
     exposed, interval = times.exposed(local)
     metrics: dict[str, Any] = {
-        "local_compute_p50_s": float(np.median(slowest)),
+        "local_compute_p50_s": times.p50(local),
         "exposed_communication_s": exposed,
         "exposed_communication_ci95_s": interval,
         "late_s": float(np.median(slowest - np.median(by_rank, axis=0))),
     }
     if alone is not None:
-        p50 = float(np.median(times.slowest(alone)))
+        p50 = times.p50(alone)
         metrics["communication_p50_s"] = p50
         certain = interval is not None and not interval[0] <= 0 <= interval[1]
         metrics["overlap"] = 1 - exposed / p50 if certain and p50 > 0 else None

@@ -5,7 +5,7 @@ one. A thread of each rank reads the store, twice a second in a small job. It lo
 
 - No rank has changed its phase for `timeout` seconds. That is a hang, and all these threads answer
   a roll call. A rank that does not answer is stopped, dead or out of reach. A rank that answers but
-  is behind others did not arrive.
+  is behind others did not arrive. One rank speaks for all.
 - A rank of the case has failed. Then this rank aborts the case's group as well, or it would wait
   for ever in a collective that the other rank has left.
 """
@@ -30,7 +30,10 @@ from common.dist import Group, Job, abort_group, peers
 from common.private_torch import recorded_collectives
 from common.report import Report
 
-GRACE_S = 2.0  # how long a roll call waits for answers
+GRACE_S = 2.0  # how long a roll call waits for answers, beyond the time between two looks
+RANKS_A_LOOK = 500  # so many ranks may look into the store each second
+MOST_STACKS = 64  # in a larger job a rank that waits prints no stack
+MOST_NAMED = 16  # ranks of one fate, a line each; of more ranks that wait only the first is named
 SILENT = "does not answer (stopped, dead or out of reach)"
 LATE = "did not arrive"
 WAITS = "waits"
@@ -43,8 +46,10 @@ class Watchdog:
     def __init__(self, job: Job, timeout_s: float, report: Report) -> None:
         self.job, self.timeout_s, self.report = job, timeout_s, report
         self.store = dist.PrefixStore("watchdog", job.store)  # for the main thread
-        self.watched = dist.PrefixStore("watchdog", job.store.clone())  # for the watching thread
+        # for the watching thread, which must not wait while the main thread waits for a key
+        self.watched = dist.PrefixStore("watchdog", job.second_store or job.store.clone())
         self.over = threading.Event()
+        self.poll_s = max(0.5, job.world_size / RANKS_A_LOOK)  # the time between two looks
         self.case = 0  # the number of the case
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self.store.set(f"answer/{job.rank}", "")
@@ -82,14 +87,18 @@ class Watchdog:
     def fail(self, reason: str) -> None:
         """Say that the case failed on this rank. The first reason counts; others follow from it."""
         with peers():
-            self.store.compare_set(f"failed/{self.case}", "", reason)
+            failure = json.dumps([reason, self.job.rank])
+            self.store.compare_set(f"failed/{self.case}", "", failure)
             self.store.add("changes", 1)
 
-    def reason(self) -> str | None:
-        """Why the case failed, on any rank; None if it did not."""
+    def failure(self) -> tuple[str | None, int | None]:
+        """Why the case failed, and on which rank; (None, None) if it did not."""
         key = f"failed/{self.case}"
         with peers():
-            return self.store.get(key).decode() if self.store.check([key]) else None
+            if not self.store.check([key]):
+                return None, None
+            reason, rank = json.loads(self.store.get(key))
+            return reason, rank
 
     def stop(self) -> None:
         self.over.set()
@@ -97,9 +106,8 @@ class Watchdog:
         self.thread.join(5)
 
     def _watch(self) -> None:
-        poll_s = max(0.5, self.job.world_size / 200)  # all ranks call a few hundred times a second
         seen, since = -1, time.monotonic()
-        while not self.over.wait(poll_s):
+        while not self.over.wait(self.poll_s):
             try:
                 changes = self.watched.add("changes", 0)
                 if changes == seen:
@@ -127,18 +135,24 @@ class Watchdog:
         stack = "".join(traceback.format_stack(frame)).rstrip()
         newest = newest_collective()
         what = f"{newest.text}, number {newest.number} of group {newest.group}"
-        write(f"{self.where}; newest collective {what}\n{stack}")
-        answer = json.dumps([newest.group, newest.number])
-        self.watched.set(f"answer/{self.job.rank}", answer)
-        time.sleep(GRACE_S)
-        states = self._states_of_all()
+        said = f"{self.where}; newest collective {what}\n{stack}"
+        if self.job.world_size <= MOST_STACKS:
+            write(said)
+            said = ""
+        answer = {"newest": [newest.group, newest.number], "said": said}
+        self.watched.set(f"answer/{self.job.rank}", json.dumps(answer))
+        time.sleep(GRACE_S + self.poll_s)  # the last rank looks so much later than the first
+        silent = list[dict[str, Any]]()
         if self.watched.add("speaker", 1) == 1:
-            write(f"HANG: no progress for {self.timeout_s:g} s\n{fates(states)}")
-            self.watched.set("said", "")
+            places = ranks_by_fate(self._states_of_all())
+            write(f"HANG: no progress for {self.timeout_s:g} s\n{fates(places)}")
+            for state in places[LATE][:MOST_NAMED] + places[WAITS][:1]:
+                write(state["said"])
+            self.watched.set("said", json.dumps(places[SILENT]))
         with contextlib.suppress(RuntimeError):  # no rank ends before one has spoken
-            self.watched.wait(["said"])
-        for state in states:
-            if state["newest"] is None and state["host"] == socket.gethostname():
+            silent = json.loads(self.watched.get("said"))
+        for state in silent:
+            if state["host"] == socket.gethostname():
                 print_stacks_and_kill(state["pid"])
         end(HANG)
 
@@ -149,7 +163,7 @@ class Watchdog:
         states = [json.loads(x) for x in self.watched.multi_get([f"phase/{r}" for r in ranks])]
         answers = self.watched.multi_get([f"answer/{r}" for r in ranks])
         for state, answer in zip(states, answers, strict=True):
-            state["newest"] = json.loads(answer) if answer else None
+            state |= json.loads(answer) if answer else {"newest": None}
         return states
 
     def _end_on_signals(self) -> None:
@@ -186,8 +200,8 @@ def print_stacks_and_kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def fates(states: list[dict[str, Any]]) -> str:
-    """The last known state of each rank -> a line for each: does not answer, did not arrive, waits.
+def ranks_by_fate(states: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The last known state of each rank -> those that do not answer, did not arrive, wait.
 
     A rank did not arrive if another rank is ahead of it, in the phases of the case or in the
     collectives of a group.
@@ -207,10 +221,24 @@ def fates(states: list[dict[str, Any]]) -> str:
         behind = state["order"] < furthest_phase or number < last_number[group]
         return LATE if behind and phase != 0 else WAITS
 
-    places: dict[str, list[str]] = {SILENT: [], LATE: [], WAITS: []}
+    places: dict[str, list[dict[str, Any]]] = {SILENT: [], LATE: [], WAITS: []}
     for state in states:
-        places[fate(state)].append(state["where"])
-    return "\n".join(f"{where}: {why}" for why in places for where in sorted(places[why]))
+        places[fate(state)].append(state)
+    return places
+
+
+def fates(places: dict[str, list[dict[str, Any]]]) -> str:
+    """What `ranks_by_fate` returned -> a line for each rank. Long lists are cut and counted."""
+    lines = list[str]()
+    for why, states in places.items():
+        named = states[:MOST_NAMED]
+        if why == WAITS and len(states) > MOST_NAMED:
+            lines.append(f"{len(states):,} ranks wait, the first of them:")
+            named = states[:1]
+        lines += [f"{state['where']}: {why}" for state in named]
+        if why != WAITS and len(states) > MOST_NAMED:
+            lines.append(f"and {len(states) - MOST_NAMED:,} more ranks: {why}")
+    return "\n".join(lines)
 
 
 class Collective(NamedTuple):

@@ -73,7 +73,9 @@ run_task() {
         return
     fi
     # torchrun needs up to 30 s to end its ranks. If timeout killed it earlier, they would live on.
-    timeout -k 40 $((limit < left ? limit : left)) bash -c '"$@"' "$name" "$@" >"$log" 2>&1 &
+    # bash gets the signal as well: the trap makes it wait for torchrun.
+    timeout -k 40 $((limit < left ? limit : left)) \
+        bash -c 'trap : TERM; "$@"' "$name" "$@" >"$log" 2>&1 &
     child=$!
     trap 'kill "$child"; wait "$child"' TERM
     wait "$child" || status=$?
@@ -128,9 +130,9 @@ cuda_task two_graphs 100 'injected: a graph is broken' nccl 2 tests/inject.py gr
     $b/collectives.py "${few[@]}" -G 3 --timeout 40
 task ckpt 150 passes ranks 1 $b/checkpoint_sweep.py --modes all --strategy fsdp2,ddp \
     --model decoder-nano --iters 2 --json "$OUT/ckpt.jsonl"
-task ddp_gloo2 150 passes ranks 2 $b/ddp_sweep.py "${small[@]}" --dtype fp32,bf16 \
+cuda_task ddp_gloo2 150 passes ranks 2 $b/ddp_sweep.py "${small[@]}" --dtype fp32,bf16 \
     --comm-hook none,bf16 --backend gloo
-task coll_gloo2 150 passes ranks 2 $b/collectives.py --collective all "${few[@]}" \
+cuda_task coll_gloo2 150 passes ranks 2 $b/collectives.py --collective all "${few[@]}" \
     -d float32,bfloat16 --backend gloo
 task rpc 100 passes ranks 2 $b/rpc_latency.py --device "$device" --server-device "$device" \
     --sizes 4,64K,4M --iters 12
@@ -155,7 +157,7 @@ cuda_task coll_big 100 passes ranks 1 $b/collectives.py --collective all_reduce,
 task par 100 passes ranks 1 $b/parallel_sweep.py --mesh ddp1,dp1 --dtype bf16 --iters 12
 cuda_task hooks 100 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --world-sizes 1 \
     --comm-hook powersgd,quantize_per_tensor
-task bind 60 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --bind-cores --no-breakdown
+task bind 100 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --bind-cores --no-breakdown
 cuda_task graphs 120 passes ranks 1 $b/compile_sweep.py --models decoder-10m --strategies none \
     --backends eager,cudagraphs --iters 12
 task toy 120 passes ranks 1 $b/compile_sweep.py --models toy-small --strategies none,ddp \

@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -260,6 +261,25 @@ def test_a_wrong_interface_and_a_port_in_use(refused: Callable[..., str]) -> Non
         port = str(other.getsockname()[1])
         line = refused(lambda: meet(0, 2, 20), MASTER_PORT=port)
     assert f"expected a free port, this one is in use, got '{port}'" in line
+
+
+def test_the_second_connection_does_not_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog looks for other ranks while the main thread waits for one of them."""
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_the_run = torch.distributed.PrefixStore("torchrun-bench/0", server)
+    of_the_run.set("here/1", "")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    first, second = meet(0, 2, 20)
+    waits = threading.Thread(target=first.get, args=["a late rank"])
+    waits.start()
+    second.set("seen meanwhile", "yes")
+    assert of_the_run.get("seen meanwhile") == b"yes"
+    assert waits.is_alive()
+    second.set("a late rank", "here")
+    waits.join(20)
+    assert not waits.is_alive()
 
 
 def test_the_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import shlex
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,23 @@ SCRIPTS = sorted(path.stem for path in ROOT.glob("benchmarks/*.py"))
 EXAMPLES = {path.stem for path in ROOT.glob("examples/*.py")}
 
 
-def run_plan(folder: Path, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Run the plan with its files in `folder`."""
+def start_plan(folder: Path, **variables: str) -> "subprocess.Popen[str]":
+    """Start the plan. It writes its files into `folder`."""
     own = {"OUT": str(folder), "PYTHON": sys.executable} | variables
-    return subprocess.run(
-        ["bash", str(PLAN)], env=os.environ | own, capture_output=True, text=True, timeout=60
+    return subprocess.Popen(
+        ["bash", str(PLAN)],
+        env=os.environ | own,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
+
+
+def run_plan(folder: Path, **variables: str) -> tuple[int, str]:
+    """Run the plan. Its exit status and its output."""
+    process = start_plan(folder, **variables)
+    out, _ = process.communicate(timeout=60)
+    return process.returncode, out
 
 
 def parse(script: str, flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,10 +64,10 @@ def test_the_plan_has_every_script_and_its_flags_are_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # tf32 is refused on the CPU
-    done = run_plan(tmp_path, DRY_RUN="1")
-    assert done.returncode == 0, done.stderr
+    status, out = run_plan(tmp_path, DRY_RUN="1")
+    assert status == 0, out
     scripts = set()
-    for line in done.stdout.splitlines():
+    for line in out.splitlines():
         words = shlex.split(line)
         for number, word in enumerate(words):
             if word.startswith(("benchmarks/", "examples/")):
@@ -67,14 +79,14 @@ def test_the_plan_has_every_script_and_its_flags_are_known(
     assert scripts | {"replay", "record_collectives"} == {*SCRIPTS, *EXAMPLES}
 
 
-# It stands for the interpreter that runs the tasks. The task is told by its last word.
+# It stands for the interpreter that runs the tasks. ddp_sweep.py takes a moment to end.
 STAND_IN = """#!/bin/sh
 case "$*" in
     *pp_bubble*) exit 0;;
     *tp_exposed*) echo "ValueError: 3 is not even"; exit 1;;
     *step-raises*) echo "injected: no kernel for this step"; exit 1;;
     *inject.py*) exit 1;;
-    *) echo $$ >"$OUT/pid"; exec sleep 600;;
+    *) trap 'sleep 0.5; exit 1' TERM; sleep 600 & echo $$ >"$OUT/pid"; wait;;
 esac
 """
 
@@ -86,29 +98,54 @@ def verdicts_of(folder: Path) -> dict[str, list[str]]:
     return {row[4]: row[:2] for row in words}
 
 
-def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) -> None:
-    """A task must pass, or fail for the reason that it plants."""
-    python = tmp_path / "a python"
+def stand_in(folder: Path) -> str:
+    """The path of an executable file with STAND_IN."""
+    python = folder / "a python"
     python.write_text(STAND_IN)
     python.chmod(python.stat().st_mode | stat.S_IEXEC)
+    return str(python)
+
+
+def is_alive(pid_file: Path) -> bool:
+    return Path(f"/proc/{pid_file.read_text().strip()}").exists()
+
+
+def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) -> None:
+    """A task must pass, or fail for the reason that it plants."""
     folder = tmp_path / "an out"
-    names = "^(pp_bubble|tp_exposed|two_fail|stops|calibrate)$"
-    settings = {"DEVICE": "cpu", "PYTHON": str(python), "ONLY": names}
-    done = run_plan(folder, SECONDS_PER_TASK="1", **settings)
+    names = "^(pp_bubble|tp_exposed|two_fail|stops|bind)$"
+    settings = {"DEVICE": "cpu", "PYTHON": stand_in(tmp_path), "ONLY": names}
+    status, out = run_plan(folder, SECONDS_PER_TASK="1", **settings)
     assert verdicts_of(folder) == {
         "pp_bubble": ["ok", "0"],
         "tp_exposed": ["WRONG", "1"],
         "two_fail": ["ok", "1"],
         "stops": ["WRONG", "1"],  # its log lacks the reason
-        "calibrate": ["WRONG", "124"],
+        "bind": ["WRONG", "124"],
     }
-    assert "ValueError: 3 is not even" in done.stdout
-    assert "2 of 5 tasks are ok" in done.stdout
-    assert done.returncode == 1
-    assert not Path(f"/proc/{(folder / 'pid').read_text().strip()}").exists()
+    assert "ValueError: 3 is not even" in out
+    assert "2 of 5 tasks are ok" in out
+    assert status == 1
+    assert not is_alive(folder / "pid")
+
+
+def test_a_plan_that_is_ended_ends_its_tasks(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    settings = {"DEVICE": "cpu", "PYTHON": stand_in(tmp_path), "ONLY": "^bind$"}
+    process = start_plan(tmp_path, **settings)
+    try:
+        end = time.monotonic() + 30
+        while not (pid_file.exists() and pid_file.read_text()):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert not is_alive(pid_file)
 
 
 def test_tasks_that_would_be_late_are_left_out(tmp_path: Path) -> None:
-    done = run_plan(tmp_path, DEVICE="cpu", ONLY="pp_bubble", SECONDS_IN_ALL="60")
+    status, _ = run_plan(tmp_path, DEVICE="cpu", ONLY="pp_bubble", SECONDS_IN_ALL="60")
     assert verdicts_of(tmp_path) == {"pp_bubble": ["left-out", "-"]}
-    assert done.returncode == 1
+    assert status == 1

@@ -24,6 +24,27 @@ def job() -> Iterator[Job]:
     dist.destroy_process_group()
 
 
+@pytest.mark.parametrize(("value", "messages"), [("max-seconds", 1), ("x" * 5000, 2)])
+def test_a_small_value_is_one_message(
+    value: str, messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the group's first rank sends is what another rank receives."""
+    sent: list[torch.Tensor] = []
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(dist, "broadcast", lambda x, group_src, group: sent.append(x.clone()))
+    assert ours.broadcast(value, None) == value
+    assert len(sent) == messages
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "broadcast", lambda x, group_src, group: x.copy_(sent.pop(0)))
+    assert ours.broadcast(None, None) == value
+
+
+@pytest.mark.parametrize("value", [None, 1, "x" * 5000, [{"rank": 0}, (1.5, None)]])
+def test_what_is_gathered_and_shared(job: Job, value: Any) -> None:
+    assert ours.gather(value) == [value]
+    assert ours.share(value) == value
+
+
 def test_the_next_case_takes_the_groups_again(job: Job) -> None:
     groups = Groups(job)
     first, is_new = groups.take((0,), None)
@@ -46,7 +67,8 @@ def test_the_set_that_was_not_used_for_longest_goes(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed: list[Any] = []
-    monkeypatch.setattr(ours, "open_group", lambda ranks, job, teams: Group(ranks, None, None))
+    world: Any = dist.group.WORLD
+    monkeypatch.setattr(ours, "open_group", lambda ranks, job, teams: Group(ranks, world, world))
     monkeypatch.setattr(ours, "close_group", lambda group, failed: closed.append(group.ranks))
     groups = Groups(job)
     for size in (1, 2, 3, 4, 1, 5):

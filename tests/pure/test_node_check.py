@@ -55,6 +55,22 @@ def test_nodes_are_compared_by_their_all_reduce() -> None:
     assert sentences(found)[0].startswith("slow node 2: all reduce inside 3.00x the median's time")
 
 
+def test_a_launch_bound_training_step_is_said() -> None:
+    said: list[str] = []
+    bench: Any = Mock(print=said.append)
+    cluster: Any = Mock(teams=TEAMS, kinds=["k"] * 3, limits={}, sigmas=5, margins=MARGINS)
+    rows = ranks_with("copy", 1, 1, 1)
+    for row in rows:
+        row.key["probe"] = "all ranks together"
+        row.key["host"] = "a"
+    of_all = Case({"probe": "all ranks together"}, [0, 1, 2])
+    of_all.metrics["launch_share"] = {"step": 0.95, "all_reduce_inside": 0.1}
+    judge_ranks(bench, cluster, [*rows, of_all])
+    assert said[1:] == ["# all ranks together: launch-bound 95%"]
+    judge_ranks(bench, cluster, rows)
+    assert len(said) == 3
+
+
 def test_each_rank_becomes_a_case() -> None:
     """Two turns of two rounds of two samples. Rank 1: blocks of 3 and 2 s, the fastest 1 s."""
     place = {"host": "a", "pci": "", "network": "lo"}
@@ -115,23 +131,15 @@ def test_the_last_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("why", "said"),
-    [
-        ("RuntimeError: a tensor of rank 4", "RuntimeError: a tensor of rank 4"),
-        (
-            "RuntimeError: a tensor of rank 1 (rank 0)",
-            "RuntimeError: a tensor of rank 1 (rank 0) on a",
-        ),
-        ("wrong data came to rank 1", "wrong data came to rank 1 on b"),
-        ("links 3 -> 77 of node 9", "links 3 -> 77 of node 9"),
-    ],
+    ("metrics", "where"), [({}, ""), ({"failed_rank": 0}, " on a"), ({"failed_rank": 1}, " on b")]
 )
-def test_any_error_text_leaves_the_verdict(why: str, said: str) -> None:
-    """Two ranks: a number in an error's text need not be one of theirs."""
+def test_the_host_of_a_failed_rank_is_named(metrics: dict[str, int], where: str) -> None:
+    """It comes from the metrics: a number in an error's text need not be a rank."""
     hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": "a"}, {"host": "b"}]})
-    failed = Case({"probe": "links"}, [0, 1], check=f"failed: {why}")
+    why = "RuntimeError: a tensor of rank 1"
+    failed = Case({"probe": "links"}, [0, 1], metrics=metrics, check=f"failed: {why}")
     lines, problem = node_check.conclude({}, {}, [failed], "slow", hosts)
-    assert lines == [f"wrong links: {said}", "not fit: links"]
+    assert lines == [f"wrong links: {why}{where}", "not fit: links"]
     assert problem == "not fit: links"
 
 
@@ -153,17 +161,10 @@ def test_links_of_nodes(members: list[list[int]]) -> None:
         assert len(ranks) == len(set(ranks))
 
 
-def test_a_launch_bound_training_step_is_said() -> None:
-    said: list[str] = []
-    bench: Any = Mock(print=said.append)
-    cluster: Any = Mock(teams=TEAMS, kinds=["k"] * 3, limits={}, sigmas=5, margins=MARGINS)
-    rows = ranks_with("copy", 1, 1, 1)
-    for row in rows:
-        row.key["probe"] = "all ranks together"
-        row.key["host"] = "a"
-    of_all = Case({"probe": "all ranks together"}, [0, 1, 2])
-    of_all.metrics["launch_share"] = {"step": 0.95, "all_reduce_inside": 0.1}
-    judge_ranks(bench, cluster, [*rows, of_all])
-    assert said[1:] == ["# all ranks together: launch-bound 95%"]
-    judge_ranks(bench, cluster, rows)
-    assert len(said) == 3
+def test_a_long_list_of_the_unfit_is_cut() -> None:
+    hosts = {"node": [f"n{node}" for node in range(20)], "rank": [], "link": []}
+    lacks = dict.fromkeys(range(20), "lacks a GPU")
+    lines, problem = node_check.conclude({}, lacks, [], "slow", hosts)
+    assert problem is not None
+    assert problem.endswith("node 7 on n7 and 12 more")
+    assert len(lines) == 21  # a line for each stays

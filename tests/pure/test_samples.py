@@ -15,6 +15,7 @@ from common.benchmark import Benchmark
 from common.report import Case, Report
 from common.report import load as load_report
 from common.stats import Times
+from common.table import timed_s
 from common.timing import Timing
 from tests import scale_case, simulate_report
 
@@ -69,9 +70,8 @@ def test_a_larger_case_keeps_what_its_readers_need(
     assert np.array_equal(from_file.samples_s["step"], seconds["step"][:, case.iterations])
     assert from_file.quartiles_s["step"][2][1] == pytest.approx(np.median(seconds["step"][2]))
     for measure in (None, "compute"):
-        [[row], [other]] = [
-            list(load([path], measure)[0].rows.values()) for path in (whole, bounded)
-        ]
+        [row] = load([whole], measure)[0].rows.values()
+        [other] = load([bounded], measure)[0].rows.values()
         assert (row.times_s, row.time_s, row.rounds) == (other.times_s, other.time_s, other.rounds)
         assert len(other.times_s) == 100
         assert not other.slowest_s
@@ -110,6 +110,8 @@ def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     Benchmark.complete(bench, case, derive, timings, [None] * 8)
     assert shapes == [(8, 100)]
     assert len(case.samples_s["step"][0]) == 22
+    slowest = [rows.max(axis=0).sum() for rows in seconds.values()]
+    assert timed_s(case) == pytest.approx(sum(slowest))
 
 
 def test_a_damaged_bounded_case_is_named() -> None:
