@@ -105,22 +105,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--start-method", type=start_methods, default=["forkserver"], metavar="M", help=how)
     where = "where JPEG files are decoded (default: cpu)"
     add("--decode", choices=("cpu", "cuda"), default="cpu", help=where)
-    add(
-        "--model",
-        metavar="NAME",
-        help="(default: resnet50, CPU mobilenet_v3_small; of tokens: a decoder)",
-    )
+    model = "(default: resnet50, CPU mobilenet_v3_small; tokens: decoder-124m, CPU decoder-nano)"
+    add("--model", metavar="NAME", help=model)
     batch = "samples of a rank in a step (default: 32, CPU 8)"
     add("--batch-size", type=positive_int, metavar="N", help=batch)
     add("--image-size", type=positive_int, metavar="PX", help="after a crop (default: 224, CPU 64)")
     cli.add_common_flags(parser, max_seconds=10)
     args = parser.parse_args(argv)
     cuda = torch.cuda.is_available() and args.device != "cpu"
-    usual = {
-        "images": ("resnet50", "mobilenet_v3_small"),
-        "tokens": ("decoder-124m", "decoder-nano"),
-    }
-    args.model = args.model or usual[args.kind][0 if cuda else 1]
+    if args.kind == "images":
+        args.model = args.model or ("resnet50" if cuda else "mobilenet_v3_small")
+    else:
+        args.model = args.model or ("decoder-124m" if cuda else "decoder-nano")
     args.batch_size = args.batch_size or (32 if cuda else 8)
     args.image_size = args.image_size or (224 if cuda else 64)
     args.pin_memory = args.pin_memory or ["on" if cuda else "off"]
@@ -449,9 +445,8 @@ def facts_of(
     workers = feed.processes - {os.getpid()}
     pss_bytes = sum(pss_of(pid) for pid in workers if psutil.pid_exists(pid))
     if feed.key["workers"] == 0 or feed.key["persistent_workers"] == "on":
-        from_device = (now.device_bytes - before.device_bytes) / (
-            now.read_bytes - before.read_bytes
-        )
+        read_bytes = now.read_bytes - before.read_bytes
+        from_device = (now.device_bytes - before.device_bytes) / read_bytes
         if workers:
             cpu_s = (now.cpu_s - before.cpu_s) / (now.samples - before.samples)
     feed.finish_epoch()
@@ -664,8 +659,11 @@ def first_problem(function: Callable[[], Any], what: str) -> tuple[Any, str | No
     return result, share(next((problem for problem in problems if problem), None))
 
 
-def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Source, Any]:
-    """The data of this run, and what removes it at the end; the latter None where nothing is."""
+def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Source, Path, Any]:
+    """What the datasets read, the folder with it, and what removes that when this process ends.
+
+    The latter is None with --data, and on ranks that have not made the folder.
+    """
     job, remover = bench.job, None
     if problem := share(next(filter(None, gather(lack_of_room(args, job)) or []), None)):
         bench.refuse(problem)
@@ -687,7 +685,7 @@ def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Source, Any]:
         source, problem = first_problem(partial(find_data, args, folder), f"--data {args.data}")
     if problem:
         bench.refuse(problem)
-    return source, remover
+    return source, folder, remover
 
 
 def plan(args: argparse.Namespace) -> list[Key]:
@@ -722,7 +720,7 @@ def main() -> int:
     args = parse_args()
     set_forkserver_preload(["torchvision", "common.benchmark"])
     with Benchmark("input_sweep", args) as bench:
-        source, remover = prepare(bench, args)
+        source, folder, remover = prepare(bench, args)
         data = f"{args.kind} of {args.data or 'its own'}"
         title = f"{args.model}, batch size {args.batch_size}, {data}"
         title += f", page cache {' and '.join(args.cache)}"
@@ -735,8 +733,8 @@ def main() -> int:
                 cases.append(case)
         bench.print("")
         print_answers(bench, args, cases)
-    if remover:
-        remover.communicate()
+    if remover:  # it would wait for workers, which may have its pipe
+        shutil.rmtree(folder, ignore_errors=True)
     return bench.status
 
 
