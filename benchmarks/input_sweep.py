@@ -25,6 +25,7 @@ to read the table. BSD-3-Clause.
 """
 
 import argparse
+import io
 import itertools
 import math
 import os
@@ -41,6 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import PIL.Image
 import psutil
 import torch
 import torch.distributed as dist
@@ -49,7 +51,6 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
-from torchvision.io import ImageReadMode, decode_image, decode_jpeg, encode_jpeg
 from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -174,13 +175,13 @@ class Images(Samples):
         with open(path, "rb") as file:
             if self.cold:
                 forget(file)
-            encoded = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-        if self.encoded:
-            return encoded
-        try:
-            return decode_image(encoded, ImageReadMode.RGB)
-        except RuntimeError as error:
-            raise ValueError(f"{path} is no image: {error}") from None
+            if self.encoded:
+                return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+            try:
+                image = PIL.Image.open(file).convert("RGB")
+            except OSError as error:
+                raise ValueError(f"{path} is no image: {type(error).__name__}") from None
+        return v2.functional.pil_to_tensor(image)
 
 
 class Tokens(Samples):
@@ -294,7 +295,8 @@ class Feed:
         inputs, targets, tickets = next(self.running)
         self.look_at(tickets)
         if isinstance(inputs, list):
-            images = decode_jpeg(inputs, ImageReadMode.RGB, device=self.device)
+            rgb = torchvision.io.ImageReadMode.RGB
+            images = torchvision.io.decode_jpeg(inputs, rgb, device=self.device)
             inputs = torch.stack([self.augment(image) for image in images])
         on_device = partial(torch.Tensor.to, device=self.device, non_blocking=True)
         return on_device(inputs), on_device(targets)
@@ -590,8 +592,10 @@ def make_files(args: argparse.Namespace, folder: Path, progress: Callable[[str],
         (folder / str(number)).mkdir()
     for number in range(args.samples):
         progress(f"makes file {number + 1}")
-        image = encode_jpeg(random_image(args.file_size, args.seed + number), quality=90)
-        write(folder / str(number % CLASSES) / f"{number}.jpg", image.numpy().tobytes())
+        image = v2.functional.to_pil_image(random_image(args.file_size, args.seed + number))
+        encoded = io.BytesIO()
+        image.save(encoded, "JPEG", quality=90)
+        write(folder / str(number % CLASSES) / f"{number}.jpg", encoded.getvalue())
 
 
 def write(path: Path, content: bytes) -> None:
