@@ -1,4 +1,4 @@
-"""input_sweep.py as its user runs it, with a slow decoder and a dead worker, and ended in two ways."""
+"""input_sweep.py as its user runs it, with a slow decoder, a dead worker, and early ends."""
 
 import os
 import signal
