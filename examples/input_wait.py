@@ -41,8 +41,8 @@ class Feed:
     def __init__(self, device: torch.device) -> None:
         self.paused, self.device = True, device
         self.running: Iterator[Tensor] = iter(())
-        more: Any = {"batch_sampler": self, "num_workers": WORKERS, "persistent_workers": True}
-        self.loader: Any = DataLoader(range(10_000), collate_fn=load, **more)
+        more: Any = {"dataset": range(10_000), "batch_sampler": self, "num_workers": WORKERS}
+        self.loader: Any = DataLoader(collate_fn=load, persistent_workers=True, **more)
 
     def __iter__(self) -> Iterator[list[int]]:
         while not self.paused:  # the indices of a batch; at their end workers get no more
