@@ -22,6 +22,7 @@ Core: what stands behind every measuring script.
 Toolkits: each serves some scripts. The core imports none of them.
     check       replicas bit by bit; n ranks against one process
     patterns    values that tell rank and position
+    folders     folders that are removed however the run ends
     memory      the largest memory in use, and whether there is enough
     peaks       FLOP/s of known GPUs
     decoder     the transformer that several scripts train
