@@ -426,7 +426,8 @@ def measure(folder: CheckpointFolder, group: Group) -> Measured:
         "blocked": [save.blocked for save in saves.synced],
         "upload": [save.upload for save in saves.synced],
     }
-    return Measured(samples_s, [1] * len(saves.synced), saves.stop, facts)
+    profiled = {"save": folder.save}
+    return Measured(samples_s, [1] * len(saves.synced), saves.stop, facts, profiled=profiled)
 
 
 def children_gib() -> float:
