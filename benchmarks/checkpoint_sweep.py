@@ -598,6 +598,7 @@ def main() -> int:
     # or the processes of async-process meet in a store that listens on every interface
     os.environ.setdefault("DCP_USE_PREFIX_STORE", "1")
     gc.disable()  # a collection on one rank would stop them all
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("checkpoint_sweep", args) as bench:
         first, size = bench.job.rank == 0, state_bytes(args.model)
         if "async-process" in args.modes and "MASTER_ADDR" not in os.environ:
