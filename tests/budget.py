@@ -35,6 +35,7 @@ RUNS = {
     "compile_sweep": "2",
     "ddp_rpc": "4",
     "ddp_sweep": "2",
+    "input_sweep": "2",
     "node_check": "2",
     "p2p_matrix": "2",
     "parallel_sweep": "4",
