@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -87,7 +89,8 @@ class ShapesOnly(TorchDispatchMode):
     """Within it tensors have a shape and no memory, and every collective is told to `listen`.
 
     Whole numbers are real, and so is what follows from them alone: positions, masks, splits.
-    torch/_subclasses/fake_tensor.py, torch/utils/_python_dispatch.py.
+    torch/_subclasses/fake_tensor.py, torch/utils/_python_dispatch.py; for speed also
+    torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _chunk_with_empty.
     """
 
     def __init__(self, listen: Callable[[str, str, int], None]) -> None:
@@ -98,32 +101,32 @@ class ShapesOnly(TorchDispatchMode):
 
     def __enter__(self) -> "ShapesOnly":
         self.shapes.__enter__()
+        self.chunks = mock.patch.object(_fsdp_param, "_chunk_with_empty", chunks_alike)
+        self.chunks.start()
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self.chunks.stop()
         self.shapes.__exit__(*error)
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if set(types) - {FakeTensor}:  # a DTensor: here comes what it does with its local tensor
+        if set(types) - {FakeTensor}:  # a DTensor: what it does with its local tensor comes here
             return NotImplemented
-        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if not tensors:
+        if operation.namespace == "prim":  # the device of a tensor, and such
+            return operation(*args, **kwargs)
+        if operation is torch.ops.aten.index_put_.default and types:
+            return args[0]  # FakeTensorMode would ask a mask how many it holds
+        result = None
+        if types or makes_floats(operation, args, kwargs):
             result = operation(*args, **kwargs)
-            made = [leaf for leaf in leaves(result) if isinstance(leaf, torch.Tensor)]
-            if not made or made[0].is_floating_point():
-                return result
-        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        else:
             with unset_fake_temporarily():
                 result = operation(*args, **kwargs)
-        elif operation is torch.ops.aten.index_put_.default:  # of a mask: how many is not known
-            result = args[0]
-        else:
-            result = operation(*args, **kwargs)
         if operation.namespace in ("c10d", "_c10d_functional"):
             self.tell(operation, args, result)
         return result
@@ -139,10 +142,33 @@ class ShapesOnly(TorchDispatchMode):
             self.listen(operation._schema.name, group, max(sizes))
 
 
+def makes_floats(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether it makes tensors of floats out of none."""
+    if tensors_in((args, kwargs)):
+        return False
+    made = tensors_in(operation(*args, **kwargs))
+    return not made or made[0].is_floating_point()
+
+
+def chunks_alike(whole: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+    """A weight without memory in `count` chunks. FSDP takes one of them, and to make a thousand
+    takes a while: here one stands for all that are as long. The last ones may be empty."""
+    size = whole.shape[dim]
+    length = -(-size // count)  # rounded up, as in torch.chunk
+    full, rest = divmod(size, max(1, length))
+    lengths = [length] * full + [rest] * (full < count)
+    lengths += [0] * (count - len(lengths))
+    by_length = {length: whole.narrow(dim, 0, length) for length in set(lengths)}
+    return [by_length[length] for length in lengths]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def bytes_of(tree: Any) -> int:
     """The bytes of the tensors in nested lists."""
-    tensors = [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))
 
 
 def recompute(model: nn.Module, units: Collection[nn.Module]) -> None:
