@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.commands import planned_looks
 from analysis.load import Row, Run
 from analysis.race import Race, design_of, is_slower, results_against, run_race
-from analysis.verdicts import Comparison, Design, Result, compare
+from analysis.verdicts import Comparison, Design, Result, compare, estimate
 
 ITERATIONS, BLOCKS = 48, 24
 SCATTER, NOISE, CORRELATION = 0.03, 0.05, 0.5  # of runs; of iterations, and of neighbours
@@ -217,16 +217,18 @@ def simulate_races(ratios: Sequence[float], races: int, rng: np.random.Generator
     """Races of arms with these true times. Each race is a case of the comparisons."""
     looks = planned_looks(6, MOST_RUNS)
     drift = np.exp(np.cumsum(rng.normal(0, 0.03, (races, MOST_RUNS, 1)), axis=1))
-    arms = {}
+    times = {}  # of each arm: [races, runs]
     for number, ratio in enumerate(ratios):
-        times = ratio * drift * simulate(races, MOST_RUNS, rng)
-        arms[f"arm {number}"] = as_runs(times, f"arm {number}")
-    design = design_of(list(arms), looks, 0.02, False)
+        iterations = ratio * drift * simulate(races, MOST_RUNS, rng)
+        times[f"arm {number}"] = np.median(iterations, axis=2)
+    design = design_of(list(times), looks, 0.02, False)
 
     @cache
     def results(base: str, test: str, rounds: int) -> list[Result]:
-        found = compare(arms[base][:rounds], arms[test][:rounds], design)
-        return sorted(found.cases, key=lambda case: int(case.key["case"]))
+        by_race = (times[test] / times[base])[:, :rounds].tolist()
+        cases = [Result("simulated", {"race": i}, pair_ratios=r) for i, r in enumerate(by_race)]
+        estimate(cases, design)
+        return cases
 
     def result_of(race: int, base: str, test: str, rounds: int) -> Result:
         return results(base, test, rounds)[race]
@@ -234,7 +236,7 @@ def simulate_races(ratios: Sequence[float], races: int, rng: np.random.Generator
     done = []
     for number in range(races):
         of_race = partial(result_of, number)
-        race = run_race(list(arms), looks, lambda racing, rounds: None, of_race)
+        race = run_race(list(times), looks, lambda racing, rounds: None, of_race)
         against = results_against(race, race.best, of_race)
         lost = {name: race.best for name, result in against.items() if is_slower(result)}
         race.dropped |= lost
