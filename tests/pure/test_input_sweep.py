@@ -227,6 +227,10 @@ def test_data_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     missing = refusal("--data", find_data, images, tmp_path / "none")
     assert missing == "--data: No such file or directory"
     assert "Couldn't find any class folder" in refusal("--data", find_data, images, empty)
+    (empty / "cats").mkdir()
+    (empty / "cats" / "a.jpg").write_text("text")
+    no_image = refusal("--data", find_data, images, empty)
+    assert no_image == f"--data: {empty}/cats/a.jpg is no image: UnidentifiedImageError"
     too_short = refusal("--data", find_data, tokens, short)
     assert too_short == "--data: expected 130 bytes of tokens or more, got 2"
     full = refusal("TMPDIR", input_sweep.write, Path("/dev/full"), b"1")
