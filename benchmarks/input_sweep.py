@@ -537,7 +537,8 @@ def answer(case: Case, node_ranks: int, cores: int) -> str:
     if high_ms <= SMALL_WAIT * resident_ms:
         return f"not input-bound: {wait}, and computes {resident_ms:.1f} ms"
     if low_ms <= 0:
-        return f"it cannot be told whether the loader feeds the training: {wait}; --max-seconds"
+        unsure = "it cannot be told whether the loader feeds the training"
+        return f"{unsure}: {wait}; a larger --max-seconds may tell"
     samples = len(case.ranks) * case.key["batch_size"]
     brings = rate_with_interval(samples, m["loader_p50_s"], m["loader_ci95_s"])
     takes = rate_with_interval(samples, m["resident_p50_s"], m["resident_ci95_s"])
