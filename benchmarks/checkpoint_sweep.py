@@ -426,7 +426,8 @@ def measure(folder: CheckpointFolder, group: Group) -> Measured:
         "blocked": [save.blocked for save in saves.synced],
         "upload": [save.upload for save in saves.synced],
     }
-    return Measured(samples_s, [1] * len(saves.synced), saves.stop, facts)
+    profiled = {"save": folder.save}
+    return Measured(samples_s, [1] * len(saves.synced), saves.stop, facts, profiled=profiled)
 
 
 def children_gib() -> float:
@@ -597,6 +598,7 @@ def main() -> int:
     # or the processes of async-process meet in a store that listens on every interface
     os.environ.setdefault("DCP_USE_PREFIX_STORE", "1")
     gc.disable()  # a collection on one rank would stop them all
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("checkpoint_sweep", args) as bench:
         first, size = bench.job.rank == 0, state_bytes(args.model)
         if "async-process" in args.modes and "MASTER_ADDR" not in os.environ:

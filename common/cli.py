@@ -248,12 +248,16 @@ def add_common_flags(
     add("--min-iters", type=positive_int, default=min_iters, metavar="N", help=least)
     target = "stop once all of the 95%% interval of the step's median is within +-P (default: 2%%)"
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
-    most = (
-        f"or after S seconds of a case, 1.25 S if it lacks an interval (default: {max_seconds:g})"
-    )
+    most = f"or after S seconds of a case, 1.25 S without an interval (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
     report = "append every finished case to this report; an older one becomes PATH.bak, .bak.1, ..."
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
+    traces = "then profile 5 more iterations of each step; write traces into DIR (docs/profile.md)"
+    folder = checked(str, bool, "a folder", "e.g. traces")
+    add("--profile", type=folder, metavar="DIR", help=traces)
+    ranks = "that write traces, e.g. 0,1 (default: the first one of each node, and the slowest)"
+    rank_list = list_of(number(int, 0))
+    add("--profile-ranks", type=lambda text: {*rank_list(text)}, metavar="RANK", help=ranks)
     hang = f"end after S seconds without progress, and name who hangs (default: {timeout:g})"
     add("-T", "--timeout", type=positive_float, default=timeout, metavar="S", help=hang)

@@ -194,10 +194,26 @@ def name_of_set(ranks: tuple[int, ...], teams: Teams | None) -> tuple[Any, ...]:
 
 def gather(value: Any) -> list[Any] | None:
     """On rank 0 the values of all ranks of the job, by rank; None on the others."""
+    pickled = pickle.dumps(value)
     with peers():
-        rows = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(value, rows)
-        return rows
+        # In `gather_rows` only rank 0 waits. Without this barrier a late rank would let the others
+        # go on, and the watchdog would take rank 0 for late as well. torch's gather_object sends
+        # the lengths around a ring instead, with as many steps as there are ranks.
+        dist.barrier()
+        lengths = gather_rows(torch.tensor(len(pickled)))
+        longest = int(share(max(lengths) if lengths else None))
+        padded = bytearray(pickled.ljust(longest))
+        rows = gather_rows(torch.frombuffer(padded, dtype=torch.uint8))
+        return [pickle.loads(row.numpy().tobytes()) for row in rows] if rows else None
+
+
+def gather_rows(row: torch.Tensor) -> list[torch.Tensor] | None:
+    """On rank 0 the rows of all ranks of the job, all of one shape; None on the others."""
+    rows = None
+    if dist.get_rank() == 0:
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+    dist.gather(row, rows)
+    return rows
 
 
 def share(value: Any) -> Any:

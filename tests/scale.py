@@ -4,7 +4,7 @@
 
 The ranks are forked from one process that has imported torch: 128 of them fit into 24 GiB. With
 more ranks than cores they wait for each other's turns. So read the ratios to a bare new_group, not
-the milliseconds. In each round four things are timed on rank 0, one after the other:
+the milliseconds. In each round four things are timed until all ranks are done, one after the other:
 
 new_group       a gloo group over all ranks is made and closed, by torch alone
 first case      a case whose groups are made for it; its step does nothing and is timed once
@@ -85,6 +85,7 @@ def time_round(bench: Benchmark, number: int) -> dict[str, float]:
         dist.barrier()
         start = time.perf_counter()
         work[name]()
+        dist.barrier()  # closing a group is each rank's own work
         seconds[name] = time.perf_counter() - start
     return seconds
 
@@ -92,7 +93,8 @@ def time_round(bench: Benchmark, number: int) -> dict[str, float]:
 def run_rank(rank: int, ranks: int, port: int, rounds: int, results: Connection) -> None:
     """A rank, in a process of its own. Rank 0 sends what it has timed."""
     started = time.time()
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    place: dict[str, object] = {"RANK": rank, "LOCAL_RANK": rank}
+    place |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
     place["TORCHELASTIC_USE_AGENT_STORE"] = True  # the store is in another process
     os.environ.update({name: str(value) for name, value in place.items()})

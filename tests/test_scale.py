@@ -1,16 +1,12 @@
 """tests/scale.py: what the harness costs, by the number of ranks."""
 
 import re
-import sys
 from collections.abc import Callable
 
 import pytest
 
-from tests.process import ROOT, Process
-
-sys.path.insert(0, str(ROOT / "tests"))
-
-from scale import row_of
+from tests.process import Process
+from tests.scale import row_of
 
 
 def test_a_row_by_hand() -> None:

@@ -73,7 +73,9 @@ run_task() {
         return
     fi
     # torchrun needs up to 30 s to end its ranks. If timeout killed it earlier, they would live on.
-    timeout -k 40 $((limit < left ? limit : left)) bash -c '"$@"' "$name" "$@" >"$log" 2>&1 &
+    # bash gets the signal as well: the trap makes it wait for torchrun.
+    timeout -k 40 $((limit < left ? limit : left)) \
+        bash -c 'trap : TERM; "$@"' "$name" "$@" >"$log" 2>&1 &
     child=$!
     trap 'kill "$child"; wait "$child"' TERM
     wait "$child" || status=$?
@@ -155,7 +157,7 @@ cuda_task coll_big 100 passes ranks 1 $b/collectives.py --collective all_reduce,
 task par 100 passes ranks 1 $b/parallel_sweep.py --mesh ddp1,dp1 --dtype bf16 --iters 12
 cuda_task hooks 100 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --world-sizes 1 \
     --comm-hook powersgd,quantize_per_tensor
-task bind 60 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --bind-cores --no-breakdown
+task bind 100 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --bind-cores --no-breakdown
 cuda_task graphs 120 passes ranks 1 $b/compile_sweep.py --models decoder-10m --strategies none \
     --backends eager,cudagraphs --iters 12
 task toy 120 passes ranks 1 $b/compile_sweep.py --models toy-small --strategies none,ddp \

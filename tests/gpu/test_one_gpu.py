@@ -78,7 +78,8 @@ def assert_passed(run: Any) -> None:
 def record(start: Callable[..., Any], folder: Path, ranks: int) -> None:
     """Record the collectives of an example's job over NCCL."""
     example = str(ROOT / "examples" / "record_collectives.py")
-    process = start(SHARE_GPU, example, str(folder), ranks=ranks)
+    kind = ["--ddp"] if ranks == 1 else []  # FSDP2 x TP calls none on a single rank
+    process = start(SHARE_GPU, example, str(folder), *kind, ranks=ranks)
     assert process.wait(120) == 0, process.out + process.err
 
 
@@ -98,7 +99,7 @@ def test_each_script(
         flags = [str(folder), *flags]
     run = shared(f"benchmarks/{script}.py", *flags, ranks=processes, timeout=400)
     if script == "p2p_matrix" and nccl_ranks == 1:
-        assert run.status == 2
+        assert run.status == 1  # torchrun's, where a rank ended with 2
         assert "a link needs two ranks" in run.err
         return
     assert_passed(run)

@@ -49,12 +49,15 @@ def whole_report(benchmark: str) -> list[Any]:
     samples = {"step": [[0.1, 0.2], [0.3, 0.1]], "local compute": [[0.1, 0.1], [0.1, 0.1]]}
     parts: dict[str, Any] = {"metrics": metrics, "samples_s": samples, "ranks": [0, 1]}
     parts["rounds"] = [1, 1]
+    bounded: dict[str, Any] = {"bounded": "a part of the samples", "iterations": [0, 1]}
+    bounded["slowest_s"] = {"step": [0.3, 0.2], "local compute": [0.1, 0.1]}
+    bounded["quartiles_s"] = {"step": [[0.1, 0.15, 0.2], [0.1, 0.2, 0.3]]}
     head: dict[str, Any] = {"schema": "torchrun-bench/2", "benchmark": benchmark, "argv": ["x.py"]}
     head |= {"started_at": "2026-01-01T00:00:00+00:00", "environment": ENVIRONMENT}
     lines = [
         head,
         case("", key=key | {"world_size": 0, "label": "no ddp"}, **parts),
-        case("", key=key, **parts),
+        case("", key=key, **parts, **bounded),
         {"status": "complete", "finished_at": "2026-01-01T00:01:00+00:00", "gpus": [[]]},
     ]
     return copy.deepcopy(lines)

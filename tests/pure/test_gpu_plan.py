@@ -79,14 +79,14 @@ def test_the_plan_has_every_script_and_its_flags_are_known(
     assert scripts | {"replay", "record_collectives"} == {*SCRIPTS, *EXAMPLES}
 
 
-# It stands for the interpreter that runs the tasks. The task is told by its last word.
+# It stands for the interpreter that runs the tasks. ddp_sweep.py takes a moment to end.
 STAND_IN = """#!/bin/sh
 case "$*" in
     *pp_bubble*) exit 0;;
     *tp_exposed*) echo "ValueError: 3 is not even"; exit 1;;
     *step-raises*) echo "injected: no kernel for this step"; exit 1;;
     *inject.py*) exit 1;;
-    *) echo $$ >"$OUT/pid"; exec sleep 600;;
+    *) trap 'sleep 0.5; exit 1' TERM; sleep 600 & echo $$ >"$OUT/pid"; wait;;
 esac
 """
 
@@ -113,7 +113,7 @@ def is_alive(pid_file: Path) -> bool:
 def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) -> None:
     """A task must pass, or fail for the reason that it plants."""
     folder = tmp_path / "an out"
-    names = "^(pp_bubble|tp_exposed|two_fail|stops|calibrate)$"
+    names = "^(pp_bubble|tp_exposed|two_fail|stops|bind)$"
     settings = {"DEVICE": "cpu", "PYTHON": stand_in(tmp_path), "ONLY": names}
     status, out = run_plan(folder, SECONDS_PER_TASK="1", **settings)
     assert verdicts_of(folder) == {
@@ -121,7 +121,7 @@ def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) 
         "tp_exposed": ["WRONG", "1"],
         "two_fail": ["ok", "1"],
         "stops": ["WRONG", "1"],  # its log lacks the reason
-        "calibrate": ["WRONG", "124"],
+        "bind": ["WRONG", "124"],
     }
     assert "ValueError: 3 is not even" in out
     assert "2 of 5 tasks are ok" in out
@@ -131,7 +131,7 @@ def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) 
 
 def test_a_plan_that_is_ended_ends_its_tasks(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    settings = {"DEVICE": "cpu", "PYTHON": stand_in(tmp_path), "ONLY": "^calibrate$"}
+    settings = {"DEVICE": "cpu", "PYTHON": stand_in(tmp_path), "ONLY": "^bind$"}
     process = start_plan(tmp_path, **settings)
     try:
         end = time.monotonic() + 30

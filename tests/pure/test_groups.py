@@ -39,6 +39,12 @@ def test_a_small_value_is_one_message(
     assert ours.broadcast(None, None) == value
 
 
+@pytest.mark.parametrize("value", [None, 1, "x" * 5000, [{"rank": 0}, (1.5, None)]])
+def test_what_is_gathered_and_shared(job: Job, value: Any) -> None:
+    assert ours.gather(value) == [value]
+    assert ours.share(value) == value
+
+
 def test_the_next_case_takes_the_groups_again(job: Job) -> None:
     groups = Groups(job)
     first, is_new = groups.take((0,), None)

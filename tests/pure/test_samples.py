@@ -15,6 +15,7 @@ from common.benchmark import Benchmark
 from common.report import Case, Report
 from common.report import load as load_report
 from common.stats import Times
+from common.table import timed_s
 from common.timing import Timing
 from tests import scale_case, simulate_report
 
@@ -109,6 +110,8 @@ def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     Benchmark.complete(bench, case, derive, timings, [None] * 8)
     assert shapes == [(8, 100)]
     assert len(case.samples_s["step"][0]) == 22
+    slowest = [rows.max(axis=0).sum() for rows in seconds.values()]
+    assert timed_s(case) == pytest.approx(sum(slowest))
 
 
 def test_a_damaged_bounded_case_is_named() -> None:
