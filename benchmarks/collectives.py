@@ -9,6 +9,7 @@
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 4 -e 64M -f 2
     torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all -e 1G --json report.jsonl
     torchrun --nproc-per-node 8 benchmarks/collectives.py -b 1G -e 1G --limit 450 --min-busbw 400
+    torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all_to_all --skew 0,0.5,1
 
 The flags, the table and the formulas are those of NVIDIA's nccl-tests; the code was written anew.
 BSD-3-Clause.
@@ -19,6 +20,7 @@ import hashlib
 import itertools
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -32,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli, gpus, memory, patterns
+from common import cli, gpus, memory, patterns, peaks
 from common.benchmark import Benchmark, Workload
 from common.dist import Group, Job, share
 from common.ranks import node_of_each, partition
@@ -60,6 +62,11 @@ LARGEST_SIZE = {"cpu": 2**26, "cuda": 2**30}  # -e by default
 LATE_S = 0.02  # one rank comes so late to the barrier that is checked
 VARIANTS = ("out_of_place", "in_place")
 MAX_SIZES = 10_000  # of a table
+PIECE = 16  # bytes: what --skew sends from rank to rank is a multiple of it
+SEED = 40  # of the order in which --skew makes the ranks popular
+# These move data between all ranks, so that a link's speed bounds busbw. The last one sends a part
+# straight to each other rank; the others may gather within the nodes first.
+BETWEEN_ALL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 N = 0  # in OPERATIONS: a part for each of the n ranks
 
 
@@ -73,7 +80,8 @@ class Place(NamedTuple):
     op: Any  # of a reduction, or None
     elements: int  # that a rank brings
     matrix: Matrix  # in elements
-    splits: tuple[Any, Any]  # with --matrix: what comes from each rank, what goes to each
+    splits: tuple[Any, Any]  # with a matrix: what comes from each rank, what goes to each
+    counts: Tensor | None  # with --counts: what goes to each rank, to be sent before the data
 
 
 class Operation(NamedTuple):
@@ -109,6 +117,17 @@ def ring(src: Tensor, dst: Tensor, at: Place) -> None:
         work.wait()
 
 
+def all_to_all(src: Tensor, dst: Tensor, at: Place) -> None:
+    """With --counts each rank first says how many elements it sends, as a router of experts does,
+    and the host waits for those numbers."""
+    comes, goes = at.splits
+    if at.counts is not None:
+        incoming = torch.empty_like(at.counts)
+        dist.all_to_all_single(incoming, at.counts, group=at.group)
+        comes = incoming.tolist()
+    dist.all_to_all_single(dst, src, comes, goes, group=at.group)
+
+
 # fmt: off
 OPERATIONS = {
     "all_reduce": Operation(1, 1, lambda n: 2 * (n - 1) / n, VARIANTS[::-1], "-o",
@@ -121,7 +140,7 @@ OPERATIONS = {
         lambda s, d, at: dist.reduce_scatter_tensor(d, s, at.op, at.group),
         lambda at: [(None, at.rank * at.elements, at.elements)]),
     "all_to_all": Operation(N, N, lambda n: (n - 1) / n, VARIANTS[:1], "",
-        lambda s, d, at: dist.all_to_all_single(d, s, *at.splits, group=at.group),
+        all_to_all,
         lambda at: [(s, sum(row[: at.rank]), row[at.rank]) for s, row in enumerate(at.matrix)]),
     "broadcast": Operation(1, 1, lambda n: 1.0, VARIANTS[::-1], "-r",
         lambda s, d, at: dist.broadcast(
@@ -158,14 +177,45 @@ def why_not_measured(key: Key) -> str | None:
     return None
 
 
+def contradiction(args: argparse.Namespace) -> str | None:
+    """The mistake in flags that do not fit together, if there is one."""
+    if args.matrix == "":
+        return "--matrix: expected a file, got ''; e.g. --matrix matrix.txt"
+    for flag in ("matrix", "skew"):
+        if getattr(args, flag) and args.collective not in (None, ["all_to_all"]):
+            return f"--{flag} is for all_to_all alone; leave out --collective"
+    if args.maxbytes and args.maxbytes < args.minbytes:
+        got = f"-b {args.minbytes} and -e {args.maxbytes}"
+        return f"expected -e from -b on, got {got}; e.g. -b 8 -e 64M"
+    if args.cudagraph and args.blocking == "1":
+        return "-G replays a graph of calls, and -z 1 waits for each call; give one of them"
+    if args.counts and not (args.matrix or args.skew):
+        return "--counts expected --matrix or --skew, e.g. --skew 1 --counts"
+    if args.counts and args.cudagraph:
+        return "--counts makes the host wait, which a graph (-G) cannot; leave out one of them"
+    return None
+
+
+def terms_to_bytes(text: str) -> int:
+    """`1M+2` -> 1048578; -1 if a term is no size."""
+    terms = [cli.to_bytes(term) for term in text.split("+")]
+    return sum(terms) if min(terms) >= 0 else -1
+
+
+EXAMPLE = "e.g. 8, 64K, 4M, 1G or 1M+2"
+size_of_terms = cli.checked(terms_to_bytes, lambda n: n >= 0, "a size in bytes", EXAMPLE)
+positive_size_of_terms = cli.checked(terms_to_bytes, lambda n: n > 0, "a size above 0", EXAMPLE)
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    above_0, rate, count = cli.positive_size, cli.positive_float, cli.number(int, 0)
+    above_0, rate, count = positive_size_of_terms, cli.positive_float, cli.number(int, 0)
     names = cli.list_of(str, tuple(OPERATIONS))
     text = f"`all` or a list of {', '.join(OPERATIONS)} (default: all_reduce)"
     add("--collective", type=names, metavar="NAME", help=text)
-    add("-b", "--minbytes", type=cli.size, default=8, metavar="SIZE", help="(default: 8)")
+    text = "e.g. 64K, or 1M+2 (default: 8)"
+    add("-b", "--minbytes", type=size_of_terms, default=8, metavar="SIZE", help=text)
     add("-e", "--maxbytes", type=above_0, metavar="SIZE", help="(default: 64M, on CUDA 1G)")
     step = parser.add_mutually_exclusive_group().add_argument
     text = "from size to size, add this, or"
@@ -183,25 +233,25 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("-G", "--cudagraph", type=count, default=0, metavar="N", help="time N replays of a graph")
     add("-a", "--average", choices=ACROSS, default="max", help="across ranks (default: max)")
     add("-z", "--blocking", choices="01", default="0", help="1: wait for each call on the host")
+    add("-u", "--unalign", type=count, default=0, metavar="N", help="shift buffers by N elements")
     add("--cache-warm", action="store_true", help="one buffer instead of many")
     add("--groups", default="world", metavar="G", help="world, node, cross, or ranks as 0,1/2-3")
     text = "all_to_all: bytes from rank (row) to rank (column), instead of -b to -f"
-    add("--matrix", metavar="FILE", help=text)
+    matrix = parser.add_mutually_exclusive_group().add_argument
+    matrix("--matrix", metavar="FILE", help=text)
+    text = "all_to_all: Zipf's alpha of how popular the ranks are, e.g. 0,0.5,1; 0: all alike"
+    alphas = cli.list_of(cli.number(float, 0))
+    matrix("--skew", type=alphas, default=[], metavar="ALPHA", help=text)
+    text = "with --matrix or --skew: the ranks tell each other before each call how much comes"
+    add("--counts", action="store_true", help=text)
     text = "the speed of the link: adds busbw in percent of it"
     add("--limit", type=rate, metavar="GB/s", help=text)
     text = "fail if busbw at large sizes is under 0.9 of this"
     add("--min-busbw", type=rate, metavar="GB/s", help=text)
     cli.add_common_flags(parser, min_iters=12, max_seconds=0.3)
     args = parser.parse_args(argv)
-    if args.matrix == "":
-        parser.error("--matrix: expected a file, got ''; e.g. --matrix matrix.txt")
-    if args.matrix and args.collective not in (None, ["all_to_all"]):
-        parser.error("--matrix is for all_to_all alone; leave out --collective")
-    if args.maxbytes and args.maxbytes < args.minbytes:
-        got = f"-b {args.minbytes} and -e {args.maxbytes}"
-        parser.error(f"expected -e from -b on, got {got}; e.g. -b 8 -e 64M")
-    if args.cudagraph and args.blocking == "1":
-        parser.error("-G replays a graph of calls, and -z 1 waits for each call; give one of them")
+    if problem := contradiction(args):
+        parser.error(problem)
     return args
 
 
@@ -226,9 +276,23 @@ def digest_of(matrix: Matrix) -> str | bool:
     return hashlib.sha256(repr(matrix).encode()).hexdigest()[:12] if matrix else False
 
 
+def popularity(n: int, alpha: float) -> np.ndarray:
+    """The part of all data that goes to each of n ranks: the i-th most popular one gets i**-alpha
+    of what the first one gets (Zipf). A seed says who is how popular. [n], adds up to 1."""
+    order = np.random.default_rng(SEED).permutation(n)
+    weights = (1.0 + order) ** -alpha
+    return weights / weights.sum()
+
+
+def skewed_row(pieces: int, n: int, alpha: float) -> list[int]:
+    """How many of its pieces a rank sends to each of n ranks. All ranks send alike."""
+    bounds = np.rint(np.cumsum(popularity(n, alpha)) * pieces).astype(int)
+    return np.diff(bounds, prepend=0).tolist()
+
+
 def names_of(args: argparse.Namespace) -> list[str]:
     """The collectives that are asked for."""
-    return ["all_to_all"] if args.matrix else args.collective or ["all_reduce"]
+    return ["all_to_all"] if args.matrix or args.skew else args.collective or ["all_reduce"]
 
 
 def range_of(args: argparse.Namespace, matrix: Matrix, device: str) -> tuple[int, int]:
@@ -275,6 +339,10 @@ def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> di
         "group_ranks": ranks,
         **place,
     }
+    # older reports do not have these
+    fixed |= {"unalign": args.unalign} if args.unalign else {}
+    fixed |= {"counts": True} if args.counts else {}
+    most_calls = args.calls or MOST_CALLS
     tables = dict[str, list[Key]]()
     for name, dtype, redop in itertools.product(names_of(args), args.datatype, args.op):
         operation = OPERATIONS[name]
@@ -287,13 +355,33 @@ def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> di
         unit = getattr(torch, dtype).itemsize
         if N in (operation.sends, operation.receives) and not matrix:
             unit *= ranks
-        rows = sizes_and_calls(
-            sizes if name != "barrier" else [], unit, args.calls or MOST_CALLS, place
-        )
         title = f"# {name} {table['dtype']} {table['redop']}".replace(" none", "")
         title = f"{title}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})"
+        if args.skew:
+            for alpha in args.skew:
+                rows = skewed_sizes(sizes, dtype, ranks, alpha, most_calls, place)
+                tables[f"{title}, skew {alpha:g}"] = [table | fixed | row for row in rows]
+            continue
+        rows = sizes_and_calls(sizes if name != "barrier" else [], unit, most_calls, place)
         tables[title] = [table | row | fixed for row in rows]
     return tables
+
+
+def skewed_sizes(
+    sizes: list[int], dtype: str, n: int, alpha: float, most_calls: int, place: Key
+) -> list[Key]:
+    """The part of the key that differs from row to row with --skew.
+
+    A size is what each rank sends, cut to a multiple of n pieces. In the key, size_bytes is what
+    the most popular rank receives, and count the elements that each rank sends.
+    """
+    rows = list[Key]()
+    for pieces in dict.fromkeys(max(1, size // (PIECE * n)) * n for size in sizes):
+        row = skewed_row(pieces, n, alpha)
+        [key] = sizes_and_calls([max(row) * n * PIECE], 1, most_calls, place)
+        key["count"] = pieces * PIECE // getattr(torch, dtype).itemsize
+        rows.append(key | {"skew": alpha, "matrix": digest_of([row])})
+    return rows
 
 
 def sizes_and_calls(sizes: list[int], unit: int, most_calls: int, place: Key) -> list[Key]:
@@ -321,6 +409,10 @@ def settings(args: argparse.Namespace, matrix: Matrix) -> str:
         words.append(f"{args.cudagraph} replays of a graph (-G)")
     if matrix:
         words.append(f"matrix {digest_of(matrix)}")
+    if args.counts:
+        words.append("with the exchange of counts")
+    if args.unalign:
+        words.append(f"shifted by {args.unalign} elements (-u)")
     words.append("one buffer" if args.cache_warm or args.cudagraph else "cold buffers")
     return ", ".join(words)
 
@@ -337,7 +429,7 @@ def build(
     of the key, which -n has set; else these are the most that it may have.
     """
     operation = OPERATIONS[key["collective"]]
-    at = place_of(key, matrix, group)
+    at = place_of(key, matrix, group, job.device)
     torch.cuda.empty_cache()  # NCCL has no use for what torch keeps of smaller sizes
     buffers = make_buffers(key, at, job.device)
     steps = dict[str, Step]()
@@ -356,7 +448,7 @@ def build(
                 counts[variant] += count_wrong(key, at, buffers[variant][:calls], job, group)
         return counts
 
-    host_waits = key["blocking"] == "1" or key["collective"] == "barrier"
+    host_waits = key["blocking"] == "1" or key["collective"] == "barrier" or "counts" in key
     return Workload(
         steps.pop(operation.variants[0]),
         steps,
@@ -379,17 +471,23 @@ def dtype_of(key: Key) -> torch.dtype:
     return getattr(torch, key["dtype"], torch.uint8)  # a barrier has none
 
 
-def place_of(key: Key, matrix: Matrix, group: Group) -> Place:
+def place_of(key: Key, matrix: Matrix, group: Group, device: torch.device) -> Place:
     """What this rank has to know for its calls. matrix: of --matrix, in bytes."""
     rank, n, count = dist.get_rank(group.test), key["group_ranks"], key["count"]
     elements: Matrix = [[count] * n] * n
     splits: tuple[Any, Any] = (None, None)
-    if matrix:
-        itemsize = dtype_of(key).itemsize
+    itemsize = dtype_of(key).itemsize
+    if "skew" in key:
+        row = skewed_row(count * itemsize // PIECE, n, key["skew"])
+        elements = [[pieces * PIECE // itemsize for pieces in row]] * n
+    elif matrix:
         elements = (np.array(matrix) // itemsize).tolist()
+    counts = None
+    if matrix or "skew" in key:
         splits = ([row[rank] for row in elements], elements[rank])
+        counts = torch.tensor(splits[1], device=device) if "counts" in key else None
     root, op = max(0, key["root"]), REDOPS.get(key["redop"])
-    return Place(group.test, rank, n, root, op, count, elements, splits)
+    return Place(group.test, rank, n, root, op, count, elements, splits, counts)
 
 
 @lru_cache(maxsize=1)
@@ -404,8 +502,10 @@ def make_buffers(key: Key, at: Place, device: torch.device) -> dict[str, Buffers
     operation, dtype, count = OPERATIONS[key["collective"]], dtype_of(key), key["count"]
     sent = count if operation.sends else sum(at.matrix[at.rank])
     received = count if operation.receives else sum(row[at.rank] for row in at.matrix)
-    needed = max(sent + received, 2 * count, 1)
-    stride = -(-needed // ALIGNMENT) * ALIGNMENT  # rounded up; the same on all ranks
+    second = -(-sent // ALIGNMENT) * ALIGNMENT  # where the output begins, rounded up
+    shift = key.get("unalign", 0)
+    needed = shift + max(second + received, 2 * count, 1)
+    stride = -(-needed // ALIGNMENT) * ALIGNMENT
     length = 0
     if key["caches"] == "cold":
         length = COLD_BYTES // dtype.itemsize
@@ -418,8 +518,9 @@ def make_buffers(key: Key, at: Place, device: torch.device) -> dict[str, Buffers
     block.fill_(1)
     my_part = slice(at.rank * count, (at.rank + 1) * count)
     out_of_place, in_place = Buffers(), Buffers()
-    for row in block:
-        out_of_place.append((row[:sent], row[sent : sent + received]))
+    for whole_row in block:
+        row = whole_row[shift:]
+        out_of_place.append((row[:sent], row[second : second + received]))
         larger = row[: max(sent, received)]
         src = larger[my_part] if sent < received else larger
         dst = larger[my_part] if sent > received else larger
@@ -486,11 +587,45 @@ def count_missed(step: Step, at: Place, job: Job) -> int:
     return -job.store.add(counter, 0) % at.n
 
 
+class Layout(NamedTuple):
+    """Where the ranks of the groups are, and what their links carry."""
+
+    groups: list[list[int]]
+    nodes: int  # that a group is spread over, evenly; 0 if it is spread unevenly
+    limit: float | None  # GB/s of a link, if it is known
+    limit_name: str
+
+
+def nodes_of_a_group(groups: list[list[int]], node_of: list[int]) -> int:
+    """How many nodes each of the groups is spread over, with as many ranks on each; 0 if not so.
+    node_of: the node of each rank."""
+    shapes = set()
+    for group in groups:
+        ranks_by_node = Counter(node_of[rank] for rank in group)
+        shapes.add((len(ranks_by_node), *set(ranks_by_node.values())))
+    nodes, *ranks_of_a_node = shapes.pop()
+    return nodes if not shapes and len(ranks_of_a_node) == 1 else 0
+
+
+def network_share(collective: str, n: int, k: int) -> float | None:
+    """What a rank sends over the network, as a share of busbw, for n ranks on k nodes.
+
+    None on one node, and for collectives that do not move data between all ranks. Each rank has
+    n/k ranks on its node. In an all_to_all it sends a part to each rank of the other nodes, so
+    (n - n/k) / (n - 1). The others send least if they go within the nodes first: (k - 1) / (n - 1),
+    derived in https://github.com/stas00/ml-engineering, network/README.md. Over a ring of all ranks
+    they send k/n of busbw.
+    """
+    if k < 2 or collective not in BETWEEN_ALL:
+        return None
+    return ((n - n // k) if collective == "all_to_all" else (k - 1)) / (n - 1)
+
+
 def derive(
-    args: argparse.Namespace, groups: list[list[int]], case: Case, times: Times, facts: list[Any]
+    args: argparse.Namespace, layout: Layout, case: Case, times: Times, facts: list[Any]
 ) -> None:
     """Times and bandwidths of both variants. The slowest group counts, if there are several."""
-    key, metrics = case.key, case.metrics
+    key, metrics, groups = case.key, case.metrics, layout.groups
     operation = OPERATIONS[key["collective"]]
     wrong = 0
     if args.check:
@@ -511,8 +646,12 @@ def derive(
         metrics[f"{variant}_group_times_s"] = group_times
         metrics[f"{variant}_algbw_gb_per_s"] = algbw
         metrics[f"{variant}_busbw_gb_per_s"] = busbw
-        if args.limit:
-            metrics["efficiency"] = max(metrics.get("efficiency", 0), busbw / args.limit)
+        if layout.limit and (args.limit or key["collective"] in BETWEEN_ALL):
+            metrics["efficiency"] = max(metrics.get("efficiency", 0), busbw / layout.limit)
+            metrics["limit"] = layout.limit_name
+    if "skew" in key:
+        mean_bytes = key["count"] * dtype_of(key).itemsize  # all send as much
+        metrics["max_over_mean_received"] = key["size_bytes"] / mean_bytes
     case.check = "passed" if args.check else "skipped: -c 0"
     if wrong:
         case.check = f"failed: {wrong} wrong values"
@@ -539,7 +678,9 @@ class ScanTable(Table):
         if case.failed:
             line += f"  {case.check}"
         if "efficiency" in metrics:
-            line += f"  {metrics['efficiency']:.0%} of the limit"
+            line += f"  {metrics['efficiency']:.0%} of {metrics.get('limit', 'the limit')}"
+        if "max_over_mean_received" in metrics:
+            line += f"  max/mean received {metrics['max_over_mean_received']:.2f}"
         if case.key["caches"] == "warm":
             line += "  warm caches"
         return line
@@ -559,7 +700,22 @@ def top_quarter(rates: list[float]) -> float:
     return float(np.mean(rates[-len(rates) // 4 :]))
 
 
-def footer(tables: dict[str, list[Key]], min_busbw: float | None, bench: Benchmark) -> None:
+def network_line(key: Key, busbw: float, nodes: int) -> str | None:
+    """What a rank sends over the network, if that can be said. key: of a case with that busbw."""
+    share_of_busbw = network_share(key["collective"], key["group_ranks"], nodes)
+    if share_of_busbw is None or key["matrix"]:
+        return None
+    n = key["group_ranks"]
+    formula, assumption = "(k-1)/(n-1)", ", if it goes within the nodes first"
+    if key["collective"] == "all_to_all":
+        formula, assumption = "(n-n/k)/(n-1)", ""
+    rate = f"{busbw * share_of_busbw:.4g} GB/s = busbw {formula}"
+    return f"#   per rank over the network: {rate}, k = {nodes} nodes, n = {n} ranks{assumption}"
+
+
+def footer(
+    tables: dict[str, list[Key]], min_busbw: float | None, nodes: int, bench: Benchmark
+) -> None:
     """A line for each table. Then the lines that nccl-tests ends with, which other tools read."""
     all_rates: list[float] = []
     bench.print("#")
@@ -572,6 +728,8 @@ def footer(tables: dict[str, list[Key]], min_busbw: float | None, bench: Benchma
         top = max(top_quarter(values) for values in measured)
         line = f"{title}: busbw over the top quarter of the sizes {top:.4g} GB/s"
         bench.print(line)
+        if line_of_network := network_line(keys[0], top, nodes):
+            bench.print(line_of_network)
         if min_busbw and top < 0.9 * min_busbw:
             bench.fail(f"{line.removeprefix('# ')}, under 0.9 of --min-busbw {min_busbw:g}")
     wrong = sum(case.metrics.get("wrong", 0) for case in bench.report.cases)
@@ -592,7 +750,20 @@ def why_refused(args: argparse.Namespace, matrix: Matrix, job: Job, ranks: int) 
     if args.cudagraph and job.device.type != "cuda":
         return "-G replays CUDA graphs, and this run is on the CPU; leave it out"
     _, largest = range_of(args, matrix, job.device.type)
+    if args.skew:  # what the most popular rank receives, if all send as much as -e says
+        largest = int(largest * ranks * popularity(ranks, max(args.skew)).max())
     return share(memory.too_much(2 * largest, job, "-e"))
+
+
+def layout_of(groups: list[list[int]], environment: dict[str, Any], limit: float | None) -> Layout:
+    """limit: --limit; without it the speed of the node's links counts, if that is known."""
+    nodes = nodes_of_a_group(groups, node_of_each(environment))
+    if limit or nodes != 1:
+        return Layout(groups, nodes, limit, "the limit")
+    link = peaks.find_link(environment, len(groups[0]))
+    if not link or "nccl" not in environment["backend"]:
+        return Layout(groups, nodes, None, "")
+    return Layout(groups, nodes, link.gb_per_s, f"{link.kind}'s {link.gb_per_s:g} GB/s")
 
 
 def main() -> int:
@@ -614,7 +785,8 @@ def main() -> int:
             bench.refuse(str(error))
         members = sorted(itertools.chain(*groups))
         prepare = partial(build, job, matrix, args.check, args.calls is not None)
-        conclude = partial(derive, args, groups)
+        layout = layout_of(groups, bench.report.environment, args.limit)
+        conclude = partial(derive, args, layout)
         for title, keys in tables.items():
             bench.begin_table(f"{title}; {settings(args, matrix)}", {})
             bench.table = ScanTable({})
@@ -624,7 +796,7 @@ def main() -> int:
             bench.print(ScanTable.HEADER)
             for key in keys:
                 bench.measure(key, prepare, conclude, members, groups)
-        footer(tables, args.min_busbw, bench)
+        footer(tables, args.min_busbw, layout.nodes, bench)
     return bench.status
 
 

@@ -485,7 +485,7 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
         }
 
     parts = {"forward+backward": steps.without_optimizer}
-    with_ranges = {
+    with_ranges: dict[str, Step] = {
         "step": partial(steps.step, record_function),
         "forward+backward": partial(steps.without_optimizer, record_function),
     }

@@ -563,6 +563,7 @@ def hosts_of(environment: dict[str, Any]) -> dict[str, list[str]]:
 
 def main() -> int:
     args = parse_args()
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("node_check", args) as bench:
         stay_near(bench.job.device)  # or healthy ranks' copies to the host differ by the socket
         environment, slow = bench.report.environment, Findings()

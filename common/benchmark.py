@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from common import environment, gpus
+from common import environment, gpus, network
 from common.cli import abandon, complain, describe, end, refuse
 from common.dist import Group, Groups, connect, gather, share
 from common.join import join
@@ -76,6 +76,7 @@ class Benchmark:
         self.table: Table | None = None
         self.progress = progress_line(is_first)
         measured_on = share(environment.collect(self.job, variables))
+        self.network_before = network.read() if self.job.local_rank == 0 else {}
         self.report = Report(name, measured_on, args.json if is_first else None)
         # These complete every key, as rank 0 has them: with RPC a server may be on another device
         # than the trainers.
@@ -333,18 +334,20 @@ class Benchmark:
 
     def finish(self) -> None:
         """Print remarks about the run as a whole, write the report's last line, and set status."""
-        last_line, remarks = gpus.at_the_end(self.job, self.report.environment)
+        measured_on = self.report.environment
+        last_line, remarks = gpus.at_the_end(self.job, measured_on)
+        network_grew, warnings = network.at_the_end(self.job, measured_on, self.network_before)
         cases = self.report.cases
         if any(launch_bound(case) for case in cases):
             self.print(LAUNCH_HINT)
         hint = no_interval_hint(cases, self.args.iters, self.args.max_seconds)
         if self.table and hint:
             self.print(hint)
-        for remark in remarks:
+        for remark in [*warnings, *remarks]:
             self.print(f"# {remark}")
         self.failed |= any(case.failed for case in cases)
         try:
-            self.report.finish("failed" if self.failed else "complete", **last_line)
+            self.report.finish("failed" if self.failed else "complete", **last_line, **network_grew)
         except OSError as full:
             self.fail(f"--json {self.args.json}: {full.strerror}; every case is in it")
         self.progress.close()

@@ -207,8 +207,8 @@ class TimedLoop:
         """Warm a step up. Returns the seconds of a warm sample.
 
         The warm-up of all steps takes a quarter of the budget, unless the user has said how many
-        iterations it has. Each step has its share of that, but two iterations if they fit into the
-        quarter: the first one may include setting something up.
+        iterations it has. Each step has an equal share of that. A second iteration is made unless
+        the first took over the whole quarter: that one may include setting something up.
         """
         limited = not (self.rule.iters or self.rule.full_warmup)
         quarter = self.rule.max_seconds / 4

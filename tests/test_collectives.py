@@ -19,7 +19,8 @@ SMALL = (*SHORT, "--cache-warm")
 @pytest.mark.smoke
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_operation(bench: Callable[..., Any], ranks: int) -> None:
-    flags = ("--collective", "all", "-r", str(ranks - 1), "-c", "2")
+    shifted = ("-u", "1") if ranks > 1 else ()
+    flags = ("--collective", "all", "-r", str(ranks - 1), "-c", "2", *shifted)
     run = bench(SCRIPT, *SMALL, *flags, ranks=ranks)
     assert run.status == 0, run.err
     names = [name for name in OPERATIONS if name != "sendrecv" or ranks > 1]
@@ -73,7 +74,7 @@ def test_a_traffic_matrix_through_cold_buffers(bench: Callable[..., Any], tmp_pa
     path = tmp_path / "matrix.txt"
     path.write_text("0 4096 16\n1000, 0, 0\n512 64 32\n")
     flags = ("--matrix", str(path), "-d", "float,double", "--limit", "5", "--min-busbw", "1e9")
-    run = bench(SCRIPT, *SHORT, *flags, ranks=3)
+    run = bench(SCRIPT, *SHORT, *flags, "--counts", ranks=3)
     sizes = [(c.key["size_bytes"], c.key["count"], c.check) for c in run.report.cases]
     assert sizes == [(4160, 1040, "passed"), (4160, 520, "passed")]
     assert {case.key["caches"] for case in run.report.cases} == {"cold"}
@@ -82,6 +83,16 @@ def test_a_traffic_matrix_through_cold_buffers(bench: Callable[..., Any], tmp_pa
     assert "% of the limit" in run.out
     assert run.status == 1
     assert "under 0.9 of --min-busbw 1e+09" in run.err
+
+
+@pytest.mark.smoke
+def test_skewed_experts(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SMALL, "-b", "6400", "--skew", "0,2", ranks=3)
+    assert run.status == 0, run.err
+    assert [(c.key["skew"], c.check) for c in run.report.cases] == [(0, "passed"), (2, "passed")]
+    even, skewed = (case.metrics["max_over_mean_received"] for case in run.report.cases)
+    assert (even, round(skewed, 1)) == (1, 2.2)  # 3 / (1 + 1/4 + 1/9)
+    assert "# all_to_all float32, world (3 ranks), skew 2: busbw over the top quarter" in run.out
 
 
 @pytest.mark.smoke

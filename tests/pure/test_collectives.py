@@ -31,7 +31,8 @@ def test_bus_factor(collective: str, ranks: int, factor: float) -> None:
 def derived(case: Case, facts: Any, groups: list[list[int]], **flags: Any) -> dict[str, Any]:
     args = SimpleNamespace(**({"limit": None, "check": 1} | flags))
     times = Times(case.samples_s, [])
-    collectives.derive(args, groups, case, times, facts)  # type: ignore[arg-type]
+    layout = collectives.Layout(groups, 1, args.limit, "the limit")
+    collectives.derive(args, layout, case, times, facts)  # type: ignore[arg-type]
     return case.metrics
 
 
@@ -60,6 +61,103 @@ def test_of_several_groups_the_slowest_counts() -> None:
     assert m["in_place_group_times_s"] == [4, 2]
     assert m["in_place_time_s"] == 4
     assert case.check == "failed: 3 wrong values"
+
+
+def test_what_a_rank_sends_over_the_network() -> None:
+    """377.34 GB/s on 32 ranks of 4 nodes: 377.34 * 3/31 = 36.52, and all_to_all 24/31 of busbw."""
+    share = collectives.network_share
+    for name in ("all_reduce", "all_gather", "reduce_scatter"):
+        assert 377.34 * (share(name, 32, 4) or 0) == pytest.approx(36.52, abs=0.005)
+        assert share(name, 4, 4) == 1  # one rank a node: busbw is what it sends
+        assert share(name, 8, 1) is None
+    assert share("all_to_all", 32, 4) == pytest.approx(24 / 31)
+    assert share("broadcast", 32, 4) is None
+    key = {"collective": "all_reduce", "group_ranks": 32, "matrix": False}
+    assert collectives.network_line(key, 377.34, 4) == (
+        "#   per rank over the network: 36.52 GB/s = busbw (k-1)/(n-1), k = 4 nodes, n = 32 ranks, "
+        "if it goes within the nodes first"
+    )
+    assert collectives.network_line(key, 377.34, 1) is None
+    assert collectives.network_line(key | {"matrix": "a1b2"}, 377.34, 4) is None
+
+
+def test_nodes_of_a_group() -> None:
+    node_of = [0, 0, 1, 1, 2]
+    assert collectives.nodes_of_a_group([[0, 1, 2, 3]], node_of) == 2
+    assert collectives.nodes_of_a_group([[0, 2], [1, 3]], node_of) == 2
+    assert collectives.nodes_of_a_group([[0, 1], [2, 3]], node_of) == 1
+    assert collectives.nodes_of_a_group([[0, 1, 2]], node_of) == 0  # two ranks and one
+    assert collectives.nodes_of_a_group([[0, 1], [2, 4]], node_of) == 0  # within a node and not
+
+
+def test_the_limit_has_the_name_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = SimpleNamespace(kind="NVLink", gb_per_s=450)
+    monkeypatch.setattr(collectives.peaks, "find_link", lambda environment, ranks: link)
+    environment = {"backend": "nccl", "ranks": [{"host": "a", "local_rank": r} for r in (0, 1)]}
+    layout = collectives.layout_of([[0, 1]], environment, None)
+    assert layout == ([[0, 1]], 1, 450, "NVLink's 450 GB/s")
+    assert collectives.layout_of([[0, 1]], environment, 300.0).limit_name == "the limit"
+    gloo = environment | {"backend": "cpu:gloo,cuda:gloo"}
+    assert collectives.layout_of([[0, 1]], gloo, None).limit is None
+    sizes = {"size_bytes": 8, "count": 2, "dtype": "float32", "redop": "sum", "root": -1}
+    key = KEY | sizes | {"group_ranks": 2, "caches": "cold"}
+    for name, seen in (("all_reduce", True), ("broadcast", False)):
+        samples = {"step": [[8 / 369e9]] * 2, "in_place": [[1.0]] * 2, "out_of_place": [[1.0]] * 2}
+        case = Case(key | {"collective": name}, [0, 1], samples)
+        facts = [{"calls": 1, "in_place": 0, "out_of_place": 0}] * 2
+        args: Any = SimpleNamespace(limit=None, check=1)
+        collectives.derive(args, layout, case, Times(samples, []), facts)
+        row = collectives.ScanTable({}).row(case)
+        assert ("  82% of NVLink's 450 GB/s" in row) == seen
+
+
+def test_sizes_may_be_sums() -> None:
+    args = collectives.parse_args(["-b", "1M+2", "-e", "1M+6", "-i", "2"])
+    assert (args.minbytes, args.maxbytes) == (2**20 + 2, 2**20 + 6)
+    [keys] = planned(2, "-b", "1M+2", "-e", "1M+6", "-i", "2", "-d", "half").values()
+    assert [key["count"] - 2**19 for key in keys] == [1, 2, 3]  # elements of two bytes
+
+
+def test_shifted_buffers() -> None:
+    """-u moves input and output off the multiples of 256 bytes where they begin otherwise."""
+    for shift in (0, 3):
+        [[key]] = planned(2, "-b", "100", "-e", "100", "-u", str(shift)).values()
+        assert ("unalign" in key) == bool(shift)
+        at: Any = SimpleNamespace(rank=1, matrix=[[key["count"]] * 2] * 2)
+        buffers = collectives.make_buffers(key, at, torch.device("cpu"))
+        for src, dst in [*buffers["out_of_place"][:5], *buffers["in_place"][:5]]:
+            assert (src.data_ptr() - 4 * shift) % 64 == (dst.data_ptr() - 4 * shift) % 64 == 0
+            assert src.storage_offset() % 64 == dst.storage_offset() % 64 == shift
+            assert len(src) == len(dst) == 25
+
+
+def test_skew_is_zipfs() -> None:
+    """Of 100 pieces 1, 1/2, 1/3 and 1/4 are 48, 24, 16 and 12; 48 is 1.92 times the mean."""
+    assert sorted(collectives.skewed_row(100, 4, 1.0)) == [12, 16, 24, 48]
+    assert collectives.skewed_row(100, 4, 0.0) == [25] * 4
+    assert collectives.skewed_row(100, 4, 1.0) == collectives.skewed_row(100, 4, 1.0)
+    assert sum(collectives.skewed_row(1001, 7, 0.7)) == 1001
+    tables = planned(4, "--skew", "0,1", "-b", "6400", "-e", "6400")
+    assert [*tables] == [f"# all_to_all float32, world (4 ranks), skew {a}" for a in (0, 1)]
+    [[even], [skewed]] = tables.values()
+    [[plain]] = planned(4, "--collective", "all_to_all", "-b", "6400", "-e", "6400").values()
+    # each rank sends 100 pieces of 16 bytes to each of the four, or 4 * 48 come to one
+    assert (even["size_bytes"], even["count"]) == (plain["size_bytes"], 4 * plain["count"])
+    assert (skewed["size_bytes"], skewed["count"]) == (6400 * 1.92, 1600)
+    assert len({even["matrix"], skewed["matrix"], False}) == 3
+    assert "skew" not in plain
+    [[counted]] = planned(4, "--skew", "1", "--counts", "-b", "6400", "-e", "6400").values()
+    assert counted == skewed | {"counts": True}
+
+
+def test_the_rank_with_most_sets_the_bandwidth_of_a_skewed_case() -> None:
+    """12,288 bytes come to one rank in 1 ms, 3/4 of them from the others."""
+    [[key]] = planned(4, "--skew", "1", "-b", "6400", "-e", "6400").values()
+    case = Case(key, [0, 1, 2, 3], {"step": [[1e-3]] * 4})
+    m = derived(case, [{"calls": 1, "out_of_place": 0}] * 4, [[0, 1, 2, 3]])
+    assert m["max_over_mean_received"] == pytest.approx(1.92)
+    assert m["out_of_place_busbw_gb_per_s"] == pytest.approx(12288 / 1e-3 / 1e9 * 3 / 4)
+    assert "max/mean received 1.92" in collectives.ScanTable({}).row(case)
 
 
 def test_scan() -> None:
@@ -152,6 +250,13 @@ def test_a_sample_has_as_many_calls_as_take_a_millisecond(
         ("-i 8 -f 3", "argument -f/--stepfactor: not allowed with argument -i/--stepbytes"),
         ("-b 64 -e 8", "expected -e from -b on, got -b 64 and -e 8; e.g. -b 8 -e 64M"),
         ("--matrix=", "--matrix: expected a file, got ''; e.g. --matrix matrix.txt"),
+        ("-b 1M+x", "-b/--minbytes: expected a size in bytes, got '1M+x'; e.g. 8, 64K, 4M, 1G or"),
+        ("-b 4+-8", "-b/--minbytes: expected a size in bytes, got '4+-8'"),
+        ("--skew -1", "argument --skew: expected a number of at least 0, got '-1'"),
+        ("--skew 1 --matrix m", "--matrix: not allowed with argument --skew"),
+        ("--skew 1 --collective all", "--skew is for all_to_all alone; leave out --collective"),
+        ("--counts", "--counts expected --matrix or --skew, e.g. --skew 1 --counts"),
+        ("--skew 1 --counts -G 2", "--counts makes the host wait, which a graph (-G) cannot"),
         ("--matrix m --collective all", "--matrix is for all_to_all alone; leave out --collective"),
         (
             "-G 2 -z 1",

@@ -13,15 +13,13 @@ import torch.nn.functional as F
 from benchmarks.parallel_sweep import (
     best,
     breakdown,
-    default_meshes,
-    misfit,
     parse_args,
-    parse_mesh,
     plan,
-    ring_attention,
     scatter_noise,
     title_of,
 )
+from common.axes import ring_attention
+from common.meshes import default_meshes, misfit, parse_mesh
 from common.report import Case
 from common.stats import Times
 
@@ -111,7 +109,7 @@ def test_the_number_that_does_not_fit(
 
 
 def test_zbv_hangs_over_gloo_with_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.parallel_sweep.TORCH_2_15", False)
+    monkeypatch.setattr("common.meshes.TORCH_2_15", False)
     key = {"mesh": "pp2:zbv", "model": "decoder-tiny", "world_size": 2, "sequence_length": 128}
     key |= {"global_batch": 16, "microbatches": 4, "experts": 0, **CPU}
     assert "zbv over gloo does not end with torch 2.11" in str(misfit(key))
@@ -138,7 +136,7 @@ def test_a_failed_ring_leaves_attention_as_it_was(monkeypatch: pytest.MonkeyPatc
         yield
         F.scaled_dot_product_attention = attend
 
-    monkeypatch.setattr("benchmarks.parallel_sweep.context_parallel", as_in_2_11)
+    monkeypatch.setattr("common.axes.context_parallel", as_in_2_11)
     mesh: Any = None
     in_ring = ring_attention(torch.nn.Module(), mesh, [torch.ones(1, 2)])
     with in_ring():
