@@ -93,7 +93,8 @@ def test_regions_are_whole_statements(path: Path) -> None:
 def test_regions_of_ddp_exposed_need_nothing_else() -> None:
     """Pasted one after the other, they use no name that they do not make."""
     pasted = [textwrap.dedent(text) for _, text in regions(ROOT / "examples" / "ddp_exposed.py")]
-    made, used = set(dir(builtins)), set()
+    made = set(dir(builtins))
+    used: set[str] = set()
     for node in ast.walk(ast.parse("\n".join(pasted))):
         if isinstance(node, (ast.alias, ast.FunctionDef)):
             made.add(getattr(node, "asname", None) or node.name)  # as `dist`
