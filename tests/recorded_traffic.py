@@ -6,11 +6,11 @@ Each rank looks at itself. gloo makes an all-reduce of a reduce-scatter, of the 
 recorder has that: so the reduce-scatters of traffic.py are taken for all-reduces here.
 """
 
-import os
 import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ BYTES = {"Float": 4, "Int": 4, "Long": 8, "Byte": 1}
 
 def recorded(key: Key, job: Job) -> Sent:
     """The third step of a mesh, as the recorder has it."""
-    world: dist.ProcessGroup = dist.group.WORLD
+    world: Any = dist.group.WORLD
     meshes = open_meshes(parse_mesh(key["mesh"]), [], job, Group((), world, world))
     trainer = train(key, job, meshes, partial(sgd, lr=1e-3))
     for _ in range(2):
@@ -62,28 +62,32 @@ def said(key: Key) -> Sent:
     return sent
 
 
+def verdict(record: Sent, played: Sent) -> str:
+    if record == played:
+        return "same"
+    return f"recorded more {dict(record - played)}, played more {dict(played - record)}"
+
+
 def main() -> int:
     dist.init_process_group("gloo")
-    rank, ranks, store = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    job = Job(rank, rank, ranks, ranks, torch.device("cpu"), "gloo", store)
-    flags = ["--ranks", str(ranks), "--mesh", sys.argv[1], "--rank", str(rank), "--dtype", "fp32"]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    job = Job(rank, rank, ranks, ranks, torch.device("cpu"), "gloo", dist.HashStore())
     keys = []
     for mesh in sys.argv[1].split(","):
-        flags[3] = mesh
-        words = [*flags, "--model", "decoder-nano", "--sequence-length", "32"]
-        keys += traffic.plan(traffic.parse_args(words))
+        place = ["--ranks", str(ranks), "--rank", str(rank), "--mesh", mesh]
+        model = ["--model", "decoder-nano", "--sequence-length", "32", "--dtype", "fp32"]
+        keys += traffic.plan(traffic.parse_args([*place, *model]))
     records = [recorded(key, job) for key in keys]
     dist.barrier()
     dist.destroy_process_group()
-    wrong = 0
+    same = True
     for key, record in zip(keys, records, strict=True):
         played = said(key)
-        more, less = record - played, played - record
-        verdict = f"recorded more {dict(more)}, played more {dict(less)}" if more or less else "same"
-        wrong += record != played
+        same &= record == played
         total = sum(size * count for (_, _, size), count in record.items())
-        print(f"{key['mesh']} rank {rank}: {record.total()} calls, {total} bytes: {verdict}\n", end="")
-    return int(wrong > 0)
+        sent = f"{record.total()} calls, {total} bytes"
+        print(f"{key['mesh']} rank {rank}: {sent}: {verdict(record, played)}\n", end="", flush=True)
+    return int(not same)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def totals(step: traffic.Step, axis: str) -> dict[str, int]:
 def test_fsdp_gathers_all_weights_twice_and_scatters_their_gradients_once() -> None:
     """8 ranks divide the first dimension of every weight: nothing is padded."""
     step = step_of("dp8", 8)
-    assert step.ranks == {"dp": list(range(8))}
+    assert step.ranks["dp"] == list(range(8))
     assert totals(step, "dp") == {"all_gather": 2 * 4 * WEIGHTS, "reduce_scatter": 4 * WEIGHTS}
     units = DECODERS["decoder-nano"].layers + 1
     assert step.calls["dp"]["all_gather"].total() == 2 * units
