@@ -706,7 +706,7 @@ def network_line(key: Key, busbw: float, nodes: int) -> str | None:
     if share_of_busbw is None or key["matrix"]:
         return None
     n = key["group_ranks"]
-    formula, assumption = "(k-1)/(n-1)", ", if it goes within the nodes first"
+    formula, assumption = "(k-1)/(n-1)", "; over a ring more"
     if key["collective"] == "all_to_all":
         formula, assumption = "(n-n/k)/(n-1)", ""
     rate = f"{busbw * share_of_busbw:.4g} GB/s = busbw {formula}"

@@ -74,8 +74,8 @@ def test_what_a_rank_sends_over_the_network() -> None:
     assert share("broadcast", 32, 4) is None
     key = {"collective": "all_reduce", "group_ranks": 32, "matrix": False}
     assert collectives.network_line(key, 377.34, 4) == (
-        "#   per rank over the network: 36.52 GB/s = busbw (k-1)/(n-1), k = 4 nodes, n = 32 ranks, "
-        "if it goes within the nodes first"
+        "#   per rank over the network: 36.52 GB/s = busbw (k-1)/(n-1), k = 4 nodes, n = 32 ranks; "
+        "over a ring more"
     )
     assert collectives.network_line(key, 377.34, 1) is None
     assert collectives.network_line(key | {"matrix": "a1b2"}, 377.34, 4) is None
