@@ -9,7 +9,7 @@ begins with an underscore. TensorPipe's arguments `_transports` and `_channels` 
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -65,6 +65,21 @@ def recorded_collectives() -> list[dict[str, Any]]:
         with contextlib.suppress(Exception):  # this torch may lack it
             entries += json.loads(getattr(c10d, name)(**options))["entries"]
     return entries
+
+
+def expected_s(
+    call: Callable[[], object], group: dist.ProcessGroup, device: torch.device
+) -> float | None:
+    """The seconds that the group's backend itself expects the collectives in `call` to take. It
+    does not run them. None where it cannot say: only NCCL can. torch/distributed/__init__.py.
+    """
+    try:
+        with dist._time_estimator(group, device) as estimator:  # type: ignore[attr-defined]
+            call()
+    except (AttributeError, NotImplementedError):
+        return None
+    time_us = estimator.estimated_time
+    return None if time_us is None else time_us / 1e6
 
 
 def register_fake_backend() -> None:
