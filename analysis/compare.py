@@ -18,14 +18,16 @@ the runs' times. The verdicts:
 
 Cases are joined by their keys. Files, folders and patterns are read: reports of this project, of
 PyTorch's DDP benchmark, and of nccl-tests (-J). With --history the newest run of a folder is
-compared with those before it.
+compared with those before it. With --control, an `ab.py --out` of runs that were measured alike
+tells how much runs scatter, where BASE and TEST have few.
 
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower --format markdown
+    python analysis/compare.py one.jsonl --test other.jsonl --control noise/
     python analysis/compare.py --history reports/ --plot history.svg
 
-Exit status: 0, also where nothing could be decided; 1 on what --fail-on names; 2 bad usage.
-docs/compare.md derives the numbers. BSD-3-Clause.
+Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 what it names has happened; 4 no verdict: a
+case is undecided, missing or cannot be compared. docs/compare.md derives the numbers. BSD-3-Clause.
 """
 
 import argparse
@@ -44,9 +46,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.load import Run, by_benchmark, find, load, rows_of
 from analysis.show import check_output, clean, markdown, put, show_table, show_time
 from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
-from common.cli import Parser, checked, fraction, list_of, positive_int, refuse
+from common.cli import Parser, checked, cut, fraction, list_of, positive_int, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
+NO_VERDICT = ("undecided", "missing", "not compared")  # a case that nobody could judge
+STATUSES = {"pass": 0, "failed": 1, "no verdict": 4}  # the exit status of an outcome
 
 
 def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +60,10 @@ def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
     add("--margin", type=fraction, default=0.02, metavar="P", help=margin)
     key = "join cases that differ in these fields of their keys; a list"
     add("--ignore-key", type=list_of(str), default=[], metavar="NAME", help=key)
-    fail = f"exit with 1 where a case, or the mean, is one of {', '.join(FAILURES)}; a list"
+    fail = (
+        f"exit with 1 where a case, or the mean, is one of {', '.join(FAILURES)}, "
+        "else with 4 where a case has no verdict; a list"
+    )
     add("--fail-on", type=list_of(str, FAILURES), default=[], metavar="VERDICT", help=fail)
     add("--format", choices=("table", "markdown", "json"), default="table", help="(default: table)")
 
@@ -66,7 +73,26 @@ def results_of(comparison: Comparison) -> list[Result]:
     return [*comparison.cases, comparison.mean] if comparison.mean else comparison.cases
 
 
-def show(comparison: Comparison, style: str) -> str:
+def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str]:
+    """`failed`, `no verdict` or `pass`, and why: `2 slower`. fail_on: the verdicts that fail.
+
+    A test that could not look has not passed: so `pass` means that every case has a verdict.
+    """
+    failed = Counter(r.verdict for r in results_of(comparison) if r.verdict in fail_on)
+    if failed:
+        return "failed", show_counts(failed)
+    unknown = Counter(case.verdict for case in comparison.cases if case.verdict in NO_VERDICT)
+    if unknown:
+        return "no verdict", show_counts(unknown)
+    return "pass", ""
+
+
+def show_counts(verdicts: Counter[str]) -> str:
+    """`2 slower, 1 missing`"""
+    return ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())
+
+
+def show(comparison: Comparison, style: str, fail_on: Sequence[str] = ()) -> str:
     """A comparison as text; style: table or markdown."""
     sure = f"{100 * (1 - comparison.design.error_rate):.4g} %"
     header = ["case", "BASE", "TEST", "TEST is", f"{sure} interval", "verdict"]
@@ -78,7 +104,37 @@ def show(comparison: Comparison, style: str) -> str:
     mark, escape = ("-", markdown) if style == "markdown" else ("#", clean)
     above_table = [f"{mark} {escape(line, 500)}" for line in above(comparison)]
     below_table = [f"{mark} {escape(line, 500)}" for line in below(comparison)]
+    if fail_on:
+        outcome, why = outcome_of(comparison, fail_on)
+        below_table.append(f"{mark} --fail-on {','.join(fail_on)}: {outcome}{why and f' ({why})'}")
     return "\n".join([*above_table, "", *table, "", *below_table])
+
+
+def show_control(comparison: Comparison, style: str) -> str:
+    """A comparison of A with A as text: which change could have been shown?"""
+    margin = f"{comparison.design.margin * 100:g} %"
+    header = ["case", "A", "A is", "interval", "smallest change", f"runs for {margin}"]
+    rows = []
+    for result in results_of(comparison):
+        label, base, _, ratio, interval, _ = cells(result)
+        smallest = result.smallest_change
+        change = "-" if smallest is None else f"{100 * smallest:.2g} %"
+        runs = result.runs_to_show or ("-" if smallest is None else f"over {MAX_RUNS}")
+        rows.append([label, base, ratio, interval, change, runs])
+    mark, escape = ("-", markdown) if style == "markdown" else ("#", clean)
+    runs = len(comparison.base)
+    lines = [
+        f"smallest change: {runs} runs a side show it in 9 of 10 comparisons",
+        f"runs for {margin}: so many runs a side show such a change in 9 of 10 comparisons",
+    ]
+    differing = [case for case in comparison.cases if case.verdict in ("slower", "faster")]
+    if differing:
+        what = f"in {len(differing)} cases A differs from itself"
+        lines.append(f"warning: {what}: more than chance moves these runs; is the machine shared?")
+    above_table = [f"{mark} {escape(line, 500)}" for line in above(comparison)]
+    table = show_table(header, rows, (1, 4, 5), style)
+    below_table = [f"{mark} {escape(line, 500)}" for line in lines]
+    return "\n".join([*above_table, "", table, "", *below_table])
 
 
 def above(comparison: Comparison) -> list[str]:
@@ -107,6 +163,8 @@ def heading(comparison: Comparison) -> str:
         how = "one run a side"
     if design.interleaved:
         how += ", their blocks took turns"
+    if comparison.control_runs:
+        how += f"; {comparison.control_runs} runs of control a side tell how much runs scatter"
     if design.looks > 1:
         how += f"; {design.looks} looks share the 5 % of error"
     sides = f"{m} of BASE, {n} of TEST; margin {design.margin * 100:g} %"
@@ -144,8 +202,7 @@ def show_ratio(ratio: float | None) -> str:
 def below(comparison: Comparison) -> list[str]:
     """How many cases have each verdict, why no better one, and how many runs might decide them."""
     cases = comparison.cases
-    verdicts = Counter(case.verdict for case in cases)
-    lines = [", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())]
+    lines = [show_counts(Counter(case.verdict for case in cases))]
     reasons = Counter(f"{case.verdict}: {case.reason}" for case in cases if case.reason)
     for reason, n in reasons.items():
         noun = "case" if n == 1 else "cases"
@@ -163,35 +220,80 @@ def most_runs_needed(cases: Sequence[Result]) -> int:
     return max((case.runs_needed or MAX_RUNS for case in wide), default=0)
 
 
-def conclude(comparisons: Sequence[Comparison], style: str, fail_on: Sequence[str]) -> int:
-    """Print the results; the exit status: 1 for a verdict that `fail_on` names."""
+def conclude(
+    comparisons: Sequence[Comparison],
+    style: str,
+    fail_on: Sequence[str],
+    is_control: bool = False,
+) -> int:
+    """Print the results; the exit status: that of the worst outcome, if `fail_on` asks for one."""
     if style == "json":
-        put(as_json(comparisons))
+        put(as_json(comparisons, fail_on))
+    elif is_control:
+        put("\n\n".join(show_control(comparison, style) for comparison in comparisons))
     else:
-        put("\n\n".join(show(comparison, style) for comparison in comparisons))
-    verdicts = set()
-    for comparison in comparisons:
-        verdicts |= {result.verdict for result in results_of(comparison)}
-    failures = [name for name in fail_on if name in verdicts]
-    if failures:
-        refuse(f"failed: {', '.join(failures)} (--fail-on)", status=1)
+        put("\n\n".join(show(comparison, style, fail_on) for comparison in comparisons))
+    if not fail_on:
+        return 0
+    outcomes = [outcome_of(comparison, fail_on) for comparison in comparisons]
+    for outcome in ("failed", "no verdict"):
+        reasons = [why for name, why in outcomes if name == outcome]
+        if reasons:
+            refuse(f"{outcome}: {', '.join(reasons)} (--fail-on)", status=STATUSES[outcome])
     return 0
 
 
-def as_json(comparisons: Sequence[Comparison]) -> str:
-    """One comparison as an object, several as a list."""
-    schema = {"schema": "torchrun-bench-compare/2"}
-    documents = [schema | asdict(comparison) for comparison in comparisons]
+def as_json(comparisons: Sequence[Comparison], fail_on: Sequence[str] = ()) -> str:
+    """One comparison as an object, several as a list. outcome: null where none was asked for."""
+    documents = []
+    for comparison in comparisons:
+        outcome = outcome_of(comparison, fail_on)[0] if fail_on else None
+        head = {"schema": "torchrun-bench-compare/2", "outcome": outcome}
+        documents.append(head | asdict(comparison))
     return json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
 
 
+def load_sides(
+    base: Sequence[str], test: Sequence[str], args: argparse.Namespace
+) -> tuple[list[Run], list[Run]]:
+    """The runs of both sides, as the flags want them."""
+    runs = load([*base, *test], args.measure, args.ignore_key, join_pytorch=True)
+    if args.k:
+        keep(runs, args.k)
+    base_paths = find(base)
+    base_runs = [run for run in runs if run.label in base_paths]
+    return base_runs, [run for run in runs if run.label not in base_paths]
+
+
+def keep(runs: Sequence[Run], text: str) -> None:
+    """Leave only the cases whose name or key holds the text, in any case of its letters.
+
+    Raises ValueError where there is none.
+    """
+    names = [row.name for row in rows_of(runs)]
+    for run in runs:
+        for form, row in list(run.rows.items()):
+            words = " ".join([row.name, *map(str, row.key.values())])
+            if text.lower() not in words.lower():
+                del run.rows[form]
+    if not rows_of(runs):
+        shown = cut(list(dict.fromkeys(names)))
+        raise ValueError(f"-k: no case has '{text}' in its name or key; there are {shown}")
+
+
 def two_sides(args: argparse.Namespace) -> Comparison:
-    runs = load([*args.base, *args.test], args.measure, args.ignore_key, join_pytorch=True)
-    base_paths = find(args.base)
-    base = [run for run in runs if run.label in base_paths]
-    test = [run for run in runs if run.label not in base_paths]
+    base, test = load_sides(args.base, args.test, args)
     paired = args.paired or args.interleaved
-    return compare(base, test, Design(args.margin, paired, args.interleaved))
+    design = Design(args.margin, paired, args.interleaved)
+    control = control_of(args, design) if args.control else None
+    return compare(base, test, design, control)
+
+
+def control_of(args: argparse.Namespace, design: Design) -> Comparison:
+    """The two sides of the folder of --control, compared with each other."""
+    folder = Path(args.control)
+    a, b = load_sides([str(folder / "a")], [str(folder / "b")], args)
+    return compare(a, b, design)
 
 
 def have_times(runs: Sequence[Run]) -> bool:
@@ -202,8 +304,10 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
     """The newest run of each benchmark against those before it."""
     if args.plot is not None:
         check_output(args.plot, (".svg", ".png", ".pdf"), find([args.history]))
-    groups = by_benchmark(load([args.history], args.measure, args.ignore_key)).values()
-    several = [runs for runs in groups if len(runs) > 1 and have_times(runs)]
+    runs = load([args.history], args.measure, args.ignore_key)
+    if args.k:
+        keep(runs, args.k)
+    several = [runs for runs in by_benchmark(runs).values() if len(runs) > 1 and have_times(runs)]
     comparisons = []
     for *earlier, newest in several:
         comparisons.append(compare(earlier[-args.last :], [newest], Design(args.margin)))
@@ -230,8 +334,11 @@ def main() -> int:
     add("--plot", metavar="PATH", help=plot)
     add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
     add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
+    control = "an --out of ab.py: take from it how much runs scatter, too"
+    add("--control", metavar="DIR", help=control)
     measure = "another step of the cases, or a time or rate of theirs"
     add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
+    add("-k", metavar="TEXT", help="only the cases with TEXT in their name or key, e.g. resnet18")
     add_verdict_flags(parser)
     args = parser.parse_args()
     check_sides(args)
@@ -252,6 +359,8 @@ def check_sides(args: argparse.Namespace) -> None:
             refuse(neither)
         if args.paired or args.interleaved:
             refuse("--paired and --interleaved are about BASE and --test: a history has no pairs")
+        if args.control:
+            refuse("--control is about BASE and --test: a history tells by itself how runs scatter")
         return
     if not args.base or not args.test:
         refuse(neither)

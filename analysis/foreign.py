@@ -1,12 +1,12 @@
-"""Reports of other programs: PyTorch's benchmarks/distributed/ddp/benchmark.py, and what nccl-tests
-write with `-J` (its src/util.cu, versions 1 and 2)."""
+"""Reports of other programs: PyTorch's benchmarks/distributed/ddp/benchmark.py here, those of
+nccl-tests and rccl-tests in nccl_tests.py."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from analysis.nccl_tests import has_table, json_report, lines_report, table_report
 from analysis.show import is_number
 from common.report import Case, Report
 
@@ -26,20 +26,43 @@ PYTORCH_KEY = {
 def read_foreign(content: bytes, path: str) -> Report | None:
     """The report of another program, if `content` of the file at `path` is one."""
     try:
-        document = json.loads(content)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(document, dict):
-        return None
-    try:
-        if "benchmark_results" in document:
-            return pytorch_report(document, path)
-        if "results" in document:
-            return nccl_report(document, path)
+        return parse_foreign(content, path)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"{path} looks like a report of another program, but does not fit"
         raise ValueError(f"{what}: {type(error).__name__} {str(error)[:80]}") from None
+
+
+def parse_foreign(content: bytes, path: str) -> Report | None:
+    """As `read_foreign`; raises errors of any kind where a field is missing or of another type."""
+    text = content.decode(errors="replace")
+    if has_table(text):
+        return table_report(text, path)
+    document = parse_json(text)
+    if isinstance(document, list):
+        is_rccl = bool(document) and all(is_rccl_line(entry) for entry in document)
+        return lines_report(document, path) if is_rccl else None
+    if isinstance(document, dict) and "benchmark_results" in document:
+        return pytorch_report(document, path)
+    if isinstance(document, dict) and "results" in document:
+        return json_report(document, path)
     return None
+
+
+def parse_json(text: str) -> Any:
+    """A JSON document, or the list of those that stand one a line; None if it is neither."""
+    try:
+        document = json.loads(text)
+        return [document] if is_rccl_line(document) else document
+    except (ValueError, RecursionError):
+        pass
+    try:
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_rccl_line(entry: Any) -> bool:
+    return isinstance(entry, dict) and {"inPlace", "busBw"} <= entry.keys()
 
 
 def label_of(world_size: Any) -> str:
@@ -94,47 +117,3 @@ def our_key(key: dict[str, Any], ranks: int) -> dict[str, Any]:
         "bucket_size_mb": float(size) if is_number(size) else size,
         "comm_hook": "none",
     }
-
-
-def nccl_report(document: dict[str, Any], path: str) -> Report:
-    """A report of nccl-tests' -J: microseconds and GB/s, out of place and in place."""
-    argv = [str(word) for word in document["args"]]
-    config = document["config"]
-    devices = config["devices"]  # the first of each process
-    ranks = len(devices) * config["nthreads"] * config["ngpus"]
-    variables = [v for v in document["env"] if v.startswith("NCCL_")]  # not the secrets
-    environment = {
-        "nccl": document["nccl_version"],
-        "world_size": ranks,
-        "hosts": sorted({device["hostname"] for device in devices}),
-        "devices": sorted({device["device_info"] for device in devices}),
-        "variables": dict(variable.split("=", 1) for variable in variables),
-    }
-    report = Report("nccl-tests", environment, path, argv, str(document["start_time"]))
-    report.status = "complete" if "end_time" in document else "interrupted"
-    collective = Path(argv[0]).name.removesuffix("_perf")
-    report.cases = [nccl_case(result, collective, ranks) for result in document["results"]]
-    return report
-
-
-def nccl_case(result: dict[str, Any], collective: str, ranks: int) -> Case:
-    key = {
-        "collective": collective,
-        "size_bytes": result["size"],
-        "dtype": result["type"],
-        "redop": result["redop"],
-        "root": str(result["root"]).strip(),
-        "ranks": ranks,
-    }
-    case = Case(key, list(range(ranks)))
-    for place in ("out_of_place", "in_place"):
-        numbers = result.get(place) or {}
-        time_us = numbers.get("time", numbers.get("cpu_time"))
-        if is_number(time_us):
-            case.metrics[f"{place}_time_s"] = time_us / 1e6
-            case.metrics[f"{place}_algbw_gb_per_s"] = numbers["alg_bw"]
-            case.metrics[f"{place}_busbw_gb_per_s"] = numbers["bus_bw"]
-        wrong = numbers.get("nwrong")
-        if is_number(wrong) and wrong > 0:
-            case.check = f"failed: {wrong:g} wrong values {place.replace('_', ' ')}"
-    return case

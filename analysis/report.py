@@ -144,6 +144,10 @@ def benchmark(runs: Sequence[Run]) -> Section:
         header.append("report")
         columns.append([run.label for run in runs for _ in run.rows])
     words = len(columns)
+    ratios = to_best(cases)
+    if ratios:
+        header.append("time / best")
+        columns.append(ratios)
     for name in names_of_metrics(metrics):
         head, cells = column(name, metrics)
         header.append(head)
@@ -153,6 +157,20 @@ def benchmark(runs: Sequence[Run]) -> Section:
     table = Table("Metrics", header, rows, failed, words)
     quiet = [f"In all cases: {alike_in_all(cases) or 'nothing'}."]
     return Section(runs[0].benchmark, [table], quiet=quiet, runs=runs)
+
+
+def to_best(cases: Sequence[Row]) -> list[str]:
+    """The time of each case by the smallest one, such as `1.31`; empty where they tell nothing.
+
+    That is where the cases are of several sizes: a larger one takes longer, and is no worse.
+    """
+    measures = {row.measure for row in cases if row.time_s}
+    sizes = {row.key.get("size_bytes") for row in cases}
+    times_s = [row.time_s for row in cases if row.time_s]
+    if len(times_s) < 2 or len(measures) > 1 or len(sizes) > 1:
+        return []
+    best_s = min(times_s)
+    return [f"{row.time_s / best_s:.2f}" if row.time_s else "-" for row in cases]
 
 
 def names_of_metrics(metrics: Sequence[dict[str, Any]]) -> list[str]:

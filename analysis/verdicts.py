@@ -7,16 +7,17 @@ how much two runs differ that were started alike. docs/compare.md derives the fo
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log1p, sqrt
+from math import inf, log1p, sqrt
 from typing import Any, TypeGuard
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
-from scipy.special import stdtr, stdtrit  # Student's t; scipy.stats takes 0.7 s to import
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import fdtri, ndtri, stdtr, stdtrit  # scipy.stats takes 0.7 s to import
 
 from analysis.differences import Difference, differences
 from analysis.load import Row, Run
+from analysis.show import canonical
 
 Rows = Sequence[Row | None]  # those of a case, one a run; None where a run lacks the case
 
@@ -25,6 +26,7 @@ MIN_BLOCKS = 6  # in a pair of runs that took turns; with fewer blocks the runs'
 NEAR = 40  # so many cases a side are searched for the nearest two, where none joins
 MIN_RUNS = 2  # a side: one run does not tell how much runs scatter
 MAX_RUNS = 1000  # a larger number of runs is never recommended
+POWER = 0.9  # a change that is shown is shown in so many of all comparisons
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,9 @@ class Result:
     interval: tuple[float, float] | None = None
     p: float | None = None  # how likely such a ratio is without a difference
     runs_needed: int | None = None  # a side, about, to narrow the interval to +-margin
+    # the smallest change, as a fraction, that so many runs show in 9 of 10 comparisons
+    smallest_change: float | None = None
+    runs_to_show: int | None = None  # a side, about, that show a change of the margin so often
     pair_ratios: list[float] = field(default_factory=list)  # where runs are compared in pairs
 
 
@@ -75,10 +80,19 @@ class Comparison:
     base: list[str]  # paths
     test: list[str]
     design: Design
+    control_runs: int = 0  # a side, of the comparison of like with like that tells the noise
 
 
-def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Comparison:
-    """Compare every case that either side has. Raises ValueError where no case is on both."""
+def compare(
+    base: Sequence[Run],
+    test: Sequence[Run],
+    design: Design,
+    control: "Comparison | None" = None,
+) -> Comparison:
+    """Compare every case that either side has. Raises ValueError where no case is on both.
+
+    control: a comparison of like with like, of the same design, that tells how much runs scatter.
+    """
     base_cases, test_cases = cases_of(base), cases_of(test)
     if not base_cases.keys() & test_cases.keys():
         examples = f"BASE has e.g. {first_of(base_cases)}; TEST {first_of(test_cases)}"
@@ -94,7 +108,7 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     cases.sort(key=lambda case: not case.measure)  # what cannot be compared comes last
     compared = [case for case in cases if case.measure]
     mean = mean_of([case for case in compared if has_every_run(case, base, test)])
-    estimate([*compared, mean] if mean else compared, design)
+    estimate([*compared, mean] if mean else compared, design, control)
     ended = [run for run in (*base, *test) if run.status != "complete"]
     return Comparison(
         cases,
@@ -104,6 +118,7 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
         [run.label for run in base],
         [run.label for run in test],
         design,
+        len(control.base) if control else 0,
     )
 
 
@@ -237,11 +252,16 @@ def geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:
     return means
 
 
-def estimate(cases: list[Result], design: Design) -> None:
-    """Fill in ratio, interval, p and verdict."""
+def estimate(cases: list[Result], design: Design, control: Comparison | None = None) -> None:
+    """Fill in ratio, interval, p and verdict. The mean is the last of the cases, if there is one.
+
+    control: see `compare`.
+    """
     if not cases:
         return
-    logs = logs_in_pairs(cases) if design.paired else logs_of_two_sides(cases, design)
+    logs = logs_of(cases, design)
+    if control:
+        use_noise_of(logs, logs_of(control_cases(cases, control), design))
     log_ratio, error, freedom = logs["log_ratio"], logs["error"], logs["freedom"]
     rate = design.error_rate
     alike = (log_ratio == 0) & (error == 0)
@@ -251,22 +271,84 @@ def estimate(cases: list[Result], design: Design) -> None:
     logs["ratio"] = finite_exp(log_ratio)
     logs["low"] = finite_exp(log_ratio - half)
     logs["high"] = finite_exp(log_ratio + half)
-    half_widths = half_widths_of_runs(design)
+    logs["smallest_change"] = finite_exp(errors_to_show(freedom, rate) * error) - 1
+    widths = widths_of_runs(design)
     for case, row in zip(cases, logs.itertuples(), strict=True):
         case.ratio = row.ratio
         if row.freedom > 0:
-            case.interval = (row.low, row.high)
-            case.p = row.p
-            scatter = row.error / sqrt(row.weight)
-            enough = half_widths.index[half_widths * scatter <= log1p(design.margin)]
-            case.runs_needed = int(enough[0]) if len(enough) else None
+            case.interval, case.p = (row.low, row.high), row.p
+            # in standard deviations of a run
+            margin = log1p(design.margin) * sqrt(row.weight) / row.error if row.error else inf
+            case.runs_needed = fewest_runs(widths["interval"], margin)
+            case.runs_to_show = fewest_runs(widths["shown"], margin)
+            case.smallest_change = row.smallest_change
         case.verdict, why = judge(case, row.p <= largest_p, design.margin)
+        if control and not row.uses_control:
+            why += f"{why and '; '}the control is not used: it lacks the case, or scatters less"
         case.reason = "; ".join(text for text in (why, case.reason) if text)
 
 
 def finite_exp(logs: "pd.Series[float]") -> "pd.Series[float]":
     """At most e^700, and no less than e^-700: JSON has no infinity, and a ratio is never 0."""
     return np.exp(logs.clip(-700, 700))
+
+
+def control_cases(cases: Sequence[Result], control: Comparison) -> list[Result]:
+    """The control's result for each case, without times where it has none."""
+    by_key = {(case.benchmark, canonical(case.key)): case for case in control.cases}
+    results = []
+    for case in cases:
+        lacking = Result(case.benchmark, case.key)
+        results.append(by_key.get((case.benchmark, canonical(case.key)), lacking))
+    if cases[-1].key:  # no mean
+        return results
+    runs = len(control.base)
+    of_mean = [r for r in results[:-1] if len(r.base_s) == runs and len(r.test_s) == runs]
+    return [*results[:-1], mean_of(of_mean) or results[-1]]
+
+
+def use_noise_of(logs: pd.DataFrame, control: pd.DataFrame) -> None:
+    """Take the scatter of runs from both, each weighted by its degrees of freedom.
+
+    Not where the runs scatter more than those of the control, by an F test at 5 %: then the control
+    is no example of them. The new column `uses_control` tells.
+    """
+    freedom = logs["freedom"].clip(lower=0)
+    variance = (logs["error"] ** 2 / logs["weight"]).where(freedom > 0, 0)
+    control_freedom = control["freedom"].clip(lower=0)
+    control_variance = control["error"] ** 2 / control["weight"]
+    limit = fdtri(freedom.clip(lower=1), control_freedom, 1 - ALPHA) * control_variance
+    logs["uses_control"] = (control_freedom > 0) & (variance <= limit)
+    both = freedom + control_freedom
+    pooled = (freedom * variance + control_freedom * control_variance) / both
+    error = np.sqrt(pooled * logs["weight"])
+    logs["error"] = logs["error"].mask(logs["uses_control"], error)
+    logs["freedom"] = logs["freedom"].mask(logs["uses_control"], both)
+
+
+def errors_to_show(freedom: Any, rate: float) -> Any:
+    """How many standard errors a change must have to be shown with a probability of POWER.
+
+    Shown: c * s > t * s' - z, with s and s' the relative errors of two estimates of the scatter,
+    from the runs before and from those that shall show it, and z a standard normal number. About
+    normal: c = t + z * sqrt(1 + (c^2 + t^2) / (2 * freedom)), a quadratic equation.
+    """
+    t = stdtrit(freedom, 1 - rate / 2)
+    z2 = ndtri(POWER) ** 2
+    a = 1 - z2 / (2 * freedom)
+    b = z2 * (1 + t**2 / (2 * freedom)) - t**2
+    return (t + np.sqrt(t**2 + a * b)) / a
+
+
+def fewest_runs(widths: NDArray[np.float64], margin: float) -> int | None:
+    """The smallest number of runs whose width is within the margin; None where none is."""
+    enough = np.flatnonzero(widths <= margin)
+    return MIN_RUNS + int(enough[0]) if len(enough) else None
+
+
+def logs_of(cases: Sequence[Result], design: Design) -> pd.DataFrame:
+    """What Student's t needs, a row a case."""
+    return logs_in_pairs(cases) if design.paired else logs_of_two_sides(cases, design)
 
 
 def logs_of_cases(samples: Sequence[Sequence[float]]) -> pd.DataFrame:
@@ -317,13 +399,18 @@ def logs_of_two_sides(cases: Sequence[Result], design: Design) -> pd.DataFrame:
     return pd.DataFrame(columns | {"weight": weight})
 
 
-def half_widths_of_runs(design: Design) -> "pd.Series[float]":
-    """The half width of an interval by the number of runs a side, if runs scatter by 1."""
+def widths_of_runs(design: Design) -> dict[str, NDArray[np.float64]]:
+    """What MIN_RUNS to MAX_RUNS runs a side can tell, if runs scatter by 1.
+
+    interval: half its width. shown: the smallest change that is seen with a probability of POWER.
+    """
     runs = np.arange(MIN_RUNS, MAX_RUNS + 1)
     sides = 1 if design.paired else 2
-    t = stdtrit(sides * (runs - 1), 1 - design.error_rate / 2)
-    half_widths = t * np.sqrt(sides / runs)
-    return pd.Series(half_widths, runs)
+    freedom = sides * (runs - 1)
+    error = np.sqrt(sides / runs)
+    interval = stdtrit(freedom, 1 - design.error_rate / 2) * error
+    shown = errors_to_show(freedom, design.error_rate) * error
+    return {"interval": interval, "shown": shown}
 
 
 def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:

@@ -227,8 +227,7 @@ def build(job: Job, key: Key, group: Group, *, server_device: str, patience_s: f
     model, _ = create_model(key, device)
     gradients_of(model, batches[0])
     # From here on the server has the same model, and every trainer is ready to send gradients.
-    # Without the barrier a late one would time out: the first optimizer of a process imports
-    # torch._dynamo, which takes over 10 s on a busy machine.
+    # Without the barrier the others would time out while one is still setting up.
     dist.barrier(group.control)
     sent = 0
 
@@ -394,6 +393,7 @@ def main() -> int:
     roles = assign_roles(args, servers=1)
     refuse_large_updates(args, len(roles.trainers))
     logs: list[str] = []
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
         keys = plan(args, roles, options)

@@ -210,6 +210,7 @@ def rule_of(key: Key, rule: StopRule) -> StopRule:
 
 def main() -> int:
     args = parse_args()
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("calibrate", args) as bench:
         columns: Columns = {"": lambda case: case.key["name"], "found": finding}
         title = f"What can be told apart, by a step of at least {args.step_ms:g} ms"

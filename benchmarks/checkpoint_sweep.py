@@ -26,7 +26,6 @@ import mmap
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 from argparse import Namespace
@@ -60,6 +59,7 @@ from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_float, positive_int
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import FOREVER, Group, agree, share
+from common.folders import remove_at_end
 from common.memory import peak, start_peak
 from common.private_torch import TORCH_2_15, forget_groups, leaves
 from common.report import Case
@@ -426,7 +426,8 @@ def measure(folder: CheckpointFolder, group: Group) -> Measured:
         "blocked": [save.blocked for save in saves.synced],
         "upload": [save.upload for save in saves.synced],
     }
-    return Measured(samples_s, [1] * len(saves.synced), saves.stop, facts)
+    profiled = {"save": folder.save}
+    return Measured(samples_s, [1] * len(saves.synced), saves.stop, facts, profiled=profiled)
 
 
 def children_gib() -> float:
@@ -532,10 +533,6 @@ WIDEST = ["dcp.save-4-threads", "0.000", "0.000", "0.000 to 0.000", *["0.000"] *
 
 # -- the folders of a run --------------------------------------------------------------------------
 
-# A shell removes the folders. Its stdin closes when rank 0 ends, in whichever way, and then `cat`
-# ends. Other ranks may still write at that time, so it tries up to three times.
-REMOVE = 'exec >/dev/null 2>&1; cat; for i in 1 2 3; do rm -rf -- "$@" && exit; sleep 1; done'
-
 
 def state_bytes(model: str) -> int:
     """Weights and AdamW's two moments, in fp32."""
@@ -601,6 +598,7 @@ def main() -> int:
     # or the processes of async-process meet in a store that listens on every interface
     os.environ.setdefault("DCP_USE_PREFIX_STORE", "1")
     gc.disable()  # a collection on one rank would stop them all
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("checkpoint_sweep", args) as bench:
         first, size = bench.job.rank == 0, state_bytes(args.model)
         if "async-process" in args.modes and "MASTER_ADDR" not in os.environ:
@@ -608,8 +606,7 @@ def main() -> int:
         # the newest checkpoint stays until the next one is complete
         claimed, problem = share(claim(args.paths, 2 * size) if first else None)
         if first:
-            command = ["sh", "-c", REMOVE, "sh", *claimed]
-            remover = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+            remover = remove_at_end(claimed)
         if problem:
             bench.refuse(problem)
         folders = dict(zip(args.paths or ["TMPDIR"], claimed, strict=True))

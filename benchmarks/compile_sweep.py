@@ -72,7 +72,7 @@ from common.private_torch import (
 from common.report import Case
 from common.stats import Times, percentiles, step_metrics
 from common.table import Columns, metric, relative, render
-from common.timing import time_block
+from common.timing import Step, time_block
 
 Key = dict[str, Any]
 LossOf = Callable[[nn.Module, Any], Tensor]  # takes a model and a batch
@@ -81,7 +81,6 @@ STRATEGIES = ("none", "ddp", "fsdp1", "fsdp2")
 TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; toy has the original's
 TOLERANCES = {"fp32": 2e-3, "tf32": 5e-3, "bf16": 3e-2}  # of a loss, relative to the first one
 BATCHES = 8  # different ones. More ranks share them, so that the reference costs no more
-PROFILED_STEPS = 10  # unless --repeat gives another number
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
@@ -111,10 +110,6 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--fsdp-units", type=cli.list_of(str), default=[], metavar="CLASS", help=units)
     switch("--fsdp-checkpoint", help="recompute each layer's activations, under every strategy")
     switch("--dynamo-no-optimize-ddp", help="do not split graphs at the borders of DDP's buckets")
-    count = f"--repeat ({PROFILED_STEPS}) steps"
-    switch("--profile", help=f"trace {count} of each case and rank, for ui.perfetto.dev or HTA")
-    path = cli.checked(Path, lambda file: file.name != "", "a file", "e.g. profile.json")
-    add("--trace-file", type=path, default="profile.json", metavar="PATH", help="of --profile")
     switch("--torchviz", help="write each case's autograd graph, of rank 0, to torchviz-*.dot")
     switch("--verbose", help="print the models and turn on dynamo's logs")
     add("--repeat", dest="iters", type=cli.positive_int, default=SUPPRESS, help="see --iters")
@@ -331,10 +326,10 @@ def compile_by(backend: str, model: Any) -> Any:
 
 
 class Steps(NamedTuple):
-    """What is timed."""
+    """What is timed. Each takes a Mark if there is a trace."""
 
-    step: Callable[..., Tensor]  # takes a Mark, if there is a trace; returns the loss
-    without_optimizer: Callable[[], None]
+    step: Callable[..., Tensor]  # returns the loss
+    without_optimizer: Callable[..., None]
 
 
 def steps_of(
@@ -355,8 +350,8 @@ def steps_of(
         optimizer.zero_grad()
         return loss
 
-    def without_optimizer() -> None:
-        forward_backward(contextlib.nullcontext)
+    def without_optimizer(mark: Mark = contextlib.nullcontext) -> None:
+        forward_backward(mark)
         optimizer.zero_grad()
 
     return Steps(step, without_optimizer)
@@ -382,15 +377,6 @@ def train_alone_on(
     if abs(means[-1] - means[0]) <= TOLERANCES[dtype] * abs(means[0]):
         return "the losses stay as they are: a wrong gradient would not show"
     return reference
-
-
-def trace(step: Callable[[Any], Any], steps: int, file: Path, device: torch.device) -> None:
-    """Write a trace of so many steps, with ranges `forward` and `backward`."""
-    with torch.profiler.profile() as profiler:
-        time_block(partial(step, record_function), steps, device)
-    file.unlink(missing_ok=True)
-    profiler.export_chrome_trace(str(file))
-    file.stat()  # raises if the file is missing: the profiler only logs that it cannot write
 
 
 def draw(model: nn.Module, loss: Tensor, file: str) -> None:
@@ -487,8 +473,6 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
         metrics["start_s"] = start_s
         metrics["first_step_s"] = first.times_s[0]
         metrics["first_steps_s"] = sum(first.times_s)
-        if args.profile:
-            write_trace(args, key, bench, steps.step)
         if args.torchviz:
             loss = loss_of(compiled, batch)  # on all ranks: FSDP gathers weights in it
             if rank == 0:
@@ -501,19 +485,16 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
         }
 
     parts = {"forward+backward": steps.without_optimizer}
-    return Workload(steps.step, parts, facts=facts, launches=True)
+    with_ranges: dict[str, Step] = {
+        "step": partial(steps.step, record_function),
+        "forward+backward": partial(steps.without_optimizer, record_function),
+    }
+    return Workload(steps.step, parts, facts=facts, launches=True, profiled=with_ranges)
 
 
 def name_of(key: Key) -> str:
     """`toy-small-fp32-ddp-inductor`, for the names of files."""
     return "-".join(key[field] for field in ("model", "dtype", "strategy", "compiler"))
-
-
-def write_trace(args: Namespace, key: Key, bench: Benchmark, step: Callable[..., Any]) -> None:
-    """This rank's file, such as profile-toy-small-fp32-ddp-inductor-0.json."""
-    stem = f"{args.trace_file.stem}-{name_of(key)}-{bench.job.rank}"
-    steps = args.iters or PROFILED_STEPS
-    trace(step, steps, args.trace_file.with_stem(stem), bench.job.device)
 
 
 # -- what rank 0 makes of it -----------------------------------------------------------------------
@@ -642,19 +623,12 @@ def plan(args: Namespace, model: str, dtype: str, world_size: int) -> list[Key]:
     return keys
 
 
-def unwritable(args: Namespace) -> str | None:
-    """Why this rank could not write what --profile and --torchviz make; None if it can."""
-    folders = []
-    if args.profile:
-        folders.append(args.trace_file.parent)
-    if args.torchviz:
-        folders.append(Path())
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            return f"cannot write into {folder.resolve()}: {error.strerror}"
+def unwritable(folder: Path) -> str | None:
+    """Why this rank could not write what --torchviz makes; None if it can."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"--torchviz: cannot write into {folder.resolve()}: {error.strerror}"
     return None
 
 
@@ -698,7 +672,7 @@ def main() -> int:
     args = parse_args()
     configure_compile(not args.dynamo_no_optimize_ddp, args.verbose)
     with Benchmark("compile_sweep", args) as bench:
-        problems = gather(unwritable(args)) or []
+        problems = gather(unwritable(Path()) if args.torchviz else None) or []
         problem = share(next((problem for problem in problems if problem), None))
         if problem:
             bench.refuse(problem)

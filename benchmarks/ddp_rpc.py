@@ -427,6 +427,7 @@ def main() -> int:
     roles = assign_roles(args, trainers=args.number_trainers, servers=args.number_ps, master=True)
     # torch 2.15 warns of its own functional optimizers, whatever the filters: not on stderr
     logging.captureWarnings(True)
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
         bench.print(f"\n{title_of(args, roles, options)}")

@@ -25,7 +25,6 @@ Asks what Megatron-LM's gpu_sniff_test.py asks; written anew. BSD-3-Clause. docs
 """
 
 import argparse
-import re
 import sys
 import time
 from collections import Counter
@@ -538,7 +537,9 @@ def conclude(
     for case in cases:
         if not case.failed:
             continue
-        why = with_host(case.check.removeprefix("failed: "), hosts["rank"])
+        why = case.check.removeprefix("failed: ")
+        if "failed_rank" in case.metrics:
+            why += f" on {hosts['rank'][case.metrics['failed_rank']]}"
         if "rank" in case.key:
             wrong.append((Who("rank", ((case.key["rank"],),)).name(hosts), why))
         else:
@@ -560,17 +561,9 @@ def hosts_of(environment: dict[str, Any]) -> dict[str, list[str]]:
     return {"node": environment["hosts"], "rank": ranks, "link": ranks}
 
 
-def with_host(why: str, hosts: Sequence[str]) -> str:
-    """Why a case failed, with the host of the rank that ends the text, if one does. hosts: by rank.
-
-    The text may be any error's: a number that is no rank stays as it is.
-    """
-    match = re.search(r"\brank (\d+)\)?$", why)
-    return f"{why} on {hosts[int(match[1])]}" if match and int(match[1]) < len(hosts) else why
-
-
 def main() -> int:
     args = parse_args()
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("node_check", args) as bench:
         stay_near(bench.job.device)  # or healthy ranks' copies to the host differ by the socket
         environment, slow = bench.report.environment, Findings()

@@ -747,6 +747,7 @@ def main() -> int:
     rank_args = args_of_rank(args, roles, iters=iters)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default; said, it does not warn
     devices: list[str] = []
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("parameter_server", rank_args, roles.trainers) as bench, ExitStack() as stack:
         options = rpc_options(args, bench)
         title = title_of(settings, len(roles.cuda), options if through_servers(args) else None)

@@ -52,7 +52,7 @@ from common.memory import too_much
 from common.report import Case
 from common.stats import Times, median_interval, percentiles
 from common.table import Columns, interval_ends, metric, render
-from common.timing import Step
+from common.timing import STEP, Step
 
 FILE = re.compile(r"(?:fr|rank)[_-]?(\d+)")  # fr_0.json, nccl_trace_rank_0, rank-0.json.gz
 MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
@@ -275,8 +275,9 @@ def kineto(content: dict[str, Any]) -> Recording:
 
 
 def is_step(event: dict[str, Any]) -> bool:
-    """A step of the profiler, as the CPU saw it: the GPU has copies."""
-    return event["name"].startswith("ProfilerStep#") and event["cat"] == "user_annotation"
+    """A step of the profiler or of --profile, as the CPU saw it: the GPU has copies."""
+    is_named = event["name"] == STEP or event["name"].startswith("ProfilerStep#")
+    return is_named and event["cat"] == "user_annotation"
 
 
 class NoClasses(pickle.Unpickler):

@@ -48,6 +48,7 @@ from torch.futures import Future
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common import patterns
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
@@ -165,8 +166,8 @@ def build(job: Job, key: Key, group: Group, *, callee_device: str) -> Workload:
     device, rank = job.device, job.rank
     if rank == 0:
         rpc.rpc_sync("server0", host, args=(Callee, callee_device))
-    rng = np.random.default_rng([rank, OPERATIONS.index(key["operation"]), key["size_bytes"]])
-    payload = torch.from_numpy(rng.integers(256, size=key["size_bytes"], dtype=np.uint8)).to(device)
+    payload = torch.empty(key["size_bytes"], dtype=torch.uint8, device=device)
+    patterns.fill(payload, patterns.tile(rank))
     # without a device map CUDA cannot travel
     wire = torch.device("cpu") if callee_device == "cpu" else device
     echoed: list[torch.Tensor] = []  # of the last round trip

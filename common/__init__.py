@@ -13,20 +13,24 @@ Core: what stands behind every measuring script.
     dist        Job, Group; process groups of a case; gather, share, agree
     gpus        state of the GPUs by nvidia-smi, what NCCL says of itself, CUDA graphs
     network     errors that the network counted during a run, by node
+    ranks       the node of each rank; groups of ranks by a word
     timing      Workload, the timed loop, the rule that ends it
     join        how a process joins the job: variables, device, rendezvous, interface
     environment what the numbers were measured on; the preamble
+    traces      traces of a case by torch.profiler, and what they say of its step
     watchdog    who hangs, and where; who failed
     benchmark   Benchmark: cases one after the other, each a row and a line of the report
 
 Toolkits: each serves some scripts. The core imports none of them.
     check       replicas bit by bit; n ranks against one process
     patterns    values that tell rank and position
+    folders     folders that are removed however the run ends
     memory      the largest memory in use, and whether there is enough
     peaks       FLOP/s of known GPUs
     decoder     the transformer that several scripts train
+    meshes      names of meshes, whether a case fits one, their process groups
+    axes        how the decoder is wrapped for each axis of a mesh, and its step
     phases      stamps within a step, durations by phase and worker
-    ranks       the node of each rank; groups of ranks by a word
     outliers    who is slower than the like
     links       messages between pairs of ranks
     rpc         roles, device maps, TensorPipe's settings, start and end

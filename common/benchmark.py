@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +19,7 @@ from common import environment, gpus, network
 from common.cli import abandon, complain, describe, end, refuse
 from common.dist import Group, Groups, connect, gather, share
 from common.join import join
+from common.ranks import node_of_each
 from common.report import Case, Report, not_json
 from common.samples import keep_samples, rounded, stacked
 from common.stats import Times
@@ -31,6 +33,7 @@ from common.table import (
     progress_line,
 )
 from common.timing import (
+    STEP,
     Measured,
     StopRule,
     Timing,
@@ -38,6 +41,7 @@ from common.timing import (
     launch_share,
     time_steps,
 )
+from common.traces import Tracer, problem_with, trace_lines
 from common.turns import TURN, turn_taker
 from common.watchdog import Watchdog
 
@@ -54,6 +58,8 @@ class Benchmark:
         """tested: the ranks that groups under test may hold; None for all of them."""
         if args.json == "" or (args.resume and not args.json):
             refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
+        if args.profile_ranks and not args.profile:
+            refuse("--profile-ranks needs the folder of the traces; e.g. --profile traces")
         # ends a hang until there is a watchdog, which then renews the timer
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)
         # where the terminal is ASCII, another letter is shown as \xe9 and is no error
@@ -84,11 +90,24 @@ class Benchmark:
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
         if problem := environment.problem(measured_on, tested):
             self.refuse(problem)
+        self.tracer = self.prepare_traces(name, measured_on) if args.profile else None
         self.open_report()
         self.print(environment.preamble(name, measured_on))
         if self.replaced:
             self.print(f"# the report that was there is now {self.replaced}")
         self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
+
+    def prepare_traces(self, name: str, measured_on: dict[str, Any]) -> Tracer:
+        """End the run where --profile-ranks has other ranks, or a rank cannot write a trace."""
+        folder, asked, world_size = self.args.profile, self.args.profile_ranks, self.job.world_size
+        if asked and max(asked) >= world_size:
+            known = f"expected ranks from 0 to {world_size - 1}, got {max(asked)}; e.g. 0"
+            self.refuse(f"--profile-ranks: {known}")
+        problems = gather(problem_with(folder)) or []
+        if problem := share(next((problem for problem in problems if problem), None)):
+            self.refuse(problem)
+        nodes = node_of_each(measured_on)
+        return Tracer(Path(folder), asked, name, self.job, nodes, self.watchdog.phase)
 
     def open_report(self) -> None:
         """Begin the report or go on with it, on rank 0. End the run if that is not possible."""
@@ -162,7 +181,7 @@ class Benchmark:
                 self.watchdog.group = group
                 if is_new:
                     connect(group.test, self.job.device)
-                result = self.time(build(key, group), group)
+                result = self.time(build(key, group), group, key)
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
@@ -174,12 +193,22 @@ class Benchmark:
             self.groups.give_back(ranks, teams, failed=True)
         return result
 
-    def time(self, built: Workload | Measured, group: Group) -> tuple[Timing, Any]:
+    def time(self, built: Workload | Measured, group: Group, key: Key) -> tuple[Timing, Any]:
         """Time what `build` has made, on this rank. Returns the times, and this rank's facts."""
         if isinstance(built, Measured):
-            samples_s = rounded(built.samples_s)
+            samples_s, facts = rounded(built.samples_s), built.facts
             timing = Timing(samples_s, built.rounds, built.stop, aligned=built.aligned)
-            return timing, built.facts
+            steps = built.profiled
+        else:
+            timing, facts = self.time_workload(built, group)
+            steps = built.profiled or {STEP: built.step, **built.parts}
+        if self.tracer and steps:  # last: neither samples nor facts have anything of it
+            times_s, longest_s = timing.samples_s[STEP], self.rule.longest_block_s
+            timing.trace = self.tracer.trace(key, steps, times_s, longest_s, group)
+        return timing, facts
+
+    def time_workload(self, built: Workload, group: Group) -> tuple[Timing, Any]:
+        """Time a workload by the timed loop, on this rank."""
 
         def progress(phase: str) -> None:
             self.turn()
@@ -202,7 +231,7 @@ class Benchmark:
         Returns why it failed and why it could not be written, each None if it did not happen.
         results: what `time` returned on each rank of the job.
         """
-        reason = self.watchdog.reason()
+        reason, failed_rank = self.watchdog.failure()
         if reason is None:
             try:
                 timings, facts = zip(*(results[rank] for rank in case.ranks), strict=True)
@@ -212,6 +241,8 @@ class Benchmark:
                 reason = describe(error)
         if reason:
             case.metrics, case.check = {}, f"failed: {reason}"
+            if failed_rank is not None:
+                case.metrics["failed_rank"] = failed_rank
         if self.report.path:
             self.watchdog.phase(f"writes {self.report.path}", ahead=0)
         try:
@@ -235,6 +266,11 @@ class Benchmark:
         if first.launching_s:
             case.metrics["launch_share"] = launch_share(timings)
         returned = [timing.returned for timing in timings]
+        traces = {
+            str(rank): t.trace for rank, t in zip(case.ranks, timings, strict=True) if t.trace
+        }
+        if traces:
+            case.metrics["traces"] = traces
         derive(case, Times(samples_s, case.rounds, returned), facts)
 
     def begin_table(self, title: str, columns: Columns, widest: Sequence[str] = ()) -> None:
@@ -249,6 +285,8 @@ class Benchmark:
     def show(self, case: Case | None) -> Case | None:
         if case and self.table:
             self.print(self.table.row(case) + launch_mark(case))
+        for line in trace_lines(case) if case else ():
+            self.print(line)
         return case
 
     def print(self, text: str) -> None:

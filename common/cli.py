@@ -253,5 +253,11 @@ def add_common_flags(
     report = "append every finished case to this report; an older one becomes PATH.bak, .bak.1, ..."
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
+    traces = "then profile 5 more iterations of each step; write traces into DIR (docs/profile.md)"
+    folder = checked(str, bool, "a folder", "e.g. traces")
+    add("--profile", type=folder, metavar="DIR", help=traces)
+    ranks = "that write traces, e.g. 0,1 (default: the first one of each node, and the slowest)"
+    rank_list = list_of(number(int, 0))
+    add("--profile-ranks", type=lambda text: {*rank_list(text)}, metavar="RANK", help=ranks)
     hang = f"end after S seconds without progress, and name who hangs (default: {timeout:g})"
     add("-T", "--timeout", type=positive_float, default=timeout, metavar="S", help=hang)

@@ -35,6 +35,9 @@ DECODERS = {
     "decoder-10m": DecoderConfig(layers=8, heads=8, width=320, vocab=256, context=256),
     "decoder-124m": DecoderConfig(layers=12, heads=12, width=768, vocab=25600, context=1024),
     "decoder-1.3b": DecoderConfig(layers=24, heads=16, width=2048, vocab=25600, context=2048),
+    # layers, heads, widths and words of Llama 2 7B and 70B: with these MLPs 6.7 and 65 B parameters
+    "decoder-7b": DecoderConfig(layers=32, heads=32, width=4096, vocab=32000, context=4096),
+    "decoder-70b": DecoderConfig(layers=80, heads=64, width=8192, vocab=32000, context=4096),
 }
 
 
@@ -90,9 +93,12 @@ class Experts(nn.Module):
         super().__init__()
         self.count = config.experts
         self.mlps = nn.ModuleList(MLP(config.width) for _ in range(self.count))
-        popularity = 1 / torch.arange(1, self.count + 1)  # Zipf
-        drawn = torch.multinomial(popularity, config.context, replacement=True)
-        self.register_buffer("expert", drawn, persistent=False)
+        popularity = 1 / torch.arange(1, self.count + 1, device="cpu")  # Zipf
+        # drawn on the CPU with a seed: it is the same on every device, and with weights or without
+        seed = torch.Generator().manual_seed(0)
+        drawn = torch.multinomial(popularity, config.context, replacement=True, generator=seed)
+        device = torch.get_default_device()
+        self.register_buffer("expert", drawn.to(device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         expert = self.expert.repeat(len(x))

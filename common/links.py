@@ -154,7 +154,9 @@ def derive(
         links.append([a, b, *(float(f"{value:.4g}") for value in measured[2:])])
     case.metrics["links"] = links
     wrong = [rank for rank, count in zip(case.ranks, facts, strict=True) if count]
-    case.check = f"failed: wrong data came to rank {wrong[0]}" if wrong else "passed"
+    if wrong:
+        case.check = f"failed: wrong data came to rank {wrong[0]}"
+        case.metrics["failed_rank"] = wrong[0]
 
 
 def link_of(

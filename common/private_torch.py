@@ -9,17 +9,21 @@ begins with an underscore. TensorPipe's arguments `_transports` and `_channels` 
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # torch 2.15 has a second implementation of NCCL's process group, and some behaviour is newer
 TORCH_2_15 = torch.__version__ >= "2.15"  # TorchVersion compares by number, not as text
@@ -85,6 +89,101 @@ def expected_s(
 def register_fake_backend() -> None:
     """From now on there is a backend `fake` whose collectives return at once."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+
+def join_fake_world(rank: int, ranks: int) -> dist.Store:
+    """Let this process be one rank of a job that does not exist. Its backend is `fake`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    store: dist.Store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=ranks)
+    return store
+
+
+class ShapesOnly(TorchDispatchMode):
+    """Within it tensors have a shape and no memory, and every collective is told to `listen`.
+
+    Whole numbers are real, and so is what follows from them alone: positions, masks, splits.
+    torch/_subclasses/fake_tensor.py, torch/utils/_python_dispatch.py; for speed also
+    torch/distributed/fsdp/_fully_shard/_fsdp_common.py, _chunk_with_empty.
+    """
+
+    def __init__(self, listen: Callable[[str, str, int], None]) -> None:
+        """listen: called with the name of an operation of c10d, the name of its group, and the
+        bytes of what it takes or of what it makes, whichever are more."""
+        super().__init__()
+        self.listen, self.shapes = listen, FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __enter__(self) -> "ShapesOnly":
+        self.shapes.__enter__()
+        self.chunks = mock.patch.object(_fsdp_param, "_chunk_with_empty", chunks_alike)
+        self.chunks.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.chunks.stop()
+        self.shapes.__exit__(*error)
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if set(types) - {FakeTensor}:  # a DTensor: what it does with its local tensor comes here
+            return NotImplemented
+        if operation.namespace == "prim":  # the device of a tensor, and such
+            return operation(*args, **kwargs)
+        if operation is torch.ops.aten.index_put_.default and types:
+            return args[0]  # FakeTensorMode would ask a mask how many it holds
+        result = None
+        if types or makes_floats(operation, args, kwargs):
+            result = operation(*args, **kwargs)
+        else:
+            with unset_fake_temporarily():
+                result = operation(*args, **kwargs)
+        if operation.namespace in ("c10d", "_c10d_functional"):
+            self.tell(operation, args, result)
+        return result
+
+    def tell(self, operation: Any, args: Sequence[Any], result: Any) -> None:
+        """Say what an operation of c10d is. Those that have no group only wait."""
+        values = dict(zip((a.name for a in operation._schema.arguments), args, strict=False))
+        group = values.get("group_name")
+        if "process_group" in values:
+            group = dist.ProcessGroup.unbox(values["process_group"]).group_name
+        if group is not None:
+            sizes = [bytes_of(value) for value in (*args, result)]
+            self.listen(operation._schema.name, group, max(sizes))
+
+
+def makes_floats(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether it makes tensors of floats out of none."""
+    if tensors_in((args, kwargs)):
+        return False
+    made = tensors_in(operation(*args, **kwargs))
+    return not made or made[0].is_floating_point()
+
+
+def chunks_alike(whole: torch.Tensor, count: int, dim: int) -> list[torch.Tensor]:
+    """A weight without memory in `count` chunks. FSDP takes one of them, and to make a thousand
+    takes a while: here one stands for all that are as long. The last ones may be empty."""
+    size = whole.shape[dim]
+    length = -(-size // count)  # rounded up, as in torch.chunk
+    full, rest = divmod(size, max(1, length))
+    lengths = [length] * full + [rest] * (full < count)
+    lengths += [0] * (count - len(lengths))
+    by_length = {length: whole.narrow(dim, 0, length) for length in set(lengths)}
+    return [by_length[length] for length in lengths]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def bytes_of(tree: Any) -> int:
+    """The bytes of the tensors in nested lists."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(tree))
 
 
 def recompute(model: nn.Module, units: Collection[nn.Module]) -> None:

@@ -42,8 +42,9 @@ def autocorrelation_time(samples: ArrayLike) -> float:
 def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | None:
     """The confidence interval of the median of samples [n]; None for too few (under 6 at 95 %).
 
-    Its ends are two of the sorted samples, those at n/2 +- z * sqrt(n tau)/2 (Campbell and Gardner
-    1988, BMJ 296:1454). tau is the autocorrelation time of the signs about the median (Sen 1968).
+    It goes from the k-th smallest sample to the k-th largest, k = round(n/2 - z * sqrt(n tau)/2)
+    (Campbell and Gardner 1988, BMJ 296:1454). tau is the autocorrelation time of the signs about
+    the median (Sen 1968).
     """
     x = np.asarray(samples, dtype=np.float64)
     n = len(x)

@@ -43,6 +43,9 @@ class Workload:
     returned: Callable[[list[Any]], Any] | None = None
     aligned: bool = True  # False: ranks do not wait for each other within an iteration
     launches: bool = False  # True: a step only launches kernels; a row says where that limits it
+    profiled: Mapping[str, Step] = field(
+        default_factory=dict
+    )  # by --profile, if not step and parts
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,7 @@ class Measured:
     stop: str
     facts: Any
     aligned: bool = True
+    profiled: Mapping[str, Step] = field(default_factory=dict)  # what --profile runs
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class Timing:
     launching_s: dict[str, float] = field(default_factory=dict)
     returned: Any = field(default_factory=list)  # what the step returned, for Workload.returned
     aligned: bool = True
+    trace: dict[str, Any] | None = None  # the summary of this rank's trace, by --profile
 
 
 def time_block(
@@ -202,8 +207,8 @@ class TimedLoop:
         """Warm a step up. Returns the seconds of a warm sample.
 
         The warm-up of all steps takes a quarter of the budget, unless the user has said how many
-        iterations it has. Each step has its share of that, but two iterations if they fit into the
-        quarter: the first one may include setting something up.
+        iterations it has. Each step has an equal share of that. A second iteration is made unless
+        the first took over the whole quarter: that one may include setting something up.
         """
         limited = not (self.rule.iters or self.rule.full_warmup)
         quarter = self.rule.max_seconds / 4

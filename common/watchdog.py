@@ -87,14 +87,18 @@ class Watchdog:
     def fail(self, reason: str) -> None:
         """Say that the case failed on this rank. The first reason counts; others follow from it."""
         with peers():
-            self.store.compare_set(f"failed/{self.case}", "", reason)
+            failure = json.dumps([reason, self.job.rank])
+            self.store.compare_set(f"failed/{self.case}", "", failure)
             self.store.add("changes", 1)
 
-    def reason(self) -> str | None:
-        """Why the case failed, on any rank; None if it did not."""
+    def failure(self) -> tuple[str | None, int | None]:
+        """Why the case failed, and on which rank; (None, None) if it did not."""
         key = f"failed/{self.case}"
         with peers():
-            return self.store.get(key).decode() if self.store.check([key]) else None
+            if not self.store.check([key]):
+                return None, None
+            reason, rank = json.loads(self.store.get(key))
+            return reason, rank
 
     def stop(self) -> None:
         self.over.set()

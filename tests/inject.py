@@ -23,6 +23,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
+from torch.utils.data import DistributedSampler
 
 RANK = int(os.environ.get("RANK", "0"))
 FAULTS: dict[str, Callable[[], None]] = {}
@@ -164,8 +165,8 @@ def slow_rank() -> None:
 
 @fault
 def slow_optimizer() -> None:
-    """Rank 1's first optimizer takes 4 s: it imports torch._dynamo, on a machine that is busy."""
-    in_call(torch.optim.SGD, "__init__", 1, partial(time.sleep, 4))
+    """Rank 1's first optimizer of a case takes 4 s. `main` has made one before the cases."""
+    in_call(torch.optim.SGD, "__init__", 2, partial(time.sleep, 4))
 
 
 @fault
@@ -690,6 +691,54 @@ def late_copies() -> None:
         time.sleep(0.3)
 
     torch.cpu.synchronize = synchronize
+
+
+# -- input: loaders and what they read -------------------------------------------------------------
+# A worker has these faults if it is forked: --start-method fork.
+
+
+@fault
+def slow_decoder() -> None:
+    """Each image takes 5 ms more to decode, on all ranks. It keeps no core busy."""
+    from torchvision.transforms.v2 import functional
+
+    real = functional.pil_to_tensor
+
+    def decode(image: Any) -> torch.Tensor:
+        time.sleep(0.005)
+        return real(image)
+
+    functional.pil_to_tensor = decode
+
+
+@fault
+def worker_dies() -> None:
+    """A worker process of rank 1 is killed, as by the kernel when memory runs out."""
+    from torchvision.transforms.v2 import functional
+
+    real = functional.pil_to_tensor
+    calls = 0
+
+    def decode(image: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += RANK == 1 and torch.utils.data.get_worker_info() is not None
+        if calls == 40:
+            send(signal.SIGKILL)
+        return real(image)
+
+    functional.pil_to_tensor = decode
+
+
+@fault
+def same_part() -> None:
+    """Rank 1 takes the part of rank 0, as without a sampler that knows its rank."""
+    real = DistributedSampler.__iter__
+
+    def iterate(sampler: Any) -> Any:
+        sampler.rank = 0
+        return real(sampler)
+
+    DistributedSampler.__iter__ = iterate  # type: ignore[method-assign]
 
 
 # -- node: a slow or wrong one, for node_check.py --------------------------------------------------

@@ -4,7 +4,7 @@
 
 The ranks are forked from one process that has imported torch: 128 of them fit into 24 GiB. With
 more ranks than cores they wait for each other's turns. So read the ratios to a bare new_group, not
-the milliseconds. In each round four things are timed on rank 0, one after the other:
+the milliseconds. In each round four things are timed until all ranks are done, one after the other:
 
 new_group       a gloo group over all ranks is made and closed, by torch alone
 first case      a case whose groups are made for it; its step does nothing and is timed once
@@ -85,6 +85,7 @@ def time_round(bench: Benchmark, number: int) -> dict[str, float]:
         dist.barrier()
         start = time.perf_counter()
         work[name]()
+        dist.barrier()  # closing a group is each rank's own work
         seconds[name] = time.perf_counter() - start
     return seconds
 

@@ -1,14 +1,18 @@
 """How often does compare.py err? Simulated runs whose true ratio is known, through compare().
 
-    python tests/simulate_compare.py            all tables of docs/compare.md, a minute or two
-    python tests/simulate_compare.py quick      fewer comparisons, 10 seconds
+    python tests/simulate_compare.py            all tables of docs/compare.md, some minutes
+    python tests/simulate_compare.py quick      fewer comparisons, half a minute
+    python tests/simulate_compare.py races      one part: comparisons, controls or races
 
 A run's iterations are AR(1) noise about a level of its own; levels differ from run to run. Prints
 the coverage of the intervals (95 % is right), how often runs that are alike are called different,
-and how often runs that are 5 and 10 % slower are found. Seeded: the same numbers every time.
+and how often runs that are 5 and 10 % slower are found; what a control run (ab.py without --b) is
+worth; how often race.py drops the best arm. Seeded: the same numbers every time.
 """
 
 import sys
+from collections.abc import Sequence
+from functools import cache, partial
 from math import log
 from pathlib import Path
 
@@ -18,8 +22,10 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from analysis.commands import planned_looks
 from analysis.load import Row, Run
-from analysis.verdicts import Comparison, Design, compare
+from analysis.race import Race, design_of, is_slower, results_against, run_race
+from analysis.verdicts import Comparison, Design, Result, compare, estimate
 
 ITERATIONS, BLOCKS = 48, 24
 SCATTER, NOISE, CORRELATION = 0.03, 0.05, 0.5  # of runs; of iterations, and of neighbours
@@ -114,9 +120,8 @@ def print_drift(cases: int, rng: np.random.Generator) -> list[float]:
         )
         for name, a, b, design in plans:
             found = compared(a, 1.05 * b, design)
-            widths = [log(c.interval[1] / c.interval[0]) / 2 for c in found.cases if c.interval]
             held = coverage(found, 1.05)
-            rows.append([runs, name, held, 100 * float(np.median(widths))])
+            rows.append([runs, name, held, half_width(found)])
             every += [held] if design.paired else []
     print("A machine that drifts, runs a side\n")
     heads = ["runs", "how", "hold the truth (%)", "half width (%)"]
@@ -146,15 +151,153 @@ def print_verdicts(campaigns: int, rng: np.random.Generator) -> list[float]:
     return false_alarms
 
 
-def main() -> int:
-    quick = sys.argv[1:] == ["quick"]
+def half_width(found: Comparison) -> float:
+    """The median half width of the intervals, in %."""
+    widths = [log(c.interval[1] / c.interval[0]) / 2 for c in found.cases if c.interval]
+    return 100 * float(np.median(widths))
+
+
+def print_smallest_change(cases: int, rng: np.random.Generator) -> list[float]:
+    """A control says which change so many pairs show. Is just that change shown in 90 %?"""
+    rows, every = [], []
+    for runs in (3, 6, 10, 20):
+        first, second = (simulate(cases, runs, rng) for _ in range(2))
+        control = compared(first, second, Design(paired=True))
+        changes = np.array([case.smallest_change for case in control.cases], dtype=float)
+        factors = 1 + changes[:, None, None]
+        base, test = (simulate(cases, runs, rng) for _ in range(2))
+        found = compared(base, factors * test, Design(paired=True))
+        shown = [100.0 * is_slower(case) for case in found.cases]
+        every.append(float(np.mean(shown)))
+        rows.append([runs, 100 * float(np.median(changes)), every[-1]])
+    print("Runs differ by 3 %: the smallest change of a control, and how often it is shown\n")
+    heads = ["pairs", "smallest change (%)", "shown (%)"]
+    print(tabulate.tabulate(rows, heads, "github", floatfmt=".1f"), "\n")
+    return every
+
+
+def print_control(cases: int, rng: np.random.Generator) -> list[float]:
+    """Few runs with the noise of a control of 6 runs a side; some scatter more or less than it.
+
+    Returns the coverage where they scatter alike.
+    """
+    rows, alike = [], []
+    for scatter in (0.015, 0.03, 0.06):
+        for runs in (1, 2, 3, 6):
+            first, second = (simulate(cases, 6, rng) for _ in range(2))
+            control = compared(first, second, Design())
+            base, test = (simulate(cases, runs, rng, scatter) for _ in range(2))
+            base_runs, test_runs = as_runs(base, "base"), as_runs(1.05 * test, "test")
+            found = compare(base_runs, test_runs, Design(), control)
+            without = compare(base_runs, test_runs, Design())
+            used = [100.0 * ("the control is not used" not in c.reason) for c in found.cases]
+            row: list[object] = [f"{100 * scatter:g} %", runs, float(np.mean(used))]
+            row += [coverage(found, 1.05), half_width(found)]
+            row.append(half_width(without) if runs > 1 else None)
+            rows.append(row)
+            if scatter == SCATTER:
+                alike.append(coverage(found, 1.05))
+    print("With --control of 6 runs a side, whose runs differ by 3 %\n")
+    heads = ["runs differ by", "runs a side", "control used (%)", "hold the truth (%)"]
+    heads += ["half width (%)", "without control (%)"]
+    print(tabulate.tabulate(rows, heads, "github", floatfmt=".1f"), "\n")
+    return alike
+
+
+RACES = {
+    "4 arms, one 10 % slower": (1.0, 1.0, 1.0, 1.1),
+    "4 arms, 2 % apart": (1.0, 1.02, 1.04, 1.06),
+    "4 arms, alike": (1.0, 1.0, 1.0, 1.0),
+    "8 arms, up to 20 % slower": (1.0, 1.01, 1.02, 1.05, 1.05, 1.1, 1.1, 1.2),
+}
+MOST_RUNS = 24  # of an arm
+
+
+def simulate_races(ratios: Sequence[float], races: int, rng: np.random.Generator) -> list[Race]:
+    """Races of arms with these true times. Each race is a case of the comparisons."""
+    looks = planned_looks(6, MOST_RUNS)
+    drift = np.exp(np.cumsum(rng.normal(0, 0.03, (races, MOST_RUNS, 1)), axis=1))
+    times = {}  # of each arm: [races, runs]
+    for number, ratio in enumerate(ratios):
+        iterations = ratio * drift * simulate(races, MOST_RUNS, rng)
+        times[f"arm {number}"] = np.median(iterations, axis=2)
+    design = design_of(list(times), looks, 0.02, False)
+
+    @cache
+    def results(base: str, test: str, rounds: int) -> list[Result]:
+        by_race = (times[test] / times[base])[:, :rounds].tolist()
+        cases = [Result("simulated", {"race": i}, pair_ratios=r) for i, r in enumerate(by_race)]
+        estimate(cases, design)
+        return cases
+
+    def result_of(race: int, base: str, test: str, rounds: int) -> Result:
+        return results(base, test, rounds)[race]
+
+    done = []
+    for number in range(races):
+        of_race = partial(result_of, number)
+        race = run_race(list(times), looks, lambda racing, rounds: None, of_race)
+        against = results_against(race, race.best, of_race)
+        lost = {name: race.best for name, result in against.items() if is_slower(result)}
+        race.dropped |= lost
+        done.append(race)
+    return done
+
+
+def print_races(races: int, rng: np.random.Generator) -> list[float]:
+    """Returns how often an arm is called slower although none is faster, in % of the races."""
+    rows, errors = [], []
+    for name, ratios in RACES.items():
+        done = simulate_races(ratios, races, rng)
+        best = {f"arm {i}" for i, ratio in enumerate(ratios) if ratio == min(ratios)}
+        slowest = f"arm {len(ratios) - 1}"
+        wrong = 100 * np.mean([bool(best & race.dropped.keys()) for race in done])
+        named = 100 * np.mean([race.best in best for race in done])
+        found = 100 * np.mean([slowest in race.dropped for race in done])
+        runs = float(np.mean([sum(race.rounds.values()) for race in done]))
+        most = MOST_RUNS * len(ratios)
+        errors.append(float(wrong))
+        rows.append([name, wrong, named, found, runs, most, 100 * (1 - runs / most)])
+    print(f"{races} races each; runs differ by 3 %, and the machine drifts by 3 % a round\n")
+    heads = ["arms", "best called slower (%)", "a best one named (%)", "last one dropped (%)"]
+    heads += ["runs", "all to the end", "saved (%)"]
+    print(tabulate.tabulate(rows, heads, "github", floatfmt=".1f"), "\n")
+    return errors
+
+
+def check_comparisons(quick: bool) -> bool:
+    """Tables of intervals and verdicts. Returns whether the numbers are as they should be."""
     rng = np.random.default_rng(2024)
     held = print_coverage(400 if quick else 3000, rng) + print_drift(400 if quick else 2000, rng)
     alarms = print_verdicts(20 if quick else 200, rng)
-    limits = (90.0, 99.5, 5.0) if quick else (93.0, 97.0, 5.0)
-    inside = [limits[0] <= share <= limits[1] for share in held]
-    print(f"\n# coverage {min(held):.1f} to {max(held):.1f} %; A/A at most {max(alarms):.1f} %")
-    return int(not all(inside) or max(alarms) > limits[2])
+    low, high = (90.0, 99.5) if quick else (93.0, 97.0)
+    print(f"\n# coverage {min(held):.1f} to {max(held):.1f} %; A/A at most {max(alarms):.1f} %\n")
+    return low <= min(held) and max(held) <= high and max(alarms) <= 5
+
+
+def check_controls(quick: bool) -> bool:
+    """Tables of what a control is worth."""
+    rng = np.random.default_rng(2025)
+    shown = print_smallest_change(400 if quick else 3000, rng)
+    held = print_control(400 if quick else 3000, rng)
+    print(f"# the smallest change is shown in {min(shown):.1f} to {max(shown):.1f} %")
+    print(f"# with a control that is right the coverage is {min(held):.1f} to {max(held):.1f} %\n")
+    return min(shown) > 85 and min(held) > (90 if quick else 93)
+
+
+def check_races(quick: bool) -> bool:
+    """The table of races."""
+    slower = print_races(100 if quick else 2000, np.random.default_rng(2026))
+    print(f"# the best arm is called slower in at most {max(slower):.1f} % of the races")
+    return max(slower) <= 5
+
+
+def main() -> int:
+    parts = {"comparisons": check_comparisons, "controls": check_controls, "races": check_races}
+    words = sys.argv[1:]
+    names = [name for name in parts if name in words] or list(parts)
+    results = [parts[name]("quick" in words) for name in names]
+    return int(not all(results))
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_a_late_trainer_and_one_that_raises_fail_their_cases(bench: Callable[...
 
 @faults
 def test_nobody_waits_for_the_start_of_another_one(bench: Callable[..., Any]) -> None:
-    """Rank 1's first optimizer takes 4 s, as on a busy machine; that is no late gradient."""
+    """Rank 1 sets its first case up 4 s longer, as on a busy machine: no gradient is late."""
     run = bench(SCRIPT, *SHORT, "--straggler-timeout", "2", ranks=3, inject="slow-optimizer")
     assert [case.check for case in run.report.cases] == ["passed", "passed"]
     assert run.status == 0, run.err

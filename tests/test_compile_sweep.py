@@ -1,5 +1,6 @@
 """compile_sweep.py as its user runs it, its faults, and its numbers by hand."""
 
+import gzip
 import json
 import math
 import re
@@ -131,18 +132,18 @@ def test_what_it_writes_for_other_tools(
     bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    flags = ("--ddp", "--dynamo", "print,aot_eager", "--profile", "--verbose", "--torchviz")
-    run = bench(SCRIPT, *flags, *SHORT, "--trace-file", "new/t.json", ranks=2)
+    flags = ("--ddp", "--dynamo", "print,aot_eager", "--profile", "new/t", "--verbose")
+    run = bench(SCRIPT, *flags, "--torchviz", *SHORT, ranks=2)
     assert run.status == 0, run.err
     assert "# graph of the backend print\ngraph():" in run.out
     assert "Layer(in_features=10, out_features=1000, bias=True)" in run.out
-    names = sorted(path.name for path in Path("new").iterdir())
+    for case in run.report.cases:
+        content = gzip.decompress(Path(case.metrics["traces"]["0"]["file"]).read_bytes())
+        trace = json.loads(content)["traceEvents"]
+        ranges = [event["name"] for event in trace if event.get("cat") == "user_annotation"]
+        for name, count in (("forward", 10), ("backward", 10), ("Optimizer.step#SGD.step", 5)):
+            assert ranges.count(name) == count
     cases = [f"toy-small-fp32-ddp-{backend}" for backend in ("aot_eager", "print")]
-    assert names == [f"t-{case}-{rank}.json" for case in cases for rank in (0, 1)]
-    trace = json.loads(Path("new", names[1]).read_text())["traceEvents"]
-    ranges = [event["name"] for event in trace if event.get("cat") == "user_annotation"]
-    for name in ("forward", "backward", "Optimizer.step#SGD.step"):
-        assert ranges.count(name) == 6
     drawn = sorted(path.name for path in Path().glob("torchviz-*"))
     assert drawn == [f"torchviz-{case}-0.dot" for case in cases]
     compiled, printed = (Path(name).read_text() for name in drawn)
@@ -212,7 +213,7 @@ def test_a_compiler_that_fails_on_one_rank(bench: Callable[..., Any]) -> None:
         (("--device", "cpu", "--dtype", "fp32,tf32"), "tf32 and cudagraphs need CUDA; try"),
         (("--dtype", "fp16"), "expected some of fp32, tf32, bf16"),
         (("--torchbench-model", "hf_Bert"), "needs the package torchbenchmark: docs/compile_sweep"),
-        (("--trace-file", ""), "expected a file, got ''; e.g. profile.json"),
+        (("--profile", ""), "expected a folder, got ''; e.g. traces"),
         (("--backends", "relu_compile_error_TESTING_ONLY"), "expected some of eager, dynamo_eager"),
     ],
 )
@@ -361,15 +362,12 @@ def test_what_was_not_compiled_fails() -> None:
     assert compile_sweep.check(eager, 0, losses, wanted, 0).startswith("skipped: ")
 
 
-def test_a_trace_that_cannot_be_written_is_said_before_the_run(tmp_path: Path) -> None:
+def test_a_graph_that_cannot_be_written_is_said_before_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    flags = ["--device", "cpu", "--profile", "--trace-file"]
-    args = compile_sweep.parse_args([*flags, str(tmp_path / "file" / "below" / "t.json")])
-    problem = compile_sweep.unwritable(args)
-    assert problem == f"cannot write into {tmp_path / 'file' / 'below'}: Not a directory"
-    args = compile_sweep.parse_args([*flags, str(tmp_path / "new" / "t.json")])
-    assert compile_sweep.unwritable(args) is None
-    assert list((tmp_path / "new").iterdir()) == []
+    problem = compile_sweep.unwritable(tmp_path / "file")
+    assert problem == f"--torchviz: cannot write into {tmp_path / 'file'}: Not a directory"
+    assert compile_sweep.unwritable(tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_backend_that_cannot_compile_here() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -86,6 +87,32 @@ def test_abba_and_resume(sides: Path) -> None:
     other = run("ab.py", *words(sides, "0.1 x", "0.12 x", *more))
     assert other.returncode == 2
     assert "is of another comparison; give another --out" in other.stderr
+
+
+def test_control(sides: Path) -> None:
+    """A against A: what so many runs can show. The variables of A are those of both."""
+    flags = words(sides, "0.1 x", "", "--runs", "4", "--a-env", "FAKE=A")
+    place = flags.index("--b")
+    del flags[place : place + 2]
+    done = run("ab.py", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "FAKE" not in done.stdout
+    assert re.search(
+        r"^case +A +A is +interval +smallest change +runs for 2 %\n", done.stdout, re.M
+    )
+    assert "# smallest change: 4 runs a side show it in 9 of 10 comparisons" in done.stdout
+    document = json.loads(run("ab.py", *flags, "--format", "json").stdout)
+    (only,) = document["cases"]
+    assert only["base_s"] == only["test_s"]  # the fake times depend on the round alone
+    assert (only["smallest_change"], only["runs_to_show"]) == (0, 2)
+    compared = [
+        "compare.py",
+        str(sides / "out/a/01.jsonl"),
+        "--test",
+        str(sides / "out/b/02.jsonl"),
+    ]
+    done = run(*compared, "--control", str(sides / "out"))
+    assert "4 runs of control a side" in done.stdout, done.stderr
 
 
 def test_commands_that_take_turns(sides: Path) -> None:

@@ -157,6 +157,69 @@ def test_runs_needed_by_hand(tmp_path: Path) -> None:
     assert twice.runs_needed == 9
 
 
+def test_smallest_change_by_hand(tmp_path: Path) -> None:
+    # logs -0.01, 0.01 and 0.09, 0.11: the error is 0.014142, t(2) = 4.3027 at 97.5 %, z = 1.2816 at
+    # 90 %. c = 4.3027 + 1.2816 * sqrt(1 + (c^2 + 18.513) / 4): c = 13.43, and exp(c * error) - 1
+    base, test = ([math.exp(x) for x in side] for side in ((-0.01, 0.01), (0.09, 0.11)))
+    (found,) = compared(tmp_path, base, test).cases
+    assert found.smallest_change == pytest.approx(math.exp(13.43 * 0.014142) - 1, rel=1e-3)
+    c = math.log(1 + (found.smallest_change or 0)) / 0.0141421
+    assert c == pytest.approx(4.3027 + 1.2816 * math.sqrt(1 + (c**2 + 18.513) / 4), rel=1e-4)
+    # runs differ by 0.01414: of 14 runs c = 2.0555 + 1.2816 * sqrt(1 + (c^2 + 4.225) / 52) = 3.48,
+    # times 0.01414 * sqrt(2 / n): 0.0186; of 12, 3.52 and 0.0203; of 13, 3.50 and 0.0194
+    assert found.runs_to_show == 13
+
+
+def test_a_control_tells_how_much_runs_scatter(tmp_path: Path) -> None:
+    """Pooled by hand: (0 * 0 + 2 * 0.0002) / 2, so s = 0.01414, and t(2) = 4.303."""
+    control = compared(tmp_path / "c", [math.exp(-0.01), math.exp(0.01)], [math.exp(0.01)] * 2)
+    squares = 2 * 0.01**2
+    base, test = load([runs(tmp_path / "a", [1.0])]), load([runs(tmp_path / "b", [1.2])])
+    (found,) = compare(base, test, Design(), control).cases
+    assert found.interval is not None
+    half = 4.303 * math.sqrt(squares / 2 * 2)
+    assert math.log(found.interval[1] / 1.2) == pytest.approx(half, rel=1e-3)
+    assert found.verdict == "slower"
+    # two a side, with squares of their own: (2 * s^2 + 2 * c^2) / 4, and t(4) = 2.776
+    more = load([runs(tmp_path / "d", [math.exp(0.2 + x) for x in (-0.01, 0.01)])])
+    (found,) = compare(load([runs(tmp_path / "e", [1.0, 1.0])]), more, Design(), control).cases
+    assert found.interval is not None
+    half = 2.776 * math.sqrt((squares + squares) / 4)
+    assert math.log(found.interval[1] / math.exp(0.2)) == pytest.approx(half, rel=1e-3)
+
+
+def test_a_control_that_scatters_less_is_not_used(tmp_path: Path) -> None:
+    control = compared(tmp_path / "c", alike(6, 0.1, 1, 0.001), alike(6, 0.1, 2, 0.001))
+    sides = [alike(3, 0.1, seed, 0.05) for seed in (3, 4)]
+    base, test = (load([runs(tmp_path / f"{i}", times)]) for i, times in enumerate(sides))
+    (found,) = compare(base, test, Design(), control).cases
+    (without,) = compare(base, test, Design()).cases
+    assert found.interval == without.interval
+    assert found.reason.endswith("the control is not used: it lacks the case, or scatters less")
+
+
+def test_control_on_the_command_line(tmp_path: Path) -> None:
+    """Two cases, so there is a mean; the control's noise gives one run a side a verdict."""
+    for side, factor in (("c/a", 1), ("c/b", 1), ("x", 1), ("y", 1.5)):
+        for i in range(3 if "/" in side else 1):
+            seconds = 0.1 * factor * (1 + 0.001 * i * len(side))
+            lines = [case("x", [seconds]), case("y", [2 * seconds])]
+            start = f"2026-01-01T0{i}:00:00"
+            write(tmp_path / side / f"{i}.jsonl", *lines, started_at=start)
+    words = (str(tmp_path / "x"), "--test", str(tmp_path / "y"))
+    assert "2 undecided" in run("compare.py", *words).stdout
+    done = run("compare.py", *words, "--control", str(tmp_path / "c"))
+    assert done.returncode == 0, done.stderr
+    assert "3 runs of control a side tell how much runs scatter" in done.stdout
+    assert "2 slower" in done.stdout
+    assert re.search(r"geometric mean of 2 cases .* slower\n", done.stdout)
+    refused = run("compare.py", *words, "--control", str(tmp_path / "x"))
+    assert refused.returncode == 2
+    assert "there is no report" in refused.stderr or "No such file" in refused.stderr
+    refused = run("compare.py", "--history", str(tmp_path), "--control", str(tmp_path / "c"))
+    assert "--control is about BASE and --test" in refused.stderr
+
+
 def test_why_a_change_is_undecided() -> None:
     def why(ratio: float, low: float, high: float) -> str:
         result = Result("x", {}, ratio=ratio, interval=(low, high))
@@ -203,7 +266,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
         *("--fail-on", "missing"),
     )
     assert done.returncode == 1
-    assert "failed: missing (--fail-on)" in done.stderr
+    assert "failed: 3 missing (--fail-on)" in done.stderr
 
 
 def test_environment_and_hardware(tmp_path: Path) -> None:
@@ -229,7 +292,7 @@ def test_table_json_markdown_and_status(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "6 of BASE, 6 of TEST; margin 2 %; the run is the unit" in done.stdout
     assert "1.10x slower" in done.stdout
-    assert "failed: slower" in done.stderr
+    assert "failed: 1 slower (--fail-on)" in done.stderr
     document = json.loads(run("compare.py", base, "--test", test, "--format", "json").stdout)
     assert document["schema"] == "torchrun-bench-compare/2"
     assert document["cases"][0]["verdict"] == "slower"
@@ -237,6 +300,42 @@ def test_table_json_markdown_and_status(tmp_path: Path) -> None:
     text = run("compare.py", base, "--test", test, "--format", "markdown").stdout
     assert "\n- 1 slower\n" in f"{text}\n"
     assert re.search(r"\| no ddp +\| +\d+.* ms \|", text)
+
+
+@pytest.mark.parametrize(
+    ("base", "test", "status", "said"),
+    [
+        ([0.1, 0.1, 0.1], [0.1, 0.1, 0.1], 0, "pass"),
+        ([0.1, 0.1, 0.1], [0.2, 0.2, 0.2], 1, "failed (1 slower)"),
+        ([0.1, 0.2, 0.1], [0.2, 0.1, 0.1], 4, "no verdict (1 undecided)"),
+        ([0.1], [0.1], 4, "no verdict (1 undecided)"),
+    ],
+)
+def test_a_gate_that_could_not_look_has_not_passed(
+    tmp_path: Path, base: list[float], test: list[float], status: int, said: str
+) -> None:
+    words = [runs(tmp_path / "a", base), "--test", runs(tmp_path / "b", test)]
+    assert run("compare.py", *words).returncode == 0  # nothing was asked for
+    done = run("compare.py", *words, "--fail-on", "slower")
+    assert done.returncode == status
+    assert done.stdout.endswith(f"\n# --fail-on slower: {said}\n")
+    assert done.stderr.count("\n") == (status > 0)
+    markdown = run("compare.py", *words, "--fail-on", "slower", "--format", "markdown").stdout
+    assert markdown.endswith(f"\n- --fail-on slower: {said}\n")
+    document = run("compare.py", *words, "--fail-on", "slower", "--format", "json").stdout
+    assert json.loads(document)["outcome"] == said.split(" (")[0]
+
+
+def test_a_missing_case_is_no_verdict(tmp_path: Path) -> None:
+    for i in range(3):
+        start = {"started_at": f"2026-01-01T0{i}:00:00"}
+        write(tmp_path / "a" / f"{i}.jsonl", case("x"), case("y"), **start)
+        write(tmp_path / "b" / f"{i}.jsonl", case("x"), case("z"), **start)
+    words = (str(tmp_path / "a"), "--test", str(tmp_path / "b"), "--fail-on")
+    done = run("compare.py", *words, "slower")
+    assert done.returncode == 4
+    assert "no verdict: 1 missing (--fail-on)" in done.stderr  # what is new has nothing to pass
+    assert run("compare.py", *words, "missing").returncode == 1
 
 
 def test_history_compares_the_newest_run(tmp_path: Path) -> None:
@@ -300,6 +399,19 @@ def test_a_case_that_nobody_joins_says_what_differs(tmp_path: Path) -> None:
         judged(base, test)
     done = run("compare.py", base, "--test", test, "--ignore-key", "dtype")
     assert "# environment: key.dtype: fp32 in BASE, bf16 in TEST" in done.stdout
+
+
+def test_cases_by_their_names(tmp_path: Path) -> None:
+    for side in "ab":
+        lines = [case("no ddp"), case("1M/1G"), case("", key={"label": "1M/1G", "model": "vgg"})]
+        write(tmp_path / f"{side}.jsonl", *lines)
+    words = (str(tmp_path / "a.jsonl"), "--test", str(tmp_path / "b.jsonl"), "-k")
+    assert "# 2 undecided" in run("compare.py", *words, "1m/1g").stdout
+    assert "# 1 undecided" in run("compare.py", *words, "vgg").stdout
+    refused = run("compare.py", *words, "alexnet")
+    assert refused.returncode == 2
+    assert "-k: no case has 'alexnet' in its name or key; there are " in refused.stderr
+    assert refused.stderr.count("\n") == 1
 
 
 def test_a_copy_is_no_second_run(tmp_path: Path) -> None:

@@ -107,6 +107,18 @@ def names_in(file: str) -> set[str]:
     return names
 
 
+def test_measuring_says_where_to_read() -> None:
+    """Each line of the section names a function that is there."""
+    page = (ROOT / "docs" / "measuring.md").read_text()
+    _, _, section = page.partition("## How a number comes about: where to read")
+    section, _, _ = section.partition("\n## ")
+    references = re.findall(r"^\| `([\w/]+\.py): ([\w.]+)` \|", section, re.MULTILINE)
+    assert len(references) == 21
+    assert len({file for file, _ in references}) == 5
+    for file, name in references:
+        assert name in names_in(file), f"{file}: {name}"
+
+
 SOURCES = re.split(r"^## .*: ", (ROOT / "docs" / "sources.md").read_text(), flags=re.M)[1:]
 
 

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +13,13 @@ import torch.nn.functional as F
 from benchmarks.parallel_sweep import (
     best,
     breakdown,
-    default_meshes,
-    misfit,
     parse_args,
-    parse_mesh,
     plan,
-    ring_attention,
     scatter_noise,
     title_of,
 )
+from common.axes import ring_attention
+from common.meshes import default_meshes, misfit, parse_mesh
 from common.report import Case
 from common.stats import Times
 
@@ -110,7 +109,7 @@ def test_the_number_that_does_not_fit(
 
 
 def test_zbv_hangs_over_gloo_with_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.parallel_sweep.TORCH_2_15", False)
+    monkeypatch.setattr("common.meshes.TORCH_2_15", False)
     key = {"mesh": "pp2:zbv", "model": "decoder-tiny", "world_size": 2, "sequence_length": 128}
     key |= {"global_batch": 16, "microbatches": 4, "experts": 0, **CPU}
     assert "zbv over gloo does not end with torch 2.11" in str(misfit(key))
@@ -137,7 +136,7 @@ def test_a_failed_ring_leaves_attention_as_it_was(monkeypatch: pytest.MonkeyPatc
         yield
         F.scaled_dot_product_attention = attend
 
-    monkeypatch.setattr("benchmarks.parallel_sweep.context_parallel", as_in_2_11)
+    monkeypatch.setattr("common.axes.context_parallel", as_in_2_11)
     mesh: Any = None
     in_ring = ring_attention(torch.nn.Module(), mesh, [torch.ones(1, 2)])
     with in_ring():
@@ -150,16 +149,16 @@ def test_a_failed_ring_leaves_attention_as_it_was(monkeypatch: pytest.MonkeyPatc
         F.scaled_dot_product_attention = attend
 
 
-def test_twins_get_a_quarter_of_the_free_memory_full_of_noise(
+def test_the_ranks_of_a_node_fill_a_quarter_of_the_free_memory_with_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8_000, 9_000))
     monkeypatch.setattr(torch, "randn", lambda count, **how: made.append((count, how["dtype"])))
-    for dtype in ("fp32", "bf16"):
-        scatter_noise({"dtype": dtype}, torch.device("cuda", 0))
-    scatter_noise({"dtype": "fp32"}, torch.device("cpu"))
-    assert made == [(500, torch.float32), (1000, torch.bfloat16)]
+    for device, ranks, dtype in [("cuda", 1, "fp32"), ("cuda", 2, "bf16"), ("cpu", 2, "fp32")]:
+        job = SimpleNamespace(device=torch.device(device), local_world_size=ranks)
+        scatter_noise({"dtype": dtype}, job)  # type: ignore[arg-type]
+    assert made == [(500, torch.float32), (500, torch.bfloat16)]
 
 
 def test_the_title_names_what_all_meshes_share() -> None:

@@ -96,7 +96,8 @@ def test_an_nccl_dump(tmp_path: Path) -> None:
     assert call.job_s == pytest.approx(2.5e-3)
 
 
-def test_a_kineto_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ProfilerStep#1", "step"])  # a job's, and --profile's
+def test_a_kineto_trace(name: str, tmp_path: Path) -> None:
     """Two steps of 10 ms, in the first an all-gather whose kernel took 3 ms, and a wait."""
     comms = {
         **{"External id": 12, "Collective name": "_allgather_base", "dtype": "BFloat16"},
@@ -110,9 +111,9 @@ def test_a_kineto_trace(tmp_path: Path) -> None:
         event | {"ts": 5003_000.0, "args": comms | {"Collective name": "wait"}},
         event | {"ts": 4000_000.0, "args": comms},  # before the first step
         event | {"ts": 5002_500.0, "args": comms, "cat": "kernel", "dur": 3000.0},
-        step | {"name": "ProfilerStep#1", "ts": 5000_000.0},
-        step | {"name": "ProfilerStep#2", "ts": 5010_000.0},
-        step | {"name": "ProfilerStep#1", "ts": 4000_000.0, "cat": "gpu_user_annotation"},
+        step | {"name": name, "ts": 5000_000.0},
+        step | {"name": name.replace("1", "2"), "ts": 5010_000.0},
+        step | {"name": name, "ts": 4000_000.0, "cat": "gpu_user_annotation"},
         {"ph": "M", "name": "process_name"},
     ]
     groups = [{"pg_name": "3", "ranks": [0, 1]}]

@@ -170,7 +170,7 @@ def test_markdown(tmp_path: Path) -> None:
     done = run("report.py", path, "--markdown")
     assert done.returncode == 0
     assert "## ddp\\_sweep" in done.stdout
-    assert re.search(r"\| no ddp +\| +90 \(89.1 to 91.8\) \|", done.stdout)
+    assert re.search(r"\| no ddp +\| +1\.00 \| +90 \(89.1 to 91.8\) \|", done.stdout)
     assert done.stdout.isascii()
 
 
@@ -181,10 +181,25 @@ def test_a_script_that_has_only_samples_shows_the_time_of_each_case(tmp_path: Pa
     done = run("report.py", path, "--markdown")
     assert re.search(r"step time p50 \(ms\) +\| +alone p50 \(ms\)", done.stdout)
     # 12 samples: the third to the tenth of the sorted ones, 0.1, 0.1, 0.1, 0.1, 0.2, ..., 0.3
-    assert re.search(r"\| x +\| +200 \(100 to 300\) \| +100 \|", done.stdout)
-    assert re.search(r"\| y +\| +- \|", done.stdout)  # a metric is about its step already
+    assert re.search(r"\| x +\| +1\.00 \| +200 \(100 to 300\) \| +100 \|", done.stdout)
+    assert re.search(r"\| y +\| +2\.50 \| +- \|", done.stdout)  # a metric is about its step already
     found, _ = page(tmp_path, path)
     assert "step time" in found.text
+
+
+def test_the_ratio_to_the_best_time(tmp_path: Path) -> None:
+    """Not where the cases have several sizes: a larger one is no worse."""
+    lines = [
+        case("x", [0.1] * 5),
+        case("y", [0.25] * 5),
+        case("z", check="failed: x", samples_s={}),
+    ]
+    done = run("report.py", write(tmp_path / "a.jsonl", *lines), "--markdown")
+    ratios = re.findall(r"^\| (\w) +\| +([\d.-]+) \|", done.stdout, re.M)
+    assert ratios == [("x", "1.00"), ("y", "2.50"), ("z", "-")]
+    sizes = [case("", [0.1 * size] * 5, key={"size_bytes": size}) for size in (1, 2)]
+    done = run("report.py", write(tmp_path / "b.jsonl", *sizes), "--markdown")
+    assert "time / best" not in done.stdout
 
 
 def test_what_there_is_of_an_unfinished_or_empty_report(tmp_path: Path) -> None:

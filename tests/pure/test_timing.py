@@ -273,5 +273,5 @@ def test_over_gloo_no_step_is_called_launch_bound(monkeypatch: pytest.MonkeyPatc
     ):
         bench: Any = Mock(job=Mock(device=torch.device(device), backend=backend))
         workload = Workload(lambda: None, launches=True)
-        timing, _ = Benchmark.time(bench, workload, Mock())
+        timing, _ = Benchmark.time_workload(bench, workload, Mock())
         assert timing.launching_s == kept, (device, backend)

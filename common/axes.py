@@ -1,0 +1,308 @@
+"""How a decoder is wrapped for each axis of a mesh, and its training step: parallel_sweep, traffic.
+
+One function an axis, in torch's public API. Copy those that you need.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import parallel as tp
+from torch.distributed.tensor.experimental import context_parallel
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from common.decoder import Decoder, Experts, next_token_loss, random_text
+from common.dist import Job
+from common.meshes import SCHEDULES, Key, Mesh, config_of, parse_mesh, stages_of
+from common.private_torch import all_to_all_with_gradient
+
+Losses = list[Tensor]  # of each microbatch; empty on a rank without the last stage
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def data_parallelize(model: Decoder, dp: DeviceMesh, reshard_after_forward: bool) -> None:
+    """FSDP2: each block is a unit. With a 2-D mesh this is HSDP."""
+    for unit in (*model.blocks, model):
+        fully_shard(unit, mesh=dp, reshard_after_forward=reshard_after_forward)
+
+
+def replicate(model: Decoder, dp: DeviceMesh) -> DistributedDataParallel:
+    """DDP: every rank has all weights."""
+    ddp = DistributedDataParallel(model, process_group=dp.get_group())
+    if dist.get_backend(dp.get_group()) == "fake":  # DDP cannot use the futures of this backend
+        ddp.register_comm_hook(dp.get_group(), reduce_at_once)
+    return ddp
+
+
+def reduce_at_once(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A hook of DDP: reduce a bucket of gradients, and have finished."""
+    dist.all_reduce(bucket.buffer(), group=group)
+    reduced: Future[Tensor] = Future()
+    reduced.set_result(bucket.buffer())
+    return reduced
+
+
+def tensor_parallelize(model: Decoder, mesh: DeviceMesh) -> None:
+    """Split heads, hidden units and words. In between each rank has a part of the sequence."""
+    part, full = Shard(1), Replicate()
+    plan = {
+        "tokens": tp.RowwiseParallel(input_layouts=full, output_layouts=part),
+        "blocks.*.attention_norm": tp.SequenceParallel(),
+        "blocks.*.attention": tp.PrepareModuleInput(
+            input_layouts=(part, None), desired_input_layouts=(full, None)
+        ),
+        "blocks.*.attention.[qkv]": tp.ColwiseParallel(),
+        "blocks.*.attention.o": tp.RowwiseParallel(output_layouts=part),
+        "blocks.*.mlp_norm": tp.SequenceParallel(),
+        "blocks.*.mlp": tp.PrepareModuleInput(input_layouts=part, desired_input_layouts=full),
+        "blocks.*.mlp.up": tp.ColwiseParallel(),
+        "blocks.*.mlp.down": tp.RowwiseParallel(output_layouts=part),
+        "norm": tp.SequenceParallel(),
+        # each rank gets the logits of its words
+        "head": tp.ColwiseParallel(input_layouts=part, use_local_output=False),
+    }
+    tp.parallelize_module(model, mesh, plan)
+
+
+def context_parallelize(model: Decoder, cp: DeviceMesh) -> None:
+    """Each rank has a part of every sequence, and gathers the keys and values of all parts."""
+    positions = torch.arange(model.config.context, device=cp.device_type)
+    my_positions = positions.chunk(cp.size())[cp.get_local_rank()]
+    visible = my_positions[:, None] >= positions
+    for buffer in model.buffers():  # the rotation and the expert of each position
+        buffer.data = buffer[my_positions]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kv = DTensor.from_local(torch.stack((k, v)), cp, [Shard(3)], run_check=False)
+        k, v = kv.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+    for block in model.blocks:
+        block.get_submodule("attention").attend = attend  # type: ignore[assignment]
+
+
+def ring_attention(
+    model: nn.Module, cp: DeviceMesh, texts: Sequence[Tensor]
+) -> Callable[[], AbstractContextManager[Any]]:
+    """A context for each step, in which torch's context_parallel cuts what has positions.
+
+    These are the texts [batch, sequence] and the model's buffers [sequence, ...].
+    """
+    buffers = list(model.buffers())
+    dims = [1] * len(texts) + [0] * len(buffers)
+    attend = F.scaled_dot_product_attention
+
+    @contextmanager
+    def cut_texts() -> Iterator[None]:
+        try:
+            with context_parallel(cp, buffers=[*texts, *buffers], buffer_seq_dims=dims):
+                yield
+        finally:  # torch 2.11 leaves its own in place after an error
+            F.scaled_dot_product_attention = attend
+
+    return cut_texts
+
+
+def expert_parallelize(model: Decoder, ep: DeviceMesh, same_experts: DeviceMesh) -> None:
+    """Each rank keeps a part of the experts. Tokens go to their expert by all-to-all, and back.
+
+    All ranks must have equally many tokens for an expert. same_experts: the ranks that keep the
+    same experts as this one.
+    """
+    [moe] = [module for module in model.modules() if isinstance(module, Experts)]
+    ranks, place, group = ep.size(), ep.get_local_rank(), ep.get_group()
+    count = moe.count // ranks
+    moe.mlps = moe.mlps[place * count : (place + 1) * count]
+    fully_shard([*moe.mlps], mesh=same_experts)
+    compute_local, exchange = moe.compute, all_to_all_with_gradient
+
+    def compute(tokens: Tensor, counts: Tensor) -> Tensor:
+        counts_by_rank = counts.view(ranks, -1)
+        sent = counts_by_rank.sum(1).tolist()
+        received = [sent[place]] * ranks
+        local = exchange(tokens, received, sent, group)
+        local = local.unflatten(0, (ranks, -1))  # [from which rank, token, width]
+        results = compute_local(local, counts_by_rank[place])
+        return exchange(results.flatten(0, 1), sent, received, group)
+
+    moe.compute = compute  # type: ignore[method-assign]
+
+
+def cut(model: Decoder, stage: int, stages: int) -> None:
+    """Leave one stage of a pipeline: its blocks; tokens in the first, norm and head in the last."""
+    count = len(model.blocks) // stages
+    model.blocks = model.blocks[stage * count : (stage + 1) * count]
+    if stage > 0:
+        model.tokens = nn.Identity()
+    if stage < stages - 1:
+        model.norm, model.head = nn.Identity(), nn.Identity()
+
+
+def pipeline(
+    models: dict[int, Any],
+    pp: DeviceMesh,
+    mesh: Mesh,
+    microbatches: int,
+    tokens: Tensor,
+    loss_of: Any,
+) -> Any:
+    """The schedule of this rank's stages. models: by stage. tokens: of all microbatches."""
+    first = next(iter(models.values()))
+    # torch can find out the shapes between stages by itself, but not over a fake group
+    text = tokens.chunk(microbatches)[0].to("meta")
+    dtype = next(first.parameters()).dtype
+    empty = partial(text.new_empty, dtype=dtype, requires_grad=True)
+    hidden = empty((len(text), text.shape[1] // mesh.tp, first.config.width))
+    logits = empty((*text.shape, first.config.vocab))
+    stages = []
+    for number, model in models.items():
+        stage = pipelining.PipelineStage(
+            model,
+            number,
+            mesh.stages,
+            tokens.device,
+            input_args=text if number == 0 else hidden,
+            output_args=logits if number == mesh.stages - 1 else hidden,
+            group=pp.get_group(),
+        )
+        stages.append(stage)
+    schedule, stages_on_rank = SCHEDULES[mesh.schedule]
+    return schedule(stages if stages_on_rank > 1 else stages[0], microbatches, loss_of)
+
+
+# -- how the axes go together ----------------------------------------------------------------------
+
+
+class Trainer(NamedTuple):
+    """What a rank trains, and how."""
+
+    model: nn.Module  # the rank's stages
+    optimizer: torch.optim.Optimizer
+    step: Callable[[], Losses]
+
+
+def train(
+    key: Key,
+    job: Job,
+    axes: dict[str, DeviceMesh],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+) -> Trainer:
+    """This rank's part of the model, wrapped for every axis, and its training step."""
+    mesh = parse_mesh(key["mesh"])
+    place = mesh.place_of(job.rank)
+    stages = {}
+    for stage in stages_of(mesh, place["pp"]):
+        stages[stage] = parallelize(create(key, job.device), stage, mesh, axes)
+    model = nn.ModuleList(stages.values())
+    optimizer = make_optimizer(model)
+    experts: list[Any] = [weight for name, weight in model.named_parameters() if is_expert(name)]
+    texts = local_texts(key, mesh, place, job.device)
+    in_ring: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if mesh.ring:
+        in_ring = ring_attention(model, axes["cp"], texts)
+    if mesh.pp > 1:
+        forward_backward = pipelined(stages, axes["pp"], mesh, key["microbatches"], texts)
+    else:
+        forward_backward = unpipelined(stages[0], texts)
+
+    def step() -> Losses:
+        optimizer.zero_grad()
+        loss_parallel = tp.loss_parallel() if mesh.tp > 1 else nullcontext()
+        with loss_parallel, in_ring():
+            losses = forward_backward()
+        for weight in experts:  # a sum over tokens of all ep; FSDP has averaged over the others
+            weight.grad /= mesh.ep
+        optimizer.step()
+        return losses
+
+    return Trainer(model, optimizer, step)
+
+
+def create(key: Key, device: torch.device) -> Decoder:
+    """The same model on every rank and in every mesh."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Decoder(config_of(key))
+    for weight in model.parameters():  # not the buffers: the angles of positions stay precise
+        weight.data = weight.data.to(DTYPES[key["dtype"]])
+    return model
+
+
+def parallelize(model: Decoder, stage: int, mesh: Mesh, axes: dict[str, DeviceMesh]) -> Any:
+    """One stage of the model, wrapped for every axis. A mesh without pp has one stage."""
+    if mesh.tp > 1:
+        tensor_parallelize(model, axes["tp"])
+    if mesh.cp > 1 and not mesh.ring:
+        context_parallelize(model, axes["cp"])
+    if mesh.ep > 1:
+        expert_parallelize(model, axes["ep"], axes["same_experts"])
+    cut(model, stage, mesh.stages)
+    # data parallelism comes last: it shards what the other axes have left
+    if mesh.data == 1:
+        return model
+    if mesh.ddp:
+        return replicate(model, axes["dp"])
+    # a pipeline keeps the gathered weights for its next microbatch
+    data_parallelize(model, axes["dp"], reshard_after_forward=mesh.pp == 1)
+    return model
+
+
+def is_expert(name: str) -> bool:
+    """Whether a parameter of this name belongs to an expert."""
+    return ".mlps." in name
+
+
+def local_texts(key: Key, mesh: Mesh, place: dict[str, int], device: torch.device) -> list[Tensor]:
+    """This rank's tokens and targets. Ring attention cuts the sequences by itself."""
+    row = place["dp"] * mesh.ep + place["ep"]
+    texts = []
+    for text in random_text(config_of(key), key["global_batch"], seed=0):
+        rows = text.chunk(mesh.dp * mesh.ep)[row].to(device)
+        if not mesh.ring:
+            rows = rows.chunk(mesh.cp, dim=1)[place["cp"]].contiguous()
+        texts.append(rows)
+    return texts
+
+
+def local_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """The loss; a plain tensor also where the words of the logits are split."""
+    loss = next_token_loss(logits, targets)
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def pipelined(
+    stages: dict[int, Any], pp: DeviceMesh, mesh: Mesh, microbatches: int, texts: list[Tensor]
+) -> Callable[[], Losses]:
+    """Forward and backward of all microbatches through the stages of this rank."""
+    tokens, targets = texts
+    schedule = pipeline(stages, pp, mesh, microbatches, tokens, local_loss)
+    inputs = [tokens] if 0 in stages else []
+
+    def forward_backward() -> Losses:
+        losses: Losses = []
+        schedule.step(*inputs, target=targets, losses=losses, return_outputs=False)
+        return losses
+
+    return forward_backward
+
+
+def unpipelined(model: nn.Module, texts: list[Tensor]) -> Callable[[], Losses]:
+    """Forward and backward of one batch."""
+    tokens, targets = texts
+
+    def forward_backward() -> Losses:
+        loss = local_loss(model(tokens), targets)
+        loss.backward()
+        return [loss]
+
+    return forward_backward

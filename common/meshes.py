@@ -1,0 +1,215 @@
+"""Meshes of ranks for training: their names, whether a case fits one, their process groups."""
+
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from common.cli import wrong
+from common.decoder import DECODERS
+from common.dist import Group, Job, connect
+from common.private_torch import TORCH_2_15, forget_groups
+
+Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
+AXES = ("pp", "dp", "cp", "ep", "tp")  # from the outermost to the innermost, which talks most
+SCHEDULES: dict[str, tuple[Any, int]] = {  # with the number of stages on a rank
+    "gpipe": (pipelining.ScheduleGPipe, 1),
+    "1f1b": (pipelining.Schedule1F1B, 1),
+    "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
+    "izb": (pipelining.ScheduleInterleavedZeroBubble, 2),
+    "zbv": (pipelining.ScheduleZBVZeroBubble, 2),
+}
+EXPERTS = 8
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A product of axes. `parse_mesh` makes it from its name."""
+
+    name: str
+    pp: int = 1  # ranks on each axis
+    dp: int = 1
+    cp: int = 1
+    ep: int = 1
+    tp: int = 1
+    replicas: int = 1  # HSDP's: dp is this many replicas of dp / replicas shards
+    schedule: str = ""  # of the pipeline, one of SCHEDULES
+    ring: bool = False  # cp by torch's context_parallel
+    ddp: bool = False  # dp by DistributedDataParallel
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The ranks on each axis, in the order of AXES."""
+        return self.pp, self.dp, self.cp, self.ep, self.tp
+
+    @property
+    def data(self) -> int:
+        """The number of ranks that have the same weights, and so share gradients."""
+        return self.dp * self.cp * self.ep
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline; 1 without one."""
+        return self.pp * SCHEDULES[self.schedule][1] if self.pp > 1 else 1
+
+    @property
+    def axes(self) -> list[str]:
+        """The axes that communicate. dp does also where only cp or ep share weights."""
+        ranks = dict(zip(AXES, self.shape, strict=True)) | {"dp": self.data}
+        return [axis for axis in AXES if ranks[axis] > 1]
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """The place of a rank on each axis."""
+        places = [int(place) for place in np.unravel_index(rank, self.shape)]
+        return dict(zip(AXES, places, strict=True))
+
+
+PRODUCT = re.compile(r"ddp[1-9]\d*|(dp[1-9]\d*x([2-9]|[1-9]\d+)|(dp|tp|pp|cp|ep)[1-9]\d*)+")
+FACTOR = re.compile(r"([a-z]p)(\d+)(?:x(\d+))?")  # `dp2x4`: the axis, its ranks or replicas, shards
+
+
+@cache
+def parse_mesh(name: str) -> Mesh:
+    """`dp2tp2`, `dp2x4`, `pp4:1f1b` or `cp4:ring`: the ranks of each axis, then the way."""
+    product, _, way = name.partition(":")
+    factors = FACTOR.findall(product)
+    different_axes = {axis for axis, _, _ in factors}
+    if not PRODUCT.fullmatch(product) or len(different_axes) < len(factors):
+        wrong("a mesh", repr(name), "e.g. dp8, dp2x4, dp4tp2, dp2pp4:1f1b; ddp8 by itself")
+    fields: dict[str, Any] = {"ddp": product.startswith("ddp")}
+    for axis, count, shards in factors:
+        fields[axis] = int(count)
+        if shards != "":
+            fields["replicas"] = int(count)
+            fields[axis] *= int(shards)
+    if fields.get("pp", 1) > 1:
+        fields["schedule"] = way
+        known_way = way in SCHEDULES
+    else:
+        fields["ring"] = way == "ring" and fields.get("cp", 1) > 1
+        known_way = way == "" or fields["ring"]
+    if not known_way:
+        names = ", ".join(SCHEDULES)
+        wrong(f"{names} after a pipeline", repr(name), "e.g. pp4:1f1b or cp4:ring")
+    return Mesh(name, **fields)
+
+
+def misfit(key: Key) -> str | None:
+    """Which number of a case does not fit its mesh, or None."""
+    mesh, config, ranks = parse_mesh(key["mesh"]), config_of(key), key["world_size"]
+    size = math.prod(mesh.shape)
+    if size != ranks:
+        return f"mesh {mesh.name} has {size} ranks, this job {ranks}; e.g. dp{ranks}"
+    rows = mesh.dp * mesh.ep * key["microbatches"]
+    divisions = (
+        ("tp", mesh.tp, config.heads, "heads"),
+        ("stages", mesh.stages, config.layers, "layers"),
+        ("cp * tp", mesh.cp * mesh.tp, config.context, "--sequence-length"),
+        ("dp * ep * microbatches", rows, key["global_batch"], "--global-batch"),
+        ("ep", mesh.ep, EXPERTS, "experts"),
+    )
+    for name, divisor, number, what in divisions:
+        if number % divisor:
+            return f"mesh {mesh.name}: {name} = {divisor} does not divide {number}, {what}"
+    if key["experts"] and mesh.tp > 1:
+        return f"mesh {mesh.name}: tp does not split experts; run it apart from ep"
+    if mesh.ring and key["device"] != "cuda":
+        return f"mesh {mesh.name}: ring attention needs CUDA; try cp{mesh.cp} without :ring"
+    if mesh.pp > 1 and key["device"] == "cuda" and key["backend"] == "gloo":
+        return f"mesh {mesh.name}: gloo sends no CUDA tensors between stages; e.g. dp{ranks}"
+    if mesh.schedule == "zbv" and key["backend"] == "gloo" and not TORCH_2_15:  # it hangs
+        return f"mesh {mesh.name}: zbv over gloo does not end with torch 2.11; try torch 2.15"
+    return wrong_microbatches(mesh, key["microbatches"]) if mesh.pp > 1 else None
+
+
+def wrong_microbatches(mesh: Mesh, count: int) -> str | None:
+    """Why a pipeline cannot take so many microbatches, as its schedule would say, or None."""
+    if mesh.schedule in ("1f1b", "zbv") and count < mesh.stages:
+        stages = f"{mesh.schedule} has {mesh.stages} stages and needs as many microbatches"
+        return f"mesh {mesh.name}: {stages}, got {count}; e.g. --microbatches {mesh.stages}"
+    rounds = max(1, count // mesh.pp)  # as torch splits them
+    if mesh.schedule in ("interleaved", "izb") and count % rounds:
+        equal = f"{mesh.schedule} needs microbatches that {rounds} rounds share equally"
+        return f"mesh {mesh.name}: {equal}, got {count}; e.g. --microbatches {2 * mesh.pp}"
+    return None
+
+
+def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[str, DeviceMesh]:
+    """A DeviceMesh for each axis. Collectives of the `silent` axes return at once.
+
+    dp has the ranks of cp and ep as well, and is 2-D for HSDP. `same_experts` has those that keep
+    the same experts.
+    """
+    talking = set(mesh.axes).difference(silent)
+    if "dp" in talking:
+        talking |= {"replicas", "same_experts"}
+    # DTensor keeps what it has worked out for a mesh, and takes meshes with the same ranks and
+    # names for one: without names of its own a twin would talk over the real groups
+    suffix = f" of {mesh.name}, fake {'+'.join(silent) or 'none'}"
+    opened: dict[str, DeviceMesh] = {}
+    for sizes in layouts(mesh):
+        backends: dict[int | str, Any] = {}
+        for axis, size in sizes.items():
+            real = axis in talking and size > 1
+            backends[axis + suffix] = job.backend if real else "fake"
+        device_mesh = init_device_mesh(
+            job.device.type,
+            tuple(sizes.values()),
+            mesh_dim_names=tuple(axis + suffix for axis in sizes),
+            backend_override=backends,
+        )
+        for process_group in device_mesh.get_all_groups():
+            group.more.append(process_group)
+            connect(process_group, job.device)
+        forget_groups(device_mesh)
+        for axis in sizes:
+            opened[axis] = device_mesh[axis + suffix]
+        if mesh.replicas > 1 and "replicas" in sizes:
+            opened["dp"] = device_mesh["replicas" + suffix, "dp" + suffix]
+    return opened
+
+
+def layouts(mesh: Mesh) -> list[dict[str, int]]:
+    """The sizes of the device meshes that hold all axes. Each is a product over all ranks.
+
+    cp and ep have meshes of their own, because their ranks are ranks of dp as well.
+    """
+    shards = mesh.data // mesh.replicas
+    meshes = [{"pp": mesh.pp, "replicas": mesh.replicas, "dp": shards, "tp": mesh.tp}]
+    if mesh.cp > 1:
+        meshes.append({"outer": mesh.pp * mesh.dp, "cp": mesh.cp, "inner": mesh.ep * mesh.tp})
+    if mesh.ep > 1:
+        meshes.append({"outer": mesh.pp, "same_experts": mesh.dp * mesh.cp, "ep": mesh.ep})
+    return meshes
+
+
+def default_meshes(ranks: int) -> list[str]:
+    """dp, tp, both, and a pipeline, on so many ranks; tp and pp over at most 4 of them."""
+    names = [f"dp{ranks}"]
+    most = math.gcd(ranks, 4)
+    if most == 1:
+        return names
+    dp = f"dp{ranks // most}" if ranks > most else ""
+    names.append(f"{dp}tp{most}")
+    if most == 4:
+        names.append(f"dp{ranks // 2}tp2")
+    names.append(f"{dp}pp{most}:1f1b")
+    return names
+
+
+def stages_of(mesh: "Mesh", place: int) -> list[int]:
+    """The pipeline stages of the rank at this place of pp."""
+    if mesh.stages == mesh.pp:
+        return [place]
+    if mesh.schedule == "zbv":  # the second stages lie on the ranks in reverse order: a V
+        return [place, mesh.stages - 1 - place]
+    return [place, place + mesh.pp]
+
+
+def config_of(key: Key) -> Any:
+    return replace(DECODERS[key["model"]], context=key["sequence_length"], experts=key["experts"])

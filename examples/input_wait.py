@@ -1,0 +1,122 @@
+"""Does training wait for its input? The step with the loader, against one with a resident batch.
+
+What you will learn: to time the two in turns while the loader cannot run ahead, with an interval.
+
+    $ torchrun --nproc-per-node 2 examples/input_wait.py
+    2 ranks, gloo, 2 workers a rank
+                    median ms   95 % interval
+    step                33.32   28.16 to 39.28
+    resident            18.97   15.09 to 27.52
+    wait                12.09   3.71 to 17.88
+
+BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+ROUNDS, STEPS, WORKERS, BATCH, LATENCY_S = 10, 4, 2, 16, 0.004  # STEPS: some turns of all workers
+
+
+def load(indices: list[int]) -> Tensor:
+    """In a worker, in place of reading files: each takes 4 ms."""
+    time.sleep(LATENCY_S * len(indices))
+    return torch.rand(len(indices), 1024)
+
+
+# [feed]
+class Feed:
+    """Batches without end. While it is paused the workers rest, with nothing fetched ahead."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.paused, self.device = True, device
+        self.running: Iterator[Tensor] = iter(())
+        more: Any = {"dataset": range(10_000), "batch_sampler": self, "num_workers": WORKERS}
+        self.loader: Any = DataLoader(collate_fn=load, persistent_workers=True, **more)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while not self.paused:  # the indices of a batch; at their end workers get no more
+            yield torch.randint(10_000, [BATCH]).tolist()
+
+    def next(self) -> Tensor:
+        if self.paused:
+            self.paused = False
+            self.running = iter(self.loader)
+        return next(self.running).to(self.device, non_blocking=True)
+
+    def pause(self) -> None:
+        self.paused = True
+        list(self.running)  # the batches that were fetched ahead
+
+
+# [/feed]
+def time_block(step: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of a step: the mean of STEPS, on the slowest rank. All ranks call it."""
+    dist.barrier()
+    for _ in range(WORKERS):  # untimed: each worker brings its first batch, or comes to rest
+        step()
+    start = time.perf_counter()
+    for _ in range(STEPS):  # batches come in bursts, so their median would hide the wait
+        step()
+    torch.get_device_module(device).synchronize()  # does nothing on the CPU
+    ms = torch.tensor((time.perf_counter() - start) / STEPS * 1e3, device=device)
+    dist.all_reduce(ms, op=dist.ReduceOp.MAX)
+    return ms.item()
+
+
+def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The median and its 95 % interval: the k-th sample from either end; 6 or more samples."""
+    x, n, k = sorted(samples), len(samples), 1
+    while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
+        k += 1
+    return statistics.median(x), x[k - 1], x[-k]
+
+
+def main() -> None:
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, dist.get_node_local_rank())
+        torch.accelerator.set_device_index(device.index)
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    feed = Feed(device)
+    batch = feed.next()  # the resident one
+    model = DistributedDataParallel(nn.Linear(1024, 1024).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(batch: Tensor | None = None) -> None:
+        optimizer.zero_grad()
+        model(feed.next() if batch is None else batch).square().mean().backward()
+        optimizer.step()
+
+    def resident() -> None:
+        feed.pause()  # does nothing but in the first step of a block
+        step(batch)
+
+    gc.disable()  # a collection on one rank would stop them all
+    times: dict[Callable[[], None], list[float]] = {step: [], resident: []}
+    for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
+        for kind in (step, resident) if i % 2 == 0 else (resident, step):
+            times[kind].append(time_block(kind, device))
+    wait = [a - b for a, b in zip(times[step], times[resident], strict=True)]
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} ranks, {backend}, {WORKERS} workers a rank")
+        print(f"{'':15}{'median ms':>10}   95 % interval")
+        rows = (("step", times[step]), ("resident", times[resident]), ("wait", wait))
+        for name, samples in rows:
+            print("{:15}{:10.2f}   {:.2f} to {:.2f}".format(name, *median_ci(samples)))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

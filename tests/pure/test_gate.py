@@ -1,0 +1,127 @@
+"""Gates: git bisect with the script of docs/compare.md, and the workflow to copy."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.pure.reports import ROOT
+
+PAGE = (ROOT / "docs" / "compare.md").read_text()
+# What a commit of the toy repository measures: the file `seconds` tells how long a step takes, and
+# how much runs scatter.
+BENCH = """
+import json, sys
+seconds, scatter = map(float, open("seconds").read().split())
+path = sys.argv[sys.argv.index("--json") + 1]
+run = int(path[-7])
+seconds *= 1 + (0.002 + scatter) * (run - 2)
+lines = [
+    {"schema": "torchrun-bench/2", "benchmark": "toy", "argv": sys.argv, "environment": {},
+     "started_at": f"2026-01-01T{run:02}:00:00"},
+    {"key": {"label": "x"}, "ranks": [0], "samples_s": {"step": [[seconds]]}, "rounds": [1]},
+    {"status": "complete", "finished_at": "2026-01-01"},
+]
+open(path, "w").write("".join(json.dumps(line) + "\\n" for line in lines))
+"""
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    done = subprocess.run(
+        ["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+def block(first: str) -> str:
+    """The indented block of the page that begins with a line."""
+    lines = PAGE[PAGE.index(f"    {first}\n") :].split("\n\n")[0]
+    return textwrap.dedent(lines) + "\n"
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> Path:
+    """16 commits. The 11th is 30 % slower. The runs of the 8th scatter, so nobody can tell."""
+    repository = tmp_path / "a repository"
+    repository.mkdir()
+    git(repository, "init", "-q")
+    (repository / "bench.py").write_text(BENCH)
+    for number in range(1, 17):
+        seconds = 0.13 if number >= 11 else 0.1
+        scatter = 0.5 if number == 8 else number / 1e6
+        (repository / "seconds").write_text(f"{seconds} {scatter}\n")
+        git(repository, "add", ".")
+        git(repository, "commit", "-qm", f"commit {number}")
+    return repository
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """A program for PATH. (The interpreter's own path may hold blanks, and $MEASURE may not.)"""
+    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_git_bisect_finds_the_slow_commit(tmp_path: Path, toy: Path) -> None:
+    """git tries the 8th commit first, and skips it."""
+    commits = git(toy, "rev-list", "--reverse", "HEAD").splitlines()
+    script, out = tmp_path / "bisect.sh", tmp_path / "out"
+    script.write_text(block("#!/usr/bin/env bash"))
+    (out / "good").mkdir(parents=True)
+    git(toy, "checkout", "-q", commits[0])
+    for run in range(1, 4):
+        path = out / "good" / f"{run}.jsonl"
+        subprocess.run([sys.executable, "bench.py", "--json", str(path)], cwd=toy, check=True)
+    git(toy, "bisect", "start", commits[15], commits[0])
+    program(tmp_path, "python", f"exec '{sys.executable}' \"$@\"")
+    variables = {"MEASURE": "python bench.py", "TOOLS": str(ROOT), "OUT": str(out), "RUNS": "3"}
+    variables |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["git", "bisect", "run", "bash", str(script)],
+        cwd=toy,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert f"{commits[10]} is the first bad commit" in done.stdout, done.stdout + done.stderr
+    assert f"git bisect skip {commits[7]}" in git(toy, "bisect", "log")
+
+
+def compare_step() -> str:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/gate.yml").read_text())
+    (step,) = [s for s in workflow["jobs"]["gate"]["steps"] if s.get("name") == "compare"]
+    return str(step["run"])
+
+
+@pytest.mark.parametrize(("status", "ends_with", "is_neutral"), [(0, 0, 0), (1, 1, 0), (4, 0, 1)])
+def test_the_workflow_shows_no_verdict_as_neutral(
+    tmp_path: Path, status: int, ends_with: int, is_neutral: bool
+) -> None:
+    """Its script with a `python` that ends with a status, and a `gh` that writes down its words."""
+    program(tmp_path, "python", f'echo "$@"; exit {status}')
+    program(tmp_path, "gh", 'printf "%s\\n" "$@" >"$RUNNER_TEMP/calls"')
+    variables = {"MEASURE": "x.py -b 8", "HEAD": "abc", "GITHUB_REPOSITORY": "me/mine"}
+    variables |= {"RUNNER_TEMP": str(tmp_path), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
+    variables |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-eo", "pipefail", "-c", compare_step()],
+        env=os.environ | variables,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == ends_with, done.stderr
+    words = (tmp_path / "summary").read_text()
+    assert re.search(r"ab\.py .* --fail-on slower .*--a .*base/x\.py -b 8 --b .*head/x\.py", words)
+    calls = tmp_path / "calls"
+    assert calls.exists() == bool(is_neutral)
+    if is_neutral:
+        assert "conclusion=neutral\n" in calls.read_text()
+        assert "repos/me/mine/check-runs\n" in calls.read_text()

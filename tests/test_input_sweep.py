@@ -1,0 +1,82 @@
+"""input_sweep.py as its user runs it, with a slow decoder, a dead worker, and early ends."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SCRIPT = "benchmarks/input_sweep.py"
+TINY = ("--samples", "25", "--file-size", "32", "--image-size", "32", "--cache", "warm")
+TIMES = ("--warmup-iters", "1", "--iters", "12")
+FORK = ("--start-method", "fork")  # the faults are in this process
+
+
+@pytest.mark.smoke
+def test_a_slow_decoder_shows_as_wait(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """5 ms for each of 32 images: 160 ms a step in the rank itself. Of a worker's time the training
+    hides what it computes, and no more: the worker does not run ahead in the resident blocks."""
+    flags = ("--batch-size", "32", "--iters", "6", "--workers", "0,1", *FORK)
+    run = bench(SCRIPT, *TINY, *TIMES, *flags, inject="slow-decoder", TMPDIR=str(tmp_path))
+    assert run.status == 0, run.out + run.err
+    planted_s = 32 * 0.005
+    by_rank, by_worker = (case.metrics for case in run.report.cases)
+    assert by_rank["loader_p50_s"] > planted_s
+    assert by_rank["exposed_wait_s"] == pytest.approx(by_rank["loader_p50_s"], rel=0.25)
+    hidden_s = min(by_worker["resident_p50_s"], by_worker["loader_p50_s"])
+    least_s = by_worker["loader_p50_s"] - hidden_s  # more if they compete for cores
+    assert by_worker["exposed_wait_s"] > least_s - 0.25 * planted_s
+    for case in run.report.cases:
+        assert case.check == "passed"
+        assert case.metrics["epoch_checked"] == 1
+        assert set(case.samples_s) == {"step", "resident", "loader"}
+    assert by_worker["workers_pss_gib"] > 0
+    assert "\n# 0 workers: " in run.out or "\n# 1 workers: " in run.out
+    assert list(tmp_path.glob("input_sweep-*")) == []
+
+
+@pytest.mark.smoke
+def test_tokens_on_three_ranks(bench: Callable[..., Any]) -> None:
+    """The workers start as they do by default; 25 sequences for 3 ranks need padding."""
+    flags = ("--kind", "tokens", "--samples", "25", "--workers", "1", "--cache", "cold")
+    run = bench(SCRIPT, *flags, *TIMES, ranks=3)
+    assert run.status == 0, run.out + run.err
+    (case,) = run.report.cases
+    assert case.check == "passed"
+    assert case.metrics["epoch_checked"] == 1
+    assert (case.metrics["from_device"] < 0.9) == ("# not cold: " in run.out)
+
+
+@pytest.mark.faults
+def test_a_dead_worker_and_a_wrong_epoch_are_rows_with_a_reason(bench: Callable[..., Any]) -> None:
+    flags = (*TINY, *TIMES, "--workers", "1,0", *FORK)
+    run = bench(SCRIPT, *flags, inject="worker-dies,same-part")
+    assert run.status == 1
+    dead, repeated = (case.check for case in run.report.cases)
+    assert dead.startswith("failed: RuntimeError: DataLoader worker (pid")
+    assert dead.endswith("(rank 1)")
+    assert repeated == "failed: 12 of 25 samples do not come in an epoch"
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("end", ["ctrl-c", "all are killed"])
+def test_nothing_is_left(start: Callable[..., Any], tmp_path: Path, end: str) -> None:
+    """The files go, and so do the processes."""
+    flags = ("--workers", "1", "--iters", "100000", *TINY, *FORK)
+    process = start(SCRIPT, *flags, TMPDIR=str(tmp_path))
+    # torchrun, two ranks, their workers and the shell that removes
+    process.until(lambda: [*tmp_path.glob("input_sweep-*/*/24.jpg")] and len(process.tree()) > 6)
+    family = process.tree()
+    if end == "ctrl-c":
+        os.kill(process.parts[0].pid, signal.SIGINT)
+    else:
+        ranks = process.ranks().values()
+        for each in (process.parts[0], *ranks):
+            each.kill()
+    assert process.wait(60) != 0
+    process.until(lambda: not [*tmp_path.glob("input_sweep-*")])
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []

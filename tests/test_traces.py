@@ -1,0 +1,65 @@
+"""--profile as its user runs it: the files, the ranges in them, and the report beside them."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def communication_by_range(file: Path) -> dict[str, list[int]]:
+    """How many of gloo's operations began in each range of a trace, by the range's name."""
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    complete = [event for event in events if event["ph"] == "X"]
+    begun = [event["ts"] for event in complete if event["name"].startswith("gloo:")]
+    counts: dict[str, list[int]] = {}
+    for event in complete:
+        if event["name"] in ("step", "without dp", "compute"):
+            start, end = event["ts"], event["ts"] + event["dur"]
+            within = [time for time in begun if start <= time <= end]
+            counts.setdefault(event["name"], []).append(len(within))
+    return counts
+
+
+@pytest.mark.smoke
+def test_a_silent_axis_is_gone_from_the_trace(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """Rank 1 alone writes a trace; the samples are as without the flag."""
+    folder = tmp_path / "tr aces"
+    flags = ("--sequence-length", "32", "--global-batch", "8", "--warmup-iters", "0")
+    asked = ("--profile", str(folder), "--profile-ranks", "1")
+    run = bench("benchmarks/parallel_sweep.py", *flags, "--iters", "2", "--mesh", "dp2", *asked)
+    assert run.status == 0, run.out + run.err
+    (case,) = run.report.cases
+    assert case.check == "passed"
+    assert [len(times) for times in case.samples_s["step"]] == [2, 2]
+    assert list(case.metrics["traces"]) == ["1"]
+    summary = case.metrics["traces"]["1"]
+    (file,) = folder.iterdir()
+    assert summary["file"] == str(file)
+    assert file.name.endswith("-rank1.json.gz")
+    assert 0 < summary["communication_alone"] + summary["both"] <= 1
+    assert 0 < summary["computing_alone"] <= 1
+    assert "\n# trace of rank 1: communication alone " in run.out
+    counts = communication_by_range(file)
+    assert [len(counts[name]) for name in counts] == [5] * len(case.samples_s)
+    assert min(counts.pop("step")) > 0
+    assert set(map(max, counts.values())) == {0}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (("--profile", "/dev/null/x"), "error: --profile /dev/null/x: cannot write into it: Not"),
+        (("--profile", "x", "--profile-ranks", "0,4"), "expected ranks from 0 to 0, got 4; e.g. 0"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    bench: Callable[..., Any], flags: tuple[str, ...], line: str
+) -> None:
+    run = bench("benchmarks/collectives.py", *flags, ranks=0, json=False)
+    assert run.status == 2
+    (said,) = run.err.splitlines()
+    assert line in said
