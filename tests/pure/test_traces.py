@@ -1,5 +1,7 @@
 """traces.py: what a trace says of its step, by hand; names of files; which ranks; a full disk."""
 
+import gzip
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 import torch
 from torch.profiler import profile, record_function
 
+from analysis import timeline
 from common import cli
 from common.benchmark import Benchmark
 from common.report import Case
@@ -138,6 +141,32 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert problem.startswith(f"--profile {tmp_path}/file/below: cannot write into it")
     assert problem_with(str(tmp_path / "new" / "below")) is None
     assert list((tmp_path / "new" / "below").iterdir()) == []
+
+
+def test_a_picture_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the second step, 50 to 100 us: what runs in it, cut at its ends, in ms."""
+    events = [
+        event("user_annotation", "step", 0, 50),
+        event("user_annotation", "step", 50, 100),
+        event("cpu_op", "aten::mm", 40, 60),
+        event("cpu_op", "c10d::allreduce_", 60, 61),
+        event("user_annotation", "gloo:all_reduce", 70, 120, tid=2),
+        event("cpu_op", "aten::mm", 110, 120),
+    ]
+    trace, picture = tmp_path / "x.json.gz", tmp_path / "x.svg"
+    trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
+    spans = timeline.find_spans(events, 50, 100)
+    assert spans == {
+        ("thread 1", "computing"): [(0.0, 0.01)],
+        ("thread 2", "communication"): [(0.02, 0.03)],
+    }
+    monkeypatch.setattr("sys.argv", ["timeline.py", str(trace), str(picture)])
+    assert timeline.main() == 0
+    assert "communication" in picture.read_text()
+    monkeypatch.setattr("sys.argv", ["timeline.py", str(trace), str(picture), "--number", "2"])
+    with pytest.raises(SystemExit) as caught:
+        timeline.main()
+    assert caught.value.code == 2
 
 
 def test_ranks_need_a_folder(capsys: pytest.CaptureFixture[str]) -> None:

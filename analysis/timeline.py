@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Draw a step of a trace that --profile has written: when communication and computing run.
+
+    python analysis/timeline.py traces/CASE-rank0.json.gz step.svg
+    python analysis/timeline.py traces/CASE-rank0.json.gz compute.png --step compute --number 2
+
+Each row is a thread of the CPU or a stream of the GPU. Perfetto (ui.perfetto.dev) shows the whole
+trace; this is a picture for a page.
+"""
+
+import gzip
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from matplotlib.figure import Figure
+
+from analysis.figures import SERIES
+from common import cli
+
+Spans = dict[tuple[str, str], list[tuple[float, float]]]  # start and length, by row and kind
+COLORS = dict(zip(("computing", "communication"), SERIES, strict=False))
+
+
+def find_ranges(events: list[dict[str, Any]], step: str) -> list[dict[str, Any]]:
+    """The ranges of a step in the order of time: those of the GPU, or the CPU's without one."""
+    named = [event for event in events if event["name"] == step]
+    on_gpu = [event for event in named if event["cat"] == "gpu_user_annotation"]
+    ranges = on_gpu or [event for event in named if event["cat"] == "user_annotation"]
+    return sorted(ranges, key=lambda event: event["ts"])
+
+
+def kind_of(event: dict[str, Any], has_kernels: bool) -> str:
+    """`communication`, `computing`, or "" for what is not drawn."""
+    if event["name"].startswith("gloo:"):
+        return "communication"
+    if event["cat"] == "kernel":
+        return "communication" if "nccl" in event["name"].lower() else "computing"
+    is_operator = event["cat"] == "cpu_op" and event["name"].startswith("aten::")
+    return "computing" if is_operator and not has_kernels else ""
+
+
+def find_spans(events: list[dict[str, Any]], begin: float, end: float) -> Spans:
+    """Milliseconds since `begin` and their length, of what runs from begin to end (us)."""
+    has_kernels = any(event["cat"] == "kernel" for event in events)
+    row_word = "stream" if has_kernels else "thread"
+    spans: Spans = defaultdict(list)
+    for event in events:
+        kind = kind_of(event, has_kernels)
+        start = max(begin, event["ts"])
+        stop = min(end, event["ts"] + event["dur"])
+        if kind and start < stop:
+            row = f"{row_word} {event['tid']}"
+            spans[row, kind].append(((start - begin) / 1e3, (stop - start) / 1e3))
+    return spans
+
+
+def draw(spans: Spans, title: str) -> Figure:
+    """A row for each thread, a colour for each kind."""
+    rows = sorted({row for row, _ in spans})
+    figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
+    ax = figure.add_subplot(xlabel="ms", title=title)
+    named: set[str] = set()
+    for (row, kind), bars in sorted(spans.items()):
+        label = f"_{kind}" if kind in named else kind  # matplotlib hides what begins with _
+        named.add(kind)
+        place = (rows.index(row) - 0.35, 0.7)
+        ax.broken_barh(bars, place, facecolors=COLORS[kind], label=label)
+    ax.set_yticks(range(len(rows)), rows)
+    ax.invert_yaxis()
+    ax.grid(axis="y", visible=False)
+    ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
+    return figure
+
+
+def main() -> int:
+    parser = cli.Parser(__doc__)
+    parser.add_argument("trace", help="a file of --profile, .json.gz")
+    parser.add_argument("picture", help="the file to draw: .svg, .png or .pdf")
+    parser.add_argument("--step", default="step", help="the range to draw (default: step)")
+    count = "which of its iterations, from 0 (default: 1, the first one may be slower)"
+    parser.add_argument("--number", type=cli.number(int, 0), default=1, metavar="N", help=count)
+    args = parser.parse_args()
+    try:
+        content = json.loads(gzip.decompress(Path(args.trace).read_bytes()))
+        events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
+        ranges = find_ranges(events, args.step)
+        if args.number >= len(ranges):
+            parser.error(
+                f"{args.trace} has {len(ranges)} of '{args.step}', no number {args.number}"
+            )
+        begin = ranges[args.number]["ts"]
+        end = begin + ranges[args.number]["dur"]
+        spans = find_spans(events, begin, end)
+        draw(spans, f"{args.step}, iteration {args.number}").savefig(args.picture, dpi=150)
+    except (OSError, ValueError, KeyError, EOFError) as error:
+        parser.error(cli.describe(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
