@@ -46,8 +46,12 @@ Span = tuple[float, float]  # start and end, in microseconds
 # -- which ranks, which files ----------------------------------------------------------------------
 
 
-def problem_with(folder: str) -> str | None:
-    """Make the folder. Returns why this rank cannot write into it; None if it can."""
+def problem_with(folder: str, asked: Collection[int] | None, world_size: int) -> str | None:
+    """Make the folder. Returns why this rank cannot write into it, or which of the ranks asked for
+    the job does not have; None where all is well."""
+    if asked and max(asked) >= world_size:
+        known = f"expected ranks from 0 to {world_size - 1}"
+        return f"--profile-ranks: {known}, got {max(asked)}; e.g. 0"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
