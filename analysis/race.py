@@ -150,7 +150,8 @@ def show(race: Race, args: argparse.Namespace, compared: Callable[..., Compariso
     rows: list[list[Any]] = [[race.best, race.rounds[race.best], "1", ""]]
     for name, result in sorted(results.items(), key=lambda item: item[1].ratio or 1.0):
         ends = [f"{end:.4g}" for end in result.interval or ()]
-        rows.append([name, race.rounds[name], f"{result.ratio:.4g}", " to ".join(ends)])
+        ratio = f"{result.ratio:.4g}" if result.ratio else "-"
+        rows.append([name, race.rounds[name], ratio, " to ".join(ends)])
     table = show_table(["arm", "runs", "time / best", "interval"], rows, (1, 2), "table")
     lines = []
     first, *others = race.rounds

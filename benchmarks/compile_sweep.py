@@ -72,7 +72,7 @@ from common.private_torch import (
 from common.report import Case
 from common.stats import Times, percentiles, step_metrics
 from common.table import Columns, metric, relative, render
-from common.timing import time_block
+from common.timing import Step, time_block
 
 Key = dict[str, Any]
 LossOf = Callable[[nn.Module, Any], Tensor]  # takes a model and a batch

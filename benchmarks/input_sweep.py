@@ -537,7 +537,8 @@ def answer(case: Case, node_ranks: int, cores: int) -> str:
     if high_ms <= SMALL_WAIT * resident_ms:
         return f"not input-bound: {wait}, and computes {resident_ms:.1f} ms"
     if low_ms <= 0:
-        return f"it cannot be told whether the loader feeds the training: {wait}; --max-seconds"
+        unsure = "it cannot be told whether the loader feeds the training"
+        return f"{unsure}: {wait}; a larger --max-seconds may tell"
     samples = len(case.ranks) * case.key["batch_size"]
     brings = rate_with_interval(samples, m["loader_p50_s"], m["loader_ci95_s"])
     takes = rate_with_interval(samples, m["resident_p50_s"], m["resident_ci95_s"])
@@ -633,26 +634,25 @@ def find_data(args: argparse.Namespace, folder: Path) -> Source:
     return files
 
 
-def lack_of_room(args: argparse.Namespace, job: Job) -> str | None:
-    """Why this host has not enough memory for the workers; None if it has."""
-    workers, ranks = max(args.workers), job.local_world_size
+def check_room(args: argparse.Namespace, job: Job) -> None:
+    """Raise ValueError where this host has not enough memory for the workers."""
+    workers = job.local_world_size * max(args.workers)
     sample_bytes = 3 * args.image_size**2 * 4
     if args.kind == "tokens":
         sample_bytes = 2 * DECODERS[args.model].context * 8
-    queue = ranks * workers * max(args.prefetch) * args.batch_size * sample_bytes
+    queues = workers * max(args.prefetch) * args.batch_size * sample_bytes
     rooms = {
-        "host memory": (queue + ranks * workers * WORKER_BYTES, free_on_host()),
-        "/dev/shm": (queue, shutil.disk_usage("/dev/shm").free),
+        "host memory": (queues + workers * WORKER_BYTES, free_on_host()),
+        "/dev/shm": (queues, shutil.disk_usage("/dev/shm").free),
     }
     for place, (needed, free) in rooms.items():
         if needed > free:
-            what = f"--workers {workers}: expected {needed:,} bytes of {place}, {free:,} are free"
-            return f"{what}; lower --workers, --prefetch or --batch-size"
-    return None
+            lower = "lower --workers, --prefetch or --batch-size"
+            raise ValueError(f"expected {needed:,} bytes of {place}, {free:,} are free; {lower}")
 
 
-def first_problem(function: Callable[[], Any], what: str) -> tuple[Any, str | None]:
-    """Call a function on all ranks. Returns its result, and the first problem of any rank."""
+def call_or_refuse(bench: Benchmark, what: str, function: Callable[[], Any]) -> Any:
+    """Call a function on all ranks. Refuse the run if it raises on any of them."""
     result, problem = None, None
     try:
         result = function()
@@ -660,18 +660,17 @@ def first_problem(function: Callable[[], Any], what: str) -> tuple[Any, str | No
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         problem = f"{what}: {reason.splitlines()[0]}"
     problems = gather(problem) or []
-    return result, share(next((problem for problem in problems if problem), None))
+    if first := share(next((problem for problem in problems if problem), None)):
+        bench.refuse(first)
+    return result
 
 
-def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Source, Path, Any]:
-    """What the datasets read, the folder with it, and what removes that when this process ends.
+def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Source, Any]:
+    """The data of this run, and what removes its folder at the end.
 
     The latter is None with --data, and on ranks that have not made the folder.
     """
-    job, remover = bench.job, None
-    if problem := share(next(filter(None, gather(lack_of_room(args, job)) or []), None)):
-        bench.refuse(problem)
-    token = share(secrets.token_hex(8))
+    job, token, remover = bench.job, share(secrets.token_hex(8)), None
 
     def make() -> Path:
         nonlocal remover
@@ -682,14 +681,11 @@ def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Source, Path, A
             make_files(args, folder, bench.watchdog.phase)
         return folder
 
-    folder = Path(args.data) if args.data else None
-    if folder is None:
-        folder, problem = first_problem(make, f"TMPDIR {tempfile.gettempdir()}")
-    if not problem:
-        source, problem = first_problem(partial(find_data, args, folder), f"--data {args.data}")
-    if problem:
-        bench.refuse(problem)
-    return source, folder, remover
+    room = partial(check_room, args, job)
+    call_or_refuse(bench, f"--workers {max(args.workers)}", room)
+    folder = Path(args.data) if args.data else call_or_refuse(bench, "TMPDIR", make)
+    what = f"--data {args.data}" if args.data else "TMPDIR"
+    return call_or_refuse(bench, what, partial(find_data, args, folder)), remover
 
 
 def plan(args: argparse.Namespace) -> list[Key]:
@@ -724,7 +720,7 @@ def main() -> int:
     args = parse_args()
     set_forkserver_preload(["torchvision", "common.benchmark"])
     with Benchmark("input_sweep", args) as bench:
-        source, folder, remover = prepare(bench, args)
+        source, remover = prepare(bench, args)
         data = f"{args.kind} of {args.data or 'its own'}"
         title = f"{args.model}, batch size {args.batch_size}, {data}"
         title += f", page cache {' and '.join(args.cache)}"
@@ -737,8 +733,9 @@ def main() -> int:
                 cases.append(case)
         bench.print("")
         print_answers(bench, args, cases)
-    if remover:  # it would wait for workers, which may have its pipe
-        shutil.rmtree(folder, ignore_errors=True)
+    if remover:
+        # not communicate(): a forked worker may still have the pipe that the shell listens to
+        shutil.rmtree(remover.args[-1], ignore_errors=True)
     return bench.status
 
 

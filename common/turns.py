@@ -1,4 +1,4 @@
-"""Two commands that take turns block by block: `analysis/ab.py --interleave`.
+"""Commands that take turns block by block: `--interleave` of analysis/ab.py and analysis/race.py.
 
 A token goes round in two named pipes. The command that reads it from its pipe may measure. When its
 block is over, it writes the token into the other command's pipe.

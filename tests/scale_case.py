@@ -44,12 +44,14 @@ def results_of(ranks: int, iterations: int) -> list[bytes]:
     """What each rank sends to rank 0, pickled. Rank 3 is slow."""
     rng, sent = np.random.default_rng(0), []
     bench = Benchmark.__new__(Benchmark)
+    bench.tracer = None
     rounds = [len(part) for part in np.array_split(np.arange(iterations), 12)]
     for rank in range(ranks):
         slow = 1.3 if rank == 3 else 1.0
         step, local, alone = rng.lognormal(-7, 0.05, (3, iterations)) * [[2.0], [slow], [0.5]]
         samples = {"step": step.tolist(), SPLIT: local.tolist(), "alone": alone.tolist()}
-        timed = bench.time(Measured(samples, rounds, "iters", None), group=None)  # type: ignore
+        measured = Measured(samples, rounds, "iters", None)
+        timed = bench.time(measured, group=None, key={})  # type: ignore[arg-type]
         sent.append(pickle.dumps(timed))
     return sent
 
@@ -66,7 +68,7 @@ def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
         bench = Benchmark.__new__(Benchmark)
         bench.report = Report("scale_case", {}, str(path))
         bench.report.start()
-        nobody: Any = SimpleNamespace(reason=lambda: None, phase=lambda *args, **options: None)
+        nobody: Any = SimpleNamespace(failure=lambda: (None, None), phase=lambda *args, **options: None)
         bench.watchdog = nobody
         start = perf_counter()
         results = [pickle.loads(content) for content in sent]

@@ -25,12 +25,10 @@ def test_a_slow_decoder_shows_as_wait(bench: Callable[..., Any], tmp_path: Path)
     planted_s = 32 * 0.005
     by_rank, by_worker = (case.metrics for case in run.report.cases)
     assert by_rank["loader_p50_s"] > planted_s
-    assert by_rank["exposed_wait_s"] == pytest.approx(
-        by_rank["loader_p50_s"], rel=0.25
-    )  # what was planted, and some decoding
+    assert by_rank["exposed_wait_s"] == pytest.approx(by_rank["loader_p50_s"], rel=0.25)
     hidden_s = min(by_worker["resident_p50_s"], by_worker["loader_p50_s"])
-    expected_s = by_worker["loader_p50_s"] - hidden_s
-    assert by_worker["exposed_wait_s"] == pytest.approx(expected_s, abs=0.25 * planted_s)
+    least_s = by_worker["loader_p50_s"] - hidden_s  # more if they compete for cores
+    assert by_worker["exposed_wait_s"] > least_s - 0.25 * planted_s
     for case in run.report.cases:
         assert case.check == "passed"
         assert case.metrics["epoch_checked"] == 1
@@ -43,11 +41,13 @@ def test_a_slow_decoder_shows_as_wait(bench: Callable[..., Any], tmp_path: Path)
 @pytest.mark.smoke
 def test_tokens_on_three_ranks(bench: Callable[..., Any]) -> None:
     """The workers start as they do by default; 25 sequences for 3 ranks need padding."""
-    flags = ("--kind", "tokens", "--samples", "25", "--workers", "1", "--cache", "warm,cold")
+    flags = ("--kind", "tokens", "--samples", "25", "--workers", "1", "--cache", "cold")
     run = bench(SCRIPT, *flags, *TIMES, ranks=3)
     assert run.status == 0, run.out + run.err
-    assert [case.check for case in run.report.cases] == ["passed", "passed"]
-    assert [case.key["cache"] for case in run.report.cases] == ["warm", "cold"]
+    (case,) = run.report.cases
+    assert case.check == "passed"
+    assert case.metrics["epoch_checked"] == 1
+    assert (case.metrics["from_device"] < 0.9) == ("# not cold: " in run.out)
 
 
 @pytest.mark.faults
@@ -80,13 +80,3 @@ def test_nothing_is_left(start: Callable[..., Any], tmp_path: Path, end: str) ->
     process.until(lambda: not [*tmp_path.glob("input_sweep-*")])
     _, alive = psutil.wait_procs(family, timeout=20)
     assert alive == []
-
-
-@pytest.mark.smoke
-def test_what_is_no_image_is_refused(bench: Callable[..., Any], tmp_path: Path) -> None:
-    (tmp_path / "cats").mkdir()
-    (tmp_path / "cats" / "a.jpg").write_text("no image")
-    run = bench(SCRIPT, "--data", str(tmp_path), ranks=0, json=False)
-    assert run.status == 2
-    assert f"--data {tmp_path}: {tmp_path}/cats/a.jpg is no image: Unidentified" in run.err
-    assert run.err.count("\n") == 1

@@ -15,6 +15,7 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -80,6 +81,7 @@ def start(number: int, request: dict[str, Any]) -> int:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # TMPDIR is what the request says, not what this process had
     for place, name in enumerate((os.devnull, *request["files"][number])):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), place)
     words = request["commands"][number][1:]  # without python

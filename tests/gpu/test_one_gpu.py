@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "compile_sweep": (0, ("--models", "toy-small", "--backends", "eager", *SHORT)),
     "ddp_rpc": (2, ON_CUDA),
     "ddp_sweep": (0, (*SMALL, "--comm-hook", "none,fp16", "--bind-cores")),
+    "input_sweep": (0, ("--samples", "64", "--workers", "1", *SHORT)),
     "node_check": (0, ("--budget", "60", "--margin", "3", *SHORT)),
     "p2p_matrix": (0, ("--size", "1M", "-n", "4", *SHORT)),
     "parallel_sweep": (0, NANO),

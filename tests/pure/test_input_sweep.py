@@ -1,6 +1,7 @@
 """input_sweep.py without torchrun: which samples come, resting workers, sentences, refusals."""
 
 import multiprocessing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,12 @@ from benchmarks.input_sweep import (
     Images,
     Tokens,
     answer,
+    call_or_refuse,
+    check_room,
     checksum_of,
     derive,
     epoch_problem,
     find_data,
-    first_problem,
-    lack_of_room,
     make_files,
     parse_args,
     plan,
@@ -201,32 +202,47 @@ def test_a_mistake_is_one_line(
     assert error.count("\n") == 1
 
 
+class Refused(Exception):
+    """In place of the end of the run."""
+
+
 def test_data_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that is not there or is empty, a short file, a full disk: the first line is told."""
     monkeypatch.setattr(input_sweep, "gather", lambda value: [None, value])
     monkeypatch.setattr(input_sweep, "share", lambda value: value)
     images, tokens = parse_args([]), parse_args(["--kind", "tokens", "--data", "x"])
-    short = tmp_path / "short.bin"
+    short, empty = tmp_path / "short.bin", tmp_path / "folder"
     short.write_bytes(b"12")
+    empty.mkdir()
 
-    def fails(args: Any, path: Path) -> str | None:
-        return first_problem(lambda: find_data(args, path), "--data")[1]
+    def refuse(problem: str) -> None:
+        raise Refused(problem)
 
-    assert fails(images, tmp_path / "none") == "--data: No such file or directory"
-    (tmp_path / "folder").mkdir()
-    assert "Couldn't find any class folder" in str(fails(images, tmp_path / "folder"))
-    assert fails(tokens, short) == "--data: expected 130 bytes of tokens or more, got 2"
-    full = first_problem(lambda: input_sweep.write(Path("/dev/full"), b"1"), "TMPDIR /dev")
-    assert full[1] == "TMPDIR /dev: No space left on device"
+    def refusal(what: str, function: Any, *arguments: Any) -> str:
+        with pytest.raises(Refused) as refused:
+            call_or_refuse(bench, what, partial(function, *arguments))
+        return str(refused.value)
+
+    bench: Any = SimpleNamespace(refuse=refuse)
+    missing = refusal("--data", find_data, images, tmp_path / "none")
+    assert missing == "--data: No such file or directory"
+    assert "Couldn't find any class folder" in refusal("--data", find_data, images, empty)
+    (empty / "cats").mkdir()
+    (empty / "cats" / "a.jpg").write_text("text")
+    no_image = refusal("--data", find_data, images, empty)
+    assert no_image == f"--data: {empty}/cats/a.jpg is no image: UnidentifiedImageError"
+    too_short = refusal("--data", find_data, tokens, short)
+    assert too_short == "--data: expected 130 bytes of tokens or more, got 2"
+    full = refusal("TMPDIR", input_sweep.write, Path("/dev/full"), b"1")
+    assert full == "TMPDIR: No space left on device"
 
 
 def test_too_many_workers_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """2 ranks * 4 workers * (64 MiB + 2 batches of 8 images of 3 * 64 * 64 * 4 bytes)."""
     job: Any = SimpleNamespace(local_world_size=2)
     args = parse_args(["--workers", "1,4", "--device", "cpu"])
-    assert lack_of_room(args, job) is None
+    check_room(args, job)
     monkeypatch.setattr(input_sweep, "free_on_host", lambda: 2**29)
-    assert lack_of_room(args, job) == (
-        "--workers 4: expected 543,162,368 bytes of host memory, 536,870,912 are free; "
-        "lower --workers, --prefetch or --batch-size"
-    )
+    message = "expected 543,162,368 bytes of host memory, 536,870,912 are free; lower --workers"
+    with pytest.raises(ValueError, match=message):
+        check_room(args, job)

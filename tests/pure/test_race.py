@@ -86,6 +86,18 @@ def test_a_race_of_commands(tmp_path: Path, arms: list[str]) -> None:
     assert "round 2 of 4, 3 arms, took" in again.stderr
 
 
+def test_an_arm_whose_cases_fail(tmp_path: Path, arms: list[str]) -> None:
+    """It has no time, so nothing is said of it but that."""
+    code = COMMAND.replace('case = {"key"', 'case = {"check": "failed: no memory", "key"')
+    (tmp_path / "fails.py").write_text(code)
+    command = shlex.join([sys.executable, f"{tmp_path}/fails.py"])
+    flags = ["--arm", arms[0], f"fails={command} 0.1 x", "--runs", "2", "--max-runs", "2"]
+    done = run("race.py", *flags, "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("# best: quick; fails has no time to compare\n")
+    assert re.search(r"^fails +2 +-$", done.stdout, re.M)
+
+
 def test_arms_that_take_turns(tmp_path: Path, arms: list[str]) -> None:
     flags = ["--arm", *arms, "--out", str(tmp_path / "out"), "--runs", "2", "--max-runs", "2"]
     done = run("race.py", *flags, "--interleave")
