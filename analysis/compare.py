@@ -16,10 +16,10 @@ the runs' times. The verdicts:
     same            the interval lies within --margin
     undecided       neither: measure more runs. One run a side is always undecided
 
-Cases are joined by their keys. Files, folders and patterns are read: reports of this project, of
-PyTorch's DDP benchmark, and of nccl-tests (-J). With --history the newest run of a folder is
-compared with those before it. With --control, an `ab.py --out` of runs that were measured alike
-tells how much runs scatter, where BASE and TEST have few.
+Cases are joined by their keys. Files, folders and patterns are read: reports of this project and of
+PyTorch's DDP benchmark, JSON and logs of nccl-tests and rccl-tests. With --history the newest run
+of a folder is compared with those before it. With --control, an `ab.py --out` of runs that were
+measured alike tells how much runs scatter, where BASE and TEST have few.
 
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower --format markdown

@@ -4,7 +4,8 @@
     table = frame(load(["results/", "more/*.jsonl"]))       # a row a case
     table.pivot_table("time_s", "case", "run")
 
-Reads this project's reports, and by foreign.py those of PyTorch's DDP benchmark and nccl-tests.
+Reads this project's reports, and by foreign.py those of PyTorch's DDP benchmark,
+nccl-tests and rccl-tests.
 """
 
 import glob

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli, gpus, memory, patterns, peaks
 from common.benchmark import Benchmark, Workload
 from common.dist import Group, Job, share
+from common.private_torch import expected_s
 from common.ranks import node_of_each, partition
 from common.report import Case
 from common.stats import Times
@@ -246,6 +247,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--counts", action="store_true", help=text)
     text = "the speed of the link: adds busbw in percent of it"
     add("--limit", type=rate, metavar="GB/s", help=text)
+    add("--expected", action="store_true", help="adds the time that NCCL itself expects of a call")
     text = "fail if busbw at large sizes is under 0.9 of this"
     add("--min-busbw", type=rate, metavar="GB/s", help=text)
     cli.add_common_flags(parser, min_iters=12, max_seconds=0.3)
@@ -420,13 +422,11 @@ def settings(args: argparse.Namespace, matrix: Matrix) -> str:
 # -- measure ---------------------------------------------------------------------------------------
 
 
-def build(
-    job: Job, matrix: Matrix, samples: int, as_asked: bool, key: Key, group: Group
-) -> Workload:
+def build(job: Job, matrix: Matrix, args: argparse.Namespace, key: Key, group: Group) -> Workload:
     """What a rank measures in a case: calls on successive buffers, out of place and in place.
 
-    matrix: of --matrix, in bytes. samples: how many are checked. as_asked: a sample has the calls
-    of the key, which -n has set; else these are the most that it may have.
+    matrix: of --matrix, in bytes. With -n a sample has the calls of the key; without it these are
+    the most that it may have.
     """
     operation = OPERATIONS[key["collective"]]
     at = place_of(key, matrix, group, job.device)
@@ -436,15 +436,19 @@ def build(
     for variant in operation.variants:  # in this order on all ranks: a graph is run when it is made
         steps[variant] = step_of(key, at, buffers[variant], key["calls"])
     calls = key["calls"]
-    if not (as_asked or calls == 1 or key["cudagraph"]):  # a graph has as many as were captured
+    if not (args.calls or calls == 1 or key["cudagraph"]):  # a graph has as many as were captured
         calls = calls_of_a_sample(steps[operation.variants[0]], calls, job.device, group)
 
-    def facts() -> dict[str, int]:
-        """Calls in a sample, and the wrong values of each variant."""
-        counts = {"calls": calls}
+    expected = None
+    if args.expected and not key["cudagraph"]:
+        expected = expected_s(steps[operation.variants[0]], group.test, job.device)
+
+    def facts() -> dict[str, Any]:
+        """Calls in a sample, the expected time, and the wrong values of each variant."""
+        counts: dict[str, Any] = {"calls": calls, "expected_s": expected}
         for variant in operation.variants:
             counts[variant] = 0
-            for _ in range(samples):
+            for _ in range(args.check):
                 counts[variant] += count_wrong(key, at, buffers[variant][:calls], job, group)
         return counts
 
@@ -633,6 +637,8 @@ def derive(
             metrics[f"{variant}_wrong"] = sum(fact[variant] for fact in facts)
             wrong += metrics[f"{variant}_wrong"]
     metrics |= {"wrong": wrong, "calls": facts[0]["calls"]}
+    if facts[0].get("expected_s"):
+        metrics["expected_time_s"] = facts[0]["expected_s"]
     across = ACROSS[key["average"]]
     for variant in operation.variants:
         by_rank = times.each("step" if variant == operation.variants[0] else variant)
@@ -679,6 +685,8 @@ class ScanTable(Table):
             line += f"  {case.check}"
         if "efficiency" in metrics:
             line += f"  {metrics['efficiency']:.0%} of {metrics.get('limit', 'the limit')}"
+        if "expected_time_s" in metrics:
+            line += f"  expected {metrics['expected_time_s'] * 1e6:.2f} us"
         if "max_over_mean_received" in metrics:
             line += f"  max/mean received {metrics['max_over_mean_received']:.2f}"
         if case.key["caches"] == "warm":
@@ -706,7 +714,7 @@ def network_line(key: Key, busbw: float, nodes: int) -> str | None:
     if share_of_busbw is None or key["matrix"]:
         return None
     n = key["group_ranks"]
-    formula, assumption = "(k-1)/(n-1)", ", if it goes within the nodes first"
+    formula, assumption = "(k-1)/(n-1)", "; over a ring more"
     if key["collective"] == "all_to_all":
         formula, assumption = "(n-n/k)/(n-1)", ""
     rate = f"{busbw * share_of_busbw:.4g} GB/s = busbw {formula}"
@@ -784,7 +792,7 @@ def main() -> int:
         except ValueError as error:
             bench.refuse(str(error))
         members = sorted(itertools.chain(*groups))
-        prepare = partial(build, job, matrix, args.check, args.calls is not None)
+        prepare = partial(build, job, matrix, args)
         layout = layout_of(groups, bench.report.environment, args.limit)
         conclude = partial(derive, args, layout)
         for title, keys in tables.items():

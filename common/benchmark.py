@@ -99,11 +99,8 @@ class Benchmark:
 
     def prepare_traces(self, name: str, measured_on: dict[str, Any]) -> Tracer:
         """End the run where --profile-ranks has other ranks, or a rank cannot write a trace."""
-        folder, asked, world_size = self.args.profile, self.args.profile_ranks, self.job.world_size
-        if asked and max(asked) >= world_size:
-            known = f"expected ranks from 0 to {world_size - 1}, got {max(asked)}; e.g. 0"
-            self.refuse(f"--profile-ranks: {known}")
-        problems = gather(problem_with(folder)) or []
+        folder, asked = self.args.profile, self.args.profile_ranks
+        problems = gather(problem_with(folder, asked, self.job.world_size)) or []
         if problem := share(next((problem for problem in problems if problem), None)):
             self.refuse(problem)
         nodes = node_of_each(measured_on)

@@ -71,6 +71,21 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return entries
 
 
+def expected_s(
+    call: Callable[[], object], group: dist.ProcessGroup, device: torch.device
+) -> float | None:
+    """The seconds that the group's backend itself expects the collectives in `call` to take. It
+    does not run them. None where it cannot say: only NCCL can. torch/distributed/__init__.py.
+    """
+    try:
+        with dist._time_estimator(group, device) as estimator:  # type: ignore[attr-defined]
+            call()
+    except (AttributeError, NotImplementedError):
+        return None
+    time_us = estimator.estimated_time
+    return None if time_us is None else time_us / 1e6
+
+
 def register_fake_backend() -> None:
     """From now on there is a backend `fake` whose collectives return at once."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401

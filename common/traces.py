@@ -33,8 +33,8 @@ DEVIATION = 0.1  # the line of a trace says so where the profiler changes the st
 MOST_LINES = 4  # of a case; the report has the summaries of all ranks
 LONGEST_NAME = 120  # letters of a file's name that describe the case
 
-# Kineto writes to stderr whenever it starts, and 35 on a machine without a GPU. 5 is nothing.
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+# Kineto writes to stderr when it starts and ends, and where there is no GPU. 99 lets nothing pass.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 # On the CPU: PyTorch's operators, and what torch.compile has made of them.
 OPERATORS = ("aten::", "mkldnn::", "Torch-Compiled Region", "## Call CompiledFxGraph")
@@ -46,8 +46,12 @@ Span = tuple[float, float]  # start and end, in microseconds
 # -- which ranks, which files ----------------------------------------------------------------------
 
 
-def problem_with(folder: str) -> str | None:
-    """Make the folder. Returns why this rank cannot write into it; None if it can."""
+def problem_with(folder: str, asked: Collection[int] | None, world_size: int) -> str | None:
+    """Make the folder. Returns why this rank cannot write into it, or which of the ranks asked for
+    the job does not have; None where all is well."""
+    if asked and max(asked) >= world_size:
+        known = f"expected ranks from 0 to {world_size - 1}"
+        return f"--profile-ranks: {known}, got {max(asked)}; e.g. 0"
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

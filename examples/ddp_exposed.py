@@ -13,6 +13,7 @@ without averaging gradients (`no_sync`), and to put an interval on the differenc
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
+# [measure]
 import gc
 import math
 import statistics
@@ -30,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 ROUNDS, STEPS = 16, 3  # each round times a block of 3 steps of each kind
 
 
-# [measure]
 def time_block(step: Callable[[], object], device: torch.device) -> float:
     """Milliseconds of a step: the median of STEPS, each on its slowest rank. All ranks call it."""
     cpu = device.type == "cpu"
@@ -63,9 +63,9 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
+    # [/measure]
 
 
-# [/measure]
 def main() -> int:
     # [setup]
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -75,9 +75,9 @@ def main() -> int:
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
     # [/setup]
+    # [wrap]
     torch.manual_seed(dist.get_rank())  # each rank has data of its own; DDP sends rank 0's weights
     width = 1024 if device.type == "cpu" else 8192
-    # [wrap]
     layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)]
     model = DistributedDataParallel(nn.Sequential(*layers).to(device))
     x = torch.randn(64, width, device=device)
@@ -94,6 +94,7 @@ def main() -> int:
             step(stand_still)
 
     # [/wrap]
+    # [turns]
     for _ in range(4):
         step()  # DDP arranges its buckets anew in the second one
     gc.disable()  # a collection on one rank would stop them all
@@ -102,6 +103,7 @@ def main() -> int:
         for kind in (step, local_compute) if i % 2 == 0 else (local_compute, step):
             times[kind].append(time_block(kind, device))
     exposed = [a - b for a, b in zip(times[step], times[local_compute], strict=True)]
+    # [/turns]
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
     extremes = torch.stack([flat, -flat])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)

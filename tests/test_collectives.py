@@ -66,6 +66,8 @@ def test_groups(bench: Callable[..., Any], groups: str, nodes: int, ranks: int) 
     assert {tuple(case.ranks) for case in run.report.cases} == {(0, 1, 2, 3)}
     assert len(run.report.cases[0].metrics["in_place_group_times_s"]) == 2
     assert f"# all_reduce float32 sum, {groups} (2 ranks)" in run.out
+    between = "GB/s = busbw (k-1)/(n-1), k = 2 nodes, n = 2 ranks"
+    assert (between in run.out) == (nodes == 2)
 
 
 @pytest.mark.smoke

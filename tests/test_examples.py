@@ -1,10 +1,12 @@
 """examples/: each runs as its docstring says, prints what it shows there, and stands by itself."""
 
 import ast
+import builtins
 import importlib
 import random
 import re
 import statistics
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +70,7 @@ def test_stands_by_itself(path: Path) -> None:
 @each_file
 def test_is_short_and_says_what_to_expect(path: Path) -> None:
     text = path.read_text()
-    assert 60 <= len(text.splitlines()) <= 122
+    assert 60 <= len(text.splitlines()) <= 124
     assert "What you will learn: " in text
     assert "BSD-3-Clause: copy this." in text
     command, lines = shown(path)
@@ -86,6 +88,21 @@ def test_regions_are_whole_statements(path: Path) -> None:
     for _, text in found:
         indent = min(len(line) - len(line.lstrip()) for line in text.splitlines() if line)
         ast.parse("\n".join(line[indent:] for line in text.splitlines()))
+
+
+def test_regions_of_ddp_exposed_need_nothing_else() -> None:
+    """Pasted one after the other, they use no name that they do not make."""
+    pasted = [textwrap.dedent(text) for _, text in regions(ROOT / "examples" / "ddp_exposed.py")]
+    made = set(dir(builtins))
+    used: set[str] = set()
+    for node in ast.walk(ast.parse("\n".join(pasted))):
+        if isinstance(node, (ast.alias, ast.FunctionDef)):
+            made.add(getattr(node, "asname", None) or node.name)  # as `dist`
+        elif isinstance(node, ast.arg):
+            made.add(node.arg)
+        elif isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else made).add(node.id)
+    assert used - made == set()
 
 
 def test_page_names_every_file_and_region_that_it_includes() -> None:

@@ -46,20 +46,3 @@ def test_a_silent_axis_is_gone_from_the_trace(bench: Callable[..., Any], tmp_pat
     assert [len(counts[name]) for name in counts] == [5] * len(case.samples_s)
     assert min(counts.pop("step")) > 0
     assert set(map(max, counts.values())) == {0}
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (("--profile", "/dev/null/x"), "error: --profile /dev/null/x: cannot write into it: Not"),
-        (("--profile", "x", "--profile-ranks", "0,4"), "expected ranks from 0 to 0, got 4; e.g. 0"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    bench: Callable[..., Any], flags: tuple[str, ...], line: str
-) -> None:
-    run = bench("benchmarks/collectives.py", *flags, ranks=0, json=False)
-    assert run.status == 2
-    (said,) = run.err.splitlines()
-    assert line in said

@@ -130,6 +130,9 @@ cuda_task two_graphs 100 'injected: a graph is broken' nccl 2 tests/inject.py gr
     $b/collectives.py "${few[@]}" -G 3 --timeout 40
 task ckpt 150 passes ranks 1 $b/checkpoint_sweep.py --modes all --strategy fsdp2,ddp \
     --model decoder-nano --iters 2 --json "$OUT/ckpt.jsonl"
+task input 100 passes ranks 1 $b/input_sweep.py --samples 64 --workers 1 "${short[@]}"
+cuda_task input_nvjpeg 100 passes ranks 1 $b/input_sweep.py --samples 64 --workers 1 \
+    --decode cuda --cache warm "${short[@]}"
 cuda_task ddp_gloo2 150 passes ranks 2 $b/ddp_sweep.py "${small[@]}" --dtype fp32,bf16 \
     --comm-hook none,bf16 --backend gloo
 cuda_task coll_gloo2 150 passes ranks 2 $b/collectives.py --collective all "${few[@]}" \
@@ -170,7 +173,8 @@ task stops 90 'does not answer' ranks 2 tests/inject.py stops $b/ddp_sweep.py "$
     --backend gloo --timeout 20 --world-sizes 2
 cuda_task refused 60 'which nccl cannot' ranks 2 $b/p2p_matrix.py
 cuda_task p2p_gloo 60 passes ranks 2 $b/p2p_matrix.py --backend gloo --size 1M
-for example in ddp_exposed allreduce_busbw who_is_slow tp_exposed pp_bubble dcp_stall; do
+for example in ddp_exposed allreduce_busbw who_is_slow tp_exposed pp_bubble dcp_stall \
+    input_wait; do
     task "$example" 60 passes nccl 2 examples/$example.py
 done
 wait

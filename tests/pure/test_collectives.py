@@ -74,8 +74,8 @@ def test_what_a_rank_sends_over_the_network() -> None:
     assert share("broadcast", 32, 4) is None
     key = {"collective": "all_reduce", "group_ranks": 32, "matrix": False}
     assert collectives.network_line(key, 377.34, 4) == (
-        "#   per rank over the network: 36.52 GB/s = busbw (k-1)/(n-1), k = 4 nodes, n = 32 ranks, "
-        "if it goes within the nodes first"
+        "#   per rank over the network: 36.52 GB/s = busbw (k-1)/(n-1), k = 4 nodes, n = 32 ranks; "
+        "over a ring more"
     )
     assert collectives.network_line(key, 377.34, 1) is None
     assert collectives.network_line(key | {"matrix": "a1b2"}, 377.34, 4) is None
@@ -160,6 +160,16 @@ def test_the_rank_with_most_sets_the_bandwidth_of_a_skewed_case() -> None:
     assert "max/mean received 1.92" in collectives.ScanTable({}).row(case)
 
 
+def test_what_nccl_expects_is_a_column() -> None:
+    sizes = {"size_bytes": 8, "count": 2, "dtype": "float32", "redop": "sum", "root": -1}
+    samples = {"step": [[1e-5]] * 4, "out_of_place": [[1e-5]] * 4}
+    for expected, shown in ((33.1e-6, True), (None, False)):
+        case = Case(KEY | sizes | {"caches": "cold"}, [0, 1, 2, 3], samples)
+        facts = [{"calls": 1, "in_place": 0, "out_of_place": 0, "expected_s": expected}] * 4
+        derived(case, facts, [[0, 1, 2, 3]])
+        assert ("  expected 33.10 us" in collectives.ScanTable({}).row(case)) == shown
+
+
 def test_scan() -> None:
     assert collectives.scan(8, 64, None, 2.0) == [8, 16, 32, 64]
     assert collectives.scan(4, 100, None, 3.0) == [4, 12, 36]
@@ -235,9 +245,11 @@ def test_a_sample_has_as_many_calls_as_take_a_millisecond(
         job = Job(0, 0, 1, 1, torch.device("cpu"), "gloo", store)
         monkeypatch.setattr(collectives, "time_block", lambda *_: ([call_s * 9, call_s], 0.0))
         [[key]] = planned(1, "-b", "8", "-e", "8").values()
-        workload = collectives.build(job, [], 1, asked, key, group)
+        args = collectives.parse_args(["-n", "20", "--expected"] if asked else [])
+        workload = collectives.build(job, [], args, key, group)
         assert workload.calls == calls
-        assert workload.facts() == {"calls": calls, "in_place": 0, "out_of_place": 0}
+        wanted = {"calls": calls, "in_place": 0, "out_of_place": 0}
+        assert workload.facts() == wanted | {"expected_s": None}  # gloo expects nothing
     finally:
         dist.destroy_process_group()
 

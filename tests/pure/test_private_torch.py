@@ -1,9 +1,11 @@
 """common/private_torch.py: what torch does not promise is still there, and stands in one place."""
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +35,25 @@ def test_versions_compare_by_number() -> None:
 
 def test_leaves() -> None:
     assert private_torch.leaves({"a": [1, (2, 3)], "b": 4}) == [1, 2, 3, 4]
+
+
+def test_only_nccl_says_what_it_expects(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    group: Any = dist.group.WORLD
+    cpu = torch.device("cpu")
+    called = list[int]()
+    assert private_torch.expected_s(lambda: called.append(1), group, cpu) is None
+    assert called == []  # gloo cannot, so nothing is run
+
+    @contextlib.contextmanager
+    def nccl(*_: object) -> Iterator[Any]:
+        estimator = SimpleNamespace(estimated_time=None)
+        yield estimator
+        estimator.estimated_time = 33.1  # microseconds
+
+    monkeypatch.setattr(dist, "_time_estimator", nccl)
+    assert private_torch.expected_s(lambda: called.append(1), group, cpu) == pytest.approx(33.1e-6)
+    monkeypatch.delattr(dist, "_time_estimator")  # an older torch
+    assert private_torch.expected_s(lambda: None, group, cpu) is None
 
 
 def test_the_sizes_of_ddps_buckets_are_those_of_the_weights(world: None) -> None:

@@ -136,11 +136,13 @@ def test_the_line_of_a_trace() -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    problem = problem_with(str(tmp_path / "file" / "below"))
+    problem = problem_with(str(tmp_path / "file" / "below"), None, 2)
     assert problem
     assert problem.startswith(f"--profile {tmp_path}/file/below: cannot write into it")
-    assert problem_with(str(tmp_path / "new" / "below")) is None
+    assert problem_with(str(tmp_path / "new" / "below"), {0, 1}, 2) is None
     assert list((tmp_path / "new" / "below").iterdir()) == []
+    problem = problem_with(str(tmp_path / "x"), {0, 4}, 4)
+    assert problem == "--profile-ranks: expected ranks from 0 to 3, got 4; e.g. 0"
 
 
 def test_a_picture_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

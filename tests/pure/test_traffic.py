@@ -1,0 +1,161 @@
+"""traffic.py: closed forms of FSDP2, DDP and TP, groups, floors, what is refused."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from benchmarks import traffic
+from common.decoder import DECODERS, Decoder
+from common.report import Case, Report, load
+
+NANO = ("--model", "decoder-nano", "--dtype", "fp32")
+WEIGHTS = sum(weight.numel() for weight in Decoder(DECODERS["decoder-nano"]).parameters())
+
+
+def step_of(mesh: str, ranks: int, *flags: str) -> traffic.Step:
+    words = ["--ranks", str(ranks), "--mesh", mesh, *NANO, *flags]
+    (key,) = traffic.plan(traffic.parse_args(words))
+    return traffic.play(key)
+
+
+def totals(step: traffic.Step, axis: str) -> dict[str, int]:
+    """The bytes of each collective of an axis."""
+    sums = {}
+    for collective, sizes in step.calls[axis].items():
+        sums[collective] = sum(size * count for size, count in sizes.items())
+    return sums
+
+
+def test_fsdp_gathers_all_weights_twice_and_scatters_their_gradients_once() -> None:
+    """8 ranks divide the first dimension of every weight: nothing is padded."""
+    step = step_of("dp8", 8)
+    assert step.ranks["dp"] == list(range(8))
+    assert totals(step, "dp") == {"all_gather": 2 * 4 * WEIGHTS, "reduce_scatter": 4 * WEIGHTS}
+    units = DECODERS["decoder-nano"].layers + 1
+    assert step.calls["dp"]["all_gather"].total() == 2 * units
+    assert step.calls["dp"]["reduce_scatter"].total() == units
+    assert step.parameters_bytes == step.gradients_bytes == 4 * WEIGHTS // 8
+    assert step.optimizer_bytes == 2 * step.parameters_bytes
+
+
+def test_ddp_reduces_all_gradients_and_sends_the_buffers() -> None:
+    """The rotation is the only buffer: [64, 8] of float32. sgd has one momentum a weight."""
+    step = step_of("ddp4", 4, "--optimizer", "sgd")
+    assert totals(step, "dp") == {"all_reduce": 4 * WEIGHTS, "broadcast": 4 * 64 * 8}
+    assert step.parameters_bytes == step.gradients_bytes == step.optimizer_bytes == 4 * WEIGHTS
+
+
+def test_tensor_parallel_gathers_and_scatters_the_stream() -> None:
+    """A gather and a scatter before and after each attention and MLP, and as many backwards; also
+    after the embedding and before the head."""
+    step = step_of("tp4", 4, "--global-batch", "4")
+    stream = 4 * 64 * 64 * 4  # sequences, tokens, width, float32
+    sums = totals(step, "tp")
+    layers = DECODERS["decoder-nano"].layers
+    assert sums["all_gather"] == sums["reduce_scatter"] == (4 * layers + 2) * stream
+
+
+def test_a_thousand_ranks_and_their_nodes() -> None:
+    words = ["--ranks", "1024", "--mesh", "dp128tp8", "--rank", "9", *NANO]
+    (key,) = traffic.plan(traffic.parse_args(words))
+    step = traffic.play(key)
+    assert step.ranks["tp"] == list(range(8, 16))
+    assert step.ranks["dp"] == list(range(1, 1024, 8))
+    metrics = traffic.derive(key, step, None, None)
+    assert metrics["tp_nodes"] == 1
+    assert metrics["dp_nodes"] == 128
+    assert metrics["across_nodes"] == "dp"
+
+
+def test_activations_are_what_autograd_keeps_without_weights() -> None:
+    """x, up(x) and gelu(up(x)): 3 * (8 + 32 + 32) float32."""
+    model = nn.Sequential(nn.Linear(8, 32, bias=False), nn.GELU(), nn.Linear(32, 8, bias=False))
+    activations = traffic.Activations()
+    with saved_tensors_hooks(activations.keep, lambda tensor: tensor):
+        loss = model(torch.ones(3, 8)).sum()
+    assert activations.now == activations.most == 4 * 3 * (8 + 32 + 32)
+    loss.backward()
+    del loss
+    assert activations.now == 0
+    assert activations.most == 4 * 3 * (8 + 32 + 32)
+
+
+def test_a_floor_is_linear_between_what_was_measured_and_nothing_beyond() -> None:
+    measured = traffic.Measured([], {("all_gather", 8): {100: 1.0, 300: 2.0}})
+    calls = {"all_gather": Counter({100: 1, 200: 2, 400: 5}), "recv": Counter({200: 1})}
+    assert traffic.floor_of(calls, 8, measured) == (1.0 + 2 * 1.5, 100 + 2 * 200)
+    assert traffic.floor_of(calls, 4, measured) == (0.0, 0)
+
+
+def test_a_measured_report_gives_the_fastest_time_of_each_size(tmp_path: Path) -> None:
+    report = Report("collectives", {"devices": ["a CPU"]}, str(tmp_path / "report.jsonl"))
+    report.start()
+    key = {"collective": "sendrecv", "group_ranks": 2, "size_bytes": 8}
+    for dtype, seconds in (("float32", 3.0), ("int8", 2.0)):
+        metrics = {"out_of_place_time_s": seconds, "in_place_time_s": None}
+        report.add(Case(key | {"dtype": dtype}, [0, 1], metrics=metrics))
+    report.finish("complete")
+    measured = traffic.read_measured(str(report.path))
+    assert measured == traffic.Measured(["a CPU"], {("sendrecv", 2): {8: 2.0}})
+    calls = {"send": Counter({8: 3})}
+    assert traffic.floor_of(calls, 2, measured) == (6.0, 24)
+
+
+def test_the_floor_of_a_step_is_its_largest_floor() -> None:
+    words = ["--ranks", "2", "--mesh", "dp2", "--global-batch", "2", *NANO]
+    (key,) = traffic.plan(traffic.parse_args(words))
+    step = traffic.Step({"dp": {"all_gather": Counter({8: 3})}}, {"dp": [0, 1]}, 1, 1, 2, 5)
+    measured = traffic.Measured([], {("all_gather", 2): {8: 2.0}})
+    metrics = traffic.derive(key, step, measured, 1.0)
+    assert metrics["dp_floor_s"] == 6.0
+    # 64 tokens a rank; a block has 12 * 64^2 weights, attention is counted in full
+    flops = 64 * (6 * (4 * 12 * 64**2 + 256 * 64) + 12 * 4 * 64 * 64)
+    assert metrics["compute_floor_s"] == metrics["step_floor_s"] == metrics["flops"] == flops
+    assert traffic.derive(key, step, measured, None)["step_floor_s"] == 6.0
+
+
+def test_factors_are_those_of_nccl_tests() -> None:
+    assert traffic.bus_factor("all_reduce", 4) == 1.5
+    assert traffic.bus_factor("all_gather", 4) == traffic.bus_factor("reduce_scatter", 4) == 0.75
+    assert traffic.bus_factor("send", 4) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--ranks", "8", "--mesh", "tp4"), "mesh tp4 has 4 ranks, this job 8; e.g. dp8"),
+        (("--ranks", "2", "--mesh", "dp2", "--rank", "2"), "--rank: expected 0 to 1, got 2"),
+        (("--ranks", "4", "--mesh", "cp4:ring"), "ring attention needs CUDA; try cp4"),
+        (("--ranks", "48", "--mesh", "tp48"), "tp = 48 does not divide 8, heads"),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    flags: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr("sys.argv", ["traffic.py", *flags, *NANO])
+    with pytest.raises(SystemExit) as end:
+        traffic.main()
+    assert end.value.code == 2
+    out, err = capsys.readouterr()
+    assert says in err
+    assert (out, err.count("\n")) == ("", 1)
+
+
+def test_the_table_and_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "report.jsonl"
+    flags = ["--ranks", "2", "--mesh", "dp2", "--json", str(path), *NANO]
+    monkeypatch.setattr("sys.argv", ["traffic.py", *flags])
+    assert traffic.main() == 0
+    report = load(str(path))
+    (case,) = report.cases
+    assert (report.status, case.check) == ("complete", traffic.NOT_RUN)
+    assert case.metrics["dp_all_gather_bytes"] == 2 * 4 * WEIGHTS
+    out = capsys.readouterr().out
+    assert "# dp2: dp, 2 ranks on 1 node: all_gather 10 x, 1.755M (bus 898.2K); " in out

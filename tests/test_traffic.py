@@ -1,0 +1,23 @@
+"""traffic.py beside real ranks: the flight recorder of gloo has the same calls and bytes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+MESHES = (
+    "dp4,ddp4,dp2x2,tp4,cp4,dp2cp2,dp2tp2,ep4,dp2ep2,pp4:gpipe,pp4:1f1b,"
+    "dp2pp2:interleaved,dp2pp2:izb,dp2pp2:zbv"
+)
+
+
+@pytest.mark.smoke
+def test_gloo_sends_what_traffic_says(bench: Callable[..., Any]) -> None:
+    """Every rank looks at itself, in every kind of mesh: axis, collective, bytes and calls."""
+    script, variables = "tests/recorded_traffic.py", {"TORCH_FR_BUFFER_SIZE": "20000"}
+    run = bench(script, MESHES, ranks=4, timeout=300, json=False, **variables)
+    assert run.status == 0, run.out + run.err
+    lines = run.out.splitlines()
+    assert len(lines) == 4 * len(MESHES.split(","))
+    assert all(line.endswith(" bytes: same") for line in lines)
+    assert not any(" 0 calls" in line for line in lines)
