@@ -65,7 +65,7 @@ def draw(spans: Spans, title: str) -> Figure:
     figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
     ax = figure.add_subplot(xlabel="ms", title=title)
     named: set[str] = set()
-    for (row, kind), bars in sorted(spans.items()):
+    for (row, kind), bars in sorted(spans.items(), reverse=True):  # communication is on top
         label = f"_{kind}" if kind in named else kind  # matplotlib hides what begins with _
         named.add(kind)
         place = (rows.index(row) - 0.35, 0.7)

@@ -68,7 +68,9 @@ def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
         bench = Benchmark.__new__(Benchmark)
         bench.report = Report("scale_case", {}, str(path))
         bench.report.start()
-        nobody: Any = SimpleNamespace(failure=lambda: (None, None), phase=lambda *args, **options: None)
+        nobody: Any = SimpleNamespace(
+            failure=lambda: (None, None), phase=lambda *args, **options: None
+        )
         bench.watchdog = nobody
         start = perf_counter()
         results = [pickle.loads(content) for content in sent]

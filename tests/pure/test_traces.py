@@ -55,6 +55,7 @@ def test_a_trace_of_gloo() -> None:
         event("user_annotation", "gloo:barrier", 90, 100, tid=3),
         event("cpu_op", "aten::addmm", 0, 20),
         event("cpu_op", "aten::copy_", 5, 6),
+        event("cpu_op", "aten::sort", 32, 34, tid=2),  # within gloo's operation
         event("cpu_op", "aten::mm", 100, 150),
         event("cpu_op", "_c10d_functional::wait_tensor", 110, 150),
     ]
