@@ -151,6 +151,8 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
     # DTensor keeps what it has worked out for a mesh, and takes meshes with the same ranks and
     # names for one: without names of its own a twin would talk over the real groups
     suffix = f" of {mesh.name}, fake {'+'.join(silent) or 'none'}"
+    if job.backend == "fake":  # traffic.py plays one rank after the other in one process
+        suffix += f", as rank {job.rank}"
     opened: dict[str, DeviceMesh] = {}
     for sizes in layouts(mesh):
         backends: dict[int | str, Any] = {}
