@@ -64,6 +64,7 @@ from common.peaks import peak_flops
 from common.private_torch import (
     configure_compile,
     dynamo_counters,
+    forget_groups,
     fresh_compile_cache,
     is_recomputed,
     leaves,
@@ -292,6 +293,7 @@ def wrap(model: nn.Module, key: Key, device: torch.device, group: dist.ProcessGr
         )
     if key["strategy"] == "fsdp2":
         mesh = dist.DeviceMesh.from_group(group, device.type)
+        forget_groups(mesh)  # or caches would keep the group open where a later case aborts it
         for module in [*units, model]:
             fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(low, high))
     return model
