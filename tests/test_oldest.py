@@ -11,7 +11,7 @@ from tests.process import ROOT
 SCRIPTS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
 TIMES = ("--iters", "6", "--warmup-iters", "1")
 RPC = ("--max-seconds", "0.5")
-ELSEWHERE = {"ddp_rpc", "parameter_server", "replay"}  # in their own files
+ELSEWHERE = {"ddp_rpc", "parameter_server", "replay", "traffic"}  # in their own files
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp_sweep": (2, ("--model", "mobilenet_v3_small", "--image-size", "32", *TIMES)),
     "calibrate": (2, ("--modes", "barrier,resolution", "--seconds", "1")),

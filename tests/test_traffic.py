@@ -1,9 +1,15 @@
 """traffic.py beside real ranks: the flight recorder of gloo has the same calls and bytes."""
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from common.report import load
+from tests.process import ROOT
 
 MESHES = (
     "dp4,ddp4,dp2x2,tp4,cp4,dp2cp2,dp2tp2,ep4,dp2ep2,pp4:gpipe,pp4:1f1b,"
@@ -21,3 +27,13 @@ def test_gloo_sends_what_traffic_says(bench: Callable[..., Any]) -> None:
     assert len(lines) == 4 * len(MESHES.split(","))
     assert all(line.endswith(" bytes: same") for line in lines)
     assert not any(" 0 calls" in line for line in lines if not line.startswith("pp4"))
+
+
+@pytest.mark.oldest
+def test_one_process_is_any_rank(tmp_path: Path) -> None:
+    report = str(tmp_path / "report.jsonl")
+    meshes = "dp8,dp2tp4,dp2pp2tp2:1f1b,cp4dp2"
+    flags = ["--ranks", "8", "--model", "decoder-tiny", "--mesh", meshes, "--json", report]
+    command = [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), *flags]
+    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    assert [case.failed for case in load(report).cases] == [False] * 4
