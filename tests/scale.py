@@ -2,7 +2,7 @@
 
     python tests/scale.py 2 8 32 64          prints the table of docs/scale.md, a few minutes
 
-The ranks are forked from one process that has imported torch: 128 of them fit into 24 GiB. With
+The ranks are forked from one process that has imported torch: many of them fit into memory. With
 more ranks than cores they wait for each other's turns. So read the ratios to a bare new_group, not
 the milliseconds. In each round four things are timed until all ranks are done, one after the other:
 
