@@ -252,7 +252,7 @@ def run_commands(measure: Callable[[], T]) -> T:
     script = Path(sys.argv[0]).name
     handle_signals(interrupt)
     try:
-        return measure()
+        result = measure()
     except (ValueError, OSError) as error:
         refuse(clean(error, 1000))
     except RuntimeError as error:
@@ -264,6 +264,7 @@ def run_commands(measure: Callable[[], T]) -> T:
         complain(GOES_ON)
         sys.exit(int(interruption.args[0]))
     finally:
-        handle_signals(signal.SIG_IGN)
+        handle_signals(signal.SIG_IGN)  # a program that ends now stays deaf to a second signal
         end_all()
-        handle_signals(signal.SIG_DFL)
+    handle_signals(signal.SIG_DFL)
+    return result
