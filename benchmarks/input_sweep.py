@@ -543,14 +543,16 @@ def answer(case: Case, node_ranks: int, cores: int) -> str:
     brings = rate_with_interval(samples, m["loader_p50_s"], m["loader_ci95_s"])
     takes = rate_with_interval(samples, m["resident_p50_s"], m["resident_ci95_s"])
     needed, there = m["workers_needed"], f"there are {cores}"
+    rates = f"the loader brings {brings}, training takes {takes}"
     if needed > case.key["workers"]:
         processes = needed * node_ranks
         advice = f"{needed} workers a rank would do ({processes} cores; {there})"
-    elif "cores_needed" in m:
+        return f"input-bound: {rates}; {advice}"
+    if "cores_needed" in m:
         advice = f"ranks and workers need {m['cores_needed']:.1f} cores; {there}"
     else:
         advice = f"the workers do not get enough of the cores; {there}"
-    return f"input-bound: the loader brings {brings}, training takes {takes}; {advice}"
+    return f"the workers slow the training down: {wait}, although {rates}; {advice}"
 
 
 def name_of(args: argparse.Namespace, key: Key) -> str:

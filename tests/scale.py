@@ -6,7 +6,7 @@ The ranks are forked from one process that has imported torch: many of them fit 
 more ranks than cores they wait for each other's turns. So read the ratios to a bare new_group, not
 the milliseconds. In each round four things are timed until all ranks are done, one after the other:
 
-new_group       a gloo group over all ranks is made and closed, by torch alone
+new_group       torch makes a gloo group over all ranks; when all have it, they close it
 first case      a case whose groups are made for it; its step does nothing and is timed once
 next case       the same over the same ranks again: the groups are there
 nothing timed   a case over the same ranks that times nothing: what each case costs at least

@@ -173,7 +173,9 @@ def test_the_other_sentences() -> None:
     unsure = case_of(slow, [0.1, 0.1, 0.1, 0.12, 0.1, 0.1], [0.02] * 6)
     assert "it cannot be told" in answer(unsure, 2, 2)
     short_of_cores = case_of([0.2] * 6, [0.1] * 6, [0.02] * 6)
-    assert answer(short_of_cores, 2, 2).endswith("ranks and workers need 3.1 cores; there are 2")
+    sentence = answer(short_of_cores, 2, 2)
+    assert sentence.startswith("the workers slow the training down: a step waits 100.0 ms")
+    assert sentence.endswith("ranks and workers need 3.1 cores; there are 2")
 
 
 def test_a_case_is_a_setting() -> None:
