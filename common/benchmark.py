@@ -49,13 +49,23 @@ Key = dict[str, Any]
 Build = Callable[[Key, Group], Workload | Measured]  # called on the ranks of the case
 # Called on rank 0: fills in case.metrics and case.check. The list has the facts of each rank.
 Derive = Callable[[Case, Times, list[Any]], None]
+# Called on rank 0 at the end of the run, with the cases that did not fail, at least one. Returns
+# the sentences that answer what the script asks.
+Answer = Callable[[list[Case]], list[str]]
 
 
 class Benchmark:
     """A context manager for every rank. When it is left, `status` is the exit status."""
 
-    def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
-        """tested: the ranks that groups under test may hold; None for all of them."""
+    def __init__(
+        self,
+        name: str,
+        args: argparse.Namespace,
+        tested: range | None = None,
+        answer: Answer | None = None,
+    ) -> None:
+        """tested: the ranks that groups under test may hold; None for all of them. answer: makes
+        the sentences that end the run."""
         if args.json == "" or (args.resume and not args.json):
             refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
         if args.profile_ranks and not args.profile:
@@ -64,7 +74,7 @@ class Benchmark:
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)
         # where the terminal is ASCII, another letter is shown as \xe9 and is no error
         sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        self.args, self.status = args, 1
+        self.args, self.status, self.answer = args, 1, answer
         self.failed = False  # by `fail`, or by a case
         self.silenced = False  # stdout or stderr is gone
         variables = environment.user_variables()
@@ -329,6 +339,14 @@ class Benchmark:
             if error is None:
                 dist.destroy_process_group()
 
+    def print_answer(self) -> list[str]:
+        """Print the sentences that answer what the script asks. Returns them; [] without any."""
+        passed = [case for case in self.report.cases if not case.failed]
+        sentences = self.answer(passed) if self.answer and passed else []
+        for sentence in sentences:
+            self.print(f"# {sentence}")
+        return sentences
+
     def finish(self) -> None:
         """Print remarks about the run as a whole, write the report's last line, and set status."""
         measured_on = self.report.environment
@@ -343,6 +361,8 @@ class Benchmark:
         for remark in [*warnings, *remarks]:
             self.print(f"# {remark}")
         self.failed |= any(case.failed for case in cases)
+        if sentences := self.print_answer():
+            last_line["answer"] = sentences
         try:
             self.report.finish("failed" if self.failed else "complete", **last_line, **network_grew)
         except OSError as full:
