@@ -28,6 +28,7 @@ import sys
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -189,6 +190,13 @@ def play(key: Key) -> Step:
         dist.destroy_process_group()
 
 
+def optimizer_of(key: Key) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Makes the optimizer of a model."""
+    if key["optimizer"] == "sgd":
+        return partial(sgd, lr=1e-3)
+    return lambda model: torch.optim.AdamW(model.parameters())
+
+
 def step_of(key: Key, job: Job) -> Step:
     mesh = parse_mesh(key["mesh"])
     world: Any = dist.group.WORLD
@@ -199,13 +207,8 @@ def step_of(key: Key, job: Job) -> Step:
     def listen(operation: str, group: str, size: int) -> None:
         calls[group, operation, size] += 1
 
-    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-        if key["optimizer"] == "sgd":
-            return sgd(model, lr=1e-3)
-        return torch.optim.AdamW(model.parameters())
-
     with ShapesOnly(listen):
-        trainer = train(key, job, meshes, optimizer_of)
+        trainer = train(key, job, meshes, optimizer_of(key))
         for _ in range(2 if mesh.ddp else 1):  # DDP chooses its buckets anew in the second step
             trainer.step()
         calls.clear()

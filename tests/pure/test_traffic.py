@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks import traffic
 from common.decoder import DECODERS, Decoder
+from common.private_torch import join_fake_world
 from common.report import Case, Report, load
+from tests.recorded_traffic import counted_messages, verdict
 
 NANO = ("--model", "decoder-nano", "--dtype", "fp32")
 WEIGHTS = sum(weight.numel() for weight in Decoder(DECODERS["decoder-nano"]).parameters())
@@ -58,6 +61,39 @@ def test_tensor_parallel_gathers_and_scatters_the_stream() -> None:
     sums = totals(step, "tp")
     layers = DECODERS["decoder-nano"].layers
     assert sums["all_gather"] == sums["reduce_scatter"] == (4 * layers + 2) * stream
+
+
+@pytest.mark.parametrize(("rank", "neighbours"), [(0, 1), (1, 2)])
+def test_a_pipeline_sends_each_microbatch_forwards_and_backwards(
+    rank: int, neighbours: int
+) -> None:
+    """One sequence a microbatch, of 64 tokens and width 64, to and from each neighbour."""
+    flags = ("--rank", str(rank), "--microbatches", "4", "--global-batch", "4")
+    step = step_of("pp4:1f1b", 4, *flags)
+    messages = Counter({64 * 64 * 4: 4 * neighbours})
+    assert step.calls == {"pp": {"send": messages, "recv": messages}}
+
+
+def test_real_messages_count_where_torch_hands_them_to_a_backend() -> None:
+    """What tests/recorded_traffic.py compares with; one more or a longer one is told."""
+    join_fake_world(1, 4)
+    try:
+        with counted_messages() as messages:
+            dist.send(torch.ones(3), 2)
+            two = [
+                dist.P2POp(dist.isend, torch.ones(3), 2),
+                dist.P2POp(dist.irecv, torch.ones(5), 0),
+            ]
+            dist.batch_isend_irecv(two)
+        dist.send(torch.ones(3), 2)  # afterwards
+        (group,) = {group for group, _, _ in messages}
+        assert group == dist.group.WORLD.group_name
+    finally:
+        dist.destroy_process_group()
+    expected = Counter({(group, "send", 12): 2, (group, "recv", 20): 1})
+    assert verdict(messages, expected) == "same"
+    assert verdict(messages, expected - Counter({(group, "send", 12): 1})) != "same"
+    assert verdict(messages, Counter({(group, "send", 12): 2, (group, "recv", 24): 1})) != "same"
 
 
 def test_a_thousand_ranks_and_their_nodes() -> None:
