@@ -87,7 +87,8 @@ def where(run: Run) -> str:
     """`ranks: 8, nodes: 1, NVIDIA H100`"""
     ranks = run.environment.get("world_size", "?")
     nodes = run.environment.get("num_nodes", "?")
-    return f"ranks: {ranks}, nodes: {nodes}, {describe_environment(run).get('devices', '')}"
+    devices = describe_environment(run).get("devices", "no device")
+    return f"ranks: {ranks}, nodes: {nodes}, {devices}"
 
 
 def environment(runs: Sequence[Run]) -> Section:

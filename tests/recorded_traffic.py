@@ -6,7 +6,8 @@ Each rank looks at itself. gloo's flight recorder has its collectives. gloo make
 reduce-scatter, of the same bytes, and the recorder has that: so the reduce-scatters of traffic.py
 are taken for all-reduces here. Of an all-gather into a list (DTensor's) the recorder has what a
 rank gives: it counts times the ranks. The recorder has no sends and receives: those are counted
-where torch hands them to gloo. Flags after the meshes go to traffic.py, e.g. --optimizer sgd.
+where torch hands them to gloo. The bytes of weights, gradients and optimizer are compared as well.
+Flags after the meshes go to traffic.py, e.g. --optimizer sgd.
 """
 
 import sys
@@ -28,10 +29,9 @@ from common.dist import Group, Job
 from common.meshes import Key, open_meshes, parse_mesh
 from common.private_torch import recorded_collectives
 
-Sent = Counter[tuple[str, str, int]]  # axis, collective, bytes -> calls
+Sent = traffic.Calls
 BYTES = {"Float": 4, "Int": 4, "Long": 8, "Byte": 1}
 MODEL = ["--model", "decoder-nano", "--sequence-length", "32", "--dtype", "fp32"]
-MESSAGES = ("send", "recv")
 
 
 @contextmanager
@@ -48,13 +48,13 @@ def counted_messages() -> Iterator[Sent]:
 
         return call
 
-    functions = {name: counting(name) for name in MESSAGES}
+    functions: dict[str, Any] = {name: counting(name) for name in traffic.MESSAGES}
     with mock.patch.multiple(dist.ProcessGroup, **functions):
         yield messages
 
 
-def recorded(key: Key, job: Job) -> Sent:
-    """What this rank sends in the third step of a mesh."""
+def recorded(key: Key, job: Job) -> tuple[Sent, dict[str, int]]:
+    """What this rank sends in the third step of a mesh, and the bytes that it holds afterwards."""
     world: Any = dist.group.WORLD
     meshes = open_meshes(parse_mesh(key["mesh"]), [], job, Group((), world, world))
     trainer = train(key, job, meshes, traffic.optimizer_of(key))
@@ -78,21 +78,19 @@ def recorded(key: Key, job: Job) -> Sent:
         if entry["profiling_name"] == "gloo:all_gather":
             sizes = [size * len(ranks) for size in sizes[:1]]
         sent[axis, traffic.collective_of(entry["profiling_name"]), max(sizes)] += 1
-    return sent
+    return sent, traffic.held_by(trainer)
 
 
-def said(key: Key) -> Sent:
-    """The same step, as traffic.py plays it."""
+def as_gloo(calls: traffic.Calls) -> Sent:
+    """The calls of traffic.py, with the all-reduce that gloo makes of a reduce-scatter."""
     sent: Sent = Counter()
-    for axis, collectives in traffic.play(key).calls.items():
-        for collective, sizes in collectives.items():
-            name = "all_reduce" if collective == "reduce_scatter" else collective
-            for size, count in sizes.items():
-                sent[axis, name, size] += count
+    for (axis, collective, size), count in calls.items():
+        name = "all_reduce" if collective == "reduce_scatter" else collective
+        sent[axis, name, size] += count
     return sent
 
 
-def verdict(record: Sent, played: Sent) -> str:
+def verdict(record: Counter[Any], played: Counter[Any]) -> str:
     if record == played:
         return "same"
     return f"recorded more {dict(record - played)}, played more {dict(played - record)}"
@@ -111,13 +109,15 @@ def main() -> int:
     dist.barrier()
     dist.destroy_process_group()
     same = True
-    for key, record in zip(keys, records, strict=True):
-        played = said(key)
-        same &= record == played
+    for key, (record, held) in zip(keys, records, strict=True):
+        step = traffic.play(key)
+        sends = verdict(record, as_gloo(step.calls))
+        holds = verdict(Counter(held), Counter(step.held_bytes | {"activations": 0}))
+        same &= sends == holds == "same"
         total = sum(size * count for (_, _, size), count in record.items())
-        messages = sum(count for (_, name, _), count in record.items() if name in MESSAGES)
-        sent = f"{record.total()} calls, {messages} of them messages, {total} bytes"
-        print(f"{key['mesh']} rank {rank}: {sent}: {verdict(record, played)}\n", end="", flush=True)
+        messages = sum(count for (_, name, _), count in record.items() if name in traffic.MESSAGES)
+        sent = f"{record.total()} calls, {messages} of them messages, {total} bytes: {sends}"
+        print(f"{key['mesh']} rank {rank}: {sent}; holds: {holds}\n", end="", flush=True)
     return int(not same)
 
 

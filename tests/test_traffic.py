@@ -1,4 +1,4 @@
-"""traffic.py beside real ranks: they make the same calls, of the same bytes."""
+"""traffic.py beside real ranks: they make the same calls and hold the same bytes."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def test_gloo_sends_what_traffic_says(bench: Callable[..., Any]) -> None:
     assert run.status == 0, run.out + run.err
     lines = run.out.splitlines()
     assert len(lines) == 4 * len(MESHES.split(","))
-    assert all(line.endswith(" bytes: same") for line in lines)
+    assert all(line.endswith(" bytes: same; holds: same") for line in lines)
     assert not any(" 0 calls" in line for line in lines)
     silent = {line.split()[0] for line in lines if " 0 of them messages" in line}
     assert silent == {mesh for mesh in MESHES.split(",") if "pp" not in mesh}

@@ -28,10 +28,15 @@ def step_of(mesh: str, ranks: int, *flags: str) -> traffic.Step:
 
 def totals(step: traffic.Step, axis: str) -> dict[str, int]:
     """The bytes of each collective of an axis."""
-    sums = {}
-    for collective, sizes in step.calls[axis].items():
-        sums[collective] = sum(size * count for size, count in sizes.items())
+    sums = Counter[str]()
+    for (its_axis, collective, size), count in step.calls.items():
+        if its_axis == axis:
+            sums[collective] += size * count
     return sums
+
+
+def calls(step: traffic.Step, collective: str) -> int:
+    return sum(count for (_, name, _), count in step.calls.items() if name == collective)
 
 
 def test_fsdp_gathers_all_weights_twice_and_scatters_their_gradients_once() -> None:
@@ -40,17 +45,19 @@ def test_fsdp_gathers_all_weights_twice_and_scatters_their_gradients_once() -> N
     assert step.ranks["dp"] == list(range(8))
     assert totals(step, "dp") == {"all_gather": 2 * 4 * WEIGHTS, "reduce_scatter": 4 * WEIGHTS}
     units = DECODERS["decoder-nano"].layers + 1
-    assert step.calls["dp"]["all_gather"].total() == 2 * units
-    assert step.calls["dp"]["reduce_scatter"].total() == units
-    assert step.parameters_bytes == step.gradients_bytes == 4 * WEIGHTS // 8
-    assert step.optimizer_bytes == 2 * step.parameters_bytes
+    assert calls(step, "all_gather") == 2 * units
+    assert calls(step, "reduce_scatter") == units
+    held = step.held_bytes
+    assert held["parameters"] == held["gradients"] == 4 * WEIGHTS // 8
+    assert held["optimizer"] == 2 * held["parameters"]
 
 
 def test_ddp_reduces_all_gradients_and_sends_the_buffers() -> None:
     """The rotation is the only buffer: [64, 8] of float32. sgd has one momentum a weight."""
     step = step_of("ddp4", 4, "--optimizer", "sgd")
     assert totals(step, "dp") == {"all_reduce": 4 * WEIGHTS, "broadcast": 4 * 64 * 8}
-    assert step.parameters_bytes == step.gradients_bytes == step.optimizer_bytes == 4 * WEIGHTS
+    held = step.held_bytes
+    assert held["parameters"] == held["gradients"] == held["optimizer"] == 4 * WEIGHTS
 
 
 def test_tensor_parallel_gathers_and_scatters_the_stream() -> None:
@@ -70,8 +77,8 @@ def test_a_pipeline_sends_each_microbatch_forwards_and_backwards(
     """One sequence a microbatch, of 64 tokens and width 64, to and from each neighbour."""
     flags = ("--rank", str(rank), "--microbatches", "4", "--global-batch", "4")
     step = step_of("pp4:1f1b", 4, *flags)
-    messages = Counter({64 * 64 * 4: 4 * neighbours})
-    assert step.calls == {"pp": {"send": messages, "recv": messages}}
+    size, count = 64 * 64 * 4, 4 * neighbours
+    assert step.calls == {("pp", "send", size): count, ("pp", "recv", size): count}
 
 
 def test_real_messages_count_where_torch_hands_them_to_a_backend() -> None:
@@ -87,7 +94,8 @@ def test_real_messages_count_where_torch_hands_them_to_a_backend() -> None:
             dist.batch_isend_irecv(two)
         dist.send(torch.ones(3), 2)  # afterwards
         (group,) = {group for group, _, _ in messages}
-        assert group == dist.group.WORLD.group_name
+        world: Any = dist.group.WORLD
+        assert group == world.group_name
     finally:
         dist.destroy_process_group()
     expected = Counter({(group, "send", 12): 2, (group, "recv", 20): 1})
@@ -123,9 +131,14 @@ def test_activations_are_what_autograd_keeps_without_weights() -> None:
 
 def test_a_floor_is_linear_between_what_was_measured_and_nothing_beyond() -> None:
     measured = traffic.Measured([], {("all_gather", 8): {100: 1.0, 300: 2.0}})
-    calls = {"all_gather": Counter({100: 1, 200: 2, 400: 5}), "recv": Counter({200: 1})}
-    assert traffic.floor_of(calls, 8, measured) == (1.0 + 2 * 1.5, 100 + 2 * 200)
-    assert traffic.floor_of(calls, 4, measured) == (0.0, 0)
+    sizes = {100: 1, 200: 2, 400: 5}
+    calls = Counter({("dp", "all_gather", size): count for size, count in sizes.items()})
+    calls["dp", "recv", 200] = 1
+    held = {"parameters": 1}
+    eight = traffic.Step(calls, {"dp": list(range(8))}, held)
+    assert traffic.floors_of(eight, measured) == ({"dp": 1.0 + 2 * 1.5}, {"dp": 100 + 2 * 200})
+    four = traffic.Step(calls, {"dp": list(range(4))}, held)
+    assert traffic.floors_of(four, measured) == ({}, {})
 
 
 def test_a_measured_report_gives_the_fastest_time_of_each_size(tmp_path: Path) -> None:
@@ -138,17 +151,20 @@ def test_a_measured_report_gives_the_fastest_time_of_each_size(tmp_path: Path) -
     report.finish("complete")
     measured = traffic.read_measured(str(report.path))
     assert measured == traffic.Measured(["a CPU"], {("sendrecv", 2): {8: 2.0}})
-    calls = {"send": Counter({8: 3})}
-    assert traffic.floor_of(calls, 2, measured) == (6.0, 24)
+    for message in ("send", "recv"):  # a sendrecv is both
+        assert measured.seconds_of(message, 2, 8) == 1.0
 
 
 def test_the_floor_of_a_step_is_its_largest_floor() -> None:
     words = ["--ranks", "2", "--mesh", "dp2", "--global-batch", "2", *NANO]
     (key,) = traffic.plan(traffic.parse_args(words))
-    step = traffic.Step({"dp": {"all_gather": Counter({8: 3})}}, {"dp": [0, 1]}, 1, 1, 2, 5)
+    calls = Counter({("dp", "all_gather", 8): 3, ("tp", "all_gather", 16): 1})
+    step = traffic.Step(calls, {"dp": [0, 1], "tp": [0, 1]}, {"parameters": 1})
     measured = traffic.Measured([], {("all_gather", 2): {8: 2.0}})
     metrics = traffic.derive(key, step, measured, 1.0)
-    assert metrics["dp_floor_s"] == 6.0
+    assert metrics["parameters_bytes"] == 1
+    assert (metrics["dp_floor_s"], metrics["dp_floor_bytes"]) == (6.0, 24)
+    assert (metrics["tp_floor_s"], metrics["tp_floor_bytes"]) == (None, 0)
     # 64 tokens a rank; a block has 12 * 64^2 weights, attention is counted in full
     flops = 64 * (6 * (4 * 12 * 64**2 + 256 * 64) + 12 * 4 * 64 * 64)
     assert metrics["compute_floor_s"] == metrics["step_floor_s"] == metrics["flops"] == flops
