@@ -8,15 +8,16 @@ tensors that have a shape and no memory, and collectives that return at once. No
     bus       bytes * factor: for an all_reduce of n ranks 2 (n - 1) / n, for all_gather,
               reduce_scatter and all_to_all (n - 1) / n, else 1
     compute   floor: FLOPs of the model / ranks / peak of a device
-    axis      floor: times of collectives.py, linear in bytes between two sizes that were measured
+    axis      floor: times of collectives.py, linear in bytes between two sizes that were measured;
+              a send or a receive takes half of a sendrecv
     step      floor: the largest of these floors. A step takes longer; how much is not said
 
     python benchmarks/traffic.py --ranks 1024 --mesh dp128tp8,dp1024,dp32pp4tp8:1f1b
     torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all --json measured.jsonl
     python benchmarks/traffic.py --ranks 8 --mesh dp8,tp8 --measured measured.jsonl
 
-Calls and bytes are those of a rank in a step; on gloo they equal what the flight recorder has.
-docs/traffic.md. BSD-3-Clause.
+Calls and bytes are those of a rank in a step. For 4 ranks of gloo, in each kind of mesh, they equal
+what real ranks send. docs/traffic.md. BSD-3-Clause.
 """
 
 import argparse
@@ -47,6 +48,7 @@ from common.axes import DTYPES, Trainer, train
 from common.check import sgd
 from common.cli import (
     Parser,
+    checked,
     describe,
     list_of,
     number,
@@ -96,10 +98,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     whole("--sequence-length", help="tokens (default: the model's)")
     whole("--microbatches", help="of a pipeline (default: 2 for each of its ranks)")
     measured = "a report of collectives.py, for the floors of the communication time"
-    add("--measured", metavar="REPORT", help=measured)
+    report = checked(str, bool, "a report", "e.g. report.jsonl")
+    add("--measured", type=report, metavar="REPORT", help=measured)
     peak = "of a device, for the floor of compute (default: by the device's name in --measured)"
     add("--peak-tflops", type=positive_float, metavar="X", help=peak)
-    add("-J", "--json", metavar="PATH", help="write a report, as the other scripts do")
+    add("-J", "--json", type=report, metavar="PATH", help="write a report, as the other scripts do")
     return parser.parse_args(argv)
 
 

@@ -10,10 +10,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from analysis import report as page
+from analysis.load import load as load_runs
+from analysis.load import numbers
 from benchmarks import traffic
 from common.decoder import DECODERS, Decoder
 from common.private_torch import join_fake_world
 from common.report import Case, Report, load
+from tests.process import ROOT
 from tests.recorded_traffic import counted_messages, verdict
 
 NANO = ("--model", "decoder-nano", "--dtype", "fp32")
@@ -180,22 +184,61 @@ def test_factors_are_those_of_nccl_tests() -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--ranks", "8", "--mesh", "tp4"), "mesh tp4 has 4 ranks, this job 8; e.g. dp8"),
-        (("--ranks", "2", "--mesh", "dp2", "--rank", "2"), "--rank: expected 0 to 1, got 2"),
-        (("--ranks", "4", "--mesh", "cp4:ring"), "ring attention needs CUDA; try cp4"),
-        (("--ranks", "48", "--mesh", "tp48"), "tp = 48 does not divide 8, heads"),
+        ("--ranks 8 --mesh tp4", "mesh tp4 has 4 ranks, this job 8; e.g. dp8"),
+        ("--ranks 2 --mesh dp2 --rank 2", "--rank: expected 0 to 1, got 2; e.g. --rank 0"),
+        ("--ranks 4 --mesh cp4:ring", "ring attention needs CUDA; try cp4"),
+        ("--ranks 48 --mesh tp48", "tp = 48 does not divide 8, heads"),
+        ("--ranks 1000 --mesh dp125pp8:1f1b", "stages = 8 does not divide 4, layers"),
+        ("--ranks 4 --mesh pp4", "after a pipeline, got 'pp4'; e.g. pp4:1f1b"),
+        ("--ranks 4 --mesh pp4:1f1", "after a pipeline, got 'pp4:1f1'"),
+        ("--ranks 4 --mesh dp2dp2", "expected a mesh, got 'dp2dp2'"),
+        ("--ranks 4 --mesh dp4,", "expected a mesh, got ''"),
+        ("--ranks 3 --mesh dp3 --global-batch 4", "does not divide 4, --global-batch"),
+        ("--ranks 4 --mesh pp4:1f1b --microbatches 2", "e.g. --microbatches 4"),
+        ("--ranks 0 --mesh dp1", "--ranks: expected a whole number of at least 1, got '0'"),
+        ("--ranks 1", "required: --mesh"),
+        ("--mesh dp1", "required: --ranks"),
+        ("--ranks 1 --mesh dp1 --rank x", "--rank: expected a whole number"),
+        ("--ranks 1 --mesh dp1 --gpu-per-node 8", "'--gpu-per-node'; did you mean --gpus-per-node"),
+        ("--ranks 1 --mesh dp1 --gpus-per-node 0", "--gpus-per-node: expected a whole number"),
+        ("--ranks 1 --mesh dp1 --model decoder-8b", "invalid choice: 'decoder-8b'"),
+        ("--ranks 1 --mesh dp1 --dtype fp8", "invalid choice: 'fp8'"),
+        ("--ranks 1 --mesh dp1 --optimizer adam", "invalid choice: 'adam'"),
+        ("--ranks 1 --mesh dp1 --sequence-length -1", "--sequence-length: expected a whole"),
+        ("--ranks 1 --mesh dp1 --peak-tflops 0", "--peak-tflops: expected a number above 0"),
+        ("--ranks 1 --mesh dp1 --measured nowhere.jsonl", "nowhere.jsonl: No such file"),
+        ("--ranks 1 --mesh dp1 --measured=", "--measured: expected a report, got ''"),
+        ("--ranks 1 --mesh dp1 --json nowhere/report.jsonl", "No such file or directory"),
+        ("--ranks 1 --mesh dp1 --json=", "--json: expected a report, got ''"),
     ],
 )
 def test_what_cannot_be_is_one_line(
-    flags: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    flags: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["traffic.py", *flags, *NANO])
+    monkeypatch.setattr("sys.argv", ["traffic.py", *NANO, *flags.split()])
     with pytest.raises(SystemExit) as end:
         traffic.main()
     assert end.value.code == 2
     out, err = capsys.readouterr()
     assert says in err
     assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 1000])
+def test_any_number_of_ranks_pads_each_weight(ranks: int) -> None:
+    """FSDP cuts the rows of a weight into chunks of one length, and fills up the last ones."""
+    padded = 0
+    for weight in Decoder(DECODERS["decoder-nano"]).parameters():
+        rows = weight.shape[0]
+        padded += -(-rows // ranks) * ranks * weight.numel() // rows
+    step = step_of(f"dp{ranks}", ranks)
+    assert totals(step, "dp") == {"all_gather": 2 * 4 * padded, "reduce_scatter": 4 * padded}
+
+
+def test_one_rank_sends_nothing() -> None:
+    step = step_of("dp1", 1)
+    assert step.calls == {}
+    assert step.held_bytes["parameters"] == 4 * WEIGHTS
 
 
 def test_the_table_and_the_report(
@@ -211,3 +254,46 @@ def test_the_table_and_the_report(
     assert case.metrics["dp_all_gather_bytes"] == 2 * 4 * WEIGHTS
     out = capsys.readouterr().out
     assert "# dp2: dp, 2 ranks on 1 node: all_gather 10 x, 1.754M (bus 898.2K); " in out
+
+
+def test_the_floors_of_a_real_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """The gradients are one bucket of ddp2. Its size lies between two that were measured."""
+    measured = str(ROOT / "docs" / "results" / "collectives_cpu_2ranks.jsonl")
+    fastest_s: dict[int, float] = {}
+    for case in load(measured).cases:
+        if case.key["collective"] == "all_reduce" and case.key["group_ranks"] == 2:
+            both = (case.metrics["out_of_place_time_s"], case.metrics["in_place_time_s"])
+            fastest_s[case.key["size_bytes"]] = min(both)
+    size = 4 * WEIGHTS
+    below = max(known for known in fastest_s if known <= size)
+    above = min(known for known in fastest_s if known >= size)
+    way = (size - below) / (above - below)
+    floor_s = fastest_s[below] + way * (fastest_s[above] - fastest_s[below])
+    path = tmp_path / "report.jsonl"
+    flags = ["--ranks", "2", "--mesh", "ddp2", "--measured", measured, "--json", str(path)]
+    monkeypatch.setattr("sys.argv", ["traffic.py", *flags, *NANO])
+    assert traffic.main() == 0
+    (case,) = load(str(path)).cases
+    assert case.metrics["dp_floor_s"] == pytest.approx(floor_s)
+    assert case.metrics["dp_floor_bytes"] == size  # the broadcast was not measured
+    assert f"floor {floor_s * 1e3:.4g} ms, from times of 99.8% of" in capsys.readouterr().out
+
+
+def test_the_analysis_takes_its_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "report.jsonl")
+    flags = ["--ranks", "4", "--mesh", "dp2tp2,dp4", "--rank", "0,3", "--json", path]
+    monkeypatch.setattr("sys.argv", ["traffic.py", *flags, *NANO])
+    assert traffic.main() == 0
+    runs = load_runs([path])
+    values = {(row["case"], row["metric"]): row["value"] for row in numbers(runs)}
+    assert values["dp4, rank 3", "dp_all_gather_bytes"] == 2 * 4 * WEIGHTS
+    assert page.where(runs[0]) == "ranks: 4, nodes: 1, no device"
+    (table,) = page.benchmark(runs).tables
+    rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
+    assert [row["case"] for row in rows][:2] == ["dp2tp2, rank 0", "dp2tp2, rank 3"]
+    assert rows[-1]["dp all gather bytes"] == "1.754M"
+    assert rows[-1]["tp bytes"] == "-"
