@@ -352,7 +352,7 @@ def floors_of(step: Step, measured: Measured) -> tuple[dict[str, float], Counter
 
 
 def axis_line(case: Case, axis: str) -> str:
-    """`# dp8: dp, 8 ranks on 1 node: all_gather 10 x, 4G (bus 3.5G); ...`"""
+    """`# dp8, rank 0: dp, 8 ranks on 1 node: all_gather 10 x, 4G (bus 3.5G); ...`"""
     m = case.metrics
     parts = []
     for collective in COLLECTIVES.values():
@@ -361,8 +361,8 @@ def axis_line(case: Case, axis: str) -> str:
             bus = size * bus_factor(collective, m[f"{axis}_ranks"])
             parts.append(f"{collective} {calls:,} x, {show_size(size)} (bus {show_size(bus)})")
     nodes = count_of(m[f"{axis}_nodes"], "node")
-    line = f"# {case.key['mesh']}: {axis}, {m[f'{axis}_ranks']} ranks on {nodes}"
-    line = f"{line}: {'; '.join(parts)}"
+    line = f"# {case.key['mesh']}, rank {case.key['rank']}: {axis}, {m[f'{axis}_ranks']} ranks"
+    line += f" on {nodes}: {'; '.join(parts)}"
     if f"{axis}_floor_bytes" in m:
         covered = m[f"{axis}_floor_bytes"] / m[f"{axis}_bytes"]
         floor = f"{(m[f'{axis}_floor_s'] or 0) * 1e3:.4g} ms"

@@ -253,7 +253,7 @@ def test_the_table_and_the_report(
     assert (report.status, case.check) == ("complete", traffic.NOT_RUN)
     assert case.metrics["dp_all_gather_bytes"] == 2 * 4 * WEIGHTS
     out = capsys.readouterr().out
-    assert "# dp2: dp, 2 ranks on 1 node: all_gather 10 x, 1.754M (bus 898.2K); " in out
+    assert "# dp2, rank 0: dp, 2 ranks on 1 node: all_gather 10 x, 1.754M (bus 898.2K); " in out
 
 
 def test_the_floors_of_a_real_report(
