@@ -3,6 +3,8 @@
 import ast
 import contextlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
 
 from common import private_torch
@@ -118,14 +121,13 @@ def test_with_shapes_only_floats_have_no_memory_and_whole_numbers_are_real() -> 
 
 
 def test_after_shapes_only_everything_is_as_before() -> None:
-    fsdp = private_torch._fsdp_param
-    of_torch = fsdp._chunk_with_empty
+    of_torch = _fsdp_param._chunk_with_empty
     with private_torch.ShapesOnly(lambda *told: None):
-        assert fsdp._chunk_with_empty is private_torch.chunks_alike
-    assert fsdp._chunk_with_empty is of_torch
+        assert _fsdp_param._chunk_with_empty is private_torch.chunks_alike
+    assert _fsdp_param._chunk_with_empty is of_torch
     with pytest.raises(RuntimeError), private_torch.ShapesOnly(lambda *told: None):
         torch.ones(2) @ torch.ones(3)
-    assert fsdp._chunk_with_empty is of_torch
+    assert _fsdp_param._chunk_with_empty is of_torch
     assert torch.ones(2).sum().item() == 2
 
 
@@ -221,3 +223,16 @@ def test_nothing_else_reaches_for_private_names_of_torch(path: Path) -> None:
         elif isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
             source = ast.unparse(node)
             assert source.split(".")[0] not in ROOTS, f"line {node.lineno}: {source}"
+
+
+def test_a_script_without_fsdp_does_not_wait_for_its_import() -> None:
+    program = (
+        "import sys, torch.distributed\n"
+        "before = set(sys.modules)\n"
+        "import common.benchmark\n"
+        "late = [name for name in sys.modules if name not in before]\n"
+        "print([name for name in late if name.startswith('torch.distributed.fsdp')])\n"
+    )
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
