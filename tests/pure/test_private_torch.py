@@ -100,7 +100,7 @@ def fake_world() -> Iterator[dist.Store]:
 
 def test_one_process_is_a_rank_of_a_world_that_does_not_exist(fake_world: dist.Store) -> None:
     assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (5, RANKS, "fake")
-    group = dist.new_group([4, 5, 9])
+    group: Any = dist.new_group([4, 5, 9])
     assert dist.get_process_group_ranks(group) == [4, 5, 9]
     assert dist.get_rank(group) == 1
     tensor = torch.ones(2)
@@ -131,6 +131,10 @@ def test_after_shapes_only_everything_is_as_before() -> None:
     assert torch.ones(2).sum().item() == 2
 
 
+def world_group() -> Any:
+    return dist.group.WORLD
+
+
 COLLECTIVES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "c10d::_allgather_base_": lambda part, whole: dist.all_gather_into_tensor(whole, part),
     "c10d::allgather_": lambda part, whole: dist.all_gather(list(whole.chunk(RANKS)), part),
@@ -140,7 +144,7 @@ COLLECTIVES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "c10d::broadcast_": lambda part, whole: dist.broadcast(whole, 0),
     "c10d::send": lambda part, whole: dist.send(whole, 6),
     "c10d::recv_": lambda part, whole: dist.recv(whole, 4),
-    "_c10d_functional::all_reduce": lambda part, whole: all_reduce(whole, "sum", dist.group.WORLD),
+    "_c10d_functional::all_reduce": lambda part, whole: all_reduce(whole, "sum", world_group()),
 }
 
 
@@ -154,14 +158,13 @@ def test_shapes_only_tells_the_larger_side_of_a_collective(
         part = torch.ones(3, dtype=torch.bfloat16)
         whole = torch.ones(3 * RANKS, dtype=torch.bfloat16)
         COLLECTIVES[operation](part, whole)
-    world: Any = dist.group.WORLD
-    assert told == [(operation, world.group_name, 2 * 3 * RANKS)]
+    assert told == [(operation, world_group().group_name, 2 * 3 * RANKS)]
 
 
 def test_shapes_only_tells_which_group_it_was(fake_world: dist.Store) -> None:
     told = list[tuple[str, str, int]]()
     with private_torch.ShapesOnly(lambda *values: told.append(values)):
-        groups = [dist.new_group([4, 5]), dist.new_group([5, 6])]
+        groups: list[Any] = [dist.new_group([4, 5]), dist.new_group([5, 6])]
         for group in groups:
             dist.all_reduce(torch.ones(1), group=group)
     assert [name for _, name, _ in told] == [group.group_name for group in groups]
