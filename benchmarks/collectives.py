@@ -250,7 +250,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--expected", action="store_true", help="adds the time that NCCL itself expects of a call")
     text = "fail if busbw at large sizes is under 0.9 of this"
     add("--min-busbw", type=rate, metavar="GB/s", help=text)
-    cli.add_common_flags(parser, min_iters=12, max_seconds=0.2)
+    backends = "gloo, nccl, ucc or mpi; several are measured in turn, e.g. gloo,ucc"
+    cli.add_common_flags(
+        parser, min_iters=12, max_seconds=0.2, backends=backends, backend=cli.several_backends
+    )
     args = parser.parse_args(argv)
     if problem := contradiction(args):
         parser.error(problem)
@@ -346,7 +349,9 @@ def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> di
     fixed |= {"counts": True} if args.counts else {}
     most_calls = args.calls or MOST_CALLS
     tables = dict[str, list[Key]]()
-    for name, dtype, redop in itertools.product(names_of(args), args.datatype, args.op):
+    backends = cli.backends_of(place["backend"])
+    lists = (names_of(args), args.datatype, args.op, backends)
+    for name, dtype, redop, backend in itertools.product(*lists):
         operation = OPERATIONS[name]
         table = {
             "collective": name,
@@ -359,6 +364,9 @@ def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> di
             unit *= ranks
         title = f"# {name} {table['dtype']} {table['redop']}".replace(" none", "")
         title = f"{title}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})"
+        if len(backends) > 1:
+            title += f", {backend}"
+        fixed["backend"] = backend
         if args.skew:
             for alpha in args.skew:
                 rows = skewed_sizes(sizes, dtype, ranks, alpha, most_calls, place)
@@ -626,6 +634,11 @@ def network_share(collective: str, n: int, k: int) -> float | None:
     return ((n - n // k) if collective == "all_to_all" else (k - 1)) / (n - 1)
 
 
+def may_reach_limit(key: Key) -> bool:
+    """Whether the speed of a link bounds a case's busbw, as far as is known without --limit."""
+    return key["collective"] in BETWEEN_ALL and "nccl" in key["backend"]
+
+
 def derive(
     args: argparse.Namespace, layout: Layout, case: Case, times: Times, facts: list[Any]
 ) -> None:
@@ -653,7 +666,7 @@ def derive(
         metrics[f"{variant}_group_times_s"] = group_times
         metrics[f"{variant}_algbw_gb_per_s"] = algbw
         metrics[f"{variant}_busbw_gb_per_s"] = busbw
-        if layout.limit and (args.limit or key["collective"] in BETWEEN_ALL):
+        if layout.limit and (args.limit or may_reach_limit(key)):
             metrics["efficiency"] = max(metrics.get("efficiency", 0), busbw / layout.limit)
             metrics["limit"] = layout.limit_name
     if "skew" in key:
@@ -770,7 +783,7 @@ def layout_of(groups: list[list[int]], environment: dict[str, Any], limit: float
     if limit or nodes != 1:
         return Layout(groups, nodes, limit, "the limit")
     link = peaks.find_link(environment, len(groups[0]))
-    if not link or "nccl" not in environment["backend"]:
+    if not link:
         return Layout(groups, nodes, None, "")
     return Layout(groups, nodes, link.gb_per_s, f"{link.kind}'s {link.gb_per_s:g} GB/s")
 
