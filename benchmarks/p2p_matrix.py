@@ -164,8 +164,11 @@ def members_of(args: argparse.Namespace, nodes: list[int]) -> list[list[int]]:
 
 def answer(node_of_member: list[int], by: str, sigmas: float, cases: list[Case]) -> list[str]:
     """Who is slow, and the range of the links. node_of_member: the node of each rank or node."""
-    among_these = [case for case in cases if case.key["by"] == by]
-    among_these = [case for case in among_these if case.key["members"] == len(node_of_member)]
+    members = len(node_of_member)
+    among_these = []
+    for case in cases:  # reports of before have the rounds of all members, and do not say so
+        if case.key["by"] == by and case.key.get("members", members) == members:
+            among_these.append(case)
     lines: list[str] = []
     for name, rounds in series(among_these, ("round",)).items():
         links = [link for case in rounds for link in links_of(case)]
