@@ -610,9 +610,11 @@ def gain(case: Case, step: Estimate, eager: Estimate | None) -> str:
     if ratio.may_be(1):
         return f"{compiled} and eager cannot be told apart: {ratio.times()} as fast"
     sentence = f"{compiled} trains {ratio.times()} as fast as eager"
-    if "payback_steps" not in case.metrics:
+    if ratio.value <= 1:
         return f"{sentence}, and does not pay"
-    return f"{sentence}, and pays after {case.metrics['payback_steps']:,} steps"
+    if "payback_steps" in case.metrics:  # not where eager was measured after it, by --resume
+        sentence += f", and pays after {case.metrics['payback_steps']:,} steps"
+    return sentence
 
 
 def title_of(args: Namespace, model: str, dtype: str) -> str:

@@ -36,6 +36,7 @@ from common import cli
 from common.answers import series
 from common.benchmark import Benchmark
 from common.dist import Job, share
+from common.environment import count_of
 from common.links import (
     KINDS,
     Key,
@@ -176,8 +177,9 @@ def answer(node_of_member: list[int], by: str, sigmas: float, cases: list[Case])
             continue
         slow = sentences(slow_links(links, node_of_member, by, sigmas))
         if len(links) < FEW_LINKS:
-            slow = [f"of {len(links)} links none can be told to be slow"]
-        lines += [name + line for line in slow or [f"no link, {by} or node is slow beyond noise"]]
+            slow = [f"with {count_of(len(links), 'link')} nobody can tell what is slow"]
+        healthy = "no link, rank or node is slow beyond noise"
+        lines += [name + line for line in slow or [healthy]]
         latencies = [link.latency_us for link in links]
         rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a)]
         latency = f"{min(latencies):.4g} to {max(latencies):.4g} us"

@@ -196,6 +196,8 @@ def test_compile_sweep() -> None:
         "without eager nobody can tell whether it pays"
     ]
     assert compile_sweep.answer([eager]) == []
+    del quick.metrics["payback_steps"]
+    assert compile_sweep.answer([quick, eager])[0].endswith(" as fast as eager")
     other = compiled("none", "eager", 1, None)
     assert "without eager" in compile_sweep.answer([other, quick])[0]
 
@@ -379,7 +381,7 @@ def test_p2p_matrix() -> None:
     assert say(alike)[0].startswith(
         "slow link 1 -> 2: latency within nodes 2.93x the median's time"
     )
-    assert say([met(1, (0, 1, 20, 1.0))])[0] == "of 1 links none can be told to be slow"
+    assert say([met(1, (0, 1, 20, 1.0))])[0] == "with 1 link nobody can tell what is slow"
     assert p2p_matrix.answer([0] * 3, "rank", 5.0, alike) == []  # a resumed report has other ranks
 
 
