@@ -496,9 +496,7 @@ def main() -> int:
     failed = any(case.failed for case in report.cases)
     sentences = answer([case for case in report.cases if not case.failed])
     if sentences:
-        print("")
-    for sentence in sentences:
-        print(f"# {sentence}")
+        print("\n# " + "\n# ".join(sentences))
     report.finish("failed" if failed else "complete", answer=sentences)
     return int(failed)
 
