@@ -102,7 +102,12 @@ def median_of(case: Case, name: str = "step_time") -> Estimate | None:
     width = metrics.get(f"{name}_ci95_rel") or metrics.get(f"{name}_p50_ci95_rel")
     if interval is None and width is not None and width < 1:
         interval = (p50 * (1 - width), p50 * (1 + width))
-    return Estimate(p50, tuple(interval) if interval else None)
+    return Estimate(p50, ends_of(interval))
+
+
+def ends_of(interval: Sequence[float] | None) -> Interval | None:
+    """A report has an interval as a list."""
+    return (interval[0], interval[1]) if interval else None
 
 
 def ranked(cases: Sequence[Case], name: str = "step_time") -> list[tuple[Case, Estimate]]:
@@ -117,7 +122,7 @@ def estimate_of(case: Case, name: str, interval_name: str) -> Estimate | None:
     value, interval = case.metrics.get(name), case.metrics.get(interval_name)
     if value is None:
         return None
-    return Estimate(value, tuple(interval) if interval else None)
+    return Estimate(value, ends_of(interval))
 
 
 def series(cases: Sequence[Case], varied: Collection[str]) -> dict[str, list[Case]]:

@@ -37,7 +37,7 @@ Answer = Callable[[list[Case]], list[str]]
 def timed(key: dict[str, Any], ms: float, ci: Interval | None = None, **metrics: Any) -> Case:
     """A case whose step takes so many milliseconds."""
     ends = [end / 1e3 for end in ci] if ci else None
-    step = {"step_time_p50_s": ms / 1e3, "step_time_ci95_s": ends}
+    step: dict[str, Any] = {"step_time_p50_s": ms / 1e3, "step_time_ci95_s": ends}
     return Case(key, [0], metrics=step | metrics)
 
 
@@ -109,9 +109,16 @@ def test_the_fastest() -> None:
 
 
 def ddp_case(world_size: int, ms: float, ci: Interval | None, **changes: Any) -> Case:
-    hook = {"comm_hook": "none", "bucket_size_mb": 25.0} if world_size else {"comm_hook": None}
-    key = {"model": "m", "world_size": world_size, "label": "l", "bucket_size_mb": None}
-    exposed = {"exposed_communication_s": 0.0162}
+    hook: dict[str, Any] = (
+        {"comm_hook": "none", "bucket_size_mb": 25.0} if world_size else {"comm_hook": None}
+    )
+    key: dict[str, Any] = {
+        "model": "m",
+        "world_size": world_size,
+        "label": "l",
+        "bucket_size_mb": None,
+    }
+    exposed: dict[str, Any] = {"exposed_communication_s": 0.0162}
     exposed |= {"exposed_communication_ci95_s": changes.pop("exposed", (0.011, 0.022))}
     return timed(key | hook | changes, ms, ci, **(exposed if world_size else {}))
 
@@ -143,8 +150,13 @@ def test_ddp_sweep() -> None:
 
 
 def collective_case(size: int, us: float, gb_per_s: float, **changes: Any) -> Case:
-    key = {"collective": "all_reduce", "dtype": "float32", "redop": "sum", "size_bytes": size}
-    metrics = {"wrong": 0}
+    key: dict[str, Any] = {
+        "collective": "all_reduce",
+        "dtype": "float32",
+        "redop": "sum",
+        "size_bytes": size,
+    }
+    metrics: dict[str, Any] = {"wrong": 0}
     for variant, factor in (("out_of_place", 0.5), ("in_place", 1.0)):  # the better one counts
         metrics[f"{variant}_time_s"] = us / factor / 1e6
         metrics[f"{variant}_busbw_gb_per_s"] = gb_per_s * factor
@@ -172,8 +184,8 @@ def test_collectives() -> None:
 
 
 def compiled(strategy: str, compiler: str, ms: float, ci: Interval | None, **metrics: Any) -> Case:
-    key = {"model": "m", "strategy": strategy, "compiler": compiler}
-    key |= {"fsdp_wrap": False, "fsdp_units": None}  # type: ignore[dict-item]
+    key: dict[str, Any] = {"model": "m", "strategy": strategy, "compiler": compiler}
+    key |= {"fsdp_wrap": False, "fsdp_units": None}
     return timed(key, ms, ci, **metrics)
 
 
@@ -203,7 +215,7 @@ def test_compile_sweep() -> None:
 
 
 def saved(mode: str, stall_s: float, ci: Interval | None, every_s: float = 600, **key: Any) -> Case:
-    metrics = {"stall_s": stall_s, "stall_ci95_s": ci, "cost": stall_s / every_s}
+    metrics: dict[str, Any] = {"stall_s": stall_s, "stall_ci95_s": ci, "cost": stall_s / every_s}
     return Case({"mode": mode, "every_s": every_s} | key, [0], metrics=metrics)
 
 
@@ -230,8 +242,8 @@ def test_checkpoint_sweep() -> None:
 
 def called(operation: str, size: int, us: float, width: float | None, rate: float = 10) -> Case:
     in_flight = 8 if operation == "rpc_async" else 1
-    key = {"operation": operation, "in_flight": in_flight, "size_bytes": size}
-    metrics = {"round_trip_p50_s": us / 1e6, "round_trip_p50_ci95_rel": width}
+    key: dict[str, Any] = {"operation": operation, "in_flight": in_flight, "size_bytes": size}
+    metrics: dict[str, Any] = {"round_trip_p50_s": us / 1e6, "round_trip_p50_ci95_rel": width}
     metrics |= {"round_trip_calls_per_s": rate, "round_trip_gb_per_s": rate * size / 1e9}
     return Case(key, [0], metrics=metrics)
 
@@ -256,7 +268,7 @@ def test_rpc_latency() -> None:
 
 
 def updated(payload: str, rate: float, ci: Interval | None) -> Case:
-    metrics = {"updates_per_s": rate, "updates_per_s_ci95": ci}
+    metrics: dict[str, Any] = {"updates_per_s": rate, "updates_per_s_ci95": ci}
     return Case({"payload": payload, "trainers": 3}, [0], metrics=metrics)
 
 
@@ -295,7 +307,11 @@ def test_parameter_server() -> None:
 
 
 def epoch(autograd: str, ms: float, width: float | None, **phases: float) -> Case:
-    metrics = {"epoch_time_p50_s": ms / 1e3, "epoch_time_ci95_rel": width, "samples_per_s": 1624.4}
+    metrics: dict[str, Any] = {
+        "epoch_time_p50_s": ms / 1e3,
+        "epoch_time_ci95_rel": width,
+        "samples_per_s": 1624.4,
+    }
     return Case({"lookup": "parallel", "autograd": autograd}, [0], metrics=metrics | phases)
 
 
@@ -315,7 +331,7 @@ def test_ddp_rpc() -> None:
 
 
 def test_parallel_sweep() -> None:
-    exposed = {"exposed_dp_s": 0.0162, "exposed_dp_ci95_s": [0.011, 0.022]}
+    exposed: dict[str, Any] = {"exposed_dp_s": 0.0162, "exposed_dp_ci95_s": [0.011, 0.022]}
     exposed |= {"exposed_tp_s": 0.002, "exposed_tp_ci95_s": [-0.001, 0.004]}
     cases = [
         timed({"mesh": "dp8"}, 112, (111, 113)),
@@ -333,12 +349,12 @@ def test_parallel_sweep() -> None:
 
 
 def resolved(seconds: float, rel: float | None) -> Case:
-    key = {"mode": "resolution", "name": "r", "seconds": seconds, "step_ms": 1.0}
+    key: dict[str, Any] = {"mode": "resolution", "name": "r", "seconds": seconds, "step_ms": 1.0}
     return Case(key, [0], metrics={} if rel is None else {"resolution_rel": rel})
 
 
 def perturbed(ratio: float, ci: Interval | None) -> Case:
-    key = {"mode": "perturbation", "name": "p", "seconds": None, "step_ms": 1.0}
+    key: dict[str, Any] = {"mode": "perturbation", "name": "p", "seconds": None, "step_ms": 1.0}
     return Case(key, [0], metrics={"ratio": ratio, "ratio_ci95": ci})
 
 
@@ -361,7 +377,7 @@ def test_calibrate() -> None:
 def met(number: int, *links: tuple[int, int, float, float]) -> Case:
     """A round. links: the two ranks, latency, and GB/s each way."""
     rows = [[a, b, us, rate, rate, rate] for a, b, us, rate in links]
-    key = {"round": number, "by": "rank", "members": 4, "size": 8}
+    key: dict[str, Any] = {"round": number, "by": "rank", "members": 4, "size": 8}
     return Case(key, [0], metrics={"links": rows})
 
 
@@ -386,7 +402,11 @@ def test_p2p_matrix() -> None:
 
 
 def replayed(back_to_back: float, ci: Interval | None) -> Case:
-    metrics = {"back_to_back_p50_s": back_to_back, "back_to_back_ci95_s": ci, "job_step_s": 0.1}
+    metrics: dict[str, Any] = {
+        "back_to_back_p50_s": back_to_back,
+        "back_to_back_ci95_s": ci,
+        "job_step_s": 0.1,
+    }
     metrics |= {"with_gaps_p50_s": 0.101, "with_gaps_ci95_s": (0.1, 0.104)}
     return Case({"recording": "r"}, [0], metrics=metrics)
 
@@ -403,7 +423,12 @@ def test_replay() -> None:
 
 
 def played(mesh: str, dp_bytes: int, floor_s: float | None = None, rank: int = 0) -> Case:
-    metrics = {"flops": 1, "step_floor_s": floor_s, "dp_ranks": 8, "dp_bytes": dp_bytes}
+    metrics: dict[str, Any] = {
+        "flops": 1,
+        "step_floor_s": floor_s,
+        "dp_ranks": 8,
+        "dp_bytes": dp_bytes,
+    }
     metrics |= {"tp_ranks": 2, "tp_bytes": 2**30, "gradients_bytes": 5}
     return Case({"mesh": mesh, "rank": rank}, [0], metrics=metrics)
 
@@ -426,8 +451,8 @@ def test_input_sweep() -> None:
     args = input_sweep.parse_args(["--workers", "1,2"])
 
     def case(workers: int, cache: str, ms: float, ci: Interval | None) -> Case:
-        metrics = {"resident_p50_s": 0.1, "exposed_wait_s": (ms - 100) / 1e3}
-        metrics |= {"exposed_wait_ci95_s": ci, "from_device": 0.2}  # type: ignore[dict-item]
+        metrics: dict[str, Any] = {"resident_p50_s": 0.1, "exposed_wait_s": (ms - 100) / 1e3}
+        metrics |= {"exposed_wait_ci95_s": ci, "from_device": 0.2}
         return timed({"workers": workers, "cache": cache}, ms, None, **metrics)
 
     cases = [
@@ -476,7 +501,11 @@ def test_a_case_without_metrics_brings_no_sentence(name: str) -> None:
     if name == "node_check":
         return
     answer = (PLAIN | GIVEN)[name]
-    key = {"mode": "resolution" if name == "calibrate" else "m", "every_s": 600, "cache": "warm"}
+    key: dict[str, Any] = {
+        "mode": "resolution" if name == "calibrate" else "m",
+        "every_s": 600,
+        "cache": "warm",
+    }
     key |= {"collective": "c", "dtype": "d", "redop": "r", "size_bytes": 1, "in_flight": 1}
     key |= {"strategy": "ddp", "compiler": "inductor", "fsdp_wrap": False, "fsdp_units": None}
     key |= {"world_size": 2, "mesh": "dp2", "by": "rank", "members": 2, "server": None}
