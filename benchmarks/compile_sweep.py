@@ -41,7 +41,6 @@ import tempfile
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from collections.abc import Callable
 from functools import cache, partial
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -584,21 +583,28 @@ COSTS: Columns = {
 }
 
 
+# cases that agree in these are compared with each other
+WRAPPING = ("strategy", "fsdp_wrap", "fsdp_units")
+
+
 def answer(cases: list[Case]) -> list[str]:
     """For each strategy and backend: whether compiling pays, and after how many steps."""
-    of_strategy = ("strategy", "fsdp_wrap", "fsdp_units")
     sentences: list[str] = []
-    varied = (*of_strategy, "compiler", "world_size", "dynamo_no_optimize_ddp")
+    varied = (*WRAPPING, "compiler", "world_size", "dynamo_no_optimize_ddp")
     for name, same in series(cases, varied).items():
-        eager: dict[Any, Estimate] = {}
+        eager: dict[str, Estimate] = {}
         for case, step in ranked(same):
             if case.key["compiler"] == "eager":
-                eager[itemgetter(*of_strategy)(case.key)] = step
+                eager[wrapping_of(case.key)] = step
         for case in same:
-            if case.key["compiler"] != "eager" and (step := median_of(case)):
-                uncompiled = eager.get(itemgetter(*of_strategy)(case.key))
-                sentences.append(name + gain(case, step, uncompiled))
+            case_step = median_of(case)
+            if case.key["compiler"] != "eager" and case_step:
+                sentences.append(name + gain(case, case_step, eager.get(wrapping_of(case.key))))
     return sentences
+
+
+def wrapping_of(key: Key) -> str:
+    return str([key.get(name) for name in WRAPPING])
 
 
 def gain(case: Case, step: Estimate, eager: Estimate | None) -> str:

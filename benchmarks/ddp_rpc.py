@@ -46,7 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.answers import Estimate, fastest, ranked, series, show_seconds
+from common.answers import Estimate, differs, fastest, ranked, series, show_seconds
 from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
@@ -421,7 +421,8 @@ def answer(cases: list[Case]) -> list[str]:
 def ways_of(epochs: list[tuple[Case, Estimate]]) -> dict[str, Estimate]:
     """The epochs by their ways, as far as these differ."""
     names = ("lookup", "autograd")
-    differing = [name for name in names if len({case.key[name] for case, _ in epochs}) > 1]
+    keys = [case.key for case, _ in epochs]
+    differing = [name for name in names if differs(name, keys)]
     ways: dict[str, Estimate] = {}
     for case, epoch in epochs:
         words = [f"{name} {case.key[name]}" for name in differing or names]

@@ -638,8 +638,8 @@ COLUMNS: Columns = {
 
 
 # what the routes of one run do not share
-OF_A_ROUTE = ("route", "server", "placement", "wire", "backend", "dense_embedding")
-OF_A_ROUTE += ("rpc_threads", "rpc_transports", "rpc_channels")
+OF_A_ROUTE = ["route", "server", "placement", "wire", "backend", "dense_embedding"]
+OF_A_ROUTE += ["rpc_threads", "rpc_transports", "rpc_channels"]
 
 
 def answer(cases: list[Case]) -> list[str]:

@@ -133,12 +133,17 @@ def series(cases: Sequence[Case], varied: Collection[str]) -> dict[str, list[Cas
         by_shared.setdefault(str(shared_of(case, varied)), []).append(case)
     all_shared = [shared_of(same[0], varied) for same in by_shared.values()]
     names = dict.fromkeys(name for shared in all_shared for name in shared)
-    differing = [name for name in names if len({str(s.get(name)) for s in all_shared}) > 1]
+    differing = [name for name in names if differs(name, all_shared)]
     named = {}
     for shared, same in zip(all_shared, by_shared.values(), strict=True):
         words = [word_of(name, shared.get(name)) for name in differing]
         named[", ".join(words) + ": " if words else ""] = same
     return named
+
+
+def differs(name: str, keys: Sequence[dict[str, Any]]) -> bool:
+    """Whether a field has another value in one of the keys."""
+    return any(key.get(name) != keys[0].get(name) for key in keys)
 
 
 def shared_of(case: Case, varied: Collection[str]) -> dict[str, Any]:
