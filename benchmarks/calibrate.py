@@ -32,7 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.answers import estimate_of, series
+from common.answers import Estimate, estimate_of, series
 from common.benchmark import Benchmark, Key, Workload
 from common.dist import Group
 from common.report import Case
@@ -201,12 +201,18 @@ def answer(cases: list[Case]) -> list[str]:
             sentences.append(f"{name}too few rounds to say what can be told apart")
         for case in same:
             if ratio := estimate_of(case, "ratio", "ratio_ci95"):
-                cost = "may cost nothing" if ratio.may_be(1) else "changes what it measures"
-                within = ratio.text("times", digits=3)
-                sentences.append(
-                    f"{name}the harness {cost}: it reports {within} a bare loop's time"
-                )
+                sentences.append(name + cost_of_harness(ratio))
     return sentences
+
+
+def cost_of_harness(ratio: Estimate) -> str:
+    """ratio: a step as the harness reports it / the same step in a bare loop."""
+    cost = "changes what it measures"
+    if ratio.may_be(1):
+        cost = "may cost nothing"
+    elif ratio.interval is None:
+        cost = "cannot be judged"
+    return f"the harness {cost}: it reports {ratio.text('times', digits=3)} a bare loop's time"
 
 
 def seconds_and_difference(case: Case) -> str:

@@ -168,7 +168,7 @@ def answer(node_of_member: list[int], by: str, sigmas: float, cases: list[Case])
     members = len(node_of_member)
     among_these = []
     for case in cases:  # reports of before have the rounds of all members, and do not say so
-        if case.key["by"] == by and case.key.get("members", members) == members:
+        if case.key.get("by") == by and case.key.get("members", members) == members:
             among_these.append(case)
     lines: list[str] = []
     for name, rounds in series(among_these, ("round",)).items():

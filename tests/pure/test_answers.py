@@ -368,6 +368,9 @@ def test_calibrate() -> None:
     assert calibrate.answer([perturbed(1.02, (1.01, 1.03))])[0].startswith(
         "the harness changes what it measures: it reports 1.020 times (1.010 to 1.030) a bare"
     )
+    assert calibrate.answer([perturbed(1.02, None)])[0].startswith(
+        "the harness cannot be judged: it reports 1.020 times (no interval)"
+    )
     assert calibrate.answer([resolved(1, None)]) == ["too few rounds to say what can be told apart"]
     assert calibrate.answer([resolved(1, 0.05)]) == [
         "after 1 s, differences under 5.0% cannot be told apart"
