@@ -44,6 +44,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.answers import series, show_seconds
 from common.axes import DTYPES, Trainer, train
 from common.check import sgd
 from common.cli import (
@@ -388,6 +389,46 @@ def columns_of(axes: list[str], floors: bool) -> Columns:
     return columns
 
 
+def answer(cases: list[Case]) -> list[str]:
+    """Which mesh sends the least, and which step could be the shortest."""
+    sentences: list[str] = []
+    for name, same in series(cases, ("mesh", "rank", "microbatches")).items():
+        played = [case for case in same if "flops" in case.metrics]
+        if not played:
+            continue
+        sent: dict[str, int] = {}  # by mesh: bytes of the rank that sends the most
+        floors_s: dict[str, float] = {}
+        for case in played:
+            mesh, metrics = case.key["mesh"], case.metrics
+            sent[mesh] = max(sent.get(mesh, 0), bytes_sent(metrics))
+            if metrics["step_floor_s"]:
+                floors_s[mesh] = max(floors_s.get(mesh, 0.0), metrics["step_floor_s"])
+        sentences.append(name + least_sent(sent))
+        if floors_s:
+            mesh = min(floors_s, key=lambda mesh: floors_s[mesh])
+            floor = show_seconds(floors_s[mesh])
+            sentences.append(f"{name}a step takes at least {floor} under {mesh}, the lowest floor")
+    return sentences
+
+
+def bytes_sent(metrics: dict[str, Any]) -> int:
+    """In a step, on all axes."""
+    axes = [name.removesuffix("_ranks") for name in metrics if name.endswith("_ranks")]
+    return sum(metrics[f"{axis}_bytes"] for axis in axes)
+
+
+def least_sent(sent: dict[str, int]) -> str:
+    """`a rank of dp8 sends 12G bytes a step, the least; a rank of tp8 36G`. sent: by mesh."""
+    least, *others = sorted(sent, key=lambda mesh: sent[mesh])
+    sentence = f"a rank of {least} sends {show_size(sent[least])} bytes a step"
+    if not others:
+        return sentence
+    most = others[-1]
+    if sent[most] == sent[least]:
+        return f"{sentence}, under all {len(sent)} meshes"
+    return f"{sentence}, the least; a rank of {most} {show_size(sent[most])}"
+
+
 def environment(args: argparse.Namespace) -> dict[str, Any]:
     """What a report says of the job. It has no devices."""
     return {
@@ -467,7 +508,10 @@ def main() -> int:
             if f"{axis}_bytes" in case.metrics:
                 print(axis_line(case, axis))
     failed = any(case.failed for case in report.cases)
-    report.finish("failed" if failed else "complete")
+    sentences = answer([case for case in report.cases if not case.failed])
+    if sentences:
+        print("\n# " + "\n# ".join(sentences))
+    report.finish("failed" if failed else "complete", answer=sentences)
     return int(failed)
 
 

@@ -50,8 +50,8 @@ Key = dict[str, Any]
 Build = Callable[[Key, Group], Workload | Measured]  # called on the ranks of the case
 # Called on rank 0: fills in case.metrics and case.check. The list has the facts of each rank.
 Derive = Callable[[Case, Times, list[Any]], None]
-# Called on rank 0 at the end of the run, with the cases that did not fail, at least one. Returns
-# the sentences that answer what the script asks.
+# Called on rank 0 at the end of the run, with the cases that did not fail. Returns the sentences
+# that answer what the script asks; none where the cases do not tell.
 Answer = Callable[[list[Case]], list[str]]
 
 
@@ -352,7 +352,9 @@ class Benchmark:
     def print_answer(self) -> list[str]:
         """Print the sentences that answer what the script asks. Returns them; [] without any."""
         passed = [case for case in self.report.cases if not case.failed]
-        sentences = self.answer(passed) if self.answer and passed else []
+        sentences = self.answer(passed) if self.answer else []
+        if sentences:
+            self.print("")
         for sentence in sentences:
             self.print(f"# {sentence}")
         return sentences
