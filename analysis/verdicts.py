@@ -383,7 +383,7 @@ def control_cases(cases: Sequence[Result], control: Comparison) -> list[Result]:
     has_mean = not cases[-1].key
     if has_mean:
         *of_cases, lacking = results
-        in_every_run = [r for r in of_cases if has_every_run(r, control.base, control.base)]
+        in_every_run = [r for r in of_cases if has_every_run(r, control.base, control.test)]
         return [*of_cases, mean_of(in_every_run) or lacking]
     return results
 
