@@ -198,6 +198,20 @@ def test_a_control_that_scatters_less_is_not_used(tmp_path: Path) -> None:
     assert found.reason.endswith("the control is not used: it lacks the case, or scatters less")
 
 
+def test_the_sides_of_a_control_may_have_different_numbers_of_runs(tmp_path: Path) -> None:
+    """As an ab.py that was interrupted leaves them: their mean tells the noise of the mean, too."""
+    for side, seconds in (("c", 0.1), ("d", 0.1), ("x", 0.1), ("y", 0.15)):
+        for i in range({"c": 3, "d": 2}.get(side, 1)):
+            lines = [case("x", [seconds * (1 + 0.001 * i)]), case("y", [2 * seconds])]
+            start = f"2026-01-01T0{i}:00:00"
+            write(tmp_path / side / f"{i}.jsonl", *lines, started_at=start)
+    c, d, x, y = (load([str(tmp_path / side)]) for side in "cdxy")
+    comparison = compare(x, y, Design(), compare(c, d, Design()))
+    assert comparison.mean
+    assert comparison.mean.reason == ""
+    assert comparison.mean.verdict == "slower"
+
+
 def test_control_on_the_command_line(tmp_path: Path) -> None:
     """Two cases, so there is a mean; the control's noise gives one run a side a verdict."""
     for side, factor in (("c/a", 1), ("c/b", 1), ("x", 1), ("y", 1.5)):
