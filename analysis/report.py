@@ -42,9 +42,9 @@ from common.stats import median_interval
 
 FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
 DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s", "_ci95_rel")  # the last columns
-# What the page has for the width of a table, in a window of 1,300 pixels. The other two are of its
-# style sheet, with the widest of the usual fonts.
-PAGE_PX, CELL_PX, CHARACTER_PX = 1240, 24, 9
+# In pixels, with the widest of the usual fonts: what the page has for a table in a window of 1,300,
+# the space beside a cell, a letter, a bold one, and a column of names at its narrowest and widest.
+PAGE_PX, CELL_PX, LETTER_PX, BOLD_PX, NAME_PX, MOST_NAME_PX = 1240, 24, 9, 10, 176, 360
 
 
 class Table(NamedTuple):
@@ -271,15 +271,15 @@ def as_markdown(section: Section) -> str:
 def fit(table: Table) -> list[Table]:
     """The table, cut where the page would be too narrow for more columns of numbers.
 
-    The first part says what the others have; these are folded, and repeat the columns of words.
+    The other parts are folded. They repeat the columns of words, and the line that is seen of each
+    names its columns.
     """
     columns = [list(map(str, cells)) for cells in zip(table.header, *table.rows, strict=True)]
-    names, numbers = columns[: table.words], range(table.words, len(columns))
-    room = PAGE_PX - sum(width_of(cells, wraps=True) for cells in names)
+    room = PAGE_PX - sum(width_of_names(cells) for cells in columns[: table.words])
     parts: list[list[int]] = [[]]  # the columns of numbers of each part
     used = 0
-    for i in numbers:
-        width = width_of(columns[i], wraps=False)
+    for i in range(table.words, len(columns)):
+        width = width_of_numbers(columns[i])
         if parts[-1] and used + width > room:
             parts.append([])
             used = 0
@@ -288,12 +288,18 @@ def fit(table: Table) -> list[Table]:
     return [part_of(table, part, is_first=part is parts[0]) for part in parts]
 
 
-def width_of(cells: Sequence[str], wraps: bool) -> int:
-    """Pixels of a column, head first. The head is cut between words; so are cells of words."""
-    head, *values = cells
+def width_of_numbers(column: Sequence[str]) -> int:
+    """Pixels of a column of numbers, head first. The head is cut between words, a number nowhere."""
+    head, *values = column
     longest_word = max(map(len, head.split()), default=0)
-    longest = max([longest_word, *map(len, values)])
-    return CELL_PX + CHARACTER_PX * (min(longest, 40) if wraps else max(longest, 7))
+    longest_value = max(map(len, values), default=0)
+    return CELL_PX + max(64, BOLD_PX * longest_word, LETTER_PX * longest_value)
+
+
+def width_of_names(column: Sequence[str]) -> int:
+    """Pixels of a column of words, where its cells are not cut into more lines than need be."""
+    longest = LETTER_PX * max(map(len, column))
+    return CELL_PX + min(max(NAME_PX, longest), MOST_NAME_PX)
 
 
 def part_of(table: Table, numbers: Sequence[int], is_first: bool) -> Table:
