@@ -289,7 +289,7 @@ def fit(table: Table) -> list[Table]:
 
 
 def width_of_numbers(column: Sequence[str]) -> int:
-    """Pixels of a column of numbers, head first. The head is cut between words, a number nowhere."""
+    """Pixels of a column of numbers, head first. The head is cut between words, a cell nowhere."""
     head, *values = column
     longest_word = max(map(len, head.split()), default=0)
     longest_value = max(map(len, values), default=0)
