@@ -101,7 +101,11 @@ def compare(
     for benchmark, form in base_cases | test_cases:
         base_rows = rows_of_case(base, benchmark, form)
         test_rows = rows_of_case(test, benchmark, form)
+        if all(is_bare(row) for row in base_rows + test_rows):
+            continue
         cases.append(times_of_case(benchmark, base_rows, test_rows, design))
+    if not cases:
+        raise ValueError("no case has a time or a metric, in BASE or in TEST")
     if len({case.benchmark for case in cases}) > 1:
         for case in cases:
             case.label = f"{case.benchmark}, {case.label}"
@@ -156,6 +160,11 @@ def near(runs: Sequence[Run]) -> list[tuple[str, dict[str, Any]]]:
 
 def is_timed(row: Row | None) -> TypeGuard[Row]:
     return row is not None and row.time_s > 0
+
+
+def is_bare(row: Row | None) -> bool:
+    """Whether a case says that it passed and nothing else, as of a probe that looks at no rank."""
+    return row is None or (row.check == "passed" and not row.metrics and not row.times_s)
 
 
 def timed(rows: Rows) -> list[Row]:
