@@ -23,7 +23,7 @@ usage: launch/suite.sh [FLAG...] [SCRIPT...]
     launch/suite.sh                                             # a machine with GPUs
     launch/suite.sh --nproc-per-node 2 --flags "--device cpu"   # without
     sbatch -N 4 --gpus-per-node 8 launch/suite.sh               # Slurm
-    launch/suite.sh node_check "ddp_sweep --models resnet50 --dtype autocast-bf16"
+    launch/suite.sh node_check "ddp_sweep --models resnet50 --dtype bf16"
 
 Runs each SCRIPT of benchmarks/, writes its report into a folder, and makes one page of all reports.
 A script may bring flags of its own, in quotes. After a failure the next script runs. After Ctrl-C
@@ -113,7 +113,13 @@ child='' stopped=''
 # shellcheck disable=SC2317,SC2329 # traps call it; older versions say it the first way
 stop() {
     stopped=$2
-    if [[ -n $child ]]; then kill -"$1" "$child" 2>/dev/null || true; fi
+    if [[ -z $child ]]; then end; fi
+    kill -"$1" "$child" 2>/dev/null || true
+}
+
+end() {
+    echo "suite.sh: interrupted; $out has the finished cases, and the same command goes on" >&2
+    exit "$stopped"
 }
 trap 'stop TERM 130' INT
 trap 'stop TERM 143' TERM
@@ -138,10 +144,7 @@ run() {
     set +m
     while wait "$child" || status=$?; kill -0 "$child" 2>/dev/null; do status=0; done
     child=
-    if [[ -n $stopped ]]; then
-        echo "suite.sh: interrupted; $out has the finished cases, and the same command goes on" >&2
-        exit "$stopped"
-    fi
+    if [[ -n $stopped ]]; then end; fi
     if ((status > worst)); then worst=$status; fi
 }
 
