@@ -1,0 +1,136 @@
+"""docs/tutorial.md: its commands run, and its outputs are those of the reports in docs/results."""
+
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from analysis import compare
+from analysis.ab import add_flags
+from analysis.load import load as load_runs
+from analysis.verdicts import Design
+from analysis.verdicts import compare as compare_runs
+from benchmarks import collectives, ddp_sweep, input_sweep, node_check
+from common.cli import Parser
+from common.report import Report, load
+from common.table import cells_of
+from tests.process import ROOT
+
+PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+RESULTS = ROOT / "docs" / "results" / "tutorial"
+COMMANDS = [
+    shlex.split(line)
+    for line in re.sub(r"\\\n\s*", "", PAGE).splitlines()
+    if re.match(r"    (torchrun|python) ", line)
+]
+# Those that leave a report, by its name. test_examples.py runs the examples.
+MEASURED = {command[-1]: command for command in COMMANDS if "--json" in command}
+[AB] = [command for command in COMMANDS if "analysis/ab.py" in command]
+FAST = ["--warmup-iters", "1", "--iters"]
+# Flags that make a command short. Other tests run like commands of the other steps:
+# test_node_check.py, test_input_sweep.py and test_ab.py.
+SMALL = {
+    "ddp.jsonl": ["--image-size", "32", *FAST, "6"],
+    "collectives.jsonl": [*FAST, "6"],
+    "settings.jsonl": ["--image-size", "32", *FAST, "2"],
+}
+
+
+def report_of(name: str) -> Report:
+    return load(str(RESULTS / name))
+
+
+def single_blanks(text: str) -> str:
+    return " ".join(text.split())
+
+
+LINES = {single_blanks(line) for line in PAGE.splitlines()}
+# the sentences of a run go over some lines, each with its own #
+FOLDED = single_blanks(re.sub(r"\n +# ", " ", PAGE))
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_report_is_what_its_command_has_left(name: str) -> None:
+    """Its sentences are on the page, too."""
+    report, command = report_of(name), MEASURED[name]
+    script = next(i for i, word in enumerate(command) if word.endswith(".py"))
+    assert report.argv == command[script:]
+    assert report.status == "complete"
+    for sentence in report.end["answer"]:
+        assert sentence in FOLDED
+
+
+def test_rows_of_node_check() -> None:
+    """The first table: that of each rank alone."""
+    cases = [case for case in report_of("node.jsonl").cases if "rank" in case.key]
+    alone = [case for case in cases if case.key["probe"] == cases[0].key["probe"]]
+    assert len(alone) == 2
+    for case in alone:
+        cells = cells_of(node_check.COLUMNS, case)
+        shown = [cell for cell in cells if cell != "-"]
+        assert single_blanks(" ".join(shown)) in LINES
+
+
+def test_rows_of_ddp_sweep() -> None:
+    job: Any = type("Job", (), {"device": type("Device", (), {"type": "cpu"})})
+    for name in ("ddp.jsonl", "settings.jsonl"):
+        report = report_of(name)
+        args = ddp_sweep.parse_args([*report.argv[1:], "--device", "cpu"])
+        columns = ddp_sweep.why_columns(args, job)
+        for case in report.cases:
+            assert single_blanks(" ".join(cells_of(columns, case))) in LINES
+
+
+def test_rows_of_input_sweep() -> None:
+    """Without the last columns."""
+    report = report_of("input.jsonl")
+    columns = input_sweep.columns(input_sweep.parse_args([*report.argv[1:], "--device", "cpu"]))
+    for case in report.cases:
+        assert single_blanks(" ".join(cells_of(columns, case)[:8])) in LINES
+
+
+def test_rows_of_collectives() -> None:
+    """Without some sizes."""
+    table = collectives.ScanTable({})
+    printed = [single_blanks(table.row(case)) for case in report_of("collectives.jsonl").cases]
+    assert len(LINES.intersection(printed)) == 4
+
+
+def test_the_verdict_is_that_of_the_reports() -> None:
+    parser = Parser(None)
+    add_flags(parser)
+    args = parser.parse_args(AB[2:])
+    sides = [str(RESULTS / "change" / side / "*.jsonl") for side in "ab"]
+    base, test = (load_runs([side], ignore=args.ignore_key) for side in sides)
+    assert len(base) == len(test) == args.runs
+    for command, runs in ((args.a, base), (args.b, test)):
+        words = shlex.split(command)
+        assert all(run.argv[:-2] == words[4:] for run in runs)
+    design = Design(args.margin, paired=True, interleaved=args.interleave)
+    printed = compare.show(compare_runs(base, test, design), "table")
+    for line in printed.splitlines():
+        assert single_blanks(line.removeprefix("# ")) in FOLDED
+
+
+@pytest.mark.parametrize("name", ["ddp_exposed", "input_wait"])
+def test_an_example_prints_what_its_docstring_shows(name: str) -> None:
+    command = f"torchrun --nproc-per-node 2 examples/{name}.py"
+    docstring = (ROOT / "examples" / f"{name}.py").read_text()
+    _, shown = docstring.split(f"$ {command}\n")
+    output, *_ = shown.split("\n\n")
+    assert f"    {command}\n\n{output}\n" in PAGE
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", SMALL)
+def test_a_command_runs(name: str, bench: Callable[..., Any]) -> None:
+    launcher, flags = MEASURED[name][:3], MEASURED[name][3:-2]
+    assert launcher == ["torchrun", "--nproc-per-node", "2"]
+    run = bench(*flags, "--device", "cpu", *SMALL[name], timeout=120)
+    assert run.status == 0, run.err
+    measured = report_of(name)
+    assert [case.key["world_size"] for case in run.report.cases] == [
+        case.key["world_size"] for case in measured.cases
+    ]
