@@ -364,10 +364,9 @@ def main() -> int:
             case = bench.measure(key, begin, end)
             if case:
                 cases.append(case)
-        bench.print("")
-        for line in map(places_line, cases):
-            if line:
-                bench.print(line)
+        lines = [line for line in map(places_line, cases) if line]
+        if lines:
+            bench.print("\n" + "\n".join(lines))
     return bench.status
 
 
