@@ -22,7 +22,6 @@ docs/traffic.md. BSD-3-Clause.
 import argparse
 import logging
 import platform
-import shlex
 import socket
 import sys
 import warnings
@@ -53,10 +52,11 @@ from common.cli import (
     positive_int,
     refuse,
     show_size,
+    version,
 )
 from common.decoder import DECODERS, flops_per_token
 from common.dist import Group, Job
-from common.environment import count_of, user_variables
+from common.environment import count_of, first_lines, user_variables
 from common.meshes import EXPERTS, Key, Mesh, config_of, misfit, open_meshes, parse_mesh
 from common.peaks import find_peak
 from common.private_torch import ShapesOnly, join_fake_world
@@ -376,6 +376,7 @@ def columns_of(axes: list[str], floors: bool) -> Columns:
 def environment(args: argparse.Namespace) -> dict[str, Any]:
     """What a report says of the job. It has no devices."""
     return {
+        "version": version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "os": platform.platform(),
@@ -418,7 +419,7 @@ def begin(args: argparse.Namespace) -> tuple[Report, list[Key], Measured | None]
         replaced = report.start()
     except (ValueError, OSError) as error:
         refuse(str(error))
-    print(f"# torchrun-bench traffic\n# command: {shlex.join(sys.argv)}")
+    print(first_lines("traffic"))
     print(f"# PyTorch {torch.__version__}; {args.ranks:,} ranks are played, none is there")
     if replaced:
         print(f"# the report that was there is now {replaced}")

@@ -3,9 +3,11 @@
 import argparse
 import contextlib
 import difflib
+import functools
 import math
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +18,7 @@ HANG = 3  # the exit status of a run that hung
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
 MOST_NCCL_WARNINGS = 5  # of a process that are shown
 MOST_CASES = 10_000  # the most cases that the lists of a command line may give
+ROOT = Path(__file__).resolve().parents[1]  # the folder of all these scripts
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -94,6 +97,32 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
+@functools.cache
+def version(folder: Path = ROOT) -> str:
+    """The version of the scripts in a folder as git names it; `unknown` where git cannot say.
+
+    `-dirty` at its end means that a file differs from that commit.
+    """
+    # without the optional locks: another program may be using the checkout
+    git = ["git", "--no-optional-locks", "-C", str(folder)]
+    try:
+        told = subprocess.run(
+            [*git, "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return told.stdout.strip() or "unknown"
+
+
+class ShowVersion(argparse.Action):
+    """--version: rank 0 prints the version, and the script ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"torchrun-bench {version()}")
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """Takes --batch_size for --batch-size, no abbreviations; an error is one line for the job."""
 
@@ -101,6 +130,8 @@ class Parser(argparse.ArgumentParser):
         fill_streams()
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
+        text = "print the version of these scripts, and end"
+        self.add_argument("--version", action=ShowVersion, nargs=0, help=text)
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from common.cli import cut
+from common.cli import cut, version
 from common.dist import Job, gather, share
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 from common.turns import TURN
@@ -57,6 +57,7 @@ def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
     ranks = [rank for rank, _ in rows]
     nodes = [rank | node for rank, node in rows if node]
     return {
+        "version": version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": max(rank["nccl"] for rank in ranks) or None,  # "" on the CPU
@@ -172,8 +173,13 @@ def differences(nodes: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def preamble(name: str, environment: dict[str, Any]) -> str:
-    """The `#` lines above the tables: versions, ranks, each topology once, and warnings."""
+def first_lines(name: str) -> str:
+    """The script's name and version, and the command. They need no other rank."""
+    return f"# torchrun-bench {name}, version {version()}\n# command: {shlex.join(sys.argv)}"
+
+
+def preamble(environment: dict[str, Any]) -> str:
+    """The other `#` lines above the tables: versions, ranks, each topology once, and warnings."""
     cuda = ""
     if environment["cuda"]:
         cuda = f", CUDA {environment['cuda']}, NCCL {environment['nccl']}"
@@ -181,8 +187,6 @@ def preamble(name: str, environment: dict[str, Any]) -> str:
     ranks = count_of(environment["world_size"], "rank")
     nodes = count_of(environment["num_nodes"], "node")
     lines = [
-        f"torchrun-bench {name}",
-        f"command: {shlex.join(sys.argv)}",
         f"{versions}, backend {environment['backend']}",
         f"{ranks} on {nodes}, started by {environment['launcher']}",
     ]

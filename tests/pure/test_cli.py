@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -191,3 +192,42 @@ def test_what_nccl_warned_of_is_said_when_the_process_ends_at_once(tmp_path: Pat
             command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
         )
         assert (done.returncode, done.stderr) == (3, said)
+
+
+def test_the_version_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a folder without git, one with a commit, a file that was changed since."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    cli.version.cache_clear()
+    assert cli.version(tmp_path) == "unknown"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "a"]):
+        subprocess.run([*git, *words], check=True, timeout=60)
+    (tmp_path / "a.py").write_text("1")
+    subprocess.run([*git, "add", "a.py"], check=True, timeout=60)
+    cli.version.cache_clear()
+    dirty = cli.version(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{7,}-dirty", dirty)
+    subprocess.run([*git, "commit", "-q", "-m", "b"], check=True, timeout=60)
+    cli.version.cache_clear()
+    clean = cli.version(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{7,}", clean)
+    assert not dirty.startswith(clean)
+    monkeypatch.setenv("PATH", "")  # no git at all
+    cli.version.cache_clear()
+    assert cli.version(tmp_path) == "unknown"
+    cli.version.cache_clear()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_version_is_a_flag_of_every_script(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 prints it, and no mandatory flag is missed."""
+    monkeypatch.setenv("RANK", rank)
+    parser = cli.Parser("doc")
+    parser.add_argument("--ranks", required=True)
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--version"])
+    assert end.value.code == 0
+    said = f"torchrun-bench {cli.version()}\n" if rank == "0" else ""
+    assert capsys.readouterr().out == said

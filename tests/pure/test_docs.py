@@ -74,7 +74,7 @@ def test_results_are_complete(path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_shown_output_says_its_reports_command(page: Path) -> None:
     text = page.read_text()
-    outputs = re.findall(r"^ +# torchrun-bench \w+\n +# (.*)$", text, re.MULTILINE)
+    outputs = re.findall(r"^ +# torchrun-bench \w+.*\n +# (.*)$", text, re.MULTILINE)
     reports = [load(str(path)) for path in RESULTS if path.name in text]
     commands = [f"command: {shlex.join(report.argv)}" for report in reports]
     assert [line for line in outputs if line not in commands] == []

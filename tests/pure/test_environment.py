@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from common import dist
-from common.environment import collect, differences, nccl_backend, preamble, problem
+from common.cli import version
+from common.environment import (
+    collect,
+    differences,
+    first_lines,
+    nccl_backend,
+    preamble,
+    problem,
+)
 from common.join import (
     bind,
     check_backend,
@@ -65,8 +73,8 @@ def test_what_gpus_the_first_lines_warn_of() -> None:
     found |= {"backend": "gloo", "launcher": "torchrun", "world_size": 2}
     found |= {"num_nodes": 1, "hosts": ["a"], "nccl_backend": "legacy"}
     found |= {"ranks": ranks, "topologies": [], "gpus": [[gpu]], "differences": []}
-    lines = preamble("x", found).splitlines()
-    assert lines[2] == "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo"
+    lines = preamble(found).splitlines()
+    assert lines[0] == "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo"
     assert lines[-4:] == [
         "# warning: GPU 0 of a is throttled: hardware thermal",
         "# warning: a: GPU 0 has uncorrected errors of its memory",
@@ -78,7 +86,7 @@ def test_what_gpus_the_first_lines_warn_of() -> None:
         ("2.15.0+cu132", "legacy", False),
         ("2.16.0", "nccl2", False),  # nobody has looked
     ):
-        text = preamble("x", found | {"torch": torch_version, "nccl_backend": nccl})
+        text = preamble(found | {"torch": torch_version, "nccl_backend": nccl})
         assert (
             "# warning: with the nccl of torch 2.15 DDP overlaps nothing; TORCH" in text
         ) == warned
@@ -339,13 +347,11 @@ def test_ranks_that_share_a_gpu_under_each_name_of_nccl() -> None:
         assert "ranks 0 and 1 share a GPU on a" in (problem(shared) or "")
 
 
-def test_the_command_is_in_the_preamble(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_lines_have_the_version_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it was typed behind the interpreter."""
-    about: dict[str, Any] = {"torch": "2", "cuda": None, "python": "3", "backend": "gloo"}
-    about |= {"launcher": "python", "world_size": 1, "num_nodes": 1, "ranks": [], "hosts": ["a"]}
-    about |= {"topologies": [], "gpus": [[]], "differences": [], "nccl_backend": None}
     monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--json", "my report"])
-    line = preamble("x", about).splitlines()[1]
+    first, line = first_lines("x").splitlines()
+    assert first == f"# torchrun-bench x, version {version()}"
     assert line == "# command: benchmarks/x.py --json 'my report'"
 
 
