@@ -722,13 +722,15 @@ def main() -> int:
     args = parse_args()
     set_forkserver_preload(["torchvision", "common.benchmark"])
     with Benchmark("input_sweep", args) as bench:
+        keys = plan(args)
+        bench.announce(keys)
         source, remover = prepare(bench, args)
         data = f"{args.kind} of {args.data or 'its own'}"
         title = f"{args.model}, batch size {args.batch_size}, {data}"
         title += f", page cache {' and '.join(args.cache)}"
         bench.begin_table(title, columns(args), ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"])
         cases: list[Case] = []
-        for key in plan(args):
+        for key in keys:
             derive_case = partial(derive, bench.job.local_world_size)
             case = bench.measure(key, partial(build, bench.job, source), derive_case)
             if case and not case.failed:

@@ -567,13 +567,18 @@ def main() -> int:
     with Benchmark("node_check", args) as bench:
         stay_near(bench.job.device)  # or healthy ranks' copies to the host differ by the socket
         environment, slow = bench.report.environment, Findings()
-        for phase in plan(bench, cluster_of(bench)):
+        phases = plan(bench, cluster_of(bench))
+        cases: list[Key] = []
+        for phase in phases:
+            cases += [{"probe": phase.name, "part": part + 1} for part in range(len(phase.cases))]
+        bench.announce(cases, lambda key: None, args.budget)
+        for phase in phases:
             slow |= measure_twice(bench, phase)
         if not share(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
         if bench.job.rank == 0:
-            lacks, cases = lacking(environment, args.gpus), bench.report.cases
-            lines, problem = conclude(slow, lacks, cases, args.fail_on, hosts_of(environment))
+            lacks, measured = lacking(environment, args.gpus), bench.report.cases
+            lines, problem = conclude(slow, lacks, measured, args.fail_on, hosts_of(environment))
             bench.print("\n" + "\n".join(f"# {line}" for line in lines))
             if problem:
                 bench.fail(problem)

@@ -182,6 +182,7 @@ def main() -> int:
         except ValueError as error:
             bench.refuse(str(error))
         messages, rounds = messages_of(args, job.device), plan(args, job, len(members))
+        bench.announce([key for key, _ in rounds])
         bench.print(f"\n# {len(rounds)} rounds, {settings(args, messages)}")
         links = list[Link]()  # on rank 0
         for key, pairs in rounds:

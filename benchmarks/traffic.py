@@ -46,20 +46,23 @@ from common.check import sgd
 from common.cli import (
     Parser,
     describe,
+    first_lines,
     list_of,
     number,
     positive_float,
     positive_int,
     refuse,
     show_size,
+    take_stdout,
     version,
 )
 from common.decoder import DECODERS, flops_per_token
 from common.dist import Group, Job
-from common.environment import count_of, first_lines, user_variables
+from common.environment import count_of, user_variables
 from common.meshes import EXPERTS, Key, Mesh, config_of, misfit, open_meshes, parse_mesh
 from common.peaks import find_peak
 from common.private_torch import ShapesOnly, join_fake_world
+from common.remarks import report_lines
 from common.report import Case, Report, load
 from common.table import Columns, Table, cell, metric, progress_line
 
@@ -99,7 +102,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--measured", metavar="REPORT", help=measured)
     peak = "of a device, for the floor of compute (default: by the device's name in --measured)"
     add("--peak-tflops", type=positive_float, metavar="X", help=peak)
-    add("-J", "--json", metavar="PATH", help="write a report, as the other scripts do")
+    add("-J", "--json", metavar="PATH", help="write a report, as the other scripts do; - is stdout")
     return parser.parse_args(argv)
 
 
@@ -412,14 +415,15 @@ def measure(key: Key, measured: Measured | None, peak: float | None) -> Case:
 
 def begin(args: argparse.Namespace) -> tuple[Report, list[Key], Measured | None]:
     """The report, the cases, and what --measured holds. A mistake ends the run."""
-    report = Report("traffic", environment(args), args.json)
+    files = [take_stdout()] if args.json == "-" else []
+    report = Report("traffic", environment(args), args.json, files=files)
     try:
         keys = plan(args)
         measured = read_measured(args.measured) if args.measured else None
         replaced = report.start()
     except (ValueError, OSError) as error:
         refuse(str(error))
-    print(first_lines("traffic"))
+    print(first_lines())
     print(f"# PyTorch {torch.__version__}; {args.ranks:,} ranks are played, none is there")
     if replaced:
         print(f"# the report that was there is now {replaced}")
@@ -454,6 +458,8 @@ def main() -> int:
                 print(axis_line(case, axis))
     failed = any(case.failed for case in report.cases)
     report.finish("failed" if failed else "complete")
+    for line in report_lines(report.path, None):
+        print(f"# {line}")
     return int(failed)
 
 

@@ -24,8 +24,9 @@ VERDICTS = ("nobody", "exactly rank 1", "rank 1 and others", "somebody else", "n
 
 
 def verdict(out: str) -> str:
-    """Of the last line: `# fit`, or `# not fit: rank 1 on vm, ...`."""
-    last = (out.splitlines() or [""])[-1]
+    """Of the last such line: `# fit`, or `# not fit: rank 1 on vm, ...`."""
+    verdicts = [line for line in out.splitlines() if re.match("# (not )?fit", line)]
+    last = (verdicts or [""])[-1]
     accused = re.findall(r"(\w+ \d+(?: -> \d+)?) on ", last)
     if last == "# fit":
         return "nobody"

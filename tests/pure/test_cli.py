@@ -231,3 +231,42 @@ def test_version_is_a_flag_of_every_script(
     assert end.value.code == 0
     said = f"torchrun-bench {cli.version()}\n" if rank == "0" else ""
     assert capsys.readouterr().out == said
+
+
+def test_the_first_lines_have_the_version_and_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 prints them as soon as the flags are read; the command as it was typed."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--json", "my report"])
+    lines = f"# torchrun-bench x, version {cli.version()}\n"
+    lines += "# command: benchmarks/x.py --json 'my report'\n"
+    parse("--json", "my report")  # of another program's making
+    assert capsys.readouterr() == ("", "")
+    parser = cli.Parser("doc")
+    cli.add_common_flags(parser)
+    parser.parse_args()
+    assert capsys.readouterr() == (lines, "")
+    monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--json", "-"])  # the report alone
+    parser.parse_args()
+    assert capsys.readouterr() == ("", lines.replace("'my report'", "-"))
+    monkeypatch.setenv("RANK", "1")
+    parser.parse_args()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_dry_run_plays_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    with pytest.raises(SystemExit):
+        parse("--world-size", "8")
+    assert "--world-size is for --dry-run; the launcher sets it" in capsys.readouterr().err
+    assert not set(names) & set(os.environ)
+    parse("--dry-run", "--world-size", "8")
+    assert [os.environ[name] for name in names] == ["0", "0", "8", "8"]
+    # rank 1 of 2 that torchrun has started plans for 16 ranks: its nodes have 2
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    parse("--dry-run", "--world-size", "16")
+    assert [os.environ[name] for name in names] == ["1", "0", "16", "2"]

@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +13,10 @@ import pytest
 import torch
 
 from common import dist
-from common.cli import version
+from common.cpu_load import Others
 from common.environment import (
     collect,
     differences,
-    first_lines,
     nccl_backend,
     preamble,
     problem,
@@ -73,11 +71,13 @@ def test_what_gpus_the_first_lines_warn_of() -> None:
     found |= {"backend": "gloo", "launcher": "torchrun", "world_size": 2}
     found |= {"num_nodes": 1, "hosts": ["a"], "nccl_backend": "legacy"}
     found |= {"ranks": ranks, "topologies": [], "gpus": [[gpu]], "differences": []}
+    found["others"] = [Others(1.5, 8)]
     lines = preamble(found).splitlines()
     assert lines[0] == "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo"
-    assert lines[-4:] == [
+    assert lines[-5:] == [
         "# warning: GPU 0 of a is throttled: hardware thermal",
         "# warning: a: GPU 0 has uncorrected errors of its memory",
+        "# warning: other programs take 1.5 of 8 cores of a: times will scatter",
         "# warning: ranks 0 and 1 share a GPU on a: their times include each other's turns",
         "# warning: rank 1 has 1 core for its GPU; see srun --cpus-per-task",
     ]
@@ -345,14 +345,6 @@ def test_ranks_that_share_a_gpu_under_each_name_of_nccl() -> None:
         shared: dict[str, Any] = {"backend": backend, "variables": {}}
         shared["ranks"] = [rank(0), rank(1, uuid="G0")]
         assert "ranks 0 and 1 share a GPU on a" in (problem(shared) or "")
-
-
-def test_the_first_lines_have_the_version_and_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was typed behind the interpreter."""
-    monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--json", "my report"])
-    first, line = first_lines("x").splitlines()
-    assert first == f"# torchrun-bench x, version {version()}"
-    assert line == "# command: benchmarks/x.py --json 'my report'"
 
 
 def test_many_nodes_and_ranks_are_counted() -> None:
