@@ -6,6 +6,7 @@ import pty
 import re
 import select
 import subprocess
+import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -73,12 +74,12 @@ def test_a_report_on_stdout_is_json_alone(bench: Callable[..., Any], tmp_path: P
 def test_the_last_lines_lead_on_and_a_dry_run_resumes(bench: Callable[..., Any]) -> None:
     """The second run moves the report of the first. A dry run says what --resume would measure."""
     run = bench("benchmarks/collectives.py", *FEW)
-    assert re.search(r"\n# report .*report\.jsonl'; python .*\n# elapsed \d.*\n$", run.out)
+    assert re.search(r"\n# report .*report\.jsonl; python .*\n# elapsed \d.*\n$", run.out)
     assert set(run.report.environment) >= {"version", "others"}
     (load_of_node,) = run.report.end["others"]
     assert load_of_node[1] == len(os.sched_getaffinity(0))
     again = bench("benchmarks/collectives.py", *FEW)
-    assert "report.jsonl.bak'; python " in again.out
+    assert "report.jsonl.bak; python " in again.out
     words = (*FEW, "-e", "128", "--dry-run", "--resume")
     planned = bench("benchmarks/collectives.py", *words)
     assert planned.status == 0, planned.err
@@ -91,8 +92,10 @@ def test_a_terminal_shows_the_case_and_the_time_left() -> None:
     """stderr is a terminal of 200 columns; stdout is a pipe, and has nothing of it."""
     (command,) = command_of("benchmarks/collectives.py", "-b", "64", "-e", "128", ranks=0)
     ours, theirs = pty.openpty()
-    variables = environment(COLUMNS="200", LINES="50", TERM="xterm")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=variables) as process:
+    termios.tcsetwinsize(ours, (50, 200))
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=theirs, env=environment()
+    ) as process:
         os.close(theirs)
         shown, end = b"", time.monotonic() + 120
         while time.monotonic() < end and select.select([ours], [], [], 60)[0]:
