@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -115,6 +114,9 @@ class ShapesOnly(TorchDispatchMode):
         self.listen, self.shapes = listen, FakeTensorMode(allow_non_fake_inputs=True)
 
     def __enter__(self) -> "ShapesOnly":
+        # here, because every script imports this file and FSDP takes 0.6 s to import
+        from torch.distributed.fsdp._fully_shard import _fsdp_param
+
         self.shapes.__enter__()
         self.chunks = mock.patch.object(_fsdp_param, "_chunk_with_empty", chunks_alike)
         self.chunks.start()

@@ -3,6 +3,8 @@
 import ast
 import contextlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,3 +122,16 @@ def test_nothing_else_reaches_for_private_names_of_torch(path: Path) -> None:
         elif isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
             source = ast.unparse(node)
             assert source.split(".")[0] not in ROOTS, f"line {node.lineno}: {source}"
+
+
+def test_a_script_without_fsdp_does_not_wait_for_its_import() -> None:
+    program = (
+        "import sys, torch.distributed\n"
+        "before = set(sys.modules)\n"
+        "import common.benchmark\n"
+        "late = [name for name in sys.modules if name not in before]\n"
+        "print([name for name in late if name.startswith('torch.distributed.fsdp')])\n"
+    )
+    command = [sys.executable, "-c", program]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout.strip()) == (0, "[]"), run.stderr
