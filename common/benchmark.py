@@ -92,7 +92,8 @@ class Benchmark:
             sys.exit(0)
         files = [take_stdout()] if args.json == "-" else []
         self.progress, self.pace = progress_line(self.is_first), Pace()
-        self.load = CpuLoad() if on_node == 0 else None
+        # while two commands take turns, the one that waits is idle: it disturbs nobody
+        self.load = CpuLoad() if on_node == 0 and not turns else None
         bind_cores = getattr(args, "bind_cores", False)
         self.job = join(args.device, args.backend, args.timeout, bind_cores, args.dry_run)
         self.groups = Groups(self.job)
@@ -407,17 +408,16 @@ class Benchmark:
         """Lines about intervals that are missing or wide, and what others took from the nodes
         during the run, for the report's last line. All ranks call it; [] on all but rank 0."""
         load = self.load.of_others() if self.load else None
-        loads = [load for load in gather(load) or [] if load]
-        if not loads:
+        rows = gather(load)
+        if rows is None:
             return []
-        last_line["others"] = loads
+        last_line["others"] = loads = [row for row in rows if row]
         measured_on, args = self.report.environment, self.args
         conditions = Conditions(
             iters=args.iters,
             min_iters=args.min_iters,
             max_seconds=args.max_seconds,
             can_bind=not getattr(args, "bind_cores", True),
-            takes_turns=TURN in os.environ,
             others=others_text(measured_on["hosts"], loads),
             crowded=crowded_text(measured_on["ranks"], loads, node_of_each(measured_on)),
         )

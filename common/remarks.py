@@ -111,7 +111,6 @@ class Conditions:
     min_iters: int
     max_seconds: float
     can_bind: bool  # the script has --bind-cores, and the flag was not given
-    takes_turns: bool  # analysis/ab.py --interleave runs it
     others: str  # `other programs took 0.9 of 2 cores of vm`, or ""
     crowded: str  # `4 ranks share 2 cores of vm`, or ""
 
@@ -195,9 +194,7 @@ def causes(doubtful: Sequence[Case], conditions: Conditions) -> list[str]:
     if conditions.crowded:
         lines.append(f"{conditions.crowded}: start fewer ranks")
     if conditions.others:
-        cure = "wait for their end"
-        if not conditions.takes_turns:
-            cure += ", or compare by analysis/ab.py --interleave"
+        cure = "wait for their end, or compare by analysis/ab.py --interleave"
         lines.append(f"{conditions.others}: {cure}")
     counts = [len(slowest_s(case)) for case in doubtful]
     drifting = sum(drifts(case) for case in doubtful)

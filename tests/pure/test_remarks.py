@@ -26,7 +26,6 @@ QUIET = Conditions(
     min_iters=20,
     max_seconds=5,
     can_bind=False,
-    takes_turns=False,
     others="",
     crowded="",
 )
@@ -133,8 +132,6 @@ def test_each_cause_that_is_seen_has_a_line_and_what_helps() -> None:
         f"  {crowded}: start fewer ranks",
         f"  {others}: wait for their end, or compare by analysis/ab.py --interleave",
     ]
-    _, cause = hints([wide], with_conditions(others=others, takes_turns=True))
-    assert cause == f"  {others}: wait for their end"
     _, cause = hints([wide], QUIET)
     assert cause == "  no cause is seen; what helps often: --max-seconds 30"
     _, cause = hints([wide], with_conditions(can_bind=True))
