@@ -17,7 +17,7 @@ import pytest
 from common.report import load
 from tests.process import ROOT, command_of, environment
 
-SCRIPTS = {
+SCRIPTS: dict[str, list[str]] = {
     "batch_update_ps": [],
     "calibrate": [],
     "checkpoint_sweep": ["--paths", "a,b"],
