@@ -11,6 +11,7 @@ import psutil
 from common.cli import cut
 
 SHELLS = ("bash", "dash", "sh", "zsh")  # a wrapper of each rank, such as launch/mpi_env.sh, is one
+LEAST_S = 0.1  # Linux counts CPU time in hundredths of a second
 BUSY = 0.1  # others that take more of a node's cores are named: a time may scatter by as much
 
 
@@ -40,12 +41,12 @@ class CpuLoad:
         self.busy_s, self.job_s = busy_seconds(self.cores), job_seconds(self.job)
 
     def of_others(self) -> Others:
-        """What others took since this was made. 0 cores within the first 0.1 s: Linux counts in
-        hundredths of a second."""
+        """What others took since this was made. Waits until that is LEAST_S ago."""
+        time.sleep(max(0.0, self.start_s + LEAST_S - time.monotonic()))
         wall_s = time.monotonic() - self.start_s
         busy_s = busy_seconds(self.cores) - self.busy_s
         job_s = job_seconds(self.job) - self.job_s
-        busy = max(0.0, busy_s - job_s) / wall_s if wall_s > 0.1 else 0.0
+        busy = max(0.0, busy_s - job_s) / wall_s
         return Others(round(busy, 2), len(self.cores))
 
 

@@ -26,8 +26,11 @@ def test_what_the_job_did_not_use_others_did(monkeypatch: pytest.MonkeyPatch) ->
     assert load.of_others().busy == 0.5
     job[0] = 33.0  # both are counted in ticks: never below 0
     assert load.of_others().busy == 0
-    clock[0], job[0] = 100.05, 20.0  # too early to say
-    assert load.of_others().busy == 0
+    slept = list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    clock[0] = 100.0625  # ticks are too coarse for that: it waits until 0.1 s are over
+    load.of_others()
+    assert slept == [pytest.approx(0.0375)]
 
 
 def test_children_count_also_after_their_end() -> None:
