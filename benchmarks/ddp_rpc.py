@@ -46,6 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.answers import Estimate, differs, fastest, ranked, series, show_seconds
 from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
@@ -198,10 +199,12 @@ def set_up_servers(key: Key, devices: list[str]) -> None:
 def ask(key: Key, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
     """The rows that each server looks up: [bags, embedding_dim]."""
     names = [f"server{server}" for server in range(key["servers"])]
-    words = (indices, offsets, key["device"] == "cuda", key["autograd"] == "distributed")
+    on_gpu = key["device"] == "cuda"
+    is_distributed = key["autograd"] == "distributed"
+    asked = (indices, offsets, on_gpu, is_distributed)
     if key["lookup"] == "sequential":
-        return [rpc.rpc_sync(name, look_up, args=words) for name in names]
-    calls = [rpc.rpc_async(name, look_up, args=words) for name in names]
+        return [rpc.rpc_sync(name, look_up, args=asked) for name in names]
+    calls = [rpc.rpc_async(name, look_up, args=asked) for name in names]
     return torch.futures.wait_all(calls)
 
 
@@ -229,10 +232,10 @@ def manual_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Itera
     yield "forward"
     loss.backward()
     yield "backward"
-    calls = [
-        rpc.rpc_async(f"server{server}", apply_gradient, args=(indices, offsets, part.grad))
-        for server, part in enumerate(looked_up)
-    ]
+    calls = []
+    for server, part in enumerate(looked_up):
+        gradient = (indices, offsets, part.grad)
+        calls.append(rpc.rpc_async(f"server{server}", apply_gradient, args=gradient))
     optimizer.step()
     torch.futures.wait_all(calls)
     yield "step"
@@ -303,27 +306,28 @@ def train_in_turn(job: Job, key: Key, group: Group, devices: list[str]) -> dict[
 
     No trainer changes a table while another one changes it or looks it up.
     """
-    dense, _, epoch = start_training(job, key, group, devices)
+    training = start_training(job, key, group, devices)
     barriers = {"backward": job.rank, "step": key["trainers"] - job.rank}
 
     def wait_for_turn(phase: str) -> None:
         for _ in range(barriers.get(phase, 0)):
             dist.barrier(group.control)
 
-    epoch(wait_for_turn)
-    facts: dict[str, Any] = {"dense": digest(dense)}
+    training.epoch(wait_for_turn)
+    facts: dict[str, Any] = {"dense": digest(training.dense)}
     if job.rank == 0:
         rows = torch.arange(key["number_embeddings"])  # every row is a bag of its own
         tables = ask(key | {"autograd": "manual"}, rows, rows)
-        facts["error"] = error_of(key, [*tables, *dense.parameters()])
+        trained = [*tables, *training.dense.parameters()]
+        facts["error"] = error_of(key, trained)
     return facts
 
 
 def build(job: Job, key: Key, group: Group, *, devices: list[str]) -> Workload:
     """What a trainer measures; before that, the check. devices: of the servers."""
     facts = train_in_turn(job, key | CHECKED, group, devices)
-    _, phases, epoch = start_training(job, key, group, devices)
-    return Workload(epoch, facts=lambda: facts, returned=phases.durations)
+    training = start_training(job, key, group, devices)
+    return Workload(training.epoch, facts=lambda: facts, returned=training.phases.durations)
 
 
 def error_of(key: Key, trained: list[torch.Tensor]) -> float:
@@ -399,6 +403,36 @@ SPLIT: Columns = {
 }
 
 
+def answer(cases: list[Case]) -> list[str]:
+    """Which way of lookup and autograd is the fastest, its rate, and its longest phase."""
+    sentences: list[str] = []
+    for name, same in series(cases, ("lookup", "autograd")).items():
+        epochs = ranked(same, "epoch_time")
+        if not epochs:
+            continue
+        best, _ = epochs[0]
+        sentences.append(name + fastest(ways_of(epochs)))
+        phases = {phase: best.metrics.get(f"{phase}_s", 0.0) for phase in PHASES}
+        longest = max(phases, key=lambda phase: phases[phase])
+        sentence = f"the fastest way trains {best.metrics['samples_per_s']:,.0f} samples/s"
+        if phases[longest]:
+            sentence += f"; its longest phase is {longest}, {show_seconds(phases[longest])} a batch"
+        sentences.append(name + sentence)
+    return sentences
+
+
+def ways_of(epochs: list[tuple[Case, Estimate]]) -> dict[str, Estimate]:
+    """The epochs by their ways, as far as these differ."""
+    names = ("lookup", "autograd")
+    keys = [case.key for case, _ in epochs]
+    differing = [name for name in names if differs(name, keys)]
+    ways: dict[str, Estimate] = {}
+    for case, epoch in epochs:
+        words = [f"{name} {case.key[name]}" for name in differing or names]
+        ways[", ".join(words)] = epoch
+    return ways
+
+
 def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Key]:
     """The key of each case: every way of lookup with every way of autograd."""
     names = ("number_embeddings", "embedding_dim", "sparse")
@@ -428,7 +462,7 @@ def main() -> int:
     # torch 2.15 warns of its own functional optimizers, whatever the filters: not on stderr
     logging.captureWarnings(True)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
-    with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers) as bench:
+    with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
         keys = plan(args, roles, options)
         bench.announce(keys)

@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import get_all_start_methods, set_forkserver_preload
 from pathlib import Path
@@ -56,6 +56,7 @@ from torchvision.transforms import v2
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
+from common.answers import Estimate, ranked, series
 from common.benchmark import Benchmark, Key, Workload
 from common.check import compare_replicas, digest, verdict
 from common.decoder import DECODERS, Decoder, next_token_loss
@@ -488,7 +489,8 @@ def epoch_problem(seen: Tensor, ranks: int) -> str | None:
 
 def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> None:
     """Fill in the metrics and the check. node_ranks: ranks of a host."""
-    m, key = case.metrics, case.key
+    m = case.metrics
+    key = case.key
     samples = len(case.ranks) * key["batch_size"]
     m |= step_metrics(times.each(), samples)
     m["exposed_wait_s"], m["exposed_wait_ci95_s"] = times.exposed("resident")
@@ -510,7 +512,8 @@ def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> Non
         m["cores_needed"] = node_ranks * (m["rank_cores"] + m["worker_cores"])
     m["epoch_checked"] = min(fact.epoch_done for fact in facts)
     by_rank = times.each("loader")
-    m["late_s"] = float(np.median(by_rank.max(axis=0) - np.median(by_rank, axis=0)))
+    behind = by_rank.max(axis=0) - np.median(by_rank, axis=0)
+    m["late_s"] = float(np.median(behind))
     if slow := straggler(by_rank):
         m["straggler_rank"], m["straggler_factor"] = slow
     problems = [fact.problem for fact in facts if fact.problem]
@@ -520,13 +523,25 @@ def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> Non
 
 def rate_with_interval(samples: int, p50_s: float, interval_s: Interval | None) -> str:
     """`812 samples/s (790 to 830)`; a short time is a high rate."""
-    text = f"{samples / p50_s:,.0f} samples/s"
-    if interval_s is None:
-        return text
-    return f"{text} ({samples / interval_s[1]:,.0f} to {samples / interval_s[0]:,.0f})"
+    rate = Estimate(p50_s, interval_s).inverse().scaled(samples)
+    return rate.text("samples/s", digits=0)
 
 
-def answer(case: Case, node_ranks: int, cores: int) -> str:
+def answer(args: argparse.Namespace, node_ranks: int, cores: int, cases: list[Case]) -> list[str]:
+    """For each cache the sentence of the fastest case."""
+    sentences: list[str] = []
+    for same in series(cases, [name for name in LISTS if name != "cache"]).values():
+        steps = ranked(same)
+        if steps:
+            best, _ = steps[0]
+            told = sentence_of(best, node_ranks, cores)
+            sentences.append(f"{name_of(args, best.key)}: {told}")
+    if any(not_cold(case) for case in cases):
+        sentences.append("not cold: this file system keeps what it was told to drop")
+    return sentences
+
+
+def sentence_of(case: Case, node_ranks: int, cores: int) -> str:
     """Whether the loader feeds the training, in a sentence. cores: of a host."""
     m, interval = case.metrics, case.metrics["exposed_wait_ci95_s"]
     resident_ms, wait_ms = m["resident_p50_s"] * 1e3, m["exposed_wait_s"] * 1e3
@@ -595,7 +610,8 @@ def make_files(args: argparse.Namespace, folder: Path, progress: Callable[[str],
         (folder / str(number)).mkdir()
     for number in range(args.samples):
         progress(f"makes file {number + 1}")
-        image = v2.functional.to_pil_image(random_image(args.file_size, args.seed + number))
+        pixels = random_image(args.file_size, args.seed + number)
+        image = v2.functional.to_pil_image(pixels)
         encoded = io.BytesIO()
         image.save(encoded, "JPEG", quality=90)
         write(folder / str(number % CLASSES) / f"{number}.jpg", encoded.getvalue())
@@ -612,10 +628,12 @@ def write(path: Path, content: bytes) -> None:
 def random_image(pixels: int, seed: int) -> Tensor:
     """Blurred noise with some grain, uint8 [3, pixels, pixels]. Its JPEG has a photo's size."""
     source = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(1, 3, pixels // 16 + 2, pixels // 16 + 2, generator=source)
-    smooth = nn.functional.interpolate(coarse, (pixels, pixels), mode="bilinear")[0]
+    blocks = pixels // 16 + 2
+    coarse = torch.rand(1, 3, blocks, blocks, generator=source)
+    [smooth] = nn.functional.interpolate(coarse, (pixels, pixels), mode="bilinear")
     grain = torch.rand(3, pixels, pixels, generator=source) - 0.5
-    return ((smooth + 0.1 * grain).clamp(0, 1) * 255).to(torch.uint8)
+    image = (smooth + 0.1 * grain).clamp(0, 1)
+    return (image * 255).to(torch.uint8)
 
 
 def find_data(args: argparse.Namespace, folder: Path) -> Source:
@@ -695,26 +713,14 @@ def plan(args: argparse.Namespace) -> list[Key]:
     fixed = ("kind", "model", "batch_size", "image_size", "decode", "seed")
     shared = {name: getattr(args, name) for name in fixed}
     shared["data"] = args.data or f"{args.samples} of {args.file_size} px"
-    settings = itertools.product(*(getattr(args, name) for name in LISTS))
+    lists = [getattr(args, name) for name in LISTS]
+    settings = itertools.product(*lists)
     return [shared | dict(zip(LISTS, values, strict=True)) for values in settings]
-
-
-def print_answers(bench: Benchmark, args: argparse.Namespace, cases: Sequence[Case]) -> None:
-    """For each cache the answer of the fastest case, on rank 0."""
-    node_ranks = bench.job.local_world_size
-    for cache in args.cache:
-        same = [case for case in cases if case.key["cache"] == cache]
-        if same:
-            best = min(same, key=lambda case: case.metrics["step_time_p50_s"])
-            told = answer(best, node_ranks, len(os.sched_getaffinity(0)))
-            bench.print(f"# {name_of(args, best.key)}: {told}")
-    if any(not_cold(case) for case in cases):
-        bench.print("# not cold: this file system keeps what it was told to drop")
 
 
 def not_cold(case: Case) -> bool:
     """Whether a case should have been cold, and much of what was read came from the page cache."""
-    part = case.metrics["from_device"]
+    part = case.metrics.get("from_device")
     return case.key["cache"] == "cold" and part is not None and part < COUNTED_BYTES
 
 
@@ -729,14 +735,11 @@ def main() -> int:
         title = f"{args.model}, batch size {args.batch_size}, {data}"
         title += f", page cache {' and '.join(args.cache)}"
         bench.begin_table(title, columns(args), ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"])
-        cases: list[Case] = []
+        node_ranks, cores = bench.job.local_world_size, len(os.sched_getaffinity(0))
+        bench.answer = partial(answer, args, node_ranks, cores)
         for key in keys:
-            derive_case = partial(derive, bench.job.local_world_size)
-            case = bench.measure(key, partial(build, bench.job, source), derive_case)
-            if case and not case.failed:
-                cases.append(case)
-        bench.print("")
-        print_answers(bench, args, cases)
+            derive_case = partial(derive, node_ranks)
+            bench.measure(key, partial(build, bench.job, source), derive_case)
     if remover:
         # not communicate(): a forked worker may still have the pipe that the shell listens to
         shutil.rmtree(remover.args[-1], ignore_errors=True)

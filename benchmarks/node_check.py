@@ -25,6 +25,9 @@ Asks what Megatron-LM's gpu_sniff_test.py asks; written anew. BSD-3-Clause. docs
 """
 
 import argparse
+import os
+import re
+import shlex
 import sys
 import time
 from collections import Counter
@@ -48,6 +51,7 @@ from common.benchmark import Benchmark, Workload
 from common.check import digest, verdict
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import Group, Job, connect, share
+from common.environment import count_of
 from common.gpus import lacking
 from common.join import stay_near
 from common.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
@@ -59,7 +63,11 @@ from common.timing import STEP, Step, StopRule
 
 Key = dict[str, Any]
 Teams = list[list[int]]  # ranks of nodes, or of rails
-Probe = tuple[Callable[[], Any], float]  # a step, and how much it does
+
+
+class Probe(NamedTuple):
+    step: Callable[[], Any]
+    amount: float  # that the step does
 
 
 class Did(NamedTuple):
@@ -101,18 +109,19 @@ FIRST_CASE_FRACTION = 0.1  # a guess: what the first case of a phase will take, 
 # --margin by default. CPUs have neighbours, and links and collectives cross their cores
 MARGIN_ALONE = {"cpu": 0.4, "cuda": 0.1}
 MARGIN_TOGETHER = {"cpu": 2.0, "cuda": 0.1}
+LONGEST_REASON = 100  # characters of the reason that a drained node gets
 NEVER = 1e-9  # a --target-ci that is not reached: a case uses all of its time
 COLUMNS: Columns = {
     "rank": lambda case: str(case.key["rank"]),
     "host": lambda case: str(case.key["host"]),
     "pci": cell("pci", str),
     "network": cell("network", str),
-    **{
-        f"{step.replace('_', ' ')}\n{how.head}": metric(f"{step}_{how.unit}_per_s", how.scale, 3)
-        for step, how in STEPS.items()
-    },
-    "bits": cell("bits", str),
 }
+for step_name, how_shown in STEPS.items():
+    rate_name = f"{step_name}_{how_shown.unit}_per_s"
+    head_of_rate = f"{step_name.replace('_', ' ')}\n{how_shown.head}"
+    COLUMNS[head_of_rate] = metric(rate_name, how_shown.scale, 3)
+COLUMNS["bits"] = cell("bits", str)
 
 
 def parse_args() -> argparse.Namespace:
@@ -138,9 +147,11 @@ def parse_args() -> argparse.Namespace:
 def probes(device: torch.device) -> dict[str, Probe]:
     """What a rank does alone. Products are of the same seed on all ranks."""
     cuda = device.type == "cuda"
-    n, size = (8192, 2**29) if cuda else (512, 2**24)
+    n = 8192 if cuda else 512
+    size = 2**29 if cuda else 2**24
     source = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(n, n, generator=source, device=device) for _ in "ab")
+    a = torch.randn(n, n, generator=source, device=device)
+    b = torch.randn(n, n, generator=source, device=device)
     x, y = torch.ones(2, size, dtype=torch.uint8, device=device)
     host = torch.ones(size, dtype=torch.uint8, pin_memory=cuda)
     one = torch.zeros(1, device=device)
@@ -153,33 +164,44 @@ def probes(device: torch.device) -> dict[str, Probe]:
         for _ in range(LAUNCHES):
             one.add_(1)
 
-    table: dict[str, Probe] = {
-        "matmul_bf16": (product(torch.bfloat16), 2 * n**3),
-        "matmul_fp32": (product(torch.float32), 2 * n**3),
-        "copy": (lambda: y.copy_(x), 2 * size),  # read and written
-        "to_device": (lambda: x.copy_(host, non_blocking=True), size),
-        "to_host": (lambda: host.copy_(x, non_blocking=True), size),
-        "launch": (launch, LAUNCHES),
+    on_both = {
+        "matmul_fp32": Probe(product(torch.float32), 2 * n**3),
+        "copy": Probe(lambda: y.copy_(x), 2 * size),  # read and written
+        "launch": Probe(launch, LAUNCHES),
     }
-    return table if cuda else {name: table[name] for name in ("matmul_fp32", "copy", "launch")}
+    if not cuda:
+        return on_both
+    return {
+        "matmul_bf16": Probe(product(torch.bfloat16), 2 * n**3),
+        "matmul_fp32": on_both["matmul_fp32"],
+        "copy": on_both["copy"],
+        "to_device": Probe(lambda: x.copy_(host, non_blocking=True), size),
+        "to_host": Probe(lambda: host.copy_(x, non_blocking=True), size),
+        "launch": on_both["launch"],
+    }
 
 
 def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
     """While a rank has its turn, the others of its node wait in a barrier, which does not spin."""
-    table, my_turn = probes(job.device), job.local_rank % turns
-    steps, did = dict[str, Step](), dict[str, Did]()
+    my_probes = probes(job.device)
+    my_turn = job.local_rank % turns
+    steps = dict[str, Step]()
+    did = dict[str, Did]()
     for turn in range(turns):
-        for name, (step, amount) in table.items():
+        for name, probe in my_probes.items():
             part = f"{name}, turn {turn}" if steps else STEP
             if turn == my_turn:
-                steps[part] = step
-                did[name] = Did(part, amount)
+                steps[part] = probe.step
+                did[name] = Did(part, probe.amount)
             else:
                 steps[part] = lambda: None
 
     def facts() -> dict[str, Any]:
-        products = [step() for name, (step, _) in table.items() if name.startswith("matmul")]
-        return {"did": did, "bits": digest(torch.nn.ParameterList(products))[:10]}
+        products = torch.nn.ParameterList()
+        for name, probe in my_probes.items():
+            if name.startswith("matmul"):
+                products.append(probe.step())
+        return {"did": did, "bits": digest(products)[:10]}
 
     return Workload(steps.pop(STEP), steps, facts=facts)
 
@@ -208,8 +230,10 @@ def build_together(
     team_groups = open_teams(teams, job, group)
     torch.manual_seed(0)
     config = DECODERS["decoder-124m" if job.device.type == "cuda" else "decoder-tiny"]
-    model = DistributedDataParallel(Decoder(config).to(job.device), process_group=group.test)
-    tokens, targets = (x.to(job.device) for x in random_text(config, BATCH, seed=job.rank))
+    decoder = Decoder(config).to(job.device)
+    model = DistributedDataParallel(decoder, process_group=group.test)
+    text = random_text(config, BATCH, seed=job.rank)
+    tokens, targets = (x.to(job.device) for x in text)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def train() -> None:
@@ -225,16 +249,19 @@ def build_together(
             parts[name] = lambda: None
             continue
         parts[name] = partial(dist.all_reduce, x, group=mine)
-        did[name] = Did(name, 2 * (mine.size() - 1) / mine.size() * size)
+        n = mine.size()
+        did[name] = Did(name, 2 * (n - 1) / n * size)  # what a ring sends over a rank's link
 
     def facts() -> dict[str, Any]:
         wrong = None
         for name, mine in team_groups.items():
             if mine is None:
                 continue
-            patterns.fill(x, patterns.tile(mine.rank(), "sum", mine.size()))
+            brought = patterns.tile(mine.rank(), "sum", mine.size())
+            patterns.fill(x, brought)
             dist.all_reduce(x, group=mine)
-            if patterns.count_wrong(x, patterns.reduced_tile("sum", mine.size())):
+            reduced = patterns.reduced_tile("sum", mine.size())
+            if patterns.count_wrong(x, reduced):
                 wrong = f"a wrong sum of {name}"
         return {"did": did, "bits": digest(model)[:10], "wrong": wrong}
 
@@ -248,7 +275,8 @@ def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
     the i-th rank of one and the i-th of the other, for all i at the same time.
     """
     rounds = list[list[links.Pair]]()
-    for places in links.rounds_of(max(len(ranks) for ranks in members)):
+    largest_node = max(len(ranks) for ranks in members)
+    for places in links.rounds_of(largest_node):
         inside = list[links.Pair]()
         for ranks in members:  # a smaller node lacks the last places
             inside += [(ranks[a], ranks[b]) for a, b in places if b < len(ranks)]
@@ -269,8 +297,10 @@ def odd_results(bits: list[str], kinds: list[str]) -> dict[int, str]:
     alike = Counter(zip(kinds, bits, strict=True))
     ranks_of_kind = Counter(kinds)
     odd = dict[int, str]()
-    for rank, (kind, mine) in enumerate(zip(kinds, bits, strict=True)):
-        same, every = alike[kind, mine], ranks_of_kind[kind]
+    for rank, mine in enumerate(bits):
+        kind = kinds[rank]
+        same = alike[kind, mine]
+        every = ranks_of_kind[kind]
         if 2 * same <= every or mine == "not finite":
             odd[rank] = f"its results ({mine}) are those of {same} of {every} of its kind"
     return odd
@@ -286,26 +316,39 @@ def split(
 ) -> None:
     """Each rank becomes a case. The slowest rank of its node or rail counts in each iteration."""
     odd = odd_results([fact["bits"] for fact in facts], kinds)
-    # heat slows all blocks of a GPU down, neighbours only some of a CPU's
-    block_of: Callable[[Any], Any] = np.median if case.key["device"] == "cuda" else np.min
     for rank, fact in enumerate(facts):
         samples = {}
         place = report.environment["ranks"][rank]
         metrics = {"pci": place["pci"], "network": place["network"], "bits": fact["bits"]}
         for step, (part, amount) in fact["did"].items():
             how = STEPS[step]
+            times_s = times.each(part)  # [ranks, iterations]
             team = next(team for team in teams[how.level] if rank in team)
-            slowest = times.each(part)[team].max(axis=0)
-            blocks = np.split(slowest, np.cumsum(case.rounds)[:-1])
-            sustained_s = float(block_of([block.mean() for block in blocks]))
+            slowest = times_s[team].max(axis=0)
+            sustained_s = sustained(slowest, case)
             metrics[f"{step}_s"] = float(slowest.min())
             metrics[f"{step}_sustained_s"] = sustained_s
             metrics[f"{step}_{how.unit}_per_s"] = amount / sustained_s
-            samples[step] = [times.each(part)[rank].tolist()]
+            samples[step] = [times_s[rank].tolist()]
         key = case.key | {"rank": rank, "host": place["host"]}
         check = verdict(fact.get("wrong") or odd.get(rank))
-        report.add(Case(key, [rank], samples, case.rounds, case.stop, metrics, check))
+        of_rank = Case(key, [rank], samples, case.rounds, case.stop, metrics, check)
+        report.add(of_rank)
     case.samples_s = {}
+
+
+def sustained(times_s: Any, case: Case) -> float:
+    """The time of a block of iterations that counts. times_s: [iterations], in blocks of the case.
+
+    Heat slows all blocks of a GPU down: the median counts. Neighbours slow only some of a CPU's:
+    the fastest counts.
+    """
+    ends = np.cumsum(case.rounds)
+    blocks = np.split(times_s, ends[:-1])
+    means = [block.mean() for block in blocks]
+    if case.key["device"] == "cuda":
+        return float(np.median(means))
+    return float(np.min(means))
 
 
 def judge(
@@ -327,20 +370,23 @@ def judge(
         node_of |= dict.fromkeys(ranks, number)
     node_of_rank = [node_of[rank] for rank in by_rank]
     for step, (level, unit, *_) in STEPS.items():
-        kind_of = {number: kinds[team[0]] for number, team in enumerate(teams[level])}
         measured = dict[int, dict[str, Any]]()
-        for number, team in enumerate(teams[level]):
-            if f"{step}_s" in by_rank[team[0]]:
-                measured[number] = by_rank[team[0]]
-        findings |= below_limit(step, measured, limits.get((level, unit), 0))
+        kind_of = dict[int, str]()
+        for number, (first, *_) in enumerate(teams[level]):
+            if f"{step}_s" in by_rank[first]:
+                measured[number] = by_rank[first]
+                kind_of[number] = kinds[first]
+        least = limits.get((level, unit), 0)
+        findings |= below_limit(step, measured, least)
         levels = {"node": node_of_rank} if level == "rank" else {}
+        margin = margins[level]
         for name in (step, f"{step}_sustained"):
+            what = name.replace("_", " ")
             for kind in dict.fromkeys(kinds):
                 costs = Costs()
                 for number, metrics in measured.items():
                     if kind_of[number] == kind:
                         costs[(number,)] = metrics[f"{name}_s"]
-                what, margin = name.replace("_", " "), margins[level]
                 findings |= accuse(costs, levels, level, what, sigmas, margin, of_two=True)
     return findings
 
@@ -350,10 +396,11 @@ def below_limit(step: str, measured: dict[int, dict[str, Any]], least: float) ->
     level, unit, *_ = STEPS[step]
     rate = f"{step}_{unit}_per_s"
     findings = Findings()
+    what = rate.replace("_", " ")
     for number, metrics in measured.items():
         if metrics[rate] < least:
             who = Who(level, ((number,),))
-            findings[who, rate.replace("_", " ")] = f"{metrics[rate]:.3g}, under {least:.3g}"
+            findings[who, what] = f"{metrics[rate]:.3g}, under {least:.3g}"
     return findings
 
 
@@ -387,11 +434,13 @@ class Phase(NamedTuple):
 
 
 def cluster_of(bench: Benchmark) -> Cluster:
-    args, job, environment = bench.args, bench.job, bench.report.environment
-    nodes, everyone = node_of_each(environment), list(range(job.world_size))
-    members: list[list[int]] = [[] for _ in range(max(nodes) + 1)]  # the ranks of each node
-    for rank in everyone:
-        members[nodes[rank]].append(rank)
+    args = bench.args
+    environment = bench.report.environment
+    nodes = node_of_each(environment)
+    everyone = list(range(bench.job.world_size))
+    members: Teams = [[] for _ in range(max(nodes) + 1)]  # the ranks of each node
+    for rank, node in enumerate(nodes):
+        members[node].append(rank)
     teams = {
         "rank": [[rank] for rank in everyone],
         "node": members,
@@ -399,10 +448,13 @@ def cluster_of(bench: Benchmark) -> Cluster:
         "job": [everyone],
     }
     kinds = [f"{row['device']}, {row['threads']} threads" for row in environment["ranks"]]
-    device = job.device.type
+    device = bench.job.device.type
     margins = dict.fromkeys(teams, args.margin or MARGIN_TOGETHER[device])
     margins["rank"] = args.margin or MARGIN_ALONE[device]
-    limits = {("rank", "flop"): args.min_tflops * 1e12, ("node", "bytes"): args.min_busbw * 1e9}
+    limits = {
+        ("rank", "flop"): args.min_tflops * 1e12,
+        ("node", "bytes"): args.min_busbw * 1e9,
+    }
     return Cluster(device == "cpu", nodes, teams, kinds, margins, limits, args.sigmas)
 
 
@@ -424,8 +476,9 @@ def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
 def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findings:
     """Print how many rounds were measured, and judge their links."""
     if cases:
-        rounds = f"{len(cases)} round{'s' * (len(cases) > 1)}"
-        bench.print(f"\nlinks: {rounds}, messages of {cases[0].key['size']:,} bytes")
+        noun = "rounds" if len(cases) > 1 else "round"
+        size = cases[0].key["size"]
+        bench.print(f"\nlinks: {len(cases)} {noun}, messages of {size:,} bytes")
     judged = list[links.Link]()
     for case in cases:
         for link in links.links_of(case):
@@ -437,13 +490,16 @@ def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
 
 
 def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
-    job, teams = bench.job, cluster.teams
+    job = bench.job
+    teams = cluster.teams
     turns = 1
     size = 2**28
     if cluster.cpu:  # the ranks of a node share its cores
         turns = max(len(ranks) for ranks in cluster.members)
         size = 2**20
-    rounds = rounds_by_node(cluster.members) if cluster.cpu or job.backend != "gloo" else []
+    rounds = list[list[links.Pair]]()
+    if cluster.cpu or job.backend != "gloo":  # gloo sends no CUDA tensors
+        rounds = rounds_by_node(cluster.members)
     messages = links.Messages(size // 8, 8, 1)
 
     def meet(number: int, pairs: list[links.Pair], key: Key) -> None:
@@ -478,7 +534,9 @@ def rule_of(bench: Benchmark, phase: Phase) -> StopRule:
     """A case of the phase takes its fraction of the budget, no less; two samples warm it up."""
     seconds = min(bench.args.max_seconds, phase.fraction * bench.args.budget)
     rule = replace(bench.rule, target_ci=NEVER, max_seconds=seconds, patience=1)
-    return rule if rule.full_warmup else replace(rule, warmup_iters=2)
+    if rule.full_warmup:
+        return rule
+    return replace(rule, warmup_iters=2)
 
 
 def measure_first(bench: Benchmark, phase: Phase, key: Key) -> int:
@@ -489,7 +547,8 @@ def measure_first(bench: Benchmark, phase: Phase, key: Key) -> int:
     """
     budget = bench.args.budget
     left = seconds_left(budget)
-    reserve, expected = left / 2, FIRST_CASE_FRACTION * budget
+    reserve = left / 2
+    expected = FIRST_CASE_FRACTION * budget
     for number, measure in enumerate(phase.cases):
         if left - expected < reserve:
             cases = len(phase.cases)
@@ -497,7 +556,8 @@ def measure_first(bench: Benchmark, phase: Phase, key: Key) -> int:
             bench.print(f"# left out, for --budget {budget:g}: {rounds}{phase.name}")
             return number
         measure(key)
-        before, left = left, seconds_left(budget)
+        before = left
+        left = seconds_left(budget)
         expected = before - left
     return len(phase.cases)
 
@@ -529,30 +589,75 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
 # -- the last lines --------------------------------------------------------------------------------
 
 
+class Accused(NamedTuple):
+    name: str
+    why: str
+    host: str | None  # None where it may be one of several
+
+
 def conclude(
-    slow: Findings, lacks: dict[int, str], cases: list[Case], fail_on: str, hosts: Hosts
-) -> tuple[list[str], str | None]:
-    """The last lines, and why the nodes are not fit; None where they are."""
-    wrong = [(Who("node", ((node,),)).name(hosts), why) for node, why in lacks.items()]
+    slow: Findings, lacks: dict[int, str], cases: list[Case], fail_on: str, hosts: Hosts, ran: str
+) -> tuple[list[str], list[Accused]]:
+    """The last lines, and who makes the nodes unfit; nobody where they are fit.
+
+    ran: what was measured, and how long that took, in words.
+    """
+    wrong = list(dict.fromkeys(wrong_results(lacks, cases, hosts)))
+    lines = sentences(slow, hosts)
+    lines += [f"wrong {one.name}: {one.why}" for one in wrong]
+    accused = list(wrong)
+    if fail_on == "slow":
+        for (who, what), how in slow.items():
+            accused.append(Accused(who.name(hosts), f"{what} {how}", only_host(who, hosts)))
+    if accused:
+        return [*lines, problem_of(accused)], accused
+    return [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}"], []
+
+
+def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> list[Accused]:
+    """The nodes that lack something, and who has a wrong result or none."""
+    wrong: list[Accused] = []
+    for node, why in lacks.items():
+        wrong.append(Accused(Who("node", ((node,),)).name(hosts), why, hosts["node"][node]))
     for case in cases:
         if not case.failed:
             continue
-        why = case.check.removeprefix("failed: ")
-        if "failed_rank" in case.metrics:
+        why, name, host = case.check.removeprefix("failed: "), case.key["probe"], None
+        if "failed_rank" in case.metrics:  # it noticed the failure: another one may be its cause
             why += f" on {hosts['rank'][case.metrics['failed_rank']]}"
         if "rank" in case.key:
-            wrong.append((Who("rank", ((case.key["rank"],),)).name(hosts), why))
-        else:
-            wrong.append((case.key["probe"], why))
-    lines = sentences(slow, hosts)
-    lines += [f"wrong {who}: {why}" for who, why in dict.fromkeys(wrong)]
-    accused = [who for who, _ in wrong]
-    if fail_on == "slow":
-        accused += [who.name(hosts) for who, _ in slow]
-    if accused:
-        problem = f"not fit: {cli.cut(list(dict.fromkeys(accused)))}"
-        return [*lines, problem], problem
-    return [*lines, "fit, though slow" if slow else "fit"], None
+            who = Who("rank", ((case.key["rank"],),))
+            name, host = who.name(hosts), only_host(who, hosts)
+        wrong.append(Accused(name, why, host))
+    return wrong
+
+
+def problem_of(accused: list[Accused]) -> str:
+    return f"not fit: {cli.cut(list(dict.fromkeys(one.name for one in accused)))}"
+
+
+def only_host(who: Who, hosts: Hosts) -> str | None:
+    """The host of all that are meant, or None. A rail has no host of its own."""
+    places = hosts.get(who.level)
+    if places is None:
+        return None
+    meant = {places[member] for members in who.suspects for member in members}
+    return meant.pop() if len(meant) == 1 else None
+
+
+def drain_lines(accused: list[Accused]) -> list[str]:
+    """Slurm's command for each host that is accused. Slurm calls a node by its short name."""
+    reasons: dict[str, str] = {}
+    for one in accused:
+        if one.host:
+            # an error's text must not end the quotes, or the shell would run the rest
+            reason = re.sub(r"[^\w .,:;%()/+=-]", "", f"{one.name}: {one.why}")
+            reasons.setdefault(one.host.partition(".")[0], reason[:LONGEST_REASON])
+    lines: list[str] = []
+    for host, reason in reasons.items():
+        node = shlex.quote(host)
+        lines.append(f'scontrol update nodename={node} state=drain reason="node_check: {reason}"')
+    return lines
 
 
 def hosts_of(environment: dict[str, Any]) -> dict[str, list[str]]:
@@ -568,20 +673,27 @@ def main() -> int:
         stay_near(bench.job.device)  # or healthy ranks' copies to the host differ by the socket
         environment, slow = bench.report.environment, Findings()
         phases = plan(bench, cluster_of(bench))
-        cases: list[Key] = []
+        planned: list[Key] = []
         for phase in phases:
-            cases += [{"probe": phase.name, "part": part + 1} for part in range(len(phase.cases))]
-        bench.announce(cases, lambda key: None, args.budget)
+            planned += [{"probe": phase.name, "part": part + 1} for part in range(len(phase.cases))]
+        bench.announce(planned, lambda key: None, args.budget)
         for phase in phases:
             slow |= measure_twice(bench, phase)
         if not share(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
+        seconds = args.budget - seconds_left(args.budget)
         if bench.job.rank == 0:
-            lacks, measured = lacking(environment, args.gpus), bench.report.cases
-            lines, problem = conclude(slow, lacks, measured, args.fail_on, hosts_of(environment))
-            bench.print("\n" + "\n".join(f"# {line}" for line in lines))
-            if problem:
-                bench.fail(problem)
+            nodes = count_of(environment["num_nodes"], "node")
+            ranks = count_of(environment["world_size"], "rank")
+            ran = f"{nodes}, {ranks}, {seconds:.0f} s of {args.budget:g}"
+            lacks, cases = lacking(environment, args.gpus), bench.report.cases
+            hosts = hosts_of(environment)
+            lines, accused = conclude(slow, lacks, cases, args.fail_on, hosts, ran)
+            if accused:
+                bench.fail(problem_of(accused))
+                if "SLURM_JOB_ID" in os.environ:
+                    lines = [*drain_lines(accused), *lines]
+            bench.answer = lambda passed: lines
     return bench.status
 
 

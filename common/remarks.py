@@ -96,7 +96,7 @@ class Pace:
             mean_s = sum(self.taken_s) / len(self.taken_s)
             this_s = max(0.0, mean_s - (now - self.begun_s))
             left_s = mean_s * (self.cases - number) + this_s
-            return f"{text}, about {duration(left_s)} left"
+            return f"{text}, about {duration(max(1.0, left_s))} left"
         return f"{text}, {duration(self.longest_s)} at most" if self.longest_s else text
 
 

@@ -1,5 +1,6 @@
 """node_check.py as its user runs it; tests/pure/test_node_check.py has its judgement."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,8 @@ def test_fit(bench: Callable[..., Any]) -> None:
     """Two nodes of two ranks: all that there is to measure, and to export."""
     run = bench(SCRIPT, "--budget", "100", *SURE, nodes=2)
     assert run.status == 0, run.out + run.err
-    assert "# fit" in run.out.splitlines()
+    last = run.out.splitlines()[-1]
+    assert re.fullmatch(r"# fit: 2 nodes, 4 ranks, \d+ s of 100", last)
     assert "left out" not in run.out
     assert {case.check for case in run.report.cases} == {"passed"}
     ranks, together = (
@@ -73,7 +75,7 @@ def test_no_thread_of_gloo_outlives_the_run() -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
     assert run.returncode == 0, run.stdout + run.stderr
     *_, verdict, threads = run.stdout.splitlines()
-    assert verdict == "# fit"
+    assert verdict.startswith("# fit: ")
     assert "training step" in run.stdout  # the first optimizer imports what kept a group
     assert threads.startswith("threads at exit: ")
     assert "gloo" not in threads
@@ -100,7 +102,7 @@ def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any]) -> None:
     assert run.status == 1, run.out + run.err
     assert "# each rank alone again, for rank 1\n" in run.out
     assert "# slow rank 1 on " in run.out
-    assert "\n# not fit: rank 1 on " in run.out
+    assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
     assert "error: not fit: rank 1 on " in run.err
 
 
@@ -114,7 +116,7 @@ def test_wrong_numbers_and_limits_are_named(bench: Callable[..., Any]) -> None:
     assert lines[0].endswith(" are those of 1 of 3 of its kind")
     assert lines[-1].startswith("# wrong rank 1 on ")
     assert lines[-1].endswith(": a wrong sum of all_reduce_inside")
-    assert "\n# not fit: rank 1 on " in run.out
+    assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
     others = [case.check for case in run.report.cases if case.key.get("rank") in (0, 2)]
     assert others == ["passed"] * 6  # alone, alone again, together
     assert "# each rank alone again, for rank 0, rank 1, rank 2\n" in run.out

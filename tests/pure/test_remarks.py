@@ -91,7 +91,7 @@ def test_how_long_still() -> None:
     assert pace.text(170) == "case 3 of 12, about 5 min left"  # 9 cases, and 20 s of this one
     pace.cases = 3
     assert pace.text(170) == "case 3 of 3, about 20 s left"
-    assert pace.text(250) == "case 3 of 3, about 0.0 s left"
+    assert pace.text(250) == "case 3 of 3, about 1.0 s left"
     pace.cases = 0  # nothing was announced
     assert pace.text(170) == "case 3"
 
