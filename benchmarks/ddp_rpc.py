@@ -473,11 +473,13 @@ def main() -> int:
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
+        keys = plan(args, roles, options)
+        bench.announce(keys)
         bench.print(f"\n{title_of(args, roles, options)}")
         with rpc_workers(bench, roles, options) as devices:
             servers = [devices[rank] for rank in roles.servers]
             build_case = partial(build, bench.job, devices=servers)
-            for key in plan(args, roles, options):
+            for key in keys:
                 title = f"lookup {key['lookup']}, autograd {key['autograd']}"
                 bench.begin_table(title, ROWS, ["Trainer0"])
                 case = bench.measure(key, build_case, derive, roles.trainers)

@@ -748,6 +748,8 @@ def main() -> int:
     args = parse_args()
     set_forkserver_preload(["torchvision", "common.benchmark"])
     with Benchmark("input_sweep", args) as bench:
+        keys = plan(args)
+        bench.announce(keys)
         source, remover = prepare(bench, args)
         data = f"{args.kind} of {args.data or 'its own'}"
         title = f"{args.model}, batch size {args.batch_size}, {data}"
@@ -755,7 +757,7 @@ def main() -> int:
         bench.begin_table(title, columns(args), ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"])
         node_ranks, cores = bench.job.local_world_size, len(os.sched_getaffinity(0))
         bench.answer = partial(answer, args, node_ranks, cores)
-        for key in plan(args):
+        for key in keys:
             derive_case = partial(derive, node_ranks)
             bench.measure(key, partial(build, bench.job, source), derive_case)
     if remover:

@@ -76,7 +76,7 @@ def test_a_module_of_common_has_two_users() -> None:
     users = {module: [m for m, used in USES.items() if module in used] for module in USES}
     alone = [m for m in USES if m.startswith("common.") and len(users[m]) < 2]
     core = {"common.__init__", "common.benchmark", "common.join", "common.watchdog"}
-    core |= {"common.environment", "common.network", "common.traces"}
+    core |= {"common.environment", "common.network", "common.remarks", "common.traces"}
     assert set(alone) - core == set()
 
 
