@@ -131,8 +131,12 @@ def results_of_cases(base: Sequence[Run], test: Sequence[Run], design: Design) -
     for benchmark, form in base_cases | test_cases:
         base_rows = rows_of_case(base, benchmark, form)
         test_rows = rows_of_case(test, benchmark, form)
+        if all(is_bare(row) for row in base_rows + test_rows):
+            continue
         result = times_of_case(benchmark, base_rows, test_rows, design)
         results.append(result)
+    if not results:
+        raise ValueError("no case has a time or a metric, in BASE or in TEST")
     benchmarks = {result.benchmark for result in results}
     if len(benchmarks) > 1:
         for result in results:
@@ -198,6 +202,11 @@ def near(runs: Sequence[Run]) -> list[Near]:
 
 def is_timed(row: Row | None) -> TypeGuard[Row]:
     return row is not None and row.time_s > 0
+
+
+def is_bare(row: Row | None) -> bool:
+    """Whether a case says that it passed and nothing else, as of a probe that looks at no rank."""
+    return row is None or (row.check == "passed" and not row.metrics and not row.times_s)
 
 
 def timed(rows: Rows) -> list[Row]:

@@ -41,6 +41,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.answers import estimate_of, fastest, series
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
@@ -370,6 +371,25 @@ COLUMNS: Columns = {
 WIDEST = ["tensors", "100.000", "10000.0", "1000.0 to 1000.0", "10000.0", "1000.00"]
 
 
+def answer(cases: list[Case]) -> list[str]:
+    """How many updates a second, and which payload makes more of them."""
+    sentences: list[str] = []
+    for name, same in series(cases, ("payload",)).items():
+        rates = {}
+        for case in same:
+            if rate := estimate_of(case, "updates_per_s", "updates_per_s_ci95"):
+                rates[case.key["payload"]] = rate
+        if not rates:
+            continue
+        best = max(rates, key=lambda payload: rates[payload].value)
+        sentence = f"{name}payload {best} makes {rates[best].text('updates/s')}"
+        if len(rates) > 1:
+            seconds = {payload: rate.inverse() for payload, rate in rates.items()}
+            sentence += f"; {fastest(seconds)}"
+        sentences.append(sentence)
+    return sentences
+
+
 def refuse_large_updates(args: argparse.Namespace, trainers: int) -> None:
     """Refuse updates of more gradients than there are trainers: each sends one and waits."""
     size = args.batch_update_size or trainers
@@ -400,7 +420,7 @@ def main() -> int:
     refuse_large_updates(args, len(roles.trainers))
     logs: list[str] = []
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
-    with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers) as bench:
+    with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
         keys = plan(args, roles, options)
         bench.begin_table(title_of(keys[0], options), COLUMNS, WIDEST)

@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
+from common.answers import Estimate, estimate_of, series
 from common.benchmark import Benchmark, Key, Workload
 from common.dist import Group
 from common.report import Case
@@ -184,6 +185,40 @@ def finding(case: Case) -> str:
     return f"{resolution} of {step}, after {sum(case.rounds)} steps"
 
 
+def answer(cases: list[Case]) -> list[str]:
+    """Which differences a run can show, and whether the harness costs anything."""
+    sentences: list[str] = []
+    for name, same in series(cases, ("mode", "name", "seconds", "pairs")).items():
+        resolved = [case for case in same if "resolution_rel" in case.metrics]
+        if resolved:
+            longest = max(resolved, key=lambda case: case.key["seconds"])
+            best = min(resolved, key=lambda case: case.metrics["resolution_rel"])
+            sentence = f"{name}after {seconds_and_difference(longest)} cannot be told apart"
+            if best is not longest:
+                sentence += f"; best was, after {seconds_and_difference(best)}"
+            sentences.append(sentence)
+        elif any(case.key["mode"] == "resolution" for case in same):
+            sentences.append(f"{name}too few rounds to say what can be told apart")
+        for case in same:
+            if ratio := estimate_of(case, "ratio", "ratio_ci95"):
+                sentences.append(name + cost_of_harness(ratio))
+    return sentences
+
+
+def cost_of_harness(ratio: Estimate) -> str:
+    """ratio: a step as the harness reports it / the same step in a bare loop."""
+    cost = "changes what it measures"
+    if ratio.may_be(1):
+        cost = "may cost nothing"
+    elif ratio.interval is None:
+        cost = "cannot be judged"
+    return f"the harness {cost}: it reports {ratio.text('times', digits=3)} a bare loop's time"
+
+
+def seconds_and_difference(case: Case) -> str:
+    return f"{case.key['seconds']:g} s, differences under {case.metrics['resolution_rel']:.1%}"
+
+
 def plan(args: argparse.Namespace) -> list[Key]:
     """The key of each case. seconds: only `resolution` is measured for several times."""
     keys = []
@@ -211,7 +246,7 @@ def rule_of(key: Key, rule: StopRule) -> StopRule:
 def main() -> int:
     args = parse_args()
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
-    with Benchmark("calibrate", args) as bench:
+    with Benchmark("calibrate", args, answer=answer) as bench:
         columns: Columns = {"": lambda case: case.key["name"], "found": finding}
         title = f"What can be told apart, by a step of at least {args.step_ms:g} ms"
         bench.begin_table(title, columns, ["resolution, 10 s", ""])

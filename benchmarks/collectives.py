@@ -35,6 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli, gpus, memory, patterns, peaks
+from common.answers import series, show_seconds
 from common.benchmark import Benchmark, Workload
 from common.dist import Group, Job, share
 from common.private_torch import expected_s
@@ -364,7 +365,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--expected", action="store_true", help="adds the time that NCCL itself expects of a call")
     text = "fail if busbw at large sizes is under 0.9 of this"
     add("--min-busbw", type=rate, metavar="GB/s", help=text)
-    cli.add_common_flags(parser, min_iters=12, max_seconds=0.2)
+    backends = "gloo, nccl, ucc or mpi; several are measured in turn, e.g. gloo,ucc"
+    cli.add_common_flags(
+        parser, min_iters=12, max_seconds=0.2, backends=backends, backend=cli.several_backends
+    )
     args = parser.parse_args(argv)
     if problem := contradiction(args):
         parser.error(problem)
@@ -468,7 +472,9 @@ def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> di
     fixed |= {"counts": True} if args.counts else {}
     most_calls = args.calls or MOST_CALLS
     tables = dict[str, list[Key]]()
-    for name, dtype, redop in itertools.product(names_of(args), args.datatype, args.op):
+    backends = cli.backends_of(place["backend"])
+    lists = (names_of(args), args.datatype, args.op, backends)
+    for name, dtype, redop, backend in itertools.product(*lists):
         operation = OPERATIONS[name]
         has_data = name != "barrier"
         table = {
@@ -483,6 +489,9 @@ def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> di
         title = f"# {name} {table['dtype']} {table['redop']}".replace(" none", "")
         noun = "ranks" if ranks > 1 else "rank"
         title = f"{title}, {args.groups} ({ranks} {noun})"
+        if len(backends) > 1:
+            title += f", {backend}"
+        fixed["backend"] = backend
         for alpha in args.skew:
             rows = skewed_sizes(sizes, dtype, ranks, alpha, most_calls, place)
             tables[f"{title}, skew {alpha:g}"] = [table | fixed | row for row in rows]
@@ -780,6 +789,11 @@ def network_share(collective: str, n: int, k: int) -> float | None:
     return parts_sent / (n - 1)
 
 
+def may_reach_limit(key: Key) -> bool:
+    """Whether the speed of a link bounds a case's busbw, as far as is known without --limit."""
+    return key["collective"] in BETWEEN_ALL and "nccl" in key["backend"]
+
+
 def derive(
     args: argparse.Namespace, layout: Layout, case: Case, times: Times, facts: list[Any]
 ) -> None:
@@ -809,7 +823,7 @@ def derive(
         metrics[f"{variant}_group_times_s"] = group_times
         metrics[f"{variant}_algbw_gb_per_s"] = algbw
         metrics[f"{variant}_busbw_gb_per_s"] = busbw
-        if layout.limit and (args.limit or key["collective"] in BETWEEN_ALL):
+        if layout.limit and (args.limit or may_reach_limit(key)):
             efficiency = busbw / layout.limit
             metrics["efficiency"] = max(metrics.get("efficiency", 0), efficiency)
             metrics["limit"] = layout.limit_name
@@ -904,6 +918,57 @@ def footer(
     bench.print(f"# Avg bus bandwidth    : {mean:g}\n#")
 
 
+class Best(NamedTuple):
+    """The better variant of a case."""
+
+    size_bytes: int
+    time_s: float
+    busbw: float  # GB/s; 0 of a barrier, and in a group of one rank
+
+
+def answer(cases: list[Case]) -> list[str]:
+    """For each table its largest bus bandwidth, where half of it is reached, the smallest time."""
+    sentences: list[str] = []
+    for same in series(cases, ("size_bytes", "count", "calls", "matrix")).values():
+        key = same[0].key
+        name = f"{key['collective']} {key['dtype']} {key['redop']}".replace(" none", "")
+        if "skew" in key:
+            name += f", skew {key['skew']:g}"
+        rows = [best_variant(case) for case in same if "wrong" in case.metrics]
+        if rows:
+            sentences.append(bandwidth_sentence(name, sorted(rows)))
+    return sentences
+
+
+def best_variant(case: Case) -> Best:
+    measured = [name for name in VARIANTS if f"{name}_time_s" in case.metrics]
+    time_s = min(case.metrics[f"{name}_time_s"] for name in measured)
+    busbw = max(case.metrics[f"{name}_busbw_gb_per_s"] for name in measured)
+    return Best(case.key["size_bytes"], time_s, busbw)
+
+
+def bandwidth_sentence(name: str, rows: list[Best]) -> str:
+    """`all_reduce: at most 0.796 GB/s bus bandwidth, at 2M bytes; half of it from 64K on; 8 bytes
+    take 583 us`. rows: by size, at least one."""
+    smallest, largest = rows[0], rows[-1]
+    if not largest.size_bytes:
+        return f"{name} takes {show_seconds(smallest.time_s)}"
+    shortest = f"{cli.show_size(smallest.size_bytes)} bytes take {show_seconds(smallest.time_s)}"
+    peak = max(rows, key=lambda row: row.busbw)
+    if not peak.busbw:
+        return f"{name}: {shortest}; one rank alone has no bus bandwidth"
+    if len(rows) == 1:
+        return f"{name}: {shortest}, {peak.busbw:.3g} GB/s bus bandwidth"
+    where = f"at {cli.show_size(peak.size_bytes)} bytes"
+    if peak is largest:
+        where += ", the largest size"
+    under_half = [number for number, row in enumerate(rows) if row.busbw < peak.busbw / 2]
+    half = rows[max(under_half, default=-1) + 1 :]
+    since = f"from {cli.show_size(half[0].size_bytes)} on" if half else "not at the largest size"
+    most = f"{name}: at most {peak.busbw:.3g} GB/s bus bandwidth, {where}"
+    return f"{most}; half of it {since}; {shortest}"
+
+
 def why_refused(args: argparse.Namespace, matrix: Matrix, job: Job, ranks: int) -> str | None:
     """The mistake in the flags that only the running job shows, if there is one. ranks: of a group.
 
@@ -927,14 +992,14 @@ def layout_of(groups: list[list[int]], environment: dict[str, Any], limit: float
     if limit or nodes != 1:
         return Layout(groups, nodes, limit, "the limit")
     link = peaks.find_link(environment, len(groups[0]))
-    if not link or "nccl" not in environment["backend"]:
+    if not link:
         return Layout(groups, nodes, None, "")
     return Layout(groups, nodes, link.gb_per_s, f"{link.kind}'s {link.gb_per_s:g} GB/s")
 
 
 def main() -> int:
     args = parse_args()
-    with Benchmark("collectives", args) as bench:
+    with Benchmark("collectives", args, answer=answer) as bench:
         job, matrix = bench.job, Matrix()
         try:
             groups = partition(args.groups, node_of_each(bench.report.environment))

@@ -46,6 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.answers import Estimate, differs, fastest, ranked, series, show_seconds
 from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
@@ -406,6 +407,36 @@ SPLIT: Columns = {
 }
 
 
+def answer(cases: list[Case]) -> list[str]:
+    """Which way of lookup and autograd is the fastest, its rate, and its longest phase."""
+    sentences: list[str] = []
+    for name, same in series(cases, ("lookup", "autograd")).items():
+        epochs = ranked(same, "epoch_time")
+        if not epochs:
+            continue
+        best, _ = epochs[0]
+        sentences.append(name + fastest(ways_of(epochs)))
+        phases = {phase: best.metrics.get(f"{phase}_s", 0.0) for phase in PHASES}
+        longest = max(phases, key=lambda phase: phases[phase])
+        sentence = f"the fastest way trains {best.metrics['samples_per_s']:,.0f} samples/s"
+        if phases[longest]:
+            sentence += f"; its longest phase is {longest}, {show_seconds(phases[longest])} a batch"
+        sentences.append(name + sentence)
+    return sentences
+
+
+def ways_of(epochs: list[tuple[Case, Estimate]]) -> dict[str, Estimate]:
+    """The epochs by their ways, as far as these differ."""
+    names = ("lookup", "autograd")
+    keys = [case.key for case, _ in epochs]
+    differing = [name for name in names if differs(name, keys)]
+    ways: dict[str, Estimate] = {}
+    for case, epoch in epochs:
+        words = [f"{name} {case.key[name]}" for name in differing or names]
+        ways[", ".join(words)] = epoch
+    return ways
+
+
 def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Key]:
     """The key of each case: every way of lookup with every way of autograd."""
     fixed: Key = {
@@ -440,7 +471,7 @@ def main() -> int:
     # torch 2.15 warns of its own functional optimizers, whatever the filters: not on stderr
     logging.captureWarnings(True)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
-    with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers) as bench:
+    with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
         bench.print(f"\n{title_of(args, roles, options)}")
         with rpc_workers(bench, roles, options) as devices:

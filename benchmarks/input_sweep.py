@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import get_all_start_methods, set_forkserver_preload
 from pathlib import Path
@@ -56,6 +56,7 @@ from torchvision.transforms import v2
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
+from common.answers import Estimate, ranked, series
 from common.benchmark import Benchmark, Key, Workload
 from common.check import compare_replicas, digest, verdict
 from common.decoder import DECODERS, Decoder, next_token_loss
@@ -537,13 +538,25 @@ def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> Non
 
 def rate_with_interval(samples: int, p50_s: float, interval_s: Interval | None) -> str:
     """`812 samples/s (790 to 830)`; a short time is a high rate."""
-    text = f"{samples / p50_s:,.0f} samples/s"
-    if interval_s is None:
-        return text
-    return f"{text} ({samples / interval_s[1]:,.0f} to {samples / interval_s[0]:,.0f})"
+    rate = Estimate(p50_s, interval_s).inverse().scaled(samples)
+    return rate.text("samples/s", digits=0)
 
 
-def answer(case: Case, node_ranks: int, cores: int) -> str:
+def answer(args: argparse.Namespace, node_ranks: int, cores: int, cases: list[Case]) -> list[str]:
+    """For each cache the sentence of the fastest case."""
+    sentences: list[str] = []
+    for same in series(cases, [name for name in LISTS if name != "cache"]).values():
+        steps = ranked(same)
+        if steps:
+            best, _ = steps[0]
+            told = sentence_of(best, node_ranks, cores)
+            sentences.append(f"{name_of(args, best.key)}: {told}")
+    if any(not_cold(case) for case in cases):
+        sentences.append("not cold: this file system keeps what it was told to drop")
+    return sentences
+
+
+def sentence_of(case: Case, node_ranks: int, cores: int) -> str:
     """Whether the loader feeds the training, in a sentence. cores: of a host."""
     m, interval = case.metrics, case.metrics["exposed_wait_ci95_s"]
     resident_ms, wait_ms = m["resident_p50_s"] * 1e3, m["exposed_wait_s"] * 1e3
@@ -725,22 +738,9 @@ def plan(args: argparse.Namespace) -> list[Key]:
     return [shared | dict(zip(LISTS, values, strict=True)) for values in settings]
 
 
-def print_answers(bench: Benchmark, args: argparse.Namespace, cases: Sequence[Case]) -> None:
-    """For each cache the answer of the fastest case, on rank 0."""
-    node_ranks = bench.job.local_world_size
-    for cache in args.cache:
-        same = [case for case in cases if case.key["cache"] == cache]
-        if same:
-            best = min(same, key=lambda case: case.metrics["step_time_p50_s"])
-            told = answer(best, node_ranks, len(os.sched_getaffinity(0)))
-            bench.print(f"# {name_of(args, best.key)}: {told}")
-    if any(not_cold(case) for case in cases):
-        bench.print("# not cold: this file system keeps what it was told to drop")
-
-
 def not_cold(case: Case) -> bool:
     """Whether a case should have been cold, and much of what was read came from the page cache."""
-    part = case.metrics["from_device"]
+    part = case.metrics.get("from_device")
     return case.key["cache"] == "cold" and part is not None and part < COUNTED_BYTES
 
 
@@ -753,14 +753,11 @@ def main() -> int:
         title = f"{args.model}, batch size {args.batch_size}, {data}"
         title += f", page cache {' and '.join(args.cache)}"
         bench.begin_table(title, columns(args), ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"])
-        cases: list[Case] = []
+        node_ranks, cores = bench.job.local_world_size, len(os.sched_getaffinity(0))
+        bench.answer = partial(answer, args, node_ranks, cores)
         for key in plan(args):
-            derive_case = partial(derive, bench.job.local_world_size)
-            case = bench.measure(key, partial(build, bench.job, source), derive_case)
-            if case and not case.failed:
-                cases.append(case)
-        bench.print("")
-        print_answers(bench, args, cases)
+            derive_case = partial(derive, node_ranks)
+            bench.measure(key, partial(build, bench.job, source), derive_case)
     if remover:
         # not communicate(): a forked worker may still have the pipe that the shell listens to
         shutil.rmtree(remover.args[-1], ignore_errors=True)

@@ -25,6 +25,9 @@ Asks what Megatron-LM's gpu_sniff_test.py asks; written anew. BSD-3-Clause. docs
 """
 
 import argparse
+import os
+import re
+import shlex
 import sys
 import time
 from collections import Counter
@@ -48,6 +51,7 @@ from common.benchmark import Benchmark, Workload
 from common.check import digest, verdict
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import Group, Job, connect, share
+from common.environment import count_of
 from common.gpus import lacking
 from common.join import stay_near
 from common.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
@@ -105,6 +109,7 @@ FIRST_CASE_FRACTION = 0.1  # a guess: what the first case of a phase will take, 
 # --margin by default. CPUs have neighbours, and links and collectives cross their cores
 MARGIN_ALONE = {"cpu": 0.4, "cuda": 0.1}
 MARGIN_TOGETHER = {"cpu": 2.0, "cuda": 0.1}
+LONGEST_REASON = 100  # characters of the reason that a drained node gets
 NEVER = 1e-9  # a --target-ci that is not reached: a case uses all of its time
 COLUMNS: Columns = {
     "rank": lambda case: str(case.key["rank"]),
@@ -584,30 +589,75 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
 # -- the last lines --------------------------------------------------------------------------------
 
 
+class Accused(NamedTuple):
+    name: str
+    why: str
+    host: str | None  # None where it may be one of several
+
+
 def conclude(
-    slow: Findings, lacks: dict[int, str], cases: list[Case], fail_on: str, hosts: Hosts
-) -> tuple[list[str], str | None]:
-    """The last lines, and why the nodes are not fit; None where they are."""
-    wrong = [(Who("node", ((node,),)).name(hosts), why) for node, why in lacks.items()]
+    slow: Findings, lacks: dict[int, str], cases: list[Case], fail_on: str, hosts: Hosts, ran: str
+) -> tuple[list[str], list[Accused]]:
+    """The last lines, and who makes the nodes unfit; nobody where they are fit.
+
+    ran: what was measured, and how long that took, in words.
+    """
+    wrong = list(dict.fromkeys(wrong_results(lacks, cases, hosts)))
+    lines = sentences(slow, hosts)
+    lines += [f"wrong {one.name}: {one.why}" for one in wrong]
+    accused = list(wrong)
+    if fail_on == "slow":
+        for (who, what), how in slow.items():
+            accused.append(Accused(who.name(hosts), f"{what} {how}", only_host(who, hosts)))
+    if accused:
+        return [*lines, problem_of(accused)], accused
+    return [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}"], []
+
+
+def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> list[Accused]:
+    """The nodes that lack something, and who has a wrong result or none."""
+    wrong: list[Accused] = []
+    for node, why in lacks.items():
+        wrong.append(Accused(Who("node", ((node,),)).name(hosts), why, hosts["node"][node]))
     for case in cases:
         if not case.failed:
             continue
-        why = case.check.removeprefix("failed: ")
-        if "failed_rank" in case.metrics:
+        why, name, host = case.check.removeprefix("failed: "), case.key["probe"], None
+        if "failed_rank" in case.metrics:  # it noticed the failure: another one may be its cause
             why += f" on {hosts['rank'][case.metrics['failed_rank']]}"
         if "rank" in case.key:
-            wrong.append((Who("rank", ((case.key["rank"],),)).name(hosts), why))
-        else:
-            wrong.append((case.key["probe"], why))
-    lines = sentences(slow, hosts)
-    lines += [f"wrong {who}: {why}" for who, why in dict.fromkeys(wrong)]
-    accused = [who for who, _ in wrong]
-    if fail_on == "slow":
-        accused += [who.name(hosts) for who, _ in slow]
-    if accused:
-        problem = f"not fit: {cli.cut(list(dict.fromkeys(accused)))}"
-        return [*lines, problem], problem
-    return [*lines, "fit, though slow" if slow else "fit"], None
+            who = Who("rank", ((case.key["rank"],),))
+            name, host = who.name(hosts), only_host(who, hosts)
+        wrong.append(Accused(name, why, host))
+    return wrong
+
+
+def problem_of(accused: list[Accused]) -> str:
+    return f"not fit: {cli.cut(list(dict.fromkeys(one.name for one in accused)))}"
+
+
+def only_host(who: Who, hosts: Hosts) -> str | None:
+    """The host of all that are meant, or None. A rail has no host of its own."""
+    places = hosts.get(who.level)
+    if places is None:
+        return None
+    meant = {places[member] for members in who.suspects for member in members}
+    return meant.pop() if len(meant) == 1 else None
+
+
+def drain_lines(accused: list[Accused]) -> list[str]:
+    """Slurm's command for each host that is accused. Slurm calls a node by its short name."""
+    reasons: dict[str, str] = {}
+    for one in accused:
+        if one.host:
+            # an error's text must not end the quotes, or the shell would run the rest
+            reason = re.sub(r"[^\w .,:;%()/+=-]", "", f"{one.name}: {one.why}")
+            reasons.setdefault(one.host.partition(".")[0], reason[:LONGEST_REASON])
+    lines: list[str] = []
+    for host, reason in reasons.items():
+        node = shlex.quote(host)
+        lines.append(f'scontrol update nodename={node} state=drain reason="node_check: {reason}"')
+    return lines
 
 
 def hosts_of(environment: dict[str, Any]) -> dict[str, list[str]]:
@@ -626,12 +676,19 @@ def main() -> int:
             slow |= measure_twice(bench, phase)
         if not share(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
+        seconds = args.budget - seconds_left(args.budget)
         if bench.job.rank == 0:
+            nodes = count_of(environment["num_nodes"], "node")
+            ranks = count_of(environment["world_size"], "rank")
+            ran = f"{nodes}, {ranks}, {seconds:.0f} s of {args.budget:g}"
             lacks, cases = lacking(environment, args.gpus), bench.report.cases
-            lines, problem = conclude(slow, lacks, cases, args.fail_on, hosts_of(environment))
-            bench.print("\n" + "\n".join(f"# {line}" for line in lines))
-            if problem:
-                bench.fail(problem)
+            hosts = hosts_of(environment)
+            lines, accused = conclude(slow, lacks, cases, args.fail_on, hosts, ran)
+            if accused:
+                bench.fail(problem_of(accused))
+                if "SLURM_JOB_ID" in os.environ:
+                    lines = [*drain_lines(accused), *lines]
+            bench.answer = lambda passed: lines
     return bench.status
 
 

@@ -23,6 +23,7 @@ Written for this project. BSD-3-Clause.
 import argparse
 import os
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,8 +33,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
+from common.answers import series
 from common.benchmark import Benchmark
 from common.dist import Job, share
+from common.environment import count_of
 from common.links import (
     KINDS,
     Key,
@@ -41,15 +44,18 @@ from common.links import (
     Messages,
     Pair,
     directed,
+    links_of,
     measure_round,
     rounds_of,
     slow_links,
 )
 from common.outliers import SIGMAS, sentences
 from common.ranks import node_of_each, partition
+from common.report import Case
 
 LARGEST_MATRIX = 32  # members; of more only the worst links are printed
 WORST = 20
+FEW_LINKS = 3  # of fewer no median says which one is slow
 PLOTS = (".png", ".svg", ".pdf")
 PLOT = "a file that ends in .png, .svg or .pdf"
 
@@ -157,6 +163,32 @@ def members_of(args: argparse.Namespace, nodes: list[int]) -> list[list[int]]:
     return members
 
 
+def answer(node_of_member: list[int], by: str, sigmas: float, cases: list[Case]) -> list[str]:
+    """Who is slow, and the range of the links. node_of_member: the node of each rank or node."""
+    members = len(node_of_member)
+    among_these = []
+    for case in cases:  # reports of before have the rounds of all members, and do not say so
+        if case.key.get("by") == by and case.key.get("members", members) == members:
+            among_these.append(case)
+    lines: list[str] = []
+    for name, rounds in series(among_these, ("round",)).items():
+        links = [link for case in rounds for link in links_of(case)]
+        if not links:
+            continue
+        slow = sentences(slow_links(links, node_of_member, by, sigmas))
+        if len(links) < FEW_LINKS:
+            slow = [f"with {count_of(len(links), 'link')} nobody can tell what is slow"]
+        healthy = "no link, rank or node is slow beyond noise"
+        lines += [name + line for line in slow or [healthy]]
+        latencies = [link.latency_us for link in links]
+        rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a)]
+        latency = f"{min(latencies):.4g} to {max(latencies):.4g} us"
+        lines.append(
+            f"{name}latency {latency}, bandwidth {min(rates):.4g} to {max(rates):.4g} GB/s"
+        )
+    return lines
+
+
 def draw(bench: Benchmark, path: str) -> None:
     """The heat map. Measuring does not need matplotlib, so it is imported only here."""
     try:
@@ -183,15 +215,13 @@ def main() -> int:
             bench.refuse(str(error))
         messages, rounds = messages_of(args, job.device), plan(args, job, len(members))
         bench.print(f"\n# {len(rounds)} rounds, {settings(args, messages)}")
+        node_of_member = [nodes[ranks[0]] for ranks in members]
+        bench.answer = partial(answer, node_of_member, args.by, args.sigmas)
         links = list[Link]()  # on rank 0
         for key, pairs in rounds:
             links += measure_round(bench, key, pairs, members, messages)
         if links:
-            node_of_member = [nodes[ranks[0]] for ranks in members]
-            slow = slow_links(links, node_of_member, args.by, args.sigmas)
-            bench.print(tables(links, len(members), args.by) + "\n")
-            for line in sentences(slow) or ["no link, rank or node is slow beyond noise"]:
-                bench.print(f"# {line}")
+            bench.print(tables(links, len(members), args.by))
             if args.plot:
                 draw(bench, args.plot)
     return bench.status

@@ -32,7 +32,6 @@ import logging
 import sys
 import warnings
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.answers import estimate_of, fastest, ranked, series, show_seconds
 from common.axes import DTYPES, create, is_expert, train
 from common.benchmark import Benchmark, Key, Workload
 from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
@@ -55,7 +55,7 @@ from common.meshes import EXPERTS, Mesh, config_of, default_meshes, misfit, open
 from common.peaks import peak_flops
 from common.private_torch import register_fake_backend
 from common.report import Case
-from common.stats import Interval, Times, step_metrics, straggler
+from common.stats import Times, step_metrics, straggler
 from common.table import Columns, interval_ends, metric, relative
 from common.timing import Step
 
@@ -233,36 +233,25 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
     return m
 
 
-def step_time(case: Case) -> float:
-    return case.metrics["step_time_p50_s"]
-
-
-def step_interval(case: Case) -> Interval | None:
-    """None for too few samples, and for samples that drift."""
-    return case.metrics["step_time_ci95_s"]
-
-
-def best(cases: list[Case]) -> str | None:
-    """`# best: A, 1.12x B (1.09 to 1.15 by their intervals)`, and which neighbours are alike.
-
-    The bounds of the ratio hold if both intervals do: each is an end of one / an end of the other.
-    """
-    ranked = sorted((case for case in cases if not case.failed), key=step_time)
-    if len(ranked) < 2:
-        return None
-    first, second = ranked[:2]
-    bounds = "no bounds: too few samples, or they drift"
-    fast, slow = step_interval(first), step_interval(second)
-    if fast and slow:
-        bounds = f"{slow[0] / fast[1]:.2f} to {slow[1] / fast[0]:.2f} by their intervals"
-    ratio = step_time(second) / step_time(first)
-    line = f"# best: {first.key['mesh']}, {ratio:.2f}x {second.key['mesh']} ({bounds})"
-    alike = []
-    for faster, slower in pairwise(ranked):
-        fast, slow = step_interval(faster), step_interval(slower)
-        if fast and slow and slow[0] <= fast[1]:
-            alike.append(f"{faster.key['mesh']} and {slower.key['mesh']}")
-    return f"{line}; {', '.join(alike)} cannot be told apart" if alike else line
+def answer(cases: list[Case]) -> list[str]:
+    """Which mesh is the fastest, and what each of its axes exposes."""
+    sentences: list[str] = []
+    for name, same in series(cases, ("mesh", "microbatches", "breakdown")).items():
+        steps = ranked(same)
+        if not steps:
+            continue
+        meshes = {case.key["mesh"]: step for case, step in reversed(steps)}
+        sentences.append(name + fastest(meshes))
+        case, step = steps[0]
+        parts: list[str] = []
+        for axis in parse_mesh(case.key["mesh"]).axes:
+            exposed = estimate_of(case, f"exposed_{axis}_s", f"exposed_{axis}_ci95_s")
+            if exposed:
+                parts.append(f"{axis} exposes {exposed.beside(step.value)}")
+        if parts:
+            of_step = f"of a step's {show_seconds(step.value)} under {case.key['mesh']}"
+            sentences.append(f"{name}{of_step} {', '.join(parts)}")
+    return sentences
 
 
 def places_line(case: Case) -> str | None:
@@ -351,7 +340,7 @@ def main() -> int:
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # the check gathers
     register_fake_backend()
     torch.set_flush_denormal(True)  # a twin's garbage must not be slow to compute with
-    with Benchmark("parallel_sweep", args) as bench:
+    with Benchmark("parallel_sweep", args, answer=answer) as bench:
         job = bench.job
         meshes = args.mesh or [parse_mesh(name) for name in default_meshes(job.world_size)]
         keys = plan(args, meshes, job.device.type == "cuda", bench.place)
@@ -376,8 +365,7 @@ def main() -> int:
             if case:
                 cases.append(case)
         bench.print("")
-        lines = [*map(places_line, cases), best(cases)]
-        for line in lines:
+        for line in map(places_line, cases):
             if line:
                 bench.print(line)
     return bench.status

@@ -54,6 +54,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
+from common.answers import fastest, ranked, series, show_seconds
 from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import (
@@ -636,6 +637,35 @@ COLUMNS: Columns = {
 }
 
 
+# what the routes of one run do not share
+OF_A_ROUTE = ["route", "server", "placement", "wire", "backend", "dense_embedding"]
+OF_A_ROUTE += ["rpc_threads", "rpc_transports", "rpc_channels"]
+
+
+def answer(cases: list[Case]) -> list[str]:
+    """How much longer a step takes through a server than by an all-reduce."""
+    sentences: list[str] = []
+    for name, same in series(cases, OF_A_ROUTE).items():
+        steps = ranked(same)
+        through_server = [pair for pair in steps if pair[0].key["server"]]
+        without = [pair for pair in steps if not pair[0].key["server"]]
+        if not through_server or not without:
+            if steps:
+                labels = {label_of(case.key): step for case, step in steps}
+                sentences.append(name + fastest(labels))
+            continue
+        (server, server_step), (other, step) = through_server[0], without[0]
+        ratio = server_step.over(step)
+        what = "a step through a server and one by all-reduce cannot be told apart:"
+        if not ratio.may_be(1):
+            what = "a step through a server takes"
+        times = f"{show_seconds(server_step.value)} ({label_of(server.key)})"
+        times += f" against {show_seconds(step.value)} ({label_of(other.key)})"
+        long = "as long" if ratio.may_be(1) else "as long as by all-reduce"
+        sentences.append(f"{name}{what} {ratio.times()} {long}: {times}")
+    return sentences
+
+
 def role_counts(roles: Roles) -> Key:
     """How many trainers and servers there are on which device, by the names of their flags."""
     cuda_trainers = len(roles.cuda.intersection(roles.trainers))
@@ -748,7 +778,10 @@ def main() -> int:
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default; said, it does not warn
     devices: list[str] = []
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
-    with Benchmark("parameter_server", rank_args, roles.trainers) as bench, ExitStack() as stack:
+    with (
+        Benchmark("parameter_server", rank_args, roles.trainers, answer) as bench,
+        ExitStack() as stack,
+    ):
         options = rpc_options(args, bench)
         title = title_of(settings, len(roles.cuda), options if through_servers(args) else None)
         bench.begin_table(title, COLUMNS, ["sparse_rpc (gloo) running grouped", "+-10.0%"])

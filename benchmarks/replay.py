@@ -46,6 +46,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
+from common.answers import median_of, series, show_seconds
 from common.benchmark import Benchmark, Key, Workload
 from common.dist import FOREVER, Group, Job, connect, gather, share
 from common.memory import too_much
@@ -390,8 +391,8 @@ def choose(recordings: Sequence[Recording], only: Sequence[str] = (), scale: flo
         for call in calls:
             if problems[call]:
                 lost[f"{call.kind.op} of {call.kind.group}: {problems[call]}"] += 1
-    lines = [f"# {count} x {text}" for text, count in lost.items()]
-    lines.append(f"# not replayed: {lost.total()} of {sum(len(calls) for calls in asked)}")
+    lines = [f"{count} x {text}" for text, count in lost.items()]
+    lines.append(f"not replayed: {lost.total()} of {sum(len(calls) for calls in asked)}")
     kinds = {call.kind for calls in kept for call in calls}
     steps = max(1, *(recording.steps for recording in recordings))
     time_s = max(recording.time_s for recording in recordings)
@@ -605,10 +606,21 @@ COLUMNS: Columns = {  # GB/s: busbw
 
 def output(metrics: dict[str, Any]) -> str:
     rows = [Case(row, [], metrics=row) for row in metrics["operations"]]
-    back_to_back = f"{metrics['back_to_back_p50_s'] * 1e3:.1f} ms back to back"
-    with_gaps = f"{metrics['with_gaps_p50_s'] * 1e3:.1f} ms with the job's gaps"
-    job = f"the job took {metrics['job_step_s'] * 1e3:.1f} ms"
-    return f"\n{render(COLUMNS, rows)}\n\n# a step: {back_to_back}, {with_gaps}; {job}"
+    return f"\n{render(COLUMNS, rows)}"
+
+
+def answer(plan: Plan, cases: list[Case]) -> list[str]:
+    """How much of the job's step its communication takes, and what was not replayed."""
+    sentences: list[str] = []
+    for name, same in series(cases, ()).items():
+        metrics = same[0].metrics
+        alone, with_gaps = median_of(same[0], "back_to_back"), median_of(same[0], "with_gaps")
+        if not (alone and with_gaps and metrics.get("job_step_s")):
+            continue
+        job_s = metrics["job_step_s"]
+        job = f"{alone.value / job_s:.0%} of the job's {show_seconds(job_s)}"
+        sentences.append(f"{name}a step: {alone} back to back, {job}; {with_gaps} with its gaps")
+    return [*sentences, *plan.lines]
 
 
 def why_refused(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) -> str | None:
@@ -646,10 +658,10 @@ def main() -> int:
             "only": ",".join(args.only) or "all",
             "scale_size": args.scale_size,
         }
+        bench.answer = partial(answer, plan)
         bench.print(f"\n{title(plan, key)}")
         if case := bench.measure(key, partial(build, plan, job), partial(derive, plan)):
             bench.print(f"# {case.check}" if case.failed else output(case.metrics))
-        bench.print("\n".join(plan.lines))
     return bench.status
 
 

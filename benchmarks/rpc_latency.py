@@ -49,9 +49,10 @@ from torch.futures import Future
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import patterns
+from common.answers import ranked, series
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
-from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
+from common.cli import Parser, add_common_flags, cut, list_of, positive_int, show_size, size
 from common.dist import Group, Job
 from common.report import Case
 from common.rpc import (
@@ -244,6 +245,39 @@ COLUMNS: Columns = {
 WIDEST = ["async_execution 64K", "000000.0", "+-10.0%", "000000.0", "000000.0", "00000.0"]
 
 
+def answer(cases: list[Case]) -> list[str]:
+    """The time of the smallest round trip, and the largest rates."""
+    sentences: list[str] = []
+    for name, same in series(cases, ("operation", "in_flight", "size_bytes")).items():
+        timed = ranked(same, "round_trip")
+        if not timed:
+            continue
+        smallest = min(case.key["size_bytes"] for case, _ in timed)
+        of_smallest = [pair for pair in timed if pair[0].key["size_bytes"] == smallest]
+        # a batch of calls has no latency of its own
+        single = [pair for pair in of_smallest if pair[0].key["in_flight"] == 1] or of_smallest
+        (first, fastest), *others = single
+        alike = [case.key["operation"] for case, time in others if time.overlaps(fastest)]
+        sentence = f"{show_size(smallest)} bytes there and back take {fastest} by "
+        sentence += first.key["operation"]
+        if alike:
+            sentence += f"; {cut(alike)} cannot be told apart from it"
+        sentences.append(name + sentence)
+        if len(timed) > 1:
+            sentences.append(name + most([case for case, _ in timed]))
+    return sentences
+
+
+def most(cases: list[Case]) -> str:
+    """`at most 2,736 calls/s (rpc_async x8 4) and 2.55 GB/s (rpc_sync 1M)`, of all callers."""
+    rates: list[str] = []
+    for rate, unit in (("round_trip_calls_per_s", "calls/s"), ("round_trip_gb_per_s", "GB/s")):
+        best = max(cases, key=lambda case: case.metrics[rate])
+        digits = 0 if unit == "calls/s" else 2
+        rates.append(f"{best.metrics[rate]:,.{digits}f} {unit} ({name_of(best)})")
+    return f"round trips: at most {' and '.join(rates)}"
+
+
 def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Key]:
     """The key of each case: every operation with every size, small payloads first."""
     fixed = options.key() | {
@@ -265,7 +299,7 @@ def main() -> int:
     args = parse_args()
     roles = assign_roles(args, servers=1)
     callee = roles.servers[0]
-    with Benchmark("rpc_latency", args_of_rank(args, roles), roles.trainers) as bench:
+    with Benchmark("rpc_latency", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
         title = f"Callers: {len(roles.trainers)}, callee: rank {callee}; {options}"
         bench.begin_table(title, COLUMNS, WIDEST)

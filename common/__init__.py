@@ -22,6 +22,7 @@ Core: what stands behind every measuring script.
     benchmark   Benchmark: cases one after the other, each a row and a line of the report
 
 Toolkits: each serves some scripts. The core imports none of them.
+    answers     the sentences that end a run: intervals, ratios, who is fastest
     check       replicas bit by bit; n ranks against one process
     patterns    values that tell rank and position
     folders     folders that are removed however the run ends

@@ -24,10 +24,10 @@ VERDICTS = ("nobody", "exactly rank 1", "rank 1 and others", "somebody else", "n
 
 
 def verdict(out: str) -> str:
-    """Of the last line: `# fit`, or `# not fit: rank 1 on vm, ...`."""
+    """Of the last line: `# fit: ...`, or `# not fit: rank 1 on vm, ...`."""
     last = (out.splitlines() or [""])[-1]
     accused = re.findall(r"(\w+ \d+(?: -> \d+)?) on ", last)
-    if last == "# fit":
+    if last.startswith("# fit: "):
         return "nobody"
     if not last.startswith("# not fit: "):
         return "no verdict"

@@ -1,5 +1,6 @@
 """node_check.py as its user runs it; tests/pure/test_node_check.py has its judgement."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -20,7 +21,8 @@ def test_fit(bench: Callable[..., Any]) -> None:
     """Two nodes of two ranks: all that there is to measure, and to export."""
     run = bench(SCRIPT, "--budget", "100", *SURE, nodes=2)
     assert run.status == 0, run.out + run.err
-    assert run.out.splitlines()[-1] == "# fit"
+    last = run.out.splitlines()[-1]
+    assert re.fullmatch(r"# fit: 2 nodes, 4 ranks, \d+ s of 100", last)
     assert "left out" not in run.out
     assert {case.check for case in run.report.cases} == {"passed"}
     ranks, together = (
@@ -73,7 +75,7 @@ def test_no_thread_of_gloo_outlives_the_run() -> None:
     run = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment())
     assert run.returncode == 0, run.stdout + run.stderr
     *_, verdict, threads = run.stdout.splitlines()
-    assert verdict == "# fit"
+    assert verdict.startswith("# fit: ")
     assert "training step" in run.stdout  # the first optimizer imports what kept a group
     assert threads.startswith("threads at exit: ")
     assert "gloo" not in threads

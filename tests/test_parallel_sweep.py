@@ -32,7 +32,7 @@ def test_meshes_pass_their_check(bench: Callable[..., Any], ranks: int, meshes: 
         assert m["tokens_per_s"] == pytest.approx(2 * ranks * 32 / m["step_time_p50_s"])
         assert m["memory_gib"] >= m["memory_min_gib"]
         assert "compute_s" not in m
-    assert "# best: " in run.out
+    assert f"\n# {run.report.end['answer'][0]}\n" in run.out
 
 
 @pytest.mark.smoke

@@ -128,7 +128,7 @@ class Code:
     [
         (pickle.dumps(Code()), "it asks for the class builtins.print", ()),
         (recording(input_sizes=[[2**38]], output_sizes=[[2**38]]), "the buffers need 2,199,", ()),
-        (recording(), "nothing is left of the groups default_pg; # not replayed", ("--only", "dp")),
+        (recording(), "nothing is left of the groups default_pg; not replayed", ("--only", "dp")),
         (
             recording() | {"started_ns": 0, "ended_ns": 10**19},
             "the recorded steps took 1e+10 s, and a replay takes as long; record fewer, or give",

@@ -340,6 +340,27 @@ def test_a_gate_that_could_not_look_has_not_passed(
     assert json.loads(document)["outcome"] == said.split(" (")[0]
 
 
+def test_a_case_without_a_number_needs_no_verdict(tmp_path: Path) -> None:
+    """As node_check.py writes one for each probe. So a folder of several scripts can pass."""
+    bare = case("a probe", samples_s={}, rounds=[], metrics={})
+    sides = []
+    for side in "ab":
+        for number, seconds in enumerate((1.0, 1.001, 1.002, 1.0)):
+            write(tmp_path / side / f"{number}.jsonl", case("x", [seconds] * 5), bare)
+        sides.append(str(tmp_path / side))
+    words = (sides[0], "--test", sides[1], "--fail-on", "slower")
+    done = run("compare.py", *words)
+    assert (done.returncode, "a probe" in done.stdout) == (0, False), done.stdout
+    failed = bare | {"check": "failed: why"}
+    write(tmp_path / "b" / "0.jsonl", case("x", [1.0] * 5), failed)
+    done = run("compare.py", *words)
+    assert done.returncode == 4
+    assert "a probe" in done.stdout
+    alone = [write(tmp_path / f"{side}.jsonl", bare) for side in "cd"]
+    done = run("compare.py", alone[0], "--test", alone[1])
+    assert (done.returncode, "no case has a time or a metric" in done.stderr) == (2, True)
+
+
 def test_a_missing_case_is_no_verdict(tmp_path: Path) -> None:
     for i in range(3):
         start = {"started_at": f"2026-01-01T0{i}:00:00"}

@@ -15,7 +15,6 @@ from benchmarks.input_sweep import (
     Feed,
     Images,
     Tokens,
-    answer,
     call_or_refuse,
     check_room,
     checksum_of,
@@ -25,6 +24,7 @@ from benchmarks.input_sweep import (
     make_files,
     parse_args,
     plan,
+    sentence_of,
 )
 from common.report import Case
 from common.stats import Times
@@ -158,7 +158,7 @@ def test_metrics_and_sentence_by_hand() -> None:
     assert m["worker_cores"] == pytest.approx(6.4)
     assert m["cores_needed"] == pytest.approx(2 * (0.75 + 6.4))
     assert case.check == "passed"
-    assert answer(case, 2, 8) == (
+    assert sentence_of(case, 2, 8) == (
         "input-bound: the loader brings 800 samples/s (800 to 800), training takes "
         "1,280 samples/s (1,280 to 1,280); 4 workers a rank would do (8 cores; there are 8)"
     )
@@ -167,13 +167,13 @@ def test_metrics_and_sentence_by_hand() -> None:
 def test_the_other_sentences() -> None:
     slow = [0.1, 0.11, 0.12, 0.1, 0.11, 0.12]
     fed = case_of([0.1001] * 6, [0.1] * 6, [0.02] * 6)
-    assert answer(fed, 2, 2) == (
+    assert sentence_of(fed, 2, 2) == (
         "not input-bound: a step waits 0.1 ms (0.1 to 0.1), and computes 100.0 ms"
     )
     unsure = case_of(slow, [0.1, 0.1, 0.1, 0.12, 0.1, 0.1], [0.02] * 6)
-    assert "it cannot be told" in answer(unsure, 2, 2)
+    assert "it cannot be told" in sentence_of(unsure, 2, 2)
     short_of_cores = case_of([0.2] * 6, [0.1] * 6, [0.02] * 6)
-    sentence = answer(short_of_cores, 2, 2)
+    sentence = sentence_of(short_of_cores, 2, 2)
     assert sentence.startswith("the workers slow the training down: a step waits 100.0 ms")
     assert sentence.endswith("ranks and workers need 3.1 cores; there are 2")
 

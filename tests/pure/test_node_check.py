@@ -114,20 +114,45 @@ def test_odd_results() -> None:
     assert [*odd_results(["not finite"] * 2, ["k", "k"])] == [0, 1]
 
 
+RAN = "2 nodes, 3 ranks, 41 s of 60"
+
+
 def test_the_last_lines() -> None:
     found = accuse(costs(1.0, 2.0, 1.0), {}, "rank", "copy")
     bad = Case({"probe": "each rank alone", "rank": 2}, [2], check="failed: why")
     hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": host} for host in "aab"]})
-    lines, problem = node_check.conclude(found, {1: "lacks"}, [bad, bad], "slow", hosts)
-    assert problem == "not fit: node 1 on b, rank 2 on b, rank 1 on a"
+    lines, accused = node_check.conclude(found, {1: "lacks"}, [bad, bad], "slow", hosts, RAN)
+    problem = "not fit: node 1 on b, rank 2 on b, rank 1 on a"
+    assert node_check.problem_of(accused) == problem
     assert lines[-3:] == ["wrong node 1 on b: lacks", "wrong rank 2 on b: why", problem]
     assert lines[0].startswith("slow rank 1 on a: copy 2.00x")
-    slow = [*sentences(found, hosts), "fit, though slow"]
-    assert node_check.conclude(found, {}, [], "wrong", hosts) == (slow, None)
-    assert node_check.conclude({}, {}, [], "slow", hosts) == (["fit"], None)
+    slow = [*sentences(found, hosts), f"fit, though slow: {RAN}"]
+    assert node_check.conclude(found, {}, [], "wrong", hosts, RAN) == (slow, [])
+    assert node_check.conclude({}, {}, [], "slow", hosts, RAN) == ([f"fit: {RAN}"], [])
     assert Who("link", ((2, 0),)).name(hosts) == "link 2 on b -> 0 on a"
     assert Who("rail", ((1,),)).name(hosts) == "rail 1"
     assert Who("rank", ((1,), (2,))).name(hosts) == "rank 1 on a or rank 2 on b"
+
+
+def test_slurm_is_told_which_nodes_to_drain() -> None:
+    """A line for each host that is accused. Two suspects on two hosts, and a rail, name nobody."""
+    hosts = hosts_of({"hosts": ["a.org", "b"], "ranks": [{"host": h} for h in ("a.org", "b", "b")]})
+    found: Any = {
+        (Who("rank", ((1,),)), "copy"): "2.00x the median's time",
+        (Who("rank", ((2,),)), "launch"): "3.00x the median's time",
+        (Who("rank", ((0,), (1,))), "copy"): "2.00x the other's",
+        (Who("rail", ((0,),)), "all reduce between"): "2.00x",
+    }
+    harmful = Case({"probe": "p", "rank": 0}, [0], check='failed: "; rm $(x)`y`\\ \n why!')
+    links = Case({"probe": "links"}, [0, 1], metrics={"failed_rank": 1}, check="failed: reset")
+    _, accused = node_check.conclude(found, {}, [harmful, links], "slow", hosts, RAN)
+    assert node_check.drain_lines(accused) == [
+        'scontrol update nodename=a state=drain reason="node_check: rank 0 on a.org: '
+        '; rm (x)y  why"',
+        'scontrol update nodename=b state=drain reason="node_check: rank 1 on b: '
+        'copy 2.00x the medians time"',
+    ]
+    assert node_check.drain_lines([]) == []
 
 
 @pytest.mark.parametrize(
@@ -138,9 +163,9 @@ def test_the_host_of_a_failed_rank_is_named(metrics: dict[str, int], where: str)
     hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": "a"}, {"host": "b"}]})
     why = "RuntimeError: a tensor of rank 1"
     failed = Case({"probe": "links"}, [0, 1], metrics=metrics, check=f"failed: {why}")
-    lines, problem = node_check.conclude({}, {}, [failed], "slow", hosts)
+    lines, accused = node_check.conclude({}, {}, [failed], "slow", hosts, RAN)
     assert lines == [f"wrong links: {why}{where}", "not fit: links"]
-    assert problem == "not fit: links"
+    assert node_check.problem_of(accused) == "not fit: links"
 
 
 @pytest.mark.parametrize("members", [[[0, 1, 2, 3]], [[0], [1], [2]], [[0, 1], [2, 3], [4, 5]]])
@@ -164,7 +189,8 @@ def test_links_of_nodes(members: list[list[int]]) -> None:
 def test_a_long_list_of_the_unfit_is_cut() -> None:
     hosts = {"node": [f"n{node}" for node in range(20)], "rank": [], "link": []}
     lacks = dict.fromkeys(range(20), "lacks a GPU")
-    lines, problem = node_check.conclude({}, lacks, [], "slow", hosts)
+    lines, accused = node_check.conclude({}, lacks, [], "slow", hosts, RAN)
+    problem = node_check.problem_of(accused)
     assert problem is not None
     assert problem.endswith("node 7 on n7 and 12 more")
     assert len(lines) == 21  # a line for each stays

@@ -1,4 +1,4 @@
-"""The arithmetic of parallel_sweep.py, by hand: meshes, the breakdown, the verdict."""
+"""The arithmetic of parallel_sweep.py, by hand: meshes, the breakdown."""
 
 import argparse
 from collections.abc import Iterator
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.parallel_sweep import (
-    best,
     breakdown,
     parse_args,
     plan,
@@ -20,7 +19,6 @@ from benchmarks.parallel_sweep import (
 )
 from common.axes import ring_attention
 from common.meshes import default_meshes, misfit, parse_mesh
-from common.report import Case
 from common.stats import Times
 
 CPU = {"device": "cpu", "backend": "gloo"}
@@ -216,32 +214,3 @@ def test_breakdown_by_hand() -> None:
     alone = {"step": samples["step"], "compute": samples["compute"]}  # as of a single axis
     found = breakdown(parse_mesh("pp4:interleaved"), 8, Times(alone, [1] * 6))
     assert found["pipeline_idle_theory"] == pytest.approx(3 / 19)
-
-
-def case(mesh: str, p50: float, low: float, high: float, check: str = "passed") -> Case:
-    metrics = {"step_time_p50_s": p50, "step_time_ci95_s": [low, high]}
-    return Case({"mesh": mesh}, [0], metrics=metrics if check == "passed" else {}, check=check)
-
-
-def test_verdict() -> None:
-    cases = [
-        case("dp8", 0.112, 0.111, 0.113),
-        case("dp4tp2", 0.100, 0.099, 0.101),
-        case("pp8:1f1b", 0.150, 0.140, 0.160),
-        case("pp8:zbv", 0.152, 0.140, 0.160),
-        case("cp8", 0, 0, 0, "failed: why"),
-    ]
-    # at worst 0.111 / 0.101 = 1.099, at best 0.113 / 0.099 = 1.141
-    assert best(cases) == (
-        "# best: dp4tp2, 1.12x dp8 (1.10 to 1.14 by their intervals); "
-        "pp8:1f1b and pp8:zbv cannot be told apart"
-    )
-    assert best(cases[:1]) is None
-    cases[0].metrics["step_time_ci95_s"] = None
-    assert best(cases) == (
-        "# best: dp4tp2, 1.12x dp8 (no bounds: too few samples, or they drift); "
-        "pp8:1f1b and pp8:zbv cannot be told apart"
-    )
-    assert best([cases[0], cases[2]]) == (
-        "# best: dp8, 1.34x pp8:1f1b (no bounds: too few samples, or they drift)"
-    )

@@ -271,8 +271,8 @@ def test_what_is_left(only: tuple[str, ...]) -> None:
     tp = only != ("dp",)
     assert (plan.steps, plan.time_s) == (3, 0.06)
     assert plan.calls == [row if tp else row[:4]] * 2
-    what = ["# 2 x what of mesh_tp: this operation is not known"]
-    assert plan.lines == ([*what, "# not replayed: 2 of 12"] if tp else ["# not replayed: 0 of 8"])
+    what = ["2 x what of mesh_tp: this operation is not known"]
+    assert plan.lines == ([*what, "not replayed: 2 of 12"] if tp else ["not replayed: 0 of 8"])
 
 
 def test_scaled_sizes_have_no_time_of_the_job() -> None:

@@ -1,0 +1,543 @@
+"""The sentences that end a run, worked out by hand."""
+
+import importlib
+from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import (
+    batch_update_ps,
+    calibrate,
+    checkpoint_sweep,
+    collectives,
+    compile_sweep,
+    ddp_rpc,
+    ddp_sweep,
+    input_sweep,
+    p2p_matrix,
+    parallel_sweep,
+    parameter_server,
+    replay,
+    rpc_latency,
+    traffic,
+)
+from common.answers import Estimate, digits_of, fastest, median_of, series, show_seconds
+from common.benchmark import Benchmark
+from common.report import Case, load
+from common.stats import Interval
+from tests.process import ROOT
+
+Answer = Callable[[list[Case]], list[str]]
+
+
+def timed(key: dict[str, Any], ms: float, ci: Interval | None = None, **metrics: Any) -> Case:
+    """A case whose step takes so many milliseconds."""
+    ends = [end / 1e3 for end in ci] if ci else None
+    step: dict[str, Any] = {"step_time_p50_s": ms / 1e3, "step_time_ci95_s": ends}
+    return Case(key, [0], metrics=step | metrics)
+
+
+# -- what they share -------------------------------------------------------------------------------
+
+
+def test_a_ratio_has_the_ends_of_two_intervals() -> None:
+    """From 18 / 12 to 22 / 8."""
+    ratio = Estimate(20, (18, 22)).over(Estimate(10, (8, 12)))
+    assert ratio == (2, (1.5, 2.75))
+    assert ratio.times() == "2.00 times (1.50 to 2.75)"
+    assert not ratio.may_be(1)
+    assert Estimate(20, None).over(Estimate(10, (8, 12))).times() == "2.00 times (no interval)"
+    assert not Estimate(20, None).may_be(20)
+    assert Estimate(4, (2, 5)).inverse() == (0.25, (0.2, 0.5))
+    assert Estimate(4, (2, 5)).scaled(2) == (8, (4, 10))
+    assert Estimate(4, (-2, 5)).scaled(2).may_be(0)
+
+
+def test_numbers_have_three_digits_and_a_unit() -> None:
+    assert [digits_of(value) for value in (1240, 124, 12.4, 1.24, 0.124, 0)] == [0, 0, 1, 2, 3, 5]
+    times = (3.0, 0.0761, 2.5e-5, 3e-8)
+    assert [show_seconds(s) for s in times] == ["3.00 s", "76.1 ms", "25.0 us", "0.0300 us"]
+    assert str(Estimate(0.0761, (0.07, 0.0805))) == "76.1 ms (70.0 to 80.5)"
+    assert Estimate(0.002, (0.001, 0.0034)).beside(0.0761) == "2.0 (1.0 to 3.4)"
+    assert Estimate(0.002, (-0.001, 0.0034)).beside(0.0761) == "2.0 (-1.0 to 3.4: maybe none)"
+
+
+def test_the_interval_of_a_median() -> None:
+    """Where only the farther end is known, it counts on both sides."""
+    assert median_of(timed({}, 10, (9, 12))) == (0.01, (0.009, 0.012))
+    far = Case({}, [0], metrics={"epoch_time_p50_s": 2.0, "epoch_time_ci95_rel": 0.25})
+    assert median_of(far, "epoch_time") == (2.0, (1.5, 2.5))
+    far.metrics["epoch_time_ci95_rel"] = 1.5
+    assert median_of(far, "epoch_time") == (2.0, None)
+    assert median_of(Case({}, [0])) is None
+
+
+def test_series_are_named_by_what_differs() -> None:
+    keys = [
+        {"model": "a", "batch": 8, "mode": "x"},
+        {"model": "b", "batch": 8, "mode": "x"},
+        {"model": "b", "batch": 8, "mode": "y"},
+    ]
+    cases = [Case(key, [0]) for key in keys]
+    assert series(cases, ("mode",)) == {"a: ": cases[:1], "b: ": cases[1:]}
+    assert series(cases, ("mode", "model")) == {"": cases}
+    cases[0].key["batch"] = 4
+    assert [*series(cases, ("mode", "model"))] == ["batch 4: ", "batch 8: "]
+    assert series([], ()) == {}
+
+
+def test_the_fastest() -> None:
+    """At worst 0.111 / 0.101 = 1.10, at best 0.113 / 0.099 = 1.14."""
+    times = {
+        "slow": Estimate(0.150, (0.140, 0.160)),
+        "b": Estimate(0.112, (0.111, 0.113)),
+        "a": Estimate(0.100, (0.099, 0.101)),
+    }
+    assert fastest(times) == "a is 1.12 times (1.10 to 1.14) as fast as b, the next"
+    times["b"] = Estimate(0.112, (0.101, 0.113))
+    assert fastest(times) == "a and b cannot be told apart"
+    times["b"] = Estimate(0.112, None)
+    assert fastest(times) == "a is 1.12 times (no interval) as fast as b, the next"
+    assert fastest({"a": times["a"]}) == "a takes 100 ms (99 to 101)"
+
+
+# -- each script -----------------------------------------------------------------------------------
+
+
+def ddp_case(world_size: int, ms: float, ci: Interval | None, **changes: Any) -> Case:
+    hook: dict[str, Any] = (
+        {"comm_hook": "none", "bucket_size_mb": 25.0} if world_size else {"comm_hook": None}
+    )
+    key: dict[str, Any] = {
+        "model": "m",
+        "world_size": world_size,
+        "label": "l",
+        "bucket_size_mb": None,
+    }
+    exposed: dict[str, Any] = {"exposed_communication_s": 0.0162}
+    exposed |= {"exposed_communication_ci95_s": changes.pop("exposed", (0.011, 0.022))}
+    return timed(key | hook | changes, ms, ci, **(exposed if world_size else {}))
+
+
+def test_ddp_sweep() -> None:
+    """2 * 50 / 80 = 1.25, from 2 * 49 / 84 to 2 * 52 / 76."""
+    alone, two = ddp_case(0, 50, (49, 52)), ddp_case(2, 80, (76, 84))
+    assert ddp_sweep.answer([alone, two]) == [
+        "DDP on 2 ranks trains 1.25 times (1.17 to 1.37) as fast as one process; "
+        "of a step's 80.0 ms 16.2 (11.0 to 22.0) are DDP's"
+    ]
+    unsure = ddp_case(2, 95, (90, 105), exposed=(-0.001, 0.022))
+    assert ddp_sweep.answer([alone, unsure]) == [
+        "DDP on 2 ranks and one process cannot be told apart: 1.05 times (0.93 to 1.16) as fast; "
+        "of a step's 95.0 ms 16.2 (-1.0 to 22.0: maybe none) are DDP's"
+    ]
+    assert ddp_sweep.answer([alone]) == ["a step of one process takes 50.0 ms (49.0 to 52.0)"]
+    bf16 = ddp_case(2, 100, (99, 101), comm_hook="bf16", breakdown=False)
+    bf16.metrics = {name: bf16.metrics[name] for name in bf16.metrics if "step" in name}
+    assert ddp_sweep.answer([bf16]) == ["DDP on 2 ranks takes 100 ms (99 to 101) a step"]
+    assert ddp_sweep.answer([alone, bf16, two])[1] == (
+        "hook none with 25 MB is 1.25 times (1.18 to 1.33) as fast as hook bf16 with 25 MB"
+    )
+    other = ddp_case(0, 50, None, model="n")
+    assert (
+        ddp_sweep.answer([alone, other])[1]
+        == "n: a step of one process takes 50.0 ms (no interval)"
+    )
+
+
+def collective_case(size: int, us: float, gb_per_s: float, **changes: Any) -> Case:
+    key: dict[str, Any] = {
+        "collective": "all_reduce",
+        "dtype": "float32",
+        "redop": "sum",
+        "size_bytes": size,
+    }
+    metrics: dict[str, Any] = {"wrong": 0}
+    for variant, factor in (("out_of_place", 0.5), ("in_place", 1.0)):  # the better one counts
+        metrics[f"{variant}_time_s"] = us / factor / 1e6
+        metrics[f"{variant}_busbw_gb_per_s"] = gb_per_s * factor
+    return Case(key | changes, [0], metrics=metrics)
+
+
+def test_collectives() -> None:
+    """Half of 0.8 is reached at 64K, missed at 1M, and reached again at 2M."""
+    rows = [(8, 31, 0.001), (2**16, 50, 0.45), (2**20, 90, 0.3), (2**21, 95, 0.8), (2**22, 99, 0.7)]
+    cases = [collective_case(*row) for row in rows]
+    assert collectives.answer(cases) == [
+        "all_reduce float32 sum: at most 0.8 GB/s bus bandwidth, at 2M bytes; "
+        "half of it from 2M on; 8 bytes take 31.0 us"
+    ]
+    assert "at 2M bytes, the largest size; " in collectives.answer(cases[:4])[0]
+    assert collectives.answer(cases[3:4]) == [
+        "all_reduce float32 sum: 2M bytes take 95.0 us, 0.8 GB/s bus bandwidth"
+    ]
+    one_rank = [collective_case(8, 3, 0.0), collective_case(64, 4, 0.0)]
+    assert collectives.answer(one_rank) == [
+        "all_reduce float32 sum: 8 bytes take 3.00 us; one rank alone has no bus bandwidth"
+    ]
+    barrier = collective_case(0, 31, 0, collective="barrier", dtype="none", redop="none")
+    assert collectives.answer([barrier]) == ["barrier takes 31.0 us"]
+
+
+def compiled(strategy: str, compiler: str, ms: float, ci: Interval | None, **metrics: Any) -> Case:
+    key: dict[str, Any] = {"model": "m", "strategy": strategy, "compiler": compiler}
+    key |= {"fsdp_wrap": False, "fsdp_units": None}
+    return timed(key, ms, ci, **metrics)
+
+
+def test_compile_sweep() -> None:
+    eager = compiled("ddp", "eager", 10, (9, 11))
+    quick = compiled("ddp", "inductor", 5, (4, 6), payback_steps=1234)
+    alike = compiled("ddp", "inductor", 9, (8, 10), payback_steps=1234)
+    slow = compiled("ddp", "inductor", 20, (18, 22))
+    assert compile_sweep.answer([eager, quick]) == [
+        "ddp inductor trains 2.00 times (1.50 to 2.75) as fast as eager, and pays after 1,234 steps"
+    ]
+    assert compile_sweep.answer([eager, alike]) == [
+        "ddp inductor and eager cannot be told apart: 1.11 times (0.90 to 1.38) as fast"
+    ]
+    assert compile_sweep.answer([eager, slow]) == [
+        "ddp inductor trains 0.50 times (0.41 to 0.61) as fast as eager, and does not pay"
+    ]
+    assert compile_sweep.answer([quick]) == [
+        "ddp inductor takes 5.00 ms (4.00 to 6.00) a step; "
+        "without eager nobody can tell whether it pays"
+    ]
+    assert compile_sweep.answer([eager]) == []
+    del quick.metrics["payback_steps"]
+    assert compile_sweep.answer([quick, eager])[0].endswith(" as fast as eager")
+    other = compiled("none", "eager", 1, None)
+    assert "without eager" in compile_sweep.answer([other, quick])[0]
+
+
+def saved(mode: str, stall_s: float, ci: Interval | None, every_s: float = 600, **key: Any) -> Case:
+    metrics: dict[str, Any] = {"stall_s": stall_s, "stall_ci95_s": ci, "cost": stall_s / every_s}
+    return Case({"mode": mode, "every_s": every_s} | key, [0], metrics=metrics)
+
+
+def test_checkpoint_sweep() -> None:
+    """6 s of 600 are 1 %."""
+    cases = [saved("a", 12, (10.8, 13.2)), saved("b", 6, (5.4, 6.6)), saved("c", 9, None)]
+    assert checkpoint_sweep.answer(cases) == [
+        "a save every 10 minutes costs 1.00 % (0.90 to 1.10) of the training with b, "
+        "2.00 % (1.80 to 2.20) with a"
+    ]
+    alike = [cases[1], saved("d", 6.5, (6, 7))]
+    assert checkpoint_sweep.answer(alike) == [
+        "a save every 10 minutes costs 1.00 % (0.90 to 1.10) of the training with b; "
+        "d cannot be told apart from it"
+    ]
+    assert checkpoint_sweep.answer([saved("a", 0.3, None, every_s=30)]) == [
+        "a save every 30 s costs 1.00 % (no interval) of the training with a"
+    ]
+    cases[0].metrics["cost"] = None
+    assert checkpoint_sweep.answer(cases[:1]) == ["no save is on disk within 10 minutes"]
+    two = [saved("a", 6, None, path="x"), saved("a", 6, None, path="y")]
+    assert [line[:8] for line in checkpoint_sweep.answer(two)] == ["x: a sav", "y: a sav"]
+
+
+def called(operation: str, size: int, us: float, width: float | None, rate: float = 10) -> Case:
+    in_flight = 8 if operation == "rpc_async" else 1
+    key: dict[str, Any] = {"operation": operation, "in_flight": in_flight, "size_bytes": size}
+    metrics: dict[str, Any] = {"round_trip_p50_s": us / 1e6, "round_trip_p50_ci95_rel": width}
+    metrics |= {"round_trip_calls_per_s": rate, "round_trip_gb_per_s": rate * size / 1e9}
+    return Case(key, [0], metrics=metrics)
+
+
+def test_rpc_latency() -> None:
+    """What a call of a batch takes is no latency: rpc_async does not count for it."""
+    cases = [
+        called("rpc_sync", 4, 100, 0.1, rate=9000),
+        called("remote", 4, 150, 0.1),
+        called("rpc_async", 4, 50, 0.1, rate=20000),
+        called("rpc_sync", 2**20, 1000, 0.1, rate=1000),
+    ]
+    assert rpc_latency.answer(cases) == [
+        "4 bytes there and back take 100 us (90 to 110) by rpc_sync",
+        "round trips: at most 20,000 calls/s (rpc_async x8 4) and 1.05 GB/s (rpc_sync 1M)",
+    ]
+    cases[1] = called("remote", 4, 115, 0.1)
+    assert rpc_latency.answer(cases)[0].endswith("; remote cannot be told apart from it")
+    assert rpc_latency.answer(cases[2:3]) == [
+        "4 bytes there and back take 50.0 us (45.0 to 55.0) by rpc_async"
+    ]
+
+
+def updated(payload: str, rate: float, ci: Interval | None) -> Case:
+    metrics: dict[str, Any] = {"updates_per_s": rate, "updates_per_s_ci95": ci}
+    return Case({"payload": payload, "trainers": 3}, [0], metrics=metrics)
+
+
+def test_batch_update_ps() -> None:
+    """200 / 100 = 2, from 180 / 120 to 220 / 80."""
+    cases = [updated("module", 100, (80, 120)), updated("tensors", 200, (180, 220))]
+    assert batch_update_ps.answer(cases) == [
+        "payload tensors makes 200 updates/s (180 to 220); "
+        "tensors is 2.00 times (1.50 to 2.75) as fast as module"
+    ]
+    cases[0] = updated("module", 190, (170, 210))
+    assert batch_update_ps.answer(cases)[0].endswith("; tensors and module cannot be told apart")
+    assert batch_update_ps.answer([updated("module", 50, None)]) == [
+        "payload module makes 50.0 updates/s (no interval)"
+    ]
+
+
+def routed(route: str, server: str | None, ms: float, ci: Interval | None) -> Case:
+    return timed({"route": route, "server": server, "placement": None, "backend": "gloo"}, ms, ci)
+
+
+def test_parameter_server() -> None:
+    plain = routed("allreduce", None, 10, (9, 11))
+    slow, slower = routed("rpc", "batch", 20, (18, 22)), routed("rpc", "running", 30, (28, 32))
+    assert parameter_server.answer([plain, slower, slow]) == [
+        "a step through a server takes 2.00 times (1.64 to 2.44) as long as by all-reduce: "
+        "20.0 ms (rpc batch) against 10.0 ms (allreduce (gloo))"
+    ]
+    alike = routed("rpc", "batch", 11, (10, 12))
+    assert parameter_server.answer([plain, alike]) == [
+        "a step through a server and one by all-reduce cannot be told apart: "
+        "1.10 times (0.91 to 1.33) as long: 11.0 ms (rpc batch) against 10.0 ms (allreduce (gloo))"
+    ]
+    assert parameter_server.answer([plain]) == ["allreduce (gloo) takes 10.0 ms (9.0 to 11.0)"]
+    assert parameter_server.answer([slow, slower])[0].startswith("rpc batch is 1.50 times (1.27 ")
+
+
+def epoch(autograd: str, ms: float, width: float | None, **phases: float) -> Case:
+    metrics: dict[str, Any] = {
+        "epoch_time_p50_s": ms / 1e3,
+        "epoch_time_ci95_rel": width,
+        "samples_per_s": 1624.4,
+    }
+    return Case({"lookup": "parallel", "autograd": autograd}, [0], metrics=metrics | phases)
+
+
+def test_ddp_rpc() -> None:
+    """At worst 18 / 11, at best 22 / 9."""
+    quick = epoch("manual", 10, 0.1, lookup_s=0.001, step_s=0.00261)
+    assert ddp_rpc.answer([epoch("distributed", 20, 0.1), quick]) == [
+        "autograd manual is 2.00 times (1.64 to 2.44) as fast as autograd distributed",
+        "the fastest way trains 1,624 samples/s; its longest phase is step, 2.61 ms a batch",
+    ]
+    alike = ddp_rpc.answer([epoch("distributed", 11, 0.1), quick])
+    assert alike[0] == "autograd manual and autograd distributed cannot be told apart"
+    assert ddp_rpc.answer([epoch("manual", 10, None)]) == [
+        "lookup parallel, autograd manual takes 10.0 ms (no interval)",
+        "the fastest way trains 1,624 samples/s",
+    ]
+
+
+def test_parallel_sweep() -> None:
+    exposed: dict[str, Any] = {"exposed_dp_s": 0.0162, "exposed_dp_ci95_s": [0.011, 0.022]}
+    exposed |= {"exposed_tp_s": 0.002, "exposed_tp_ci95_s": [-0.001, 0.004]}
+    cases = [
+        timed({"mesh": "dp8"}, 112, (111, 113)),
+        timed({"mesh": "dp4tp2"}, 100, (99, 101), **exposed),
+        timed({"mesh": "pp8:1f1b"}, 150, (140, 160)),
+    ]
+    assert parallel_sweep.answer(cases) == [
+        "dp4tp2 is 1.12 times (1.10 to 1.14) as fast as dp8, the next",
+        "of a step's 100 ms under dp4tp2 dp exposes 16 (11 to 22), "
+        "tp exposes 2 (-1 to 4: maybe none)",
+    ]
+    cases[0] = timed({"mesh": "dp8"}, 112, (100, 113))
+    assert parallel_sweep.answer(cases)[0] == "dp4tp2 and dp8 cannot be told apart"
+    assert parallel_sweep.answer(cases[:1]) == ["dp8 takes 112 ms (100 to 113)"]
+
+
+def resolved(seconds: float, rel: float | None) -> Case:
+    key: dict[str, Any] = {"mode": "resolution", "name": "r", "seconds": seconds, "step_ms": 1.0}
+    return Case(key, [0], metrics={} if rel is None else {"resolution_rel": rel})
+
+
+def perturbed(ratio: float, ci: Interval | None) -> Case:
+    key: dict[str, Any] = {"mode": "perturbation", "name": "p", "seconds": None, "step_ms": 1.0}
+    return Case(key, [0], metrics={"ratio": ratio, "ratio_ci95": ci})
+
+
+def test_calibrate() -> None:
+    cases = [perturbed(1.0029, (0.992, 1.009)), resolved(2, 0.028), resolved(10, 0.174)]
+    assert calibrate.answer(cases) == [
+        "after 10 s, differences under 17.4% cannot be told apart; "
+        "best was, after 2 s, differences under 2.8%",
+        "the harness may cost nothing: it reports 1.003 times (0.992 to 1.009) a bare loop's time",
+    ]
+    assert calibrate.answer([perturbed(1.02, (1.01, 1.03))])[0].startswith(
+        "the harness changes what it measures: it reports 1.020 times (1.010 to 1.030) a bare"
+    )
+    assert calibrate.answer([perturbed(1.02, None)])[0].startswith(
+        "the harness cannot be judged: it reports 1.020 times (no interval)"
+    )
+    assert calibrate.answer([resolved(1, None)]) == ["too few rounds to say what can be told apart"]
+    assert calibrate.answer([resolved(1, 0.05)]) == [
+        "after 1 s, differences under 5.0% cannot be told apart"
+    ]
+
+
+def met(number: int, *links: tuple[int, int, float, float]) -> Case:
+    """A round. links: the two ranks, latency, and GB/s each way."""
+    rows = [[a, b, us, rate, rate, rate] for a, b, us, rate in links]
+    key: dict[str, Any] = {"round": number, "by": "rank", "members": 4, "size": 8}
+    return Case(key, [0], metrics={"links": rows})
+
+
+def test_p2p_matrix() -> None:
+    """A slow link: 60 us, and the median of 20, 20, 20, 21, 22 and 60 is 20.5."""
+    alike = [
+        met(1, (0, 1, 20, 1.0), (2, 3, 21, 1.1)),
+        met(2, (0, 2, 20, 1.0), (1, 3, 22, 1.0)),
+        met(3, (0, 3, 20, 1.05), (1, 2, 20, 1.0)),
+    ]
+    say = partial(p2p_matrix.answer, [0] * 4, "rank", 5.0)
+    assert say(alike) == [
+        "no link, rank or node is slow beyond noise",
+        "latency 20 to 22 us, bandwidth 1 to 1.1 GB/s",
+    ]
+    alike[2] = met(3, (0, 3, 20, 1.05), (1, 2, 60, 1.0))
+    assert say(alike)[0].startswith(
+        "slow link 1 -> 2: latency within nodes 2.93x the median's time"
+    )
+    assert say([met(1, (0, 1, 20, 1.0))])[0] == "with 1 link nobody can tell what is slow"
+    assert p2p_matrix.answer([0] * 3, "rank", 5.0, alike) == []  # a resumed report has other ranks
+
+
+def replayed(back_to_back: float, ci: Interval | None) -> Case:
+    metrics: dict[str, Any] = {
+        "back_to_back_p50_s": back_to_back,
+        "back_to_back_ci95_s": ci,
+        "job_step_s": 0.1,
+    }
+    metrics |= {"with_gaps_p50_s": 0.101, "with_gaps_ci95_s": (0.1, 0.104)}
+    return Case({"recording": "r"}, [0], metrics=metrics)
+
+
+def test_replay() -> None:
+    plan: Any = Namespace(lines=["not replayed: 0 of 8"])
+    assert replay.answer(plan, [replayed(0.025, (0.02, 0.03))]) == [
+        "a step: 25.0 ms (20.0 to 30.0) back to back, 25% of the job's 100 ms; "
+        "101 ms (100 to 104) with its gaps",
+        "not replayed: 0 of 8",
+    ]
+    assert "25.0 ms (no interval) back" in replay.answer(plan, [replayed(0.025, None)])[0]
+    assert replay.answer(plan, []) == ["not replayed: 0 of 8"]
+
+
+def played(mesh: str, dp_bytes: int, floor_s: float | None = None, rank: int = 0) -> Case:
+    metrics: dict[str, Any] = {
+        "flops": 1,
+        "step_floor_s": floor_s,
+        "dp_ranks": 8,
+        "dp_bytes": dp_bytes,
+    }
+    metrics |= {"tp_ranks": 2, "tp_bytes": 2**30, "gradients_bytes": 5}
+    return Case({"mesh": mesh, "rank": rank}, [0], metrics=metrics)
+
+
+def test_traffic() -> None:
+    """The rank that sends the most counts: 3 GiB of dp, 1 of tp."""
+    cases = [played("a", 2**30), played("a", 3 * 2**30, rank=1), played("b", 2**30, 0.5)]
+    assert traffic.answer(cases) == [
+        "a rank of b sends 2G bytes a step, the least; a rank of a 4G",
+        "a step takes at least 500 ms under b, the lowest floor",
+    ]
+    assert traffic.answer([played("a", 0), played("b", 0)]) == [
+        "a rank of a sends 1G bytes a step, under all 2 meshes"
+    ]
+    assert traffic.answer([played("a", 0)]) == ["a rank of a sends 1G bytes a step"]
+
+
+def test_input_sweep() -> None:
+    """For each cache the fastest case. A wait of 1 ms of 100 is small."""
+    args = input_sweep.parse_args(["--workers", "1,2"])
+
+    def case(workers: int, cache: str, ms: float, ci: Interval | None) -> Case:
+        metrics: dict[str, Any] = {"resident_p50_s": 0.1, "exposed_wait_s": (ms - 100) / 1e3}
+        metrics |= {"exposed_wait_ci95_s": ci, "from_device": 0.2}
+        return timed({"workers": workers, "cache": cache}, ms, None, **metrics)
+
+    cases = [
+        case(1, "warm", 150, None),
+        case(2, "warm", 101, (0.0, 0.002)),
+        case(2, "cold", 150, None),
+    ]
+    assert input_sweep.answer(args, 2, 2, cases) == [
+        "2 workers, warm: not input-bound: a step waits 1.0 ms (0.0 to 2.0), and computes 100.0 ms",
+        "2 workers, cold: it cannot be told whether the loader feeds the training: too few samples",
+        "not cold: this file system keeps what it was told to drop",
+    ]
+    assert len(input_sweep.answer(args, 2, 2, cases[:1])) == 1
+
+
+def test_an_answer_is_printed_and_kept() -> None:
+    """Benchmark hands the cases over that did not fail, and prints `# ` before each sentence."""
+    printed: list[str] = []
+    failed = Case({"n": 2}, [0], check="failed: why")
+    passed = [Case({"n": 1}, [0]), Case({"n": 3}, [0], check="skipped: why")]
+    bench: Any = Namespace(report=Namespace(cases=[*passed, failed]), print=printed.append)
+    bench.answer = lambda cases: [str(case.key["n"]) for case in cases]
+    assert Benchmark.print_answer(bench) == ["1", "3"]
+    assert printed == ["", "# 1", "# 3"]
+    bench.answer = lambda cases: []
+    assert Benchmark.print_answer(bench) == []
+    assert len(printed) == 3
+
+
+# -- every script ----------------------------------------------------------------------------------
+
+PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
+    batch_update_ps, calibrate, checkpoint_sweep, collectives, compile_sweep, ddp_rpc, ddp_sweep,
+    parallel_sweep, parameter_server, rpc_latency, traffic,
+)}  # fmt: skip
+GIVEN: dict[str, Answer] = {
+    "input_sweep": partial(input_sweep.answer, Namespace(), 2, 2),
+    "p2p_matrix": partial(p2p_matrix.answer, [0, 0], "rank", 5.0),
+    "replay": partial(replay.answer, Namespace(lines=[])),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
+def test_a_case_without_metrics_brings_no_sentence(name: str) -> None:
+    """A resumed report may hold it. node_check concludes from what it has judged."""
+    if name == "node_check":
+        return
+    answer = (PLAIN | GIVEN)[name]
+    key: dict[str, Any] = {
+        "mode": "resolution" if name == "calibrate" else "m",
+        "every_s": 600,
+        "cache": "warm",
+    }
+    key |= {"collective": "c", "dtype": "d", "redop": "r", "size_bytes": 1, "in_flight": 1}
+    key |= {"strategy": "ddp", "compiler": "inductor", "fsdp_wrap": False, "fsdp_units": None}
+    key |= {"world_size": 2, "mesh": "dp2", "by": "rank", "members": 2, "server": None}
+    assert answer([]) == []
+    assert answer([Case(key, [0])]) in ([], ["too few rounds to say what can be told apart"])
+    assert "answer" in dir(importlib.import_module(f"benchmarks.{name}"))
+
+
+def shown(page: str) -> str:
+    """The lines of a page that are an output's `# ` lines, joined."""
+    lines = [line.strip().removeprefix("# ") for line in page.splitlines() if line[:6] == "    # "]
+    return " ".join(lines)
+
+
+REPORTS = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
+def test_a_page_shows_what_its_report_answers(path: Path) -> None:
+    report = load(str(path))
+    name = report.benchmark
+    if name == "node_check":  # what it judged is not in the report
+        return
+    ranks = report.environment["world_size"]
+    given: dict[str, Answer] = {
+        "input_sweep": partial(input_sweep.answer, input_sweep.parse_args([]), ranks, 2),
+        "p2p_matrix": partial(p2p_matrix.answer, [0] * ranks, "rank", 5.0),
+    }
+    sentences = (PLAIN | given)[name](report.cases)
+    assert sentences
+    for sentence in sentences:
+        assert sentence in shown((ROOT / "docs" / f"{name}.md").read_text())
