@@ -62,8 +62,14 @@ def measure(args: argparse.Namespace) -> Comparison:
     b_variables = args.b_env if args.b else args.a_env + args.b_env
     a = Command("a", args.a, args.a_env, args.out / "a")
     b = Command("b", args.b or args.a, b_variables, args.out / "b")
-    names = ("a", "a_env", "b", "b_env", "interleave")
-    plan = {name: getattr(args, name) for name in names} | {"looks after runs": looks}
+    plan = {
+        "a": args.a,
+        "a_env": args.a_env,
+        "b": args.b,
+        "b_env": args.b_env,
+        "interleave": args.interleave,
+        "looks after runs": looks,
+    }
     design = Design(args.margin, True, args.interleave, len(looks))
     with open_folder(args.out, [a, b], plan):
         for pair in range(1, looks[-1] + 1):
@@ -72,7 +78,8 @@ def measure(args: argparse.Namespace) -> Comparison:
             if pair in (1, *looks):  # after the first: do keys meet?
                 runs = load_rounds([a, b], [pair, pair], args.ignore_key)
                 comparison = compare(runs["a"], runs["b"], design)
-            if pair in looks and all(case.verdict != "undecided" for case in comparison.cases):
+            is_decided = all(case.verdict != "undecided" for case in comparison.cases)
+            if pair in looks and is_decided:
                 break
     return comparison
 

@@ -5,6 +5,7 @@ not run again: so the same call goes on where it was interrupted.
 """
 
 import contextlib
+import itertools
 import math
 import os
 import select
@@ -197,12 +198,16 @@ def load_rounds(
     commands: Sequence[Command], rounds: Sequence[int], ignore: Sequence[str]
 ) -> dict[str, list[Run]]:
     """The runs of each command, by its name. rounds: how many each has; they count from 1."""
-    paths: dict[str, list[str]] = {}
+    paths_of_command: dict[str, list[str]] = {}
     for command, count in zip(commands, rounds, strict=True):
-        paths[command.name] = [str(command.report(n)) for n in range(1, count + 1)]
-    runs = load([path for some in paths.values() for path in some], ignore=ignore)
-    run_of_path = {run.label: run for run in runs}  # `load` sorts by the start
-    return {name: [run_of_path[path] for path in some] for name, some in paths.items()}
+        numbers = range(1, count + 1)
+        paths_of_command[command.name] = [str(command.report(n)) for n in numbers]
+    every_path = list(itertools.chain(*paths_of_command.values()))
+    run_of_path = {run.label: run for run in load(every_path, ignore=ignore)}
+    runs_of_command = {}
+    for name, paths in paths_of_command.items():
+        runs_of_command[name] = [run_of_path[path] for path in paths]  # `load` sorts by the start
+    return runs_of_command
 
 
 def open_folder(out: Path, commands: Sequence[Command], plan: dict[str, Any]) -> IO[bytes]:

@@ -44,12 +44,13 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import Run, by_benchmark, find, load, rows_of
-from analysis.show import check_output, clean, markdown, put, show_table, show_time
+from analysis.show import check_output, clean, list_once, markdown, put, show_table, show_time
 from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
 from common.cli import Parser, checked, cut, fraction, list_of, positive_int, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
 NO_VERDICT = ("undecided", "missing", "not compared")  # a case that nobody could judge
+MARKS = {"table": "#", "markdown": "-"}  # what a line beside a table begins with
 STATUSES = {"pass": 0, "failed": 1, "no verdict": 4}  # the exit status of an outcome
 
 
@@ -78,18 +79,19 @@ def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str
 
     A test that could not look has not passed: so `pass` means that every case has a verdict.
     """
-    failed = Counter(r.verdict for r in results_of(comparison) if r.verdict in fail_on)
+    failed = [r for r in results_of(comparison) if r.verdict in fail_on]
     if failed:
-        return "failed", show_counts(failed)
-    unknown = Counter(case.verdict for case in comparison.cases if case.verdict in NO_VERDICT)
+        return "failed", count_verdicts(failed)
+    unknown = [case for case in comparison.cases if case.verdict in NO_VERDICT]
     if unknown:
-        return "no verdict", show_counts(unknown)
+        return "no verdict", count_verdicts(unknown)
     return "pass", ""
 
 
-def show_counts(verdicts: Counter[str]) -> str:
+def count_verdicts(results: Sequence[Result]) -> str:
     """`2 slower, 1 missing`"""
-    return ", ".join(f"{n} {verdict}" for verdict, n in verdicts.items())
+    counts = Counter(result.verdict for result in results)
+    return ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
 
 
 def show(comparison: Comparison, style: str, fail_on: Sequence[str] = ()) -> str:
@@ -101,13 +103,21 @@ def show(comparison: Comparison, style: str, fail_on: Sequence[str] = ()) -> str
     if comparison.mean and style == "table":
         rule = table[1]
         table.insert(-1, rule)  # above the mean
-    mark, escape = ("-", markdown) if style == "markdown" else ("#", clean)
-    above_table = [f"{mark} {escape(line, 500)}" for line in above(comparison)]
-    below_table = [f"{mark} {escape(line, 500)}" for line in below(comparison)]
+    lines = as_notes(above(comparison), style)
+    lines += ["", *table, ""]
+    lines += as_notes(below(comparison), style)
     if fail_on:
         outcome, why = outcome_of(comparison, fail_on)
-        below_table.append(f"{mark} --fail-on {','.join(fail_on)}: {outcome}{why and f' ({why})'}")
-    return "\n".join([*above_table, "", *table, "", *below_table])
+        reason = f" ({why})" if why else ""
+        mark = MARKS[style]
+        lines.append(f"{mark} --fail-on {','.join(fail_on)}: {outcome}{reason}")
+    return "\n".join(lines)
+
+
+def as_notes(lines: Sequence[str], style: str) -> list[str]:
+    """Lines above or below a table: comments, or in Markdown a list."""
+    escape = markdown if style == "markdown" else clean
+    return [f"{MARKS[style]} {escape(line, 500)}" for line in lines]
 
 
 def show_control(comparison: Comparison, style: str) -> str:
@@ -121,20 +131,19 @@ def show_control(comparison: Comparison, style: str) -> str:
         change = "-" if smallest is None else f"{100 * smallest:.2g} %"
         runs = result.runs_to_show or ("-" if smallest is None else f"over {MAX_RUNS}")
         rows.append([label, base, ratio, interval, change, runs])
-    mark, escape = ("-", markdown) if style == "markdown" else ("#", clean)
     runs = len(comparison.base)
-    lines = [
+    notes = [
         f"smallest change: {runs} runs a side show it in 9 of 10 comparisons",
         f"runs for {margin}: so many runs a side show such a change in 9 of 10 comparisons",
     ]
     differing = [case for case in comparison.cases if case.verdict in ("slower", "faster")]
     if differing:
         what = f"in {len(differing)} cases A differs from itself"
-        lines.append(f"warning: {what}: more than chance moves these runs; is the machine shared?")
-    above_table = [f"{mark} {escape(line, 500)}" for line in above(comparison)]
-    table = show_table(header, rows, (1, 4, 5), style)
-    below_table = [f"{mark} {escape(line, 500)}" for line in lines]
-    return "\n".join([*above_table, "", table, "", *below_table])
+        notes.append(f"warning: {what}: more than chance moves these runs; is the machine shared?")
+    lines = as_notes(above(comparison), style)
+    lines += ["", show_table(header, rows, (1, 4, 5), style), ""]
+    lines += as_notes(notes, style)
+    return "\n".join(lines)
 
 
 def above(comparison: Comparison) -> list[str]:
@@ -151,10 +160,11 @@ def above(comparison: Comparison) -> list[str]:
 
 
 def heading(comparison: Comparison) -> str:
-    names = ", ".join(dict.fromkeys(case.benchmark for case in comparison.cases))
-    measured = [case.measure for case in comparison.cases if case.measure]
-    measures = ", ".join(dict.fromkeys(measured))
-    m, n, design = len(comparison.base), len(comparison.test), comparison.design
+    names = list_once(case.benchmark for case in comparison.cases)
+    measures = list_once(case.measure for case in comparison.cases if case.measure)
+    m = len(comparison.base)
+    n = len(comparison.test)
+    design = comparison.design
     if design.paired:
         how = "the pair of runs is the unit"
     elif m + n > 2:
@@ -202,7 +212,7 @@ def show_ratio(ratio: float | None) -> str:
 def below(comparison: Comparison) -> list[str]:
     """How many cases have each verdict, why no better one, and how many runs might decide them."""
     cases = comparison.cases
-    lines = [show_counts(Counter(case.verdict for case in cases))]
+    lines = [count_verdicts(cases)]
     reasons = Counter(f"{case.verdict}: {case.reason}" for case in cases if case.reason)
     for reason, n in reasons.items():
         noun = "case" if n == 1 else "cases"
@@ -228,11 +238,12 @@ def conclude(
 ) -> int:
     """Print the results; the exit status: that of the worst outcome, if `fail_on` asks for one."""
     if style == "json":
-        put(as_json(comparisons, fail_on))
+        texts = [as_json(comparisons, fail_on)]
     elif is_control:
-        put("\n\n".join(show_control(comparison, style) for comparison in comparisons))
+        texts = [show_control(comparison, style) for comparison in comparisons]
     else:
-        put("\n\n".join(show(comparison, style, fail_on) for comparison in comparisons))
+        texts = [show(comparison, style, fail_on) for comparison in comparisons]
+    put("\n\n".join(texts))
     if not fail_on:
         return 0
     outcomes = [outcome_of(comparison, fail_on) for comparison in comparisons]
@@ -273,7 +284,8 @@ def keep(runs: Sequence[Run], text: str) -> None:
     names = [row.name for row in rows_of(runs)]
     for run in runs:
         for form, row in list(run.rows.items()):
-            words = " ".join([row.name, *map(str, row.key.values())])
+            values = [str(value) for value in row.key.values()]
+            words = " ".join([row.name, *values])
             if text.lower() not in words.lower():
                 del run.rows[form]
     if not rows_of(runs):
@@ -292,8 +304,9 @@ def two_sides(args: argparse.Namespace) -> Comparison:
 def control_of(args: argparse.Namespace, design: Design) -> Comparison:
     """The two sides of the folder of --control, compared with each other."""
     folder = Path(args.control)
-    a, b = load_sides([str(folder / "a")], [str(folder / "b")], args)
-    return compare(a, b, design)
+    a, b = str(folder / "a"), str(folder / "b")
+    a_runs, b_runs = load_sides([a], [b], args)
+    return compare(a_runs, b_runs, design)
 
 
 def have_times(runs: Sequence[Run]) -> bool:
@@ -307,16 +320,20 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
     runs = load([args.history], args.measure, args.ignore_key)
     if args.k:
         keep(runs, args.k)
-    several = [runs for runs in by_benchmark(runs).values() if len(runs) > 1 and have_times(runs)]
+    histories = []
+    for history in by_benchmark(runs).values():
+        if len(history) > 1 and have_times(history):
+            histories.append(history)
     comparisons = []
-    for *earlier, newest in several:
-        comparisons.append(compare(earlier[-args.last :], [newest], Design(args.margin)))
+    for *earlier, newest in histories:
+        last = earlier[-args.last :]
+        comparisons.append(compare(last, [newest], Design(args.margin)))
     if not comparisons:
         raise ValueError(f"--history {args.history}: no benchmark has two reports with times")
     if args.plot is not None:
         from analysis.figures import plot_history  # matplotlib takes a second to import
 
-        plot_history(several, args.plot)
+        plot_history(histories, args.plot)
     return comparisons
 
 

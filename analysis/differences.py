@@ -1,5 +1,6 @@
 """What runs were measured on, and in what the two sides of a comparison differ."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from analysis.load import Run
+from analysis.show import list_once
 
 # Where one of these differs, another machine was measured, whatever else was changed.
 HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
@@ -28,26 +30,41 @@ class Difference:
 def as_text(value: Any) -> str:
     """A field in a few words. Entries of a list that are alike stand once."""
     entries = value if isinstance(value, list) else [value]
-    return ", ".join(dict.fromkeys(str(entry) for entry in entries))
+    return list_once(str(entry) for entry in entries)
 
 
 def describe_environment(run: Run) -> dict[str, str]:
-    """Each field of the environment as one text.
+    """Each field of the environment as one text, where it says something."""
+    described = {}
+    for name, value in fields_of(run).items():
+        text = as_text(value)
+        if text not in ("None", ""):
+            described[name] = text
+    return described
+
+
+def fields_of(run: Run) -> dict[str, Any]:
+    """The fields of the environment.
 
     A variable, a field that was left out of the keys, and a setting of the GPUs are fields, too.
     """
     environment = run.environment
-    fields = {name: value for name, value in environment.items() if name not in IGNORED}
-    for name, value in (environment.get("variables") or {}).items():
+    fields = {}
+    for name, value in environment.items():
+        if name not in IGNORED:
+            fields[name] = value
+    variables = environment.get("variables") or {}
+    for name, value in variables.items():
         fields[f"variables.{name}"] = value
     for name, values in run.left_out.items():
         fields[f"key.{name}"] = values
-    fields["cores"] = [rank.get("cores") for rank in environment.get("ranks") or []]
-    gpus = [gpu for node in environment.get("gpus") or [] for gpu in node]
+    ranks = environment.get("ranks") or []
+    fields["cores"] = [rank.get("cores") for rank in ranks]
+    nodes = environment.get("gpus") or []
+    gpus = list(itertools.chain(*nodes))
     for setting in GPU_HARDWARE:
         fields[f"GPU {setting}"] = [gpu.get(setting) for gpu in gpus]
-    texts = {name: as_text(value) for name, value in fields.items()}
-    return {name: text for name, text in texts.items() if text not in ("None", "")}
+    return fields
 
 
 def differences(base: Sequence[Run], test: Sequence[Run]) -> list[Difference]:
@@ -56,8 +73,9 @@ def differences(base: Sequence[Run], test: Sequence[Run]) -> list[Difference]:
     table = pd.DataFrame(environments).fillna("unset")
     differing = []
     for name in table:
-        base_values = table[name][: len(base)].unique().tolist()
-        test_values = table[name][len(base) :].unique().tolist()
+        of_base, of_test = table[name][: len(base)], table[name][len(base) :]
+        base_values = of_base.unique().tolist()
+        test_values = of_test.unique().tolist()
         if set(base_values) != set(test_values):
             is_hardware = name in HARDWARE or name.startswith("GPU ")
             differing.append(Difference(name, base_values, test_values, is_hardware))

@@ -34,30 +34,39 @@ from analysis.show import canonical, clean, put, unit_of
 from common import report
 from common.cli import Parser, list_of, refuse
 
-Rows = list[dict[str, Any]]
+Row = dict[str, Any]
+Rows = list[Row]
 PYTORCH_NEEDS = ("model", "dtype", "world_size", "batch_size", "backend", "bucket_size_mb")
 
 
-def newest_of_each(rows: Rows) -> dict[tuple[str, str], dict[str, Any]]:
+def newest_of_each(rows: Rows) -> dict[tuple[str, str], Row]:
     """The last row of each `benchmark/case` and metric: some formats hold one value of them."""
-    return {(f"{row['benchmark']}/{row['case']}", row["metric"]): row for row in rows}
+    newest = {}
+    for row in rows:
+        name = f"{row['benchmark']}/{row['case']}"
+        newest[name, row["metric"]] = row
+    return newest
 
 
 def to_csv(rows: Rows) -> str:
-    table = pd.json_normalize(rows).astype({"n": "Int64"})  # the key as columns key.*
+    table = pd.json_normalize(rows)  # the key as columns key.*
+    table = table.astype({"n": "Int64"})
     last = ["metric", "value", "ci_low", "ci_high", "n"]
     first = table.columns.difference(last, sort=False)
-    return table[[*first, *last]].to_csv(index=False)
+    table = table[[*first, *last]]
+    return table.to_csv(index=False)
 
 
 def to_bmf(rows: Rows) -> str:
     """https://bencher.dev/docs/reference/bencher-metric-format: at most 64 letters a measure."""
-    cases: dict[str, dict[str, dict[str, float]]] = {}
+    cases: dict[str, dict[str, Any]] = {}
     for (name, metric), row in newest_of_each(rows).items():
         measure = {"value": row["value"]}
         if row["ci_low"] is not None:
-            measure |= {"lower_value": row["ci_low"], "upper_value": row["ci_high"]}
-        cases.setdefault(name[:1024], {})[metric[:64]] = measure
+            measure["lower_value"] = row["ci_low"]
+            measure["upper_value"] = row["ci_high"]
+        measures = cases.setdefault(name[:1024], {})
+        measures[metric[:64]] = measure
     return json.dumps(cases, indent=1)
 
 
@@ -71,7 +80,8 @@ def to_gha(rows: Rows) -> str:
         unit = unit_of(metric).name or "1"
         entry = {"name": f"{name}/{metric}", "unit": unit, "value": row["value"]}
         if row["ci_low"] is not None:
-            entry["range"] = f"± {(row['ci_high'] - row['ci_low']) / 2:.3g}"
+            half = (row["ci_high"] - row["ci_low"]) / 2
+            entry["range"] = f"± {half:.3g}"
         if row["n"] is not None:
             entry["extra"] = f"{row['n']} iterations"
         entries.append(entry)
@@ -83,10 +93,19 @@ def to_records(rows: Rows) -> str:
     records = []
     for row in rows:
         key = {name: str(entry) for name, entry in row["key"].items()}
-        about = {"name": row["benchmark"], "mode": "", "dtype": key.get("dtype", "")}
+        benchmark = {
+            "name": row["benchmark"],
+            "mode": "",
+            "dtype": key.get("dtype", ""),
+            "extra_info": key,
+        }
+        model = {
+            "name": key.get("model", row["case"]),
+            "backend": key.get("backend", ""),
+        }
         record = {
-            "benchmark": about | {"extra_info": key},
-            "model": {"name": key.get("model", row["case"]), "backend": key.get("backend", "")},
+            "benchmark": benchmark,
+            "model": model,
             "dependencies": {"torch": {"version": str(row["torch"])}},
             "metric": {"name": row["metric"], "benchmark_values": [row["value"]]},
         }
@@ -98,14 +117,15 @@ def to_prometheus(rows: Rows) -> str:
     """https://prometheus.io/docs/instrumenting/exposition_formats; base units in the names."""
     groups: dict[str, list[str]] = {}
     for (_, metric), row in newest_of_each(rows).items():
-        with_rate = re.sub(r"_per_s$", "_per_second", metric)
-        name = word("torchrun_bench_" + re.sub(r"_s$", "_seconds", with_rate))
+        in_seconds = re.sub(r"_per_s$", "_per_second", metric)
+        in_seconds = re.sub(r"_s$", "_seconds", in_seconds)
+        name = word(f"torchrun_bench_{in_seconds}")
         samples = groups.setdefault(name, [f"# TYPE {name} gauge"])
         samples.append(f"{name}{{{labels_of(row)}}} {row['value']!r}")
     return "\n".join(chain(*groups.values()))
 
 
-def labels_of(row: dict[str, Any]) -> str:
+def labels_of(row: Row) -> str:
     """`benchmark="ddp_sweep",case="...",host="...",key_model="resnet18"`"""
     labels = {name: row[name] for name in ("benchmark", "case", "host")}
     for name, entry in row["key"].items():
@@ -125,7 +145,8 @@ def word(name: str) -> str:
 
 def model_of(case: report.Case) -> str:
     """What the cases with DDP share with the one without."""
-    return canonical({name: case.key[name] for name in ("model", "dtype")})
+    key = case.key
+    return canonical({"model": key["model"], "dtype": key["dtype"]})
 
 
 def to_pytorch(paths: list[str]) -> str:
@@ -136,22 +157,34 @@ def to_pytorch(paths: list[str]) -> str:
     wrapped = [case for case in cases if case.key["world_size"]]
     if len(paths) != 1 or run.benchmark != "ddp_sweep" or not wrapped:
         raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
-    without_ddp = {model_of(case): case for case in cases if not case.key["world_size"]}
-    groups: dict[str, list[report.Case]] = {}  # an entry for each bucket size and hook
-    for case in wrapped:
-        key = {k: v for k, v in case.key.items() if k not in ("label", "world_size")}
-        group = groups.setdefault(canonical(key), [])
-        if not group and model_of(case) in without_ddp:
-            group.append(without_ddp[model_of(case)])
-        group.append(case)
+    first = wrapped[0]
     document = {
         "pytorch_version": run.environment.get("torch"),
         "cuda_version": run.environment.get("cuda"),
-        "distributed_backend": wrapped[0].key["backend"],
-        "bucket_size": wrapped[0].key["bucket_size_mb"],
-        "benchmark_results": [pytorch_result(group) for group in groups.values()],
+        "distributed_backend": first.key["backend"],
+        "bucket_size": first.key["bucket_size_mb"],
+        "benchmark_results": [pytorch_result(group) for group in settings_of(cases)],
     }
     return json.dumps(document)
+
+
+def settings_of(cases: list[report.Case]) -> list[list[report.Case]]:
+    """For each bucket size and hook the case without DDP, if there is one, and those with it."""
+    without_ddp = {}
+    for case in cases:
+        if not case.key["world_size"]:
+            without_ddp[model_of(case)] = case
+    groups: dict[str, list[report.Case]] = {}
+    for case in cases:
+        if not case.key["world_size"]:
+            continue
+        setting = case.key | {"label": "", "world_size": 0}
+        group = groups.setdefault(canonical(setting), [])
+        model = model_of(case)
+        if not group and model in without_ddp:
+            group.append(without_ddp[model])
+        group.append(case)
+    return list(groups.values())
 
 
 def fits_pytorch(case: report.Case) -> bool:
@@ -203,8 +236,9 @@ def chosen(rows: Rows, metrics: list[str] | None) -> Rows:
     """The rows of these metrics. Raises ValueError where there is none."""
     kept = [row for row in rows if not metrics or row["metric"] in metrics]
     if not kept:
-        names = ", ".join(sorted({row["metric"] for row in rows}))
-        raise ValueError(f"no case has such a number; there are {names or 'none'}")
+        names = sorted({row["metric"] for row in rows})
+        known = ", ".join(names) or "none"
+        raise ValueError(f"no case has such a number; there are {known}")
     return kept
 
 

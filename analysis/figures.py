@@ -13,6 +13,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from cycler import cycler
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
@@ -97,23 +98,46 @@ def names_of_curves(rows: pd.DataFrame, x: str) -> list[str]:
 
 
 def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Figure:
-    """Seconds of each case, series upon series, or side by side with their intervals."""
+    """Seconds of each case with their intervals, series upon series or side by side."""
     labels = rows["case"].str[:60]
     if rows["run"].nunique() > 1:
         labels = labels + ", " + rows["run"]
     rows = rows.assign(bar=labels)
     unit = time_unit(rows["value"].max())
-    table = rows.pivot_table(["value", "below", "above"], "bar", "series", sort=False)[:MAX_BARS]
-    table = table.clip(lower=0) / UNITS[unit]
-    values, below, above = table["value"], table["below"], table["above"]
+    columns = ["value", "ci_low", "ci_high"]
+    table = rows.pivot_table(columns, "bar", "series", sort=False, dropna=False)[:MAX_BARS]
+    table /= UNITS[unit]
+    values = table["value"].clip(lower=0)
+    below = (values - table["ci_low"]).clip(lower=0)
+    above = (table["ci_high"] - values).clip(lower=0)
+    has_intervals = bool(above.notna().any(axis=None))
     figure = Figure((5.6, 1.2 + 0.3 * len(table)), label=name)
     ax = figure.add_subplot()
-    errors = None if stacked else [[below[series], above[series]] for series in values]
-    values.plot.barh(ax=ax, stacked=stacked, xerr=errors, width=0.7, xlabel=unit, ylabel="")
+    errors = None if stacked else [[below[s].fillna(0), above[s].fillna(0)] for s in values]
+    values.plot.barh(ax=ax, stacked=stacked, xerr=errors, width=0.7, ylabel="")
+    if stacked:
+        draw_intervals(ax, values, below, above)
+    ax.set_xlabel(f"{unit}; the thin lines are 95 % intervals" if has_intervals else unit)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
     return figure
+
+
+def draw_intervals(
+    ax: Axes, values: pd.DataFrame, below: pd.DataFrame, above: pd.DataFrame
+) -> None:
+    """A line around the end of each part of the stacked bars that has an interval.
+
+    Each series has a height of its own, so that its lines do not hide those of the next one.
+    """
+    ends = values.fillna(0).cumsum(axis=1)
+    series = [name for name in values if above[name].notna().any()]
+    heights = np.linspace(-0.3, 0.3, len(series) + 2)[1:-1]
+    for name, height in zip(series, heights, strict=True):
+        places = np.arange(len(values)) + height
+        reach = [below[name], above[name]]  # NaN draws nothing
+        ax.errorbar(ends[name], places, xerr=reach, fmt="none", ecolor="black", lw=1, capsize=2)
 
 
 def heat(report: Report, label: str = "") -> Figure | None:
@@ -168,8 +192,7 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     rows = pd.DataFrame(numbers(runs))
     if rows.empty:
         return []
-    rows["below"] = (rows["value"] - rows["ci_low"].astype(float)).fillna(0)
-    rows["above"] = (rows["ci_high"].astype(float) - rows["value"]).fillna(0)
+    rows = rows.astype({"ci_low": float, "ci_high": float})
     rows["series"] = [name_of_series(metric) for metric in rows["metric"]]
     rows["panel"] = [name_of_panel(key) for key in rows["key"]]
     figures = draw_plots(rows, FIGURES.get(runs[0].benchmark, []))

@@ -108,8 +108,10 @@ def pytorch_case(
 
 def our_key(key: dict[str, Any], ranks: int) -> dict[str, Any]:
     """The key of ddp_sweep.py for a case of PyTorch's DDP benchmark. ranks: 0 without DDP"""
-    ours = {name: key[name] for name in ("model", "batch_size", "label")} | PYTORCH_KEY
-    ours |= {"backend": key["distributed_backend"], "world_size": ranks}
+    ours = {name: key[name] for name in ("model", "batch_size", "label")}
+    ours |= PYTORCH_KEY
+    ours["backend"] = key["distributed_backend"]
+    ours["world_size"] = ranks
     if ranks == 0:
         return ours | {"bucket_size_mb": None, "comm_hook": None}
     size = key["bucket_size"]  # in whole MB, where ours is a float

@@ -89,10 +89,9 @@ def load(
 def read_all(paths: Sequence[str], measure: str | None) -> list[Run]:
     """Each report, read by two processes where that is faster."""
     read_one = partial(read, measure=measure)
-    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
-    may_be_pipe = 0 in sizes
-    large = [size for size in sizes if size > LARGE_BYTES]
-    if may_be_pipe or len(large) < 2:
+    are_files = all(os.path.isfile(path) for path in paths)  # else one may be a pipe
+    large = [path for path in paths if are_files and os.path.getsize(path) > LARGE_BYTES]
+    if len(large) < 2:
         return [read_one(path) for path in paths]
     # reading JSON fills one core
     with multiprocessing.get_context("fork").Pool(2, leave_signals) as pool:
@@ -121,11 +120,10 @@ def find(words: Sequence[str]) -> list[str]:
 def paths_of(word: str) -> list[str]:
     """A file, the reports below a folder, or the files that fit a pattern."""
     if os.path.isdir(word):
-        below = Path(word).rglob("*")
-        paths = sorted(str(path) for path in below if path.name.endswith(ENDINGS))
+        paths = [str(path) for path in Path(word).rglob("*") if path.name.endswith(ENDINGS)]
         if not paths:
             raise ValueError(f"there is no report (*.jsonl) in {word}")
-        return paths
+        return sorted(paths)
     if os.path.lexists(word):  # a name may hold the letters of a pattern, e.g. ab[1]
         return [word]
     return sorted(glob.glob(word)) or [word]
@@ -135,7 +133,8 @@ def refuse_copies(runs: Sequence[Run]) -> None:
     """Raises ValueError where two reports are of the same run, which would count twice."""
     starts: dict[Any, list[Run]] = {}
     for run in runs:
-        alike = starts.setdefault((run.benchmark, run.started_at, str(run.argv)), [])
+        start = (run.benchmark, run.started_at, str(run.argv))
+        alike = starts.setdefault(start, [])
         for other in alike:
             if run.rows and run.rows == other.rows:
                 what = f"{run.label} is a copy of {other.label}: a run counts once"
@@ -147,7 +146,9 @@ def leave_out(runs: Sequence[Run], names: Sequence[str]) -> None:
     """Take these fields out of all keys. Raises ValueError where no case has such a field."""
     if not names:
         return
-    known = dict.fromkeys(name for row in rows_of(runs) for name in row.key)
+    known: dict[str, None] = {}
+    for row in rows_of(runs):
+        known |= dict.fromkeys(row.key)
     unknown = [name for name in names if name not in known]
     if known and unknown:
         what = f"no case has a field '{unknown[0]}' to ignore; there are {', '.join(known)}"
@@ -184,9 +185,11 @@ def give_pytorch_our_keys(runs: Sequence[Run]) -> None:
         rows = list(run.rows.values())
         for row in rows:
             if run.benchmark == PYTORCH:
-                row.key = our_key(row.key, 0 if row.key["label"] == "no ddp" else len(row.ranks))
+                is_wrapped = row.key["label"] != "no ddp"
+                row.key = our_key(row.key, len(row.ranks) if is_wrapped else 0)
             elif run.benchmark == "ddp_sweep":
-                row.key = row.key | {"label": label_of(row.key.get("world_size"))}
+                label = label_of(row.key.get("world_size"))
+                row.key = row.key | {"label": label}
         index(run, rows, "several cases have the same key")
         if run.benchmark == PYTORCH:
             run.benchmark = "ddp_sweep"
@@ -219,7 +222,9 @@ def read(path: str, measure: str | None) -> Run:
 
 def step_of(case: Case) -> str:
     """What the case is about, among its samples: version 2.0 wrote it first, under any name."""
-    return STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
+    if STEP in case.samples_s:
+        return STEP
+    return next(iter(case.samples_s), "")
 
 
 def times_of(case: Case, step: str) -> list[float]:
@@ -283,7 +288,9 @@ def why_no_time(measure: str, rows: Sequence[Row], steps: Sequence[str]) -> str:
 def examples_of(values: Sequence[Any]) -> str:
     """The first three values in a few words."""
     texts = [f"{value:.4g}" if is_number(value) else str(value)[:40] for value in values[:3]]
-    return ", ".join(texts) + (", ..." if len(values) > 3 else "")
+    if len(values) > 3:
+        texts.append("...")
+    return ", ".join(texts)
 
 
 def is_time(name: str, metrics: dict[str, Any]) -> bool:
@@ -308,15 +315,13 @@ def timed(case: Case, measure: str | None) -> Row:
         row.time_s = float(np.median(row.times_s))
         return row
     in_seconds = [name for name in row.metrics if unit_of(name).name == "s"]
-    names = [measure] if measure else in_seconds
-    name = next((name for name in names if is_time(name, row.metrics)), None)
-    if name is None:
-        return row
-    value = row.metrics[name]
-    if unit_of(name).name in RATES:
-        row.measure, row.time_s = f"1 / {name}", 1 / value
-    else:
-        row.measure, row.time_s = name, value
+    for name in [measure] if measure else in_seconds:
+        if is_time(name, row.metrics):
+            value = row.metrics[name]
+            is_rate = unit_of(name).name in RATES
+            row.measure = f"1 / {name}" if is_rate else name
+            row.time_s = 1 / value if is_rate else value
+            break
     return row
 
 
@@ -389,7 +394,9 @@ def links_of(metrics: dict[str, Any]) -> list[Link]:
 
 def is_link(link: Link) -> bool:
     """Whether all are numbers, and the rates are above 0. A report may hold anything."""
-    return all(is_number(value) for value in link) and min(link.there, link.back, link.both) > 0
+    if not all(is_number(value) for value in link):
+        return False
+    return min(link.there, link.back, link.both) > 0
 
 
 def split_links(case: Case) -> list[Case]:
@@ -406,5 +413,9 @@ def split_links(case: Case) -> list[Case]:
         costs[f"{link.a} -> {link.b}"] = {"gigabyte_s": 1 / link.there}
         costs[f"{link.b} -> {link.a}"] = {"gigabyte_s": 1 / link.back}
         costs[f"{link.a} <-> {link.b}"] = {"gigabyte_s": 1 / link.both}
-    key = {name: value for name, value in case.key.items() if name != "round"}
-    return [Case({"link": way} | key, [], metrics=cost) for way, cost in costs.items()]
+    key = case.key.copy()
+    key.pop("round", None)
+    cases = []
+    for way, cost in costs.items():
+        cases.append(Case({"link": way} | key, [], metrics=cost))
+    return cases

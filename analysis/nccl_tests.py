@@ -13,6 +13,7 @@ from typing import Any
 from analysis.show import is_number
 from common.report import Case, Report
 
+Result = dict[str, Any]  # a row of a table in the words of -J
 BENCHMARK = "nccl-tests"
 PLACES = ("out_of_place", "in_place")
 # A name that another one holds comes after it.
@@ -48,13 +49,17 @@ def json_report(document: dict[str, Any], path: str) -> Report:
     config = document["config"]
     devices = config["devices"]  # the first of each process
     ranks = len(devices) * config["nthreads"] * config["ngpus"]
-    variables = [v for v in document["env"] if v.startswith("NCCL_")]  # not the secrets
+    variables = {}
+    for variable in document["env"]:
+        if variable.startswith("NCCL_"):  # not the secrets
+            name, value = variable.split("=", 1)
+            variables[name] = value
     environment = {
         "nccl": document["nccl_version"],
         "world_size": ranks,
         "hosts": sorted({device["hostname"] for device in devices}),
         "devices": sorted({device["device_info"] for device in devices}),
-        "variables": dict(variable.split("=", 1) for variable in variables),
+        "variables": variables,
     }
     report = Report(BENCHMARK, environment, path, argv, str(document["start_time"]))
     report.status = "complete" if "end_time" in document else "interrupted"
@@ -63,7 +68,7 @@ def json_report(document: dict[str, Any], path: str) -> Report:
     return report
 
 
-def case_of(result: dict[str, Any], collective: str, ranks: int | None) -> Case:
+def case_of(result: Result, collective: str, ranks: int | None) -> Case:
     """A row of a table. ranks: None where the table does not tell."""
     key = {
         "collective": collective,
@@ -90,24 +95,34 @@ def case_of(result: dict[str, Any], collective: str, ranks: int | None) -> Case:
 def lines_report(entries: Sequence[dict[str, Any]], path: str) -> Report:
     """A report of rccl-tests: an entry for each size, out of place or in place."""
     report = Report(BENCHMARK, {}, path, [], "", status="complete")
-    results: dict[tuple[Any, ...], dict[str, Any]] = {}
+    results: dict[tuple[Any, ...], Result] = {}
     for entry in entries:
         collective = collective_of(entry["name"])
-        ranks = entry["ranks"] * entry["gpusPerRank"] if "ranks" in entry else entry["gpus"]
-        result = {"size": entry["size"], "type": entry["type"], "redop": entry["redop"]}
-        key = (collective, ranks, entry.get("numCycle"), *result.values())
+        ranks = ranks_of_line(entry)
+        size, dtype, redop = entry["size"], entry["type"], entry["redop"]
+        key = (collective, ranks, entry.get("numCycle"), size, dtype, redop)
+        if key not in results:
+            root = entry.get("root", -1)
+            results[key] = {"size": size, "type": dtype, "redop": redop, "root": root}
         place = PLACES[entry["inPlace"]]
-        row = results.setdefault(key, result | {"root": entry.get("root", -1)})
-        row[place] = {
+        wrong = entry.get("wrong", entry.get("#wrong"))
+        results[key][place] = {
             "time": entry["time"],
             "alg_bw": entry["algBw"],
             "bus_bw": entry["busBw"],
-            "nwrong": number_of(str(entry.get("wrong", entry.get("#wrong")))),
+            "nwrong": number_of(str(wrong)),
         }
     for (collective, ranks, *_), result in results.items():
         report.cases.append(case_of(result, collective, ranks))
     report.environment["world_size"] = max(len(case.ranks) for case in report.cases)
     return report
+
+
+def ranks_of_line(entry: dict[str, Any]) -> int:
+    """How many ranks a line of rccl-tests is of. With MPI it counts processes and their GPUs."""
+    has_mpi = "ranks" in entry
+    ranks: int = entry["ranks"] * entry["gpusPerRank"] if has_mpi else entry["gpus"]
+    return ranks
 
 
 def number_of(word: str) -> float | None:
@@ -136,7 +151,7 @@ def table_report(text: str, path: str) -> Report:
     report = Report(BENCHMARK, environment_of(lines), path, [], "")
     ended = any(line.startswith("# Avg bus bandwidth") for line in lines)
     report.status = "complete" if ended else "interrupted"
-    collective = next((name for name in KNOWN if name in Path(path).name), "unknown")
+    collective = collective_of_file(path)
     begin = 0
     columns: list[str] = []
     for number, line in enumerate(lines):
@@ -152,6 +167,14 @@ def table_report(text: str, path: str) -> Report:
     return report
 
 
+def collective_of_file(path: str) -> str:
+    """The collective that the name of a log holds."""
+    for name in KNOWN:
+        if name in Path(path).name:
+            return name
+    return "unknown"
+
+
 def collective_in(lines: Iterable[str], default: str) -> str:
     """The last collective that the lines name; `default` where they name none."""
     name = default
@@ -163,7 +186,12 @@ def collective_in(lines: Iterable[str], default: str) -> str:
 
 
 def matches_in(lines: Iterable[str], pattern: re.Pattern[str]) -> list[re.Match[str]]:
-    return [match for line in lines if (match := pattern.search(line))]
+    matches = []
+    for line in lines:
+        match = pattern.search(line)
+        if match:
+            matches.append(match)
+    return matches
 
 
 def ranks_of(lines: Sequence[str]) -> int | None:
@@ -190,20 +218,19 @@ def environment_of(lines: Sequence[str]) -> dict[str, Any]:
     return environment
 
 
-def result_of(
-    words: Sequence[str], columns: Sequence[str], in_place_only: bool
-) -> dict[str, Any] | None:
-    """A row of a table in the words of -J. None if it is no row, or of 0 bytes.
+def result_of(words: Sequence[str], columns: Sequence[str], in_place_only: bool) -> Result | None:
+    """A row of a table. None if it is no row, or of 0 bytes.
 
     columns: the words of the header. Rows of 0 bytes measure nothing, and there are several.
     """
-    if len(words) < len(columns) or not all(word.isdecimal() for word in words[:2]):
+    begins_with_numbers = all(word.isdecimal() for word in words[:2])
+    if len(words) < len(columns) or not begins_with_numbers:
         return None
     size = int(words[0])
     if size == 0:
         return None
     about = dict(zip(columns, words, strict=False))
-    result: dict[str, Any] = {
+    result: Result = {
         "size": size,
         "type": TYPES.get(about["type"], about["type"]),
         "redop": about.get("redop", "none"),
@@ -212,9 +239,9 @@ def result_of(
     starts = [i for i, name in enumerate(columns) if name in ("time", "cputime")]
     places = PLACES[1:] if in_place_only and len(starts) == 1 else PLACES
     for place, start in zip(places, starts, strict=False):
-        names = columns[start : start + 4]
-        time, algbw, busbw, wrong = (number_of(word) for word in words[start : start + 4])
-        counts = names[3] == "#wrong"  # where it is `error`, old tables show a difference
+        numbers = [number_of(word) for word in words[start : start + 4]]
+        time, algbw, busbw, wrong = numbers
+        counts = columns[start + 3] == "#wrong"  # where it is `error`, it is a difference
         result[place] = {
             "time": time,
             "alg_bw": algbw,

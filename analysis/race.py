@@ -52,11 +52,12 @@ from analysis.commands import (
     run_round,
 )
 from analysis.compare import keep
-from analysis.show import clean, put, show_table
+from analysis.show import clean, list_once, put, show_table
 from analysis.verdicts import Comparison, Design, Result, compare
 from common.cli import Parser, fraction, list_of, number, positive_int, wrong
 
-# The result of an arm against another one over their first rounds: base, test, rounds -> Result.
+# An arm against another one over their first rounds: base, test, rounds -> ...
+CompareArms = Callable[[str, str, int], Comparison]
 ResultOf = Callable[[str, str, int], Result]
 
 
@@ -82,17 +83,20 @@ def run_race(
     """
     race = Race(names[0], dict.fromkeys(names, 0))
     racing = list(names)
+    past = 0
     for look in looks:
-        run_rounds(racing, range(max(race.rounds.values()) + 1, look + 1))
+        run_rounds(racing, range(past + 1, look + 1))
+        past = look
         race.rounds |= dict.fromkeys(racing, look)
         race.best = fastest(racing, look, result_of)
         others = [name for name in racing if name != race.best]
         results = {name: result_of(race.best, name, look) for name in others}
         slower = [name for name in others if is_slower(results[name])]
         race.dropped |= dict.fromkeys(slower, race.best)
-        racing = [name for name in racing if name not in slower]
-        if all(results[name].verdict == "same" for name in others if name not in slower):
+        rivals = [name for name in others if name not in slower]
+        if all(results[name].verdict == "same" for name in rivals):
             break
+        racing = [name for name in racing if name not in slower]
     return race
 
 
@@ -121,14 +125,20 @@ def results_against(race: Race, best: str, result_of: ResultOf) -> dict[str, Res
     results = {}
     for name, rounds in race.rounds.items():
         if name != best:
-            results[name] = result_of(best, name, min(rounds, race.rounds[best]))
+            shared = min(rounds, race.rounds[best])
+            results[name] = result_of(best, name, shared)
     return results
+
+
+def fastest_first(results: dict[str, Result]) -> list[tuple[str, Result]]:
+    """The arms and their results. An arm without a ratio stands where it would be like the best."""
+    return sorted(results.items(), key=lambda item: item[1].ratio or 1.0)
 
 
 def sentence(race: Race, best: str, results: dict[str, Result], margin: float) -> str:
     """`best: X; Y cannot be told apart from it; Z is 1.12 (1.08 to 1.17) times slower`"""
     parts = [f"best: {best}"]
-    for name, result in sorted(results.items(), key=lambda item: item[1].ratio or 1.0):
+    for name, result in fastest_first(results):
         if result.interval is None:
             parts.append(f"{name} has no time to compare")
         elif is_slower(result):
@@ -143,47 +153,59 @@ def sentence(race: Race, best: str, results: dict[str, Result], margin: float) -
     return "; ".join(parts)
 
 
-def show(race: Race, args: argparse.Namespace, compared: Callable[..., Comparison]) -> str:
+def show(race: Race, args: argparse.Namespace, compared: CompareArms) -> str:
     """The arms over all cases as a table, then a sentence on each case and on all."""
 
     def over_all(base: str, test: str, rounds: int) -> Result:
         return overall(compared(base, test, rounds))
 
     results = results_against(race, race.best, over_all)
-    rows: list[list[Any]] = [[race.best, race.rounds[race.best], "1", ""]]
-    for name, result in sorted(results.items(), key=lambda item: item[1].ratio or 1.0):
-        ends = [f"{end:.4g}" for end in result.interval or ()]
-        ratio = f"{result.ratio:.4g}" if result.ratio else "-"
-        rows.append([name, race.rounds[name], ratio, " to ".join(ends)])
-    table = show_table(["arm", "runs", "time / best", "interval"], rows, (1, 2), "table")
-    lines = []
-    first, *others = race.rounds
-    cases = compared(first, others[0], 1).cases
-    for case in cases if len(cases) > 1 else []:
-        of_case = functools.partial(result_of_case, compared, case.key)
-        against = results_against(race, race.best, of_case)
-        ratios = {race.best: 1.0} | {name: r.ratio for name, r in against.items() if r.ratio}
-        best = min(ratios, key=lambda name: ratios[name])
-        against = results_against(race, best, of_case)
-        lines.append(f"# {case.label}: {sentence(race, best, against, args.margin)}")
+    first, second, *_ = race.rounds
+    cases = compared(first, second, 1).cases
+    lines = [heading(race, args, cases), "", show_arms(race, results), ""]
+    if len(cases) > 1:
+        for case in cases:
+            text = sentence_of_case(race, case.key, compared, args.margin)
+            lines.append(f"# {case.label}: {text}")
     lines.append(f"# {sentence(race, race.best, results, args.margin)}")
-    return "\n".join([heading(race, args, cases), "", table, "", *lines])
+    return "\n".join(lines)
 
 
-def result_of_case(
-    compared: Callable[..., Comparison], key: dict[str, Any], base: str, test: str, rounds: int
-) -> Result:
-    """One case's part of a comparison."""
-    cases = compared(base, test, rounds).cases
-    return next((case for case in cases if case.key == key), Result("", key))
+def show_arms(race: Race, results: dict[str, Result]) -> str:
+    """A table of the arms. results: those of the others against the best."""
+    header = ["arm", "runs", "time / best", "interval"]
+    rows: list[list[Any]] = [[race.best, race.rounds[race.best], "1", ""]]
+    for name, result in fastest_first(results):
+        ratio = f"{result.ratio:.4g}" if result.ratio else "-"
+        ends = [f"{end:.4g}" for end in result.interval or ()]
+        interval = " to ".join(ends)
+        rows.append([name, race.rounds[name], ratio, interval])
+    return show_table(header, rows, (1, 2), "table")
+
+
+def sentence_of_case(race: Race, key: dict[str, Any], compared: CompareArms, margin: float) -> str:
+    """`sentence` for one case, in which another arm may be the best than over all cases."""
+
+    def result_of(base: str, test: str, rounds: int) -> Result:
+        cases = compared(base, test, rounds).cases
+        return next((case for case in cases if case.key == key), Result("", key))
+
+    ratios = {race.best: 1.0}
+    for name, result in results_against(race, race.best, result_of).items():
+        if result.ratio:
+            ratios[name] = result.ratio
+    best = min(ratios, key=lambda name: ratios[name])
+    results = results_against(race, best, result_of)
+    return sentence(race, best, results, margin)
 
 
 def heading(race: Race, args: argparse.Namespace, cases: Sequence[Result]) -> str:
-    measures = ", ".join(dict.fromkeys(case.measure for case in cases if case.measure))
-    runs, most = sum(race.rounds.values()), args.max_runs * len(race.rounds)
-    names = ", ".join(dict.fromkeys(case.benchmark for case in cases))
+    names = list_once(case.benchmark for case in cases)
+    measures = list_once(case.measure for case in cases if case.measure)
+    arms = len(race.rounds)
+    runs = sum(race.rounds.values())
     turns = "; their blocks took turns" if args.interleave else ""
-    what = f"{len(race.rounds)} arms, {runs} runs where {most} were allowed"
+    what = f"{arms} arms, {runs} runs where {args.max_runs * arms} were allowed"
     return clean(f"# torchrun-bench race {names} ({measures}): {what}{turns}", 500)
 
 
@@ -204,10 +226,13 @@ def measure(args: argparse.Namespace) -> str:
 
     @functools.cache
     def compared(base: str, test: str, rounds: int) -> Comparison:
-        runs = load_rounds([arms[base], arms[test]], [rounds, rounds], args.ignore_key)
+        pair = [arms[base], arms[test]]
+        runs = load_rounds(pair, [rounds, rounds], args.ignore_key)
+        base_runs = runs[base]
+        test_runs = runs[test]
         if args.k:
-            keep([*runs[base], *runs[test]], args.k)
-        return compare(runs[base], runs[test], design)
+            keep([*base_runs, *test_runs], args.k)
+        return compare(base_runs, test_runs, design)
 
     def run_rounds(racing: list[str], rounds: range) -> None:
         for n in rounds:
@@ -218,12 +243,15 @@ def measure(args: argparse.Namespace) -> str:
                 for name in names[1:]:
                     compared(names[0], name, 1)
 
-    plan: dict[str, Any] = {arm.name: (arm.text, arm.variables) for arm in arms.values()}
+    def over_all(base: str, test: str, rounds: int) -> Result:
+        return overall(compared(base, test, rounds))
+
+    plan: dict[str, Any] = {}
+    for command in arms.values():
+        plan[command.name] = (command.text, command.variables)
     plan |= {"interleave": args.interleave, "looks after runs": looks}
     with open_folder(args.out, list(arms.values()), plan):
-        race = run_race(
-            names, looks, run_rounds, lambda base, test, n: overall(compared(base, test, n))
-        )
+        race = run_race(names, looks, run_rounds, over_all)
         return show(race, args, compared)
 
 

@@ -5,11 +5,12 @@
 #     "numpy>=1.26", "pandas>=2.1", "tabulate>=0.9", "matplotlib>=3.8", "jinja2>=3.1"
 # ]
 # ///
-"""One page from any reports: summary, environment, figures, tables.
+"""One page from any reports: summary, figures, tables, environment.
 
 The page is a single HTML file. It needs no network and runs no script, and it is light or dark as
-the reader has it. Reports of the same benchmark are drawn over each other. A script that this one
-does not know is shown as well: its metrics as tables, and the time of each case with its interval.
+the reader has it. It begins with the sentences in which each script has answered its question.
+Reports of the same benchmark are drawn over each other. A script that this one does not know is
+shown as well: its metrics as tables, and the time of each case with its interval.
 
     python analysis/report.py report.jsonl -o report.html
     python analysis/report.py before.jsonl after.jsonl -o report.html
@@ -40,6 +41,10 @@ from common.cli import Parser, refuse, show_size
 from common.stats import median_interval
 
 FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
+DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s", "_ci95_rel")  # the last columns
+# In pixels, with the widest of the usual fonts: what the page has for a table in a window of 1,300,
+# the space beside a cell, a letter, a bold one, and a column of names at its narrowest and widest.
+PAGE_PX, CELL_PX, LETTER_PX, BOLD_PX, NAME_PX, MOST_NAME_PX = 1240, 24, 9, 10, 176, 360
 
 
 class Table(NamedTuple):
@@ -48,6 +53,7 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Any]]
     marks: dict[int, str]  # rows that stand out, by number, and why: failed or differs
     words: int = 100  # so many columns of words stand before those of numbers
+    folded: str = ""  # the line to open it with, where the page does not show it at once
 
 
 @dataclass
@@ -59,10 +65,15 @@ class Section:
     loud: list[str] = field(default_factory=list)  # warnings above the tables
     quiet: list[str] = field(default_factory=list)  # notes above the tables
     runs: Sequence[Run] = ()  # whose figures are drawn
+    folded: bool = False  # whether the page shows its title alone, until it is opened
 
 
 def summary(runs: Sequence[Run]) -> Section:
-    """What each report holds, and why cases of it failed."""
+    """What the scripts say, what each report holds, and why cases of it failed."""
+    tables = []
+    answers = [[run.label, sentence] for run in runs for sentence in answer_of(run)]
+    if answers:
+        tables.append(Table("Answers", ("report", "what it says"), answers, {}))
     rows, failed_reports = [], {}
     for i, run in enumerate(runs):
         counts = Counter(re.split("[:,]", case.check)[0] for case in run.rows.values())
@@ -73,38 +84,58 @@ def summary(runs: Sequence[Run]) -> Section:
         if run.status != "complete" or counts["failed"]:
             failed_reports[i] = "failed"
     heads = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
-    tables = [Table("Reports", heads, rows, failed_reports)]
+    tables.append(Table("Reports", heads, rows, failed_reports))
     failed_cases = []
     for run in runs:
         failed = [case for case in run.rows.values() if case.failed]
         failed_cases += [[run.label, case.name, case.check] for case in failed]
     if failed_cases:
         tables.append(Table("Failed cases", ("report", "case", "reason"), failed_cases, {}))
-    return Section("Summary", tables)
+    return Section("Summary", tables, loud=warnings(runs))
+
+
+def answer_of(run: Run) -> list[str]:
+    """The sentences in the last line of a report. Older reports have none."""
+    sentences = run.end.get("answer")
+    if not isinstance(sentences, list):
+        return []
+    return [sentence for sentence in sentences if isinstance(sentence, str)]
 
 
 def where(run: Run) -> str:
     """`ranks: 8, nodes: 1, NVIDIA H100`"""
     ranks = run.environment.get("world_size", "?")
     nodes = run.environment.get("num_nodes", "?")
-    return f"ranks: {ranks}, nodes: {nodes}, {describe_environment(run).get('devices', '')}"
+    devices = describe_environment(run).get("devices", "no device")
+    return f"ranks: {ranks}, nodes: {nodes}, {devices}"
 
 
 def environment(runs: Sequence[Run]) -> Section:
-    """What the reports were measured on, and what differs."""
+    """What the reports were measured on. A field has a row for each of its values."""
     columns = []
     for run in runs:
         command = " ".join(str(word) for word in run.argv)
         columns.append({"command": command} | describe_environment(run))
     names = dict.fromkeys(name for column in columns for name in column)
     names.pop("topologies", None)  # a page of text for each node
-    rows = []
+    rows, differ = [], {}
+    differing = 0
     for name in names:
-        rows.append([name, *(column.get(name, "-") for column in columns)])
-    differ = {i: "differs" for i, (_, *values) in enumerate(rows) if len(set(values)) > 1}
-    title = f"Environment of each report: {len(differ)} of {len(rows)} fields differ"
-    table = Table(title, ["field", *(run.label for run in runs)], rows, differ)
-    return Section("Environment", [table], loud=warnings(runs))
+        if name.startswith("variables.TORCHELASTIC_"):  # torchrun sets them for itself
+            continue
+        reports: dict[str, list[str]] = {}  # value -> those that have it
+        for run, column in zip(runs, columns, strict=True):
+            reports.setdefault(column.get(name, "-"), []).append(run.label)
+        if len(reports) == 1:
+            rows.append([name, *reports, "all"])
+            continue
+        differing += 1
+        for value, labels in reports.items():
+            differ[len(rows)] = "differs"
+            rows.append([name, value, ", ".join(labels)])
+    title = f"{differing} of {differing + len(rows) - len(differ)} fields differ"
+    table = Table(title, ("field", "value", "reports"), rows, differ)
+    return Section("Environment", [table], folded=True)
 
 
 def warnings(runs: Sequence[Run]) -> list[str]:
@@ -174,11 +205,12 @@ def to_best(cases: Sequence[Row]) -> list[str]:
 
 
 def names_of_metrics(metrics: Sequence[dict[str, Any]]) -> list[str]:
-    """The metrics that get a column: not the intervals, which stand beside their numbers."""
+    """The metrics that get a column, details last. Intervals stand beside their numbers."""
     pairs = [pair for numbers in metrics for pair in numbers.items()]
     intervals = {name for name, value in pairs if show.is_interval(value)}
     names = dict.fromkeys(name for name, _ in pairs)
-    return [name for name in names if name not in intervals]
+    shown = [name for name in names if name not in intervals]
+    return sorted(shown, key=lambda name: name.endswith(DETAILS))
 
 
 def alike_in_all(cases: Sequence[Row]) -> str:
@@ -237,6 +269,52 @@ def as_markdown(section: Section) -> str:
     return "\n\n".join(blocks)
 
 
+def fit(table: Table) -> list[Table]:
+    """The table, cut where the page would be too narrow for more columns of numbers.
+
+    The other parts are folded. They repeat the columns of words, and the line that is seen of each
+    names its columns.
+    """
+    columns = [list(map(str, cells)) for cells in zip(table.header, *table.rows, strict=True)]
+    room = PAGE_PX - sum(width_of_names(cells) for cells in columns[: table.words])
+    parts: list[list[int]] = [[]]  # the columns of numbers of each part
+    used = 0
+    for i in range(table.words, len(columns)):
+        width = width_of_numbers(columns[i])
+        if parts[-1] and used + width > room:
+            parts.append([])
+            used = 0
+        parts[-1].append(i)
+        used += width
+    return [part_of(table, part, is_first=part is parts[0]) for part in parts]
+
+
+def width_of_numbers(column: Sequence[str]) -> int:
+    """Pixels of a column of numbers, head first. The head is cut between words, a cell nowhere."""
+    head, *values = column
+    longest_word = max(map(len, head.split()), default=0)
+    longest_value = max(map(len, values), default=0)
+    return CELL_PX + max(64, BOLD_PX * longest_word, LETTER_PX * longest_value)
+
+
+def width_of_names(column: Sequence[str]) -> int:
+    """Pixels of a column of words, where its cells are not cut into more lines than need be."""
+    longest = LETTER_PX * max(map(len, column))
+    return CELL_PX + min(max(NAME_PX, longest), MOST_NAME_PX)
+
+
+def part_of(table: Table, numbers: Sequence[int], is_first: bool) -> Table:
+    """The columns of words of a table, and some of those of numbers."""
+    chosen = [*range(table.words), *numbers] if numbers else range(len(table.header))
+    header = [table.header[i] for i in chosen]
+    rows = [[row[i] for i in chosen] for row in table.rows]
+    part = table._replace(header=header, rows=rows)
+    if is_first:
+        return part
+    heads = [str(table.header[i]) for i in numbers]
+    return part._replace(folded=f"{len(heads)} more columns: {', '.join(heads)}")
+
+
 def as_page(sections: Sequence[Section]) -> str:
     """The document. Every string of a report is cleaned and escaped where it is put in."""
     jinja = jinja2.Environment(
@@ -244,7 +322,7 @@ def as_page(sections: Sequence[Section]) -> str:
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else show.clean(value, 500),
     )
-    jinja.globals["draw"] = draw
+    jinja.globals |= {"draw": draw, "fit": fit}
     jinja.filters["svg"] = lambda figure: Markup(svg(figure))  # matplotlib escapes its texts
     return jinja.get_template("report.html.j2").render(sections=sections)
 
@@ -273,9 +351,10 @@ def main() -> int:
         name_reports(runs)
         for row in rows_of(runs):
             row.metrics = time_of_step(row) | row.metrics
-        sections = [summary(runs), environment(runs)]
+        sections = [summary(runs)]
         for same in by_benchmark(runs).values():
             sections.append(benchmark(same))
+        sections.append(environment(runs))
         if args.output is not None:
             Path(args.output).write_text(as_page(sections), encoding="utf-8")
     except (ValueError, OSError) as error:

@@ -23,7 +23,6 @@ UNITS_BY_END = {
     "_s": "s",
     "_gib": "GiB",
     "_bytes": "bytes",
-    "": "",
 }
 
 
@@ -37,13 +36,22 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def is_interval(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(is_number, value))
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+    return is_pair and all(is_number(end) for end in value)
+
+
+def list_once(texts: Iterable[str]) -> str:
+    """`resnet18, resnet50`: each text once, in the order in which they come."""
+    return ", ".join(dict.fromkeys(texts))
 
 
 def clean(text: Any, limit: int = 200) -> str:
     """Printable text on one line. A report may hold anything, and a terminal should not see it."""
-    words = "".join(c if c.isprintable() else " " for c in str(text))
-    return words if len(words) <= limit else words[: limit - 3] + "..."
+    letters = [c if c.isprintable() else " " for c in str(text)]
+    words = "".join(letters)
+    if len(words) > limit:
+        return words[: limit - 3] + "..."
+    return words
 
 
 def markdown(text: Any, limit: int = 200) -> str:
@@ -57,14 +65,17 @@ def show_table(
 ) -> str:
     """A table for a terminal, or in Markdown. right: columns of numbers, aligned to the right."""
     tabulate.MIN_PADDING = 0  # or each header gets two blanks
-    escape, form = (markdown, "pipe") if style == "markdown" else (clean, "simple")
+    is_markdown = style == "markdown"
+    form = "pipe" if is_markdown else "simple"
+    escape = markdown if is_markdown else clean
     heads = [escape(cell) for cell in header]
     cells = []
     for row in rows:
         cells.append([escape(cell) for cell in row])
     align = ["right" if column in right else "left" for column in range(len(header))]
     text = tabulate.tabulate(cells, heads, form, colalign=align, disable_numparse=True)
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    lines = [line.rstrip() for line in text.splitlines()]
+    return "\n".join(lines)
 
 
 def put(text: str) -> None:
@@ -101,14 +112,19 @@ class Unit(NamedTuple):
 
 
 def unit_of(metric: str) -> Unit:
-    """The unit that the end of a metric's name tells."""
-    units = (Unit(ending, name) for ending, name in UNITS_BY_END.items())
-    return next(unit for unit in units if metric.endswith(unit.ending))
+    """The unit that the end of a metric's name tells; empty where it tells none."""
+    for ending, name in UNITS_BY_END.items():
+        if metric.endswith(ending):
+            return Unit(ending, name)
+    return Unit("", "")
 
 
 def time_unit(seconds: float) -> str:
     """The unit in which four digits show a time best."""
-    return next((unit for unit, size in UNITS.items() if abs(seconds) >= 0.99995 * size), "ns")
+    for unit, size in UNITS.items():
+        if abs(seconds) >= 0.99995 * size:
+            return unit
+    return "ns"
 
 
 def show_time(seconds: float) -> str:
@@ -136,7 +152,8 @@ def case_names(keys: Sequence[dict[str, Any]]) -> list[str]:
         entries |= dict.fromkeys(key)
     entries.pop("label", None)
     for entry in entries:
-        words = [clean(show_value(entry, key.get(entry)), 60) for key in keys]
+        values = [show_value(entry, key.get(entry)) for key in keys]
+        words = [clean(value, 60) for value in values]
         names = tell_apart(names, words)
     return [name or name_of(key) for name, key in zip(names, keys, strict=True)]
 

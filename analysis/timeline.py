@@ -22,29 +22,35 @@ from matplotlib.figure import Figure
 from analysis.figures import SERIES
 from common import cli
 
+Event = dict[str, Any]
 Spans = dict[tuple[str, str], list[tuple[float, float]]]  # start and length, by row and kind
-COLORS = dict(zip(("computing", "communication"), SERIES, strict=False))
+COLORS = {"computing": SERIES[0], "communication": SERIES[1]}
 
 
-def find_ranges(events: list[dict[str, Any]], step: str) -> list[dict[str, Any]]:
+def find_ranges(events: list[Event], step: str) -> list[Event]:
     """The ranges of a step in the order of time: those of the GPU, or the CPU's without one."""
-    named = [event for event in events if event["name"] == step]
-    on_gpu = [event for event in named if event["cat"] == "gpu_user_annotation"]
-    ranges = on_gpu or [event for event in named if event["cat"] == "user_annotation"]
-    return sorted(ranges, key=lambda event: event["ts"])
+    on_gpu, on_cpu = [], []
+    for event in events:
+        if event["name"] == step and event["cat"] == "gpu_user_annotation":
+            on_gpu.append(event)
+        elif event["name"] == step and event["cat"] == "user_annotation":
+            on_cpu.append(event)
+    return sorted(on_gpu or on_cpu, key=lambda event: event["ts"])
 
 
-def kind_of(event: dict[str, Any], has_kernels: bool) -> str:
+def kind_of(event: Event, has_kernels: bool) -> str:
     """`communication`, `computing`, or "" for what is not drawn."""
-    if event["name"].startswith("gloo:"):
+    name: str = event["name"]
+    category = event["cat"]
+    if name.startswith("gloo:"):
         return "communication"
-    if event["cat"] == "kernel":
-        return "communication" if "nccl" in event["name"].lower() else "computing"
-    is_operator = event["cat"] == "cpu_op" and event["name"].startswith("aten::")
+    if category == "kernel":
+        return "communication" if "nccl" in name.lower() else "computing"
+    is_operator = category == "cpu_op" and name.startswith("aten::")
     return "computing" if is_operator and not has_kernels else ""
 
 
-def find_spans(events: list[dict[str, Any]], begin: float, end: float) -> Spans:
+def find_spans(events: list[Event], begin: float, end: float) -> Spans:
     """Milliseconds since `begin` and their length, of what runs from begin to end (us)."""
     has_kernels = any(event["cat"] == "kernel" for event in events)
     row_word = "stream" if has_kernels else "thread"
@@ -55,14 +61,17 @@ def find_spans(events: list[dict[str, Any]], begin: float, end: float) -> Spans:
         stop = min(end, event["ts"] + event["dur"])
         if kind and start < stop:
             row = f"{row_word} {event['tid']}"
-            spans[row, kind].append(((start - begin) / 1e3, (stop - start) / 1e3))
+            start_ms = (start - begin) / 1e3
+            length_ms = (stop - start) / 1e3
+            spans[row, kind].append((start_ms, length_ms))
     return spans
 
 
 def draw(spans: Spans, title: str) -> Figure:
     """A row for each thread, a colour for each kind."""
     rows = sorted({row for row, _ in spans})
-    figure = Figure(figsize=(8, 1.2 + 0.5 * len(rows)), layout="constrained")
+    height = 1.2 + 0.5 * len(rows)
+    figure = Figure(figsize=(8, height), layout="constrained")
     ax = figure.add_subplot(xlabel="ms", title=title)
     named: set[str] = set()
     for (row, kind), bars in sorted(spans.items(), reverse=True):  # communication is on top
@@ -86,17 +95,18 @@ def main() -> int:
     parser.add_argument("--number", type=cli.number(int, 0), default=1, metavar="N", help=count)
     args = parser.parse_args()
     try:
-        content = json.loads(gzip.decompress(Path(args.trace).read_bytes()))
+        packed = Path(args.trace).read_bytes()
+        content = json.loads(gzip.decompress(packed))
         events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
         ranges = find_ranges(events, args.step)
         if args.number >= len(ranges):
-            parser.error(
-                f"{args.trace} has {len(ranges)} of '{args.step}', no number {args.number}"
-            )
+            problem = f"has {len(ranges)} of '{args.step}', no number {args.number}"
+            parser.error(f"{args.trace} {problem}")
         begin = ranges[args.number]["ts"]
         end = begin + ranges[args.number]["dur"]
         spans = find_spans(events, begin, end)
-        draw(spans, f"{args.step}, iteration {args.number}").savefig(args.picture, dpi=150)
+        figure = draw(spans, f"{args.step}, iteration {args.number}")
+        figure.savefig(args.picture, dpi=150)
     except (OSError, ValueError, KeyError, EOFError) as error:
         parser.error(cli.describe(error))
     return 0

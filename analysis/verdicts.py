@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, log1p, sqrt
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import pandas as pd
@@ -20,6 +20,8 @@ from analysis.load import Row, Run
 from analysis.show import canonical
 
 Rows = Sequence[Row | None]  # those of a case, one a run; None where a run lacks the case
+Cases = dict[tuple[str, str], None]  # the benchmark and the canonical key of each case, once
+Key = dict[str, Any]
 
 ALPHA = 0.05  # of error, two-sided
 MIN_BLOCKS = 6  # in a pair of runs that took turns; with fewer blocks the runs' medians count
@@ -93,28 +95,16 @@ def compare(
 
     control: a comparison of like with like, of the same design, that tells how much runs scatter.
     """
-    base_cases, test_cases = cases_of(base), cases_of(test)
-    if not base_cases.keys() & test_cases.keys():
-        examples = f"BASE has e.g. {first_of(base_cases)}; TEST {first_of(test_cases)}"
-        raise ValueError(f"no case is on both sides{nearest(base, test)}: {examples}")
-    cases = []
-    for benchmark, form in base_cases | test_cases:
-        base_rows = rows_of_case(base, benchmark, form)
-        test_rows = rows_of_case(test, benchmark, form)
-        cases.append(times_of_case(benchmark, base_rows, test_rows, design))
-    if len({case.benchmark for case in cases}) > 1:
-        for case in cases:
-            case.label = f"{case.benchmark}, {case.label}"
-    cases.sort(key=lambda case: not case.measure)  # what cannot be compared comes last
+    cases = results_of_cases(base, test, design)
     compared = [case for case in cases if case.measure]
-    mean = mean_of([case for case in compared if has_every_run(case, base, test)])
+    in_every_run = [case for case in compared if has_every_run(case, base, test)]
+    mean = mean_of(in_every_run)
     estimate([*compared, mean] if mean else compared, design, control)
-    ended = [run for run in (*base, *test) if run.status != "complete"]
     return Comparison(
         cases,
         mean,
         differences(base, test),
-        [f"{run.label} is not complete: its status is {run.status}" for run in ended],
+        warnings_of([*base, *test]),
         [run.label for run in base],
         [run.label for run in test],
         design,
@@ -122,13 +112,51 @@ def compare(
     )
 
 
-def cases_of(runs: Sequence[Run]) -> dict[tuple[str, str], None]:
-    """The benchmark and the canonical key of each case, once, in the order of the reports."""
-    return dict.fromkeys((run.benchmark, form) for run in runs for form in run.rows)
+def warnings_of(runs: Sequence[Run]) -> list[str]:
+    warnings = []
+    for run in runs:
+        if run.status != "complete":
+            warnings.append(f"{run.label} is not complete: its status is {run.status}")
+    return warnings
 
 
-def first_of(cases: dict[tuple[str, str], None]) -> str:
-    return " ".join(next(iter(cases), ["none"]))
+def results_of_cases(base: Sequence[Run], test: Sequence[Run], design: Design) -> list[Result]:
+    """The times of every case; those that cannot be compared come last."""
+    base_cases = cases_of(base)
+    test_cases = cases_of(test)
+    if not base_cases.keys() & test_cases.keys():
+        examples = f"BASE has e.g. {first_of(base_cases)}; TEST {first_of(test_cases)}"
+        raise ValueError(f"no case is on both sides{nearest(base, test)}: {examples}")
+    results = []
+    for benchmark, form in base_cases | test_cases:
+        base_rows = rows_of_case(base, benchmark, form)
+        test_rows = rows_of_case(test, benchmark, form)
+        if all(is_bare(row) for row in base_rows + test_rows):
+            continue
+        result = times_of_case(benchmark, base_rows, test_rows, design)
+        results.append(result)
+    if not results:
+        raise ValueError("no case has a time or a metric, in BASE or in TEST")
+    benchmarks = {result.benchmark for result in results}
+    if len(benchmarks) > 1:
+        for result in results:
+            result.label = f"{result.benchmark}, {result.label}"
+    return sorted(results, key=lambda result: not result.measure)
+
+
+def cases_of(runs: Sequence[Run]) -> Cases:
+    """The cases that any of the runs has, in the order of the reports."""
+    cases: Cases = {}
+    for run in runs:
+        for form in run.rows:
+            cases[run.benchmark, form] = None
+    return cases
+
+
+def first_of(cases: Cases) -> str:
+    for benchmark, form in cases:
+        return f"{benchmark} {form}"
+    return "none"
 
 
 def rows_of_case(runs: Sequence[Run], benchmark: str, form: str) -> list[Row | None]:
@@ -139,23 +167,46 @@ def rows_of_case(runs: Sequence[Run], benchmark: str, form: str) -> list[Row | N
 def nearest(base: Sequence[Run], test: Sequence[Run]) -> str:
     """`; the nearest differ in dtype (fp32 in BASE, bf16 in TEST)`, or nothing."""
     differing = []
-    for (benchmark, ours), (other, theirs) in itertools.product(near(base), near(test)):
-        if benchmark == other:
-            names = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-            words = [f"{n} ({ours.get(n)} in BASE, {theirs.get(n)} in TEST)" for n in names]
-            differing.append(words)
+    for ours, theirs in itertools.product(near(base), near(test)):
+        if ours.benchmark == theirs.benchmark:
+            differing.append(differing_fields(ours.key, theirs.key))
     fewest = min(differing, key=len, default=[])
     return f"; the nearest differ in {', '.join(fewest)}" if fewest else ""
 
 
-def near(runs: Sequence[Run]) -> list[tuple[str, dict[str, Any]]]:
-    """The benchmark and the key of the first cases."""
-    cases = [(run.benchmark, row.key) for run in runs for row in run.rows.values()]
+def differing_fields(base: Key, test: Key) -> list[str]:
+    """`dtype (fp32 in BASE, bf16 in TEST)` for each field in which two keys differ."""
+    texts = []
+    for name in base | test:
+        ours = base.get(name)
+        theirs = test.get(name)
+        if ours != theirs:
+            texts.append(f"{name} ({ours} in BASE, {theirs} in TEST)")
+    return texts
+
+
+class Near(NamedTuple):
+    """A case that may be the nearest to one of the other side."""
+
+    benchmark: str
+    key: Key
+
+
+def near(runs: Sequence[Run]) -> list[Near]:
+    """The first cases of the runs."""
+    cases = []
+    for run in runs:
+        cases += [Near(run.benchmark, row.key) for row in run.rows.values()]
     return cases[:NEAR]
 
 
 def is_timed(row: Row | None) -> TypeGuard[Row]:
     return row is not None and row.time_s > 0
+
+
+def is_bare(row: Row | None) -> bool:
+    """Whether a case says that it passed and nothing else, as of a probe that looks at no rank."""
+    return row is None or (row.check == "passed" and not row.metrics and not row.times_s)
 
 
 def timed(rows: Rows) -> list[Row]:
@@ -179,9 +230,9 @@ def times_of_case(benchmark: str, base: Rows, test: Rows, design: Design) -> Res
         raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
     first = next(row for row in (*base, *test) if row)
     result = Result(benchmark, first.key, first.name)
-    notes = [why_untimed("BASE", base), why_untimed("TEST", test)]
-    result.reason = "; ".join(note for note in notes if note)
-    timed_base, timed_test = timed(base), timed(test)
+    result.reason = join_texts(why_untimed("BASE", base), why_untimed("TEST", test))
+    timed_base = timed(base)
+    timed_test = timed(test)
     if not timed_base or not timed_test:
         never_in_base = not any(base)
         result.verdict = "new" if timed_test or never_in_base else "missing"
@@ -191,16 +242,31 @@ def times_of_case(benchmark: str, base: Rows, test: Rows, design: Design) -> Res
         result.reason = f"different times were kept: {', '.join(measures)}"
         return result
     if design.paired:
-        pairs = [(a, b) for a, b in zip(base, test, strict=True) if is_timed(a) and is_timed(b)]
-        if not pairs:
+        timed_base, timed_test = timed_pairs(base, test)
+        if not timed_base:
             return result
-        timed_base = [a for a, _ in pairs]
-        timed_test = [b for _, b in pairs]
-        result.pair_ratios = [ratio_of(a, b, design.interleaved) for a, b in pairs]
+        for a, b in zip(timed_base, timed_test, strict=True):
+            ratio = ratio_of(a, b, design.interleaved)
+            result.pair_ratios.append(ratio)
     result.measure = measures[0]
     result.base_s = [row.time_s for row in timed_base]
     result.test_s = [row.time_s for row in timed_test]
     return result
+
+
+def join_texts(*texts: str) -> str:
+    """Those that say something."""
+    return "; ".join(text for text in texts if text)
+
+
+def timed_pairs(base: Rows, test: Rows) -> tuple[list[Row], list[Row]]:
+    """The rows of both sides, of the pairs in which both have a time."""
+    timed_base, timed_test = [], []
+    for a, b in zip(base, test, strict=True):
+        if is_timed(a) and is_timed(b):
+            timed_base.append(a)
+            timed_test.append(b)
+    return timed_base, timed_test
 
 
 def ratio_of(base: Row, test: Row, interleaved: bool) -> float:
@@ -210,11 +276,13 @@ def ratio_of(base: Row, test: Row, interleaved: bool) -> float:
     that were neighbours in time: a slow moment hits both blocks of a pair, or is an outlier.
     """
     if interleaved and has_blocks(base) and has_blocks(test):
-        # one run may have had more blocks than the other
-        blocks = np.array(list(zip(block_medians(base), block_medians(test), strict=False)))
-        if len(blocks) >= MIN_BLOCKS and blocks.min() > 0:
-            base_s, test_s = blocks.T
-            return float(np.exp(np.median(np.log(test_s / base_s))))
+        base_s = block_medians(base)
+        test_s = block_medians(test)
+        count = min(len(base_s), len(test_s))  # one run may have had more blocks than the other
+        base_s, test_s = base_s[:count], test_s[:count]
+        if count >= MIN_BLOCKS and base_s.min() > 0 and test_s.min() > 0:
+            logs = np.log(test_s / base_s)
+            return float(np.exp(np.median(logs)))
     return test.time_s / base.time_s
 
 
@@ -222,14 +290,18 @@ def has_blocks(row: Row) -> bool:
     return 0 < sum(row.rounds) == len(row.times_s)
 
 
-def block_medians(row: Row) -> list[Any]:
+def block_medians(row: Row) -> NDArray[np.float64]:
     """The median of each block of a run that took turns."""
     ends = np.cumsum(row.rounds)
-    return [np.median(block) for block in np.split(row.times_s, ends[:-1])]
+    blocks = np.split(row.times_s, ends[:-1])
+    return np.array([np.median(block) for block in blocks])
 
 
-def has_every_run(case: Result, base: Sequence[Run], test: Sequence[Run]) -> bool:
-    return len(case.base_s) == len(base) and len(case.test_s) == len(test)
+def has_every_run(case: Result, base: Sequence[Any], test: Sequence[Any]) -> bool:
+    """Whether a case has a time in each of these runs."""
+    if len(case.base_s) != len(base):
+        return False
+    return len(case.test_s) == len(test)
 
 
 def mean_of(cases: Sequence[Result]) -> Result | None:
@@ -248,7 +320,8 @@ def mean_of(cases: Sequence[Result]) -> Result | None:
 
 def geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:
     """The geometric mean of each column."""
-    means: list[float] = np.exp(np.log(rows).mean(axis=0)).tolist()
+    logs = np.log(rows).mean(axis=0)
+    means: list[float] = np.exp(logs).tolist()
     return means
 
 
@@ -261,31 +334,44 @@ def estimate(cases: list[Result], design: Design, control: Comparison | None = N
         return
     logs = logs_of(cases, design)
     if control:
-        use_noise_of(logs, logs_of(control_cases(cases, control), design))
-    log_ratio, error, freedom = logs["log_ratio"], logs["error"], logs["freedom"]
-    rate = design.error_rate
-    alike = (log_ratio == 0) & (error == 0)
-    logs["p"] = (2 * stdtr(freedom, -log_ratio.abs() / error)).mask(alike, 1.0)
-    largest_p = largest_discovery(logs["p"][freedom > 0], rate)
-    half = stdtrit(freedom, 1 - rate / 2) * error
-    logs["ratio"] = finite_exp(log_ratio)
-    logs["low"] = finite_exp(log_ratio - half)
-    logs["high"] = finite_exp(log_ratio + half)
-    logs["smallest_change"] = finite_exp(errors_to_show(freedom, rate) * error) - 1
+        like_with_like = control_cases(cases, control)
+        use_noise_of(logs, logs_of(like_with_like, design))
+    add_estimates(logs, design.error_rate)
+    p_values = logs["p"][logs["freedom"] > 0]
+    largest_p = largest_discovery(p_values, design.error_rate)
     widths = widths_of_runs(design)
     for case, row in zip(cases, logs.itertuples(), strict=True):
         case.ratio = row.ratio
         if row.freedom > 0:
-            case.interval, case.p = (row.low, row.high), row.p
-            # in standard deviations of a run
-            margin = log1p(design.margin) * sqrt(row.weight) / row.error if row.error else inf
+            case.interval = (row.low, row.high)
+            case.p = row.p
+            case.smallest_change = row.smallest_change
+            margin = inf  # in standard deviations of a run
+            if row.error:
+                margin = log1p(design.margin) * sqrt(row.weight) / row.error
             case.runs_needed = fewest_runs(widths["interval"], margin)
             case.runs_to_show = fewest_runs(widths["shown"], margin)
-            case.smallest_change = row.smallest_change
         case.verdict, why = judge(case, row.p <= largest_p, design.margin)
+        unused = ""
         if control and not row.uses_control:
-            why += f"{why and '; '}the control is not used: it lacks the case, or scatters less"
-        case.reason = "; ".join(text for text in (why, case.reason) if text)
+            unused = "the control is not used: it lacks the case, or scatters less"
+        case.reason = join_texts(why, unused, case.reason)
+
+
+def add_estimates(logs: pd.DataFrame, rate: float) -> None:
+    """Ratio, ends of its interval, p and the smallest change, as columns of `logs_of`'s table."""
+    log_ratio = logs["log_ratio"]
+    error = logs["error"]
+    freedom = logs["freedom"]
+    alike = (log_ratio == 0) & (error == 0)
+    p = 2 * stdtr(freedom, -log_ratio.abs() / error)
+    logs["p"] = p.mask(alike, 1.0)
+    half = stdtrit(freedom, 1 - rate / 2) * error
+    logs["ratio"] = finite_exp(log_ratio)
+    logs["low"] = finite_exp(log_ratio - half)
+    logs["high"] = finite_exp(log_ratio + half)
+    smallest = errors_to_show(freedom, rate) * error
+    logs["smallest_change"] = finite_exp(smallest) - 1
 
 
 def finite_exp(logs: "pd.Series[float]") -> "pd.Series[float]":
@@ -295,16 +381,20 @@ def finite_exp(logs: "pd.Series[float]") -> "pd.Series[float]":
 
 def control_cases(cases: Sequence[Result], control: Comparison) -> list[Result]:
     """The control's result for each case, without times where it has none."""
-    by_key = {(case.benchmark, canonical(case.key)): case for case in control.cases}
+    known = {}
+    for case in control.cases:
+        known[case.benchmark, canonical(case.key)] = case
     results = []
     for case in cases:
         lacking = Result(case.benchmark, case.key)
-        results.append(by_key.get((case.benchmark, canonical(case.key)), lacking))
-    if cases[-1].key:  # no mean
-        return results
-    runs = len(control.base)
-    of_mean = [r for r in results[:-1] if len(r.base_s) == runs and len(r.test_s) == runs]
-    return [*results[:-1], mean_of(of_mean) or results[-1]]
+        result = known.get((case.benchmark, canonical(case.key)), lacking)
+        results.append(result)
+    has_mean = not cases[-1].key
+    if has_mean:
+        *of_cases, lacking = results
+        in_every_run = [r for r in of_cases if has_every_run(r, control.base, control.test)]
+        return [*of_cases, mean_of(in_every_run) or lacking]
+    return results
 
 
 def use_noise_of(logs: pd.DataFrame, control: pd.DataFrame) -> None:
@@ -313,17 +403,21 @@ def use_noise_of(logs: pd.DataFrame, control: pd.DataFrame) -> None:
     Not where the runs scatter more than those of the control, by an F test at 5 %: then the control
     is no example of them. The new column `uses_control` tells.
     """
+    weight = logs["weight"]
     freedom = logs["freedom"].clip(lower=0)
-    variance = (logs["error"] ** 2 / logs["weight"]).where(freedom > 0, 0)
+    variance = logs["error"] ** 2 / weight
+    variance = variance.where(freedom > 0, 0)
     control_freedom = control["freedom"].clip(lower=0)
     control_variance = control["error"] ** 2 / control["weight"]
-    limit = fdtri(freedom.clip(lower=1), control_freedom, 1 - ALPHA) * control_variance
-    logs["uses_control"] = (control_freedom > 0) & (variance <= limit)
+    largest_ratio = fdtri(freedom.clip(lower=1), control_freedom, 1 - ALPHA)
+    scatters_alike = variance <= largest_ratio * control_variance
+    uses_control = (control_freedom > 0) & scatters_alike
     both = freedom + control_freedom
-    pooled = (freedom * variance + control_freedom * control_variance) / both
-    error = np.sqrt(pooled * logs["weight"])
-    logs["error"] = logs["error"].mask(logs["uses_control"], error)
-    logs["freedom"] = logs["freedom"].mask(logs["uses_control"], both)
+    squares = freedom * variance + control_freedom * control_variance
+    error = np.sqrt(squares / both * weight)
+    logs["error"] = logs["error"].mask(uses_control, error)
+    logs["freedom"] = logs["freedom"].mask(uses_control, both)
+    logs["uses_control"] = uses_control
 
 
 def errors_to_show(freedom: Any, rate: float) -> Any:
@@ -334,26 +428,33 @@ def errors_to_show(freedom: Any, rate: float) -> Any:
     normal: c = t + z * sqrt(1 + (c^2 + t^2) / (2 * freedom)), a quadratic equation.
     """
     t = stdtrit(freedom, 1 - rate / 2)
+    t2 = t**2
     z2 = ndtri(POWER) ** 2
     a = 1 - z2 / (2 * freedom)
-    b = z2 * (1 + t**2 / (2 * freedom)) - t**2
-    return (t + np.sqrt(t**2 + a * b)) / a
+    b = z2 * (1 + t2 / (2 * freedom)) - t2
+    root = np.sqrt(t2 + a * b)
+    return (t + root) / a
 
 
 def fewest_runs(widths: NDArray[np.float64], margin: float) -> int | None:
     """The smallest number of runs whose width is within the margin; None where none is."""
     enough = np.flatnonzero(widths <= margin)
-    return MIN_RUNS + int(enough[0]) if len(enough) else None
+    if not len(enough):
+        return None
+    return MIN_RUNS + int(enough[0])
 
 
 def logs_of(cases: Sequence[Result], design: Design) -> pd.DataFrame:
     """What Student's t needs, a row a case."""
-    return logs_in_pairs(cases) if design.paired else logs_of_two_sides(cases, design)
+    if design.paired:
+        return logs_in_pairs(cases)
+    return logs_of_two_sides(cases, design)
 
 
 def logs_of_cases(samples: Sequence[Sequence[float]]) -> pd.DataFrame:
     """The logarithms, a row a case; shorter rows are padded with NaN."""
-    return np.log(pd.DataFrame([dict(enumerate(values)) for values in samples]))
+    rows = [dict(enumerate(values)) for values in samples]
+    return np.log(pd.DataFrame(rows))
 
 
 def logs_in_pairs(cases: Sequence[Result]) -> pd.DataFrame:
@@ -364,8 +465,13 @@ def logs_in_pairs(cases: Sequence[Result]) -> pd.DataFrame:
     """
     d = logs_of_cases([case.pair_ratios for case in cases])
     n = d.count(axis=1)
-    columns = {"log_ratio": d.mean(axis=1), "error": d.sem(axis=1)}
-    return pd.DataFrame(columns | {"freedom": n - 1.0, "weight": 1 / n})
+    columns = {
+        "log_ratio": d.mean(axis=1),
+        "error": d.sem(axis=1),
+        "freedom": n - 1.0,
+        "weight": 1 / n,
+    }
+    return pd.DataFrame(columns)
 
 
 def logs_of_two_sides(cases: Sequence[Result], design: Design) -> pd.DataFrame:
@@ -388,15 +494,19 @@ def logs_of_two_sides(cases: Sequence[Result], design: Design) -> pd.DataFrame:
     s = base_squares / (m - 1) / m  # squared errors of the means
     t = test_squares / (n - 1) / n
     welch_error = np.sqrt(s + t)
-    welch_freedom = (s + t) ** 2 / (s**2 / (m - 1) + t**2 / (n - 1))
+    scatter = s**2 / (m - 1) + t**2 / (n - 1)  # of the squared error, by which it is uncertain
+    welch_freedom = (s + t) ** 2 / scatter
     level = 1 - design.error_rate / 2
     half = stdtrit(freedom, level) * error
     welch_half = stdtrit(welch_freedom, level) * welch_error
     is_wider = (m != n) & (welch_half > half)
-    columns = {"log_ratio": y.mean(axis=1) - x.mean(axis=1)}
-    columns["error"] = error.mask(is_wider, welch_error)
-    columns["freedom"] = freedom.mask(is_wider, welch_freedom)
-    return pd.DataFrame(columns | {"weight": weight})
+    columns = {
+        "log_ratio": y.mean(axis=1) - x.mean(axis=1),
+        "error": error.mask(is_wider, welch_error),
+        "freedom": freedom.mask(is_wider, welch_freedom),
+        "weight": weight,
+    }
+    return pd.DataFrame(columns)
 
 
 def widths_of_runs(design: Design) -> dict[str, NDArray[np.float64]]:
@@ -408,9 +518,11 @@ def widths_of_runs(design: Design) -> dict[str, NDArray[np.float64]]:
     sides = 1 if design.paired else 2
     freedom = sides * (runs - 1)
     error = np.sqrt(sides / runs)
-    interval = stdtrit(freedom, 1 - design.error_rate / 2) * error
-    shown = errors_to_show(freedom, design.error_rate) * error
-    return {"interval": interval, "shown": shown}
+    rate = design.error_rate
+    return {
+        "interval": stdtrit(freedom, 1 - rate / 2) * error,
+        "shown": errors_to_show(freedom, rate) * error,
+    }
 
 
 def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
@@ -422,7 +534,8 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
         why = "one run a side: how much runs differ is unknown; measure several, better 6"
         return "undecided", why
     low, high = case.interval
-    least, most = 1 / (1 + margin), 1 + margin
+    most = 1 + margin
+    least = 1 / most
     if least <= low and high <= most:
         return "same", ""
     if is_discovery and case.ratio > most:
@@ -443,5 +556,7 @@ def largest_discovery(p_values: ArrayLike, rate: float) -> float:
     J. R. Statist. Soc. B 57, 1995.
     """
     p = np.sort(p_values)
-    limits = rate * np.arange(1, len(p) + 1) / max(1, len(p))
-    return float(p[p <= limits].max(initial=-1))
+    count = len(p)
+    limits = rate * np.arange(1, count + 1) / max(1, count)
+    discoveries = p[p <= limits]
+    return float(discoveries.max(initial=-1))

@@ -298,14 +298,20 @@ def replay(key: Key, updates: list[Update]) -> dict[str, torch.Tensor]:
     models = [copy.deepcopy(model) for _ in trainers]
     for update in updates:
         members = update["trainers"]
-        rows = [gradients_of(models[trainer], next(batches[trainer])) for trainer in members]
+        rows = []
+        for trainer in members:
+            batch = next(batches[trainer])
+            rows.append(gradients_of(models[trainer], batch))
         for parameter, *gradients in zip(model.parameters(), *rows, strict=True):
             parameter.grad = torch.stack(gradients).mean(dim=0)
         optimizer.step()
         for trainer in members:
             models[trainer] = copy.deepcopy(model)
-    named = {f"trainer{trainer}": models[trainer] for trainer in trainers} | {"server0": model}
-    return {name: flat(module.parameters()) for name, module in named.items()}
+    parameters = {}
+    for trainer in trainers:
+        parameters[f"trainer{trainer}"] = flat(models[trainer].parameters())
+    parameters["server0"] = flat(model.parameters())
+    return parameters
 
 
 # -- what rank 0 makes of it -----------------------------------------------------------------------

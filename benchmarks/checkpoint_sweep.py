@@ -201,7 +201,9 @@ class Training:
     """A decoder under its strategy, AdamW, and a batch that differs by rank. On all ranks."""
 
     def __init__(self, key: Key, bench: Benchmark, group: Group) -> None:
-        self.control, self.device, self.mode = group.control, bench.job.device, key["mode"]
+        self.control = group.control
+        self.device = bench.job.device
+        self.mode = key["mode"]
         self.announce = bench.watchdog.phase
         # a save has collectives, too, which must not meet those of the steps beside it
         self.saves = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER))
@@ -221,7 +223,8 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         texts = random_text(DECODERS[key["model"]], key["batch_size"], seed=bench.job.rank)
         length = CPU_TOKENS if self.device.type == "cpu" else None
-        self.tokens, self.targets = (text[:, :length].to(self.device) for text in texts)
+        shorter = [text[:, :length] for text in texts]
+        self.tokens, self.targets = (text.to(self.device) for text in shorter)
         self.stager: DefaultStager | None = None  # of `async_save`
         # what the newest save should hold of this rank's part
         self.saved = [part.to("cpu", copy=True) for part in self.local_bytes()]
@@ -465,14 +468,16 @@ def column(facts: list[Facts], what: str, name: str) -> Any:
 def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     """Fill in the metrics and the check. The slowest rank counts in each save and load."""
     shards = np.array([fact["shard_bytes"] for fact in facts])
-    m, every_s = case.metrics, case.key["every_s"]
+    is_sharded = case.key["strategy"] == "fsdp2"
+    every_s = case.key["every_s"]
+    m = case.metrics
     m["blocked_s"] = times.p50("blocked")
     m["upload_s"] = times.p50("upload")
     m["stall_s"], m["stall_ci95_s"] = times.exposed("alone")
     first_save = max(fact["first"].save for fact in facts)
     first_alone = max(fact["first"].alone for fact in facts)
     m["first_extra_s"] = first_save - first_alone - m["stall_s"]
-    m["state_bytes"] = int(shards.sum() if case.key["strategy"] == "fsdp2" else shards.max())
+    m["state_bytes"] = int(shards.sum() if is_sharded else shards.max())
     m["write_gb_per_s"] = m["state_bytes"] / m["upload_s"] / 1e9
     unsynced_s = column(facts, "unsynced", "upload").max(axis=0)
     m["fsync_factor"] = m["upload_s"] / np.median(unsynced_s)
@@ -486,7 +491,8 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     m |= load_metrics(facts, m["state_bytes"])
     last_read = column(facts, "warm", "read_bytes")[:, -1]
     m["read_over_shard"] = (last_read / shards).max()
-    m["flipped_bit"] = "noticed" if any(fact["noticed"] for fact in facts) else "not noticed"
+    is_noticed = any(fact["noticed"] for fact in facts)
+    m["flipped_bit"] = "noticed" if is_noticed else "not noticed"
     case.check = verdict(changed_state(case.ranks, facts))
 
 

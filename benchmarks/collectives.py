@@ -52,8 +52,16 @@ TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", 
 ALIASES = {"float": "float32", "half": "float16", "double": "float64"}  # nccl-tests' names
 OPS = dist.ReduceOp
 REDOPS = {"sum": OPS.SUM, "avg": OPS.AVG, "min": OPS.MIN, "max": OPS.MAX, "prod": OPS.PRODUCT}
-ACROSS: dict[str, Any] = {"rank0": lambda rows, axis: rows[0], "avg": np.mean, "min": np.min}
-ACROSS |= {"max": np.max, "0": ACROSS["rank0"], "1": np.mean, "2": np.min, "3": np.max}
+ACROSS: dict[str, Any] = {  # the numbers are nccl-tests' names
+    "rank0": lambda rows, axis: rows[0],
+    "avg": np.mean,
+    "min": np.min,
+    "max": np.max,
+    "0": lambda rows, axis: rows[0],
+    "1": np.mean,
+    "2": np.min,
+    "3": np.max,
+}
 COLD_BYTES = 2**28  # calls walk through so much memory: more than caches hold
 LARGEST_BLOCK = 4096  # buffers that calls walk through at most
 ALIGNMENT = 64  # elements: every buffer begins at a multiple of it
@@ -63,6 +71,8 @@ SAMPLE_BYTES = {"cpu": 2**22, "cuda": 2**32}  # a sample of large sizes has fewe
 LARGEST_SIZE = {"cpu": 2**26, "cuda": 2**30}  # -e by default
 LATE_S = 0.02  # one rank comes so late to the barrier that is checked
 VARIANTS = ("out_of_place", "in_place")
+IN_PLACE_FIRST = ("in_place", "out_of_place")
+OUT_OF_PLACE = ("out_of_place",)
 MAX_SIZES = 10_000  # of a table
 PIECE = 16  # bytes: what --skew sends from rank to rank is a multiple of it
 SEED = 40  # of the order in which --skew makes the ranks popular
@@ -85,17 +95,30 @@ class Place(NamedTuple):
     splits: tuple[Any, Any]  # with a matrix: what comes from each rank, what goes to each
     counts: Tensor | None  # with --counts: what goes to each rank, to be sent before the data
 
+    @property
+    def is_root(self) -> bool:
+        return self.rank == self.root
+
+
+class Piece(NamedTuple):
+    """Values that must have come, one after the other."""
+
+    sender: int | None  # None for a reduction
+    first: int  # the position of the first value in what the sender brought
+    length: int
+
 
 class Operation(NamedTuple):
-    sends: int  # 1: as many elements as a rank brings. N: a part for each rank
-    receives: int
-    bus: Callable[[int], float]  # busbw / algbw of n ranks: nccl-tests' doc/PERFORMANCE.md
-    variants: tuple[str, ...]  # the first one is torch's own
-    options: str  # -o for a reduction, -r for a root
     call: Callable[[Tensor, Tensor, Place], object]  # input, output
-    # the pieces that must have come, in order: the rank that sent the piece, or None for a
-    # reduction; the position of its first value; how many values it has
-    expected: Callable[[Place], list[tuple[int | None, int, int]]]
+    expected: Callable[[Place], list[Piece]]  # in the order of the output
+    bus: Callable[[int], float]  # busbw / algbw of n ranks: nccl-tests' doc/PERFORMANCE.md
+    sends: int = 1  # 1: as many elements as a rank brings. N: a part for each rank
+    receives: int = 1
+    variants: tuple[str, ...] = VARIANTS  # the first one is torch's own
+    options: str = ""  # -o for a reduction, -r for a root
+
+
+# -- calls -----------------------------------------------------------------------------------------
 
 
 def copied(src: Tensor, dst: Tensor, brings: bool = True) -> Tensor:
@@ -108,13 +131,17 @@ def copied(src: Tensor, dst: Tensor, brings: bool = True) -> Tensor:
 
 def parts(buffer: Tensor, at: Place) -> list[Tensor] | None:
     """A part for each rank; only the root has them."""
-    return list(buffer.chunk(at.n)) if at.rank == at.root else None
+    if not at.is_root:
+        return None
+    return list(buffer.chunk(at.n))
 
 
 def ring(src: Tensor, dst: Tensor, at: Place) -> None:
     """Send to the next rank, receive from the one before."""
-    send = dist.P2POp(dist.isend, src, group=at.group, group_peer=(at.rank + 1) % at.n)
-    recv = dist.P2POp(dist.irecv, dst, group=at.group, group_peer=(at.rank - 1) % at.n)
+    following = (at.rank + 1) % at.n
+    before = (at.rank - 1) % at.n
+    send = dist.P2POp(dist.isend, src, group=at.group, group_peer=following)
+    recv = dist.P2POp(dist.irecv, dst, group=at.group, group_peer=before)
     for work in dist.batch_isend_irecv([send, recv]):
         work.wait()
 
@@ -130,40 +157,127 @@ def all_to_all(src: Tensor, dst: Tensor, at: Place) -> None:
     dist.all_to_all_single(dst, src, comes, goes, group=at.group)
 
 
-# fmt: off
+def broadcast(src: Tensor, dst: Tensor, at: Place) -> None:
+    buffer = copied(src, dst, at.is_root)
+    dist.broadcast(buffer, group=at.group, group_src=at.root)
+
+
+def barrier(src: Tensor, dst: Tensor, at: Place) -> None:
+    devices = [src.get_device()] if src.is_cuda else None
+    dist.barrier(at.group, device_ids=devices)
+
+
+# -- what must have come ---------------------------------------------------------------------------
+
+
+def the_reduction(at: Place) -> list[Piece]:
+    return [Piece(None, 0, at.elements)]
+
+
+def my_part_of_the_reduction(at: Place) -> list[Piece]:
+    return [Piece(None, at.rank * at.elements, at.elements)]
+
+
+def what_each_brings(at: Place) -> list[Piece]:
+    return [Piece(rank, 0, at.elements) for rank in range(at.n)]
+
+
+def my_part_of_each(at: Place) -> list[Piece]:
+    pieces = []
+    for sender, row in enumerate(at.matrix):
+        first = sum(row[: at.rank])
+        pieces.append(Piece(sender, first, row[at.rank]))
+    return pieces
+
+
+# -- busbw / algbw ---------------------------------------------------------------------------------
+
+
+def without_my_part(n: int) -> float:
+    """A rank has one of the n parts already."""
+    return (n - 1) / n
+
+
+def as_it_is(n: int) -> float:
+    return 1.0
+
+
 OPERATIONS = {
-    "all_reduce": Operation(1, 1, lambda n: 2 * (n - 1) / n, VARIANTS[::-1], "-o",
-        lambda s, d, at: dist.all_reduce(copied(s, d), at.op, at.group),
-        lambda at: [(None, 0, at.elements)]),
-    "all_gather": Operation(1, N, lambda n: (n - 1) / n, VARIANTS, "",
-        lambda s, d, at: dist.all_gather_into_tensor(d, s, at.group),
-        lambda at: [(rank, 0, at.elements) for rank in range(at.n)]),
-    "reduce_scatter": Operation(N, 1, lambda n: (n - 1) / n, VARIANTS, "-o",
-        lambda s, d, at: dist.reduce_scatter_tensor(d, s, at.op, at.group),
-        lambda at: [(None, at.rank * at.elements, at.elements)]),
-    "all_to_all": Operation(N, N, lambda n: (n - 1) / n, VARIANTS[:1], "",
-        all_to_all,
-        lambda at: [(s, sum(row[: at.rank]), row[at.rank]) for s, row in enumerate(at.matrix)]),
-    "broadcast": Operation(1, 1, lambda n: 1.0, VARIANTS[::-1], "-r",
-        lambda s, d, at: dist.broadcast(
-            copied(s, d, at.rank == at.root), group=at.group, group_src=at.root),
-        lambda at: [(at.root, 0, at.elements)]),
-    "reduce": Operation(1, 1, lambda n: 1.0, VARIANTS[::-1], "-o -r",
-        lambda s, d, at: dist.reduce(copied(s, d), op=at.op, group=at.group, group_dst=at.root),
-        lambda at: [(None, 0, at.elements)] if at.rank == at.root else []),
-    "gather": Operation(1, N, lambda n: (n - 1) / n, VARIANTS, "-r",
-        lambda s, d, at: dist.gather(s, parts(d, at), group=at.group, group_dst=at.root),
-        lambda at: [(rank, 0, at.elements) for rank in range(at.n) if at.rank == at.root]),
-    "scatter": Operation(N, 1, lambda n: (n - 1) / n, VARIANTS, "-r",
-        lambda s, d, at: dist.scatter(d, parts(s, at), group=at.group, group_src=at.root),
-        lambda at: [(at.root, at.rank * at.elements, at.elements)]),
-    "sendrecv": Operation(1, 1, lambda n: 1.0, VARIANTS[:1], "", ring,
-        lambda at: [((at.rank - 1) % at.n, 0, at.elements)]),
-    "barrier": Operation(1, 1, lambda n: 0.0, VARIANTS[:1], "",
-        lambda s, d, at: dist.barrier(at.group, device_ids=[s.get_device()] if s.is_cuda else None),
-        lambda at: []),
+    "all_reduce": Operation(
+        call=lambda src, dst, at: dist.all_reduce(copied(src, dst), at.op, at.group),
+        expected=the_reduction,
+        bus=lambda n: 2 * without_my_part(n),
+        variants=IN_PLACE_FIRST,
+        options="-o",
+    ),
+    "all_gather": Operation(
+        call=lambda src, dst, at: dist.all_gather_into_tensor(dst, src, at.group),
+        expected=what_each_brings,
+        bus=without_my_part,
+        receives=N,
+    ),
+    "reduce_scatter": Operation(
+        call=lambda src, dst, at: dist.reduce_scatter_tensor(dst, src, at.op, at.group),
+        expected=my_part_of_the_reduction,
+        bus=without_my_part,
+        sends=N,
+        options="-o",
+    ),
+    "all_to_all": Operation(
+        call=all_to_all,
+        expected=my_part_of_each,
+        bus=without_my_part,
+        sends=N,
+        receives=N,
+        variants=OUT_OF_PLACE,
+    ),
+    "broadcast": Operation(
+        call=broadcast,
+        expected=lambda at: [Piece(at.root, 0, at.elements)],
+        bus=as_it_is,
+        variants=IN_PLACE_FIRST,
+        options="-r",
+    ),
+    "reduce": Operation(
+        call=lambda src, dst, at: dist.reduce(
+            copied(src, dst), op=at.op, group=at.group, group_dst=at.root
+        ),
+        expected=lambda at: the_reduction(at) if at.is_root else [],
+        bus=as_it_is,
+        variants=IN_PLACE_FIRST,
+        options="-o -r",
+    ),
+    "gather": Operation(
+        call=lambda src, dst, at: dist.gather(
+            src, parts(dst, at), group=at.group, group_dst=at.root
+        ),
+        expected=lambda at: what_each_brings(at) if at.is_root else [],
+        bus=without_my_part,
+        receives=N,
+        options="-r",
+    ),
+    "scatter": Operation(
+        call=lambda src, dst, at: dist.scatter(
+            dst, parts(src, at), group=at.group, group_src=at.root
+        ),
+        expected=lambda at: [Piece(at.root, at.rank * at.elements, at.elements)],
+        bus=without_my_part,
+        sends=N,
+        options="-r",
+    ),
+    "sendrecv": Operation(
+        call=ring,
+        expected=lambda at: [Piece((at.rank - 1) % at.n, 0, at.elements)],
+        bus=as_it_is,
+        variants=OUT_OF_PLACE,
+    ),
+    "barrier": Operation(
+        call=barrier,
+        expected=lambda at: [],
+        bus=lambda n: 0.0,
+        variants=OUT_OF_PLACE,
+    ),
 }
-# fmt: on
 
 
 def why_not_measured(key: Key) -> str | None:
@@ -251,7 +365,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--expected", action="store_true", help="adds the time that NCCL itself expects of a call")
     text = "fail if busbw at large sizes is under 0.9 of this"
     add("--min-busbw", type=rate, metavar="GB/s", help=text)
-    cli.add_common_flags(parser, min_iters=12, max_seconds=0.2)
+    backends = "gloo, nccl, ucc or mpi; several are measured in turn, e.g. gloo,ucc"
+    cli.add_common_flags(
+        parser, min_iters=12, max_seconds=0.2, backends=backends, backend=cli.several_backends
+    )
     args = parser.parse_args(argv)
     if problem := contradiction(args):
         parser.error(problem)
@@ -276,7 +393,10 @@ def read_matrix(path: str, n: int) -> Matrix:
 
 def digest_of(matrix: Matrix) -> str | bool:
     """Which --matrix it is; False, as in older reports, where there is none."""
-    return hashlib.sha256(repr(matrix).encode()).hexdigest()[:12] if matrix else False
+    if not matrix:
+        return False
+    text = repr(matrix)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def popularity(n: int, alpha: float) -> np.ndarray:
@@ -289,19 +409,24 @@ def popularity(n: int, alpha: float) -> np.ndarray:
 
 def skewed_row(pieces: int, n: int, alpha: float) -> list[int]:
     """How many of its pieces a rank sends to each of n ranks. All ranks send alike."""
-    bounds = np.rint(np.cumsum(popularity(n, alpha)) * pieces).astype(int)
-    return np.diff(bounds, prepend=0).tolist()
+    bounds = np.cumsum(popularity(n, alpha)) * pieces
+    whole_bounds = np.rint(bounds).astype(int)
+    return np.diff(whole_bounds, prepend=0).tolist()
 
 
 def names_of(args: argparse.Namespace) -> list[str]:
     """The collectives that are asked for."""
-    return ["all_to_all"] if args.matrix or args.skew else args.collective or ["all_reduce"]
+    if args.matrix or args.skew:
+        return ["all_to_all"]
+    return args.collective or ["all_reduce"]
 
 
 def range_of(args: argparse.Namespace, matrix: Matrix, device: str) -> tuple[int, int]:
     """The smallest and the largest size in bytes. device: its type."""
     if matrix:  # the size is that of the rank with the most to send or to receive
-        most = max(int(np.sum(matrix, axis).max()) for axis in (0, 1))
+        received = np.sum(matrix, axis=0)
+        sent = np.sum(matrix, axis=1)
+        most = int(max(received.max(), sent.max()))
         return most, most
     return args.minbytes, max(args.minbytes, args.maxbytes or LARGEST_SIZE[device])
 
@@ -347,11 +472,14 @@ def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> di
     fixed |= {"counts": True} if args.counts else {}
     most_calls = args.calls or MOST_CALLS
     tables = dict[str, list[Key]]()
-    for name, dtype, redop in itertools.product(names_of(args), args.datatype, args.op):
+    backends = cli.backends_of(place["backend"])
+    lists = (names_of(args), args.datatype, args.op, backends)
+    for name, dtype, redop, backend in itertools.product(*lists):
         operation = OPERATIONS[name]
+        has_data = name != "barrier"
         table = {
             "collective": name,
-            "dtype": "none" if name == "barrier" else dtype,
+            "dtype": dtype if has_data else "none",
             "redop": redop if "-o" in operation.options else "none",
             "root": args.root if "-r" in operation.options else -1,
         }
@@ -359,14 +487,17 @@ def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> di
         if N in (operation.sends, operation.receives) and not matrix:
             unit *= ranks
         title = f"# {name} {table['dtype']} {table['redop']}".replace(" none", "")
-        title = f"{title}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})"
-        if args.skew:
-            for alpha in args.skew:
-                rows = skewed_sizes(sizes, dtype, ranks, alpha, most_calls, place)
-                tables[f"{title}, skew {alpha:g}"] = [table | fixed | row for row in rows]
-            continue
-        rows = sizes_and_calls(sizes if name != "barrier" else [], unit, most_calls, place)
-        tables[title] = [table | row | fixed for row in rows]
+        noun = "ranks" if ranks > 1 else "rank"
+        title = f"{title}, {args.groups} ({ranks} {noun})"
+        if len(backends) > 1:
+            title += f", {backend}"
+        fixed["backend"] = backend
+        for alpha in args.skew:
+            rows = skewed_sizes(sizes, dtype, ranks, alpha, most_calls, place)
+            tables[f"{title}, skew {alpha:g}"] = [table | fixed | row for row in rows]
+        if not args.skew:
+            rows = sizes_and_calls(sizes if has_data else [], unit, most_calls, place)
+            tables[title] = [table | row | fixed for row in rows]
     return tables
 
 
@@ -379,11 +510,15 @@ def skewed_sizes(
     the most popular rank receives, and count the elements that each rank sends.
     """
     rows = list[Key]()
-    for pieces in dict.fromkeys(max(1, size // (PIECE * n)) * n for size in sizes):
-        row = skewed_row(pieces, n, alpha)
-        [key] = sizes_and_calls([max(row) * n * PIECE], 1, most_calls, place)
-        key["count"] = pieces * PIECE // getattr(torch, dtype).itemsize
-        rows.append(key | {"skew": alpha, "matrix": digest_of([row])})
+    pieces_to_each = dict.fromkeys(max(1, size // (PIECE * n)) for size in sizes)
+    for pieces in pieces_to_each:
+        row = skewed_row(pieces * n, n, alpha)
+        most_received = max(row) * n * PIECE
+        [key] = sizes_and_calls([most_received], 1, most_calls, place)
+        key["count"] = pieces * n * PIECE // getattr(torch, dtype).itemsize
+        key["skew"] = alpha
+        key["matrix"] = digest_of([row])
+        rows.append(key)
     return rows
 
 
@@ -436,26 +571,27 @@ def build(job: Job, matrix: Matrix, args: argparse.Namespace, key: Key, group: G
     steps = dict[str, Step]()
     for variant in operation.variants:  # in this order on all ranks: a graph is run when it is made
         steps[variant] = step_of(key, at, buffers[variant], key["calls"])
+    step = steps.pop(operation.variants[0])
     calls = key["calls"]
     if not (args.calls or calls == 1 or key["cudagraph"]):  # a graph has as many as were captured
-        calls = calls_of_a_sample(steps[operation.variants[0]], calls, job.device, group)
-
+        calls = calls_of_a_sample(step, calls, job.device, group)
     expected = None
     if args.expected and not key["cudagraph"]:
-        expected = expected_s(steps[operation.variants[0]], group.test, job.device)
+        expected = expected_s(step, group.test, job.device)
 
     def facts() -> dict[str, Any]:
         """Calls in a sample, the expected time, and the wrong values of each variant."""
         counts: dict[str, Any] = {"calls": calls, "expected_s": expected}
         for variant in operation.variants:
+            checked = buffers[variant][:calls]
             counts[variant] = 0
             for _ in range(args.check):
-                counts[variant] += count_wrong(key, at, buffers[variant][:calls], job, group)
+                counts[variant] += count_wrong(key, at, checked, job, group)
         return counts
 
     host_waits = key["blocking"] == "1" or key["collective"] == "barrier" or "counts" in key
     return Workload(
-        steps.pop(operation.variants[0]),
+        step,
         steps,
         calls=calls * max(1, key["cudagraph"]),
         facts=facts,
@@ -469,7 +605,8 @@ def calls_of_a_sample(step: Step, most: int, device: torch.device, group: Group)
     times, _ = time_block(step, 3, device)
     slowest = torch.tensor(min(times), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group.control)
-    return max(1, min(most, round(SAMPLE_S / slowest.item())))
+    calls = round(SAMPLE_S / slowest.item())
+    return max(1, min(most, calls))
 
 
 def dtype_of(key: Key) -> torch.dtype:
@@ -478,21 +615,33 @@ def dtype_of(key: Key) -> torch.dtype:
 
 def place_of(key: Key, matrix: Matrix, group: Group, device: torch.device) -> Place:
     """What this rank has to know for its calls. matrix: of --matrix, in bytes."""
-    rank, n, count = dist.get_rank(group.test), key["group_ranks"], key["count"]
-    elements: Matrix = [[count] * n] * n
+    rank = dist.get_rank(group.test)
+    n = key["group_ranks"]
+    elements = elements_of(key, matrix)
     splits: tuple[Any, Any] = (None, None)
+    counts = None
+    if matrix or "skew" in key:
+        comes = [row[rank] for row in elements]
+        goes = elements[rank]
+        splits = (comes, goes)
+        if "counts" in key:
+            counts = torch.tensor(goes, device=device)
+    root = max(0, key["root"])
+    op = REDOPS.get(key["redop"])
+    return Place(group.test, rank, n, root, op, key["count"], elements, splits, counts)
+
+
+def elements_of(key: Key, matrix: Matrix) -> Matrix:
+    """How many elements go from each rank to each rank. matrix: of --matrix, in bytes."""
+    n = key["group_ranks"]
+    count = key["count"]
     itemsize = dtype_of(key).itemsize
     if "skew" in key:
         row = skewed_row(count * itemsize // PIECE, n, key["skew"])
-        elements = [[pieces * PIECE // itemsize for pieces in row]] * n
-    elif matrix:
-        elements = (np.array(matrix) // itemsize).tolist()
-    counts = None
-    if matrix or "skew" in key:
-        splits = ([row[rank] for row in elements], elements[rank])
-        counts = torch.tensor(splits[1], device=device) if "counts" in key else None
-    root, op = max(0, key["root"]), REDOPS.get(key["redop"])
-    return Place(group.test, rank, n, root, op, count, elements, splits, counts)
+        return [[pieces * PIECE // itemsize for pieces in row]] * n
+    if matrix:
+        return (np.array(matrix) // itemsize).tolist()
+    return [[count] * n] * n
 
 
 @lru_cache(maxsize=1)
@@ -504,34 +653,44 @@ def cold_memory(device: torch.device) -> Tensor:
 
 def make_buffers(key: Key, at: Place, device: torch.device) -> dict[str, Buffers]:
     """Inputs and outputs for each variant. Cold ones are spread over COLD_BYTES."""
-    operation, dtype, count = OPERATIONS[key["collective"]], dtype_of(key), key["count"]
+    operation = OPERATIONS[key["collective"]]
+    dtype = dtype_of(key)
+    count = key["count"]
     sent = count if operation.sends else sum(at.matrix[at.rank])
     received = count if operation.receives else sum(row[at.rank] for row in at.matrix)
-    second = -(-sent // ALIGNMENT) * ALIGNMENT  # where the output begins, rounded up
+    second = aligned(sent)  # where the output begins
     shift = key.get("unalign", 0)
     needed = shift + max(second + received, 2 * count, 1)
-    stride = -(-needed // ALIGNMENT) * ALIGNMENT
+    stride = aligned(needed)
     length = 0
     if key["caches"] == "cold":
         length = COLD_BYTES // dtype.itemsize
         stride = max(stride, length // LARGEST_BLOCK // ALIGNMENT * ALIGNMENT)
     rows = max(1, length // stride)
     if rows * stride <= length:
-        block = cold_memory(device).view(dtype)[: rows * stride].view(rows, stride)
+        memory_of_dtype = cold_memory(device).view(dtype)
+        block = memory_of_dtype[: rows * stride].view(rows, stride)
     else:
         block = torch.empty(rows, stride, dtype=dtype, device=device)
     block[:, :needed].fill_(1)
     block = block[:, shift:]
-    # in one call for all rows: to cut them one by one takes longer than a small case
-    out_of_place = zip(
-        block[:, :sent].unbind(), block[:, second : second + received].unbind(), strict=True
-    )
-    my_part = slice(at.rank * count, (at.rank + 1) * count)
+    src = block[:, :sent]
+    dst = block[:, second : second + received]
     larger = block[:, : max(sent, received)]
-    src = larger[:, my_part] if sent < received else larger
-    dst = larger[:, my_part] if sent > received else larger
-    in_place = zip(src.unbind(), dst.unbind(), strict=True)
-    return {"out_of_place": list(out_of_place), "in_place": list(in_place)}
+    my_part = larger[:, at.rank * count : (at.rank + 1) * count]
+    src_in_place = my_part if sent < received else larger
+    dst_in_place = my_part if sent > received else larger
+    return {"out_of_place": cut(src, dst), "in_place": cut(src_in_place, dst_in_place)}
+
+
+def aligned(elements: int) -> int:
+    """As many, rounded up."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def cut(src: Tensor, dst: Tensor) -> Buffers:
+    """The rows of both, [rows, elements]. To cut them one by one takes longer than a small case."""
+    return list(zip(src.unbind(), dst.unbind(), strict=True))
 
 
 def step_of(key: Key, at: Place, buffers: Buffers, calls_in_graph: int) -> Step:
@@ -565,21 +724,23 @@ def count_wrong(key: Key, at: Place, checked: Buffers, job: Job, group: Group) -
     if key["collective"] == "barrier":
         dist.barrier(group.control)
         return count_missed(step, at, job)
+    redop = key["redop"]
     for src, dst in checked:
         patterns.blank(dst)
-        patterns.fill(src, patterns.tile(at.rank, key["redop"], at.n))
+        patterns.fill(src, patterns.tile(at.rank, redop, at.n))
     dist.barrier(group.control)
     for _ in checked:
         step()
-    tolerance = patterns.tolerance(key["redop"], dtype_of(key))
+    pieces = OPERATIONS[key["collective"]].expected(at)
+    tolerance = patterns.tolerance(redop, dtype_of(key))
     wrong = 0
     for _, dst in checked:
         begin = 0
-        for sender, first, length in OPERATIONS[key["collective"]].expected(at):
-            piece = dst[begin : begin + length]
-            period = patterns.tile(sender, key["redop"], at.n)
-            wrong += patterns.count_wrong(piece, period, first, tolerance)
-            begin += length
+        for piece in pieces:
+            values = dst[begin : begin + piece.length]
+            period = patterns.tile(piece.sender, redop, at.n)
+            wrong += patterns.count_wrong(values, period, piece.first, tolerance)
+            begin += piece.length
     return wrong
 
 
@@ -624,14 +785,21 @@ def network_share(collective: str, n: int, k: int) -> float | None:
     """
     if k < 2 or collective not in BETWEEN_ALL:
         return None
-    return ((n - n // k) if collective == "all_to_all" else (k - 1)) / (n - 1)
+    parts_sent = n - n // k if collective == "all_to_all" else k - 1
+    return parts_sent / (n - 1)
+
+
+def may_reach_limit(key: Key) -> bool:
+    """Whether the speed of a link bounds a case's busbw, as far as is known without --limit."""
+    return key["collective"] in BETWEEN_ALL and "nccl" in key["backend"]
 
 
 def derive(
     args: argparse.Namespace, layout: Layout, case: Case, times: Times, facts: list[Any]
 ) -> None:
     """Times and bandwidths of both variants. The slowest group counts, if there are several."""
-    key, metrics, groups = case.key, case.metrics, layout.groups
+    key = case.key
+    metrics = case.metrics
     operation = OPERATIONS[key["collective"]]
     wrong = 0
     if args.check:
@@ -645,17 +813,19 @@ def derive(
     for variant in operation.variants:
         by_rank = times.each("step" if variant == operation.variants[0] else variant)
         group_times = list[float]()
-        for ranks in groups:
+        for ranks in layout.groups:
             rows = [case.ranks.index(rank) for rank in ranks]
-            group_times.append(float(np.median(across(by_rank[rows], axis=0))))
+            samples = across(by_rank[rows], axis=0)
+            group_times.append(float(np.median(samples)))
         algbw = key["size_bytes"] / max(group_times) / 1e9
         busbw = algbw * operation.bus(key["group_ranks"])
         metrics[f"{variant}_time_s"] = max(group_times)
         metrics[f"{variant}_group_times_s"] = group_times
         metrics[f"{variant}_algbw_gb_per_s"] = algbw
         metrics[f"{variant}_busbw_gb_per_s"] = busbw
-        if layout.limit and (args.limit or key["collective"] in BETWEEN_ALL):
-            metrics["efficiency"] = max(metrics.get("efficiency", 0), busbw / layout.limit)
+        if layout.limit and (args.limit or may_reach_limit(key)):
+            efficiency = busbw / layout.limit
+            metrics["efficiency"] = max(metrics.get("efficiency", 0), efficiency)
             metrics["limit"] = layout.limit_name
     if "skew" in key:
         mean_bytes = key["count"] * dtype_of(key).itemsize  # all send as much
@@ -822,7 +992,7 @@ def layout_of(groups: list[list[int]], environment: dict[str, Any], limit: float
     if limit or nodes != 1:
         return Layout(groups, nodes, limit, "the limit")
     link = peaks.find_link(environment, len(groups[0]))
-    if not link or "nccl" not in environment["backend"]:
+    if not link:
         return Layout(groups, nodes, None, "")
     return Layout(groups, nodes, link.gb_per_s, f"{link.kind}'s {link.gb_per_s:g} GB/s")
 

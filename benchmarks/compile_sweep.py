@@ -448,8 +448,11 @@ def take_first_steps(bench: Benchmark, group: Group, step: Callable[[], Tensor])
 
 def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
     """start_s: what the start of the case's backend took."""
-    args, device, rank = bench.args, bench.job.device, bench.job.rank
-    dtype, ranks = key["dtype"], len(group.ranks)
+    args = bench.args
+    device = bench.job.device
+    rank = bench.job.rank
+    ranks = len(group.ranks)
+    dtype = key["dtype"]
     set_precision(dtype)
     one_process: Reference | str | None = None
     if rank == 0:
@@ -460,7 +463,8 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
     autocast = dtype == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
     count = min(ranks, BATCHES)
     model, batches, loss_of, size = create(key["model"], key["batch_size"], count, device, autocast)
-    model, batch = wrap(model, key, device, group.test), batches[rank % BATCHES]
+    model = wrap(model, key, device, group.test)
+    batch = batches[rank % BATCHES]
     reset_peak(device)  # leaves out the full model, from which FSDP has cut the shards
     if args.verbose:
         bench.print(f"# {name_of(key)}\n{model}")
@@ -508,8 +512,11 @@ def derive(cases: dict[tuple[str, str], Case], case: Case, times: Times, facts: 
 
     cases: those before this one with the same model, by strategy and compiler.
     """
-    m, key, size = case.metrics, case.key, facts[0]["batch_size"]
-    m |= step_metrics(times.each(), 0 if size is None else len(facts) * size)
+    m = case.metrics
+    key = case.key
+    size = facts[0]["batch_size"]
+    samples = 0 if size is None else len(facts) * size
+    m |= step_metrics(times.each(), samples)
     m["batch_size"] = size
     if size is None:
         m["samples_per_s"] = None

@@ -199,10 +199,12 @@ def set_up_servers(key: Key, devices: list[str]) -> None:
 def ask(key: Key, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
     """The rows that each server looks up: [bags, embedding_dim]."""
     names = [f"server{server}" for server in range(key["servers"])]
-    words = (indices, offsets, key["device"] == "cuda", key["autograd"] == "distributed")
+    on_gpu = key["device"] == "cuda"
+    is_distributed = key["autograd"] == "distributed"
+    asked = (indices, offsets, on_gpu, is_distributed)
     if key["lookup"] == "sequential":
-        return [rpc.rpc_sync(name, look_up, args=words) for name in names]
-    calls = [rpc.rpc_async(name, look_up, args=words) for name in names]
+        return [rpc.rpc_sync(name, look_up, args=asked) for name in names]
+    calls = [rpc.rpc_async(name, look_up, args=asked) for name in names]
     return torch.futures.wait_all(calls)
 
 
@@ -230,10 +232,10 @@ def manual_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Itera
     yield "forward"
     loss.backward()
     yield "backward"
-    calls = [
-        rpc.rpc_async(f"server{server}", apply_gradient, args=(indices, offsets, part.grad))
-        for server, part in enumerate(looked_up)
-    ]
+    calls = []
+    for server, part in enumerate(looked_up):
+        gradient = (indices, offsets, part.grad)
+        calls.append(rpc.rpc_async(f"server{server}", apply_gradient, args=gradient))
     optimizer.step()
     torch.futures.wait_all(calls)
     yield "step"
@@ -304,27 +306,28 @@ def train_in_turn(job: Job, key: Key, group: Group, devices: list[str]) -> dict[
 
     No trainer changes a table while another one changes it or looks it up.
     """
-    dense, _, epoch = start_training(job, key, group, devices)
+    training = start_training(job, key, group, devices)
     barriers = {"backward": job.rank, "step": key["trainers"] - job.rank}
 
     def wait_for_turn(phase: str) -> None:
         for _ in range(barriers.get(phase, 0)):
             dist.barrier(group.control)
 
-    epoch(wait_for_turn)
-    facts: dict[str, Any] = {"dense": digest(dense)}
+    training.epoch(wait_for_turn)
+    facts: dict[str, Any] = {"dense": digest(training.dense)}
     if job.rank == 0:
         rows = torch.arange(key["number_embeddings"])  # every row is a bag of its own
         tables = ask(key | {"autograd": "manual"}, rows, rows)
-        facts["error"] = error_of(key, [*tables, *dense.parameters()])
+        trained = [*tables, *training.dense.parameters()]
+        facts["error"] = error_of(key, trained)
     return facts
 
 
 def build(job: Job, key: Key, group: Group, *, devices: list[str]) -> Workload:
     """What a trainer measures; before that, the check. devices: of the servers."""
     facts = train_in_turn(job, key | CHECKED, group, devices)
-    _, phases, epoch = start_training(job, key, group, devices)
-    return Workload(epoch, facts=lambda: facts, returned=phases.durations)
+    training = start_training(job, key, group, devices)
+    return Workload(training.epoch, facts=lambda: facts, returned=training.phases.durations)
 
 
 def error_of(key: Key, trained: list[torch.Tensor]) -> float:

@@ -489,7 +489,8 @@ def epoch_problem(seen: Tensor, ranks: int) -> str | None:
 
 def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> None:
     """Fill in the metrics and the check. node_ranks: ranks of a host."""
-    m, key = case.metrics, case.key
+    m = case.metrics
+    key = case.key
     samples = len(case.ranks) * key["batch_size"]
     m |= step_metrics(times.each(), samples)
     m["exposed_wait_s"], m["exposed_wait_ci95_s"] = times.exposed("resident")
@@ -511,7 +512,8 @@ def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> Non
         m["cores_needed"] = node_ranks * (m["rank_cores"] + m["worker_cores"])
     m["epoch_checked"] = min(fact.epoch_done for fact in facts)
     by_rank = times.each("loader")
-    m["late_s"] = float(np.median(by_rank.max(axis=0) - np.median(by_rank, axis=0)))
+    behind = by_rank.max(axis=0) - np.median(by_rank, axis=0)
+    m["late_s"] = float(np.median(behind))
     if slow := straggler(by_rank):
         m["straggler_rank"], m["straggler_factor"] = slow
     problems = [fact.problem for fact in facts if fact.problem]
@@ -608,7 +610,8 @@ def make_files(args: argparse.Namespace, folder: Path, progress: Callable[[str],
         (folder / str(number)).mkdir()
     for number in range(args.samples):
         progress(f"makes file {number + 1}")
-        image = v2.functional.to_pil_image(random_image(args.file_size, args.seed + number))
+        pixels = random_image(args.file_size, args.seed + number)
+        image = v2.functional.to_pil_image(pixels)
         encoded = io.BytesIO()
         image.save(encoded, "JPEG", quality=90)
         write(folder / str(number % CLASSES) / f"{number}.jpg", encoded.getvalue())
@@ -625,10 +628,12 @@ def write(path: Path, content: bytes) -> None:
 def random_image(pixels: int, seed: int) -> Tensor:
     """Blurred noise with some grain, uint8 [3, pixels, pixels]. Its JPEG has a photo's size."""
     source = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(1, 3, pixels // 16 + 2, pixels // 16 + 2, generator=source)
-    smooth = nn.functional.interpolate(coarse, (pixels, pixels), mode="bilinear")[0]
+    blocks = pixels // 16 + 2
+    coarse = torch.rand(1, 3, blocks, blocks, generator=source)
+    [smooth] = nn.functional.interpolate(coarse, (pixels, pixels), mode="bilinear")
     grain = torch.rand(3, pixels, pixels, generator=source) - 0.5
-    return ((smooth + 0.1 * grain).clamp(0, 1) * 255).to(torch.uint8)
+    image = (smooth + 0.1 * grain).clamp(0, 1)
+    return (image * 255).to(torch.uint8)
 
 
 def find_data(args: argparse.Namespace, folder: Path) -> Source:
@@ -708,7 +713,8 @@ def plan(args: argparse.Namespace) -> list[Key]:
     fixed = ("kind", "model", "batch_size", "image_size", "decode", "seed")
     shared = {name: getattr(args, name) for name in fixed}
     shared["data"] = args.data or f"{args.samples} of {args.file_size} px"
-    settings = itertools.product(*(getattr(args, name) for name in LISTS))
+    lists = [getattr(args, name) for name in LISTS]
+    settings = itertools.product(*lists)
     return [shared | dict(zip(LISTS, values, strict=True)) for values in settings]
 
 

@@ -63,7 +63,11 @@ from common.timing import STEP, Step, StopRule
 
 Key = dict[str, Any]
 Teams = list[list[int]]  # ranks of nodes, or of rails
-Probe = tuple[Callable[[], Any], float]  # a step, and how much it does
+
+
+class Probe(NamedTuple):
+    step: Callable[[], Any]
+    amount: float  # that the step does
 
 
 class Did(NamedTuple):
@@ -112,12 +116,12 @@ COLUMNS: Columns = {
     "host": lambda case: str(case.key["host"]),
     "pci": cell("pci", str),
     "network": cell("network", str),
-    **{
-        f"{step.replace('_', ' ')}\n{how.head}": metric(f"{step}_{how.unit}_per_s", how.scale, 3)
-        for step, how in STEPS.items()
-    },
-    "bits": cell("bits", str),
 }
+for step_name, how_shown in STEPS.items():
+    rate_name = f"{step_name}_{how_shown.unit}_per_s"
+    head_of_rate = f"{step_name.replace('_', ' ')}\n{how_shown.head}"
+    COLUMNS[head_of_rate] = metric(rate_name, how_shown.scale, 3)
+COLUMNS["bits"] = cell("bits", str)
 
 
 def parse_args() -> argparse.Namespace:
@@ -143,9 +147,11 @@ def parse_args() -> argparse.Namespace:
 def probes(device: torch.device) -> dict[str, Probe]:
     """What a rank does alone. Products are of the same seed on all ranks."""
     cuda = device.type == "cuda"
-    n, size = (8192, 2**29) if cuda else (512, 2**24)
+    n = 8192 if cuda else 512
+    size = 2**29 if cuda else 2**24
     source = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(n, n, generator=source, device=device) for _ in "ab")
+    a = torch.randn(n, n, generator=source, device=device)
+    b = torch.randn(n, n, generator=source, device=device)
     x, y = torch.ones(2, size, dtype=torch.uint8, device=device)
     host = torch.ones(size, dtype=torch.uint8, pin_memory=cuda)
     one = torch.zeros(1, device=device)
@@ -158,33 +164,44 @@ def probes(device: torch.device) -> dict[str, Probe]:
         for _ in range(LAUNCHES):
             one.add_(1)
 
-    table: dict[str, Probe] = {
-        "matmul_bf16": (product(torch.bfloat16), 2 * n**3),
-        "matmul_fp32": (product(torch.float32), 2 * n**3),
-        "copy": (lambda: y.copy_(x), 2 * size),  # read and written
-        "to_device": (lambda: x.copy_(host, non_blocking=True), size),
-        "to_host": (lambda: host.copy_(x, non_blocking=True), size),
-        "launch": (launch, LAUNCHES),
+    on_both = {
+        "matmul_fp32": Probe(product(torch.float32), 2 * n**3),
+        "copy": Probe(lambda: y.copy_(x), 2 * size),  # read and written
+        "launch": Probe(launch, LAUNCHES),
     }
-    return table if cuda else {name: table[name] for name in ("matmul_fp32", "copy", "launch")}
+    if not cuda:
+        return on_both
+    return {
+        "matmul_bf16": Probe(product(torch.bfloat16), 2 * n**3),
+        "matmul_fp32": on_both["matmul_fp32"],
+        "copy": on_both["copy"],
+        "to_device": Probe(lambda: x.copy_(host, non_blocking=True), size),
+        "to_host": Probe(lambda: host.copy_(x, non_blocking=True), size),
+        "launch": on_both["launch"],
+    }
 
 
 def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
     """While a rank has its turn, the others of its node wait in a barrier, which does not spin."""
-    table, my_turn = probes(job.device), job.local_rank % turns
-    steps, did = dict[str, Step](), dict[str, Did]()
+    my_probes = probes(job.device)
+    my_turn = job.local_rank % turns
+    steps = dict[str, Step]()
+    did = dict[str, Did]()
     for turn in range(turns):
-        for name, (step, amount) in table.items():
+        for name, probe in my_probes.items():
             part = f"{name}, turn {turn}" if steps else STEP
             if turn == my_turn:
-                steps[part] = step
-                did[name] = Did(part, amount)
+                steps[part] = probe.step
+                did[name] = Did(part, probe.amount)
             else:
                 steps[part] = lambda: None
 
     def facts() -> dict[str, Any]:
-        products = [step() for name, (step, _) in table.items() if name.startswith("matmul")]
-        return {"did": did, "bits": digest(torch.nn.ParameterList(products))[:10]}
+        products = torch.nn.ParameterList()
+        for name, probe in my_probes.items():
+            if name.startswith("matmul"):
+                products.append(probe.step())
+        return {"did": did, "bits": digest(products)[:10]}
 
     return Workload(steps.pop(STEP), steps, facts=facts)
 
@@ -213,8 +230,10 @@ def build_together(
     team_groups = open_teams(teams, job, group)
     torch.manual_seed(0)
     config = DECODERS["decoder-124m" if job.device.type == "cuda" else "decoder-tiny"]
-    model = DistributedDataParallel(Decoder(config).to(job.device), process_group=group.test)
-    tokens, targets = (x.to(job.device) for x in random_text(config, BATCH, seed=job.rank))
+    decoder = Decoder(config).to(job.device)
+    model = DistributedDataParallel(decoder, process_group=group.test)
+    text = random_text(config, BATCH, seed=job.rank)
+    tokens, targets = (x.to(job.device) for x in text)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def train() -> None:
@@ -230,16 +249,19 @@ def build_together(
             parts[name] = lambda: None
             continue
         parts[name] = partial(dist.all_reduce, x, group=mine)
-        did[name] = Did(name, 2 * (mine.size() - 1) / mine.size() * size)
+        n = mine.size()
+        did[name] = Did(name, 2 * (n - 1) / n * size)  # what a ring sends over a rank's link
 
     def facts() -> dict[str, Any]:
         wrong = None
         for name, mine in team_groups.items():
             if mine is None:
                 continue
-            patterns.fill(x, patterns.tile(mine.rank(), "sum", mine.size()))
+            brought = patterns.tile(mine.rank(), "sum", mine.size())
+            patterns.fill(x, brought)
             dist.all_reduce(x, group=mine)
-            if patterns.count_wrong(x, patterns.reduced_tile("sum", mine.size())):
+            reduced = patterns.reduced_tile("sum", mine.size())
+            if patterns.count_wrong(x, reduced):
                 wrong = f"a wrong sum of {name}"
         return {"did": did, "bits": digest(model)[:10], "wrong": wrong}
 
@@ -253,7 +275,8 @@ def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
     the i-th rank of one and the i-th of the other, for all i at the same time.
     """
     rounds = list[list[links.Pair]]()
-    for places in links.rounds_of(max(len(ranks) for ranks in members)):
+    largest_node = max(len(ranks) for ranks in members)
+    for places in links.rounds_of(largest_node):
         inside = list[links.Pair]()
         for ranks in members:  # a smaller node lacks the last places
             inside += [(ranks[a], ranks[b]) for a, b in places if b < len(ranks)]
@@ -274,8 +297,10 @@ def odd_results(bits: list[str], kinds: list[str]) -> dict[int, str]:
     alike = Counter(zip(kinds, bits, strict=True))
     ranks_of_kind = Counter(kinds)
     odd = dict[int, str]()
-    for rank, (kind, mine) in enumerate(zip(kinds, bits, strict=True)):
-        same, every = alike[kind, mine], ranks_of_kind[kind]
+    for rank, mine in enumerate(bits):
+        kind = kinds[rank]
+        same = alike[kind, mine]
+        every = ranks_of_kind[kind]
         if 2 * same <= every or mine == "not finite":
             odd[rank] = f"its results ({mine}) are those of {same} of {every} of its kind"
     return odd
@@ -291,26 +316,39 @@ def split(
 ) -> None:
     """Each rank becomes a case. The slowest rank of its node or rail counts in each iteration."""
     odd = odd_results([fact["bits"] for fact in facts], kinds)
-    # heat slows all blocks of a GPU down, neighbours only some of a CPU's
-    block_of: Callable[[Any], Any] = np.median if case.key["device"] == "cuda" else np.min
     for rank, fact in enumerate(facts):
         samples = {}
         place = report.environment["ranks"][rank]
         metrics = {"pci": place["pci"], "network": place["network"], "bits": fact["bits"]}
         for step, (part, amount) in fact["did"].items():
             how = STEPS[step]
+            times_s = times.each(part)  # [ranks, iterations]
             team = next(team for team in teams[how.level] if rank in team)
-            slowest = times.each(part)[team].max(axis=0)
-            blocks = np.split(slowest, np.cumsum(case.rounds)[:-1])
-            sustained_s = float(block_of([block.mean() for block in blocks]))
+            slowest = times_s[team].max(axis=0)
+            sustained_s = sustained(slowest, case)
             metrics[f"{step}_s"] = float(slowest.min())
             metrics[f"{step}_sustained_s"] = sustained_s
             metrics[f"{step}_{how.unit}_per_s"] = amount / sustained_s
-            samples[step] = [times.each(part)[rank].tolist()]
+            samples[step] = [times_s[rank].tolist()]
         key = case.key | {"rank": rank, "host": place["host"]}
         check = verdict(fact.get("wrong") or odd.get(rank))
-        report.add(Case(key, [rank], samples, case.rounds, case.stop, metrics, check))
+        of_rank = Case(key, [rank], samples, case.rounds, case.stop, metrics, check)
+        report.add(of_rank)
     case.samples_s = {}
+
+
+def sustained(times_s: Any, case: Case) -> float:
+    """The time of a block of iterations that counts. times_s: [iterations], in blocks of the case.
+
+    Heat slows all blocks of a GPU down: the median counts. Neighbours slow only some of a CPU's:
+    the fastest counts.
+    """
+    ends = np.cumsum(case.rounds)
+    blocks = np.split(times_s, ends[:-1])
+    means = [block.mean() for block in blocks]
+    if case.key["device"] == "cuda":
+        return float(np.median(means))
+    return float(np.min(means))
 
 
 def judge(
@@ -332,20 +370,23 @@ def judge(
         node_of |= dict.fromkeys(ranks, number)
     node_of_rank = [node_of[rank] for rank in by_rank]
     for step, (level, unit, *_) in STEPS.items():
-        kind_of = {number: kinds[team[0]] for number, team in enumerate(teams[level])}
         measured = dict[int, dict[str, Any]]()
-        for number, team in enumerate(teams[level]):
-            if f"{step}_s" in by_rank[team[0]]:
-                measured[number] = by_rank[team[0]]
-        findings |= below_limit(step, measured, limits.get((level, unit), 0))
+        kind_of = dict[int, str]()
+        for number, (first, *_) in enumerate(teams[level]):
+            if f"{step}_s" in by_rank[first]:
+                measured[number] = by_rank[first]
+                kind_of[number] = kinds[first]
+        least = limits.get((level, unit), 0)
+        findings |= below_limit(step, measured, least)
         levels = {"node": node_of_rank} if level == "rank" else {}
+        margin = margins[level]
         for name in (step, f"{step}_sustained"):
+            what = name.replace("_", " ")
             for kind in dict.fromkeys(kinds):
                 costs = Costs()
                 for number, metrics in measured.items():
                     if kind_of[number] == kind:
                         costs[(number,)] = metrics[f"{name}_s"]
-                what, margin = name.replace("_", " "), margins[level]
                 findings |= accuse(costs, levels, level, what, sigmas, margin, of_two=True)
     return findings
 
@@ -355,10 +396,11 @@ def below_limit(step: str, measured: dict[int, dict[str, Any]], least: float) ->
     level, unit, *_ = STEPS[step]
     rate = f"{step}_{unit}_per_s"
     findings = Findings()
+    what = rate.replace("_", " ")
     for number, metrics in measured.items():
         if metrics[rate] < least:
             who = Who(level, ((number,),))
-            findings[who, rate.replace("_", " ")] = f"{metrics[rate]:.3g}, under {least:.3g}"
+            findings[who, what] = f"{metrics[rate]:.3g}, under {least:.3g}"
     return findings
 
 
@@ -392,11 +434,13 @@ class Phase(NamedTuple):
 
 
 def cluster_of(bench: Benchmark) -> Cluster:
-    args, job, environment = bench.args, bench.job, bench.report.environment
-    nodes, everyone = node_of_each(environment), list(range(job.world_size))
-    members: list[list[int]] = [[] for _ in range(max(nodes) + 1)]  # the ranks of each node
-    for rank in everyone:
-        members[nodes[rank]].append(rank)
+    args = bench.args
+    environment = bench.report.environment
+    nodes = node_of_each(environment)
+    everyone = list(range(bench.job.world_size))
+    members: Teams = [[] for _ in range(max(nodes) + 1)]  # the ranks of each node
+    for rank, node in enumerate(nodes):
+        members[node].append(rank)
     teams = {
         "rank": [[rank] for rank in everyone],
         "node": members,
@@ -404,10 +448,13 @@ def cluster_of(bench: Benchmark) -> Cluster:
         "job": [everyone],
     }
     kinds = [f"{row['device']}, {row['threads']} threads" for row in environment["ranks"]]
-    device = job.device.type
+    device = bench.job.device.type
     margins = dict.fromkeys(teams, args.margin or MARGIN_TOGETHER[device])
     margins["rank"] = args.margin or MARGIN_ALONE[device]
-    limits = {("rank", "flop"): args.min_tflops * 1e12, ("node", "bytes"): args.min_busbw * 1e9}
+    limits = {
+        ("rank", "flop"): args.min_tflops * 1e12,
+        ("node", "bytes"): args.min_busbw * 1e9,
+    }
     return Cluster(device == "cpu", nodes, teams, kinds, margins, limits, args.sigmas)
 
 
@@ -429,8 +476,9 @@ def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
 def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findings:
     """Print how many rounds were measured, and judge their links."""
     if cases:
-        rounds = f"{len(cases)} round{'s' * (len(cases) > 1)}"
-        bench.print(f"\nlinks: {rounds}, messages of {cases[0].key['size']:,} bytes")
+        noun = "rounds" if len(cases) > 1 else "round"
+        size = cases[0].key["size"]
+        bench.print(f"\nlinks: {len(cases)} {noun}, messages of {size:,} bytes")
     judged = list[links.Link]()
     for case in cases:
         for link in links.links_of(case):
@@ -442,13 +490,16 @@ def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
 
 
 def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
-    job, teams = bench.job, cluster.teams
+    job = bench.job
+    teams = cluster.teams
     turns = 1
     size = 2**28
     if cluster.cpu:  # the ranks of a node share its cores
         turns = max(len(ranks) for ranks in cluster.members)
         size = 2**20
-    rounds = rounds_by_node(cluster.members) if cluster.cpu or job.backend != "gloo" else []
+    rounds = list[list[links.Pair]]()
+    if cluster.cpu or job.backend != "gloo":  # gloo sends no CUDA tensors
+        rounds = rounds_by_node(cluster.members)
     messages = links.Messages(size // 8, 8, 1)
 
     def meet(number: int, pairs: list[links.Pair], key: Key) -> None:
@@ -483,7 +534,9 @@ def rule_of(bench: Benchmark, phase: Phase) -> StopRule:
     """A case of the phase takes its fraction of the budget, no less; two samples warm it up."""
     seconds = min(bench.args.max_seconds, phase.fraction * bench.args.budget)
     rule = replace(bench.rule, target_ci=NEVER, max_seconds=seconds, patience=1)
-    return rule if rule.full_warmup else replace(rule, warmup_iters=2)
+    if rule.full_warmup:
+        return rule
+    return replace(rule, warmup_iters=2)
 
 
 def measure_first(bench: Benchmark, phase: Phase, key: Key) -> int:
@@ -494,7 +547,8 @@ def measure_first(bench: Benchmark, phase: Phase, key: Key) -> int:
     """
     budget = bench.args.budget
     left = seconds_left(budget)
-    reserve, expected = left / 2, FIRST_CASE_FRACTION * budget
+    reserve = left / 2
+    expected = FIRST_CASE_FRACTION * budget
     for number, measure in enumerate(phase.cases):
         if left - expected < reserve:
             cases = len(phase.cases)
@@ -502,7 +556,8 @@ def measure_first(bench: Benchmark, phase: Phase, key: Key) -> int:
             bench.print(f"# left out, for --budget {budget:g}: {rounds}{phase.name}")
             return number
         measure(key)
-        before, left = left, seconds_left(budget)
+        before = left
+        left = seconds_left(budget)
         expected = before - left
     return len(phase.cases)
 

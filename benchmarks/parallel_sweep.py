@@ -108,14 +108,17 @@ def square_norm(model: nn.Module, mesh: Mesh) -> float:
         holders = mesh.data * mesh.tp
         if is_expert(name):
             holders //= mesh.ep
-        total += float(gradient.float().square().sum()) / holders
+        square = gradient.float().square().sum()
+        total += float(square) / holders
     return total
 
 
 def build(lr: float, job: Job, key: Key, group: Group) -> Workload:
-    mesh, with_twins = parse_mesh(key["mesh"]), key.get("breakdown", True)
+    mesh = parse_mesh(key["mesh"])
+    with_twins = key.get("breakdown", True)
     before = start_peak(job.device)
-    trainer = train(key, job, open_meshes(mesh, [], job, group), partial(sgd, lr=lr))
+    meshes = open_meshes(mesh, [], job, group)
+    trainer = train(key, job, meshes, partial(sgd, lr=lr))
     losses: list[list[float]] = []
     norms: list[float] = []
     for _ in range(CHECKED_STEPS):
@@ -129,7 +132,8 @@ def build(lr: float, job: Job, key: Key, group: Group) -> Workload:
     if with_twins:
         scatter_noise(key, job)
         for part, silent in parts_of(mesh).items():
-            twin = train(key, job, open_meshes(mesh, silent, job, group), partial(sgd, lr=0.0))
+            meshes = open_meshes(mesh, silent, job, group)
+            twin = train(key, job, meshes, partial(sgd, lr=0.0))
             twins[part] = twin.step
     shown = [without(mesh, axis) for axis in mesh.axes] if with_twins else []
     launches = mesh.ep == 1  # ep's counts wait for the device
@@ -197,7 +201,8 @@ def wrong_training(reference: Reference, facts: list[Any], tolerance: float) -> 
         return problem
     losses = [fact["losses"] for fact in facts if fact["losses"][0]]  # [ranks, steps, microbatches]
     means = np.mean(losses, axis=(0, 2))
-    return compare_training("the loss", means, np.mean(reference.losses, axis=1), tolerance)
+    wanted = np.mean(reference.losses, axis=1)
+    return compare_training("the loss", means, wanted, tolerance)
 
 
 def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:

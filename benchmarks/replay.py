@@ -57,9 +57,19 @@ from common.timing import STEP, Step
 
 FILE = re.compile(r"(?:fr|rank)[_-]?(\d+)")  # fr_0.json, nccl_trace_rank_0, rank-0.json.gz
 MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
-DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
-DTYPES |= {"Long": "int64", "Int": "int32", "Char": "int8", "Byte": "uint8", "Bool": "uint8"}
-DTYPES |= {"Float8_e4m3fn": "uint8", "Float8_e5m2": "uint8"}
+DTYPES = {  # the recorder's name -> torch's
+    "Float": "float32",
+    "Double": "float64",
+    "Half": "float16",
+    "BFloat16": "bfloat16",
+    "Long": "int64",
+    "Int": "int32",
+    "Char": "int8",
+    "Byte": "uint8",
+    "Bool": "uint8",
+    "Float8_e4m3fn": "uint8",
+    "Float8_e5m2": "uint8",
+}
 N = 0  # in OPERATIONS: a part for each of the n ranks
 
 
@@ -67,26 +77,51 @@ class Operation(NamedTuple):
     """An operation by torch's call. Neither the reduction nor the root is recorded: it sums, and
     the root is the group's first rank."""
 
-    sends: int  # parts; N: one for each rank
-    receives: int
-    bus: Callable[[int], float]  # busbw / algbw of n ranks
     call: Callable[..., Any]  # output, input, group=, async_op=
+    bus: Callable[[int], float]  # busbw / algbw of n ranks
+    sends: int = 1  # parts; N: one for each rank
+    receives: int = 1
 
 
-# fmt: off
+def without_my_part(n: int) -> float:
+    """A rank has one of the n parts already."""
+    return (n - 1) / n
+
+
 OPERATIONS = {
-    "all_reduce": Operation(1, 1, lambda n: 2 * (n - 1) / n,
-        lambda d, s, **on: dist.all_reduce(d, **on)),
-    "all_gather": Operation(1, N, lambda n: (n - 1) / n, dist.all_gather_into_tensor),
-    "reduce_scatter": Operation(N, 1, lambda n: (n - 1) / n, dist.reduce_scatter_tensor),
-    "all_to_all": Operation(N, N, lambda n: (n - 1) / n, dist.all_to_all_single),
-    "broadcast": Operation(1, 1, lambda n: 1,
-        lambda d, s, **on: dist.broadcast(d, group_src=0, **on)),
-    "reduce": Operation(1, 1, lambda n: 1,
-        lambda d, s, **on: dist.reduce(d, group_dst=0, **on)),
-    "barrier": Operation(1, 1, lambda n: 0, lambda d, s, **on: dist.barrier(**on)),
+    "all_reduce": Operation(
+        call=lambda dst, src, **more: dist.all_reduce(dst, **more),
+        bus=lambda n: 2 * without_my_part(n),
+    ),
+    "all_gather": Operation(
+        call=dist.all_gather_into_tensor,
+        bus=without_my_part,
+        receives=N,
+    ),
+    "reduce_scatter": Operation(
+        call=dist.reduce_scatter_tensor,
+        bus=without_my_part,
+        sends=N,
+    ),
+    "all_to_all": Operation(
+        call=dist.all_to_all_single,
+        bus=without_my_part,
+        sends=N,
+        receives=N,
+    ),
+    "broadcast": Operation(
+        call=lambda dst, src, **more: dist.broadcast(dst, group_src=0, **more),
+        bus=lambda n: 1,
+    ),
+    "reduce": Operation(
+        call=lambda dst, src, **more: dist.reduce(dst, group_dst=0, **more),
+        bus=lambda n: 1,
+    ),
+    "barrier": Operation(
+        call=lambda dst, src, **more: dist.barrier(**more),
+        bus=lambda n: 0,
+    ),
 }
-# fmt: on
 
 
 def parse_args() -> argparse.Namespace:
@@ -379,7 +414,8 @@ def find_problems(calls_by_rank: list[list[Collective]]) -> dict[Collective, str
             continue
         _, members = call.team
         problems[call] = call.problem
-        if not call.problem and len({counts[rank, call] for rank in members}) > 1:
+        times_recorded = {counts[rank, call] for rank in members}
+        if not call.problem and len(times_recorded) > 1:
             problems[call] = "not recorded alike on every rank of its group"
     return problems
 
@@ -396,7 +432,8 @@ def scaled(call: Collective, scale: float) -> Collective:
 
 def title(plan: Plan, key: dict[str, Any]) -> str:
     """What is replayed, of which recording."""
-    steps = f"{plan.steps} step{'s' * (plan.steps > 1)} in {plan.time_s * 1e3:.1f} ms"
+    noun = "steps" if plan.steps > 1 else "step"
+    steps = f"{plan.steps} {noun} in {plan.time_s * 1e3:.1f} ms"
     groups = "all groups" if key["only"] == "all" else f"--only {key['only']}"
     return f"# recording {key['recording']}: {steps}; {groups}, sizes x {key['scale_size']:g}"
 
@@ -437,7 +474,8 @@ def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> R
         while end_s and time.perf_counter() - zero < call.begin_s:
             look()
         begun = time.perf_counter()
-        under_way[call.team] = UnderWay(call.kind, begun, starts[call.kind, call.team]())
+        work = starts[call.kind, call.team]()
+        under_way[call.team] = UnderWay(call.kind, begun, work)
         look(call.team if call.blocking else None)
     for team in list(under_way):
         look(team)
@@ -457,14 +495,18 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
     calls = plan.calls[job.rank]
     new_group: Any = partial(dist.new_group, backend=job.backend, timeout=FOREVER)
     groups = dict[Any, Any]()
-    for team in sorted({call.team for row in plan.calls for call in row}):  # alike on all ranks
-        groups[team] = new_group(list(team[1]))
-        if job.rank in team[1]:
+    teams = {call.team for row in plan.calls for call in row}
+    for team in sorted(teams):  # alike on all ranks
+        _, ranks = team
+        groups[team] = new_group(list(ranks))
+        if job.rank in ranks:
             group.more.append(groups[team])
             connect(groups[team], job.device)
     starts = dict[tuple[Kind, Any], Step]()
-    for kind, team in sorted({(call.kind, call.team) for call in calls}):
-        starts[kind, team] = tried(kind, team[1], groups[team], job)
+    mine = {(call.kind, call.team) for call in calls}
+    for kind, team in sorted(mine):
+        _, ranks = team
+        starts[kind, team] = tried(kind, ranks, groups[team], job)
 
     def one_of(kind: Kind) -> None:
         for (other, _), start in starts.items():
@@ -486,14 +528,16 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
 
 def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
     """What starts an operation. Raises ValueError where not what was sent arrives."""
-    dtype, first = getattr(torch, kind.dtype), job.rank == min(ranks)
+    first = job.rank == min(ranks)
+    counts = kind.counts
     # the first rank sends ones, the others zeros
-    sent = torch.full((kind.counts.sent,), first, dtype=dtype, device=job.device)
-    received = torch.full((kind.counts.received,), first, dtype=dtype, device=job.device)
+    full: Any = partial(torch.full, dtype=getattr(torch, kind.dtype), device=job.device)
+    sent = full((counts.sent,), first)
+    received = full((counts.received,), first)
     start = partial(OPERATIONS[kind.op].call, received, sent, group=group, async_op=True)
     wait(start())
     expected = torch.zeros_like(received)
-    expected[: kind.counts.part] = 1
+    expected[: counts.part] = 1
     has_result = first or kind.op != "reduce"
     if has_result and not torch.equal(received, expected):
         raise ValueError(f"{kind.op} of {kind.group} brought wrong values")
@@ -510,9 +554,10 @@ def derive(plan: Plan, case: Case, times: Times, facts: list[None]) -> None:
         metrics |= percentiles(step, prefix)
         metrics[f"{prefix}_ci95_s"] = median_interval(step)
     rows = [row_of(kind, plan, times) for kind in plan.kinds]
-    total_s = sum(row["calls"] * row["replayed_p50_s"] for row in rows)
-    for row in rows:
-        row["share"] = row["calls"] * row["replayed_p50_s"] / total_s
+    rows_s = [row["calls"] * row["replayed_p50_s"] for row in rows]
+    total_s = sum(rows_s)
+    for row, row_s in zip(rows, rows_s, strict=True):
+        row["share"] = row_s / total_s
     metrics["step_bytes"] = sum(row["calls"] * row["size_bytes"] for row in rows)
     metrics["job_step_s"] = plan.time_s / plan.steps
     metrics["operations"] = rows

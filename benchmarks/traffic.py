@@ -8,15 +8,16 @@ tensors that have a shape and no memory, and collectives that return at once. No
     bus       bytes * factor: for an all_reduce of n ranks 2 (n - 1) / n, for all_gather,
               reduce_scatter and all_to_all (n - 1) / n, else 1
     compute   floor: FLOPs of the model / ranks / peak of a device
-    axis      floor: times of collectives.py, linear in bytes between two sizes that were measured
+    axis      floor: times of collectives.py, linear in bytes between two sizes that were measured;
+              a send or a receive takes half of a sendrecv
     step      floor: the largest of these floors. A step takes longer; how much is not said
 
     python benchmarks/traffic.py --ranks 1024 --mesh dp128tp8,dp1024,dp32pp4tp8:1f1b
     torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all --json measured.jsonl
     python benchmarks/traffic.py --ranks 8 --mesh dp8,tp8 --measured measured.jsonl
 
-Calls and bytes are those of a rank in a step; on gloo they equal what the flight recorder has.
-docs/traffic.md. BSD-3-Clause.
+Calls and bytes are those of a rank in a step. For 4 ranks of gloo, in each kind of mesh, they equal
+what real ranks send. docs/traffic.md. BSD-3-Clause.
 """
 
 import argparse
@@ -27,7 +28,8 @@ import socket
 import sys
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,10 +45,11 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.answers import series, show_seconds
-from common.axes import DTYPES, train
+from common.axes import DTYPES, Trainer, train
 from common.check import sgd
 from common.cli import (
     Parser,
+    checked,
     describe,
     list_of,
     number,
@@ -74,10 +77,9 @@ COLLECTIVES = {
     "send": "send",
     "recv": "recv",
 }
-# what collectives.py calls it. It measures a send and a receive as one, so a receive adds nothing
-MEASURED_AS = {name: name for name in COLLECTIVES.values() if name != "recv"} | {"send": "sendrecv"}
+MESSAGES = ("send", "recv")
 NOT_RUN = "skipped: counted on shapes, nothing was run"
-Calls = dict[str, dict[str, Counter[int]]]  # axis -> collective -> bytes -> calls
+Calls = Counter[tuple[str, str, int]]  # axis, collective, bytes -> calls
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -97,10 +99,11 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     whole("--sequence-length", help="tokens (default: the model's)")
     whole("--microbatches", help="of a pipeline (default: 2 for each of its ranks)")
     measured = "a report of collectives.py, for the floors of the communication time"
-    add("--measured", metavar="REPORT", help=measured)
+    report = checked(str, bool, "a report", "e.g. report.jsonl")
+    add("--measured", type=report, metavar="REPORT", help=measured)
     peak = "of a device, for the floor of compute (default: by the device's name in --measured)"
     add("--peak-tflops", type=positive_float, metavar="X", help=peak)
-    add("-J", "--json", metavar="PATH", help="write a report, as the other scripts do")
+    add("-J", "--json", type=report, metavar="PATH", help="write a report, as the other scripts do")
     return parser.parse_args(argv)
 
 
@@ -141,10 +144,7 @@ class Step:
 
     calls: Calls
     ranks: dict[str, list[int]]  # of this rank's group, by axis
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    activations_bytes: int
+    held_bytes: dict[str, int]  # parameters, gradients, optimizer, activations
 
 
 class Activations:
@@ -190,44 +190,48 @@ def play(key: Key) -> Step:
         dist.destroy_process_group()
 
 
+def optimizer_of(key: Key) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """Makes the optimizer of a model."""
+    if key["optimizer"] == "sgd":
+        return partial(sgd, lr=1e-3)
+    return lambda model: torch.optim.AdamW(model.parameters())
+
+
 def step_of(key: Key, job: Job) -> Step:
     mesh = parse_mesh(key["mesh"])
     world: Any = dist.group.WORLD
     meshes = open_meshes(mesh, [], job, Group((job.rank,), world, world))
     groups = groups_of(meshes)
-    calls: Counter[tuple[str, str, int]] = Counter()
+    heard: Counter[tuple[str, str, int]] = Counter()
 
     def listen(operation: str, group: str, size: int) -> None:
-        calls[group, operation, size] += 1
-
-    def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-        if key["optimizer"] == "sgd":
-            return sgd(model, lr=1e-3)
-        return torch.optim.AdamW(model.parameters())
+        heard[group, operation, size] += 1
 
     with ShapesOnly(listen):
-        trainer = train(key, job, meshes, optimizer_of)
+        trainer = train(key, job, meshes, optimizer_of(key))
         for _ in range(2 if mesh.ddp else 1):  # DDP chooses its buckets anew in the second step
             trainer.step()
-        calls.clear()
+        heard.clear()
         activations = Activations()
         with saved_tensors_hooks(activations.keep, lambda tensor: tensor):
             trainer.step()
-        weights = list(trainer.model.parameters())
-        states = [list(state.values()) for state in trainer.optimizer.state.values()]
-        by_axis: Calls = {}
-        for (group, operation, size), count in calls.items():
-            axis, _ = groups[group]
-            collectives = by_axis.setdefault(axis, {})
-            collectives.setdefault(collective_of(operation), Counter())[size] += count
-        return Step(
-            by_axis,
-            dict(groups.values()),
-            bytes_of(weights),
-            bytes_of(weight.grad for weight in weights),
-            bytes_of(tensor for state in states for tensor in state if tensor.dim() > 0),
-            activations.most,
-        )
+    calls: Calls = Counter()
+    for (group, operation, size), count in heard.items():
+        axis, _ = groups[group]
+        calls[axis, collective_of(operation), size] += count
+    return Step(calls, dict(groups.values()), held_by(trainer) | {"activations": activations.most})
+
+
+def held_by(trainer: Trainer) -> dict[str, int]:
+    """The bytes that a rank holds after a step. The optimizer's numbers, such as AdamW's count of
+    steps, are left out."""
+    weights = list(trainer.model.parameters())
+    states = [list(state.values()) for state in trainer.optimizer.state.values()]
+    return {
+        "parameters": bytes_of(weights),
+        "gradients": bytes_of(weight.grad for weight in weights),
+        "optimizer": bytes_of(tensor for state in states for tensor in state if tensor.dim() > 0),
+    }
 
 
 def groups_of(meshes: dict[str, Any]) -> dict[str, tuple[str, list[int]]]:
@@ -261,6 +265,17 @@ class Measured:
     # collective, ranks of a group -> bytes -> seconds of the fastest variant
     times_s: dict[tuple[str, int], dict[int, float]] = field(default_factory=dict)
 
+    def seconds_of(self, collective: str, ranks: int, size: int) -> float | None:
+        """Of one call: linear in bytes between two sizes that were measured. None beyond those."""
+        if collective in MESSAGES:  # a sendrecv is a send and a receive
+            sendrecv_s = self.seconds_of("sendrecv", ranks, size)
+            return None if sendrecv_s is None else sendrecv_s / 2
+        times = self.times_s.get((collective, ranks), {})
+        sizes = sorted(times)
+        if not sizes or not sizes[0] <= size <= sizes[-1]:
+            return None
+        return float(np.interp(size, sizes, [times[known] for known in sizes]))
+
 
 def read_measured(path: str) -> Measured:
     """Raises ValueError for what is no report of collectives.py."""
@@ -280,27 +295,11 @@ def read_measured(path: str) -> Measured:
     return measured
 
 
-def floor_of(calls: dict[str, Counter[int]], ranks: int, measured: Measured) -> tuple[float, int]:
-    """Seconds of an axis' calls, one after the other, and the bytes of those that count.
-
-    A call counts if its bytes lie between two that were measured, on as many ranks.
-    """
-    seconds, counted = 0.0, 0
-    for collective, sizes in calls.items():
-        times = measured.times_s.get((MEASURED_AS.get(collective, ""), ranks), {})
-        known = sorted(times)
-        for size, count in sizes.items():
-            if known and known[0] <= size <= known[-1]:
-                seconds += count * float(np.interp(size, known, [times[at] for at in known]))
-                counted += count * size
-    return seconds, counted
-
-
 def bus_factor(collective: str, ranks: int) -> float:
     """busbw / algbw, as in nccl-tests' doc/PERFORMANCE.md."""
     if collective == "all_reduce":
         return 2 * (ranks - 1) / ranks
-    return 1.0 if collective in ("broadcast", "send", "recv") else (ranks - 1) / ranks
+    return 1.0 if collective in ("broadcast", *MESSAGES) else (ranks - 1) / ranks
 
 
 # -- the report and the table ----------------------------------------------------------------------
@@ -310,35 +309,51 @@ def derive(key: Key, step: Step, measured: Measured | None, peak: float | None) 
     """The metrics of a case."""
     tokens = key["global_batch"] * key["sequence_length"]
     m: dict[str, Any] = {"flops": flops_per_token(config_of(key)) * tokens / key["world_size"]}
-    for name in ("parameters", "gradients", "optimizer", "activations"):
-        m[f"{name}_bytes"] = getattr(step, f"{name}_bytes")
+    m |= {f"{name}_bytes": size for name, size in step.held_bytes.items()}
+    m["compute_floor_s"] = m["flops"] / peak if peak else None
+    floors_s, counted = floors_of(step, measured or Measured())
+    known = [floor for floor in (m["compute_floor_s"], *floors_s.values()) if floor]
+    m["step_floor_s"] = max(known, default=None)
     across = []
-    for axis, calls in step.calls.items():
+    for axis in dict.fromkeys(axis for axis, _, _ in step.calls):
         ranks = step.ranks[axis]
         nodes = {rank // key["gpus_per_node"] for rank in ranks}
+        m |= {f"{axis}_ranks": len(ranks), f"{axis}_nodes": len(nodes)}
         if len(nodes) > 1:
             across.append(axis)
-        m |= {f"{axis}_ranks": len(ranks), f"{axis}_nodes": len(nodes)}
-        m |= {f"{axis}_calls": 0, f"{axis}_bytes": 0}
-        for collective, sizes in calls.items():
-            total = sum(size * count for size, count in sizes.items())
-            m[f"{axis}_{collective}_calls"] = sizes.total()
-            m[f"{axis}_{collective}_bytes"] = total
-            m[f"{axis}_calls"] += sizes.total()
-            m[f"{axis}_bytes"] += total
         if measured:
-            seconds, counted = floor_of(calls, len(ranks), measured)
-            m[f"{axis}_floor_s"] = seconds if counted else None
-            m[f"{axis}_floor_bytes"] = counted
-    m["across_nodes"] = ", ".join(across)
-    m["compute_floor_s"] = m["flops"] / peak if peak else None
-    floors = [value for name, value in m.items() if name.endswith("_floor_s") and value]
-    m["step_floor_s"] = max(floors, default=None)
-    return m
+            m[f"{axis}_floor_s"] = floors_s.get(axis)
+            m[f"{axis}_floor_bytes"] = counted[axis]
+    return m | totals_of(step.calls) | {"across_nodes": ", ".join(across)}
+
+
+def totals_of(calls: Calls) -> Counter[str]:
+    """Calls and bytes of each axis, and of each collective of an axis, as metrics."""
+    totals: Counter[str] = Counter()
+    for (axis, collective, size), count in calls.items():
+        for name in (axis, f"{axis}_{collective}"):
+            totals[f"{name}_calls"] += count
+            totals[f"{name}_bytes"] += size * count
+    return totals
+
+
+def floors_of(step: Step, measured: Measured) -> tuple[dict[str, float], Counter[str]]:
+    """By axis: seconds of its calls, one after the other, and the bytes of the calls that count.
+
+    A call counts if its bytes lie between two that were measured, on as many ranks.
+    """
+    floors_s: dict[str, float] = defaultdict(float)
+    counted: Counter[str] = Counter()
+    for (axis, collective, size), count in step.calls.items():
+        seconds = measured.seconds_of(collective, len(step.ranks[axis]), size)
+        if seconds is not None:
+            floors_s[axis] += seconds * count
+            counted[axis] += size * count
+    return floors_s, counted
 
 
 def axis_line(case: Case, axis: str) -> str:
-    """`# dp8: dp, 8 ranks on 1 node: all_gather 10 x, 4G (bus 3.5G); ...`"""
+    """`# dp8, rank 0: dp, 8 ranks on 1 node: all_gather 10 x, 4G (bus 3.5G); ...`"""
     m = case.metrics
     parts = []
     for collective in COLLECTIVES.values():
@@ -347,8 +362,8 @@ def axis_line(case: Case, axis: str) -> str:
             bus = size * bus_factor(collective, m[f"{axis}_ranks"])
             parts.append(f"{collective} {calls:,} x, {show_size(size)} (bus {show_size(bus)})")
     nodes = count_of(m[f"{axis}_nodes"], "node")
-    line = f"# {case.key['mesh']}: {axis}, {m[f'{axis}_ranks']} ranks on {nodes}"
-    line = f"{line}: {'; '.join(parts)}"
+    line = f"# {case.key['mesh']}, rank {case.key['rank']}: {axis}, {m[f'{axis}_ranks']} ranks"
+    line += f" on {nodes}: {'; '.join(parts)}"
     if f"{axis}_floor_bytes" in m:
         covered = m[f"{axis}_floor_bytes"] / m[f"{axis}_bytes"]
         floor = f"{(m[f'{axis}_floor_s'] or 0) * 1e3:.4g} ms"
@@ -363,7 +378,7 @@ def columns_of(axes: list[str], floors: bool) -> Columns:
     }
     for name in ("parameters", "gradients", "optimizer", "activations"):
         columns[f"{name}\n(bytes)"] = cell(f"{name}_bytes", show_size)
-    columns["TFLOP"] = metric("flops", 1e-12)
+    columns["TFLOP"] = cell("flops", lambda flops: f"{flops / 1e12:.4g}")
     for axis in axes:
         columns[f"{axis}\ncalls"] = metric(f"{axis}_calls", digits=0)
         columns[f"{axis}\n(bytes)"] = cell(f"{axis}_bytes", show_size)

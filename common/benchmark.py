@@ -9,6 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import psutil
 import torch.distributed as dist
 
 from common import environment, gpus, network
-from common.cli import abandon, complain, describe, end, refuse
+from common.cli import abandon, backends_of, complain, describe, end, refuse
 from common.dist import Group, Groups, connect, gather, share
 from common.join import join
 from common.ranks import node_of_each
@@ -80,7 +81,8 @@ class Benchmark:
         variables = environment.user_variables()
         self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
         is_first, turns = self.job.rank == 0, os.environ.get(TURN)
-        self.groups = Groups(self.job)
+        backends = backends_of(self.job.backend)
+        self.groups = {name: Groups(replace(self.job, backend=name)) for name in backends}
         self.turn = turn_taker(turns) if turns and is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
         self.table: Table | None = None
@@ -164,10 +166,17 @@ class Benchmark:
         results = gather(result)
         reason, write_error = share(self.keep(case, derive, results) if results else None)
         self.watchdog.group = None  # two threads must not abort one group
-        self.groups.give_back(ranks, teams, failed=reason is not None)
+        self.groups_for(key).give_back(ranks, teams, failed=reason is not None)
         if write_error:
             self.refuse(write_error, 1)
         return self.show(case if results else None)
+
+    def groups_for(self, key: Key) -> Groups:
+        """The groups over the key's backend. Where the run has one backend, it is that one, also
+        if the key has another word for it."""
+        if len(self.groups) > 1:
+            return self.groups[key["backend"]]
+        return self.groups[self.job.backend]
 
     def attempt(
         self,
@@ -183,7 +192,7 @@ class Benchmark:
         """
         result, error = None, ""
         try:
-            group, is_new = self.groups.take(ranks, teams)
+            group, is_new = self.groups_for(key).take(ranks, teams)
             if group:
                 self.watchdog.group = group
                 if is_new:
@@ -197,7 +206,7 @@ class Benchmark:
         # After the except block: its traceback held the model and its group, and is gone by now.
         if error:
             self.watchdog.group = group = None
-            self.groups.give_back(ranks, teams, failed=True)
+            self.groups_for(key).give_back(ranks, teams, failed=True)
         return result
 
     def time(self, built: Workload | Measured, group: Group, key: Key) -> tuple[Timing, Any]:
@@ -225,7 +234,7 @@ class Benchmark:
         if built.returned:
             timing.returned = built.returned(timing.returned)
         # over gloo the host waits for the device in each step
-        waits = self.job.device.type != "cuda" or self.job.backend == "gloo"
+        waits = self.job.device.type != "cuda" or dist.get_backend(group.test) == "gloo"
         if waits or not built.launches:
             timing.launching_s = {}
         timing.samples_s = rounded(timing.samples_s)
@@ -332,7 +341,8 @@ class Benchmark:
         # Everything has been printed and written. What fails from here on changes no exit status.
         with contextlib.suppress(RuntimeError):
             if error is None:
-                self.groups.close_all()
+                for groups in self.groups.values():
+                    groups.close_all()
                 dist.barrier()
         self.watchdog.stop()
         with contextlib.suppress(RuntimeError):

@@ -225,21 +225,40 @@ def wrong(expected: str, got: str, example: str = "") -> NoReturn:
     raise argparse.ArgumentTypeError(f"{message}; {example}" if example else message)
 
 
+def backends_of(text: str) -> list[str]:
+    """`gloo,ucc` -> both. `cpu:gloo,cuda:nccl` is one: so torch names a backend for each device."""
+    return [text] if ":" in text else list_of(str)(text)
+
+
+one_backend = checked(
+    str.lower,  # as torch takes it
+    lambda text: text != "" and len(backends_of(text)) == 1,
+    "the name of a backend",
+    "e.g. gloo",
+)
+several_backends = checked(
+    lambda text: ",".join(backends_of(text.lower())),
+    lambda text: all(backends_of(text)),
+    "names of backends",
+    "e.g. gloo or gloo,ucc",
+)
+
+
 def add_common_flags(
     parser: argparse.ArgumentParser,
     min_iters: int = 20,
     max_seconds: float = 5,
     timeout: float = 300,
     backends: str = "gloo, nccl, ucc or mpi",
+    backend: Any = one_backend,
 ) -> None:
     """Add the flags of all measuring scripts. -w, -J, --output-file and -T are as in nccl-tests."""
     add = parser.add_argument_group("flags of all scripts").add_argument
     devices = "CUDA and CPUs are measured today (default: auto)"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
-    backend = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
+    backends = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
     names = ("--distributed-backend", "--backend")
-    name = checked(str.lower, bool, "the name of a backend", "e.g. gloo")  # as torch takes it
-    add(*names, dest="backend", type=name, metavar="NAME", help=backend)
+    add(*names, dest="backend", type=backend, metavar="NAME", help=backends)
     warm = "untimed iterations of each step (default: 5, fewer if all take --max-seconds / 4)"
     add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
     exactly = "time exactly N iterations, whatever the next three say"

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import torch
 
-from common.cli import cut
+from common.cli import backends_of, cut
 from common.dist import Job, gather, share
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 from common.turns import TURN
@@ -60,7 +60,7 @@ def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": max(rank["nccl"] for rank in ranks) or None,  # "" on the CPU
-        "nccl_backend": nccl_backend(job.backend) if cuda else None,
+        "nccl_backend": nccl_backends(job.backend) if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
         "launcher": launcher(),
@@ -111,6 +111,12 @@ def describe_rank(job: Job) -> dict[str, Any]:
         row["pci"] = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
         row["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return row
+
+
+def nccl_backends(backend: str) -> str | None:
+    """What `nccl_backend` says of each backend: `legacy,nccl2`. None if none is NCCL's."""
+    names = [nccl_backend(name) for name in backends_of(backend)]
+    return ",".join(name for name in names if name) or None
 
 
 def nccl_backend(backend: str) -> str | None:

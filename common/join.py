@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, cut, refuse
+from common.cli import HANG, backends_of, cut, refuse
 from common.dist import FOREVER, Job, local_rank
 
 SYS = Path("/sys")  # what Linux says of cores and PCI devices
@@ -31,14 +31,15 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     """Join the job, or be a world of one, and take a device: the CPU, or `cuda:LOCAL_RANK` among
     the GPUs that are visible. Ends the run if not all ranks arrive within `timeout_s`.
 
-    device: --device. backend: --backend; None for the device's usual one.
+    device: --device. backend: --backend, one or several; None for the device's usual one.
     """
     rank, on_node, world_size, local_world_size = world()
     check_network(world_size)
     chosen = choose_device(device, on_node)
     cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
-    check_backend(backend, cuda)
+    for name in backends_of(backend):
+        check_backend(name, cuda)
     if bind_cores:
         bind(on_node, local_world_size, chosen)
     if cuda:

@@ -50,7 +50,8 @@ def time_block(step: Callable[[], object], calls: int, device: torch.device) -> 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     """The median and its 95 % interval: the k-th sample from either end."""
-    x, n = sorted(samples), len(samples)
+    x = sorted(samples)
+    n = len(x)
     assert n >= 6, "fewer samples have no interval of 95 %"
     k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:

@@ -34,7 +34,8 @@ SAVES, IDLE = 8, 5  # saves of each kind, of which the first does not count; ste
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     """The median and its 95 % interval: the k-th sample from either end."""
-    x, n = sorted(samples), len(samples)
+    x = sorted(samples)
+    n = len(x)
     assert n >= 6, "fewer samples have no interval of 95 %"
     k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
@@ -42,7 +43,9 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(x), x[k - 1], x[-k]
 
 
-def main() -> str | None:
+def join() -> tuple[torch.device, str]:
+    """Join the job. The device of this rank, and the backend."""
+    gc.disable()  # a collection on one rank would stop them all
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     backend = "gloo"
     if device.type != "cpu":  # saves need a backend for the CPU as well
@@ -50,6 +53,28 @@ def main() -> str | None:
         torch.accelerator.set_device_index(device.index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    return device, backend
+
+
+def shared_folder() -> str:
+    """The folder that rank 0 makes, where all ranks write."""
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box)
+    return box[0]
+
+
+def show(rounds: list[list[float]], backend: str) -> None:
+    """A row for each kind of save: its median times, with the interval of the stall."""
+    print(f"{dist.get_world_size()} ranks, {backend}, medians of {SAVES - 1} saves")
+    print("           blocked s   stall s   95 % interval")
+    for name, times in (("save", rounds[2::2]), ("async_save", rounds[3::2])):
+        blocked = statistics.median([blocked for blocked, _ in times])
+        stall, low, high = median_ci([stall for _, stall in times])
+        print(f"{name:10}{blocked:10.3f}{stall:10.3f}   {low:.3f} to {high:.3f}")
+
+
+def main() -> str | None:
+    device, backend = join()
     uploads: Any = dist.new_group(backend="gloo")  # or a save's collectives meet those of the steps
     rank = dist.get_rank()
     width = 512 if device.type == "cpu" else 8192
@@ -84,36 +109,28 @@ def main() -> str | None:
         state = {"model": weights, "optimizer": moments}
         if overlap:
             response: Any = dcp.async_save(state, checkpoint_id=path, process_group=uploads)
-            blocked = time.perf_counter() - start
-            upload = getattr(response, "upload_completion", response)
-            beside_upload = train(lambda steps: not upload.done())
-            stall = blocked + sum(seconds - idle for seconds in beside_upload)
-            upload.result()  # raises what went wrong
         else:
             dcp.save(state, checkpoint_id=path)
-            blocked = time.perf_counter() - start
-            stall = blocked
+        blocked = time.perf_counter() - start
+        stall = blocked
+        if overlap:
+            upload = getattr(response, "upload_completion", response)
+            beside_upload = train(lambda steps: not upload.done())
+            stall += sum(seconds - idle for seconds in beside_upload)
+            upload.result()  # raises what went wrong
         times = torch.tensor([blocked, stall], device=device)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)
         return times.tolist()
 
     # [/save]
-    gc.disable()  # a collection on one rank would stop them all
-    box = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(box)  # all ranks write into rank 0's folder
-    folder = box[0]
+    folder = shared_folder()
     rounds = [save(f"{folder}/{i}", overlap=i % 2 == 1) for i in range(2 * SAVES)]  # in turns
     dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder}/{2 * SAVES - 1}")
     same = all(torch.equal(v.to_local(), saved[k]) for k, v in model.state_dict().items())
     dist.barrier()  # all have read it
     if rank == 0:
         shutil.rmtree(folder)
-        print(f"{dist.get_world_size()} ranks, {backend}, medians of {SAVES - 1} saves")
-        print("           blocked s   stall s   95 % interval")
-        for name, times in (("save", rounds[2::2]), ("async_save", rounds[3::2])):
-            blocked = statistics.median([blocked for blocked, _ in times])
-            stall, low, high = median_ci([stall for _, stall in times])
-            print(f"{name:10}{blocked:10.3f}{stall:10.3f}   {low:.3f} to {high:.3f}")
+        show(rounds, backend)
     dist.destroy_process_group()
     return None if same else f"rank {rank}: the checkpoint does not bring back what its call found"
 

@@ -39,10 +39,13 @@ class Feed:
     """Batches without end. While it is paused the workers rest, with nothing fetched ahead."""
 
     def __init__(self, device: torch.device) -> None:
-        self.paused, self.device = True, device
+        self.device = device
+        self.paused = True
         self.running: Iterator[Tensor] = iter(())
-        more: Any = {"dataset": range(10_000), "batch_sampler": self, "num_workers": WORKERS}
-        self.loader: Any = DataLoader(collate_fn=load, persistent_workers=True, **more)
+        samples: Any = range(10_000)
+        feed: Any = self
+        workers: Any = {"num_workers": WORKERS, "persistent_workers": True}
+        self.loader = DataLoader(samples, batch_sampler=feed, collate_fn=load, **workers)
 
     def __iter__(self) -> Iterator[list[int]]:
         while not self.paused:  # the indices of a batch; at their end workers get no more
@@ -52,7 +55,8 @@ class Feed:
         if self.paused:
             self.paused = False
             self.running = iter(self.loader)
-        return next(self.running).to(self.device, non_blocking=True)
+        batch = next(self.running)
+        return batch.to(self.device, non_blocking=True)
 
     def pause(self) -> None:
         self.paused = True
@@ -69,14 +73,17 @@ def time_block(step: Callable[[], object], device: torch.device) -> float:
     for _ in range(STEPS):  # batches come in bursts, so their median would hide the wait
         step()
     torch.get_device_module(device).synchronize()  # does nothing on the CPU
-    ms = torch.tensor((time.perf_counter() - start) / STEPS * 1e3, device=device)
+    seconds = (time.perf_counter() - start) / STEPS
+    ms = torch.tensor(seconds * 1e3, device=device)
     dist.all_reduce(ms, op=dist.ReduceOp.MAX)
     return ms.item()
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     """The median and its 95 % interval: the k-th sample from either end; 6 or more samples."""
-    x, n, k = sorted(samples), len(samples), 1
+    x = sorted(samples)
+    n = len(x)
+    k = 1
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -112,9 +119,10 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, {backend}, {WORKERS} workers a rank")
         print(f"{'':15}{'median ms':>10}   95 % interval")
-        rows = (("step", times[step]), ("resident", times[resident]), ("wait", wait))
-        for name, samples in rows:
-            print("{:15}{:10.2f}   {:.2f} to {:.2f}".format(name, *median_ci(samples)))
+        rows = {"step": times[step], "resident": times[resident], "wait": wait}
+        for name, samples in rows.items():
+            median, low, high = median_ci(samples)
+            print(f"{name:15}{median:10.2f}   {low:.2f} to {high:.2f}")
     dist.destroy_process_group()
 
 

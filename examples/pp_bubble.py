@@ -45,7 +45,8 @@ def time_block(step: Callable[[], object], device: torch.device) -> torch.Tensor
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     """The median and its 95 % interval: the k-th sample from either end."""
-    x, n = sorted(samples), len(samples)
+    x = sorted(samples)
+    n = len(x)
     assert n >= 6, "fewer samples have no interval of 95 %"
     k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
@@ -53,15 +54,31 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(x), x[k - 1], x[-k]
 
 
-def main() -> str | None:
-    torch.set_flush_denormal(True)  # what `fake` receives may hold denormals, slow on CPUs
+def join() -> tuple[torch.device, str]:
+    """Join the job. The device of this rank, and the backend."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return device, backend
+
+
+def show(count: int, ranks: int, step_ms: list[float], idle: list[float]) -> None:
+    """The row of this many microbatches."""
+    median_ms = statistics.median(step_ms)
+    percent, low, high = median_ci(idle)
+    interval = f"{low:.1f} to {high:.1f}"
+    theory = 100 * (ranks - 1) / (count + ranks - 1)
+    print(f"{count:12}{median_ms:10.2f}{percent:9.1f}   {interval:16}{theory:11.1f}")
+
+
+def main() -> str | None:
+    torch.set_flush_denormal(True)  # what `fake` receives may hold denormals, slow on CPUs
+    device, backend = join()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
     width = 512 if device.type == "cpu" else 8192
     counts = [ranks, 2 * ranks, 4 * ranks]
     silent: Any = dist.new_group(backend="fake")
@@ -84,7 +101,9 @@ def main() -> str | None:
 
     # [/wrap]
     parameters = list(stages[rank].parameters())
-    want = torch.autograd.grad(nn.functional.mse_loss(nn.Sequential(*stages)(x), y), parameters)
+    whole = nn.Sequential(*stages)
+    loss = nn.functional.mse_loss(whole(x), y)
+    want = torch.autograd.grad(loss, parameters)
     steps = [build(count) for count in counts]
     silent_steps = [build(count, silent) for count in counts]
     steps[-1]()  # the whole batch, before anything else leaves its gradients
@@ -103,17 +122,14 @@ def main() -> str | None:
                 step = time_block(steps[i], device)
             dist.all_reduce(step, op=dist.ReduceOp.MAX)
             dist.all_reduce(computing)
+            busy = computing.item() / ranks / step.item()  # of all stages, on average
             step_ms[i].append(step.item())
-            idle[i].append(100 - 100 * computing.item() / ranks / step.item())
+            idle[i].append(100 - 100 * busy)
     if rank == 0:
         print(f"{ranks} stages, {backend}; medians")
         print("microbatches   step ms   idle %   95 % interval   in theory %")
         for i, count in enumerate(counts):
-            median_ms = statistics.median(step_ms[i])
-            percent, low, high = median_ci(idle[i])
-            interval = f"{low:.1f} to {high:.1f}"
-            theory = 100 * (ranks - 1) / (count + ranks - 1)
-            print(f"{count:12}{median_ms:10.2f}{percent:9.1f}   {interval:16}{theory:11.1f}")
+            show(count, ranks, step_ms[i], idle[i])
     dist.destroy_process_group()
     return None if same else f"rank {rank}: these are not the gradients of one process"
 

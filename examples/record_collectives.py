@@ -39,7 +39,8 @@ STEPS, RECORDED = 10, 3
 # [record]
 def record(folder: str, started_ns: int, steps: int) -> Any:
     """All ranks call it after their last `steps` steps, which began at time.time_ns()."""
-    c10d, texts = torch._C._distributed_c10d, []  # each backend has a recorder of its own
+    c10d = torch._C._distributed_c10d
+    texts = []  # each backend has a recorder of its own
     if hasattr(c10d, "ProcessGroupNCCL2"):  # NCCL since torch 2.15
         texts.append(c10d._dump_fr_trace_json(backend="nccl2"))
     if hasattr(c10d, "_dump_nccl_trace_json"):  # NCCL before, or with TORCH_DIST_USE_NCCL2=0
@@ -49,12 +50,13 @@ def record(folder: str, started_ns: int, steps: int) -> Any:
     recorded = [trace for trace in traces if trace.get("entries")]
     trace = recorded[0] if recorded else {"entries": []}
     trace |= {"started_ns": started_ns, "ended_ns": time.time_ns(), "steps": steps}
-    trace |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    rank = dist.get_rank()
+    trace |= {"rank": rank, "world_size": dist.get_world_size()}
     groups = dist.distributed_c10d._world.pg_map
     trace["groups"] = {g.group_name: dist.get_process_group_ranks(g) for g in groups}
     if folder:
         Path(folder).mkdir(exist_ok=True)
-        Path(folder, f"fr_{dist.get_rank()}.json").write_text(json.dumps(trace))
+        Path(folder, f"fr_{rank}.json").write_text(json.dumps(trace))
     return trace
 
 
@@ -62,18 +64,23 @@ def record(folder: str, started_ns: int, steps: int) -> Any:
 def build(mesh: dist.DeviceMesh, ddp: bool) -> nn.Module:
     torch.manual_seed(0)  # the same weights on all ranks
     sizes = [(256, 1024), (1024, 256)] * 2
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(*size), nn.ReLU()) for size in sizes])
+    layers = [nn.Sequential(nn.Linear(*size), nn.ReLU()) for size in sizes]
+    model = nn.Sequential(*layers)
     if ddp:
         return nn.parallel.DistributedDataParallel(model)
-    styles = tp.ColwiseParallel(), tp.RowwiseParallel()
-    for layer, style in zip(model, styles * 2, strict=True):
-        fully_shard(tp.parallelize_module(layer, mesh["tp"], {"0": style}), mesh=mesh["dp"])
+    styles = [tp.ColwiseParallel(), tp.RowwiseParallel()] * 2
+    for layer, style in zip(layers, styles, strict=True):
+        tp.parallelize_module(layer, mesh["tp"], {"0": style})
+        fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     return model
 
 
 def median_ci(samples: list[float]) -> tuple[float, float, float]:
-    x, n, k = sorted(samples), len(samples), 1  # the interval: the k-th sample from either end
+    """The median and its 95 % interval: the k-th sample from either end; 6 or more samples."""
+    x = sorted(samples)
+    n = len(x)
+    k = 1
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -93,7 +100,8 @@ def main() -> None:
     kind = "DDP" if ddp else f"dp x tp = {shape}"
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("dp", "tp"))
     with device:
-        model, x = build(mesh, ddp), torch.ones(32, 256)
+        model = build(mesh, ddp)
+        x = torch.ones(32, 256)
     stamps = [time.time_ns()]  # the recorder's clock
     for _ in range(2 + STEPS):
         model.zero_grad()
@@ -106,12 +114,15 @@ def main() -> None:
     calls = Counter[tuple[str, str, float]]()
     for entry in trace["entries"]:
         if entry["time_created_ns"] >= started_ns:
-            mib = sum(map(math.prod, entry["output_sizes"])) * 4 / 2**20
+            numbers = sum(math.prod(shape) for shape in entry["output_sizes"])
+            mib = numbers * 4 / 2**20
             op = entry["profiling_name"].split(":")[1]
-            calls[op, entry["process_group"][1], mib] += 1
+            group = entry["process_group"][1]
+            calls[op, group, mib] += 1
     if dist.get_rank() == 0:
+        median, low, high = median_ci(times_ms)
         print(f"{ranks} ranks, {backend}, {kind}, {RECORDED} steps recorded")
-        print("step {:8.2f} ms   95 % interval {:.2f} to {:.2f}".format(*median_ci(times_ms)))
+        print(f"step {median:8.2f} ms   95 % interval {low:.2f} to {high:.2f}")
         print(f"{'op':15}{'group':12}{'MiB':>8}   a step")
         for (op, group, mib), count in sorted(calls.items()):
             print(f"{op:15}{group:12}{mib:8.3f}{count / RECORDED:9.4g}")

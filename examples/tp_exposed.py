@@ -57,7 +57,10 @@ def time_block(step: Callable[[], object], device: torch.device) -> float:
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    x, n, k = sorted(samples), len(samples), 1  # the interval: the k-th sample from either end
+    """The median and its 95 % interval: the k-th sample from either end; 6 or more samples."""
+    x = sorted(samples)
+    n = len(x)
+    k = 1
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -67,12 +70,15 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
 def build(width: int, mesh: dist.DeviceMesh | None = None) -> nn.Module:
     torch.manual_seed(0)  # the same weights on all ranks
     sizes = [(width, 3 * width), (3 * width, width)] * 2
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(*size), nn.ReLU()) for size in sizes])
-    if mesh:
-        styles = tp.ColwiseParallel(), tp.RowwiseParallel()
-        for layer, style in zip(model, styles * 2, strict=True):
-            fully_shard(tp.parallelize_module(layer, mesh["tp"], {"0": style}), mesh=mesh["dp"])
-        fully_shard(model, mesh=mesh["dp"])
+    layers = [nn.Sequential(nn.Linear(*size), nn.ReLU()) for size in sizes]
+    model = nn.Sequential(*layers)
+    if mesh is None:
+        return model
+    styles = [tp.ColwiseParallel(), tp.RowwiseParallel()] * 2
+    for layer, style in zip(layers, styles, strict=True):
+        tp.parallelize_module(layer, mesh["tp"], {"0": style})
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
     return model
 
 
@@ -90,30 +96,36 @@ def main() -> int:
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
-    ranks, width = dist.get_world_size(), 128 if device.type == "cpu" else 6144
+    ranks = dist.get_world_size()
+    width = 128 if device.type == "cpu" else 6144
     # [fake]
-    names, shape = ("dp", "tp"), (1, ranks) if ranks % 2 else (ranks // 2, 2)
+    names = ("dp", "tp")
+    shape = (1, ranks) if ranks % 2 else (ranks // 2, 2)
     torch.manual_seed(dist.get_rank() // shape[1])  # the ranks of a tp group share their batch
+    new_mesh = partial(dist.init_device_mesh, device.type, shape, mesh_dim_names=names)
     with device:
-        x, plain = torch.randn(1024, width), build(width)
-        new_mesh = partial(dist.init_device_mesh, device.type, shape, mesh_dim_names=names)
+        x = torch.randn(1024, width)
+        plain = build(width)
         models = {"step": build(width, new_mesh())}
         for axis in names:
-            models[f"exposed {axis}"] = build(width, new_mesh(backend_override={axis: "fake"}))
+            without_axis = new_mesh(backend_override={axis: "fake"})
+            models[f"exposed {axis}"] = build(width, without_axis)
     # [/fake]
     right = torch.allclose(models["step"](x), plain(x), rtol=1e-4, atol=1e-5)
     gc.disable()  # a collection on one rank would stop them all
     times: dict[str, list[float]] = {name: [] for name in models}
     for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
         for name in models if i % 2 == 0 else reversed(models):
-            times[name].append(time_block(partial(train, models[name], x), device))
+            step = partial(train, models[name], x)
+            times[name].append(time_block(step, device))
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}, {names} = {shape}, output right: {right}")
         print(f"{'':15}{'median ms':>10}   95 % interval")
         for name, ms in times.items():
-            exposed = [step - faked for step, faked in zip(times["step"], ms, strict=True)]
-            interval = median_ci(ms if name == "step" else exposed)
-            print("{:15}{:10.2f}   {:.2f} to {:.2f}".format(name, *interval))
+            if name != "step":
+                ms = [step - faked for step, faked in zip(times["step"], ms, strict=True)]
+            median, low, high = median_ci(ms)
+            print(f"{name:15}{median:10.2f}   {low:.2f} to {high:.2f}")
     dist.destroy_process_group()
     return 0 if right else 1
 

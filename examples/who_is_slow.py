@@ -48,7 +48,8 @@ def time_block(step: Callable[[], object], device: torch.device) -> list[float]:
 
 def median_ci(samples: Sequence[float], miss: float) -> tuple[float, float, float]:
     """The median and an interval that misses the true one with a chance of at most `miss`."""
-    x, n = sorted(samples), len(samples)
+    x = sorted(samples)
+    n = len(x)
     rare = miss / 2 * 2**n  # of the 2**n ways in which n coins can fall
     assert rare >= 1, f"{n} samples have no interval that misses so seldom"
     k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads

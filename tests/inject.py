@@ -610,6 +610,24 @@ def left_out() -> None:
 
 
 @fault
+def wrong_twin() -> None:
+    """There is a second backend for CPUs, `twin`: gloo, but rank 1's sums are one too large."""
+
+    def create(store: Any, rank: int, ranks: int, timeout: Any) -> Any:
+        return dist.ProcessGroupGloo(store, rank, ranks, timeout)
+
+    dist.Backend.register_backend("twin", create, devices=["cpu"])
+    real = dist.all_reduce
+
+    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        real(tensor, op, group)
+        if RANK == 1 and dist.get_backend(group) == "twin":
+            tensor[-1] += 1
+
+    dist.all_reduce = all_reduce  # type: ignore[assignment]
+
+
+@fault
 def slow_sends() -> None:
     """Each message that rank 2 sends to a peer takes 2 ms more."""
     real = dist.batch_isend_irecv

@@ -1,18 +1,22 @@
-"""A step of each mesh on real gloo ranks: does the flight recorder have what traffic.py says?
+"""A step of each mesh on real gloo ranks: do they send what traffic.py says?
 
     torchrun --standalone --nproc-per-node 4 tests/recorded_traffic.py dp4,tp4,pp4:1f1b
 
-Each rank looks at itself. gloo makes an all-reduce of a reduce-scatter, of the same bytes, and the
-recorder has that: so the reduce-scatters of traffic.py are taken for all-reduces here. Of an
-all-gather into a list (DTensor's) the recorder of gloo has what a rank gives: it counts times the
-ranks. It has no messages between two ranks: those of a pipeline are not compared.
+Each rank looks at itself. gloo's flight recorder has its collectives. gloo makes an all-reduce of a
+reduce-scatter, of the same bytes, and the recorder has that: so the reduce-scatters of traffic.py
+are taken for all-reduces here. Of an all-gather into a list (DTensor's) the recorder has what a
+rank gives: it counts times the ranks. The recorder has no sends and receives: those are counted
+where torch hands them to gloo. The bytes of weights, gradients and optimizer are compared as well.
+Flags after the meshes go to traffic.py, e.g. --optimizer sgd.
 """
 
 import sys
 from collections import Counter
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,27 +25,49 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import traffic
 from common.axes import train
-from common.check import sgd
 from common.dist import Group, Job
 from common.meshes import Key, open_meshes, parse_mesh
 from common.private_torch import recorded_collectives
 
-Sent = Counter[tuple[str, str, int]]  # axis, collective, bytes -> calls
+Sent = traffic.Calls
 BYTES = {"Float": 4, "Int": 4, "Long": 8, "Byte": 1}
+MODEL = ["--model", "decoder-nano", "--sequence-length", "32", "--dtype", "fp32"]
 
 
-def recorded(key: Key, job: Job) -> Sent:
-    """The third step of a mesh, as the recorder has it."""
+@contextmanager
+def counted_messages() -> Iterator[Sent]:
+    """Within it the sends and receives of this process count: group, send or recv, bytes."""
+    messages: Sent = Counter()
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(dist.ProcessGroup, name)
+
+        def call(group: Any, tensors: list[torch.Tensor], *place: int) -> Any:
+            messages[group.group_name, name, sum(tensor.nbytes for tensor in tensors)] += 1
+            return original(group, tensors, *place)
+
+        return call
+
+    functions: dict[str, Any] = {name: counting(name) for name in traffic.MESSAGES}
+    with mock.patch.multiple(dist.ProcessGroup, **functions):
+        yield messages
+
+
+def recorded(key: Key, job: Job) -> tuple[Sent, dict[str, int]]:
+    """What this rank sends in the third step of a mesh, and the bytes that it holds afterwards."""
     world: Any = dist.group.WORLD
     meshes = open_meshes(parse_mesh(key["mesh"]), [], job, Group((), world, world))
-    trainer = train(key, job, meshes, partial(sgd, lr=1e-3))
+    trainer = train(key, job, meshes, traffic.optimizer_of(key))
     for _ in range(2):
         trainer.step()
     dist.barrier()
     before = len(recorded_collectives())
-    trainer.step()
+    with counted_messages() as messages:
+        trainer.step()
     axes = traffic.groups_of(meshes)
     sent: Sent = Counter()
+    for (group, name, size), count in messages.items():
+        sent[axes[group][0], name, size] += count
     for entry in recorded_collectives()[before:]:
         axis, ranks = axes[entry["process_group"][0]]
         sizes = []
@@ -52,23 +78,19 @@ def recorded(key: Key, job: Job) -> Sent:
         if entry["profiling_name"] == "gloo:all_gather":
             sizes = [size * len(ranks) for size in sizes[:1]]
         sent[axis, traffic.collective_of(entry["profiling_name"]), max(sizes)] += 1
-    return sent
+    return sent, traffic.held_by(trainer)
 
 
-def said(key: Key) -> Sent:
-    """The same step, as traffic.py plays it."""
+def as_gloo(calls: traffic.Calls) -> Sent:
+    """The calls of traffic.py, with the all-reduce that gloo makes of a reduce-scatter."""
     sent: Sent = Counter()
-    for axis, collectives in traffic.play(key).calls.items():
-        for collective, sizes in collectives.items():
-            if collective in ("send", "recv"):
-                continue
-            name = "all_reduce" if collective == "reduce_scatter" else collective
-            for size, count in sizes.items():
-                sent[axis, name, size] += count
+    for (axis, collective, size), count in calls.items():
+        name = "all_reduce" if collective == "reduce_scatter" else collective
+        sent[axis, name, size] += count
     return sent
 
 
-def verdict(record: Sent, played: Sent) -> str:
+def verdict(record: Counter[Any], played: Counter[Any]) -> str:
     if record == played:
         return "same"
     return f"recorded more {dict(record - played)}, played more {dict(played - record)}"
@@ -78,30 +100,24 @@ def main() -> int:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     job = Job(rank, rank, ranks, ranks, torch.device("cpu"), "gloo", dist.HashStore())
+    _, meshes, *flags = sys.argv
+    place = ["--ranks", str(ranks), "--rank", str(rank)]
     keys = []
-    for mesh in sys.argv[1].split(","):
-        place = ["--ranks", str(ranks), "--rank", str(rank), "--mesh", mesh]
-        model = [
-            "--model",
-            "decoder-nano",
-            "--sequence-length",
-            "32",
-            "--dtype",
-            "fp32",
-            "--optimizer",
-            "sgd",
-        ]
-        keys += traffic.plan(traffic.parse_args([*place, *model]))
+    for mesh in meshes.split(","):  # one by one: only those with ep have experts
+        keys += traffic.plan(traffic.parse_args([*place, "--mesh", mesh, *MODEL, *flags]))
     records = [recorded(key, job) for key in keys]
     dist.barrier()
     dist.destroy_process_group()
     same = True
-    for key, record in zip(keys, records, strict=True):
-        played = said(key)
-        same &= record == played
+    for key, (record, held) in zip(keys, records, strict=True):
+        step = traffic.play(key)
+        sends = verdict(record, as_gloo(step.calls))
+        holds = verdict(Counter(held), Counter(step.held_bytes | {"activations": 0}))
+        same &= sends == holds == "same"
         total = sum(size * count for (_, _, size), count in record.items())
-        sent = f"{record.total()} calls, {total} bytes"
-        print(f"{key['mesh']} rank {rank}: {sent}: {verdict(record, played)}\n", end="", flush=True)
+        messages = sum(count for (_, name, _), count in record.items() if name in traffic.MESSAGES)
+        sent = f"{record.total()} calls, {messages} of them messages, {total} bytes: {sends}"
+        print(f"{key['mesh']} rank {rank}: {sent}; holds: {holds}\n", end="", flush=True)
     return int(not same)
 
 

@@ -97,11 +97,32 @@ def test_skewed_experts(bench: Callable[..., Any]) -> None:
     assert "# all_to_all float32, world (3 ranks), skew 2: busbw over the top quarter" in run.out
 
 
+@pytest.mark.faults
+def test_backends_side_by_side(bench: Callable[..., Any]) -> None:
+    """Only all_reduce is wrong, and only over the twin: each case is over its own backend."""
+    flags = ("--collective", "all_reduce,broadcast", "--backend", "gloo,twin")
+    run = bench(SCRIPT, *SMALL, *flags, inject="wrong-twin")
+    assert run.status == 1
+    checks = [
+        (case.key["collective"], case.key["backend"], case.check) for case in run.report.cases
+    ]
+    assert checks[::2] == [
+        ("all_reduce", "gloo", "passed"),
+        ("all_reduce", "twin", "failed: 2 wrong values"),
+        ("broadcast", "gloo", "passed"),
+        ("broadcast", "twin", "passed"),
+    ]
+    assert "# all_reduce float32 sum, world (2 ranks), twin; at most 4 calls" in run.out
+    assert "# all_reduce float32 sum, world (2 ranks), gloo: busbw over the top quarter" in run.out
+    assert run.report.environment["backend"] == "gloo,twin"
+
+
 @pytest.mark.smoke
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         (("-e", "64T"), "lower -e"),
+        (("--backend", "gloo,mpx"), "--backend mpx: this torch was built without it; try gloo"),
         (("--groups", "0,1", "-c", "0"), "expected world, node, cross or disjoint groups"),
         (("--matrix", "/nowhere"), "No such file or directory: '/nowhere'"),
         (("--root", "1", "--collective", "all"), "--root: broadcast expected a rank within its"),

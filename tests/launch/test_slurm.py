@@ -64,7 +64,7 @@ class Job:
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("home") / "a checkout"
-    for name in ("benchmarks", "common", "launch"):
+    for name in ("analysis", "benchmarks", "common", "launch"):
         shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
     return path
 
@@ -187,6 +187,25 @@ def test_requeue_and_resume(lab: Lab, submit: Callable[..., Job]) -> None:
     assert after[: len(before)] == before  # not measured again
     assert json.loads(after[-1])["status"] == "complete"
     assert len(after) == 6
+
+
+def test_a_suite_is_requeued_and_goes_on(lab: Lab, checkout: Path, tmp_path: Path) -> None:
+    out = tmp_path / "a suite"
+    scripts = [f"collectives {LONG} -e 512", "p2p_matrix --device cpu --iters 6"]
+    options = ["-N2", "--ntasks-per-node=1", f"--output={tmp_path}/job.out"]
+    number = lab.sbatch(*options, "launch/suite.sh", "--out", str(out), *scripts, cwd=checkout)
+    job = Job(lab, tmp_path, out / "collectives.jsonl", number)
+    before = job.until_cases(2)
+    lab.run(0, "scancel", "--batch", "--signal=USR1", number)
+    until(lambda: lab.state(number) == "PENDING", 60, lambda: job.text)
+    assert "suite.sh: interrupted; " in job.text
+    assert "suite.sh: p2p_matrix" not in job.text
+    lab.run(0, "scontrol", "update", f"jobid={number}", "StartTime=now+3")
+    assert job.end() == "COMPLETED", job.text
+    assert job.lines()[: len(before)] == before
+    assert "# suite.sh: status 0" in job.text
+    page = lab.run(0, "cat", str(out / "report.html")).stdout
+    assert "<title>torchrun-bench: collectives, p2p_matrix</title>" in page
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,15 @@ def test_underscores_and_values_with_equals() -> None:
     assert parse("--json=a_b.jsonl").json == "a_b.jsonl"
     assert parse("--distributed_backend", "gloo").backend == "gloo"
     assert parse("--backend", "NCCL").backend == "nccl"
+    assert parse("--backend", "cpu:gloo,cuda:nccl").backend == "cpu:gloo,cuda:nccl"
+
+
+def test_several_backends() -> None:
+    assert cli.several_backends("gloo, UCC,gloo") == "gloo,ucc"
+    assert cli.backends_of("gloo,ucc") == ["gloo", "ucc"]
+    assert cli.backends_of("cpu:gloo,cuda:nccl") == ["cpu:gloo,cuda:nccl"]  # one
+    with pytest.raises(argparse.ArgumentTypeError, match="expected names of backends, got 'gloo,'"):
+        cli.several_backends("gloo,")
 
 
 @pytest.mark.parametrize(
@@ -100,6 +109,7 @@ def test_underscores_and_values_with_equals() -> None:
         (["--max-seconds", "1e308"], "argument --max-seconds: expected a number of at most"),
         (["--sizes", MANY, "--counts", MANY], "at most 10,000 cases, got 40,000 cases"),
         (["--backend", ""], "expected the name of a backend, got ''; e.g. gloo"),
+        (["--backend", "gloo,ucc"], "expected the name of a backend, got 'gloo,ucc'; e.g. gloo"),
         (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
     ],
 )

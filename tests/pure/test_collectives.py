@@ -93,17 +93,20 @@ def test_nodes_of_a_group() -> None:
 def test_the_limit_has_the_name_of_the_link(monkeypatch: pytest.MonkeyPatch) -> None:
     link = SimpleNamespace(kind="NVLink", gb_per_s=450)
     monkeypatch.setattr(collectives.peaks, "find_link", lambda environment, ranks: link)
-    environment = {"backend": "nccl", "ranks": [{"host": "a", "local_rank": r} for r in (0, 1)]}
+    environment = {"ranks": [{"host": "a", "local_rank": r} for r in (0, 1)]}
     layout = collectives.layout_of([[0, 1]], environment, None)
     assert layout == ([[0, 1]], 1, 450, "NVLink's 450 GB/s")
     assert collectives.layout_of([[0, 1]], environment, 300.0).limit_name == "the limit"
-    gloo = environment | {"backend": "cpu:gloo,cuda:gloo"}
-    assert collectives.layout_of([[0, 1]], gloo, None).limit is None
     sizes = {"size_bytes": 8, "count": 2, "dtype": "float32", "redop": "sum", "root": -1}
     key = KEY | sizes | {"group_ranks": 2, "caches": "cold"}
-    for name, seen in (("all_reduce", True), ("broadcast", False)):
+    for name, backend, seen in (
+        ("all_reduce", "nccl", True),
+        ("all_reduce", "cpu:gloo,cuda:nccl", True),
+        ("all_reduce", "gloo", False),
+        ("broadcast", "nccl", False),
+    ):
         samples = {"step": [[8 / 369e9]] * 2, "in_place": [[1.0]] * 2, "out_of_place": [[1.0]] * 2}
-        case = Case(key | {"collective": name}, [0, 1], samples)
+        case = Case(key | {"collective": name, "backend": backend}, [0, 1], samples)
         facts = [{"calls": 1, "in_place": 0, "out_of_place": 0}] * 2
         args: Any = SimpleNamespace(limit=None, check=1)
         collectives.derive(args, layout, case, Times(samples, []), facts)
@@ -205,6 +208,18 @@ def test_counts_are_those_of_nccl_tests() -> None:
     assert sizes == [[(16, 1), (96, 6)], [(4, 1), (20, 5), (100, 25)]]
     assert [keys[0]["root"] for keys in tables.values()] == [-1, 1]
     assert list(tables)[1] == "# reduce float32 sum, world (4 ranks)"
+
+
+def test_tables_of_several_backends() -> None:
+    """Those of one collective follow each other. With one backend the title does not say which."""
+    args = collectives.parse_args(["--backend", "GLOO,ucc", "--collective", "all_reduce,reduce"])
+    assert args.backend == "gloo,ucc"
+    place = {"device": "cpu", "backend": args.backend, "world_size": 2}
+    tables = collectives.plan(args, [], place, 2)
+    assert [title.split(", ")[-1] for title in tables] == ["gloo", "ucc", "gloo", "ucc"]
+    assert [keys[0]["backend"] for keys in tables.values()] == ["gloo", "ucc", "gloo", "ucc"]
+    one = collectives.plan(args, [], place | {"backend": "cpu:gloo,cuda:nccl"}, 2)
+    assert [title.split(", ")[-1] for title in one] == ["world (2 ranks)"] * 2
 
 
 def test_the_key_tells_matrices_and_worlds_apart() -> None:

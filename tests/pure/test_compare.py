@@ -198,6 +198,20 @@ def test_a_control_that_scatters_less_is_not_used(tmp_path: Path) -> None:
     assert found.reason.endswith("the control is not used: it lacks the case, or scatters less")
 
 
+def test_the_sides_of_a_control_may_have_different_numbers_of_runs(tmp_path: Path) -> None:
+    """As an ab.py that was interrupted leaves them: their mean tells the noise of the mean, too."""
+    for side, seconds in (("c", 0.1), ("d", 0.1), ("x", 0.1), ("y", 0.15)):
+        for i in range({"c": 3, "d": 2}.get(side, 1)):
+            lines = [case("x", [seconds * (1 + 0.001 * i)]), case("y", [2 * seconds])]
+            start = f"2026-01-01T0{i}:00:00"
+            write(tmp_path / side / f"{i}.jsonl", *lines, started_at=start)
+    c, d, x, y = (load([str(tmp_path / side)]) for side in "cdxy")
+    comparison = compare(x, y, Design(), compare(c, d, Design()))
+    assert comparison.mean
+    assert comparison.mean.reason == ""
+    assert comparison.mean.verdict == "slower"
+
+
 def test_control_on_the_command_line(tmp_path: Path) -> None:
     """Two cases, so there is a mean; the control's noise gives one run a side a verdict."""
     for side, factor in (("c/a", 1), ("c/b", 1), ("x", 1), ("y", 1.5)):
@@ -324,6 +338,27 @@ def test_a_gate_that_could_not_look_has_not_passed(
     assert markdown.endswith(f"\n- --fail-on slower: {said}\n")
     document = run("compare.py", *words, "--fail-on", "slower", "--format", "json").stdout
     assert json.loads(document)["outcome"] == said.split(" (")[0]
+
+
+def test_a_case_without_a_number_needs_no_verdict(tmp_path: Path) -> None:
+    """As node_check.py writes one for each probe. So a folder of several scripts can pass."""
+    bare = case("a probe", samples_s={}, rounds=[], metrics={})
+    sides = []
+    for side in "ab":
+        for number, seconds in enumerate((1.0, 1.001, 1.002, 1.0)):
+            write(tmp_path / side / f"{number}.jsonl", case("x", [seconds] * 5), bare)
+        sides.append(str(tmp_path / side))
+    words = (sides[0], "--test", sides[1], "--fail-on", "slower")
+    done = run("compare.py", *words)
+    assert (done.returncode, "a probe" in done.stdout) == (0, False), done.stdout
+    failed = bare | {"check": "failed: why"}
+    write(tmp_path / "b" / "0.jsonl", case("x", [1.0] * 5), failed)
+    done = run("compare.py", *words)
+    assert done.returncode == 4
+    assert "a probe" in done.stdout
+    alone = [write(tmp_path / f"{side}.jsonl", bare) for side in "cd"]
+    done = run("compare.py", alone[0], "--test", alone[1])
+    assert (done.returncode, "no case has a time or a metric" in done.stderr) == (2, True)
 
 
 def test_a_missing_case_is_no_verdict(tmp_path: Path) -> None:

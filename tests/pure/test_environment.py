@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from common import dist
-from common.environment import collect, differences, nccl_backend, preamble, problem
+from common.environment import collect, differences, nccl_backend, nccl_backends, preamble, problem
 from common.join import (
     bind,
     check_backend,
@@ -328,6 +328,8 @@ def test_which_nccl_a_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("nccl-legacy", "nccl-lazy", "nccl2", "nccl", "cpu:gloo,cuda:nccl", "gloo")
     stands_for = ["legacy", "lazy", "nccl2", "nccl2", "nccl2", None]
     assert [nccl_backend(name) for name in names] == stands_for
+    assert nccl_backends("nccl-legacy,nccl") == "legacy,nccl2"
+    assert (nccl_backends("gloo,nccl"), nccl_backends("gloo,ucc")) == ("nccl2", None)
     monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0")
     assert [nccl_backend(name) for name in ("nccl", "nccl2")] == ["legacy", "nccl2"]
 

@@ -105,7 +105,7 @@ def test_a_script_has_its_page_its_test_and_its_row(path: Path) -> None:
 
 # -- a line says one thing: how much a function, and a line of it, may hold ------------------------
 
-LONGEST_FUNCTION = 60  # lines; an example's main may be longer
+LONGEST_FUNCTION = 60  # lines
 MOST_BRANCHES = 0.9  # a line, of functions of SHORT lines and more
 SHORT = 8
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -137,14 +137,13 @@ def thick_places(path: Path) -> Iterator[str]:
     """What breaks the rules in a file, as `file: function: what`."""
     place = path.relative_to(ROOT).as_posix()
     tree = ast.parse(path.read_text())
-    scripts = path.parent.name in ("benchmarks", "examples")
-    if scripts and nests(tree):
+    if path.parent.name != "common" and nests(tree):
         yield f"{place}: a comprehension within a comprehension"
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef):
             continue
         length = (node.end_lineno or node.lineno) - node.lineno + 1
-        if length > LONGEST_FUNCTION and path.parent.name != "examples":
+        if length > LONGEST_FUNCTION:
             yield f"{place}: {node.name}: too long"
         if length >= SHORT and branches(node) / length >= MOST_BRANCHES:
             yield f"{place}: {node.name}: too many branches a line"

@@ -5,7 +5,7 @@ import contextlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
 
 from common import private_torch
@@ -85,6 +87,108 @@ def test_recorded_collectives_are_dictionaries() -> None:
 def test_the_fake_backend_is_there_once_it_is_registered() -> None:
     private_torch.register_fake_backend()
     assert dist.is_backend_available("fake")
+
+
+RANKS = 1000  # of the world that does not exist
+
+
+@pytest.fixture
+def fake_world() -> Iterator[dist.Store]:
+    yield private_torch.join_fake_world(5, RANKS)
+    dist.destroy_process_group()
+
+
+def test_one_process_is_a_rank_of_a_world_that_does_not_exist(fake_world: dist.Store) -> None:
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (5, RANKS, "fake")
+    group: Any = dist.new_group([4, 5, 9])
+    assert dist.get_process_group_ranks(group) == [4, 5, 9]
+    assert dist.get_rank(group) == 1
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)  # nobody else comes to it
+    assert tensor.tolist() == [1, 1]
+
+
+def test_with_shapes_only_floats_have_no_memory_and_whole_numbers_are_real() -> None:
+    with private_torch.ShapesOnly(lambda *told: None):
+        matrix = torch.ones(2**24, 2**20)  # 64 TiB
+        product = matrix @ matrix.T
+        numbers = torch.arange(5)
+        assert numbers[numbers > 1].tolist() == [2, 3, 4]
+    assert product.shape == (2**24, 2**24)
+    for tensor in (matrix, product):
+        assert isinstance(tensor, private_torch.FakeTensor)
+    assert type(numbers) is torch.Tensor
+
+
+def test_after_shapes_only_everything_is_as_before() -> None:
+    of_torch = _fsdp_param._chunk_with_empty
+    with private_torch.ShapesOnly(lambda *told: None):
+        assert _fsdp_param._chunk_with_empty is private_torch.chunks_alike
+    assert _fsdp_param._chunk_with_empty is of_torch
+    with pytest.raises(RuntimeError), private_torch.ShapesOnly(lambda *told: None):
+        torch.ones(2) @ torch.ones(3)
+    assert _fsdp_param._chunk_with_empty is of_torch
+    assert torch.ones(2).sum().item() == 2
+
+
+def world_group() -> Any:
+    return dist.group.WORLD
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "c10d::_allgather_base_": lambda part, whole: dist.all_gather_into_tensor(whole, part),
+    "c10d::allgather_": lambda part, whole: dist.all_gather(list(whole.chunk(RANKS)), part),
+    "c10d::_reduce_scatter_base_": lambda part, whole: dist.reduce_scatter_tensor(part, whole),
+    "c10d::alltoall_base_": lambda part, whole: dist.all_to_all_single(whole, whole.clone()),
+    "c10d::allreduce_": lambda part, whole: dist.all_reduce(whole),
+    "c10d::broadcast_": lambda part, whole: dist.broadcast(whole, 0),
+    "c10d::send": lambda part, whole: dist.send(whole, 6),
+    "c10d::recv_": lambda part, whole: dist.recv(whole, 4),
+    "_c10d_functional::all_reduce": lambda part, whole: all_reduce(whole, "sum", world_group()),
+}
+
+
+@pytest.mark.parametrize("operation", COLLECTIVES)
+def test_shapes_only_tells_the_larger_side_of_a_collective(
+    operation: str, fake_world: dist.Store
+) -> None:
+    """Three elements of bfloat16 a rank. Waiting for the result is not told."""
+    told = list[tuple[str, str, int]]()
+    with private_torch.ShapesOnly(lambda *values: told.append(values)):
+        part = torch.ones(3, dtype=torch.bfloat16)
+        whole = torch.ones(3 * RANKS, dtype=torch.bfloat16)
+        COLLECTIVES[operation](part, whole)
+    assert told == [(operation, world_group().group_name, 2 * 3 * RANKS)]
+
+
+def test_shapes_only_tells_which_group_it_was(fake_world: dist.Store) -> None:
+    told = list[tuple[str, str, int]]()
+    with private_torch.ShapesOnly(lambda *values: told.append(values)):
+        groups: list[Any] = [dist.new_group([4, 5]), dist.new_group([5, 6])]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+    assert [name for _, name, _ in told] == [group.group_name for group in groups]
+    assert len(set(told)) == 2
+
+
+def test_a_weight_is_cut_as_torch_cuts_it() -> None:
+    """Where rows are fewer than chunks, the last chunks are empty."""
+    for rows in range(12):
+        weight = torch.empty(3, rows)
+        for count in range(1, 8):
+            chunks = private_torch.chunks_alike(weight, count, 1)
+            lengths = [chunk.shape[1] for chunk in chunks]
+            expected = [chunk.shape[1] for chunk in weight.chunk(count, dim=1)]
+            expected += [0] * (count - len(expected))
+            assert lengths == expected
+            assert {chunk.shape[0] for chunk in chunks} == {3}
+
+
+def test_chunks_of_a_length_are_one_tensor() -> None:
+    """A thousand of them take no time."""
+    chunks = private_torch.chunks_alike(torch.empty(2 * RANKS - 1, 2), RANKS, 0)
+    assert len(chunks) == RANKS
+    assert len({id(chunk) for chunk in chunks}) == 2  # of two rows, and the last one
 
 
 def test_a_checkpointed_module_computes_the_same() -> None:

@@ -1,13 +1,16 @@
 """analysis/report.py: a page that a browser can be trusted with, and Markdown."""
 
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.container import ErrorbarContainer
 
-from analysis.figures import link_heatmap
+from analysis.figures import draw, link_heatmap
+from analysis.load import load as load_runs
 from common.report import load
 from tests.pure.reports import case, run, write
 
@@ -200,6 +203,92 @@ def test_the_ratio_to_the_best_time(tmp_path: Path) -> None:
     sizes = [case("", [0.1 * size] * 5, key={"size_bytes": size}) for size in (1, 2)]
     done = run("report.py", write(tmp_path / "b.jsonl", *sizes), "--markdown")
     assert "time / best" not in done.stdout
+
+
+def test_the_summary_comes_first_and_the_environment_last(tmp_path: Path) -> None:
+    """A summary says what each script has answered; the environment is folded."""
+    answers = {"collectives": ["all_reduce: 2 GB/s"], "ddp_sweep": ["2 ranks train", BAD]}
+    variables = {"TORCHELASTIC_MAX_RESTARTS": "0", "NCCL_ALGO": "Ring"}
+    inside = {"torch": "2.15.0", "world_size": 2, "variables": variables}
+    inside |= {"differences": ["node2 has fewer cores"]}
+    reports = []
+    for name, sentences in answers.items():
+        path = tmp_path / f"{name}.jsonl"
+        write(path, case("x"), benchmark=name, environment=inside)
+        lines = path.read_text().splitlines()
+        lines[-1] = json.dumps({"status": "complete", "answer": sentences})
+        path.write_text("\n".join(lines) + "\n")
+        reports.append(str(path))
+    older = write(tmp_path / "older.jsonl", case("x"), benchmark="older", environment=inside)
+    found, text = page(tmp_path, *reports, older)
+    words = ["node2 has fewer cores", "all_reduce: 2 GB/s", "2 ranks train", "In all cases"]
+    words += ["Environment", "variables.NCCL_ALGO", "Ring"]
+    places = [found.text.rindex(word) for word in words]
+    assert places == sorted(places)
+    assert "TORCHELASTIC" not in text
+    assert re.search(r"<details id=\"s\d\"><summary>Environment</summary>", text)
+    assert text.count("<details") == text.count("<details id=") == 1
+    done = run("report.py", *reports, "--markdown")
+    assert "| collectives | all\\_reduce: 2 GB/s" in done.stdout
+
+
+def test_an_answer_that_is_none(tmp_path: Path) -> None:
+    for number, answer in enumerate(("text", {"a": 1}, [1, None], None)):
+        path = tmp_path / f"{number}.jsonl"
+        write(path, case("x"), status=None)
+        end = json.dumps({"status": "complete", "answer": answer})
+        path.write_text(f"{path.read_text()}{end}\n")
+        found, _ = page(tmp_path, str(path))
+        assert "Answers" not in found.text
+
+
+def test_the_environment_has_a_row_for_each_value(tmp_path: Path) -> None:
+    reports = []
+    for number, torch in enumerate(("2.14.0", "2.15.0", "2.15.0")):
+        inside = {"environment": {"torch": torch, "world_size": 2}, "benchmark": f"b{number}"}
+        reports.append(write(tmp_path / f"r{number}.jsonl", case("x"), argv=["x"], **inside))
+    done = run("report.py", *reports, "--markdown")
+    assert "1 of 3 fields differ" in done.stdout
+    assert re.findall(r"^\| (torch|world.*?) *\| (\S+) *\| (.*?) *\|$", done.stdout, re.M) == [
+        ("torch", "2.14.0", "r0"),
+        ("torch", "2.15.0", "r1, r2"),
+        (r"world\_size", "2", "all"),
+    ]
+
+
+def test_a_wide_table_says_which_columns_it_leaves_out(tmp_path: Path) -> None:
+    many = {f"metric_number_{n}_s": 0.1 * n for n in range(1, 21)}
+    line = case("", key={"mode": "fast"}, metrics=many | {"metric_p95_s": 1.0, "zeta_s": 2.0})
+    found, text = page(tmp_path, write(tmp_path / "a.jsonl", line, benchmark="new"))
+    tables = re.findall(r"<thead>(.*?)</thead>", text)
+    wide = [head for head in tables if "metric number" in head or "zeta" in head]
+    heads = [re.findall(r'<th class="n">(.*?)</th>', head) for head in wide]
+    # 1240 pixels, less 24 + 176 of the column with `fast`, hold 11 of 24 + 64
+    assert [len(numbers) for numbers in heads] == [11, 11]
+    assert heads[1][-2:] == ["zeta (s)", "metric p95 (s)"]  # details come last
+    (summary,) = re.findall(r"<summary>(11 more columns: .*?)</summary>", text)
+    assert summary == f"11 more columns: {', '.join(heads[1])}"
+    assert found.text.count("fast") >= 2  # the name of the case stands in both
+    narrow, _ = page(tmp_path, write(tmp_path / "b.jsonl", case("x")))
+    assert "more columns" not in narrow.text
+
+
+def test_exposed_time_has_its_interval(tmp_path: Path) -> None:
+    """Drawn where it is, at the end of its part of the bar, also where it reaches below 0."""
+    parts = {"compute_s": 0.05, "exposed_dp_s": 0.02, "exposed_dp_ci95_s": [0.01, 0.04]}
+    parts |= {"exposed_tp_s": -0.01, "exposed_tp_ci95_s": [-0.02, 0.01]}
+    line = case("", key={"mesh": "dp2tp2"}, metrics=parts)
+    plain = case("", key={"mesh": "dp4"}, metrics={"compute_s": 0.06})
+    runs = load_runs([write(tmp_path / "a.jsonl", line, plain, benchmark="parallel_sweep")])
+    (figure,) = draw(runs)
+    (ax,) = figure.axes
+    ends = []
+    for container in ax.containers:
+        if isinstance(container, ErrorbarContainer):
+            segments = container.lines[2][0].get_segments()
+            ends += [[round(x) for x, _ in segment] for segment in segments if len(segment)]
+    assert ends == [[60, 90], [50, 80]]  # ms: 50 + 10 to 50 + 40; 50 + 20 - 20 to 50 + 20 + 10
+    assert "95 % intervals" in ax.get_xlabel()
 
 
 def test_what_there_is_of_an_unfinished_or_empty_report(tmp_path: Path) -> None:

@@ -271,7 +271,8 @@ def test_over_gloo_no_step_is_called_launch_bound(monkeypatch: pytest.MonkeyPatc
         ("cuda", "cpu:gloo,cuda:nccl", {"step": 0.99}),
         ("cpu", "gloo", {}),
     ):
-        bench: Any = Mock(job=Mock(device=torch.device(device), backend=backend))
+        bench: Any = Mock(job=Mock(device=torch.device(device)))
+        monkeypatch.setattr("common.benchmark.dist.get_backend", lambda group, name=backend: name)
         workload = Workload(lambda: None, launches=True)
         timing, _ = Benchmark.time_workload(bench, workload, Mock())
         assert timing.launching_s == kept, (device, backend)
