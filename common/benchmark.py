@@ -81,8 +81,6 @@ class Benchmark:
         check_flags(args)
         # ends a hang until there is a watchdog, which then renews the timer
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)
-        # where the terminal is ASCII, another letter is shown as \xe9 and is no error
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         self.args, self.status, self.answer = args, 1, answer
         self.failed = False  # by `fail`, or by a case
         self.silenced = False  # stdout or stderr is gone

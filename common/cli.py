@@ -179,6 +179,8 @@ def first_lines() -> str:
 
 def begin_output(stream: TextIO) -> None:
     """Print the first lines, on rank 0, before slow imports and before the ranks meet."""
+    # where the terminal is ASCII, another letter is shown as \xe9 and is no error
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # Benchmark.print meets the error again, and says so
             print(first_lines(), file=stream, flush=True)

@@ -74,7 +74,7 @@ def test_a_report_on_stdout_is_json_alone(bench: Callable[..., Any], tmp_path: P
 def test_the_last_lines_lead_on_and_a_dry_run_resumes(bench: Callable[..., Any]) -> None:
     """The second run moves the report of the first. A dry run says what --resume would measure."""
     run = bench("benchmarks/collectives.py", *FEW)
-    assert re.search(r"\n# report .*report\.jsonl; python .*\n# elapsed \d.*\n$", run.out)
+    assert re.search(r"\n# report .*report\.jsonl; python .*\n# elapsed \d.*\n", run.out)
     assert set(run.report.environment) >= {"version", "others"}
     (load_of_node,) = run.report.end["others"]
     assert load_of_node[1] == len(os.sched_getaffinity(0))
