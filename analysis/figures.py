@@ -86,10 +86,10 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
 
 def names_of_curves(rows: pd.DataFrame, x: str) -> list[str]:
     """For each row what tells its curve apart; nothing where all rows are one curve."""
+    follow = (x, "label", "count", "calls")  # the last two follow from the size
     keys = []
     for key in rows["key"]:
-        others = {name: value for name, value in key.items() if name not in (x, "label", "count")}
-        keys.append(others)
+        keys.append({name: value for name, value in key.items() if name not in follow})
     columns = (rows["series"], case_names(keys), rows["run"])
     differing = [column for column in columns if len(set(column)) > 1]
     if not differing:

@@ -423,6 +423,7 @@ def main() -> int:
     with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
         keys = plan(args, roles, options)
+        bench.announce(keys)
         bench.begin_table(title_of(keys[0], options), COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
             build_case = partial(

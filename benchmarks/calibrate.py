@@ -249,9 +249,10 @@ def main() -> int:
     with Benchmark("calibrate", args, answer=answer) as bench:
         columns: Columns = {"": lambda case: case.key["name"], "found": finding}
         title = f"What can be told apart, by a step of at least {args.step_ms:g} ms"
+        rule, keys = bench.rule, plan(args)
+        bench.announce(keys, lambda key: rule_of(key, rule).longest_s if key["seconds"] else None)
         bench.begin_table(title, columns, ["resolution, 10 s", ""])
-        rule = bench.rule
-        for key in plan(args):
+        for key in keys:
             build, derive = MODES[key["mode"]]
             bench.rule = rule_of(key, rule)
             bench.measure(key, partial(build, bench), derive)

@@ -644,6 +644,10 @@ def main() -> int:
     gc.disable()  # a collection on one rank would stop them all
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("checkpoint_sweep", args, answer=answer) as bench:
+        keys: list[Key] = []
+        for path, strategy in itertools.product(args.paths or ["TMPDIR"], args.strategy):
+            keys += plan(args, path, strategy)
+        bench.announce(keys)
         first, size = bench.job.rank == 0, state_bytes(args.model)
         if "async-process" in args.modes and "MASTER_ADDR" not in os.environ:
             _store = serve_on_loopback()  # lives until this function returns

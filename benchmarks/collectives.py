@@ -1014,6 +1014,8 @@ def main() -> int:
             tables = plan(args, matrix, bench.place, ranks)
         except ValueError as error:
             bench.refuse(str(error))
+        measured = [keys for keys in tables.values() if not why_not_measured(keys[0])]
+        bench.announce(list(itertools.chain(*measured)))
         members = sorted(itertools.chain(*groups))
         prepare = partial(build, job, matrix, args)
         layout = layout_of(groups, bench.report.environment, args.limit)

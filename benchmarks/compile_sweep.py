@@ -722,6 +722,10 @@ def main() -> int:
     args = parse_args()
     configure_compile(not args.dynamo_no_optimize_ddp, args.verbose)
     with Benchmark("compile_sweep", args, answer=answer) as bench:
+        keys: list[Key] = []
+        for model, dtype in itertools.product(args.models, args.dtype):
+            keys += plan(args, model, dtype, bench.job.world_size)
+        bench.announce(keys)
         problems = gather(unwritable(Path()) if args.torchviz else None) or []
         problem = share(next((problem for problem in problems if problem), None))
         if problem:

@@ -38,7 +38,7 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.optim
 import torch.distributed.rpc as rpc
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
@@ -76,7 +76,7 @@ CHECKED = {"number_embeddings": 50, "batches": 3, "dtype": "float64"}
 TOLERANCE = 1e-6  # relative to the largest change in these steps
 
 Key = dict[str, Any]
-Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # indices [n], offsets [bags], targets
+Batch = tuple[Tensor, Tensor, Tensor]  # indices [n], offsets [bags], targets
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -125,13 +125,15 @@ def create_dense(key: Key) -> nn.Module:
     ]
     if width != DENSE_INPUT:  # eight tables of 64 columns join to DENSE_INPUT
         layers.insert(0, nn.Linear(width, DENSE_INPUT, bias=False))
-    return nn.Sequential(*layers).to(getattr(torch, key["dtype"]))
+    dtype = getattr(torch, key["dtype"])
+    return nn.Sequential(*layers).to(dtype)
 
 
 def create_table(key: Key, server: int, device: str = "cpu") -> nn.EmbeddingBag:
     torch.manual_seed(1 + server)
-    size = (key["number_embeddings"], key["embedding_dim"])
-    table = nn.EmbeddingBag(*size, mode="sum", sparse=key["sparse"])
+    rows = key["number_embeddings"]
+    columns = key["embedding_dim"]
+    table = nn.EmbeddingBag(rows, columns, mode="sum", sparse=key["sparse"])
     return table.to(device, getattr(torch, key["dtype"]))
 
 
@@ -144,13 +146,13 @@ def create_epoch(key: Key, trainer: int) -> list[Batch]:
         bag_sizes = rng.integers(1, 11, size=count)  # of at least as many bags as are needed
         starts = np.concatenate([[0], np.cumsum(bag_sizes)])
         offsets = torch.tensor(starts[starts < count])
-        indices = torch.tensor(rng.integers(0, key["number_embeddings"], size=count))
-        targets = torch.tensor(rng.integers(0, CLASSES, size=len(offsets)))
-        epoch.append((indices, offsets, targets))
+        indices = rng.integers(0, key["number_embeddings"], size=count)
+        targets = rng.integers(0, CLASSES, size=len(offsets))
+        epoch.append((torch.tensor(indices), offsets, torch.tensor(targets)))
     return epoch
 
 
-def loss_of(dense: nn.Module, looked_up: list[torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+def loss_of(dense: nn.Module, looked_up: list[Tensor], targets: Tensor) -> Tensor:
     parts = [part.to(targets.device) for part in looked_up]
     joined = torch.cat(parts, dim=1)
     return nn.functional.cross_entropy(dense(joined), targets)
@@ -161,18 +163,18 @@ def loss_of(dense: nn.Module, looked_up: list[torch.Tensor], targets: torch.Tens
 TABLE_LOCK = threading.Lock()  # several threads of RPC run calls at once
 
 
-def look_up(indices: torch.Tensor, offsets: torch.Tensor, stays: bool, graph: bool) -> torch.Tensor:
+def look_up(indices: Tensor, offsets: Tensor, stays: bool, graph: bool) -> Tensor:
     """[bags, embedding_dim]; on the CPU, or on the table's device if it `stays` there.
 
     graph: whether autograd follows.
     """
     device = hosted().weight.device
     with torch.set_grad_enabled(graph):
-        looked_up: torch.Tensor = hosted()(indices.to(device), offsets.to(device))
+        looked_up: Tensor = hosted()(indices.to(device), offsets.to(device))
         return looked_up if stays else looked_up.cpu()
 
 
-def apply_gradient(indices: torch.Tensor, offsets: torch.Tensor, gradient: torch.Tensor) -> None:
+def apply_gradient(indices: Tensor, offsets: Tensor, gradient: Tensor) -> None:
     """One step of SGD. gradient: of what `look_up` returned for these indices."""
     looked_up = look_up(indices, offsets, stays=True, graph=True)
     device = looked_up.device
@@ -184,7 +186,7 @@ def apply_gradient(indices: torch.Tensor, offsets: torch.Tensor, gradient: torch
             torch.cuda.current_stream(device).synchronize()
 
 
-def get_weight() -> torch.Tensor:
+def get_weight() -> Tensor:
     return hosted().weight
 
 
@@ -196,7 +198,7 @@ def set_up_servers(key: Key, devices: list[str]) -> None:
 # -- trainers --------------------------------------------------------------------------------------
 
 
-def ask(key: Key, indices: torch.Tensor, offsets: torch.Tensor) -> list[torch.Tensor]:
+def ask(key: Key, indices: Tensor, offsets: Tensor) -> list[Tensor]:
     """The rows that each server looks up: [bags, embedding_dim]."""
     names = [f"server{server}" for server in range(key["servers"])]
     on_gpu = key["device"] == "cuda"
@@ -244,12 +246,12 @@ def manual_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Itera
 def stamp_exchange(ddp: DistributedDataParallel, phases: Phases) -> None:
     """DDP's own all-reduce as a hook, with stamps around the last bucket."""
 
-    def on_average(future: Future[torch.Tensor]) -> torch.Tensor:
+    def on_average(future: Future[Tensor]) -> Tensor:
         # refers to no group: gloo's own thread must not hold the last reference to one
         phases.mark("exchange")
         return future.value()
 
-    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[torch.Tensor]:
+    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
         future = allreduce_hook(group, bucket)
         if bucket.is_last():
             phases.mark("backward")
@@ -279,7 +281,8 @@ def start_training(job: Job, key: Key, group: Group, devices: list[str]) -> Trai
         stamp_exchange(ddp, phases)
     optimizer: Any
     if key["autograd"] == "distributed":
-        rrefs = [rpc.remote(f"server{server}", get_weight) for server in range(key["servers"])]
+        servers = [f"server{server}" for server in range(key["servers"])]
+        rrefs = [rpc.remote(server, get_weight) for server in servers]
         rrefs += [rpc.RRef(parameter) for parameter in ddp.parameters()]
         step = distributed_step
         optimizer = torch.distributed.optim.DistributedOptimizer(torch.optim.SGD, rrefs, lr=LR)
@@ -330,7 +333,7 @@ def build(job: Job, key: Key, group: Group, *, devices: list[str]) -> Workload:
     return Workload(training.epoch, facts=lambda: facts, returned=training.phases.durations)
 
 
-def error_of(key: Key, trained: list[torch.Tensor]) -> float:
+def error_of(key: Key, trained: list[Tensor]) -> float:
     """How far tables and dense weights are off a single process's, relative to their change in it.
 
     That process applies each trainer's gradient to the tables, and the average to the dense part.
@@ -351,7 +354,8 @@ def error_of(key: Key, trained: list[torch.Tensor]) -> float:
         optimizer.step()
     errors = []
     for got, wanted, old in zip(trained, weights, before, strict=True):
-        errors.append(relative_error(got.cpu() - old, wanted - old))
+        changed = got.cpu() - old
+        errors.append(relative_error(changed, wanted - old))
     return max(errors)
 
 
@@ -435,12 +439,17 @@ def ways_of(epochs: list[tuple[Case, Estimate]]) -> dict[str, Estimate]:
 
 def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Key]:
     """The key of each case: every way of lookup with every way of autograd."""
-    names = ("number_embeddings", "embedding_dim", "sparse")
-    fixed: Key = {name: getattr(args, name) for name in names}
-    fixed |= {"trainers": len(roles.trainers), "servers": len(roles.servers)}
-    fixed |= {"dtype": "float32", "batches": 10}
-    fixed["device"] = roles.device(roles.trainers[0])
-    fixed["server_device"] = roles.device(roles.servers[0])
+    fixed: Key = {
+        "number_embeddings": args.number_embeddings,
+        "embedding_dim": args.embedding_dim,
+        "sparse": args.sparse,
+        "trainers": len(roles.trainers),
+        "servers": len(roles.servers),
+        "dtype": "float32",
+        "batches": 10,
+        "device": roles.device(roles.trainers[0]),
+        "server_device": roles.device(roles.servers[0]),
+    }
     if args.reducer != "hook":  # the default, which older reports do not name
         fixed["reducer"] = args.reducer
     fixed |= options.key()
@@ -464,11 +473,13 @@ def main() -> int:
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
+        keys = plan(args, roles, options)
+        bench.announce(keys)
         bench.print(f"\n{title_of(args, roles, options)}")
         with rpc_workers(bench, roles, options) as devices:
             servers = [devices[rank] for rank in roles.servers]
             build_case = partial(build, bench.job, devices=servers)
-            for key in plan(args, roles, options):
+            for key in keys:
                 title = f"lookup {key['lookup']}, autograd {key['autograd']}"
                 bench.begin_table(title, ROWS, ["Trainer0"])
                 case = bench.measure(key, build_case, derive, roles.trainers)

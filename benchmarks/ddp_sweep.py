@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torchvision
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
@@ -133,6 +132,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bind-cores", action="store_true", help="bind each rank to its share of the cores")
     cli.add_common_flags(parser)
     args = parser.parse_args(argv)
+    import torchvision  # takes seconds, so it comes after the first lines of output
+
     cuda = torch.cuda.is_available() and args.device != "cpu"
     args.models = args.models or (CUDA_MODELS if cuda else CPU_MODELS)
     args.batch_size = args.batch_size or (32 if cuda else 8)
@@ -193,6 +194,8 @@ def set_precision(dtype: str) -> None:
 
 def make_model(key: Key, device: torch.device) -> nn.Module:
     options = MODEL_OPTIONS.get(key["model"], {})
+    import torchvision  # parse_args has imported it already
+
     model = torchvision.models.get_model(key["model"], **options)
     return model.to(device, memory_format=memory_format(key))
 
@@ -574,7 +577,9 @@ def main() -> int:
             bench.refuse(f"--world-sizes {largest} is more than the {bench.job.world_size} ranks")
         if args.strict_topology and environment["differences"]:
             bench.refuse(f"--strict-topology: {environment['differences'][0]}")
-        for title, keys in plan(args, bench.job, node_ranks).items():
+        tables = plan(args, bench.job, node_ranks)
+        bench.announce(list(itertools.chain(*tables.values())))
+        for title, keys in tables.items():
             bench.begin_table(title, columns(args), ["1M/2G 25MB none", "+-10.0%"])
             if passed := measure_table(bench, keys):
                 bench.print(f"\nWhy: {title}\n\n{render(why_columns(args, bench.job), passed)}")

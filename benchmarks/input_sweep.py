@@ -158,7 +158,8 @@ class Images(Samples):
     """JPEG or other images, decoded and augmented as for training on ImageNet."""
 
     def __init__(self, files: list[tuple[str, int]], key: Key) -> None:
-        self.files, self.cold = files, key["cache"] == "cold"
+        self.files = files
+        self.cold = key["cache"] == "cold"
         self.encoded = key["decode"] == "cuda"  # the rank decodes, not the worker
         self.augment = augmentation(key["image_size"])
 
@@ -207,7 +208,8 @@ class Tokens(Samples):
             if self.cold:
                 forget(file)
             tokens = np.memmap(file, dtype=np.uint16, mode="r")
-            return torch.from_numpy(tokens[start : start + self.length + 1].astype(np.int64))
+            sample = tokens[start : start + self.length + 1]
+            return torch.from_numpy(sample.astype(np.int64))
 
 
 def augmentation(pixels: int) -> nn.Module:
@@ -262,9 +264,11 @@ class Feed:
     """Batches of a rank from its DataLoader, and what has been seen of the samples in them."""
 
     def __init__(self, dataset: Samples, key: Key, job: Job) -> None:
-        self.dataset, self.key, self.device = dataset, key, job.device
-        ranks, seed = job.world_size, key["seed"]
-        sampler: DistributedSampler[Any] = DistributedSampler(dataset, ranks, job.rank, seed=seed)
+        self.dataset = dataset
+        self.key = key
+        self.device = job.device
+        ranks = job.world_size
+        sampler: Any = DistributedSampler(dataset, ranks, job.rank, seed=key["seed"])
         self.epoch = math.ceil(len(dataset) / ranks)  # samples of a rank, with padding
         self.indices = Batches(sampler, key["batch_size"])
         with_workers = {
@@ -388,9 +392,16 @@ def make_model(key: Key, classes: int) -> nn.Module:
 def build(job: Job, source: Source, key: Key, group: Group) -> Workload:
     """Training under DDP with the loader, with a resident batch, and the loader alone."""
     torch.manual_seed(job.rank)
-    dataset = Tokens(source, key) if isinstance(source, str) else Images(source, key)
-    classes = 0 if isinstance(source, str) else 1 + max(target for _, target in source)
-    loss_of = next_token_loss if isinstance(source, str) else nn.functional.cross_entropy
+    dataset: Samples
+    loss_of: Callable[..., Tensor]
+    if isinstance(source, str):
+        dataset = Tokens(source, key)
+        classes = 0
+        loss_of = next_token_loss
+    else:
+        dataset = Images(source, key)
+        classes = 1 + max(target for _, target in source)
+        loss_of = nn.functional.cross_entropy
     feed = Feed(dataset, key, job)
     first_batch_s, resident = timed(feed.next)
     feed.pause()
@@ -413,14 +424,16 @@ def build(job: Job, source: Source, key: Key, group: Group) -> Workload:
 
     def resident_step() -> None:
         feed.pause()  # does nothing but in the untimed step that begins a block
-        cpu_s, wall_s = time.process_time(), time.perf_counter()
+        cpu_s = time.process_time()
+        wall_s = time.perf_counter()
         train(resident)
         spent["cpu_s"] += time.process_time() - cpu_s
         spent["wall_s"] += time.perf_counter() - wall_s
 
     def facts() -> Facts:
+        starts_s = (first_batch_s, next_epoch_s)
         cores = spent["cpu_s"] / spent["wall_s"]
-        return facts_of(feed, before, (first_batch_s, next_epoch_s), cores, digest(model), group)
+        return facts_of(feed, before, starts_s, cores, digest(model), group)
 
     # Batches come in bursts, one of each worker. So a sample is the mean of as many steps.
     calls = max(1, key["workers"])
@@ -444,7 +457,9 @@ def facts_of(
     group: Group,
 ) -> Facts:
     """Look at the workers, check the samples and end the workers. All ranks call it together."""
-    now, cpu_s, from_device = Usage.now(feed), None, None
+    now = Usage.now(feed)
+    cpu_s = None
+    from_device = None
     workers = feed.processes - {os.getpid()}
     pss_bytes = sum(pss_of(pid) for pid in workers if psutil.pid_exists(pid))
     if feed.key["workers"] == 0 or feed.key["persistent_workers"] == "on":
@@ -673,14 +688,16 @@ def check_room(args: argparse.Namespace, job: Job) -> None:
 
 def call_or_refuse(bench: Benchmark, what: str, function: Callable[[], Any]) -> Any:
     """Call a function on all ranks. Refuse the run if it raises on any of them."""
-    result, problem = None, None
+    result = None
+    problem = None
     try:
         result = function()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         problem = f"{what}: {reason.splitlines()[0]}"
     problems = gather(problem) or []
-    if first := share(next((problem for problem in problems if problem), None)):
+    first = next((problem for problem in problems if problem), None)
+    if first := share(first):
         bench.refuse(first)
     return result
 
@@ -690,11 +707,14 @@ def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Source, Any]:
 
     The latter is None with --data, and on ranks that have not made the folder.
     """
-    job, token, remover = bench.job, share(secrets.token_hex(8)), None
+    job = bench.job
+    token = share(secrets.token_hex(8))
+    remover = None
 
     def make() -> Path:
         nonlocal remover
-        folder = Path(tempfile.gettempdir(), f"input_sweep-{token}-{job.rank - job.local_rank}")
+        first_of_node = job.rank - job.local_rank
+        folder = Path(tempfile.gettempdir(), f"input_sweep-{token}-{first_of_node}")
         if job.local_rank == 0:
             folder.mkdir(mode=0o700)
             remover = remove_at_end([str(folder)])
@@ -728,6 +748,8 @@ def main() -> int:
     args = parse_args()
     set_forkserver_preload(["torchvision", "common.benchmark"])
     with Benchmark("input_sweep", args) as bench:
+        keys = plan(args)
+        bench.announce(keys)
         source, remover = prepare(bench, args)
         data = f"{args.kind} of {args.data or 'its own'}"
         title = f"{args.model}, batch size {args.batch_size}, {data}"
@@ -735,7 +757,7 @@ def main() -> int:
         bench.begin_table(title, columns(args), ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"])
         node_ranks, cores = bench.job.local_world_size, len(os.sched_getaffinity(0))
         bench.answer = partial(answer, args, node_ranks, cores)
-        for key in plan(args):
+        for key in keys:
             derive_case = partial(derive, node_ranks)
             bench.measure(key, partial(build, bench.job, source), derive_case)
     if remover:

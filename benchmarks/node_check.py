@@ -672,7 +672,12 @@ def main() -> int:
     with Benchmark("node_check", args) as bench:
         stay_near(bench.job.device)  # or healthy ranks' copies to the host differ by the socket
         environment, slow = bench.report.environment, Findings()
-        for phase in plan(bench, cluster_of(bench)):
+        phases = plan(bench, cluster_of(bench))
+        planned: list[Key] = []
+        for phase in phases:
+            planned += [{"probe": phase.name, "part": part + 1} for part in range(len(phase.cases))]
+        bench.announce(planned, lambda key: None, args.budget)
+        for phase in phases:
             slow |= measure_twice(bench, phase)
         if not share(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")

@@ -214,6 +214,7 @@ def main() -> int:
         except ValueError as error:
             bench.refuse(str(error))
         messages, rounds = messages_of(args, job.device), plan(args, job, len(members))
+        bench.announce([key for key, _ in rounds])
         bench.print(f"\n# {len(rounds)} rounds, {settings(args, messages)}")
         node_of_member = [nodes[ranks[0]] for ranks in members]
         bench.answer = partial(answer, node_of_member, args.by, args.sigmas)

@@ -349,6 +349,7 @@ def main() -> int:
         for problem in problems:
             if problem:
                 bench.refuse(problem)
+        bench.announce(keys)
         longest = max((mesh.name for mesh in meshes), key=len)
         bench.begin_table(title_of(keys[0], args.microbatches), columns_of(meshes), [longest])
         reference = share(train_reference(keys[0], job.device) if job.rank == 0 else None)
@@ -364,10 +365,9 @@ def main() -> int:
             case = bench.measure(key, begin, end)
             if case:
                 cases.append(case)
-        bench.print("")
-        for line in map(places_line, cases):
-            if line:
-                bench.print(line)
+        lines = [line for line in map(places_line, cases) if line]
+        if lines:
+            bench.print("\n" + "\n".join(lines))
     return bench.status
 
 

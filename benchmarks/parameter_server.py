@@ -784,10 +784,12 @@ def main() -> int:
     ):
         options = rpc_options(args, bench)
         title = title_of(settings, len(roles.cuda), options if through_servers(args) else None)
-        bench.begin_table(title, COLUMNS, ["sparse_rpc (gloo) running grouped", "+-10.0%"])
         backend = share(bench.job.backend)
+        keys = plan(args, roles, settings, backend=backend, options=options)
+        bench.announce(keys)
+        bench.begin_table(title, COLUMNS, ["sparse_rpc (gloo) running grouped", "+-10.0%"])
         patience_s = args.straggler_timeout or args.timeout / 2
-        for key in plan(args, roles, settings, backend=backend, options=options):
+        for key in keys:
             if key["server"] and not devices:  # not before: the threads of RPC may poll
                 devices = stack.enter_context(rpc_workers(bench, roles, options))
             build_case = partial(

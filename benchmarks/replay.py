@@ -644,6 +644,7 @@ def main() -> int:
     args = parse_args()
     with Benchmark("replay", args) as bench:
         job = bench.job
+        bench.announce([{"only": ",".join(args.only) or "all", "scale_size": args.scale_size}])
         recordings = share(gather(read(args.trace, job.rank, job.world_size)))
         for problem in recordings:
             if isinstance(problem, str):

@@ -301,11 +301,13 @@ def main() -> int:
     callee = roles.servers[0]
     with Benchmark("rpc_latency", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
+        keys = plan(args, roles, options)
+        bench.announce(keys)
         title = f"Callers: {len(roles.trainers)}, callee: rank {callee}; {options}"
         bench.begin_table(title, COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
             build_case = partial(build, bench.job, callee_device=devices[callee])
-            for key in plan(args, roles, options):
+            for key in keys:
                 bench.measure(key, build_case, derive, roles.trainers)
     return bench.status
 

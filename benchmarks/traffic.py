@@ -23,7 +23,6 @@ what real ranks send. docs/traffic.md. BSD-3-Clause.
 import argparse
 import logging
 import platform
-import shlex
 import socket
 import sys
 import warnings
@@ -51,12 +50,15 @@ from common.cli import (
     Parser,
     checked,
     describe,
+    first_lines,
     list_of,
     number,
     positive_float,
     positive_int,
     refuse,
     show_size,
+    take_stdout,
+    version,
 )
 from common.decoder import DECODERS, flops_per_token
 from common.dist import Group, Job
@@ -64,6 +66,7 @@ from common.environment import count_of, user_variables
 from common.meshes import EXPERTS, Key, Mesh, config_of, misfit, open_meshes, parse_mesh
 from common.peaks import find_peak
 from common.private_torch import ShapesOnly, join_fake_world
+from common.remarks import report_lines
 from common.report import Case, Report, load
 from common.table import Columns, Table, cell, metric, progress_line
 
@@ -103,7 +106,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--measured", type=report, metavar="REPORT", help=measured)
     peak = "of a device, for the floor of compute (default: by the device's name in --measured)"
     add("--peak-tflops", type=positive_float, metavar="X", help=peak)
-    add("-J", "--json", type=report, metavar="PATH", help="write a report, as the other scripts do")
+    wanted = "write a report, as the other scripts do; - is stdout"
+    add("-J", "--json", type=report, metavar="PATH", help=wanted)
     return parser.parse_args(argv)
 
 
@@ -432,6 +436,7 @@ def least_sent(sent: dict[str, int]) -> str:
 def environment(args: argparse.Namespace) -> dict[str, Any]:
     """What a report says of the job. It has no devices."""
     return {
+        "version": version(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "os": platform.platform(),
@@ -467,14 +472,15 @@ def measure(key: Key, measured: Measured | None, peak: float | None) -> Case:
 
 def begin(args: argparse.Namespace) -> tuple[Report, list[Key], Measured | None]:
     """The report, the cases, and what --measured holds. A mistake ends the run."""
-    report = Report("traffic", environment(args), args.json)
+    files = [take_stdout()] if args.json == "-" else []
+    report = Report("traffic", environment(args), args.json, files=files)
     try:
         keys = plan(args)
         measured = read_measured(args.measured) if args.measured else None
         replaced = report.start()
     except (ValueError, OSError) as error:
         refuse(str(error))
-    print(f"# torchrun-bench traffic\n# command: {shlex.join(sys.argv)}")
+    print(first_lines())
     print(f"# PyTorch {torch.__version__}; {args.ranks:,} ranks are played, none is there")
     if replaced:
         print(f"# the report that was there is now {replaced}")
@@ -508,6 +514,8 @@ def main() -> int:
             if f"{axis}_bytes" in case.metrics:
                 print(axis_line(case, axis))
     failed = any(case.failed for case in report.cases)
+    for line in report_lines(report.path, None):
+        print(f"# {line}")
     sentences = answer([case for case in report.cases if not case.failed])
     if sentences:
         print("\n# " + "\n# ".join(sentences))

@@ -9,12 +9,14 @@ Core: what stands behind every measuring script.
     stats       percentiles, the interval of a median, differences, stragglers: numpy
     samples     how samples reach rank 0, which count, what a report keeps of them
     table       columns and rows as they come, the progress line
+    cpu_load    how much of a node's cores other programs take
     private_torch   what is used of torch that is not public
     dist        Job, Group; process groups of a case; gather, share, agree
     gpus        state of the GPUs by nvidia-smi, what NCCL says of itself, CUDA graphs
     network     errors that the network counted during a run, by node
     ranks       the node of each rank; groups of ranks by a word
     timing      Workload, the timed loop, the rule that ends it
+    remarks     the lines around the tables: what is planned, how long still, what was uncertain
     join        how a process joins the job: variables, device, rendezvous, interface
     environment what the numbers were measured on; the preamble
     traces      traces of a case by torch.profiler, and what they say of its step

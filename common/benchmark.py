@@ -8,6 +8,7 @@ import faulthandler
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,22 @@ import psutil
 import torch.distributed as dist
 
 from common import environment, gpus, network
-from common.cli import abandon, backends_of, complain, describe, end, refuse
+from common.cli import abandon, backends_of, complain, describe, end, refuse, take_stdout
+from common.cpu_load import CpuLoad, others_text
 from common.dist import Group, Groups, connect, gather, share
-from common.join import join
+from common.join import join, world
 from common.ranks import node_of_each
-from common.report import Case, Report, not_json
+from common.remarks import (
+    Conditions,
+    Pace,
+    crowded_text,
+    duration,
+    hints,
+    label_of,
+    planned_lines,
+    report_lines,
+)
+from common.report import Case, Report, load, not_json
 from common.samples import keep_samples, rounded, stacked
 from common.stats import Times
 from common.table import (
@@ -30,7 +42,6 @@ from common.table import (
     Table,
     launch_bound,
     launch_mark,
-    no_interval_hint,
     progress_line,
 )
 from common.timing import (
@@ -67,29 +78,34 @@ class Benchmark:
     ) -> None:
         """tested: the ranks that groups under test may hold; None for all of them. answer: makes
         the sentences that end the run."""
-        if args.json == "" or (args.resume and not args.json):
-            refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
-        if args.profile_ranks and not args.profile:
-            refuse("--profile-ranks needs the folder of the traces; e.g. --profile traces")
+        check_flags(args)
         # ends a hang until there is a watchdog, which then renews the timer
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)
-        # where the terminal is ASCII, another letter is shown as \xe9 and is no error
-        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         self.args, self.status, self.answer = args, 1, answer
         self.failed = False  # by `fail`, or by a case
         self.silenced = False  # stdout or stderr is gone
         variables = environment.user_variables()
-        self.job = join(args.device, args.backend, args.timeout, getattr(args, "bind_cores", False))
-        is_first, turns = self.job.rank == 0, os.environ.get(TURN)
+        rank, on_node, _, _ = world()
+        self.is_first, turns = rank == 0, os.environ.get(TURN)
+        if args.dry_run and not self.is_first:
+            sys.exit(0)
+        files = [take_stdout()] if args.json == "-" else []
+        self.progress, self.pace = progress_line(self.is_first), Pace()
+        # while two commands take turns, the one that waits is idle: it disturbs nobody
+        self.load = CpuLoad() if on_node == 0 and not turns else None
+        bind_cores = getattr(args, "bind_cores", False)
+        self.job = join(args.device, args.backend, args.timeout, bind_cores, args.dry_run)
         backends = backends_of(self.job.backend)
         self.groups = {name: Groups(replace(self.job, backend=name)) for name in backends}
-        self.turn = turn_taker(turns) if turns and is_first else lambda: None
+        self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
         self.table: Table | None = None
-        self.progress = progress_line(is_first)
-        measured_on = share(environment.collect(self.job, variables))
+        measured_on = share(environment.collect(self.job, variables, self.load))
+        if args.dry_run:
+            measured_on = environment.imagined(measured_on, self.job)
         self.network_before = network.read() if self.job.local_rank == 0 else {}
-        self.report = Report(name, measured_on, args.json if is_first else None)
+        path = args.json if self.is_first and not args.dry_run else None
+        self.report = Report(name, measured_on, path, files=files)
         # These complete every key, as rank 0 has them: with RPC a server may be on another device
         # than the trainers.
         self.place: Key = share(
@@ -102,9 +118,11 @@ class Benchmark:
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
         if problem := environment.problem(measured_on, tested):
             self.refuse(problem)
-        self.tracer = self.prepare_traces(name, measured_on) if args.profile else None
+        self.tracer: Tracer | None = None
+        if args.profile and not args.dry_run:
+            self.tracer = self.prepare_traces(name, measured_on)
         self.open_report()
-        self.print(environment.preamble(name, measured_on))
+        self.print(environment.preamble(measured_on))
         if self.replaced:
             self.print(f"# the report that was there is now {self.replaced}")
         self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
@@ -122,6 +140,9 @@ class Benchmark:
         """Begin the report or go on with it, on rank 0. End the run if that is not possible."""
         problem = None
         self.replaced: str | None = None  # the new name of the report that was there
+        if self.args.dry_run and self.args.resume:
+            with contextlib.suppress(ValueError):  # there is none, or no report
+                self.report.cases = load(self.args.json).cases
         if self.report.path:
             self.watchdog.phase(f"opens {self.report.path}", ahead=0)
             try:
@@ -132,6 +153,44 @@ class Benchmark:
                 problem = f"--json: {error}"
         if problem := share(problem):
             self.refuse(problem)
+
+    def complete_key(self, key: Key) -> Key:
+        """The key with device, backend and world_size, where it lacks them."""
+        missing = [name for name in self.place if name not in key]
+        return key | {name: self.place[name] for name in missing}
+
+    def announce(
+        self,
+        keys: Sequence[Key],
+        longest_s: Callable[[Key], float | None] | None = None,
+        all_s: float | None = None,
+    ) -> None:
+        """Say which cases the run is going to measure, before anything is set up for them. With
+        --dry-run the run lists them and ends here.
+
+        All ranks call it. longest_s: the most seconds to warm a case up and time it, None if no
+        time limits it; by default the stop rule's. all_s: the same for the run, if it has a limit.
+        """
+        completed = [self.complete_key(key) for key in keys]
+        planned = [key for key in completed if key not in self.done]
+        limits: list[float | None] = []
+        for key in planned:
+            limits.append(longest_s(key) if longest_s else self.rule.longest_s)
+        known = [limit for limit in limits if limit]
+        if len(known) == len(limits):
+            all_s = all_s or sum(known)
+        self.pace = Pace(len(planned), all_s)
+        if self.args.dry_run:
+            self.print(planned_lines(planned, limits, all_s))
+            sys.exit(0)
+
+    def show_progress(self, phase: str) -> None:
+        """The line on a terminal: which case of how many, how long still, and what is done."""
+        if not self.progress.disable:
+            line = f"{self.pace.text(time.monotonic())}: {phase}: {self.watchdog.label}"
+            room = max(20, (self.progress.ncols or 80) - len(" [00:00:00]"))
+            self.progress.set_description_str(line[:room], refresh=False)
+            self.progress.update(0)  # shows it, at most ten times a second
 
     def measure(
         self,
@@ -148,18 +207,19 @@ class Benchmark:
         lacks them. teams: parts of the ranks that do the same at once, each in a group of its own.
         Cases over the same ranks and teams share their groups, until one of them fails.
         """
-        missing = [name for name in self.place if name not in key]
-        key = key | {name: self.place[name] for name in missing}
+        key = self.complete_key(key)
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
         if problem := not_json("key", key):
             self.refuse(problem)
+        if self.args.dry_run:  # a script that announces nothing
+            self.print(f"# {label_of(key)}")
+            return None
         if key in self.done:
             return self.show(self.report.find(key))
         case, member = Case(key, list(ranks)), self.job.rank in ranks
-        told = [str(value) for value in key.values() if not isinstance(value, bool | None)]
-        label = " ".join(told)
-        self.progress.set_description_str(label)
-        self.watchdog.begin(label, member)
+        self.watchdog.begin(label_of(key), member)
+        self.pace.begin(time.monotonic())
+        self.show_progress("set up")
         result = self.attempt(key, build, ranks, teams)
         if member:
             self.watchdog.phase("waits for all ranks")
@@ -167,6 +227,7 @@ class Benchmark:
         reason, write_error = share(self.keep(case, derive, results) if results else None)
         self.watchdog.group = None  # two threads must not abort one group
         self.groups_for(key).give_back(ranks, teams, failed=reason is not None)
+        self.pace.end(time.monotonic())
         if write_error:
             self.refuse(write_error, 1)
         return self.show(case if results else None)
@@ -229,6 +290,7 @@ class Benchmark:
         def progress(phase: str) -> None:
             self.turn()
             self.watchdog.phase(phase)
+            self.show_progress(phase)
 
         timing = time_steps(built, group, self.job.device, self.rule, progress)
         if built.returned:
@@ -307,7 +369,7 @@ class Benchmark:
 
     def print(self, text: str) -> None:
         """Print on rank 0. If stdout is gone, the run goes on for its report, if it writes one."""
-        if self.job.rank == 0:
+        if self.is_first:
             try:
                 self.progress.write(text, file=sys.stdout)
                 sys.stdout.flush()
@@ -329,7 +391,8 @@ class Benchmark:
 
         All ranks call it, or rank 0 alone where only it knows; the launcher then ends the others.
         """
-        self.watchdog.stop()
+        if hasattr(self, "watchdog"):  # not before the ranks have met
+            self.watchdog.stop()
         refuse(problem, status)
 
     def __enter__(self) -> "Benchmark":
@@ -349,6 +412,26 @@ class Benchmark:
             if error is None:
                 dist.destroy_process_group()
 
+    def uncertain(self, last_line: dict[str, Any]) -> list[str]:
+        """Lines about intervals that are missing or wide, and what others took from the nodes
+        during the run, for the report's last line. All ranks call it; [] on all but rank 0."""
+        load = self.load.of_others() if self.load else None
+        rows = gather(load)
+        if rows is None:
+            return []
+        last_line["others"] = loads = [row for row in rows if row]
+        measured_on, args = self.report.environment, self.args
+        conditions = Conditions(
+            iters=args.iters,
+            min_iters=args.min_iters,
+            max_seconds=args.max_seconds,
+            can_bind=not getattr(args, "bind_cores", True),
+            others=others_text(measured_on["hosts"], loads),
+            crowded=crowded_text(measured_on["ranks"], loads, node_of_each(measured_on)),
+        )
+        passed = [case for case in self.report.cases if not case.failed]
+        return hints(passed, conditions) if self.table else []
+
     def print_answer(self) -> list[str]:
         """Print the sentences that answer what the script asks. Returns them; [] without any."""
         passed = [case for case in self.report.cases if not case.failed]
@@ -365,13 +448,16 @@ class Benchmark:
         last_line, remarks = gpus.at_the_end(self.job, measured_on)
         network_grew, warnings = network.at_the_end(self.job, measured_on, self.network_before)
         cases = self.report.cases
+        remarks = [*warnings, *remarks, *self.uncertain(last_line)]
         if any(launch_bound(case) for case in cases):
             self.print(LAUNCH_HINT)
-        hint = no_interval_hint(cases, self.args.iters, self.args.max_seconds)
-        if self.table and hint:
-            self.print(hint)
-        for remark in [*warnings, *remarks]:
+        if remarks:
+            self.print("")
+        for remark in remarks:
             self.print(f"# {remark}")
+        for line in report_lines(self.report.path, self.replaced):
+            self.print(f"# {line}")
+        self.print(f"# elapsed {duration(time.time() - psutil.Process().create_time())}")
         self.failed |= any(case.failed for case in cases)
         if sentences := self.print_answer():
             last_line["answer"] = sentences
@@ -388,6 +474,14 @@ class Benchmark:
             abandon(sys.stderr)
             self.print(f"# error: stderr: {why.strerror}; warnings may be missing")
         self.status = share(int(self.failed or self.silenced))
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Refuse flags of all scripts that do not go together."""
+    if args.json == "" or (args.resume and args.json in (None, "-")):
+        refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
+    if args.profile_ranks and not args.profile:
+        refuse("--profile-ranks needs the folder of the traces; e.g. --profile traces")
 
 
 def restarted_after() -> float:

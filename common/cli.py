@@ -3,19 +3,23 @@
 import argparse
 import contextlib
 import difflib
+import functools
 import math
 import os
 import re
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import IO, Any, NoReturn, TextIO
 
 HANG = 3  # the exit status of a run that hung
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
 MOST_NCCL_WARNINGS = 5  # of a process that are shown
 MOST_CASES = 10_000  # the most cases that the lists of a command line may give
+ROOT = Path(__file__).resolve().parents[1]  # the folder of all these scripts
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -56,6 +60,13 @@ def fill_streams() -> None:
     sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
+def take_stdout() -> IO[bytes]:
+    """stdout, for a report alone. What is printed from now on goes to stderr."""
+    stream = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    return stream
+
+
 def end(status: int, text: str = "") -> NoReturn:
     """End this process at once, from any thread, whatever the main thread does."""
     write(text)
@@ -94,6 +105,32 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
+@functools.cache
+def version(folder: Path = ROOT) -> str:
+    """The version of the scripts in a folder as git names it; `unknown` where git cannot say.
+
+    `-dirty` at its end means that a file differs from that commit.
+    """
+    # without the optional locks: another program may be using the checkout
+    git = ["git", "--no-optional-locks", "-C", str(folder)]
+    try:
+        told = subprocess.run(
+            [*git, "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=5
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return told.stdout.strip() or "unknown"
+
+
+class ShowVersion(argparse.Action):
+    """--version: rank 0 prints the version, and the script ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"torchrun-bench {version()}")
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """Takes --batch_size for --batch-size, no abbreviations; an error is one line for the job."""
 
@@ -101,6 +138,8 @@ class Parser(argparse.ArgumentParser):
         fill_streams()
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
+        text = "print the version of these scripts, and end"
+        self.add_argument("--version", action=ShowVersion, nargs=0, help=text)
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
@@ -121,7 +160,44 @@ class Parser(argparse.ArgumentParser):
         cases = math.prod(len(value) for value in lists)
         if cases > MOST_CASES:
             self.error(f"expected lists for at most {MOST_CASES:,} cases, got {cases:,} cases")
+        if hasattr(parsed, "dry_run"):  # a script that measures
+            if parsed.world_size and not parsed.dry_run:
+                launch = f"torchrun --nproc-per-node {parsed.world_size} {sys.argv[0]}"
+                self.error(f"--world-size is for --dry-run; the launcher sets it, e.g. {launch}")
+            if parsed.dry_run:
+                play_launcher(parsed.world_size)
+            if args is None:  # the command line of this process
+                begin_output(sys.stderr if parsed.json == "-" else sys.stdout)
         return parsed
+
+
+def first_lines() -> str:
+    """The script's name and version, and the command."""
+    name = Path(sys.argv[0]).stem
+    return f"# torchrun-bench {name}, version {version()}\n# command: {shlex.join(sys.argv)}"
+
+
+def begin_output(stream: TextIO) -> None:
+    """Print the first lines, on rank 0, before slow imports and before the ranks meet."""
+    # where the terminal is ASCII, another letter is shown as \xe9 and is no error
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):  # Benchmark.print meets the error again, and says so
+            print(first_lines(), file=stream, flush=True)
+
+
+def play_launcher(ranks: int | None) -> None:
+    """For --dry-run: set the variables of a launcher that are missing, as those of rank 0.
+
+    ranks: of the job; None for WORLD_SIZE, or else 1. They are on one node, unless LOCAL_WORLD_SIZE
+    is set.
+    """
+    if ranks:
+        os.environ["WORLD_SIZE"] = str(ranks)
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size}
+    for name, value in (place | {"LOCAL_WORLD_SIZE": world_size}).items():
+        os.environ.setdefault(name, value)
 
 
 def with_hyphens(word: str) -> str:
@@ -269,7 +345,12 @@ def add_common_flags(
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
     most = f"or after S seconds of a case, 1.25 S without an interval (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
-    report = "append every finished case to this report; an older one becomes PATH.bak, .bak.1, ..."
+    plan = "list the cases and the longest time that they may take; measure nothing"
+    add("--dry-run", action="store_true", help=plan)
+    text = "with --dry-run, by python: plan for N ranks, on nodes of LOCAL_WORLD_SIZE (default: N)"
+    add("--world-size", type=positive_int, metavar="N", help=text)
+    report = """append every finished case to this report; an older one becomes PATH.bak, .bak.1,
+        ...; - is stdout, and everything else goes to stderr"""
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
     traces = "then profile 5 more iterations of each step; write traces into DIR (docs/profile.md)"

@@ -3,9 +3,7 @@
 import os
 import platform
 import re
-import shlex
 import socket
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,8 @@ from typing import Any
 import psutil
 import torch
 
-from common.cli import backends_of, cut
+from common.cli import backends_of, cut, version
+from common.cpu_load import CpuLoad, others_text
 from common.dist import Job, gather, share
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 from common.turns import TURN
@@ -27,6 +26,7 @@ PER_RUN = (
     *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"),
 )
 
+UNITS = "units: 64K, 4M, MiB and GiB count by 1,024; MB/s and GB/s by 1,000"
 MOST_RANKS, MOST_WARNINGS = 64, 16  # the preamble prints no more of them
 # The variable that each launcher sets. mpirun comes before srun: it may use srun itself.
 LAUNCHERS = {"TORCHELASTIC_RUN_ID": "torchrun", "OMPI_COMM_WORLD_RANK": "mpirun"}
@@ -41,22 +41,26 @@ def user_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name not in PER_RUN}
 
 
-def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
+def collect(job: Job, variables: dict[str, str], load: CpuLoad | None = None) -> dict[str, Any]:
     """On rank 0 the report's environment; empty on the others. All ranks call it.
 
-    variables: what `user_variables` returned before this process joined the job.
+    variables: what `user_variables` returned before this process joined the job. load: counts what
+    others take from this node, on its first rank.
     """
     # with RPC some ranks may be on the CPU, the first one of a node among them
     cuda = "cuda" in share(gather(job.device.type))
     node = None  # the first rank of a node describes it
     if job.local_rank == 0:
-        node = {"topology": topology(cuda), "gpus": gpu_state() if cuda else []}
+        others = load.of_others() if load else None
+        gpus = gpu_state() if cuda else []
+        node = {"topology": topology(cuda), "gpus": gpus, "others": others}
     rows = gather((describe_rank(job), node))
     if rows is None:
         return {}
     ranks = [rank for rank, _ in rows]
     nodes = [rank | node for rank, node in rows if node]
     return {
+        "version": version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": max(rank["nccl"] for rank in ranks) or None,  # "" on the CPU
@@ -72,10 +76,21 @@ def collect(job: Job, variables: dict[str, str]) -> dict[str, Any]:
         "devices": sorted({rank["device"] for rank in ranks}),
         "topologies": [node["topology"] for node in nodes],
         "gpus": [node["gpus"] for node in nodes],
+        "others": [node["others"] for node in nodes if node["others"]],
         "ranks": ranks,
         "differences": differences(nodes),
         "variables": variables,
     }
+
+
+def imagined(environment: dict[str, Any], job: Job) -> dict[str, Any]:
+    """For --dry-run: the environment of a job whose nodes are all like this one."""
+    row = environment["ranks"][0] | {"uuid": "", "pci": ""}  # the ranks of a node share no GPU
+    per_node = job.local_world_size
+    ranks = [row | {"rank": rank, "local_rank": rank % per_node} for rank in range(job.world_size)]
+    count = -(-job.world_size // per_node)
+    alike = {name: environment[name] * count for name in ("hosts", "topologies", "gpus")}
+    return environment | alike | {"ranks": ranks, "num_nodes": count, "others": []}
 
 
 def launcher() -> str:
@@ -178,8 +193,8 @@ def differences(nodes: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def preamble(name: str, environment: dict[str, Any]) -> str:
-    """The `#` lines above the tables: versions, ranks, each topology once, and warnings."""
+def preamble(environment: dict[str, Any]) -> str:
+    """The other `#` lines above the tables: versions, ranks, each topology once, and warnings."""
     cuda = ""
     if environment["cuda"]:
         cuda = f", CUDA {environment['cuda']}, NCCL {environment['nccl']}"
@@ -187,8 +202,6 @@ def preamble(name: str, environment: dict[str, Any]) -> str:
     ranks = count_of(environment["world_size"], "rank")
     nodes = count_of(environment["num_nodes"], "node")
     lines = [
-        f"torchrun-bench {name}",
-        f"command: {shlex.join(sys.argv)}",
         f"{versions}, backend {environment['backend']}",
         f"{ranks} on {nodes}, started by {environment['launcher']}",
     ]
@@ -200,6 +213,7 @@ def preamble(name: str, environment: dict[str, Any]) -> str:
         lines.append(f"... and {count_of(more, 'more rank')}")
     for text in dict.fromkeys(environment["topologies"]):
         lines += text.splitlines()
+    lines.append(UNITS)
     warnings = warnings_of(environment)
     lines += [f"warning: {warning}" for warning in warnings[:MOST_WARNINGS]]
     if more := len(warnings[MOST_WARNINGS:]):
@@ -214,7 +228,8 @@ def count_of(count: int, noun: str) -> str:
 
 def warnings_of(environment: dict[str, Any]) -> list[str]:
     """What makes the numbers doubtful, a line each: nodes that differ, GPUs that are throttled,
-    missing or shared, GPUs with one core, and an NCCL that lets DDP overlap nothing."""
+    missing or shared, GPUs with one core, cores that others use, and an NCCL that lets DDP overlap
+    nothing."""
     hosts = environment["hosts"]
     warnings = [*environment["differences"], *throttled(hosts, environment["gpus"])]
     warnings += [f"{hosts[node]}: {why}" for node, why in lacking(environment).items()]
@@ -222,6 +237,8 @@ def warnings_of(environment: dict[str, Any]) -> list[str]:
     if environment["nccl_backend"] == "nccl2" and environment["torch"].startswith("2.15"):
         cure = "TORCH_DIST_USE_NCCL2=0 brings the old one"
         warnings.append(f"with the nccl of torch 2.15 DDP overlaps nothing; {cure}")
+    if busy := others_text(hosts, environment["others"]):
+        warnings.append(f"{busy}: times will scatter")
     if shared := sharing(environment):
         warnings.append(f"{shared}: their times include each other's turns")
     for row in environment["ranks"]:

@@ -27,14 +27,22 @@ BY_HAND = (
 )
 
 
-def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = False) -> Job:
+def join(
+    device: str,
+    backend: str | None,
+    timeout_s: float,
+    bind_cores: bool = False,
+    dry_run: bool = False,
+) -> Job:
     """Join the job, or be a world of one, and take a device: the CPU, or `cuda:LOCAL_RANK` among
     the GPUs that are visible. Ends the run if not all ranks arrive within `timeout_s`.
 
-    device: --device. backend: --backend, one or several; None for the device's usual one.
+    device: --device. backend: --backend, one or several; None for the device's usual one. dry_run:
+    rank 0 meets nobody. Its control group has no other rank, whatever the world size.
     """
     rank, on_node, world_size, local_world_size = world()
-    check_network(world_size)
+    ranks_to_meet = 1 if dry_run else world_size
+    check_network(ranks_to_meet)
     chosen = choose_device(device, on_node)
     cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
@@ -45,19 +53,20 @@ def join(device: str, backend: str | None, timeout_s: float, bind_cores: bool = 
     if cuda:
         torch.cuda.set_device(chosen)
     set_variables(log_nccl=cuda and on_node == 0)
-    if world_size == 1:
+    if ranks_to_meet == 1:
         store: dist.Store = dist.HashStore()
         second_store = store.clone()
     else:
         store, second_store = meet(rank, world_size, timeout_s)
     # By themselves gloo and TensorPipe take the address of the host's name: on Debian 127.0.1.1.
-    interface = "lo" if local_world_size == world_size else find_interface(store, world_size)
+    one_node = ranks_to_meet in (1, local_world_size)
+    interface = "lo" if one_node else find_interface(store, world_size)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
     control = dist.PrefixStore("control", store)
     dist.init_process_group(
-        "gloo", store=control, rank=rank, world_size=world_size, timeout=FOREVER
+        "gloo", store=control, rank=rank, world_size=ranks_to_meet, timeout=FOREVER
     )
     # imported modules are never garbage: collections between cases need not walk through them
     gc.freeze()

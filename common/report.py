@@ -84,7 +84,7 @@ class Report:
 
     benchmark: str
     environment: dict[str, Any]
-    path: str | None = None
+    path: str | None = None  # `-` for stdout: then `files` has it from the start
     argv: list[str] = field(default_factory=lambda: list(sys.argv))
     started_at: str = field(default_factory=lambda: now())
     schema: str = SCHEMA
@@ -110,6 +110,9 @@ class Report:
         where it cannot be written.
         """
         if not self.path:
+            return None
+        if self.path == "-":
+            self.append_header()
             return None
         self.files.append(open_alone(self.path))
         path = os.path.realpath(self.path)  # a link stays a link
@@ -181,7 +184,8 @@ class Report:
         file = self.files[-1]
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        if self.path != "-":
+            os.fsync(file.fileno())
 
 
 def open_alone(path: str) -> IO[bytes]:

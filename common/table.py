@@ -1,6 +1,5 @@
 """Tables, printed row by row as the cases come, and a progress line on a terminal."""
 
-import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -16,9 +15,6 @@ LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes more of the devi
 LAUNCH_HINT = """
 # launch-bound: the host takes over 90 % of the time to launch the kernels, so this measures
 # Python; try a larger --batch-size, CUDA graphs (-G) or compile"""
-NO_INTERVAL_HINT = """
-# {what}: no 95 % interval (-) in {count} of {all} cases, which have
-# too few samples, or samples that drift; {flag} gives a case more"""
 
 
 def render(columns: Columns, cases: Sequence[Case]) -> str:
@@ -117,40 +113,6 @@ def largest_launch_share(case: Case) -> float:
     """Launching over the device's time, where this is largest among the steps; 0 if unknown."""
     by_step = case.metrics.get("launch_share", {})
     return max(by_step.values(), default=0.0)
-
-
-def without_interval(case: Case) -> set[str]:
-    """The names of the times that should have a 95 % interval in this case and have none."""
-    lacking = [name for name, value in case.metrics.items() if "_ci95" in name and value is None]
-    return {name.partition("_ci95")[0].replace("_", " ") for name in lacking}
-
-
-def timed_s(case: Case) -> float:
-    """The seconds of all samples of the first rank, the step's and the parts' together. Of the
-    slowest rank where the case has only a part of the others' samples."""
-    if case.bounded:
-        return sum(sum(times) for times in case.slowest_s.values())
-    return sum(sum(rows[0]) for rows in case.samples_s.values() if rows)
-
-
-def no_interval_hint(cases: Sequence[Case], iters: int | None, max_seconds: float) -> str:
-    """The lines that say which intervals are missing, and which flag helps; "" if none is missing.
-
-    iters, max_seconds: the flags of the run.
-    """
-    lacking = [case for case in cases if without_interval(case)]
-    if not lacking:
-        return ""
-    names = set().union(*(without_interval(case) for case in lacking))
-    # Twice as long as such a case took. It took up to twice the time of its samples: each block
-    # starts with an untimed iteration.
-    seconds = 4 * max(max_seconds, *(timed_s(case) for case in lacking))
-    return NO_INTERVAL_HINT.format(
-        what=", ".join(sorted(names)),
-        count=len(lacking),
-        all=len(cases),
-        flag=f"--iters {2 * iters}" if iters else f"--max-seconds {math.ceil(seconds)}",
-    )
 
 
 class ProgressLine(tqdm):

@@ -89,6 +89,15 @@ class StopRule:
             full_warmup=asked,
         )
 
+    @property
+    def longest_s(self) -> float | None:
+        """The most seconds that a case is warmed up and timed, if its rounds fit into them; None
+        where a count ends the case, not time."""
+        if self.iters or self.rounds:
+            return None
+        warm_up = 0 if self.full_warmup else 1 / 4
+        return self.max_seconds * (warm_up + self.patience)
+
 
 @dataclass
 class Timing:

@@ -185,7 +185,7 @@ class Watchdog:
                 pass
             path = self.report.path
             line = f"{signal.Signals(number).name}: {len(self.report.cases)} cases are measured"
-            line += f" and in {path}; go on with --resume" if path else ""
+            line += f" and in {path}; go on with --resume" if path not in (None, "-") else ""
             end(128 + number, line if self.job.rank == 0 else "")
 
         threading.Thread(target=wait, name="signals", daemon=True).start()

@@ -52,7 +52,7 @@ def test_a_job_is_recorded_and_replayed(
     (case,) = run.report.cases
     assert case.check == "passed"
     assert operations > 0
-    assert run.out.splitlines()[-1] == f"# not replayed: 0 of {operations}"
+    assert f"# not replayed: 0 of {operations}" in run.out.splitlines()
     assert case.metrics["step_bytes"] == pytest.approx(size)
     groups = Counter(row["group"] for row in case.metrics["operations"])
     assert set(groups) == {"mesh_dp", "mesh_tp"}
@@ -76,12 +76,13 @@ def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: P
         (tmp_path / path.name).write_text(json.dumps(trace))
     run = bench(SCRIPT, str(tmp_path), *SHORT, "--scale-size", "0.5", ranks=2)
     assert run.status == 0, run.err
-    assert run.out.splitlines()[-4:] == [
+    lines = [
         "# 1 x sparse_all_reduce of default_pg: this operation is not known",
         "# 1 x all_reduce of other: the ranks of its group are not recorded",
         "# 1 x all_reduce of default_pg: not recorded alike on every rank of its group",
         "# not replayed: 3 of 15",
     ]
+    assert "\n".join(lines) in run.out
     rows = run.report.cases[0].metrics["operations"]
     assert [(row["size_bytes"], row["calls"]) for row in rows] == [(524800, 1), (1577472, 1)]
 

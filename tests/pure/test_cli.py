@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -201,3 +202,81 @@ def test_what_nccl_warned_of_is_said_when_the_process_ends_at_once(tmp_path: Pat
             command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
         )
         assert (done.returncode, done.stderr) == (3, said)
+
+
+def test_the_version_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a folder without git, one with a commit, a file that was changed since."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    cli.version.cache_clear()
+    assert cli.version(tmp_path) == "unknown"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "a"]):
+        subprocess.run([*git, *words], check=True, timeout=60)
+    (tmp_path / "a.py").write_text("1")
+    subprocess.run([*git, "add", "a.py"], check=True, timeout=60)
+    cli.version.cache_clear()
+    dirty = cli.version(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{7,}-dirty", dirty)
+    subprocess.run([*git, "commit", "-q", "-m", "b"], check=True, timeout=60)
+    cli.version.cache_clear()
+    clean = cli.version(tmp_path)
+    assert re.fullmatch(r"[0-9a-f]{7,}", clean)
+    assert not dirty.startswith(clean)
+    monkeypatch.setenv("PATH", "")  # no git at all
+    cli.version.cache_clear()
+    assert cli.version(tmp_path) == "unknown"
+    cli.version.cache_clear()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_version_is_a_flag_of_every_script(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 prints it, and no mandatory flag is missed."""
+    monkeypatch.setenv("RANK", rank)
+    parser = cli.Parser("doc")
+    parser.add_argument("--ranks", required=True)
+    with pytest.raises(SystemExit) as end:
+        parser.parse_args(["--version"])
+    assert end.value.code == 0
+    said = f"torchrun-bench {cli.version()}\n" if rank == "0" else ""
+    assert capsys.readouterr().out == said
+
+
+def test_the_first_lines_have_the_version_and_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 prints them as soon as the flags are read; the command as it was typed."""
+    monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--json", "my report"])
+    lines = f"# torchrun-bench x, version {cli.version()}\n"
+    lines += "# command: benchmarks/x.py --json 'my report'\n"
+    parse("--json", "my report")  # of another program's making
+    assert capsys.readouterr() == ("", "")
+    parser = cli.Parser("doc")
+    cli.add_common_flags(parser)
+    parser.parse_args()
+    assert capsys.readouterr() == (lines, "")
+    monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--json", "-"])  # the report alone
+    parser.parse_args()
+    assert capsys.readouterr() == ("", lines.replace("'my report'", "-"))
+    monkeypatch.setenv("RANK", "1")
+    parser.parse_args()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_dry_run_plays_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is as before after the test
+        monkeypatch.delenv(name)
+    with pytest.raises(SystemExit):
+        parse("--world-size", "8")
+    assert "--world-size is for --dry-run; the launcher sets it" in capsys.readouterr().err
+    assert not set(names) & set(os.environ)
+    parse("--dry-run", "--world-size", "8")
+    assert [os.environ[name] for name in names] == ["0", "0", "8", "8"]
+    # rank 1 of 2 that torchrun has started plans for 16 ranks: its nodes have 2
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    parse("--dry-run", "--world-size", "16")
+    assert [os.environ[name] for name in names] == ["1", "0", "16", "2"]

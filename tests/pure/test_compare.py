@@ -436,6 +436,15 @@ def test_a_case_that_nobody_joins_says_what_differs(tmp_path: Path) -> None:
     assert "# environment: key.dtype: fp32 in BASE, bf16 in TEST" in done.stdout
 
 
+def test_the_version_is_among_the_differences(tmp_path: Path) -> None:
+    sides = []
+    for commit in ("1a2b3c4", "5d6e7f8-dirty"):
+        environment = {"version": commit, "devices": ["a CPU"]}
+        sides.append(write(tmp_path / f"{commit}.jsonl", case("x"), environment=environment))
+    done = run("compare.py", sides[0], "--test", sides[1])
+    assert "# environment: version: 1a2b3c4 in BASE, 5d6e7f8-dirty in TEST" in done.stdout
+
+
 def test_cases_by_their_names(tmp_path: Path) -> None:
     for side in "ab":
         lines = [case("no ddp"), case("1M/1G"), case("", key={"label": "1M/1G", "model": "vgg"})]

@@ -3,7 +3,6 @@
 import os
 import re
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from common import dist
+from common.cpu_load import Others
 from common.environment import collect, differences, nccl_backend, nccl_backends, preamble, problem
 from common.join import (
     bind,
@@ -65,11 +65,13 @@ def test_what_gpus_the_first_lines_warn_of() -> None:
     found |= {"backend": "gloo", "launcher": "torchrun", "world_size": 2}
     found |= {"num_nodes": 1, "hosts": ["a"], "nccl_backend": "legacy"}
     found |= {"ranks": ranks, "topologies": [], "gpus": [[gpu]], "differences": []}
-    lines = preamble("x", found).splitlines()
-    assert lines[2] == "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo"
-    assert lines[-4:] == [
+    found["others"] = [Others(1.5, 8)]
+    lines = preamble(found).splitlines()
+    assert lines[0] == "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo"
+    assert lines[-5:] == [
         "# warning: GPU 0 of a is throttled: hardware thermal",
         "# warning: a: GPU 0 has uncorrected errors of its memory",
+        "# warning: other programs take 1.5 of 8 cores of a: times will scatter",
         "# warning: ranks 0 and 1 share a GPU on a: their times include each other's turns",
         "# warning: rank 1 has 1 core for its GPU; see srun --cpus-per-task",
     ]
@@ -78,7 +80,7 @@ def test_what_gpus_the_first_lines_warn_of() -> None:
         ("2.15.0+cu132", "legacy", False),
         ("2.16.0", "nccl2", False),  # nobody has looked
     ):
-        text = preamble("x", found | {"torch": torch_version, "nccl_backend": nccl})
+        text = preamble(found | {"torch": torch_version, "nccl_backend": nccl})
         assert (
             "# warning: with the nccl of torch 2.15 DDP overlaps nothing; TORCH" in text
         ) == warned
@@ -339,16 +341,6 @@ def test_ranks_that_share_a_gpu_under_each_name_of_nccl() -> None:
         shared: dict[str, Any] = {"backend": backend, "variables": {}}
         shared["ranks"] = [rank(0), rank(1, uuid="G0")]
         assert "ranks 0 and 1 share a GPU on a" in (problem(shared) or "")
-
-
-def test_the_command_is_in_the_preamble(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it was typed behind the interpreter."""
-    about: dict[str, Any] = {"torch": "2", "cuda": None, "python": "3", "backend": "gloo"}
-    about |= {"launcher": "python", "world_size": 1, "num_nodes": 1, "ranks": [], "hosts": ["a"]}
-    about |= {"topologies": [], "gpus": [[]], "differences": [], "nccl_backend": None}
-    monkeypatch.setattr(sys, "argv", ["benchmarks/x.py", "--json", "my report"])
-    line = preamble("x", about).splitlines()[1]
-    assert line == "# command: benchmarks/x.py --json 'my report'"
 
 
 def test_many_nodes_and_ranks_are_counted() -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+import io
 import json
 import math
 import os
@@ -29,6 +30,21 @@ def report_at(path: Path, cases: int = 2, **environment: Any) -> Report:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "a report.jsonl"
+
+
+def test_a_report_on_a_stream() -> None:
+    """`-` is no file: nothing is synced, locked or moved."""
+    stream = io.BytesIO()
+    report = Report("ddp_sweep", ENVIRONMENT, "-", files=[stream])
+    assert report.start() is None
+    report.add(Case({"model": "m"}, [0]))
+    report.finish("complete")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [lines[0]["schema"], lines[1]["key"], lines[2]["status"]] == [
+        SCHEMA,
+        {"model": "m"},
+        "complete",
+    ]
 
 
 def test_what_is_written_is_read(path: Path) -> None:

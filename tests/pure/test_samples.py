@@ -12,10 +12,10 @@ import pytest
 from analysis.load import load
 from common import samples
 from common.benchmark import Benchmark
+from common.remarks import timed_s
 from common.report import Case, Report
 from common.report import load as load_report
 from common.stats import Times
-from common.table import timed_s
 from common.timing import Timing
 from tests import scale_case, simulate_report
 

@@ -1,0 +1,111 @@
+"""What a run says around its tables, as a user starts it."""
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.report import load
+from tests.process import ROOT, command_of, environment
+
+SCRIPTS: dict[str, list[str]] = {
+    "batch_update_ps": [],
+    "calibrate": [],
+    "checkpoint_sweep": ["--paths", "a,b"],
+    "collectives": ["-e", "64"],
+    "compile_sweep": [],
+    "ddp_rpc": [],
+    "ddp_sweep": [],
+    "input_sweep": [],
+    "node_check": [],
+    "p2p_matrix": [],
+    "parallel_sweep": [],
+    "parameter_server": [],
+    "replay": ["trace"],
+    "rpc_latency": [],
+}
+FEW = ("-b", "64", "-e", "64", "--device", "cpu")  # a case of collectives
+
+
+def test_every_script_that_measures_has_a_dry_run() -> None:
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    assert scripts - set(SCRIPTS) == {"traffic"}  # it plays ranks, and measures nothing
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_dry_run_lists_the_cases_of_four_ranks(
+    script: str, bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process by plain python; it leaves nothing behind."""
+    monkeypatch.chdir(tmp_path)
+    flags = (*SCRIPTS[script], "--device", "cpu", "--dry-run", "--world-size", "4")
+    run = bench(f"benchmarks/{script}.py", *flags, ranks=0)
+    assert (run.status, run.err) == (0, "")
+    assert "\n# 4 ranks on 1 node, started by python\n" in run.out
+    cases = re.search(r"^# (\d+) cases?, (at most|where)", run.out, re.MULTILINE)
+    assert cases
+    assert int(cases[1]) == len(re.findall(r"^\d+ ", run.out, re.MULTILINE)) > 0
+    assert not run.path.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"a folder", "run0"}
+
+
+@pytest.mark.smoke
+def test_a_report_on_stdout_is_json_alone(bench: Callable[..., Any], tmp_path: Path) -> None:
+    run = bench("benchmarks/collectives.py", *FEW, "--json", "-", json=False)
+    assert run.status == 0, run.err
+    assert [*map(json.loads, run.out.splitlines())][-1]["status"] == "complete"
+    assert run.err.startswith("# torchrun-bench collectives, version ")
+    assert "Out of bounds values : 0 OK" in run.err
+    (tmp_path / "r.jsonl").write_text(run.out)
+    assert load(str(tmp_path / "r.jsonl")).cases[0].check == "passed"
+
+
+@pytest.mark.smoke
+def test_the_last_lines_lead_on_and_a_dry_run_resumes(bench: Callable[..., Any]) -> None:
+    """The second run moves the report of the first. A dry run says what --resume would measure."""
+    run = bench("benchmarks/collectives.py", *FEW)
+    assert re.search(r"\n# report .*report\.jsonl; python .*\n# elapsed \d.*\n", run.out)
+    assert set(run.report.environment) >= {"version", "others"}
+    (load_of_node,) = run.report.end["others"]
+    assert load_of_node[1] == len(os.sched_getaffinity(0))
+    again = bench("benchmarks/collectives.py", *FEW)
+    assert "report.jsonl.bak; python " in again.out
+    words = (*FEW, "-e", "128", "--dry-run", "--resume")
+    planned = bench("benchmarks/collectives.py", *words)
+    assert planned.status == 0, planned.err
+    assert "\n# 1 case, at most " in planned.out
+    assert planned.report.status == "complete"  # it is as it was
+
+
+@pytest.mark.smoke
+def test_a_terminal_shows_the_case_and_the_time_left() -> None:
+    """stderr is a terminal of 200 columns; stdout is a pipe, and has nothing of it."""
+    (command,) = command_of("benchmarks/collectives.py", "-b", "64", "-e", "128", ranks=0)
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(ours, (50, 200))
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=theirs, env=environment()
+    ) as process:
+        os.close(theirs)
+        shown, end = b"", time.monotonic() + 120
+        while time.monotonic() < end and select.select([ours], [], [], 60)[0]:
+            try:
+                shown += os.read(ours, 4096)
+            except OSError:  # the other end is closed
+                break
+        out, _ = process.communicate(timeout=60)
+    os.close(ours)
+    assert process.returncode == 0, out
+    assert re.search(rb"case 1 of 2, 0\.6 s at most: set up: all_reduce .*64 ", shown)
+    assert re.search(rb"case 2 of 2, about 1\.0 s left: .*: all_reduce .*128 ", shown)
+    assert b"case 1 of 2" not in out
