@@ -4,6 +4,7 @@
 """
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ MARKS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell ignores it in its background jobs, and bash cannot trap what it was told to ignore.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, meaning in MARKS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if not config.option.markexpr:

@@ -1,6 +1,8 @@
 """The lines around the tables, by hand."""
 
 import os
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,7 +163,11 @@ def test_the_last_lines_have_the_next_commands(
     monkeypatch.chdir(tmp_path)
     assert report_lines(None, None) == report_lines("-", None) == []
     report, before = report_lines("a b.jsonl", os.path.realpath("a b.jsonl.bak"))
-    assert report.startswith("report a b.jsonl; python ")
-    assert report.endswith("analysis/report.py 'a b.jsonl' -o page.html")
-    assert before.startswith("before a b.jsonl.bak; python ")
-    assert before.endswith("analysis/compare.py 'a b.jsonl.bak' --test 'a b.jsonl'")
+    what, _, command = report.partition("; ")
+    python, script, *words = shlex.split(command)
+    assert (what, python, Path(script).name) == ("report a b.jsonl", "python", "report.py")
+    assert words == ["a b.jsonl", "-o", "page.html"]
+    what, _, command = before.partition("; ")
+    python, script, *words = shlex.split(command)
+    assert (what, python, Path(script).name) == ("before a b.jsonl.bak", "python", "compare.py")
+    assert words == ["a b.jsonl.bak", "--test", "a b.jsonl"]

@@ -125,7 +125,8 @@ def test_a_signal_ends_the_suite_and_the_same_command_goes_on(tmp_path: Path, na
 def test_dry_run(tmp_path: Path) -> None:
     done = suite(tmp_path, "--dry-run", "--nproc-per-node", "2", "collectives -e 64")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.replace(f"{ROOT}/", "").splitlines() == [
+    root = f"{ROOT}/".replace(" ", "\\ ")
+    assert done.stdout.replace(root, "").splitlines() == [
         "torchrun --standalone --nproc-per-node 2 benchmarks/collectives.py -e 64 "
         "--json suite/collectives.jsonl --resume ",
         "python3 analysis/report.py suite -o suite/report.html ",
