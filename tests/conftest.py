@@ -24,7 +24,7 @@ MARKS = {
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell ignores it in its background jobs, and bash cannot trap what it was told to ignore.
+        # A shell ignores it in background jobs, and bash cannot trap what it was told to ignore.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for name, meaning in MARKS.items():
         config.addinivalue_line("markers", f"{name}: {meaning}")
