@@ -297,7 +297,10 @@ class Feed:
         if self.running is None:
             assert self.loader is not None
             self.running = iter(self.loader)
-        inputs, targets, tickets = next(self.running)
+        try:
+            inputs, targets, tickets = next(self.running)
+        except ConnectionError as error:  # it was about to hand over the memory of a batch
+            raise RuntimeError(f"DataLoader worker is gone: {error}") from None
         self.look_at(tickets)
         if isinstance(inputs, list):
             rgb = torchvision.io.ImageReadMode.RGB

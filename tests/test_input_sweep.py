@@ -56,7 +56,7 @@ def test_a_dead_worker_and_a_wrong_epoch_are_rows_with_a_reason(bench: Callable[
     run = bench(SCRIPT, *flags, inject="worker-dies,same-part")
     assert run.status == 1
     dead, repeated = (case.check for case in run.report.cases)
-    assert dead.startswith("failed: RuntimeError: DataLoader worker (pid")
+    assert dead.startswith("failed: RuntimeError: DataLoader worker ")
     assert dead.endswith("(rank 1)")
     assert repeated == "failed: 12 of 25 samples do not come in an epoch"
 
