@@ -299,7 +299,7 @@ class Feed:
             self.running = iter(self.loader)
         try:
             inputs, targets, tickets = next(self.running)
-        except ConnectionError as error:  # it was about to hand over the memory of a batch
+        except (ConnectionError, EOFError) as error:  # it was handing over the memory of a batch
             raise RuntimeError(f"DataLoader worker is gone: {error}") from None
         self.look_at(tickets)
         if isinstance(inputs, list):
