@@ -193,9 +193,9 @@ def set_precision(dtype: str) -> None:
 
 
 def make_model(key: Key, device: torch.device) -> nn.Module:
-    options = MODEL_OPTIONS.get(key["model"], {})
     import torchvision  # parse_args has imported it already
 
+    options = MODEL_OPTIONS.get(key["model"], {})
     model = torchvision.models.get_model(key["model"], **options)
     return model.to(device, memory_format=memory_format(key))
 

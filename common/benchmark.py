@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from common import environment, gpus, network
 from common.cli import abandon, backends_of, complain, describe, end, refuse, take_stdout
-from common.cpu_load import CpuLoad, others_text
+from common.cpu_load import CpuLoad, Others, others_text
 from common.dist import Group, Groups, connect, gather, share
 from common.join import join, world
 from common.ranks import node_of_each
@@ -412,22 +412,22 @@ class Benchmark:
             if error is None:
                 dist.destroy_process_group()
 
-    def uncertain(self, last_line: dict[str, Any]) -> list[str]:
-        """Lines about intervals that are missing or wide, and what others took from the nodes
-        during the run, for the report's last line. All ranks call it; [] on all but rank 0."""
-        load = self.load.of_others() if self.load else None
-        rows = gather(load)
-        if rows is None:
-            return []
-        last_line["others"] = loads = [row for row in rows if row]
+    def load_of_others(self) -> list[Others]:
+        """What other programs took from each node during the run. All ranks call it; [] on all but
+        rank 0, and while two commands take turns."""
+        rows = gather(self.load.of_others() if self.load else None) or []
+        return [row for row in rows if row]
+
+    def uncertain(self, others: list[Others]) -> list[str]:
+        """Lines about intervals that are missing or wide. others: of each node."""
         measured_on, args = self.report.environment, self.args
         conditions = Conditions(
             iters=args.iters,
             min_iters=args.min_iters,
             max_seconds=args.max_seconds,
             can_bind=not getattr(args, "bind_cores", True),
-            others=others_text(measured_on["hosts"], loads),
-            crowded=crowded_text(measured_on["ranks"], loads, node_of_each(measured_on)),
+            others=others_text(measured_on["hosts"], others),
+            crowded=crowded_text(measured_on["ranks"], others, node_of_each(measured_on)),
         )
         passed = [case for case in self.report.cases if not case.failed]
         return hints(passed, conditions) if self.table else []
@@ -448,7 +448,8 @@ class Benchmark:
         last_line, remarks = gpus.at_the_end(self.job, measured_on)
         network_grew, warnings = network.at_the_end(self.job, measured_on, self.network_before)
         cases = self.report.cases
-        remarks = [*warnings, *remarks, *self.uncertain(last_line)]
+        last_line["others"] = self.load_of_others()
+        remarks = [*warnings, *remarks, *self.uncertain(last_line["others"])]
         if any(launch_bound(case) for case in cases):
             self.print(LAUNCH_HINT)
         if remarks:

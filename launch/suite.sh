@@ -142,6 +142,7 @@ run() {
     "$@" </dev/null &
     child=$!
     set +m
+    # a signal ends `wait` before the command has ended: then wait again, for its own status
     while wait "$child" || status=$?; kill -0 "$child" 2>/dev/null; do status=0; done
     child=
     if [[ -n $stopped ]]; then end; fi
