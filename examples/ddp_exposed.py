@@ -4,11 +4,11 @@ What you will learn: to time a step under DistributedDataParallel, in turns with
 without averaging gradients (`no_sync`), and to put an interval on the difference.
 
     $ torchrun --nproc-per-node 2 examples/ddp_exposed.py
-    2 ranks, gloo, 4.2 M parameters, replicas equal: True
                     median ms   95 % interval
     step                92.66   78.78 to 99.68
     local compute       60.22   52.15 to 69.91
     exposed             29.16   20.63 to 35.51
+    2 ranks, gloo, 4.2 M parameters, replicas equal: True
 
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
@@ -17,7 +17,6 @@ BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 import gc
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -64,6 +63,13 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
+
+
+def print_rows(rows: dict[str, list[float]]) -> None:
+    print(f"{'':15}{'median ms':>10}   95 % interval")
+    for name, samples in rows.items():
+        median, low, high = median_ci(samples)
+        print(f"{name:15}{median:10.2f}   {low:.2f} to {high:.2f}")
     # [/measure]
 
 
@@ -104,6 +110,8 @@ def main() -> int:
         for kind in (step, local_compute) if i % 2 == 0 else (local_compute, step):
             times[kind].append(time_block(kind, device))
     exposed = [a - b for a, b in zip(times[step], times[local_compute], strict=True)]
+    if dist.get_rank() == 0:
+        print_rows({"step": times[step], "local compute": times[local_compute], "exposed": exposed})
     # [/turns]
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
     extremes = torch.stack([flat, -flat])
@@ -112,14 +120,9 @@ def main() -> int:
     if dist.get_rank() == 0:
         size = f"{len(flat) / 1e6:.1f} M parameters"
         print(f"{dist.get_world_size()} ranks, {backend}, {size}, replicas equal: {equal}")
-        print(f"{'':15}{'median ms':>10}   95 % interval")
-        rows = {"step": times[step], "local compute": times[local_compute], "exposed": exposed}
-        for name, samples in rows.items():
-            median, low, high = median_ci(samples)
-            print(f"{name:15}{median:10.2f}   {low:.2f} to {high:.2f}")
     dist.destroy_process_group()
     return 0 if equal else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

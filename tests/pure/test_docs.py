@@ -115,8 +115,8 @@ def test_measuring_says_where_to_read() -> None:
     _, _, section = page.partition("## How a number comes about: where to read")
     section, _, _ = section.partition("\n## ")
     references = re.findall(r"^\| `([\w/]+\.py): ([\w.]+)` \|", section, re.MULTILINE)
-    assert len(references) == 23
-    assert len({file for file, _ in references}) == 5
+    assert len(references) == 22
+    assert len({file for file, _ in references}) == 4
     for file, name in references:
         assert name in names_in(file), f"{file}: {name}"
 
