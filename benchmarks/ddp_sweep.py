@@ -100,7 +100,7 @@ INLINE_WAITS = ("powersgd", "quantize_per_tensor", "quantize_per_channel")
 FOOTER = """
 # exposed: what DDP adds to a step; a median of differences within rounds, not the difference
 # of the two medians before it. overlap: - where exposed may be 0 (its interval holds 0);
-# under 0 communication costs more inside the step than alone"""
+# below 0: communication costs more inside the step than alone"""
 # DDP rebuilds its buckets in the second or third step, and logs their sizes after it; PowerSGD
 # compresses from the third step on
 SETTLING_STEPS = 4
@@ -485,8 +485,8 @@ def setting_of(key: Key) -> str:
 
 
 def scaling(case: Case, step: Estimate, one_process: list[Estimate]) -> str:
-    """`DDP on 2 ranks trains 1.24 times (1.10 to 1.39) as fast as one process; of a step's 76.1 ms
-    16.2 (11.3 to 22.0) are DDP's`. one_process: its step, or nothing."""
+    """`DDP on 2 ranks trains 1.24 times (1.10 to 1.39) as fast as one process; DDP takes
+    16.2 (11.3 to 22.0) of a step's 76.1 ms`. one_process: its step, or nothing."""
     ranks = case.key["world_size"]
     on_ranks = f"DDP on {count_of(ranks, 'rank')}"
     sentence = f"{on_ranks} takes {step} a step"
@@ -498,8 +498,8 @@ def scaling(case: Case, step: Estimate, one_process: list[Estimate]) -> str:
     exposed = estimate_of(case, "exposed_communication_s", "exposed_communication_ci95_s")
     if not exposed:
         return sentence
-    of_step = f"of a step's {show_seconds(step.value)} {exposed.beside(step.value)}"
-    return f"{sentence}; {of_step} are DDP's"
+    of_step = f"{exposed.beside(step.value)} of a step's {show_seconds(step.value)}"
+    return f"{sentence}; DDP takes {of_step}"
 
 
 # -- which cases -----------------------------------------------------------------------------------

@@ -70,7 +70,9 @@ def print_rows(rows: dict[str, list[float]]) -> None:
     for name, samples in rows.items():
         median, low, high = median_ci(samples)
         print(f"{name:15}{median:10.2f}   {low:.2f} to {high:.2f}")
-    # [/measure]
+
+
+# [/measure]
 
 
 def main() -> int:

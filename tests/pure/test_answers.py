@@ -128,12 +128,12 @@ def test_ddp_sweep() -> None:
     alone, two = ddp_case(0, 50, (49, 52)), ddp_case(2, 80, (76, 84))
     assert ddp_sweep.answer([alone, two]) == [
         "DDP on 2 ranks trains 1.25 times (1.17 to 1.37) as fast as one process; "
-        "of a step's 80.0 ms 16.2 (11.0 to 22.0) are DDP's"
+        "DDP takes 16.2 (11.0 to 22.0) of a step's 80.0 ms"
     ]
     unsure = ddp_case(2, 95, (90, 105), exposed=(-0.001, 0.022))
     assert ddp_sweep.answer([alone, unsure]) == [
         "DDP on 2 ranks and one process cannot be told apart: 1.05 times (0.93 to 1.16) as fast; "
-        "of a step's 95.0 ms 16.2 (-1.0 to 22.0: maybe none) are DDP's"
+        "DDP takes 16.2 (-1.0 to 22.0: maybe none) of a step's 95.0 ms"
     ]
     assert ddp_sweep.answer([alone]) == ["a step of one process takes 50.0 ms (49.0 to 52.0)"]
     bf16 = ddp_case(2, 100, (99, 101), comm_hook="bf16", breakdown=False)
