@@ -308,11 +308,16 @@ def add_flags(parser: Parser) -> None:
     add("-k", metavar="TEXT", help="only the cases with TEXT in their name or key")
 
 
-def main() -> int:
+def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add_flags(parser)
     args = parser.parse_args()
     args.max_runs = max(args.runs, args.max_runs or 4 * args.runs)
+    return args
+
+
+def main() -> int:
+    args = parse_args()
     put(run_commands(lambda: measure(args)))
     return 0
 

@@ -178,7 +178,7 @@ def problem(environment: dict[str, Any], tested: range | None = None) -> str | N
     # NCCL 2.30 and newer can, with this variable
     can_share = environment["variables"].get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if shared and "nccl" in environment["backend"] and not can_share:
-        return f"{shared}, which nccl cannot; start fewer ranks a node, or try --backend gloo"
+        return f"{shared}; NCCL wants one for each rank: start fewer a node, or try --backend gloo"
     return None
 
 

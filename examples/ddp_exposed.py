@@ -105,8 +105,8 @@ def main() -> int:
     # [/wrap]
     # [turns]
     for _ in range(4):
-        step()  # DDP arranges its buckets anew in the second one
-    gc.disable()  # a collection on one rank would stop them all
+        step()  # DDP arranges its buckets anew in the second one; each block warms up its own kind
+    gc.disable()  # from here on: a collection on one rank would stop them all
     times: dict[Callable[[], object], list[float]] = {step: [], local_compute: []}
     for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
         for kind in (step, local_compute) if i % 2 == 0 else (local_compute, step):
@@ -116,7 +116,7 @@ def main() -> int:
         print_rows({"step": times[step], "local compute": times[local_compute], "exposed": exposed})
     # [/turns]
     flat = nn.utils.parameters_to_vector(model.parameters()).detach()
-    extremes = torch.stack([flat, -flat])
+    extremes = torch.stack([flat, -flat])  # the largest -x is minus the smallest x
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
     equal = torch.equal(extremes[0], -extremes[1])
     if dist.get_rank() == 0:
