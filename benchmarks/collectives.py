@@ -470,6 +470,7 @@ def plan(args: argparse.Namespace, matrix: Matrix, place: Key, ranks: int) -> di
     # older reports do not have these
     fixed |= {"unalign": args.unalign} if args.unalign else {}
     fixed |= {"counts": True} if args.counts else {}
+    fixed |= {"exact_calls": True} if args.calls else {}  # else by time, up to the key's calls
     most_calls = args.calls or MOST_CALLS
     tables = dict[str, list[Key]]()
     backends = cli.backends_of(place["backend"])
@@ -573,7 +574,8 @@ def build(job: Job, matrix: Matrix, args: argparse.Namespace, key: Key, group: G
         steps[variant] = step_of(key, at, buffers[variant], key["calls"])
     step = steps.pop(operation.variants[0])
     calls = key["calls"]
-    if not (args.calls or calls == 1 or key["cudagraph"]):  # a graph has as many as were captured
+    exact = "exact_calls" in key or key["cudagraph"]  # a graph has as many as were captured
+    if calls > 1 and not exact:
         calls = calls_of_a_sample(step, calls, job.device, group)
     expected = None
     if args.expected and not key["cudagraph"]:

@@ -14,6 +14,7 @@ The exit status is 1 if a ratio is above 1.5.
 
 import contextlib
 import importlib
+import io
 import os
 import subprocess
 import sys
@@ -73,7 +74,7 @@ def run(command: list[str]) -> Seconds:
 def budget_of(script: str, flags: list[str], cases: list[Case]) -> float:
     """In seconds. A case of calibrate.py has its own, in its key."""
     sys.argv = [script, *flags]
-    with contextlib.redirect_stdout(None):  # it prints the first lines
+    with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())):  # it prints the first lines
         args = importlib.import_module(f"benchmarks.{script}").parse_args()
     if script == "node_check":
         return float(args.budget)
