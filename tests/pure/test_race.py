@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from analysis.race import Race, run_race, sentence
-from analysis.verdicts import Result
+from analysis.verdicts import Design, Result
 from tests.pure.reports import run
 from tests.pure.test_ab import COMMAND
-from tests.simulate_compare import simulate_races
+from tests.simulate_compare import compared, simulate, simulate_races
 
 TIMES = {"a": 1.2, "b": 1.0, "c": 1.02, "d": 1.0}
 
@@ -143,3 +143,11 @@ def test_simulated_races(ratios: tuple[float, ...]) -> None:
     if ratios[-1] > 1:
         assert sum("arm 3" in race.dropped for race in races) >= 90
         assert all(race.best in best for race in races)
+
+
+def test_simulated_comparisons() -> None:
+    """What simulate_compare.py makes up are runs that compare() takes; 20 % slower shows."""
+    rng = np.random.default_rng(1)
+    base, test = simulate(2, 6, rng), 1.2 * simulate(2, 6, rng)
+    comparison = compared(base, test, Design())
+    assert [case.verdict for case in comparison.cases] == ["slower", "slower"]
