@@ -1,6 +1,6 @@
 """How long does each script take beyond its budget? Runs each one by default on this machine.
 
-    python tests/budget.py                          all scripts, about 15 minutes on 2 cores
+    python tests/budget.py                          all scripts, about 8 minutes on 2 cores
     python tests/budget.py collectives rpc_latency  these
 
     budget   --max-seconds of all cases; --budget of node_check.py
@@ -89,14 +89,14 @@ def show(script: str, ranks: str, flags: list[str], seconds: Seconds, cases: lis
     name = " ".join([f"{script}.py", *flags])
     columns = (budget, seconds.start, seconds.cases, seconds.end)
     numbers = "  ".join(f"{number:6.1f}" for number in columns)
-    print(f"{name:25}  {ranks:>5}  {len(timed):5}  {numbers}  {ratio:5.2f}", flush=True)
+    print(f"{name:31}  {ranks:>5}  {len(timed):5}  {numbers}  {ratio:5.2f}", flush=True)
     return ratio <= MOST
 
 
 def main() -> int:
     kept = True
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    print(f"{'default run':25}  ranks  cases  budget   start   cases     end  ratio")
+    print(f"{'default run':31}  ranks  cases  budget   start   cases     end  ratio")
     for script in sys.argv[1:] or RUNS:
         ranks, *flags = RUNS[script].split()
         with tempfile.TemporaryDirectory() as folder:
