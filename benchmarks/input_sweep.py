@@ -300,6 +300,7 @@ class Feed:
         try:
             inputs, targets, tickets = next(self.running)
         except (ConnectionError, EOFError) as error:  # it was handing over the memory of a batch
+            time.sleep(1)  # torch's own error comes by a signal: later it would end the run
             raise RuntimeError(f"DataLoader worker is gone: {error}") from None
         self.look_at(tickets)
         if isinstance(inputs, list):

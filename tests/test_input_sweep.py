@@ -55,6 +55,7 @@ def test_a_dead_worker_and_a_wrong_epoch_are_rows_with_a_reason(bench: Callable[
     flags = (*TINY, *TIMES, "--workers", "1,0", *FORK)
     run = bench(SCRIPT, *flags, inject="worker-dies,same-part")
     assert run.status == 1
+    assert len(run.report.cases) == 2, run.out + run.err
     dead, repeated = (case.check for case in run.report.cases)
     assert dead.startswith("failed: RuntimeError: DataLoader worker ")
     assert dead.endswith("(rank 1)")
