@@ -224,13 +224,6 @@ def name_of_panel(key: dict[str, Any]) -> str:
     return " ".join(clean(key[name], 40) for name in PANELS if name in key)
 
 
-def link_heatmap(report: Report, path: str) -> None:
-    """Draw the links of a report of p2p_matrix.py to a file, .png, .svg or .pdf."""
-    figure = heat(report)
-    if figure:
-        figure.savefig(path, dpi=150)
-
-
 def plot_history(groups: Sequence[Sequence[Run]], path: str) -> None:
     """Draw each case over time, relative to its first run; each benchmark has its own axes."""
     figure = Figure(figsize=(9, 3.6 * len(groups)), layout="constrained")

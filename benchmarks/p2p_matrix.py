@@ -27,6 +27,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -73,14 +74,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     drawn = cli.checked(str, lambda path: Path(path).suffix in PLOTS, PLOT, "e.g. links.png")
     add("--plot", type=drawn, metavar="PATH", help=f"draw a heat map: {PLOT}; needs matplotlib")
     cli.add_common_flags(parser, min_iters=6, max_seconds=0.5)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    wants_cuda = args.device != "cpu" and torch.cuda.is_available()
+    args.moved_to_cpu = args.backend == "gloo" and wants_cuda
+    if args.moved_to_cpu:
+        args.device = "cpu"
+    return args
 
 
 def why_no_plot(path: str) -> str | None:
     """Why no heat map could be written, as is known before anything is measured; else None."""
-    for module in ("matplotlib", "pandas"):
-        if find_spec(module) is None:
-            return f"it needs {module}, which is not installed; try pip install {module}"
+    if find_spec("matplotlib") is None:
+        return "it needs matplotlib, which is not installed; try pip install matplotlib"
     if Path(path).is_dir():
         return f"expected {PLOT}, and this is a folder"
     folder = Path(path).parent
@@ -96,7 +101,7 @@ def tables(links: list[Link], n: int, by: str) -> str:
         lines.append(f"\n{kind} ({quantity.unit}), by {by}\n")
         values = directed(links, kind)
         if n <= LARGEST_MATRIX:
-            lines += matrix_lines(values, n)
+            lines += matrix_lines(matrix_of(values, n))
             continue
         ranked = sorted(values, key=lambda pair: values[pair], reverse=quantity.less_is_better)
         worst = ranked[:WORST]
@@ -106,14 +111,25 @@ def tables(links: list[Link], n: int, by: str) -> str:
     return "\n".join(lines)
 
 
-def matrix_lines(values: dict[Pair, float], n: int) -> list[str]:
-    """A row for each sender, a column for each receiver. Without a direction both halves agree."""
-    lines = [" " * 5 + "".join(f"{b:>9}" for b in range(n))]
-    for a in range(n):
+def matrix_of(values: dict[Pair, float], n: int) -> np.ndarray:
+    """A row for each sender, a column for each receiver; nan where nothing was measured.
+
+    Without a direction both halves agree.
+    """
+    matrix = np.full((n, n), np.nan)
+    for (a, b), value in values.items():
+        matrix[a, b] = value
+        if (b, a) not in values:
+            matrix[b, a] = value
+    return matrix
+
+
+def matrix_lines(matrix: np.ndarray) -> list[str]:
+    lines = [" " * 5 + "".join(f"{b:>9}" for b in range(len(matrix)))]
+    for a, row in enumerate(matrix):
         line = f"{a:>4} "
-        for b in range(n):
-            value = values.get((a, b), values.get((b, a)))
-            line += f"{'-':>9}" if value is None else f"{value:>9.4g}"
+        for value in row:
+            line += f"{'-':>9}" if np.isnan(value) else f"{value:>9.4g}"
         lines.append(line)
     return lines
 
@@ -189,23 +205,26 @@ def answer(node_of_member: list[int], by: str, sigmas: float, cases: list[Case])
     return lines
 
 
-def draw(bench: Benchmark, path: str) -> None:
-    """The heat map. Measuring does not need matplotlib, so it is imported only here."""
-    try:
-        from analysis.figures import link_heatmap
+def draw(links: list[Link], members: int, path: str) -> None:
+    """A heat map of each matrix; yellow is good. Only this needs matplotlib."""
+    from matplotlib.figure import Figure
 
-        link_heatmap(bench.report, path)
-    except (ImportError, OSError, ValueError) as error:
-        bench.fail(f"--plot {path}: {error}")
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    ticks = range(0, members, 1 + members // 16)
+    for ax, (kind, quantity) in zip(figure.subplots(1, len(KINDS)), KINDS.items(), strict=True):
+        matrix = matrix_of(directed(links, kind), members)
+        image = ax.imshow(matrix, cmap="viridis_r" if quantity.less_is_better else "viridis")
+        ax.set(title=f"{kind} ({quantity.unit})", xlabel="receives", ylabel="sends")
+        ax.set(xticks=ticks, yticks=ticks)
+        figure.colorbar(image, ax=ax, shrink=0.7)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> int:
     args = parse_args()
-    moved = args.backend == "gloo" and args.device != "cpu" and torch.cuda.is_available()
-    args.device = "cpu" if moved else args.device
     with Benchmark("p2p_matrix", args) as bench:
         job, nodes = bench.job, node_of_each(bench.report.environment)
-        if moved:
+        if args.moved_to_cpu:
             bench.print("# gloo sends no CUDA tensors: these are the links of the CPU")
         if args.plot and (problem := share(why_no_plot(args.plot) if job.rank == 0 else None)):
             bench.refuse(f"--plot {args.plot}: {problem}")
@@ -224,7 +243,10 @@ def main() -> int:
         if links:
             bench.print(tables(links, len(members), args.by))
             if args.plot:
-                draw(bench, args.plot)
+                try:
+                    draw(links, len(members), args.plot)
+                except (ImportError, OSError, ValueError) as error:
+                    bench.fail(f"--plot {args.plot}: {error}")
     return bench.status
 
 

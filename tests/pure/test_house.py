@@ -49,8 +49,7 @@ def test_arrows_point_one_way(module: str) -> None:
         ),
         "examples": (),
     }[folder]
-    plots = {"analysis.figures"} if folder == "benchmarks" else set()  # --plot, in a function
-    assert all(used.startswith(allowed) for used in USES[module] - plots)
+    assert all(used.startswith(allowed) for used in USES[module])
 
 
 def test_common_has_a_map_and_imports_follow_it() -> None:

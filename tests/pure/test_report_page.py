@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from matplotlib.container import ErrorbarContainer
 
-from analysis.figures import draw, link_heatmap
+from analysis.figures import draw
 from analysis.load import load as load_runs
 from common.report import load
 from tests.pure.reports import case, run, write
@@ -137,8 +137,6 @@ def test_links(tmp_path: Path) -> None:
     found, _ = page(tmp_path, path)
     assert "latency (us)" in found.text
     assert "0 -> 1" in found.text
-    link_heatmap(load(path), str(tmp_path / "links.png"))
-    assert (tmp_path / "links.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_html_in_every_string_is_text(tmp_path: Path) -> None:
