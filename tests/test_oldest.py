@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "rpc_latency": (2, ("--sizes", "4,64K", *RPC)),
     "batch_update_ps": (3, RPC),
     "checkpoint_sweep": (2, ("--modes", "all", "--model", "decoder-tiny", "--iters", "1")),
-    "input_sweep": (2, ("--workers", "0,1", "--samples", "16", "--cache", "warm", *TIMES)),
+    "input_sweep": (2, ("--workers", "1", "--samples", "16", "--cache", "warm", *TIMES)),
     "node_check": (2, ("--budget", "100", "--margin", "3", *TIMES)),
     "parallel_sweep": (2, ("--mesh", "dp2,tp2,pp2:1f1b", *TIMES)),
 }
