@@ -25,7 +25,7 @@ def test_a_slow_decoder_shows_as_wait(bench: Callable[..., Any], tmp_path: Path)
     planted_s = 32 * 0.005
     by_rank, by_worker = (case.metrics for case in run.report.cases)
     assert by_rank["loader_p50_s"] > planted_s
-    assert by_rank["exposed_wait_s"] == pytest.approx(by_rank["loader_p50_s"], rel=0.25)
+    assert by_rank["exposed_wait_s"] > 0.75 * planted_s  # more if other programs compete
     hidden_s = min(by_worker["resident_p50_s"], by_worker["loader_p50_s"])
     least_s = by_worker["loader_p50_s"] - hidden_s  # more if they compete for cores
     assert by_worker["exposed_wait_s"] > least_s - 0.25 * planted_s
