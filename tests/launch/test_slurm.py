@@ -271,7 +271,7 @@ def test_a_fault_ends_the_job(
     strike, says = FAULTS[name]
     if (name, wrapper) == ("killed rank", TORCHRUN):
         says = r"host +: node2\n +rank +: 1 .*\n +exitcode +: -9"
-    timeout = 10 if "ALL_FAULTS" in os.environ else 5
+    timeout = 10  # seconds; on a full machine a rank may start 5 after the others
     place = {"report": lab.disk / f"{wrapper}.jsonl"} if name == "full disk" else {}
     job = submit(wrapper, f"{LONG} --resume --timeout {timeout}", GIVE_UP_S="10", **place)
     before = job.until_cases(2)
