@@ -115,8 +115,8 @@ def build_perturbation(bench: Benchmark, key: Key, group: Group) -> Workload:
 
     def bare_loop() -> float:
         """Seconds of an iteration, as anybody would time it by hand."""
-        # As harness() does. A case collects once, not before each block as here: the block after it
-        # is 0.5 % slower, since the collection has emptied the caches.
+        # time_steps collects before its first block, and the caches are cold then. A case does so
+        # once, the harness here in each pair: so the bare loop starts like that too.
         gc.collect()
         dist.barrier(group.control)  # all ranks load the machine at the same time, as in harness()
         start = perf_counter()

@@ -76,7 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     cli.add_common_flags(parser, min_iters=6, max_seconds=0.5)
     args = parser.parse_args(argv)
     wants_cuda = args.device != "cpu" and torch.cuda.is_available()
-    args.moved_to_cpu = args.backend == "gloo" and wants_cuda
+    args.moved_to_cpu = args.backend == "gloo" and wants_cuda  # gloo sends no CUDA tensors
     if args.moved_to_cpu:
         args.device = "cpu"
     return args
