@@ -19,6 +19,7 @@ All files go into new folders, which are removed at the end. docs/checkpoint_swe
 formulas and says how to read the tables. BSD-3-Clause: copy the mode that you need.
 """
 
+import contextlib
 import gc
 import itertools
 import logging
@@ -30,7 +31,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, cast
@@ -62,7 +63,7 @@ from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import FOREVER, Group, agree, share
 from common.folders import remove_at_end
 from common.memory import peak, start_peak
-from common.private_torch import TORCH_2_15, forget_groups, leaves
+from common.private_torch import forget_groups, leaves
 from common.report import Case
 from common.stats import Times
 from common.table import Columns, interval_ends, metric, render
@@ -141,12 +142,22 @@ def dcp_save(t: "Training", path: Path, fsync: bool, threads: int = 1) -> None:
     dcp.save(t.state(), storage_writer=writer, process_group=t.saves)
 
 
+@cache
+def stagers_last() -> bool:
+    """Whether a stager serves more than one save. Torch 2.11's does not (Automodel#3125)."""
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    with contextlib.suppress(KeyError):
+        for _ in range(2):
+            stager.stage({})
+        return True
+    return False
+
+
 def async_save(t: "Training", path: Path, fsync: bool, by: AsyncCheckpointerType) -> Any:
     """Each rank copies its part; a thread or a process writes the copy."""
     cuda = t.device.type == "cuda"
-    # a stager keeps its buffers for the next save; before torch 2.15 it serves only one save
-    # (Automodel#3125)
-    if t.stager is None or not TORCH_2_15:
+    # a stager keeps its buffers for the next save, and each new one would have its own
+    if t.stager is None or not stagers_last():
         options = StagingOptions(
             use_pinned_memory=cuda,
             use_shared_memory=by == AsyncCheckpointerType.PROCESS,

@@ -1,11 +1,24 @@
 """The arithmetic of checkpoint_sweep.py, by hand: the example of its page, loads, the check."""
 
+import gc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.checkpoint_sweep import Load, Save, claim, column, derive, state_bytes
+from benchmarks.checkpoint_sweep import (
+    Load,
+    Save,
+    async_save,
+    claim,
+    column,
+    derive,
+    state_bytes,
+)
 from common.report import Case
 from common.stats import Times
 
@@ -95,3 +108,24 @@ def test_too_little_space(tmp_path: Path) -> None:
     folders, problem = claim([str(tmp_path / "new")], 2**62)
     assert "expected 4,611,686,018,427,387,904 bytes free, got " in str(problem)
     assert [str(path) for path in (tmp_path / "new").iterdir()] == folders  # to be removed
+
+
+def test_no_save_keeps_a_copy_of_the_state(tmp_path: Path) -> None:
+    """Python's garbage collector is off, as the script has it, and a stager refers to itself."""
+    size = 1_234_567  # bytes, which nothing else has
+    state = {"weights": torch.zeros(size, dtype=torch.uint8)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    training: Any = SimpleNamespace(stager=None, device=torch.device("cpu"), state=lambda: state)
+    training.saves = dist.group.WORLD
+    gc.collect()
+    gc.disable()
+    try:
+        for number in range(4):
+            path, by = tmp_path / str(number), AsyncCheckpointerType.THREAD
+            async_save(training, path, fsync=False, by=by).result()
+        storages = [each for each in gc.get_objects() if type(each) is torch.UntypedStorage]
+        copies = {each.data_ptr() for each in storages if each.nbytes() == size}
+    finally:
+        gc.enable()
+        dist.destroy_process_group()
+    assert len(copies) <= 2  # the state, and what one stager keeps
