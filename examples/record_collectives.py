@@ -17,6 +17,7 @@ benchmarks/replay.py replays. `--ddp`: DDP instead of FSDP2 x tensor parallelism
 BSD-3-Clause: copy this. Numbers: virtual machine, 2 cores, torch 2.15.
 """
 
+import contextlib
 import itertools
 import json
 import math
@@ -39,11 +40,11 @@ STEPS, RECORDED = 10, 3
 # [record]
 def record(folder: str, started_ns: int, steps: int) -> Any:
     """All ranks call it after their last `steps` steps, which began at time.time_ns()."""
-    c10d = torch._C._distributed_c10d
+    c10d: Any = torch._C._distributed_c10d
     texts = []  # each backend has a recorder of its own
-    if hasattr(c10d, "ProcessGroupNCCL2"):  # NCCL since torch 2.15
+    with contextlib.suppress(TypeError):  # torch 2.14 and older have no such argument
         texts.append(c10d._dump_fr_trace_json(backend="nccl2"))
-    if hasattr(c10d, "_dump_nccl_trace_json"):  # NCCL before, or with TORCH_DIST_USE_NCCL2=0
+    if hasattr(c10d, "_dump_nccl_trace_json"):  # the older NCCL backend
         texts.append(c10d._dump_nccl_trace_json())
     texts.append(c10d._dump_fr_trace_json())  # gloo
     traces = [json.loads(text) for text in texts]

@@ -127,11 +127,15 @@ def test_a_kineto_trace(name: str, tmp_path: Path) -> None:
     assert call.blocking
 
 
-@pytest.mark.parametrize("recorder", ["nccl2", "legacy", "gloo"])
+@pytest.mark.parametrize(
+    ("recorder", "has_nccl2"),
+    [("nccl2", True), ("legacy", True), ("gloo", True), ("legacy", False), ("gloo", False)],
+)
 def test_every_backend_has_a_recorder_of_its_own(
-    recorder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorder: str, has_nccl2: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch 2.15 keeps its NCCL's apart from the older NCCL's. Gloo's may hold other groups'."""
+    """nccl2's is apart from the older NCCL's. Gloo's may hold other groups'. Torch 2.14 has
+    nccl2, but no recorder of it."""
 
     def dump(name: str) -> bytes:
         content: dict[str, Any] = {"pg_config": {"7": {"ranks": "[0]"}}}
@@ -143,7 +147,11 @@ def test_every_backend_has_a_recorder_of_its_own(
     patch = partial(monkeypatch.setattr, raising=False)
     patch(c10d, "ProcessGroupNCCL2", object)
     patch(c10d, "_dump_nccl_trace_json", lambda: dump("legacy"))
-    patch(c10d, "_dump_fr_trace_json", lambda backend="gloo": dump(backend))
+    patch(
+        c10d,
+        "_dump_fr_trace_json",
+        (lambda backend="gloo": dump(backend)) if has_nccl2 else (lambda: dump("gloo")),
+    )
     patch(dist, "get_rank", lambda: 0)
     patch(dist, "get_world_size", lambda: 1)
     record_collectives.record(str(tmp_path), 999 * MS, 2)
