@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from common.cli import wrong
 from common.decoder import DECODERS
 from common.dist import Group, Job, connect
-from common.private_torch import TORCH_2_15, forget_groups
+from common.private_torch import forget_groups
 
 Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
 AXES = ("pp", "dp", "cp", "ep", "tp")  # from the outermost to the innermost, which talks most
@@ -122,8 +122,6 @@ def misfit(key: Key) -> str | None:
         return f"mesh {mesh.name}: ring attention needs CUDA; try cp{mesh.cp} without :ring"
     if mesh.pp > 1 and key["device"] == "cuda" and key["backend"] == "gloo":
         return f"mesh {mesh.name}: gloo sends no CUDA tensors between stages; e.g. dp{ranks}"
-    if mesh.schedule == "zbv" and key["backend"] == "gloo" and not TORCH_2_15:  # it hangs
-        return f"mesh {mesh.name}: zbv over gloo does not end with torch 2.11; try torch 2.15"
     return wrong_microbatches(mesh, key["microbatches"]) if mesh.pp > 1 else None
 
 

@@ -106,14 +106,6 @@ def test_the_number_that_does_not_fit(
     assert (problem is None) if says is None else (problem and says in problem)
 
 
-def test_zbv_hangs_over_gloo_with_an_older_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.meshes.TORCH_2_15", False)
-    key = {"mesh": "pp2:zbv", "model": "decoder-tiny", "world_size": 2, "sequence_length": 128}
-    key |= {"global_batch": 16, "microbatches": 4, "experts": 0, **CPU}
-    assert "zbv over gloo does not end with torch 2.11" in str(misfit(key))
-    assert misfit(key | {"device": "cuda", "backend": "nccl"}) is None
-
-
 def test_pipelines_over_gloo_are_on_the_cpu() -> None:
     key = {"mesh": "pp2:1f1b", "model": "decoder-tiny", "world_size": 2, "sequence_length": 128}
     key |= {"global_batch": 16, "microbatches": 4, "experts": 0, **CPU}
