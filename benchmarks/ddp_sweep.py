@@ -24,6 +24,7 @@ BSD-3-Clause.
 """
 
 import argparse
+import inspect
 import itertools
 import math
 import sys
@@ -51,7 +52,7 @@ from common.check import compare_replicas, digest, verdict
 from common.dist import Group, Job
 from common.environment import count_of
 from common.memory import peak, start_peak
-from common.private_torch import TORCH_2_15, bucket_sizes
+from common.private_torch import bucket_sizes
 from common.report import Case
 from common.stats import Times, breakdown_metrics, step_metrics
 from common.table import Columns, interval_ends, metric, percentile_columns, relative, render
@@ -213,10 +214,11 @@ def memory_format(key: Key) -> torch.memory_format:
 
 
 def wrap(key: Key, model: nn.Module, group: Group, bucket_mb: float) -> DistributedDataParallel:
-    """The model under DDP. No rank sends its buffers to the others: gradients alone are sent."""
-    no_buffers: dict[str, Any] = {"broadcast_buffers": False}
-    if TORCH_2_15:  # torch 2.15 has renamed it
-        no_buffers = {"forward_sync_buffers": False}
+    """The model under DDP. In a step no rank sends its buffers: gradients alone are sent."""
+    buffers = "forward_sync_buffers"  # an older torch calls it broadcast_buffers
+    if buffers not in inspect.signature(DistributedDataParallel).parameters:
+        buffers = "broadcast_buffers"
+    no_buffers: dict[str, Any] = {buffers: False}
     return DistributedDataParallel(
         model,
         process_group=group.test,
