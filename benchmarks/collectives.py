@@ -45,6 +45,10 @@ from common.stats import Times
 from common.table import Table
 from common.timing import Step, time_block
 
+# torch 2.14 warns of the older names in each call
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 Key = dict[str, Any]
 Matrix = list[list[int]]  # what goes from each rank (row) to each rank (column)
 Buffers = list[tuple[Tensor, Tensor]]  # input and output of successive calls
@@ -211,13 +215,13 @@ OPERATIONS = {
         options="-o",
     ),
     "all_gather": Operation(
-        call=lambda src, dst, at: dist.all_gather_into_tensor(dst, src, at.group),
+        call=lambda src, dst, at: all_gather(dst, src, at.group),
         expected=what_each_brings,
         bus=without_my_part,
         receives=N,
     ),
     "reduce_scatter": Operation(
-        call=lambda src, dst, at: dist.reduce_scatter_tensor(dst, src, at.op, at.group),
+        call=lambda src, dst, at: reduce_scatter(dst, src, at.op, at.group),
         expected=my_part_of_the_reduction,
         bus=without_my_part,
         sends=N,

@@ -70,6 +70,10 @@ DTYPES = {  # the recorder's name -> torch's
     "Float8_e4m3fn": "uint8",
     "Float8_e5m2": "uint8",
 }
+# torch 2.14 warns of the older names in each call
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 N = 0  # in OPERATIONS: a part for each of the n ranks
 
 
@@ -94,12 +98,12 @@ OPERATIONS = {
         bus=lambda n: 2 * without_my_part(n),
     ),
     "all_gather": Operation(
-        call=dist.all_gather_into_tensor,
+        call=all_gather,
         bus=without_my_part,
         receives=N,
     ),
     "reduce_scatter": Operation(
-        call=dist.reduce_scatter_tensor,
+        call=reduce_scatter,
         bus=without_my_part,
         sends=N,
     ),

@@ -527,6 +527,7 @@ def lost_gradient() -> None:
 # functions of torch.distributed: the place of the output among their arguments
 OUTPUTS = {
     **{"all_reduce": 0, "all_gather_into_tensor": 0, "reduce_scatter_tensor": 0},
+    **{"all_gather_single": 0, "reduce_scatter_single": 0},  # the names of torch 2.14 and newer
     **{"all_to_all_single": 0, "broadcast": 0, "reduce": 0, "gather": 1, "scatter": 0},
 }
 
@@ -557,7 +558,8 @@ def one_wrong_value() -> None:
         return call
 
     for name, place in OUTPUTS.items():
-        setattr(dist, name, corrupted(getattr(dist, name), place))
+        if hasattr(dist, name):
+            setattr(dist, name, corrupted(getattr(dist, name), place))
     real_exchange, real_barrier = dist.batch_isend_irecv, dist.barrier
 
     def exchange(ops: Any) -> Any:

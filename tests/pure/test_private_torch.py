@@ -18,6 +18,7 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.collectives import all_gather, reduce_scatter
 from common import private_torch
 from tests.process import ROOT
 
@@ -30,11 +31,6 @@ def world() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def test_versions_compare_by_number() -> None:
-    assert torch.torch_version.TorchVersion("2.9") < "2.15"
-    assert isinstance(private_torch.TORCH_2_15, bool)
 
 
 def test_leaves() -> None:
@@ -136,9 +132,9 @@ def world_group() -> Any:
 
 
 COLLECTIVES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "c10d::_allgather_base_": lambda part, whole: dist.all_gather_into_tensor(whole, part),
+    "c10d::_allgather_base_": lambda part, whole: all_gather(whole, part),
     "c10d::allgather_": lambda part, whole: dist.all_gather(list(whole.chunk(RANKS)), part),
-    "c10d::_reduce_scatter_base_": lambda part, whole: dist.reduce_scatter_tensor(part, whole),
+    "c10d::_reduce_scatter_base_": lambda part, whole: reduce_scatter(part, whole),
     "c10d::alltoall_base_": lambda part, whole: dist.all_to_all_single(whole, whole.clone()),
     "c10d::allreduce_": lambda part, whole: dist.all_reduce(whole),
     "c10d::broadcast_": lambda part, whole: dist.broadcast(whole, 0),
