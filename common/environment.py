@@ -15,6 +15,7 @@ from common.cli import backends_of, cut, version
 from common.cpu_load import CpuLoad, others_text
 from common.dist import Job, gather, share
 from common.gpus import gpu_state, lacking, run, sharing, throttled
+from common.private_torch import creator_of
 from common.turns import TURN
 
 # Variables that change what is measured, or that tell runs apart, begin with one of these.
@@ -27,6 +28,10 @@ PER_RUN = (
 )
 
 UNITS = "units: 64K, 4M, MiB and GiB count by 1,024; MB/s and GB/s by 1,000"
+NCCL2_HINT = (
+    "hint: with nccl2 DDP may overlap nothing: read in torch's source (WorkNCCL::getFuture), "
+    "not measured. To compare: TORCH_DIST_USE_NCCL2=0"
+)
 MOST_RANKS, MOST_WARNINGS = 64, 16  # the preamble prints no more of them
 # The variable that each launcher sets. mpirun comes before srun: it may use srun itself.
 LAUNCHERS = {"TORCHELASTIC_RUN_ID": "torchrun", "OMPI_COMM_WORLD_RANK": "mpirun"}
@@ -137,14 +142,13 @@ def nccl_backends(backend: str) -> str | None:
 def nccl_backend(backend: str) -> str | None:
     """Which of torch's process groups for NCCL a backend's name means; None for other backends.
 
-    torch 2.15 has several: nccl2 (also by the name nccl), nccl-legacy and nccl-lazy. Older ones
-    have only the one that 2.15 calls nccl-legacy.
+    Newer torches have several: nccl2, nccl-legacy and nccl-lazy. Which of them `nccl` is depends on
+    the version and on TORCH_DIST_USE_NCCL2. Older ones have only what is called nccl-legacy now.
     """
     name = backend.rpartition("cuda:")[2].partition(",")[0]  # of cpu:gloo,cuda:nccl
-    if name != "nccl":
-        return name.removeprefix("nccl-") if "nccl" in name else None
-    new = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
-    return "nccl2" if new and os.environ.get("TORCH_DIST_USE_NCCL2") != "0" else "legacy"
+    if name == "nccl":
+        return "nccl2" if "nccl2" in creator_of(name) else "legacy"
+    return name.removeprefix("nccl-") if "nccl" in name else None
 
 
 def topology(cuda: bool) -> str:
@@ -218,6 +222,8 @@ def preamble(environment: dict[str, Any]) -> str:
     lines += [f"warning: {warning}" for warning in warnings[:MOST_WARNINGS]]
     if more := len(warnings[MOST_WARNINGS:]):
         lines.append(f"... and {count_of(more, 'more warning')}")
+    if environment["nccl_backend"] == "nccl2":
+        lines.append(NCCL2_HINT)
     return "\n".join(f"# {line}" for line in lines)
 
 
@@ -228,15 +234,10 @@ def count_of(count: int, noun: str) -> str:
 
 def warnings_of(environment: dict[str, Any]) -> list[str]:
     """What makes the numbers doubtful, a line each: nodes that differ, GPUs that are throttled,
-    missing or shared, GPUs with one core, cores that others use, and an NCCL that lets DDP overlap
-    nothing."""
+    missing or shared, GPUs with one core, and cores that others use."""
     hosts = environment["hosts"]
     warnings = [*environment["differences"], *throttled(hosts, environment["gpus"])]
     warnings += [f"{hosts[node]}: {why}" for node, why in lacking(environment).items()]
-    # WorkNCCL::getFuture() of 2.15's nccl2 orders the current stream behind the collective
-    if environment["nccl_backend"] == "nccl2" and environment["torch"].startswith("2.15"):
-        cure = "TORCH_DIST_USE_NCCL2=0 brings the old one"
-        warnings.append(f"with the nccl of torch 2.15 DDP overlaps nothing; {cure}")
     if busy := others_text(hosts, environment["others"]):
         warnings.append(f"{busy}: times will scatter")
     if shared := sharing(environment):

@@ -1,9 +1,9 @@
 """What the project uses of torch that is not public, in one place.
 
-Each was seen to work with torch 2.11 and 2.15. When a new torch breaks one, look here first: the
-docstring says what it is for and where torch keeps it. tests/pure/test_private_torch.py calls all
-of them, and sees to it that no other file of common/ or benchmarks/ imports a name of torch that
-begins with an underscore. TensorPipe's arguments `_transports` and `_channels` are in rpc.py.
+Each was seen to work with torch 2.11, 2.14 and 2.15. When a new torch breaks one, look here first:
+the docstring says what it is for and where torch keeps it. tests/pure/test_private_torch.py calls
+all of them, and sees to it that no other file of common/ or benchmarks/ imports a name of torch
+that begins with an underscore. TensorPipe's arguments `_transports` and `_channels` are in rpc.py.
 """
 
 import contextlib
@@ -23,10 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-
-# torch 2.15 has a second implementation of NCCL's process group, and some behaviour is newer
-TORCH_2_15 = torch.__version__ >= "2.15"  # TorchVersion compares by number, not as text
-
 
 # an all-to-all whose gradient goes back the same way; torch/distributed/_functional_collectives.py
 all_to_all_with_gradient = all_to_all_single_autograd
@@ -56,13 +52,22 @@ def abort_process_group(group: dist.ProcessGroup) -> None:
     dist.distributed_c10d._abort_process_group(group)
 
 
+def creator_of(backend: str) -> str:
+    """The name of the function that makes groups of this backend, or "" where torch 2.11 makes them
+    itself. Which one `nccl` stands for is told by nothing else. `Backend` in
+    torch/distributed/distributed_c10d.py."""
+    dist.is_backend_available(f"cuda:{backend}")  # registers it, as making a group does
+    plugin = dist.Backend._plugins.get(backend.upper())
+    return plugin.creator_fn.__name__ if plugin else ""
+
+
 def recorded_collectives() -> list[dict[str, Any]]:
     """The entries of this rank's flight recorder, of every backend; torch/csrc/distributed/c10d."""
     c10d, entries = torch._C._distributed_c10d, list[dict[str, Any]]()
     dumps: list[tuple[str, dict[str, str]]] = [
         ("_dump_fr_trace_json", {}),  # of gloo
         ("_dump_nccl_trace_json", {}),  # of NCCL
-        ("_dump_fr_trace_json", {"backend": "nccl2"}),  # of NCCL in torch 2.15
+        ("_dump_fr_trace_json", {"backend": "nccl2"}),  # of nccl2
     ]
     for name, options in dumps:
         with contextlib.suppress(Exception):  # this torch may lack it

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
@@ -50,6 +51,21 @@ def test_arrows_point_one_way(module: str) -> None:
         "examples": (),
     }[folder]
     assert all(used.startswith(allowed) for used in USES[module])
+
+
+WITH_TORCH = [path for path in FILES if path.parent.name != "analysis"]
+
+
+@pytest.mark.parametrize("path", WITH_TORCH, ids=lambda path: path.stem)
+def test_no_switch_by_the_number_of_torchs_version(path: Path) -> None:
+    """Ask for the feature: torch 2.14 has the names of 2.15 and some of 2.11's behaviour."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant):
+            number = re.fullmatch(r"[1-9]\.\d+(\.\d+)*", str(node.value))
+            assert not (isinstance(node.value, str) and number), f"line {node.lineno}"
+        elif isinstance(node, ast.Compare):
+            words = ast.unparse(node)
+            assert not re.search(r"__version__|\['torch'\]", words), f"line {node.lineno}: {words}"
 
 
 def test_common_has_a_map_and_imports_follow_it() -> None:
