@@ -67,6 +67,11 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
     yield begin
     for process in started:
         process.stop()
+    if request.node.get_closest_marker("faults"):
+        return  # Python may warn of what a killed process has left
+    # a warning of Python or torch would stand between the rows of a table
+    lines = [line for process in started for line in (process.out + process.err).splitlines()]
+    assert [line for line in lines if "Warning" in line] == []
 
 
 @pytest.fixture
