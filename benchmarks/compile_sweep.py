@@ -62,6 +62,7 @@ from common.decoder import DECODERS, Decoder, flops_per_token, random_text
 from common.dist import Group, agree, gather, share
 from common.memory import peak, reset_peak, start_peak
 from common.peaks import peak_flops
+from common.precision import name_precision, set_precision
 from common.private_torch import (
     configure_compile,
     dynamo_counters,
@@ -81,7 +82,8 @@ LossOf = Callable[[nn.Module, Any], Tensor]  # takes a model and a batch
 Mark = Callable[[str], contextlib.AbstractContextManager[Any]]  # names a range of a trace
 STRATEGIES = ("none", "ddp", "fsdp1", "fsdp2")
 TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; toy has the original's
-TOLERANCES = {"fp32": 2e-3, "tf32": 5e-3, "bf16": 3e-2}  # of a loss, relative to the first one
+# of a loss, relative to the first one; torch's default may be TF32
+TOLERANCES = {"default": 5e-3, "fp32": 2e-3, "tf32": 5e-3, "bf16": 3e-2}
 BATCHES = 8  # different ones. More ranks share them, so that the reference costs no more
 
 
@@ -105,8 +107,10 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--backends", "--dynamo", type=backends, metavar="B", help="(default: eager,inductor)")
     batch = "of a rank (default: 8, CPU 4; torchbenchmark: the model's own)"
     add("--batch-size", type=cli.positive_int, metavar="N", help=batch)
-    dtypes = cli.list_of(str, [*TOLERANCES])
-    add("--dtype", type=dtypes, default=["fp32"], metavar="D", help="fp32 (default), tf32, bf16")
+    dtypes = "default (as torch is: TF32 in convolutions, not in products), fp32, tf32, bf16"
+    kinds = cli.list_of(str, [*TOLERANCES])
+    dtypes += " (default: default)"
+    add("--dtype", type=kinds, default=["default"], metavar="D", help=dtypes)
     add("--fsdp-wrap", action=BooleanOptionalAction, default=True, help="each layer is a unit")
     units = "their classes, e.g. BertLayer,T5Block (default: that of the longest list of layers)"
     add("--fsdp-units", type=cli.list_of(str), default=[], metavar="CLASS", help=units)
@@ -424,12 +428,6 @@ class FirstSteps(NamedTuple):
     graphs: list[int]  # made so far, after each step
 
 
-def set_precision(dtype: str) -> None:
-    """tf32 computes products and convolutions of fp32 in TF32; the others do not."""
-    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
-    torch.backends.cudnn.allow_tf32 = dtype == "tf32"
-
-
 def take_first_steps(bench: Benchmark, group: Group, step: Callable[[], Tensor]) -> FirstSteps:
     """All ranks of the case start each step together."""
     first = FirstSteps([], [], [])
@@ -630,10 +628,10 @@ def gain(case: Case, step: Estimate, eager: Estimate | None) -> str:
     return sentence
 
 
-def title_of(args: Namespace, model: str, dtype: str) -> str:
+def title_of(args: Namespace, model: str, dtype: str, device: torch.device) -> str:
     """The settings that all cases of a table share."""
     size = f"batch size {args.batch_size}" if args.batch_size else "the model's own batch size"
-    words = [model, size, dtype]
+    words = [model, size, name_precision(dtype, device)]
     if any(strategy.startswith("fsdp") for strategy in args.strategies):
         layer = " and ".join(args.fsdp_units) or "layer"
         words.append(f"FSDP wraps each {layer}" if args.fsdp_wrap else "FSDP in one unit")
@@ -742,7 +740,7 @@ def main() -> int:
         ]
         widest = [max(names, key=len), "+-10.0%"]
         for model, dtype in itertools.product(args.models, args.dtype):
-            title = title_of(args, model, dtype)
+            title = title_of(args, model, dtype, bench.job.device)
             bench.begin_table(title, COLUMNS, widest)
             measure_table(bench, start_s, title, plan(args, model, dtype, bench.job.world_size))
     return bench.status

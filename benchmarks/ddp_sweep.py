@@ -52,6 +52,7 @@ from common.check import compare_replicas, digest, verdict
 from common.dist import Group, Job
 from common.environment import count_of
 from common.memory import peak, start_peak
+from common.precision import PRECISION, name_precision, set_precision
 from common.private_torch import bucket_sizes
 from common.report import Case
 from common.stats import Times, breakdown_metrics, step_metrics
@@ -64,13 +65,6 @@ CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 MODEL_OPTIONS = {name: {"init_weights": False} for name in ("googlenet", "inception_v3")}
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # for a first look on a laptop, at a small size
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# how matrix products are computed, and whether convolutions are in TF32. `default` is what torch
-# had before anyone set them
-PRECISION = {
-    "default": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),
-    "fp32": ("highest", False),
-    "tf32": ("high", True),
-}
 DTYPES = (*PRECISION, *AUTOCAST)
 SHARED_FLAGS = ("channels_last", "gradient_as_bucket_view", "static_graph")
 WITHOUT_DDP = 0  # the world_size in the key of `no ddp`, which is one process without DDP
@@ -182,15 +176,6 @@ def loss_of(outputs: Any, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(outputs, targets)
     loss, *auxiliary = [nn.functional.cross_entropy(output, targets) for output in outputs]
     return loss + 0.3 * torch.stack(auxiliary).sum()
-
-
-def set_precision(dtype: str) -> None:
-    """How fp32 products and convolutions are computed on CUDA. `default` by itself sets nothing."""
-    products, convolutions_in_tf32 = PRECISION.get(dtype, PRECISION["fp32"])
-    now = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
-    if now != (products, convolutions_in_tf32):
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions_in_tf32
 
 
 def make_model(key: Key, device: torch.device) -> nn.Module:
@@ -421,12 +406,8 @@ def name_of(args: argparse.Namespace, case: Case) -> str:
 
 def title_of(model: str, dtype: str, args: argparse.Namespace, device: torch.device) -> str:
     """What all cases of a table share."""
-    if dtype == "default":
-        _, convolutions_in_tf32 = PRECISION[dtype]
-        dtype = "torch's default precision"
-        if device.type == "cuda" and convolutions_in_tf32 and torch.cuda.is_tf32_supported():
-            dtype += " (TF32 in convolutions)"
-    parts = [model, f"batch size {args.batch_size}", f"{args.image_size} px", dtype]
+    precision = name_precision(dtype, device)
+    parts = [model, f"batch size {args.batch_size}", f"{args.image_size} px", precision]
     if len(args.bucket_size) == 1:
         parts.append(f"buckets of {args.bucket_size[0]:g} MB")
     if len(args.comm_hook) == 1 and args.comm_hook != ["none"]:

@@ -30,6 +30,7 @@ Toolkits: each serves some scripts. The core imports none of them.
     folders     folders that are removed however the run ends
     memory      the largest memory in use, and whether there is enough
     peaks       FLOP/s of known GPUs
+    precision   fp32, TF32, or as torch has them by default
     decoder     the transformer that several scripts train
     meshes      names of meshes, whether a case fits one, their process groups
     axes        how the decoder is wrapped for each axis of a mesh, and its step

@@ -100,8 +100,11 @@ def find_peak(name: str, dtype: str, processors: int) -> float | None:
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s of a device. None on the CPU, and where the number is not known."""
+    """FLOP/s of a device; `default` is what torch now has for matrix products. None on the CPU, and
+    where the number is not known."""
     if device.type != "cuda":
         return None
+    if dtype == "default":
+        dtype = "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     properties = torch.cuda.get_device_properties(device)
     return find_peak(properties.name, dtype, properties.multi_processor_count)

@@ -106,8 +106,8 @@ def test_every_strategy_eager_and_compiled(bench: Callable[..., Any]) -> None:
             assert m["vs_eager"] == pytest.approx(gain)
         assert f"{strategy} {backend}" in run.out.split("Cost: ")[1]
     assert cases["none", "aot_eager"].metrics["graph_breaks"] == 0
-    title = "toy-small, batch size 4, fp32, FSDP wraps each layer, activations kept"
-    assert f"\n{title}\n" in run.out
+    title = "toy-small, batch size 4, torch's default precision, FSDP wraps each layer"
+    assert f"\n{title}, activations kept\n" in run.out
 
 
 @smoke
@@ -143,7 +143,7 @@ def test_what_it_writes_for_other_tools(
         ranges = [event["name"] for event in trace if event.get("cat") == "user_annotation"]
         for name, count in (("forward", 12), ("backward", 12), ("Optimizer.step#SGD.step", 6)):
             assert ranges.count(name) == count
-    cases = [f"toy-small-fp32-ddp-{backend}" for backend in ("aot_eager", "print")]
+    cases = [f"toy-small-default-ddp-{backend}" for backend in ("aot_eager", "print")]
     drawn = sorted(path.name for path in Path().glob("torchviz-*"))
     assert drawn == [f"torchviz-{case}-0.dot" for case in cases]
     compiled, printed = (Path(name).read_text() for name in drawn)
@@ -168,7 +168,7 @@ def test_a_model_of_torchbenchmark(bench: Callable[..., Any], torchbenchmark: st
         assert m["recompiles"] >= 1
         assert (case.key["batch_size"], m["batch_size"]) == (None, 6)
         assert m["samples_per_s"] == pytest.approx(6 * len(case.ranks) / m["step_time_p50_s"])
-    assert "hf_Bert, the model's own batch size, fp32, " in run.out
+    assert "hf_Bert, the model's own batch size, torch's default precision, " in run.out
 
 
 @smoke
@@ -211,7 +211,7 @@ def test_a_compiler_that_fails_on_one_rank(bench: Callable[..., Any]) -> None:
         (("--strategies", "dpp"), "got 'dpp'; did you mean ddp"),
         (("--ddp", "--fsdp"), "argument --fsdp: not allowed with argument --ddp"),
         (("--device", "cpu", "--dtype", "fp32,tf32"), "tf32 and cudagraphs need CUDA; try"),
-        (("--dtype", "fp16"), "expected some of fp32, tf32, bf16"),
+        (("--dtype", "fp16"), "expected some of default, fp32, tf32, bf16"),
         (("--torchbench-model", "hf_Bert"), "needs the package torchbenchmark: docs/compile_sweep"),
         (("--profile", ""), "expected a folder, got ''; e.g. traces"),
         (("--backends", "relu_compile_error_TESTING_ONLY"), "expected some of eager, dynamo_eager"),

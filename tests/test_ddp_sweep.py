@@ -3,7 +3,7 @@
 import math
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -212,37 +212,6 @@ def test_a_case_without_a_breakdown_has_another_key() -> None:
         no_ddp, ddp = keys
         assert "breakdown" not in no_ddp
         assert {name: ddp[name] for name in ddp if name == "breakdown"} == fields
-
-
-@pytest.fixture
-def precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    yield
-    torch.set_float32_matmul_precision(before[0])
-    torch.backends.cudnn.allow_tf32 = before[1]
-
-
-def test_the_default_dtype_touches_nothing(
-    precision: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert ddp_sweep.parse_args(["--device", "cpu"]).dtype == ["default"]
-    calls: list[str] = []
-    real = torch.set_float32_matmul_precision
-
-    def watch(name: str) -> None:
-        calls.append(name)
-        real(name)
-
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", watch)
-    ddp_sweep.set_precision("default")
-    assert calls == []
-    seen = []
-    for dtype in ("tf32", "fp32", "bf16", "default"):
-        ddp_sweep.set_precision(dtype)
-        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
-    fp32 = ("highest", False)
-    assert seen == [("high", True), fp32, fp32, ddp_sweep.PRECISION["default"]]
-    assert calls == ["high", "highest", "highest"]  # torch's default is TF32 in convolutions
 
 
 def test_auxiliary_heads_are_in_the_loss() -> None:
