@@ -613,18 +613,19 @@ def wrapping_of(key: Key) -> str:
 
 
 def gain(case: Case, step: Estimate, eager: Estimate | None) -> str:
-    """`ddp inductor trains 1.30 times (1.21 to 1.38) as fast as eager, and pays after 950 steps`"""
+    """`whole steps of ddp inductor are 1.30 times (1.21 to 1.38) as fast as those of eager;
+    compiling pays after 950 steps`"""
     compiled = f"{case.key['strategy']} {case.key['compiler']}"
     if not eager:
         return f"{compiled} takes {step} a step; without eager nobody can tell whether it pays"
     ratio = eager.over(step)
     if ratio.may_be(1):
-        return f"{compiled} and eager cannot be told apart: {ratio.times()} as fast"
-    sentence = f"{compiled} trains {ratio.times()} as fast as eager"
+        return f"{compiled} and eager cannot be told apart: whole steps are {ratio.times()} as fast"
+    sentence = f"whole steps of {compiled} are {ratio.times()} as fast as those of eager"
     if ratio.value <= 1:
-        return f"{sentence}, and does not pay"
+        return f"{sentence}; compiling does not pay"
     if "payback_steps" in case.metrics:  # not where eager was measured after it, by --resume
-        sentence += f", and pays after {case.metrics['payback_steps']:,} steps"
+        sentence += f"; compiling pays after {case.metrics['payback_steps']:,} steps"
     return sentence
 
 

@@ -195,13 +195,16 @@ def test_compile_sweep() -> None:
     alike = compiled("ddp", "inductor", 9, (8, 10), payback_steps=1234)
     slow = compiled("ddp", "inductor", 20, (18, 22))
     assert compile_sweep.answer([eager, quick]) == [
-        "ddp inductor trains 2.00 times (1.50 to 2.75) as fast as eager, and pays after 1,234 steps"
+        "whole steps of ddp inductor are 2.00 times (1.50 to 2.75) as fast as those of eager; "
+        "compiling pays after 1,234 steps"
     ]
     assert compile_sweep.answer([eager, alike]) == [
-        "ddp inductor and eager cannot be told apart: 1.11 times (0.90 to 1.38) as fast"
+        "ddp inductor and eager cannot be told apart: "
+        "whole steps are 1.11 times (0.90 to 1.38) as fast"
     ]
     assert compile_sweep.answer([eager, slow]) == [
-        "ddp inductor trains 0.50 times (0.41 to 0.61) as fast as eager, and does not pay"
+        "whole steps of ddp inductor are 0.50 times (0.41 to 0.61) as fast as those of eager; "
+        "compiling does not pay"
     ]
     assert compile_sweep.answer([quick]) == [
         "ddp inductor takes 5.00 ms (4.00 to 6.00) a step; "
@@ -209,7 +212,7 @@ def test_compile_sweep() -> None:
     ]
     assert compile_sweep.answer([eager]) == []
     del quick.metrics["payback_steps"]
-    assert compile_sweep.answer([quick, eager])[0].endswith(" as fast as eager")
+    assert compile_sweep.answer([quick, eager])[0].endswith(" as fast as those of eager")
     other = compiled("none", "eager", 1, None)
     assert "without eager" in compile_sweep.answer([other, quick])[0]
 
