@@ -207,10 +207,11 @@ def create(name: str, size: int | None, count: int, device: torch.device, bf16: 
             model = Decoder(DECODERS[name])
         texts = [random_text(DECODERS[name], size, seed) for seed in range(count)]
         batches = [(tokens.to(device), targets.to(device)) for tokens, targets in texts]
-    # autocast keeps the weights that it has cast until its end, although a step changes them: so
-    # it begins anew in each call of the loss
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-    return Training(model, batches, autocast(loss_of), size)
+    if bf16:
+        # autocast keeps the weights that it has cast until its end, although a step changes them:
+        # so it begins anew in each call of the loss
+        loss_of = torch.autocast(device.type, torch.bfloat16)(loss_of)
+    return Training(model, batches, loss_of, size)
 
 
 def load_torchbench(
@@ -228,10 +229,18 @@ def load_torchbench(
     others = sorted(dtypes - {"torch.float32"})
     if others:
         raise ValueError(f"expected a model with weights in fp32, got {', '.join(others)}")
-    for module in model.modules():  # with dropout the losses could not be compared
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+    turn_off_dropout(model)
     return model, batch, getattr(benchmark, "batch_size", size)
+
+
+def turn_off_dropout(model: nn.Module) -> None:
+    """With dropout the losses could not be compared. Its probability is a float of a module: `p`
+    in nn.Dropout and its kin; `dropout` or the like where a module calls the function."""
+    for module in model.modules():
+        is_dropout = "Dropout" in type(module).__name__
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or (is_dropout and name == "p")):
+                setattr(module, name, 0.0)
 
 
 def longest_stack(model: nn.Module) -> list[nn.Module]:
@@ -268,12 +277,36 @@ def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     return [layer for layer in reversed(layers) if type(layer).__name__ in classes]
 
 
+def refuse_tied_units(model: nn.Module, units: list[nn.Module]) -> None:
+    """Raise ValueError if a unit shares a weight with a module outside of it: FSDP would take the
+    weight away from that module."""
+    weights = [*model.named_parameters(remove_duplicate=False)]
+    modules = [*model.named_modules(remove_duplicate=False)]
+    for unit in units:
+        paths = tuple(f"{path}." for path, module in modules if module is unit)
+        mine = {id(weight): path for path, weight in weights if path.startswith(paths)}
+        for other, weight in weights:
+            if id(weight) not in mine or other.startswith(paths):
+                continue
+            kind = type(unit).__name__
+            names = {type(unit).__name__: None for unit in reversed(units)}
+            rest = ",".join(name for name in names if name != kind)
+            got = f"got {kind}, whose {mine[id(weight)]} is {other}, too"
+            instead = f"--fsdp-units {rest}" if rest else "--no-fsdp-wrap"
+            raise ValueError(f"FSDP expects units with weights of their own, {got}; try {instead}")
+
+
 def prepare_units(model: nn.Module, key: Key) -> list[nn.Module]:
-    """The units for FSDP, none where it wraps the model as one. Recomputes layers if asked to."""
+    """The units for FSDP, none where it wraps the model as one. Recomputes layers if asked to.
+
+    Raises ValueError where the model has no such layers, or where they share a weight with others.
+    """
     units: list[nn.Module] = []
     if key["fsdp_wrap"] or key["fsdp_checkpoint"]:
         classes = key["fsdp_units"]
         units = find_units(model, [] if classes is None else classes.split(","))
+    if key["fsdp_wrap"]:
+        refuse_tied_units(model, units)
     if key["fsdp_checkpoint"]:
         recompute(model, units)
         modules = reversed([*model.modules()])
@@ -377,9 +410,14 @@ def train_alone_on(
     weights = [number / ranks for number in ranks_with]
     try:
         model, batches, loss_of, _ = create(name, size, count, device, dtype == "bf16")
+        once = float(loss_of(model, batches[0]).detach())
         reference = train_alone(model, batches, loss_of, weights)
     except Exception as error:  # if it fails on all ranks as well, the case fails
         return f"one process alone fails: {cli.describe(error)}"
+    again = reference.losses[0][0]
+    if abs(again - once) > TOLERANCES[dtype] / 100 * abs(once):
+        losses = f"the losses {once:.6g} and {again:.6g} for one batch"
+        return f"the model draws random numbers: one process gets {losses}"
     means = [np.mean(losses) for losses in reference.losses]
     if abs(means[-1] - means[0]) <= TOLERANCES[dtype] * abs(means[0]):
         return "the losses stay as they are: a wrong gradient would not show"
@@ -672,6 +710,23 @@ def plan(args: Namespace, model: str, dtype: str, world_size: int) -> list[Key]:
     return keys
 
 
+def unusable_units(keys: list[Key], device: torch.device) -> str | None:
+    """Why the layers that --fsdp-units names cannot be units of a model; None if they can."""
+    # FSDP's key, if there is one, is a model's last
+    keys_by_model = {key["model"]: key for key in keys if key["fsdp_units"]}
+    for name, key in keys_by_model.items():
+        place = torch.device("meta") if name in (*TOYS, *DECODERS) else device
+        try:
+            model = create(name, key["batch_size"], 1, place, False).model
+        except Exception:
+            continue  # its cases fail as well, and say why
+        try:
+            prepare_units(model, key)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
 def unwritable(folder: Path) -> str | None:
     """Why this rank could not write what --torchviz makes; None if it can."""
     try:
@@ -727,6 +782,10 @@ def main() -> int:
         bench.announce(keys)
         problems = gather(unwritable(Path()) if args.torchviz else None) or []
         problem = share(next((problem for problem in problems if problem), None))
+        if not problem:
+            is_first = bench.job.rank == 0
+            problem = share(unusable_units(keys, bench.job.device) if is_first else None)
+            gc.collect()  # the models that it has made
         if problem:
             bench.refuse(problem)
         start_s: dict[str, float] = {}

@@ -4,8 +4,10 @@ import gzip
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,49 +26,116 @@ smoke, faults = pytest.mark.smoke, pytest.mark.faults
 
 # stands in for github.com/pytorch/benchmark, which has no package to install
 TORCHBENCHMARK = '''
+import functools
 import torch
+from torch import nn
+from torch.nn import functional
 
-class BertLayer(torch.nn.Module):
+class BertLayer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer, self.drop = torch.nn.Linear(4, 4), torch.nn.Dropout(0.9)
+        self.layer, self.drop = nn.Linear(4, 4), nn.Dropout(0.9)
 
     def forward(self, x):
         return x + self.drop(self.layer(x).tanh())
 
-class Encoder(torch.nn.Module):
+class BertEncoder(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = torch.nn.ModuleList(BertLayer() for _ in range(3))
+        self.layer = nn.ModuleList(BertLayer() for _ in range(3))
 
     def forward(self, x):
         for layer in self.layer:
             x = layer(x)
         return x
 
-class Model(torch.nn.Module):
-    """Has its layers where hf_Bert has them. Its graph breaks once, and is compiled again for
-    every longer input."""
+class BertLMPredictionHead(nn.Module):
+    def __init__(self, embedding):
+        super().__init__()
+        self.transform, self.decoder = nn.Linear(4, 4), nn.Linear(4, 9)
+        self.decoder.weight = embedding.weight
+
+    def forward(self, x):
+        return self.decoder(self.transform(x).tanh())
+
+class Bert(nn.Module):
+    """Has its layers and tied weights where hf_Bert has them. Its graph breaks once, and is
+    compiled again for every longer input."""
 
     def __init__(self):
         super().__init__()
-        self.encoder, self.head, self.calls = Encoder(), torch.nn.Linear(4, 4), 0
+        self.embeddings, self.encoder = nn.Embedding(9, 4), BertEncoder()
+        self.cls, self.calls = BertLMPredictionHead(self.embeddings), 0
 
-    def forward(self, x):
-        y = self.encoder(x)
+    def forward(self, input_ids):
+        y = self.encoder(self.embeddings(input_ids))
         torch._dynamo.graph_break()
         self.calls += 1
-        return {"calls": self.calls, "loss": self.head(y).square().mean()}
+        logits = self.cls(y)
+        loss = functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+        return {"calls": self.calls, "loss": loss, "logits": logits}
+
+class T5Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.dropout = 0.5  # of a function, as in hf_T5: there is no module to turn off
+
+    def forward(self, x, states):
+        weights = (self.q(x) @ self.k(states).mT).softmax(-1)
+        return functional.dropout(weights, self.dropout, self.training) @ self.v(states)
+
+class T5Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.wo = T5Attention(), nn.Linear(4, 4)
+
+    def forward(self, x, states):
+        return x + self.wo(self.attention(x, states).relu())
+
+class T5Stack(nn.Module):
+    def __init__(self, embedding):
+        super().__init__()
+        self.embed_tokens, self.block = embedding, nn.ModuleList(T5Block() for _ in range(2))
+
+    def forward(self, input_ids, states=None):
+        x = self.embed_tokens(input_ids)
+        for block in self.block:
+            x = block(x, x if states is None else states)
+        return x
+
+class T5(nn.Module):
+    """One embedding is used by both stacks, and is the head's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = nn.Embedding(9, 4)
+        self.encoder, self.decoder = T5Stack(self.shared), T5Stack(self.shared)
+        self.lm_head = nn.Linear(4, 9, bias=False)
+        self.lm_head.weight = self.shared.weight
+
+    def forward(self, input_ids):
+        logits = self.lm_head(self.decoder(input_ids, self.encoder(input_ids)))
+        loss = functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())
+        return {"loss": loss, "logits": logits}
+
+class Drawing(T5):
+    """Draws random numbers that no attribute turns off."""
+
+    def forward(self, input_ids):
+        return {"loss": super().forward(input_ids)["loss"] * (1 + torch.rand(()))}
 
 class Benchmark:
-    def __init__(self, test, device, batch_size=None):
-        self.batch_size = batch_size or 6
+    def __init__(self, model, test, device, batch_size=None):
+        self.model, self.batch_size = model, batch_size or 6
 
     def get_module(self):
-        return Model(), {"x": torch.ones(self.batch_size, 4)}
+        return self.model(), {"input_ids": torch.arange(5).repeat(self.batch_size, 1)}
+
+MODELS = {"hf_Bert": Bert, "hf_T5": T5, "drawing": Drawing}
 
 def load_model_by_name(name):
-    return Benchmark if name == "hf_Bert" else None
+    return functools.partial(Benchmark, MODELS[name]) if name in MODELS else None
 '''
 
 
@@ -169,6 +238,40 @@ def test_a_model_of_torchbenchmark(bench: Callable[..., Any], torchbenchmark: st
         assert (case.key["batch_size"], m["batch_size"]) == (None, 6)
         assert m["samples_per_s"] == pytest.approx(6 * len(case.ranks) / m["step_time_p50_s"])
     assert "hf_Bert, the model's own batch size, torch's default precision, " in run.out
+
+
+@smoke
+def test_functional_dropout_and_tied_weights(
+    bench: Callable[..., Any], torchbenchmark: str
+) -> None:
+    """As in hf_T5, whose units are the blocks of both stacks."""
+    flags = ("--torchbench-model", "hf_T5", "--strategies", "all", "--backends", "eager")
+    run = bench(SCRIPT, *flags, *SHORT, ranks=2, PYTHONPATH=torchbenchmark)
+    assert run.status == 0, run.err
+    assert [case.check for case in run.report.cases] == ["passed"] * 4
+    assert [case.metrics["fsdp_units"] for case in run.report.cases] == [0, 0, 4, 4]
+
+
+@smoke
+def test_tied_units_are_refused(bench: Callable[..., Any], torchbenchmark: str) -> None:
+    """Before anything is timed; the units that the line names work."""
+    flags = (
+        "--torchbench-model",
+        "hf_Bert",
+        "--strategies",
+        "ddp,fsdp1,fsdp2",
+        "--dynamo",
+        "eager",
+    )
+    units = "BertLayer,BertLMPredictionHead"
+    run = bench(SCRIPT, *flags, "--fsdp-units", units, *SHORT, ranks=2, PYTHONPATH=torchbenchmark)
+    tied = "got BertLMPredictionHead, whose cls.decoder.weight is embeddings.weight, too"
+    assert f"{tied}; try --fsdp-units BertLayer\n" in run.err
+    assert run.report is None or not run.report.cases
+    run = bench(
+        SCRIPT, *flags, "--fsdp-units", "BertLayer", *SHORT, ranks=2, PYTHONPATH=torchbenchmark
+    )
+    assert [case.check for case in run.report.cases] == ["passed"] * 3
 
 
 @smoke
@@ -291,6 +394,53 @@ def test_one_process_alone() -> None:
     assert means[0] - means[2] > compile_sweep.TOLERANCES["fp32"] * means[0]
     text = compile_sweep.train_alone_on("unheard-of", 4, "fp32", 1, cpu)
     assert text == "one process alone fails: ModuleNotFoundError: No module named 'torchbenchmark'"
+
+
+def test_a_model_that_draws_random_numbers_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleType("torchbenchmark")
+    exec(TORCHBENCHMARK, vars(package))
+    monkeypatch.setitem(sys.modules, "torchbenchmark", package)
+    cpu = torch.device("cpu")
+    why = compile_sweep.train_alone_on("drawing", None, "default", 2, cpu)
+    pattern = "the model draws random numbers: one process gets the losses [0-9.]+ and [0-9.]+ for"
+    assert isinstance(why, str)
+    assert re.match(pattern, why)
+    key = {"dtype": "default", "compiler": "eager"}
+    assert compile_sweep.check(key, 0, [], why, 0) == f"skipped: {why}"
+    found = compile_sweep.train_alone_on("hf_T5", None, "default", 2, cpu)
+    assert isinstance(found, Reference)
+
+
+def test_dropout_of_every_kind_is_off() -> None:
+    attention = nn.MultiheadAttention(4, 2, dropout=0.5)
+    lstm = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
+    noise, alpha = nn.Dropout2d(0.5), nn.AlphaDropout(0.5)
+    model: Any = model_of(attention=attention, lstm=lstm, noise=noise, alpha=alpha)
+    model.drop_prob, model.p = 0.5, 2.0
+    compile_sweep.turn_off_dropout(model)
+    off: list[Any] = [attention.dropout, lstm.dropout, noise.p, alpha.p, model.drop_prob]
+    assert off == [0.0] * 5
+    assert model.p == 2.0  # of another meaning
+
+
+def tied_model() -> nn.Module:
+    """A list of two layers and a head; the second layer has the head's weight."""
+    stack = layers(2)
+    head = nn.Linear(4, 4)
+    stack[1].weight = head.weight
+    return model_of(stack=stack, head=head)
+
+
+def test_tied_weights_are_named_with_what_to_do() -> None:
+    model = tied_model()
+    start = "FSDP expects units with weights of their own, got "
+    tied = "Layer, whose stack.1.weight is head.weight, too"
+    with pytest.raises(ValueError, match=f"^{start}{tied}; try --no-fsdp-wrap$"):
+        compile_sweep.prepare_units(model, {"fsdp_wrap": True, "fsdp_units": None})
+    key = {"fsdp_wrap": False, "fsdp_checkpoint": True, "fsdp_units": None}
+    assert compile_sweep.prepare_units(tied_model(), key) == []  # recomputing them is fine
+    stack = layers(2)  # a unit that has two names shares with nobody
+    compile_sweep.refuse_tied_units(model_of(stack=stack, again=stack), [*stack])
 
 
 def layers(count: int) -> nn.ModuleList:
