@@ -26,6 +26,7 @@ import copy
 import itertools
 import sys
 import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -60,6 +61,7 @@ from common.rpc import (
 )
 from common.stats import Times, median_interval, own_pace
 from common.table import Columns, interval_ends, metric
+from common.timing import LEAD_IN
 
 PAYLOADS = ("module", "tensors")
 
@@ -79,7 +81,8 @@ CHECKED_STEPS = 20
 LOGGED = 300  # the report keeps so many updates of a case, the newest ones
 TOLERANCE = 1e-4  # relative to what the updates change; a lost gradient is 1 in 20 * trainers
 Key = dict[str, Any]
-# `trainers` in the order of their gradients, `came_s` of each, `updated_s` of the model
+# `trainers` in the order of their gradients, `came_s` of each, `updated_s` of the model; later
+# `kind`, which is `check`, `warm-up` or `timed`
 Update = dict[str, Any]
 
 
@@ -341,8 +344,29 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     if not problem and sent != arrived:
         problem = f"the trainers sent {sent} gradients, the server's log has {arrived}"
     case.check = verdict(problem)
+    name_updates(updates, case.rounds)
     metrics["updates"] = len(updates)
+    metrics["updates_by_kind"] = Counter(update["kind"] for update in updates)
     metrics["log"] = updates[-LOGGED:]
+
+
+def name_updates(updates: list[Update], rounds: list[int]) -> None:
+    """Say of each update what it was for; with a gradient of a timed step it is `timed`.
+
+    rounds: the timed steps of each block.
+    """
+    members = [trainer for update in updates for trainer in update["trainers"]]
+    steps = max(Counter(members).values())  # of a trainer: all make as many
+    blocks: list[str] = []
+    for timed in rounds:
+        blocks += ["warm-up"] * LEAD_IN + ["timed"] * timed
+    kinds = ["check"] * CHECKED_STEPS
+    kinds += ["warm-up"] * (steps - len(kinds) - len(blocks)) + blocks
+    sent: Counter[int] = Counter()  # by trainer
+    for update in updates:
+        of_gradients = [kinds[sent[trainer]] for trainer in update["trainers"]]
+        sent.update(update["trainers"])
+        update["kind"] = "timed" if "timed" in of_gradients else of_gradients[0]
 
 
 def log_of(case: Case) -> str:
@@ -350,12 +374,15 @@ def log_of(case: Case) -> str:
     size = case.key["batch_update_size"]
     log = case.metrics["log"]
     total = case.metrics["updates"]
+    by_kind = [f"{count} {kind}" for kind, count in case.metrics["updates_by_kind"].items()]
     lines = [f"log of {case.key['payload']}, {len(log)} of {total} updates; seconds of the server"]
+    lines.append(f"all updates: {', '.join(by_kind)}")
     for number, update in enumerate(log, total - len(log) + 1):
         arrivals = zip(update["trainers"], update["came_s"], strict=True)
         for count, (trainer, came_s) in enumerate(arrivals, 1):
             lines.append(f"{came_s:12.6f}  got trainer{trainer}, {count} of {size}")
-        lines.append(f"{update['updated_s']:12.6f}  update {number}: the model is new")
+        name = f"update {number}, {update['kind']}"
+        lines.append(f"{update['updated_s']:12.6f}  {name}: the model is new")
     return "\n".join(lines)
 
 
