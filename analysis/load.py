@@ -58,6 +58,7 @@ class Run(Report):
     rows: dict[str, Row] = field(default_factory=dict)  # its cases by their canonical keys
     label: str = ""  # its path, or its name on a page
     left_out: dict[str, list[Any]] = field(default_factory=dict)  # field of the keys -> its values
+    synchronized: bool = False  # of a program that waits for the device in each iteration
 
 
 def load(
@@ -192,7 +193,7 @@ def give_pytorch_our_keys(runs: Sequence[Run]) -> None:
                 row.key = row.key | {"label": label}
         index(run, rows, "several cases have the same key")
         if run.benchmark == PYTORCH:
-            run.benchmark = "ddp_sweep"
+            run.benchmark, run.synchronized = "ddp_sweep", True
 
 
 def read(path: str, measure: str | None) -> Run:

@@ -117,6 +117,9 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if run.status != "complete":
             warnings.append(f"{run.label} is not complete: its status is {run.status}")
+        if run.synchronized:
+            what = "PyTorch's script waits for the device in each iteration, ddp_sweep once a block"
+            warnings.append(f"{run.label}: {what}; that alone may make ddp_sweep's steps shorter")
     return warnings
 
 

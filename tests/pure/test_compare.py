@@ -467,7 +467,9 @@ def test_a_copy_is_no_second_run(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "other name.jsonl is a copy of " in done.stderr
     copy.write_text(Path(base).read_text().replace("0.1", "0.2"))  # as two that started at once
-    assert run("compare.py", base, "--test", str(copy)).returncode == 0
+    done = run("compare.py", base, "--test", str(copy))
+    assert done.returncode == 0
+    assert "waits for the device" not in done.stdout
 
 
 def test_pytorchs_ddp_benchmark_meets_ddp_sweep(tmp_path: Path) -> None:
@@ -489,6 +491,7 @@ def test_pytorchs_ddp_benchmark_meets_ddp_sweep(tmp_path: Path) -> None:
         if dtype == "default":
             for words in ("no ddp, resnet18 +100 ms", "1 rank, resnet18 +200 ms", "2 ranks.* +300"):
                 assert re.search(words, done.stdout), done.stdout
+            assert f"# warning: {old}: PyTorch's script waits for the device in" in done.stdout
         else:
             what = "; the nearest differ in dtype (default in BASE, fp32 in TEST): BASE has"
             assert what in done.stderr
