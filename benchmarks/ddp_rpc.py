@@ -142,8 +142,9 @@ def create_epoch(key: Key, trainer: int) -> list[Batch]:
     rng = np.random.default_rng(trainer)
     epoch = []
     for _ in range(key["batches"]):
-        count = int(rng.integers(20, 51))
-        bag_sizes = rng.integers(1, 11, size=count)  # of at least as many bags as are needed
+        count = int(rng.integers(20, 50, endpoint=True))
+        # for at least as many bags as are needed
+        bag_sizes = rng.integers(1, 10, size=count, endpoint=True)
         starts = np.concatenate([[0], np.cumsum(bag_sizes)])
         offsets = torch.tensor(starts[starts < count])
         indices = rng.integers(0, key["number_embeddings"], size=count)
