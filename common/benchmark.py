@@ -18,7 +18,16 @@ import psutil
 import torch.distributed as dist
 
 from common import environment, gpus, network
-from common.cli import abandon, backends_of, complain, describe, end, refuse, take_stdout
+from common.cli import (
+    abandon,
+    backends_of,
+    complain,
+    describe,
+    end,
+    refuse,
+    take_stdout,
+    tell_torchrun,
+)
 from common.cpu_load import CpuLoad, Others, others_text
 from common.dist import Group, Groups, connect, gather, share
 from common.join import join, world
@@ -82,7 +91,7 @@ class Benchmark:
         # ends a hang until there is a watchdog, which then renews the timer
         faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)
         self.args, self.status, self.answer = args, 1, answer
-        self.failed = False  # by `fail`, or by a case
+        self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.silenced = False  # stdout or stderr is gone
         variables = environment.user_variables()
         rank, on_node, _, _ = world()
@@ -381,9 +390,10 @@ class Benchmark:
                 goes_on = f"the run goes on, {self.args.json} gets its cases"
                 complain(f"error: stdout: {error.strerror}; {goes_on}")
 
-    def fail(self, reason: str) -> None:
-        """Let the run fail although its cases passed. Call it on rank 0."""
-        self.failed = True
+    def fail(self, reason: str, status: int = 1) -> None:
+        """Let the run end with this status although its cases passed. The first reason counts. Call
+        it on rank 0."""
+        self.failure = self.failure or (status, reason)
         complain(f"error: {reason}")
 
     def refuse(self, problem: str, status: int = 2) -> None:
@@ -459,13 +469,18 @@ class Benchmark:
         for line in report_lines(self.report.path, self.replaced):
             self.print(f"# {line}")
         self.print(f"# elapsed {duration(time.time() - psutil.Process().create_time())}")
-        self.failed |= any(case.failed for case in cases)
         if sentences := self.print_answer():
             last_line["answer"] = sentences
+        status, reason = self.failure or (0, "")
+        if failed := [case for case in cases if case.failed]:
+            first = f"{label_of(failed[0].key)}: {failed[0].check}"
+            reason = reason or f"{len(failed)} of {len(cases)} cases failed; {first}"
+            status = 1
         try:
-            self.report.finish("failed" if self.failed else "complete", **last_line, **network_grew)
+            self.report.finish("failed" if status == 1 else "complete", **last_line, **network_grew)
         except OSError as full:
-            self.fail(f"--json {self.args.json}: {full.strerror}; every case is in it")
+            status, reason = 1, f"--json {self.args.json}: {full.strerror}; every case is in it"
+            complain(f"error: {reason}")
         self.progress.close()
         try:
             sys.stderr.flush()
@@ -474,7 +489,11 @@ class Benchmark:
             self.silenced = True
             abandon(sys.stderr)
             self.print(f"# error: stderr: {why.strerror}; warnings may be missing")
-        self.status = share(int(self.failed or self.silenced))
+        if self.silenced:
+            status, reason = 1, reason or "stdout or stderr could not be written"
+        self.status, reason = share((status, reason))
+        if self.status:
+            tell_torchrun(reason)
 
 
 def check_flags(args: argparse.Namespace) -> None:

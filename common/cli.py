@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import difflib
 import functools
+import json
 import math
 import os
 import re
@@ -25,12 +26,29 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 def refuse(message: str, status: int = 2) -> NoReturn:
     """End the run because of a user's mistake: one line on stderr from rank 0, exit status 2."""
+    line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
     if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
         time.sleep(10)  # if this rank ended first, the launcher would kill rank 0 before it spoke
     else:
-        line = " ".join(message.split())
-        complain(f"{Path(sys.argv[0]).name}: error: {line}")
+        complain(line)
+    tell_torchrun(line)
     sys.exit(status)
+
+
+def tell_torchrun(reason: str, error_file: str | None = None) -> None:
+    """Let torchrun print why this rank ends with a status other than 0. Its traceback follows what
+    the ranks have printed, and the reason stands below it.
+
+    error_file: of another rank. The format is that of torch.distributed.elastic's error handler.
+    """
+    error_file = error_file or os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        message = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}
+        try:
+            Path(error_file).write_text(json.dumps({"message": message}))
+        except OSError:  # torchrun itself would fail at half a file
+            with contextlib.suppress(OSError):
+                Path(error_file).unlink()
 
 
 def complain(line: str) -> None:
@@ -67,9 +85,10 @@ def take_stdout() -> IO[bytes]:
     return stream
 
 
-def end(status: int, text: str = "") -> NoReturn:
-    """End this process at once, from any thread, whatever the main thread does."""
-    write(text)
+def end(status: int, reason: str, say: bool = True) -> NoReturn:
+    """End this process at once, from any thread, whatever the main thread does. say: print why."""
+    tell_torchrun(reason)
+    write(reason if say else "")
     with contextlib.suppress(OSError):  # there is a log if join.py has asked NCCL for one
         log = Path(os.environ.get("NCCL_DEBUG_FILE", "")).read_text(errors="replace")
         for warning in nccl_warnings(log):
@@ -143,6 +162,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            tell_torchrun(message)
             sys.exit(2)  # torchrun has started the ranks again, and the first ones have spoken
         refuse(message)
 

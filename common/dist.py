@@ -257,7 +257,8 @@ def peers() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        reason = f"rank {dist.get_rank()} lost a peer: {str(error).splitlines()[0]}"
         if local_rank() == 0:
-            write(f"rank {dist.get_rank()} lost a peer: {str(error).splitlines()[0]}")
+            write(reason)
         time.sleep(10)
-        end(1)
+        end(1, reason, say=False)

@@ -17,7 +17,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, backends_of, cut, refuse
+from common.cli import HANG, backends_of, cut, refuse, tell_torchrun
 from common.dist import FOREVER, Job, local_rank
 
 SYS = Path("/sys")  # what Linux says of cores and PCI devices
@@ -217,9 +217,8 @@ def meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, dist
         reason = str(error).splitlines()[0]
         if "EADDRINUSE" in reason:
             refuse_here("MASTER_PORT", "expected a free port, this one is in use", str(port))
-        if local_rank() == 0:
-            print(f"{here} cannot reach MASTER_ADDR {address}:{port}: {reason}", flush=True)
-        raise SystemExit(HANG) from None
+        unreached = f"{here} cannot reach MASTER_ADDR {address}:{port}: {reason}"
+        give_up(unreached, say=local_rank() == 0)
     # torchrun's store outlives a restart of the ranks. Without a prefix of their own the new ranks
     # would dial the ports of the dead ones (pytorch/pytorch#135712).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -232,7 +231,7 @@ def meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, dist
     else:
         while not store.check(["all here"]):
             if time.monotonic() > end + 10:  # rank 0 speaks first
-                raise SystemExit(HANG)
+                give_up(f"HANG: not all ranks came within {timeout_s:g} s", say=False)
             time.sleep(0.05)
     return store, dist.PrefixStore(prefix, second_tcp)
 
@@ -243,9 +242,16 @@ def wait_for_all(store: dist.Store, world_size: int, end: float, timeout_s: floa
     while not store.check(signs):
         if time.monotonic() > end:
             missing = cut([rank for rank, sign in enumerate(signs) if not store.check([sign])])
-            print(f"HANG: no sign of rank {missing} in {timeout_s:g} s", flush=True)
-            raise SystemExit(HANG)
+            give_up(f"HANG: no sign of rank {missing} in {timeout_s:g} s")
         time.sleep(0.05)
+
+
+def give_up(reason: str, say: bool = True) -> NoReturn:
+    """End the run because not all ranks meet. say: print why."""
+    tell_torchrun(reason)
+    if say:
+        print(reason, flush=True)
+    raise SystemExit(HANG) from None
 
 
 def find_interface(store: dist.Store, world_size: int) -> str:

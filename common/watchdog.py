@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
 
-from common.cli import HANG, end, write
+from common.cli import HANG, end, tell_torchrun, write
 from common.dist import Group, Job, abort_group, peers
 from common.private_torch import recorded_collectives
 from common.report import Report
@@ -78,6 +78,7 @@ class Watchdog:
         self.where = f"rank {self.job.rank} on {host}, case '{self.label}', {what}"
         order = [self.case, self.order]
         state = {"where": self.where, "order": order, "host": host, "pid": os.getpid()}
+        state["error_file"] = os.environ.get("TORCHELASTIC_ERROR_FILE")
         with peers():
             self.store.set(f"phase/{self.job.rank}", json.dumps(state))
             self.store.add("changes", 1)
@@ -142,19 +143,21 @@ class Watchdog:
         answer = {"newest": [newest.group, newest.number], "said": said}
         self.watched.set(f"answer/{self.job.rank}", json.dumps(answer))
         time.sleep(GRACE_S + self.poll_s)  # the last rank looks so much later than the first
-        silent = list[dict[str, Any]]()
+        reason, silent = f"HANG: no progress for {self.timeout_s:g} s", list[dict[str, Any]]()
         if self.watched.add("speaker", 1) == 1:
             places = ranks_by_fate(self._states_of_all())
-            write(f"HANG: no progress for {self.timeout_s:g} s\n{fates(places)}")
+            reason += f"\n{fates(places)}"
+            write(reason)
             for state in places[LATE][:MOST_NAMED] + places[WAITS][:1]:
                 write(state["said"])
-            self.watched.set("said", json.dumps(places[SILENT]))
+            self.watched.set("said", json.dumps([reason, places[SILENT]]))
         with contextlib.suppress(RuntimeError):  # no rank ends before one has spoken
-            silent = json.loads(self.watched.get("said"))
+            reason, silent = json.loads(self.watched.get("said"))
         for state in silent:
             if state["host"] == socket.gethostname():
+                tell_torchrun(reason, state["error_file"])
                 print_stacks_and_kill(state["pid"])
-        end(HANG)
+        end(HANG, reason, say=False)
 
     def _states_of_all(self) -> list[dict[str, Any]]:
         """The state that each rank has last written, with its newest collective as [group, number];
@@ -186,7 +189,7 @@ class Watchdog:
             path = self.report.path
             line = f"{signal.Signals(number).name}: {len(self.report.cases)} cases are measured"
             line += f" and in {path}; go on with --resume" if path not in (None, "-") else ""
-            end(128 + number, line if self.job.rank == 0 else "")
+            end(128 + number, line, say=self.job.rank == 0)
 
         threading.Thread(target=wait, name="signals", daemon=True).start()
 

@@ -36,6 +36,11 @@ class Run:
     def report(self) -> Report:
         return load(str(self.path))
 
+    @property
+    def reason(self) -> str:
+        """What torchrun has printed last: why the rank failed that it takes for the root cause."""
+        return self.err.rpartition("traceback : ")[2].rstrip("=\n")
+
 
 class Process:
     """A command that runs; `stop` ends it and all that it started."""

@@ -44,7 +44,7 @@ class Counted:
         return getattr(self.store, name)
 
 
-def leave(status: int, text: str = "") -> NoReturn:
+def leave(status: int, reason: str = "", say: bool = True) -> NoReturn:
     """End the watching thread of one rank, not the process of all."""
     raise SystemExit
 

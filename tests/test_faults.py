@@ -39,6 +39,7 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
     assert "newest collective gloo:" in run.err
     # torchrun's summary has what it sees first: rank 0 that ends, or rank 1 that rank 0 has killed
     assert re.search(r"exitcode  : (3|-9)", run.err)
+    assert [line.strip() for line in run.reason.splitlines()[1:]] == [stopped, waiting]
     assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
     assert run.report.status == "interrupted"
 
@@ -50,6 +51,7 @@ def test_a_rank_that_waits_in_python_did_not_arrive(bench: Callable[..., Any]) -
     assert "did not arrive" in hang.splitlines()[1]
     assert "rank 0" in hang.splitlines()[2]
     assert "waits" in hang.splitlines()[2]
+    assert run.reason.startswith("HANG: no progress for 8 s\n")
 
 
 def test_a_disk_that_hangs_is_named(bench: Callable[..., Any]) -> None:
@@ -165,6 +167,8 @@ def test_a_case_that_fails_on_one_rank_is_a_row(bench: Callable[..., Any]) -> No
     kernel = "failed: RuntimeError: injected: no kernel for this step (rank 1)"
     assert checks == {None: "passed", "none": memory, "allreduce": kernel, "fp16": "passed"}
     assert f"1M/2G none  {memory}" in run.out
+    assert run.reason.startswith("2 of 4 cases failed; mobilenet_v3_small ")
+    assert run.reason.endswith(memory)
     assert run.status != 0
     assert run.report.status == "failed"
     last = run.report.cases[-1]
@@ -200,6 +204,7 @@ def test_a_full_disk(bench: Callable[..., Any]) -> None:
     assert run.status != 0
     line = next(x for x in run.err.splitlines() if x.startswith("ddp_sweep.py: error: "))
     assert line.endswith("File too large; it holds the cases before this one")
+    assert run.reason == line
     assert "Traceback" not in run.err[: run.err.index(line)]
     assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
 
@@ -247,7 +252,8 @@ def test_closed_streams_of_a_shell(tmp_path: Path) -> None:
 
 def test_a_rank_that_never_arrives(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, "--timeout", "5", inject="never-arrives")
-    assert "HANG: no sign of rank 1 in 5 s" in run.out + run.err
+    assert "HANG: no sign of rank 1 in 5 s" in run.out
+    assert run.reason == "HANG: no sign of rank 1 in 5 s"
     assert run.status != 0
 
 

@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from common import cli, turns
 from common.benchmark import Benchmark
@@ -128,6 +130,27 @@ def test_a_mistake_is_one_line(
         parse(*words)
     assert caught.value.code == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("restarts", ["0", "1"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_torchrun_is_told_the_reason(
+    rank: str, restarts: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Every rank writes it, since torchrun takes any of them for the root cause. torchrun's own
+    code reads it here."""
+    path = str(tmp_path / "error.json")
+    monkeypatch.setattr("common.cli.time.sleep", lambda seconds: None)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit):
+        parse("--batch-siez", "3")
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=path)
+    assert failure.timestamp == pytest.approx(time.time(), abs=60)
+    summary = ChildFailedError("x.py", {0: failure}).format_msg()
+    reason = summary.rpartition("traceback : ")[2].rstrip("=\n")
+    assert reason.endswith("unknown argument '--batch-siez'; did you mean --batch-size?")
 
 
 @pytest.mark.parametrize("words", [["--resume"], ["--json", ""]])
