@@ -3,6 +3,7 @@ line of the report. If a case fails on any rank, its row has the reason, and the
 """
 
 import argparse
+import atexit
 import contextlib
 import faulthandler
 import math
@@ -24,6 +25,7 @@ from common.cli import (
     complain,
     describe,
     end,
+    leave,
     refuse,
     take_stdout,
     tell_torchrun,
@@ -421,6 +423,8 @@ class Benchmark:
         with contextlib.suppress(RuntimeError):
             if error is None:
                 dist.destroy_process_group()
+        if error is None:
+            atexit.register(leave, self.status)
 
     def load_of_others(self) -> list[Others]:
         """What other programs took from each node during the run. All ranks call it; [] on all but

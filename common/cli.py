@@ -1,6 +1,7 @@
 """Command lines: how a script reads its flags and says no. Needs the standard library only."""
 
 import argparse
+import atexit
 import contextlib
 import difflib
 import functools
@@ -93,6 +94,22 @@ def end(status: int, reason: str, say: bool = True) -> NoReturn:
         log = Path(os.environ.get("NCCL_DEBUG_FILE", "")).read_text(errors="replace")
         for warning in nccl_warnings(log):
             write(f"NCCL warned: {warning}")
+    os._exit(status)
+
+
+def leave(status: int) -> None:
+    """End this process at its exit, when all else has been done, without freeing what it holds.
+
+    To take torch's thousands of modules apart, Python needs a second of a core, and 10 s where
+    other programs take the cores too. torchrun waits for that.
+    """
+    if hasattr(sys, "last_type"):  # an exception ends the process; it has been printed
+        return
+    atexit.unregister(leave)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(status)
 
 

@@ -54,6 +54,8 @@ def run_script(script: str, *flags: str) -> None:
         if end.code:
             raise
     finally:
+        if cli := sys.modules.get("common.cli"):
+            atexit.unregister(cli.leave)  # the agent waits for what this function returns
         atexit._run_exitfuncs()  # multiprocessing's children leave them out
         sys.stdout.flush()
 

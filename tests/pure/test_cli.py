@@ -153,6 +153,29 @@ def test_torchrun_is_told_the_reason(
     assert reason.endswith("unknown argument '--batch-siez'; did you mean --batch-size?")
 
 
+LEAVE = """
+import atexit, sys
+from common import cli
+class Held:
+    def __del__(self): print("freed")
+held = Held()
+atexit.register(print, "done")
+atexit.register(cli.leave, 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "status", "out"),
+    [("sys.exit(3)", 3, "done\n"), ("1 / 0", 1, "done\nfreed\n"), ("", 3, "done\n")],
+)
+def test_leaving_frees_nothing(then: str, status: int, out: str) -> None:
+    """All that was registered is called, and an exception is not hidden."""
+    command = [sys.executable, "-c", LEAVE + then]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=cli.ROOT)
+    assert (run.returncode, run.stdout) == (status, out)
+    assert ("ZeroDivisionError" in run.stderr) == (status == 1)
+
+
 @pytest.mark.parametrize("words", [["--resume"], ["--json", ""]])
 def test_resume_needs_a_report(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
