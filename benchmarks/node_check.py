@@ -7,7 +7,8 @@
               all their rails (a rail: the i-th ranks of all nodes) at the same time
     together  all_reduce inside the nodes and between them, by rail; a training step
     slow      takes longer than the median of its kind by --sigmas median absolute deviations and
-              by --margin, twice: what is about to be named is measured again
+              by --margin, twice: what is about to be named is measured again. If it is not slow
+              again, or if other programs take over a tenth of the cores, it cannot be told
     wrong     results have other bits than on most ranks of the kind; data does not arrive; a node
               has fewer GPUs than the others, or than --gpus
     times     two are judged: the fastest sample, and the mean of a block (`sustained`). That is
@@ -15,7 +16,8 @@
               neighbours do
     busbw     2(n-1)/n * bytes / time
 
-Exit status: 0 fit; 1 slow or wrong, named in the last lines; 2 a mistake; 3 a hang.
+Exit status: 0 fit; 1 slow or wrong, named in the last lines; 2 a mistake; 3 a hang; 4 nothing is
+wrong, and it cannot be told if something is slow.
 
     torchrun --nproc-per-node 8 benchmarks/node_check.py
     torchrun --nproc-per-node 8 benchmarks/node_check.py --min-tflops 600 --json node.jsonl
@@ -49,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli, links, patterns
 from common.benchmark import Benchmark, Workload
 from common.check import digest, verdict
+from common.cpu_load import Others
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.dist import Group, Job, connect, share
 from common.environment import count_of
@@ -562,9 +565,12 @@ def measure_first(bench: Benchmark, phase: Phase, key: Key) -> int:
     return len(phase.cases)
 
 
-def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
-    """Who is slow both times. The second time is only for a phase that has suspects, and its time
-    is the reserve that the first one has left."""
+def measure_twice(bench: Benchmark, phase: Phase) -> tuple[Findings, Findings]:
+    """Who is slow both times, and who else is slow in one of the two measurements.
+
+    The second one is only for a phase that has suspects, and its time is the reserve that the first
+    one has left.
+    """
     bench.rule = rule_of(bench, phase)
     nodes = 1 + max(node_of_each(bench.report.environment))  # with the ranks it says who meets
 
@@ -577,13 +583,25 @@ def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
     measured = measure_first(bench, phase, key)
     suspects = suspects_of(key)
     if not suspects:
-        return {}
+        return {}, {}
     names = cli.cut(list(dict.fromkeys(who.name() for who, _ in suspects)))
     bench.print(f"# {phase.name} again, for {names}")
     key = key | {"attempt": 2}
     for measure in phase.cases[:measured]:
         measure(key)
-    return {who: how for who, how in suspects_of(key).items() if who in suspects}
+    return both_times(suspects, suspects_of(key))
+
+
+def both_times(first: Findings, second: Findings) -> tuple[Findings, Findings]:
+    """Who is slow in two measurements, and who else is slow in one of them."""
+    twice = {finding: how for finding, how in second.items() if finding in first}
+    named = {who for who, _ in twice}
+    once = {
+        (who, what): f"{how}, in one of two measurements"
+        for (who, what), how in (first | second).items()
+        if who not in named
+    }
+    return twice, once
 
 
 # -- the last lines --------------------------------------------------------------------------------
@@ -595,23 +613,39 @@ class Accused(NamedTuple):
     host: str | None  # None where it may be one of several
 
 
-def conclude(
-    slow: Findings, lacks: dict[int, str], cases: list[Case], fail_on: str, hosts: Hosts, ran: str
-) -> tuple[list[str], list[Accused]]:
-    """The last lines, and who makes the nodes unfit; nobody where they are fit.
+class Verdict(NamedTuple):
+    status: int  # of the run
+    lines: list[str]  # the last one is the verdict itself
+    accused: list[Accused]  # who makes the nodes unfit
 
-    ran: what was measured, and how long that took, in words.
-    """
-    wrong = list(dict.fromkeys(wrong_results(lacks, cases, hosts)))
-    lines = sentences(slow, hosts)
-    lines += [f"wrong {one.name}: {one.why}" for one in wrong]
-    accused = list(wrong)
-    if fail_on == "slow":
-        for (who, what), how in slow.items():
-            accused.append(Accused(who.name(hosts), f"{what} {how}", only_host(who, hosts)))
+
+def conclude(
+    slow: Findings,
+    once: Findings,
+    others: Others | None,
+    wrong: list[Accused],
+    fail_on: str,
+    hosts: Hosts,
+    ran: str,
+) -> Verdict:
+    """slow, once: who is slow both times, and in one of two measurements. others: what other
+    programs took, if it was much. ran: what was measured, and how long that took, in words."""
+    lines = sentences(slow | once, hosts) + [f"wrong {one.name}: {one.why}" for one in wrong]
+    accused, doubt = list(wrong), ""
+    if fail_on == "slow" and (slow or once):
+        if others:
+            doubt = f"other programs took {others.busy:.1f} of {others.cores} cores"
+        elif not slow:
+            names = cli.cut(list(dict.fromkeys(who.name(hosts) for who, _ in once)))
+            doubt = f"only one of two measurements found this slow: {names}"
+        else:
+            for (who, what), how in slow.items():
+                accused.append(Accused(who.name(hosts), f"{what} {how}", only_host(who, hosts)))
     if accused:
-        return [*lines, problem_of(accused)], accused
-    return [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}"], []
+        return Verdict(1, [*lines, problem_of(accused)], accused)
+    if doubt:
+        return Verdict(cli.NO_VERDICT, [*lines, f"cannot be told: {doubt}"], [])
+    return Verdict(0, [*lines, f"{'fit, though slow' if slow or once else 'fit'}: {ran}"], [])
 
 
 def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> list[Accused]:
@@ -629,7 +663,7 @@ def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> lis
             who = Who("rank", ((case.key["rank"],),))
             name, host = who.name(hosts), only_host(who, hosts)
         wrong.append(Accused(name, why, host))
-    return wrong
+    return list(dict.fromkeys(wrong))
 
 
 def problem_of(accused: list[Accused]) -> str:
@@ -671,28 +705,29 @@ def main() -> int:
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("node_check", args) as bench:
         stay_near(bench.job.device)  # or healthy ranks' copies to the host differ by the socket
-        environment, slow = bench.report.environment, Findings()
+        environment, slow, once = bench.report.environment, Findings(), Findings()
         phases = plan(bench, cluster_of(bench))
         planned: list[Key] = []
         for phase in phases:
             planned += [{"probe": phase.name, "part": part + 1} for part in range(len(phase.cases))]
         bench.announce(planned, lambda key: None, args.budget)
         for phase in phases:
-            slow |= measure_twice(bench, phase)
+            twice, one_time = measure_twice(bench, phase)
+            slow, once = slow | twice, once | one_time
         if not share(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
-        seconds = args.budget - seconds_left(args.budget)
+        others, seconds = bench.disturbed(), args.budget - seconds_left(args.budget)
         if bench.job.rank == 0:
             nodes = count_of(environment["num_nodes"], "node")
             ranks = count_of(environment["world_size"], "rank")
             ran = f"{nodes}, {ranks}, {seconds:.0f} s of {args.budget:g}"
-            lacks, cases = lacking(environment, args.gpus), bench.report.cases
             hosts = hosts_of(environment)
-            lines, accused = conclude(slow, lacks, cases, args.fail_on, hosts, ran)
-            if accused:
-                bench.fail(problem_of(accused))
-                if "SLURM_JOB_ID" in os.environ:
-                    lines = [*drain_lines(accused), *lines]
+            wrong = wrong_results(lacking(environment, args.gpus), bench.report.cases, hosts)
+            status, lines, accused = conclude(slow, once, others, wrong, args.fail_on, hosts, ran)
+            if status:
+                bench.fail(lines[-1], status)
+            if accused and "SLURM_JOB_ID" in os.environ:
+                lines = [*drain_lines(accused), *lines]
             bench.answer = lambda passed: lines
     return bench.status
 

@@ -30,7 +30,7 @@ from common.cli import (
     take_stdout,
     tell_torchrun,
 )
-from common.cpu_load import CpuLoad, Others, others_text
+from common.cpu_load import BUSY, CpuLoad, Others, others_text
 from common.dist import Group, Groups, connect, gather, share
 from common.join import join, world
 from common.ranks import node_of_each
@@ -431,6 +431,12 @@ class Benchmark:
         rank 0, and while two commands take turns."""
         rows = gather(self.load.of_others() if self.load else None) or []
         return [row for row in rows if row]
+
+    def disturbed(self) -> Others | None:
+        """What other programs took from the node where they took most, so far. None if it was no
+        more than a tenth of its cores. All ranks call it."""
+        busiest = max(self.load_of_others(), key=lambda load: load.fraction, default=None)
+        return share(busiest if busiest and busiest.fraction > BUSY else None)
 
     def uncertain(self, others: list[Others]) -> list[str]:
         """Lines about intervals that are missing or wide. others: of each node."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn, TextIO
 
 HANG = 3  # the exit status of a run that hung
+NO_VERDICT = 4  # of one that cannot tell what it was asked
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
 MOST_NCCL_WARNINGS = 5  # of a process that are shown
 MOST_CASES = 10_000  # the most cases that the lists of a command line may give

@@ -21,6 +21,11 @@ class Others(NamedTuple):
     busy: float  # cores
     cores: int  # that the job may use on this node
 
+    @property
+    def fraction(self) -> float:
+        """Of the cores."""
+        return self.busy / self.cores
+
 
 class CpuLoad:
     """Counts from the moment that it is made. Make it on a node's first rank, before cores are
@@ -85,6 +90,6 @@ def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
     busy = [
         f"{load.busy:.1f} of {load.cores} cores of {host}"
         for host, load in zip(hosts, loads, strict=False)  # a dry run has no loads
-        if load.busy > BUSY * load.cores
+        if load.fraction > BUSY
     ]
     return f"other programs take {cut(busy, 3)}" if busy else ""

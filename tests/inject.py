@@ -20,6 +20,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
@@ -781,6 +782,35 @@ def half_speed() -> None:
         torch.mm = slowed(torch.mm)
         for name in ("copy_", "add_"):
             setattr(torch.Tensor, name, slowed(getattr(torch.Tensor, name)))
+
+
+def others_take(part: float) -> None:
+    """Other programs take this part of each core, and the job takes nothing."""
+    idle = psutil.cpu_times(percpu=True)[0]._replace(**dict.fromkeys(("nice", "system"), 0.0))
+
+    def cpu_times(percpu: bool = False) -> Any:
+        times = idle._replace(user=part * time.monotonic(), steal=0.0)
+        return [times] * (psutil.cpu_count() or 1) if percpu else times
+
+    psutil.cpu_times = cpu_times
+    nothing = (
+        psutil.Process()
+        .cpu_times()
+        ._replace(user=0.0, system=0.0, children_user=0.0, children_system=0.0)
+    )
+    psutil.Process.cpu_times = lambda process: nothing
+
+
+@fault
+def quiet() -> None:
+    """No other program takes anything of this machine, whatever runs beside the test."""
+    others_take(0.0)
+
+
+@fault
+def neighbours() -> None:
+    """Other programs take 0.8 of each core."""
+    others_take(0.8)
 
 
 @fault

@@ -1,5 +1,6 @@
 """node_check.py as its user runs it; tests/pure/test_node_check.py has its judgement."""
 
+import os
 import re
 import subprocess
 import sys
@@ -12,8 +13,8 @@ from tests.process import ROOT, environment
 from tests.pure.reports import run as analyse
 
 SCRIPT = "benchmarks/node_check.py"
-# no neighbour slows a rank down to a quarter, twice: what such a margin names was planted
-SURE = ("--iters", "6", "--margin", "3")
+# no neighbour slows a rank down to a thirtieth: what such a margin names was planted
+SURE = ("--iters", "6", "--margin", "30")
 
 
 @pytest.mark.smoke
@@ -98,12 +99,29 @@ def test_a_mistake(bench: Callable[..., Any]) -> None:
 
 @pytest.mark.faults
 def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, "--margin", "0.6", ranks=4, inject="half-speed")
+    run = bench(SCRIPT, "--margin", "0.6", ranks=4, inject="half-speed,quiet")
     assert run.status == 1, run.out + run.err
     assert "# each rank alone again, for rank 1\n" in run.out
     assert "# slow rank 1 on " in run.out
     assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
     assert "error: not fit: rank 1 on " in run.err
+    assert run.reason == run.out.splitlines()[-1].removeprefix("# ")
+
+
+@pytest.mark.faults
+def test_beside_other_programs_nobody_is_called_slow(bench: Callable[..., Any]) -> None:
+    """What is wrong is wrong all the same."""
+    run = bench(SCRIPT, "--margin", "0.6", ranks=4, inject="half-speed,neighbours", json=False)
+    cores = len(os.sched_getaffinity(0))
+    verdict = f"cannot be told: other programs took {0.8 * cores:.1f} of {cores} cores"
+    assert run.status == 1  # of torchrun; its summary has that of the ranks
+    assert "exitcode  : 4 " in run.err
+    assert "# slow rank 1 on " in run.out
+    assert run.out.splitlines()[-1] == f"# {verdict}"
+    assert run.reason == verdict
+    run = bench(SCRIPT, "--min-tflops", "1000", *SURE, inject="wrong-sum,neighbours")
+    assert "exitcode  : 1 " in run.err
+    assert re.search("# not fit: rank [01] on ", run.out.splitlines()[-1])
 
 
 @pytest.mark.faults

@@ -57,6 +57,7 @@ def slow_node(lab: Lab) -> Iterator[None]:
 @pytest.mark.parametrize("fault", [slow_link, slow_node])
 def test_the_slow_node_is_named(lab: Lab, tmp_path: Path, fault: Callable[[Lab], object]) -> None:
     words = ["srun", "bash", str(ROOT / "launch" / "slurm_env.sh"), sys.executable]
+    words += ["tests/inject.py", "quiet"]  # the three nodes share this machine's cores
     command = shlex.join([*words, "benchmarks/node_check.py", "--budget", "100", "--device", "cpu"])
     output = tmp_path / "out"
     with ExitStack() as stack:

@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 import time
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from common import cpu_load
+from common.benchmark import Benchmark
 from common.cpu_load import CpuLoad, Others, job_seconds, others_text
 from tests.process import ROOT
 
@@ -63,3 +65,19 @@ def test_a_busy_node_is_named() -> None:
     assert others_text(["a", "b", "c"], loads) == "other programs take 0.2 of 2 cores of b"
     assert others_text(["a"], loads[:1]) == ""
     assert others_text(["a", "b"], []) == ""  # a dry run
+
+
+@pytest.mark.parametrize(
+    ("loads", "taken"),
+    [
+        ([], None),  # while two commands take turns
+        ([Others(0.2, 2), Others(6.0, 64)], None),
+        ([Others(0.9, 2), Others(1.6, 2), Others(3.0, 64)], Others(1.6, 2)),
+    ],
+)
+def test_a_run_is_disturbed_from_a_tenth_of_a_node_on(
+    loads: list[Others], taken: Others | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node where they took most counts. Rank 0 knows the loads."""
+    monkeypatch.setattr("common.benchmark.share", lambda value: value)
+    assert Benchmark.disturbed(Mock(load_of_others=lambda: loads)) == taken

@@ -6,7 +6,17 @@ from unittest.mock import Mock
 import pytest
 
 from benchmarks import node_check
-from benchmarks.node_check import hosts_of, judge, judge_ranks, odd_results, rounds_by_node
+from benchmarks.node_check import (
+    both_times,
+    conclude,
+    hosts_of,
+    judge,
+    judge_ranks,
+    odd_results,
+    rounds_by_node,
+    wrong_results,
+)
+from common.cpu_load import Others
 from common.outliers import Who, accuse, sentences
 from common.report import Case, Report
 from common.stats import Times
@@ -121,17 +131,49 @@ def test_the_last_lines() -> None:
     found = accuse(costs(1.0, 2.0, 1.0), {}, "rank", "copy")
     bad = Case({"probe": "each rank alone", "rank": 2}, [2], check="failed: why")
     hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": host} for host in "aab"]})
-    lines, accused = node_check.conclude(found, {1: "lacks"}, [bad, bad], "slow", hosts, RAN)
+    wrong = wrong_results({1: "lacks"}, [bad, bad], hosts)
+    status, lines, accused = conclude(found, {}, None, wrong, "slow", hosts, RAN)
     problem = "not fit: node 1 on b, rank 2 on b, rank 1 on a"
-    assert node_check.problem_of(accused) == problem
+    assert (status, node_check.problem_of(accused)) == (1, problem)
     assert lines[-3:] == ["wrong node 1 on b: lacks", "wrong rank 2 on b: why", problem]
     assert lines[0].startswith("slow rank 1 on a: copy 2.00x")
     slow = [*sentences(found, hosts), f"fit, though slow: {RAN}"]
-    assert node_check.conclude(found, {}, [], "wrong", hosts, RAN) == (slow, [])
-    assert node_check.conclude({}, {}, [], "slow", hosts, RAN) == ([f"fit: {RAN}"], [])
+    assert conclude(found, {}, None, [], "wrong", hosts, RAN) == (0, slow, [])
+    assert conclude({}, found, Others(1.6, 2), [], "wrong", hosts, RAN) == (0, slow, [])
+    assert conclude({}, {}, None, [], "slow", hosts, RAN) == (0, [f"fit: {RAN}"], [])
     assert Who("link", ((2, 0),)).name(hosts) == "link 2 on b -> 0 on a"
     assert Who("rail", ((1,),)).name(hosts) == "rail 1"
     assert Who("rank", ((1,), (2,))).name(hosts) == "rank 1 on a or rank 2 on b"
+
+
+def test_what_is_only_slow_cannot_always_be_told() -> None:
+    """Other programs are a reason for 4, and two measurements that disagree are another one."""
+    found = accuse(costs(1.0, 2.0, 1.0), {}, "rank", "copy")
+    other = accuse(costs(1.0, 1.0, 3.0), {}, "rank", "launch")
+    hosts = hosts_of({"hosts": ["a"], "ranks": [{"host": "a"}] * 3})
+    others = Others(1.6, 2)
+    disturbed = "cannot be told: other programs took 1.6 of 2 cores"
+    for slow, once in ((found, {}), ({}, found), (found, other)):
+        verdict = conclude(slow, once, others, [], "slow", hosts, RAN)
+        assert (verdict.status, verdict.lines[-1], verdict.accused) == (4, disturbed, [])
+    assert conclude({}, {}, others, [], "slow", hosts, RAN).status == 0  # nobody is slow
+    wrong = wrong_results({0: "lacks"}, [], hosts)
+    verdict = conclude(found, {}, others, wrong, "slow", hosts, RAN)
+    assert (verdict.status, verdict.lines[-1]) == (1, "not fit: node 0 on a")
+
+    assert both_times(found, found) == (found, {})
+    assert both_times(found | other, found)[0] == found
+    for first, second in ((found, {}), (found, other)):
+        twice, once = both_times(first, second)
+        assert twice == {}
+        assert names(once) == names(first | second)
+        status, lines, _ = conclude(twice, once, None, [], "slow", hosts, RAN)
+        assert status == 4
+        assert lines[0].endswith(", in one of two measurements")
+        assert lines[-1].startswith("cannot be told: only one of two measurements found this slow:")
+    # the first measurement names more of the same rank
+    copy = accuse(costs(1.0, 3.0, 1.0), {}, "rank", "launch")
+    assert both_times(found | copy, found) == (found, {})
 
 
 def test_slurm_is_told_which_nodes_to_drain() -> None:
@@ -145,7 +187,8 @@ def test_slurm_is_told_which_nodes_to_drain() -> None:
     }
     harmful = Case({"probe": "p", "rank": 0}, [0], check='failed: "; rm $(x)`y`\\ \n why!')
     links = Case({"probe": "links"}, [0, 1], metrics={"failed_rank": 1}, check="failed: reset")
-    _, accused = node_check.conclude(found, {}, [harmful, links], "slow", hosts, RAN)
+    wrong = wrong_results({}, [harmful, links], hosts)
+    _, _, accused = conclude(found, {}, None, wrong, "slow", hosts, RAN)
     assert node_check.drain_lines(accused) == [
         'scontrol update nodename=a state=drain reason="node_check: rank 0 on a.org: '
         '; rm (x)y  why"',
@@ -163,7 +206,8 @@ def test_the_host_of_a_failed_rank_is_named(metrics: dict[str, int], where: str)
     hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": "a"}, {"host": "b"}]})
     why = "RuntimeError: a tensor of rank 1"
     failed = Case({"probe": "links"}, [0, 1], metrics=metrics, check=f"failed: {why}")
-    lines, accused = node_check.conclude({}, {}, [failed], "slow", hosts, RAN)
+    wrong = wrong_results({}, [failed], hosts)
+    _, lines, accused = conclude({}, {}, None, wrong, "slow", hosts, RAN)
     assert lines == [f"wrong links: {why}{where}", "not fit: links"]
     assert node_check.problem_of(accused) == "not fit: links"
 
@@ -189,7 +233,8 @@ def test_links_of_nodes(members: list[list[int]]) -> None:
 def test_a_long_list_of_the_unfit_is_cut() -> None:
     hosts = {"node": [f"n{node}" for node in range(20)], "rank": [], "link": []}
     lacks = dict.fromkeys(range(20), "lacks a GPU")
-    lines, accused = node_check.conclude({}, lacks, [], "slow", hosts, RAN)
+    wrong = wrong_results(lacks, [], hosts)
+    _, lines, accused = conclude({}, {}, None, wrong, "slow", hosts, RAN)
     problem = node_check.problem_of(accused)
     assert problem is not None
     assert problem.endswith("node 7 on n7 and 12 more")
