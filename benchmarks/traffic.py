@@ -25,16 +25,20 @@ import logging
 import platform
 import socket
 import sys
+import threading
+import time
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -82,6 +86,8 @@ COLLECTIVES = {
 }
 MESSAGES = ("send", "recv")
 NOT_RUN = "skipped: counted on shapes, nothing was run"
+SILENCE_S = 10.0  # after so long a line says what goes on
+BYTES_A_TOKEN = 24  # of memory here: whole numbers are real, and exist three times
 Calls = Counter[tuple[str, str, int]]  # axis, collective, bytes -> calls
 
 
@@ -136,6 +142,12 @@ def plan(args: argparse.Namespace) -> list[Key]:
             keys.append({**own, "microbatches": microbatches if mesh.pp > 1 else 1, **shared})
         if problem := misfit(keys[-1]):
             raise ValueError(problem)
+    sequences, tokens = shared["global_batch"], shared["sequence_length"]
+    needed, free = sequences * tokens * BYTES_A_TOKEN, psutil.virtual_memory().available
+    if needed > free:
+        batch = f"a global batch of {sequences:,} sequences of {tokens:,} tokens"
+        room = f"{show_size(needed)} bytes of memory here, and {show_size(free)} are free"
+        raise ValueError(f"{batch} takes {room}; e.g. --sequence-length 4096 --global-batch 2048")
     return keys
 
 
@@ -400,11 +412,11 @@ def answer(cases: list[Case]) -> list[str]:
         played = [case for case in same if "flops" in case.metrics]
         if not played:
             continue
-        sent: dict[str, int] = {}  # by mesh: bytes of the rank that sends the most
+        sent: dict[str, Sent] = {}  # by mesh: of the rank that sends the most
         floors_s: dict[str, float] = {}
         for case in played:
             mesh, metrics = case.key["mesh"], case.metrics
-            sent[mesh] = max(sent.get(mesh, 0), bytes_sent(metrics))
+            sent[mesh] = max(sent.get(mesh, Sent(0, 0)), sent_by(metrics))
             if metrics["step_floor_s"]:
                 floors_s[mesh] = max(floors_s.get(mesh, 0.0), metrics["step_floor_s"])
         sentences.append(name + least_sent(sent))
@@ -415,22 +427,37 @@ def answer(cases: list[Case]) -> list[str]:
     return sentences
 
 
-def bytes_sent(metrics: dict[str, Any]) -> int:
-    """In a step, on all axes."""
+class Sent(NamedTuple):
+    """Bytes of a rank in a step, on all axes."""
+
+    ring: float  # that it sends if its collectives are rings
+    size: int  # of its collectives, as in nccl-tests
+
+
+def sent_by(metrics: dict[str, Any]) -> Sent:
+    """By the rank of these metrics. It does not send what it receives from one other rank."""
     axes = [name.removesuffix("_ranks") for name in metrics if name.endswith("_ranks")]
-    return sum(metrics[f"{axis}_bytes"] for axis in axes)
+    ring = 0.0
+    for axis in axes:
+        for collective in set(COLLECTIVES.values()) - {"recv"}:
+            size = metrics.get(f"{axis}_{collective}_bytes", 0)
+            ring += size * bus_factor(collective, metrics[f"{axis}_ranks"])
+    return Sent(ring, sum(metrics[f"{axis}_bytes"] for axis in axes))
 
 
-def least_sent(sent: dict[str, int]) -> str:
-    """`a rank of dp8 sends 12G bytes a step, the least; a rank of tp8 36G`. sent: by mesh."""
+def least_sent(sent: dict[str, Sent]) -> str:
+    """`a rank of dp8 sends 10.5G bytes a step in rings (its collectives have 12G), the least; a
+    rank of tp8 31.5G (36G)`. sent: by mesh."""
     least, *others = sorted(sent, key=lambda mesh: sent[mesh])
-    sentence = f"a rank of {least} sends {show_size(sent[least])} bytes a step"
+    ring, size = map(show_size, sent[least])
+    sentence = f"a rank of {least} sends {ring} bytes a step in rings (its collectives have {size})"
     if not others:
         return sentence
     most = others[-1]
     if sent[most] == sent[least]:
         return f"{sentence}, under all {len(sent)} meshes"
-    return f"{sentence}, the least; a rank of {most} {show_size(sent[most])}"
+    ring, size = map(show_size, sent[most])
+    return f"{sentence}, the least; a rank of {most} {ring} ({size})"
 
 
 def environment(args: argparse.Namespace) -> dict[str, Any]:
@@ -460,11 +487,30 @@ def axes_of(meshes: list[Mesh]) -> list[str]:
     return list(axes)
 
 
+@contextmanager
+def signs_of_life(what: str) -> Iterator[None]:
+    """Say on stderr every SILENCE_S that it goes on."""
+    over, start = threading.Event(), time.monotonic()
+
+    def speak() -> None:
+        while not over.wait(SILENCE_S):
+            print(f"# {what}: {time.monotonic() - start:.0f} s so far", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=speak, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def measure(key: Key, measured: Measured | None, peak: float | None) -> Case:
     """A case. A mesh that this torch cannot play fails; the others go on."""
     case = Case(key, [key["rank"]], check=NOT_RUN)
     try:
-        case.metrics = derive(key, play(key), measured, peak)
+        with signs_of_life(f"{key['mesh']}, rank {key['rank']}"):
+            case.metrics = derive(key, play(key), measured, peak)
     except Exception as error:
         case.check = f"failed: {describe(error)}"
     return case
@@ -480,6 +526,7 @@ def begin(args: argparse.Namespace) -> tuple[Report, list[Key], Measured | None]
         replaced = report.start()
     except (ValueError, OSError) as error:
         refuse(str(error))
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     print(first_lines())
     print(f"# PyTorch {torch.__version__}; {args.ranks:,} ranks are played, none is there")
     if replaced:

@@ -1,8 +1,10 @@
 """traffic.py: closed forms of FSDP2, DDP and TP, groups, floors, what is refused."""
 
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -204,6 +206,8 @@ def test_factors_are_those_of_nccl_tests() -> None:
         ("--ranks 1 --mesh dp1 --model decoder-8b", "invalid choice: 'decoder-8b'"),
         ("--ranks 1 --mesh dp1 --dtype fp8", "invalid choice: 'fp8'"),
         ("--ranks 1 --mesh dp1 --optimizer adam", "invalid choice: 'adam'"),
+        ("--ranks 9 --mesh dp9 --sequence-length 1000000000", "of 18 sequences of 1,000,000,000"),
+        ("--ranks 8 --mesh dp8 --global-batch 1000000000", "bytes of memory here, and "),
         ("--ranks 1 --mesh dp1 --sequence-length -1", "--sequence-length: expected a whole"),
         ("--ranks 1 --mesh dp1 --peak-tflops 0", "--peak-tflops: expected a number above 0"),
         ("--ranks 1 --mesh dp1 --measured nowhere.jsonl", "nowhere.jsonl: No such file"),
@@ -254,6 +258,28 @@ def test_the_table_and_the_report(
     assert case.metrics["dp_all_gather_bytes"] == 2 * 4 * WEIGHTS
     out = capsys.readouterr().out
     assert "# dp2, rank 0: dp, 2 ranks on 1 node: all_gather 10 x, 1.754M (bus 898.2K); " in out
+
+
+def test_ten_seconds_of_silence_get_a_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A case that takes longer than two of them, which are short here."""
+    monkeypatch.setattr(traffic, "SILENCE_S", 0.01)
+    spoken = threading.Event()
+    said: list[str] = []
+
+    def write(text: str) -> None:
+        said.append(text)
+        if "".join(said).count(" s so far\n") == 2:
+            spoken.set()
+
+    def play(key: Any) -> traffic.Step:
+        assert spoken.wait(60)
+        return traffic.Step(Counter(), {}, {})
+
+    monkeypatch.setattr("sys.stderr", Mock(write=write))
+    monkeypatch.setattr(traffic, "play", play)
+    (key,) = traffic.plan(traffic.parse_args(["--ranks", "8", "--mesh", "dp8", *NANO]))
+    assert not traffic.measure(key, None, None).failed
+    assert "".join(said).startswith("# dp8, rank 0: 0 s so far\n")
 
 
 def test_the_floors_of_a_real_report(
