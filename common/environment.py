@@ -5,6 +5,7 @@ import platform
 import re
 import socket
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +162,12 @@ def topology(cuda: bool) -> str:
 
 
 def cpu_model() -> str:
-    """The name of this machine's processor."""
-    cpuinfo = Path("/proc/cpuinfo").read_text()
-    match = re.search(r"^model name\s*: (.+)$", cpuinfo, re.MULTILINE)
-    return match[1].strip() if match else platform.machine()
+    """The name of this machine's processor; its architecture where Linux does not say."""
+    with suppress(OSError, UnicodeDecodeError):
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+        if match := re.search(r"^model name\s*: (.+)$", cpuinfo, re.MULTILINE):
+            return match[1].strip()
+    return platform.machine()
 
 
 def problem(environment: dict[str, Any], tested: range | None = None) -> str | None:

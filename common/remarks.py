@@ -223,17 +223,25 @@ def flag_for_more(doubtful: Sequence[Case], conditions: Conditions) -> str:
 # -- the end: where the report is ------------------------------------------------------------------
 
 
+def short(path: str) -> str:
+    """The path from the current folder; the same path if that folder has been removed."""
+    try:
+        return relpath(path)
+    except FileNotFoundError:
+        return path
+
+
 def report_lines(path: str | None, replaced: str | None) -> list[str]:
     """Where the report is, and the next commands. replaced: where an older report is now."""
     if not path or path == "-":
         return []
 
     def command(script: str, *words: str) -> str:
-        file = ROOT / "analysis" / script
-        return shlex.join(["python", min(relpath(file), str(file), key=len), *words])
+        file = str(ROOT / "analysis" / script)
+        return shlex.join(["python", min(short(file), file, key=len), *words])
 
     lines = [f"report {path}; {command('report.py', path, '-o', 'page.html')}"]
     if replaced:
-        before = relpath(replaced)
+        before = short(replaced)
         lines.append(f"before {before}; {command('compare.py', before, '--test', path)}")
     return lines

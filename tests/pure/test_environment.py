@@ -1,6 +1,7 @@
 """What environment.py reads out of other programs' words, and what it refuses."""
 
 import os
+import platform
 import re
 import socket
 import threading
@@ -14,7 +15,15 @@ import torch
 
 from common import dist
 from common.cpu_load import Others
-from common.environment import collect, differences, nccl_backend, nccl_backends, preamble, problem
+from common.environment import (
+    collect,
+    cpu_model,
+    differences,
+    nccl_backend,
+    nccl_backends,
+    preamble,
+    problem,
+)
 from common.join import (
     bind,
     check_backend,
@@ -30,6 +39,27 @@ from tests.process import environment
 
 def rank(number: int, **more: str) -> dict[str, Any]:
     return {"rank": number, "host": "a", "uuid": f"G{number}", "torch": "2", "nccl": "2"} | more
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "name"),
+    [
+        (b"processor\t: 0\nmodel name\t: AMD EPYC \nflags\t: x\n", "AMD EPYC"),
+        (b"processor\t: 0\nCPU part\t: 0xd0c\n", platform.machine()),  # ARM
+        (b"model name\t: \xff\xfe\n", platform.machine()),
+        (b"", platform.machine()),
+        (None, platform.machine()),
+    ],
+)
+def test_the_name_of_a_processor(
+    cpuinfo: bytes | None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: there is no such file."""
+    path = tmp_path / "cpuinfo"
+    if cpuinfo is not None:
+        path.write_bytes(cpuinfo)
+    monkeypatch.setattr("common.environment.Path", lambda name: path)
+    assert cpu_model() == name
 
 
 def test_what_must_not_be_measured() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from common.cli import ROOT
 from common.cpu_load import Others
 from common.remarks import (
     Conditions,
@@ -171,3 +172,17 @@ def test_the_last_lines_have_the_next_commands(
     python, script, *words = shlex.split(command)
     assert (what, python, Path(script).name) == ("before a b.jsonl.bak", "python", "compare.py")
     assert words == ["a b.jsonl.bak", "--test", "a b.jsonl"]
+
+
+def test_where_the_report_is_if_the_current_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    report, before = report_lines("/reports/r.jsonl", "/reports/r.jsonl.bak")
+    script = ROOT / "analysis" / "report.py"
+    command = shlex.join(["python", str(script), "/reports/r.jsonl", "-o", "page.html"])
+    assert report == f"report /reports/r.jsonl; {command}"
+    assert before.startswith("before /reports/r.jsonl.bak; ")
