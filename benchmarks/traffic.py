@@ -21,6 +21,7 @@ what real ranks send. docs/traffic.md. BSD-3-Clause.
 """
 
 import argparse
+import atexit
 import logging
 import platform
 import socket
@@ -55,6 +56,7 @@ from common.cli import (
     checked,
     describe,
     first_lines,
+    leave,
     list_of,
     number,
     positive_float,
@@ -571,4 +573,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    atexit.register(leave, status)
+    sys.exit(status)
