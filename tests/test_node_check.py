@@ -111,7 +111,7 @@ def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any]) -> None:
 @pytest.mark.faults
 def test_beside_other_programs_nobody_is_called_slow(bench: Callable[..., Any]) -> None:
     """What is wrong is wrong all the same."""
-    run = bench(SCRIPT, "--margin", "0.6", ranks=4, inject="half-speed,neighbours", json=False)
+    run = bench(SCRIPT, "--margin", "0.6", ranks=4, inject="half-speed,neighbours")
     cores = len(os.sched_getaffinity(0))
     verdict = f"cannot be told: other programs took {0.8 * cores:.1f} of {cores} cores"
     assert run.status == 1  # of torchrun; its summary has that of the ranks
@@ -119,6 +119,10 @@ def test_beside_other_programs_nobody_is_called_slow(bench: Callable[..., Any]) 
     assert "# slow rank 1 on " in run.out
     assert run.out.splitlines()[-1] == f"# {verdict}"
     assert run.reason == verdict
+    assert run.report.status == "complete"
+    run = bench(SCRIPT, *SURE, "--resume", ranks=4, inject="quiet")  # measures all again
+    assert run.status == 0
+    assert run.out.splitlines()[-1].startswith("# fit: ")
     run = bench(SCRIPT, "--min-tflops", "1000", *SURE, inject="wrong-sum,neighbours")
     assert "exitcode  : 1 " in run.err
     assert re.search("# not fit: rank [01] on ", run.out.splitlines()[-1])
