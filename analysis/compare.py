@@ -268,12 +268,12 @@ def load_sides(
     base: Sequence[str], test: Sequence[str], args: argparse.Namespace
 ) -> tuple[list[Run], list[Run]]:
     """The runs of both sides, as the flags want them."""
-    runs = load([*base, *test], args.measure, args.ignore_key, join_pytorch=True)
+    runs = load([*base, *test], args.measure, args.ignore_key, join_foreign=True)
     if args.k:
         keep(runs, args.k)
     base_paths = find(base)
-    base_runs = [run for run in runs if run.label in base_paths]
-    return base_runs, [run for run in runs if run.label not in base_paths]
+    base_runs = [run for run in runs if run.path in base_paths]
+    return base_runs, [run for run in runs if run.path not in base_paths]
 
 
 def keep(runs: Sequence[Run], text: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.nccl_tests import has_table, json_report, lines_report, table_report
+from analysis.nccl_tests import json_report, lines_report, table_reports
 from analysis.show import is_number
 from common.report import Case, Report
 
@@ -23,29 +23,30 @@ PYTORCH_KEY = {
 }
 
 
-def read_foreign(content: bytes, path: str) -> Report | None:
-    """The report of another program, if `content` of the file at `path` is one."""
+def read_foreign(content: bytes, path: str) -> list[Report]:
+    """The reports of another program in `content`, of the file at `path`; none if it is no such."""
+    text = content.decode(errors="replace")
+    tables = table_reports(text, path)
+    if tables:
+        return tables
     try:
-        return parse_foreign(content, path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return parse_foreign(text, path)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         what = f"{path} looks like a report of another program, but does not fit"
         raise ValueError(f"{what}: {type(error).__name__} {str(error)[:80]}") from None
 
 
-def parse_foreign(content: bytes, path: str) -> Report | None:
+def parse_foreign(text: str, path: str) -> list[Report]:
     """As `read_foreign`; raises errors of any kind where a field is missing or of another type."""
-    text = content.decode(errors="replace")
-    if has_table(text):
-        return table_report(text, path)
     document = parse_json(text)
     if isinstance(document, list):
         is_rccl = bool(document) and all(is_rccl_line(entry) for entry in document)
-        return lines_report(document, path) if is_rccl else None
+        return [lines_report(document, path)] if is_rccl else []
     if isinstance(document, dict) and "benchmark_results" in document:
-        return pytorch_report(document, path)
+        return [pytorch_report(document, path)]
     if isinstance(document, dict) and "results" in document:
-        return json_report(document, path)
-    return None
+        return [json_report(document, path)]
+    return []
 
 
 def parse_json(text: str) -> Any:

@@ -27,6 +27,7 @@ import numpy as np
 import pandas as pd
 from pandas.io.json import ujson_loads  # half the time of json's
 
+from analysis import nccl_tests
 from analysis.foreign import PYTORCH, label_of, our_key, read_foreign
 from analysis.show import canonical, case_names, interval_of, is_number, plain, unit_of
 from common import report as report_file
@@ -65,19 +66,20 @@ def load(
     words: Sequence[str],
     measure: str | None = None,
     ignore: Sequence[str] = (),
-    join_pytorch: bool = False,
+    join_foreign: bool = False,
 ) -> list[Run]:
     """The reports that paths, folders and patterns name, as runs, in the order of their start.
 
     measure: the step, time or rate to take instead of the case's own step. ignore: fields of the
-    keys by which cases are not told apart. join_pytorch: let cases of PyTorch's DDP benchmark meet
-    those of ddp_sweep.py. Raises ValueError with one line.
+    keys by which cases are not told apart. join_foreign: let cases of PyTorch's DDP benchmark meet
+    those of ddp_sweep.py, and those of nccl-tests collectives.py. Raises ValueError with one line.
     """
     runs = read_all(find(words), measure)
     runs.sort(key=lambda run: run.started_at)
     refuse_copies(runs)
-    if join_pytorch:
+    if join_foreign:
         give_pytorch_our_keys(runs)
+        give_collectives_their_keys(runs)
     leave_out(runs, ignore)
     for same in by_benchmark(runs).values():
         rows = rows_of(same)
@@ -93,10 +95,10 @@ def read_all(paths: Sequence[str], measure: str | None) -> list[Run]:
     are_files = all(os.path.isfile(path) for path in paths)  # else one may be a pipe
     large = [path for path in paths if are_files and os.path.getsize(path) > LARGE_BYTES]
     if len(large) < 2:
-        return [read_one(path) for path in paths]
+        return list(itertools.chain(*map(read_one, paths)))
     # reading JSON fills one core
     with multiprocessing.get_context("fork").Pool(2, leave_signals) as pool:
-        return pool.map(read_one, paths)
+        return list(itertools.chain(*pool.map(read_one, paths)))
 
 
 def leave_signals() -> None:
@@ -137,7 +139,7 @@ def refuse_copies(runs: Sequence[Run]) -> None:
         start = (run.benchmark, run.started_at, str(run.argv))
         alike = starts.setdefault(start, [])
         for other in alike:
-            if run.rows and run.rows == other.rows:
+            if run.path != other.path and run.rows and run.rows == other.rows:
                 what = f"{run.label} is a copy of {other.label}: a run counts once"
                 raise ValueError(f"{what}; leave one of them out")
         alike.append(run)
@@ -196,8 +198,28 @@ def give_pytorch_our_keys(runs: Sequence[Run]) -> None:
             run.benchmark, run.synchronized = "ddp_sweep", True
 
 
-def read(path: str, measure: str | None) -> Run:
-    """The report at a path as a run; see `load`."""
+def give_collectives_their_keys(runs: Sequence[Run]) -> None:
+    """Let cases of collectives.py meet those of nccl-tests, by the time that tables of both show.
+
+    Nothing changes unless reports of both were read.
+    """
+    if not {nccl_tests.BENCHMARK, "collectives"} <= {run.benchmark for run in runs}:
+        return
+    for run in runs:
+        if run.benchmark != "collectives":
+            continue
+        run.benchmark = nccl_tests.BENCHMARK
+        rows = list(run.rows.values())
+        for row in rows:
+            row.key = nccl_tests.their_key(row.key)
+            if row.measure == STEP and is_time(nccl_tests.TIME, row.metrics):
+                row.measure, row.times_s = nccl_tests.TIME, ()
+                row.time_s = row.metrics[nccl_tests.TIME]
+        index(run, rows, "several cases are one for nccl-tests")
+
+
+def read(path: str, measure: str | None) -> list[Run]:
+    """The report at a path as a run; see `load`. A log may hold several."""
     steps: dict[str, None] = {}  # of all cases, each once
 
     def shrink(report: Report, case: Case) -> None:
@@ -205,20 +227,24 @@ def read(path: str, measure: str | None) -> Run:
         steps.update(dict.fromkeys(case.samples_s))
         step = measure or step_of(case)
         times = times_of(case, step)
-        case.samples_s = {measure or STEP: [times]} if times else {}
+        name = step if measure or step in case.metrics else STEP  # nccl-tests' are of a metric
+        case.samples_s = {name: [times]} if times else {}
         case.slowest_s, case.quartiles_s = {}, {}
 
     with open_report(path) as file:
-        report = parse(path, file, shrink)
-    run = Run(**vars(report), label=path)
-    cases = []
-    for case in report.cases:
-        cases += split_links(case)
-    index(run, [timed(case, measure) for case in cases], "several cases have the same key")
-    rows = list(run.rows.values())
+        reports = parse(path, file, shrink)
+    runs = []
+    for number, report in enumerate(reports, 1):
+        run = Run(**vars(report), label=path if number == 1 else f"run {number} of {path}")
+        runs.append(run)
+        cases = []
+        for case in report.cases:
+            cases += split_links(case)
+        index(run, [timed(case, measure) for case in cases], "several cases have the same key")
+    rows = rows_of(runs)
     if measure and rows and not any(row.measure for row in rows):
         raise ValueError(f"{path}: {why_no_time(measure, rows, list(steps))}")
-    return run
+    return runs
 
 
 def step_of(case: Case) -> str:
@@ -252,23 +278,26 @@ def open_report(path: str) -> Iterator[IO[bytes]]:
         raise ValueError(f"{path}: {error.strerror}") from None
 
 
-def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> Report:
-    """The report in an open file, which is read once: it may be a pipe.
+def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> list[Report]:
+    """The reports in an open file, which is read once: it may be a pipe.
 
     each: called with every case as soon as it is read.
     """
     first = file.readline()
-    if b'"schema"' in first[:4096]:
-        lines: Iterator[bytes] = itertools.chain([first], file)
-    else:
+    lines: Iterator[bytes] = itertools.chain([first], file)
+    if b'"schema"' not in first[:4096]:
         content = first + file.read()
-        report = read_foreign(content, path)
-        if report:
+        reports = read_foreign(content, path)
+        for report in reports:
             for case in report.cases:
                 each(report, case)
-            return report
+        if reports:
+            return reports
+        is_text = content.strip() and content[:2] not in report_file.OTHER_FORMATS
+        if is_text and b'"schema"' not in content[:4096]:
+            raise ValueError(f"{path} is neither a report nor a log with a table of nccl-tests")
         lines = io.BytesIO(content)
-    return report_file.load(path, each, partial(ujson_loads, precise_float=True), lines)
+    return [report_file.load(path, each, partial(ujson_loads, precise_float=True), lines)]
 
 
 def why_no_time(measure: str, rows: Sequence[Row], steps: Sequence[str]) -> str:

@@ -1,46 +1,68 @@
 """What nccl-tests and rccl-tests write: JSON, JSON lines, and the table that everybody keeps.
 
-json_report     `-J` of nccl-tests (its src/util.cu, versions 1 and 2)
+json_report     `-J` of nccl-tests (its src/util.cu, versions 1 to 3)
 lines_report    `-x FILE -Z json` of rccl-tests: an object a line, or a list of them
-table_report    the text on the terminal, of both, and of this project's collectives.py
+table_reports   the text on the terminal, of both, and of this project's collectives.py
+
+Launchers put names, times and colours before each line of a log, and NCCL writes lines of its own
+between them, or into them. So a line is known by what stands in it, wherever that begins.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from analysis.show import is_number
+from analysis.show import canonical, clean, is_number
 from common.report import Case, Report
 
 Result = dict[str, Any]  # a row of a table in the words of -J
 BENCHMARK = "nccl-tests"
 PLACES = ("out_of_place", "in_place")
+TIME = "out_of_place_time_s"  # the metric that a case is about
 # A name that another one holds comes after it.
 COLLECTIVES = "all_reduce all_gather reduce_scatter alltoallv alltoall broadcast reduce gather"
 KNOWN = (*COLLECTIVES.split(), "scatter", "sendrecv", "hypercube")
 BY_LETTERS = {name.replace("_", ""): name for name in KNOWN}  # AllReduce, all_reduce: allreduce
 TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # ours -> theirs
-# What mpirun --tag-output and srun --label put before each line.
-LABEL = re.compile(r"^(\[\d+,\d+\]<std\w+>: ?|\d+: )")
-HEADER = re.compile(r"^#\s+size\s+count\s+type\s.*\btime\b.*\bbusbw\b")
-RANK = re.compile(r"^#\s+Rank\s+(\d+).*\bon\s+(\S+)\s+device\s+\d+(?:\s+\[\S+\]\s+(.+))?")
-OUR_TITLE = re.compile(r"^# (\w+) \w+ .*\((\d+) ranks?\)")  # above a table of collectives.py
-PROGRAM = re.compile(r"\b([a-z_]+)_perf\b")
+COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+HEADER = re.compile(r"\bsize\s+count\s+type\s.*time\b.*\bbusbw\b.*")
+# Size, count and type. Rows of 0 bytes measure nothing.
+ROW = re.compile(
+    r"(?<![\w.+/-])([1-9]\d{0,17}\s+\d+\s+(?:u?int|u?char|half|b?float|double|fp?8)\w*\s.*)"
+)
+# A row up to its size or count, where NCCL has written a line into it.
+TORN_ROW = re.compile(r"(?:^|\s\s)([1-9]\d{0,17}\s\s+\S.*\bNCCL (?:INFO|WARN|TRACE)\b.*)")
+RANK = re.compile(r"\bRank\s+(\d+)\s.*\bon\s+(\S+)\s+device\s+\d+(?:\s+\[\S+\]\s+(.+))?")
+END = "Avg bus bandwidth"
+OUR_TITLE = re.compile(r"\b(\w+) \w+(?: \w+)?, \S+ \((\d+) ranks?\)")  # above our own tables
+PROGRAM = re.compile(r"\b([a-z_]+)_perf(?![a-z])")  # all_reduce_perf, all_reduce_perf_mpi
 # Fields of the environment, and the lines that tell them.
 VERSIONS = {
     "nccl": re.compile(r"(?:NCCL version |nccl-library=)(\d\S*)"),
-    "nccl_tests": re.compile(r"^# nccl-tests version (\S+)"),
-    "rccl": re.compile(r"^#? ?RCCL version *: *(\S+)"),
-    "rccl_tests": re.compile(r"^#? ?rccl-tests: Version (\S+)"),
-    "hip": re.compile(r"^#? ?HIP version *: *(\S+)"),
-    "rocm": re.compile(r"^#? ?ROCm version *: *(\S+)"),
+    "nccl_tests": re.compile(r"\bnccl-tests version (\S+)"),
+    "rccl": re.compile(r"\bRCCL version *: *(\S+)"),
+    "rccl_tests": re.compile(r"\brccl-tests: Version (\S+)"),
+    "hip": re.compile(r"\bHIP version *: *(\S+)"),
+    "rocm": re.compile(r"\bROCm version *: *(\S+)"),
 }
 
 
 def collective_of(name: str) -> str:
     """`AllReduce`, `all_reduce` -> `all_reduce`; a name that is not known as it is."""
     return BY_LETTERS.get(name.replace("_", "").lower(), name)
+
+
+def their_key(key: dict[str, Any]) -> dict[str, Any]:
+    """The key of nccl-tests for a case of collectives.py."""
+    theirs = {
+        name: key.get(name) for name in ("collective", "size_bytes", "dtype", "redop", "root")
+    }
+    theirs["collective"] = collective_of(str(key.get("collective")))
+    theirs["dtype"] = TYPES.get(str(key.get("dtype")), key.get("dtype"))
+    return theirs | {"root": str(key.get("root")), "ranks": key.get("group_ranks")}
 
 
 def json_report(document: dict[str, Any], path: str) -> Report:
@@ -63,8 +85,9 @@ def json_report(document: dict[str, Any], path: str) -> Report:
     }
     report = Report(BENCHMARK, environment, path, argv, str(document["start_time"]))
     report.status = "complete" if "end_time" in document else "interrupted"
-    collective = Path(argv[0]).name.removesuffix("_perf")
-    report.cases = [case_of(result, collective, ranks) for result in document["results"]]
+    collective = collective_in(argv[:1], Path(argv[0]).name)
+    cases = [case_of(result, collective, ranks) for result in document["results"]]
+    report.cases = merge_repeated(cases)
     return report
 
 
@@ -86,9 +109,39 @@ def case_of(result: Result, collective: str, ranks: int | None) -> Case:
             case.metrics[f"{place}_time_s"] = time_us / 1e6
             case.metrics[f"{place}_algbw_gb_per_s"] = numbers["alg_bw"]
             case.metrics[f"{place}_busbw_gb_per_s"] = numbers["bus_bw"]
+        each = result.get(f"{place}_per_iter")  # of -I 1: the slowest process in each iteration
+        if each:
+            times_us = each["times_us"][each["skipped_iterations"] :]
+            case.samples_s[f"{place}_time_s"] = [[time_us / 1e6 for time_us in times_us]]
         wrong = numbers.get("nwrong")
         if is_number(wrong) and wrong > 0:
             case.check = f"failed: {wrong:g} wrong values {place.replace('_', ' ')}"
+    return case
+
+
+def merge_repeated(cases: Iterable[Case]) -> list[Case]:
+    """Each case once. Rows that repeat, as by -N, are its samples; a damaged row is none."""
+    rows_of_case: dict[str, list[Case]] = {}
+    for case in cases:
+        rows_of_case.setdefault(canonical(case.key), []).append(case)
+    merged = []
+    for rows in rows_of_case.values():
+        measured = [row for row in rows if row.metrics] or rows[:1]
+        merged.append(merge(measured) if len(measured) > 1 else measured[0])
+    return merged
+
+
+def merge(rows: Sequence[Case]) -> Case:
+    """Rows of one case as a case: medians, and the times of all. It fails if one of them does."""
+    case = Case(rows[0].key, rows[0].ranks)
+    for name in rows[0].metrics:
+        if not all(name in row.metrics for row in rows):
+            continue
+        case.metrics[name] = median(row.metrics[name] for row in rows)
+        if name.endswith("_time_s"):
+            times_s = [row.samples_s.get(name, [[row.metrics[name]]])[0] for row in rows]
+            case.samples_s[name] = [list(itertools.chain(*times_s))]  # of the slowest rank alone
+    case.check = next((row.check for row in rows if row.failed), "passed")
     return case
 
 
@@ -114,6 +167,7 @@ def lines_report(entries: Sequence[dict[str, Any]], path: str) -> Report:
         }
     for (collective, ranks, *_), result in results.items():
         report.cases.append(case_of(result, collective, ranks))
+    report.cases = merge_repeated(report.cases)
     report.environment["world_size"] = max(len(case.ranks) for case in report.cases)
     return report
 
@@ -127,44 +181,129 @@ def ranks_of_line(entry: dict[str, Any]) -> int:
 
 def number_of(word: str) -> float | None:
     """A number of a table; None for N/A. What exceeds a limit is followed by a star."""
-    try:
-        return float(word.rstrip("*"))
-    except ValueError:
-        return None
+    return None if word.lower() in ("n/a", "nan", "-nan") else float(word.rstrip("*"))
 
 
 def lines_of(text: str) -> list[str]:
-    return [LABEL.sub("", line).strip() for line in text.splitlines()]
+    """The lines that may tell something, without colours and tabs, and without what Ansible and
+    Markdown put behind them."""
+    plain = COLOUR.sub("", text).translate({ord("\t"): " ", ord("\xa0"): " "})
+    return [line.rstrip('", |') for line in plain.splitlines() if not is_noise(line)]
 
 
-def has_table(text: str) -> bool:
-    return any(HEADER.search(line) for line in lines_of(text))
+def is_noise(line: str) -> bool:
+    """Whether a line is NCCL's alone, as most are under NCCL_DEBUG=INFO."""
+    is_of_nccl = " NCCL INFO " in line and "#" not in line and "version" not in line
+    return is_of_nccl and not ROW.search(line) and not TORN_ROW.search(line)
 
 
-def table_report(text: str, path: str) -> Report:
-    """A report of the tables in a log, each of a collective of its own.
+def table_reports(text: str, path: str) -> list[Report]:
+    """The tables in a log as a report; as several where tables repeat, since each is a run.
 
     The collective is named above its table, by a command or a title; else in the file's name.
+    Raises ValueError where several programs have written at once.
     """
+    if "busbw" not in text:
+        return []
     lines = lines_of(text)
-    ranks = ranks_of(lines)
-    report = Report(BENCHMARK, environment_of(lines), path, [], "")
-    ended = any(line.startswith("# Avg bus bandwidth") for line in lines)
-    report.status = "complete" if ended else "interrupted"
-    collective = collective_of_file(path)
+    heads = [number for number, line in enumerate(lines) if HEADER.search(line)]
+    refuse_worlds(lines, path)
+    environment = environment_of(lines)
+    collective, ranks = collective_of_file(path), environment["world_size"]
+    reports: list[Report] = []
+    next_report: dict[str, int] = {}  # where a case goes when it stands there again
     begin = 0
-    columns: list[str] = []
-    for number, line in enumerate(lines):
-        if HEADER.search(line):
-            columns = line.split()[1:]
-            collective = collective_in(lines[begin:number], collective)
-            ranks = ranks_of(lines[begin:number]) or ranks
-            in_place_only = "out-of-place" not in lines[number - 1]
-            begin = number
-        result = result_of(line.split(), columns, in_place_only) if columns else None
-        if result is not None:
-            report.cases.append(case_of(result, collective, ranks))
-    return report
+    for head, end in itertools.pairwise([*heads, len(lines)]):
+        rows = rows_of(lines[head + 1 : end])
+        if not rows and end < len(lines):  # nothing was measured, or the header stands twice
+            continue
+        above, begin = lines[begin:head], head
+        collective = collective_in(above, collective)
+        ranks = ranks_of(above) or ranks
+        columns = HEADER.findall(lines[head])[0].split()
+        in_place_only = not any("out-of-place" in line for line in above)
+        cases = cases_of(rows, columns, in_place_only, collective, ranks)
+        forms = [canonical(case.key) for case in cases]
+        number = max((next_report.get(form, 0) for form in forms), default=0)
+        next_report |= dict.fromkeys(forms, number + 1)
+        if number == len(reports):
+            about = environment | environment_of(above) | {"world_size": ranks}
+            reports.append(Report(BENCHMARK, about, path, [], "", status="complete"))
+        report = reports[number]
+        report.cases += cases
+        below = (lines[at] for at in range(head, len(lines)))
+        if END not in next((line for line in below if END in line or RANK.search(line)), ""):
+            report.status = "interrupted"
+    return reports
+
+
+def refuse_worlds(lines: Sequence[str], path: str) -> None:
+    """Raises ValueError where programs did not find each other: they wrote at once, or each has
+    one rank, on a host of its own."""
+    ranks = ranks_of(lines)
+    zeros = {match[0]: match[2] for match in matches_in(lines, RANK) if match[1] == "0"}
+    are_alone = ranks == 1 and len(set(zeros.values())) > 1
+    worlds = zeros if are_alone else written_at_once(lines)
+    if worlds:
+        hosts = list(dict.fromkeys(worlds.values()))
+        count = len(hosts) if len(hosts) > 1 else len(worlds)
+        size = "one rank" if ranks == 1 else f"{ranks} ranks"
+        raise ValueError(
+            f"{path}: Rank 0 stands on {' and on '.join(hosts)}: {count} worlds of {size}, "
+            "not one job; nccl-tests was built without MPI=1, or srun has no --mpi"
+        )
+
+
+def written_at_once(lines: Iterable[str]) -> dict[str, str]:
+    """The lines of several ranks 0 below which two tables begin or end, and their hosts.
+
+    Where a program was interrupted and started again, one table ends. Equal lines are copies.
+    """
+    zeros: dict[str, str] = {}
+    heads = ends = 0  # since the last one
+    for line in lines:
+        match = RANK.search(line)
+        if match and match[1] == "0" and match[0] not in zeros:
+            zeros = {} if ends else zeros
+            zeros[match[0]] = match[2]
+            heads = ends = 0
+        heads += bool(HEADER.search(line))
+        ends += END in line
+        if len(zeros) > 1 and max(heads, ends) > 1:
+            return zeros
+    return {}
+
+
+def rows_of(lines: Iterable[str]) -> list[str]:
+    """The rows of a table, without what stands before them."""
+    matches = (ROW.search(line) or TORN_ROW.search(line) for line in lines)
+    return [match[1] for match in matches if match]
+
+
+def cases_of(
+    rows: Iterable[str],
+    columns: Sequence[str],
+    in_place_only: bool,
+    collective: str,
+    ranks: int | None,
+) -> list[Case]:
+    """The rows of a table as cases. columns: the words of its header."""
+    cases, damaged = [], []
+    for row in rows:
+        try:
+            result = result_of(row.split(), columns, in_place_only)
+        except ValueError:
+            damaged.append(row)
+            continue
+        cases.append(case_of(result, collective, ranks))
+    about = cases[0].key if cases else {"collective": collective, "ranks": ranks}
+    for row in damaged:
+        key = about | {"size_bytes": int(row.split()[0])}
+        _, _, reason = row.partition(" failed: ")  # as collectives.py says it
+        text = clean(" ".join(row.split()), 80)
+        check = f"failed: {reason or f'its row is damaged: {text}'}"
+        cases.append(Case(key, list(range(ranks or 0)), check=check))
+    return merge_repeated(cases)
 
 
 def collective_of_file(path: str) -> str:
@@ -218,30 +357,24 @@ def environment_of(lines: Sequence[str]) -> dict[str, Any]:
     return environment
 
 
-def result_of(words: Sequence[str], columns: Sequence[str], in_place_only: bool) -> Result | None:
-    """A row of a table. None if it is no row, or of 0 bytes.
+def result_of(words: Sequence[str], columns: Sequence[str], in_place_only: bool) -> Result:
+    """A row of a table. Raises ValueError where it is damaged.
 
-    columns: the words of the header. Rows of 0 bytes measure nothing, and there are several.
+    columns: the words of the header.
     """
-    begins_with_numbers = all(word.isdecimal() for word in words[:2])
-    if len(words) < len(columns) or not begins_with_numbers:
-        return None
-    size = int(words[0])
-    if size == 0:
-        return None
     about = dict(zip(columns, words, strict=False))
     result: Result = {
-        "size": size,
-        "type": TYPES.get(about["type"], about["type"]),
+        "size": int(words[0]),
+        "type": TYPES.get(words[2], words[2]),
         "redop": about.get("redop", "none"),
         "root": about.get("root", "-1"),
     }
     starts = [i for i, name in enumerate(columns) if name in ("time", "cputime")]
     places = PLACES[1:] if in_place_only and len(starts) == 1 else PLACES
     for place, start in zip(places, starts, strict=False):
-        numbers = [number_of(word) for word in words[start : start + 4]]
-        time, algbw, busbw, wrong = numbers
-        counts = columns[start + 3] == "#wrong"  # where it is `error`, it is a difference
+        time, algbw, busbw, wrong = (number_of(word) for word in words[start : start + 4])
+        refuse_other_size(result["size"], int(words[1]), time, algbw)
+        counts = columns[start + 3].endswith("wrong")  # where it is `error`, it is a difference
         result[place] = {
             "time": time,
             "alg_bw": algbw,
@@ -249,3 +382,11 @@ def result_of(words: Sequence[str], columns: Sequence[str], in_place_only: bool)
             "nwrong": wrong if counts else None,
         }
     return result
+
+
+def refuse_other_size(size: int, count: int, time_us: float | None, algbw: float | None) -> None:
+    """Raises ValueError where a size lost its first digits: its row does not agree with itself."""
+    if time_us and algbw:
+        rounding = 0.006 + 0.02 * algbw
+        if size % count and abs(size / time_us / 1e3 - algbw) > rounding:
+            raise ValueError("its size is not that of its bandwidth")

@@ -221,6 +221,26 @@ def test_nccl_tests_report(tmp_path: Path) -> None:
     assert found.environment["variables"] == {"NCCL_ALGO": "Ring"}  # and no secret
 
 
+def test_nccl_tests_report_with_each_iteration(tmp_path: Path) -> None:
+    """Version 3 with -I 1 -K 1 -N 2, of a program whose name has a suffix: 2 x 2 samples."""
+    document = nccl_report() | {"version": 3, "args": ["/usr/bin/all_reduce_perf_mpi"]}
+    each = {"skipped_iterations": 1, "p50_us": 25.0, "times_us": [99.0, 24.0, 26.0]}
+    result = document["results"][0] | {"out_of_place_per_iter": each, "in_place_per_iter": each}
+    slower = result | {"out_of_place_per_iter": each | {"times_us": [99.0, 34.0, 36.0]}}
+    document["results"] = [result, slower]
+    path = tmp_path / "nccl.json"
+    path.write_text(json.dumps(document))
+    (row,) = load([str(path)])[0].rows.values()
+    assert row.key["collective"] == "all_reduce"
+    assert [*row.times_s] == pytest.approx([24e-6, 26e-6, 34e-6, 36e-6])
+    assert row.measure == "out_of_place_time_s"
+    assert row.time_s == pytest.approx(30e-6)
+    document["results"] = [result | {"out_of_place_per_iter": {"times_us": ["nan"]}}]
+    path.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match="but does not fit: KeyError 'skipped_iterations'"):
+        load([str(path)])
+
+
 @pytest.mark.parametrize(
     ("make", "path"),
     [
@@ -245,15 +265,15 @@ def test_damaged_reports_of_others(tmp_path: Path, make: Any, path: list[Any]) -
 HEAD = {"schema": "torchrun-bench/2", "benchmark": "x", "argv": [], "started_at": ""}
 BAD: dict[str, tuple[str, str]] = {
     "empty": ("", "is empty"),
-    "foreign": ("a,b\n1,2\n", "is no line of a report"),
-    "other JSON": ('{"a": 1}\n', "schema is None"),
+    "foreign": ("a,b\n1,2\n", "is neither a report nor a log"),
+    "other JSON": ('{"a": 1}\n', "is neither a report nor a log"),
     "newer": ('{"schema": "torchrun-bench/3"}\n', "another version of torchrun-bench"),
     "older": ('{\n "schema": "torchrun-bench/1"\n}\n', "is no line of a report"),
     "NaN": (json.dumps(case("x", [float("nan")])), "samples_s.step: expected lists of seconds"),
     "negative": (json.dumps(case("x", [-1.0])), "samples_s.step: expected lists of seconds"),
     "word": (json.dumps(case("x", ["fast"])), "samples_s.step: expected lists of seconds"),
     "ragged": (json.dumps(case("x", samples_s={"step": [[1], [1, 2]]}, ranks=[0, 1])), "length"),
-    "deep": ("[" * 5000, "is no line of a report"),
+    "deep": ("[" * 5000, "is neither a report nor a log"),
 }
 
 

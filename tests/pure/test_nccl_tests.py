@@ -1,13 +1,14 @@
 """analysis/nccl_tests.py: tables, JSON lines and lists, as nccl-tests and rccl-tests write them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from analysis.load import Row, Run, load
-from tests.pure.reports import ROOT, run
+from tests.pure.reports import ROOT, case, run, write
 
 DEVICES = """\
 # nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807
@@ -70,12 +71,218 @@ def test_a_table_of_nccl_tests(tmp_path: Path) -> None:
     assert large.check == "failed: 3 wrong values out of place"
 
 
-@pytest.mark.parametrize("label", ["[1,0]<stdout>:", "[1,12]<stdout>: ", "0: "])
-def test_lines_that_a_launcher_has_labelled(tmp_path: Path, label: str) -> None:
-    labelled = "".join(f"{label}{line}\n" for line in LOG.splitlines())
-    _, plain_rows = read(tmp_path, LOG, "a.log")
-    _, rows = read(tmp_path, labelled, "b.log")
-    assert [row.metrics for row in rows] == [row.metrics for row in plain_rows]
+LOGS = ROOT / "tests" / "logs"  # four ranks on two hosts; as launchers, editors and mails left them
+SIZES = (1024, 2**20, 2**26)
+
+
+def numbers_of(rows: list[Row]) -> list[Any]:
+    return [(row.key, row.metrics, row.check) for row in rows]
+
+
+@pytest.mark.parametrize("path", sorted(LOGS.glob("all_reduce_[!bw]*.log")), ids=lambda p: p.stem)
+def test_a_log_as_a_launcher_has_left_it(path: Path) -> None:
+    (plain,), (found,) = load([str(LOGS / "all_reduce_base.log")]), load([str(path)])
+    assert [row.key["size_bytes"] for row in found.rows.values()] == [*SIZES]
+    assert numbers_of([*found.rows.values()]) == numbers_of([*plain.rows.values()])
+    assert (found.environment, found.status) == (plain.environment, "complete")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(
+            "0: {}",
+            "  0: {}",
+            "012: {}",
+            "[0] {}",
+            "[0]{}",
+            "(0){}",
+            "<0> {}",
+        ),  # srun, MPICH, hydra
+        *("[1,0]<stdout>:{}", "[1,12]<stdout>: {}", "[prterun-host-1234@1,0]<stdout>:{}"),
+        *("Wed Nov 25 17:01:19 2026<stdout>:{}", "2026-11-25 17:01:19 [1,0]<stdout>:{}"),
+        *("node1: {}", "node[1-2]: {}", "worker-1  | {}", "(worker pid=1234, ip=10.0.0.1) {}"),
+        *("[pod/x-launcher-abc12/mpi] {}", "[pod/x/mpi] 2026-11-25T17:01:19.123456789Z {}"),
+        *("[default0]:{}", "[role3]:{}", "[node-1:0]:{}", "trainer/0 {}"),  # torchrun, torchx
+        *("Nov 25 17:01:19 node1 srun[4711]: {}", "Nov 25 17:01:19 {}", "1766620000 {}"),
+        *("2026-11-25 17:01:19,123 INFO worker: {}", "I1125 17:01:19.123456 12345 main.cc:33] {}"),
+        *("\x1b[1;33m0:\x1b[0m {}\x1b[K", "\x1b[36m{}\x1b[m", "\t{}", ">> > {}", "| {} |", "{}\r"),
+        *('        "{}",', "slurm-12.out:7:{}", "     7\t{}", "\ufeff{}", "[0] {}\n[1] {}"),
+        "{}\nnodea:777:790 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM",
+    ],
+)
+def test_what_launchers_and_people_put_around_a_line(tmp_path: Path, form: str) -> None:
+    text = "".join(form.replace("{}", line) + "\n" for line in LOG.splitlines())
+    plain, plain_rows = read(tmp_path, LOG, "a.log")
+    found, rows = read(tmp_path, text, "b.log")
+    assert numbers_of(rows) == numbers_of(plain_rows)
+    assert (found.environment, found.status) == (plain.environment, "complete")
+
+
+@pytest.mark.parametrize("form", ["{}", "17:01:19  {}"])
+def test_wherever_nccl_cuts_a_row_no_wrong_time_is_read(tmp_path: Path, form: str) -> None:
+    """The rows of the other sizes are read, whatever happens to that of 1 MiB."""
+    path = LOGS / "all_reduce_base.log"
+    lines = path.read_text().splitlines()
+    (number,) = (i for i, line in enumerate(lines) if " 1048576 " in line)
+    row, seen = lines[number], set()
+    for at in range(1, len(row)):
+        nccl = "nodeb:777:790 [1] NCCL WARN Call to ibv_modify_qp failed\n"
+        text = "\n".join([*lines[:number], row[:at] + nccl + row[at:], *lines[number + 1 :]])
+        _, rows = read(tmp_path, re.sub("(?m)^", form.replace("{}", ""), text), path.name)
+        times = {row.key["size_bytes"]: row.time_s for row in rows if not row.failed}
+        assert times.pop(1024) == pytest.approx(20.04e-6)
+        assert times.pop(2**26) == pytest.approx(696.37e-6)
+        assert times in ({}, {2**20: pytest.approx(30.74e-6)})
+        seen |= {row.check for row in rows if row.failed and row.key["size_bytes"] == 2**20}
+    assert all(check.startswith("failed: its row is damaged: 1048576 ") for check in seen)
+    assert len(seen) > 20
+
+
+def test_a_damaged_row_is_missing_with_the_reason() -> None:
+    words = (str(LOGS / "all_reduce_base2.log"), "--test", str(LOGS / "all_reduce_broken.log"))
+    done = run("compare.py", *words)
+    assert "# 2 undecided, 1 missing" in done.stdout
+    why = "its row is damaged: 1048576 262144 float sum -1 30nodeb:777:790 [1] NCCL WARN"
+    assert f"# 1 case, missing: TEST: no time in 1 of 1 runs: failed: {why}" in done.stdout
+
+
+def test_rows_that_repeat_are_samples(tmp_path: Path) -> None:
+    """-N 3: three times each size. The median, and the rates that follow, are the case's."""
+    (found,) = load([str(LOGS / "cycles.log")])
+    rows = [*found.rows.values()]
+    assert [row.key["size_bytes"] for row in rows] == [*SIZES]
+    assert [len(row.times_s) for row in rows] == [3, 3, 3]
+    again = TABLE.replace(" 12.50 ", " 16.50 ").splitlines()[3:-2]
+    more = TABLE.replace(" 12.50 ", " 13.50 ").replace("     3    ", "     0    ").splitlines()[3:]
+    text = "\n".join([*LOG.splitlines()[:-2], *again, *more])
+    _, (small, large) = read(tmp_path, text)
+    assert [*small.times_s] == pytest.approx([12.5e-6, 16.5e-6, 13.5e-6])
+    assert small.measure == "out_of_place_time_s"
+    assert small.time_s == pytest.approx(13.5e-6)
+    assert small.metrics["out_of_place_time_s"] == pytest.approx(13.5e-6)
+    assert large.check == "failed: 3 wrong values out of place"
+    (in_place,) = load([str(tmp_path / "x.log")], "in_place_time_s")
+    assert len(next(iter(in_place.rows.values())).times_s) == 3
+
+
+def test_tables_that_repeat_are_runs(tmp_path: Path) -> None:
+    """Two programs in turn, and again; then the first one was killed, and began anew."""
+    gather = LOG.replace("all_reduce", "all_gather")
+    killed = "\n".join(LOG.splitlines()[:-3]) + "\n"
+    (tmp_path / "soak.log").write_text(LOG + gather + LOG + gather + killed + LOG)
+    runs = load([str(tmp_path / "soak.log")])
+    collectives = [[row.key["collective"] for row in run.rows.values()] for run in runs]
+    both = ["all_reduce"] * 2 + ["all_gather"] * 2
+    assert collectives == [both, both, ["all_reduce"], ["all_reduce"] * 2]
+    assert [run.status for run in runs] == ["complete", "complete", "interrupted", "complete"]
+    twice = tmp_path / "all_reduce_twice.log"
+    twice.write_text(2 * (LOGS / "all_reduce_base.log").read_text())
+    done = run("compare.py", str(LOGS / "all_reduce_base2.log"), "--test", str(twice))
+    assert "1 of BASE, 2 of TEST" in done.stdout, done.stderr
+    assert "| run 2 of " in run("report.py", str(twice), "--markdown").stdout
+
+
+def test_programs_whose_names_have_a_suffix(tmp_path: Path) -> None:
+    paths = [str(LOGS / f"slurm-{number}.out") for number in (4711, 4712)]
+    done = run("compare.py", paths[0], "--test", paths[1])
+    assert "# 3 undecided, 3 missing" in done.stdout, done.stderr
+    keys = []
+    for name in ("all_reduce_perf", "/usr/bin/all_reduce_perf_mpi", "build/all_reduce_perf-cuda12"):
+        text = LOG.replace("# Collective test starting: all_reduce_perf", f"+ srun {name} -b 8")
+        keys.append([row.key for row in read(tmp_path, text)[1]])
+    assert keys[0] == keys[1] == keys[2]
+    assert keys[0][0]["collective"] == "all_reduce"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "words"),
+    [
+        (["nodea", "nodeb"], "Rank 0 stands on nodea and on nodeb: 2 worlds of one rank, not one "),
+        (["n1", "n2", "n3"], "Rank 0 stands on n1 and on n2 and on n3: 3 worlds of one rank, not "),
+        (["nodea", "nodea"], "Rank 0 stands on nodea: 2 worlds of one rank, not one job; nccl-"),
+    ],
+)
+@pytest.mark.parametrize("how", ["at once", "late", "in turn"])
+def test_worlds_of_one_are_named(tmp_path: Path, hosts: list[str], words: str, how: str) -> None:
+    """They write line by line, or the others begin where the first one has rows, or in turn."""
+    lines = (LOGS / "all_reduce_base.log").read_text().splitlines()
+    lines = [line for line in lines if not re.match("#  Rank  [123]", line)]
+    worlds = []
+    for number, host in enumerate(hosts):
+        worlds.append([line.replace("nodea", host).replace("1000", str(number)) for line in lines])
+    mixed = [line for row in zip(*worlds, strict=True) for line in row]
+    if how == "late":
+        mixed = [*worlds[0][:11], *(line for world in worlds[1:] for line in world[:-3])]
+        mixed += [line for world in worlds for line in world[-3:]]
+    if how == "in turn":
+        mixed = [line for world in worlds for line in world]
+    (tmp_path / "x.log").write_text("\n".join(mixed))
+    if how == "in turn" and len(set(hosts)) == 1:  # a loop on one host
+        assert len(load([str(tmp_path / "x.log")])) == 2
+        return
+    with pytest.raises(ValueError, match=re.escape(words)):
+        load([str(tmp_path / "x.log")])
+
+
+def test_a_loop_over_nodes_has_no_worlds_of_one(tmp_path: Path) -> None:
+    """Each node by itself, with four GPUs: four runs, if all have as many."""
+    one = (LOGS / "all_reduce_base.log").read_text().replace("nodeb", "nodea")
+    (tmp_path / "x.log").write_text("".join(one.replace("nodea", f"n{i}") for i in range(4)))
+    found = load([str(tmp_path / "x.log")])
+    assert [run.environment["hosts"] for run in found] == [["n0"], ["n1"], ["n2"], ["n3"]]
+
+
+def test_a_case_of_worlds_of_one() -> None:
+    path = str(LOGS / "all_reduce_worlds.log")
+    done = run("compare.py", str(LOGS / "all_reduce_base.log"), "--test", path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "Rank 0 stands on nodea and on nodeb: 2 worlds of one rank, not one job" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("notes.txt", "nothing of the kind\n"),
+        ("a.csv", "numCycle,name,nodes\n0,AllReduce,1\n"),
+        ("cut.json", '{"version": 3, "args": ["all_reduce_perf"], "results": [{"si'),
+        ("other.json", '{"a": 1}\n'),
+        ("deep.json", "[" * 5000),
+    ],
+)
+def test_what_is_neither_says_so(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    for words in (
+        ["compare.py", str(path), "--test", str(LOGS / "cycles.log")],
+        ["export.py", str(path), "--to", "csv"],
+        ["report.py", str(path), "--markdown"],
+    ):
+        done = run(*words)
+        line = f"{path} is neither a report nor a log with a table of nccl-tests\n"
+        assert (done.returncode, done.stderr.endswith(line)) == (2, True), done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_log_meets_a_report_of_collectives(tmp_path: Path) -> None:
+    """By the time that the tables of both show, whichever variant the report is about."""
+    times = {"in_place_time_s": 12e-6, "out_of_place_time_s": 25e-6}
+    key = {"collective": "all_reduce", "size_bytes": 1024, "dtype": "float32", "redop": "sum"}
+    key |= {"root": -1, "group_ranks": 2, "count": 256, "caches": "cold", "backend": "nccl"}
+    line = case("", [12e-6], key=key, metrics=times)
+    ours = write(tmp_path / "ours.jsonl", line, benchmark="collectives")
+    (tmp_path / "theirs.log").write_text(LOG)
+    done = run("compare.py", str(tmp_path / "theirs.log"), "--test", ours)
+    assert "2.00x slower" in done.stdout, done.stderr
+    assert "# 1 undecided, 1 missing" in done.stdout
+    done = run(
+        "compare.py", ours, "--test", str(tmp_path / "theirs.log"), "--measure", "in_place_time_s"
+    )
+    assert re.search(r"1K +12 us +12 us +1.00x", done.stdout), done.stdout
+    backends = [case("", [1e-5], key=key | {"backend": name}) for name in ("nccl", "gloo")]
+    write(tmp_path / "ours.jsonl", *backends, benchmark="collectives")
+    done = run("compare.py", ours, "--test", str(tmp_path / "theirs.log"))
+    assert "several cases are one for nccl-tests, e.g. " in done.stderr
 
 
 def test_several_tables_in_a_log(tmp_path: Path) -> None:
