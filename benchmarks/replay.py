@@ -55,7 +55,9 @@ from common.stats import Times, median_interval, percentiles
 from common.table import Columns, interval_ends, metric, render
 from common.timing import STEP, Step
 
-FILE = re.compile(r"(?:fr|rank)[_-]?(\d+)")  # fr_0.json, nccl_trace_rank_0, rank-0.json.gz
+# fr_0.json, nccl_trace_rank_0, rank-0.Apr_03.json.gz; nccl_trace_rank_node2_5 is rank 5 on node2
+HOST = r"(?:\d*[A-Za-z].*|\d+(?:\.\d+){3})"
+FILE = re.compile(rf"(?:fr|rank)(?:[_-]{HOST}[_-](?=\d+(?:\.[A-Za-z.]+)?$)|[_-]?)(\d+)")
 MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
 DTYPES = {  # the recorder's name -> torch's
     "Float": "float32",
@@ -241,8 +243,11 @@ def why_not_replayed(kind: Kind, dtype: str, sizes: tuple[int, int]) -> str:
 # -- recordings: a function a format ---------------------------------------------------------------
 
 
-def flight_recorder(content: dict[str, Any]) -> Recording:
-    """From record(), or NCCL's own dump, which has the ranks of its groups in pg_config."""
+def flight_recorder(content: dict[str, Any], world_size: int) -> Recording:
+    """From record(), or NCCL's own dump, which has the ranks of its groups in pg_config.
+
+    gloo's dump calls a group by another name there, and torch 2.11 leaves its ranks out.
+    """
     groups = content.get("groups")
     if not groups:
         configs = content["pg_config"]
@@ -257,11 +262,12 @@ def flight_recorder(content: dict[str, Any]) -> Recording:
             continue
         group, label = map(str, entry["process_group"])
         named = label not in ("", "undefined")
+        everyone = range(world_size) if label == "default_pg" else ()
         dtypes = [*entry["input_dtypes"], *entry["output_dtypes"], "Byte"]
         calls.append(
             collective(
                 name,
-                (label if named else group, groups.get(group, ())),
+                (label if named else group, groups.get(group) or everyone),
                 entry["collective_seq_id"],
                 dtypes[0],  # on some ranks there is no input
                 (elements(entry["input_sizes"]), elements(entry["output_sizes"])),
@@ -279,10 +285,14 @@ def elements(shapes: list[list[int]]) -> int:
 
 def kineto(content: dict[str, Any]) -> Recording:
     """From torch.profiler: operations by record_param_comms, their times from NCCL's kernels."""
-    configs = content["distributedInfo"]["pg_config"]
+    configs = content.get("distributedInfo", {}).get("pg_config")
+    if configs is None:
+        raise ValueError("a Kineto trace without process groups: too old, or of one process")
     groups = {config["pg_name"]: config["ranks"] for config in configs}
     events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
     comms = [event for event in events if "Collective name" in event.get("args", {})]
+    if not comms:
+        raise ValueError("a Kineto trace without a collective: too old, or none was called")
     comms.sort(key=lambda event: event["ts"])
     kernels_s = dict[Any, float]()  # by the operation that launched the kernel
     for event in comms:
@@ -345,19 +355,26 @@ def read(folder: str, rank: int, world_size: int) -> Recording | str:
                 f"e.g. torchrun --nproc-per-node {max(ranks) + 1} {sys.argv[0]} {folder}"
             )
         path = files[rank][1]
-        return checked(parse(path))
+        return checked(parse(path, world_size))
     except Exception as error:  # a damaged pickle raises anything
-        return f"{path}: expected a rank's recording, got {type(error).__name__}: {error}"
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        return f"{path}: expected a rank's recording, got {kind}{error}"
 
 
-def parse(path: Path) -> Recording:
+def parse(path: Path, world_size: int) -> Recording:
     """A recording of any of the formats."""
     data = path.read_bytes()
-    if path.suffix == ".gz":
+    if data.startswith(b"\x1f\x8b"):
         data = gzip.decompress(data)
-    is_json = data[:1] == b"{"
+    is_json = data[:64].lstrip().startswith((b"{", b"["))  # Kineto begins with a blank or newline
     content = json.loads(data) if is_json else NoClasses(io.BytesIO(data)).load()
-    return kineto(content) if "traceEvents" in content else flight_recorder(content)
+    kinds = content.keys() if isinstance(content, dict) else {}
+    if "traceEvents" in kinds:
+        return kineto(content)
+    if "entries" in kinds:
+        return flight_recorder(content, world_size)
+    what = "a Chakra trace" if "nodes" in kinds else f"{type(content).__name__} {str(content)[:40]}"
+    raise ValueError(f"{what}: neither Kineto's trace nor the flight recorder's")
 
 
 def checked(recording: Recording) -> Recording:

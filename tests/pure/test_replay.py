@@ -15,6 +15,7 @@ from benchmarks.replay import Collective, Kind, Recording
 from common.report import Case
 from common.stats import Times
 from examples import record_collectives
+from tests.process import ROOT
 
 MS = 1_000_000  # nanoseconds
 
@@ -178,17 +179,28 @@ class Evil:
         (pickle.dumps({"entries": Evil()}), "it asks for the class builtins.print"),
         (pickle.dumps({"entries": []})[:-4], "expected a rank's recording"),
         (b"", "EOFError"),
-        (b"{}", "KeyError: 'pg_config'"),
+        (b"{}", "got dict {}: neither Kineto's trace nor the flight recorder's"),
+        ([entry()], "got list [{'profiling_name': "),
+        (
+            b"\n" + json.dumps({"schema": "1.1.0-chakra.0.0.4", "nodes": []}).encode(),
+            "a Chakra trace",
+        ),
+        (recording(entry(), groups={}), "KeyError: 'pg_config'"),
         (recording(entry(sent=-6)), "'-6' where a whole number from 0 on belongs"),
         (recording(entry(sent=2.5)), "'2.5' where a whole number"),
         (recording(entry(), groups={"7": [0, -1]}), "'-1' where a whole number"),
         (recording({"profiling_name": "gloo:all_reduce"}), "KeyError: 'time_created_ns'"),
-        (recording(entry(), steps="many"), "ValueError: invalid literal"),
+        (recording(entry(), steps="many"), "got invalid literal"),
         (recording(entry(), ended_ns=float("inf")), "steps that took inf s, and an operation"),
         (recording(entry(), ended_ns=float("nan")), "steps that took nan s, and an operation"),
         (recording(entry(), ended_ns=998 * MS), "steps that took -0.001 s, and an operation"),
         (recording(entry(time_created_ns=9e18)), "took 0.02 s, and an operation after 9e+09 s"),
-        (b'{"traceEvents": []}', "KeyError: 'distributedInfo'"),
+        (b'{"traceEvents": []}', "got a Kineto trace without process groups: too old, or of one"),
+        ({"traceEvents": [], "distributedInfo": {"rank": 0}}, "without process groups: too old"),
+        (
+            {"traceEvents": [], "distributedInfo": {"pg_config": []}},
+            "a Kineto trace without a collective: too old, or none was called",
+        ),
         (b'{"a":' + b"[" * 100_000, "RecursionError"),
     ],
 )
@@ -220,6 +232,60 @@ def test_a_folder_without_recordings(tmp_path: Path) -> None:
         f"{tmp_path} has no recordings; expected one of each rank, e.g. fr_0.json, as "
         "examples/record_collectives.py writes them"
     )
+
+
+@pytest.mark.parametrize("before", [b"", b" ", b"\n", b" \r\n\t"])
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_kineto_begins_with_a_blank(tmp_path: Path, before: bytes, pack: Any) -> None:
+    """As torch writes it, and packed or not, whatever its name says."""
+    data = (ROOT / "tests" / "kineto" / "rank0.json").read_bytes()
+    assert data.startswith(b" {")
+    for name in ("rank0.json", "rank0.json.gz"):
+        folder = tmp_path / f"of {name}"
+        folder.mkdir()
+        _, _, calls = read(folder, pack(before + data.lstrip()), name)
+        assert [call.kind.size_bytes for call in calls] == [4096, 4096]
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        *(("fr_0.json", 0), ("nccl_trace_rank_12", 12), ("comm_lib_trace_rank_3", 3)),
+        *(("rank-0.Apr_03.pt.trace.json.gz", 0), ("rank0.1766620000.pt.trace.json", 0)),
+        *(("dp0_tp1_rank3.json", 3), ("rank0_trace.json", 0), ("rank_0_step_100.json", 0)),
+        *(("nccl_trace_rank_node1_0", 0), ("nccl_trace_rank_container-node02_5", 5)),
+        *(("nccl_trace_rank_gpu-01-02_5", 5), ("nccl_trace_rank_ip-10-0-0-1_7", 7)),
+        *(("nccl_trace_rank_10.0.0.5_3", 3), ("nccl_trace_rank_n1.cluster.local_11", 11)),
+        *(("nccl_trace_rank_3f2a9c12ab_5", 5), ("fr_node1_0.json", 0), ("node2_rank_3.json", 3)),
+        *(("rank_node1_2.json.gz", 2), ("fr_trace_rank_3.pickle", 3), ("rank3_20261002.json", 3)),
+    ],
+)
+def test_the_rank_in_a_file_name(name: str, rank: int) -> None:
+    match = replay.FILE.search(name)
+    assert match is not None
+    assert int(match[1]) == rank
+
+
+def test_dumps_with_the_names_of_hosts() -> None:
+    for rank in (0, 1):
+        recorded: Any = replay.read(str(ROOT / "tests" / "dumps"), rank, 2)
+        _, _, calls = recorded
+        assert [call.kind.op for call in calls] == ["all_reduce"] * 3
+        assert not any(call.problem for call in calls)
+
+
+@pytest.mark.parametrize("ranks", ["[0, 1]", "[]"])  # torch 2.15's, and 2.11's
+def test_a_raw_dump_of_gloo(ranks: str, tmp_path: Path) -> None:
+    """Its only group has no name in pg_config. Of any other group nobody knows the ranks."""
+    entries = [entry(process_group=["0", "default_pg"]), entry(process_group=["1", "undefined"])]
+    config = {"": {"name": "", "desc": "", "ranks": ranks}}
+    dump = pickle.dumps({"entries": entries, "pg_config": config, "version": "2.10"})
+    for rank in (0, 1):
+        (tmp_path / f"fr_{rank}").write_bytes(dump)
+    recorded: Any = replay.read(str(tmp_path), 1, 2)
+    _, _, (whole, other) = recorded
+    assert whole.team == ("default_pg", (0, 1))
+    assert other.problem == "the ranks of its group are not recorded"
 
 
 def test_no_folder_at_all(
