@@ -214,7 +214,7 @@ def unused(path: str) -> str:
 def load(
     path: str,
     each: Callable[[Report, Case], None] = lambda report, case: None,
-    parse: Callable[[str], Any] = json.loads,
+    parse: Callable[[str], Any] = lambda text: json.loads(text, parse_int=whole),
     lines: Iterable[bytes] | None = None,
 ) -> Report:
     """The report at `path`. If it is no report, a ValueError names the file and the line.
@@ -236,6 +236,8 @@ def load(
                 expect(isinstance(content, dict), "the line", "an object", content)
                 if report is None:
                     report = read_header(content, path)
+                elif "schema" in content:
+                    raise ValueError("another report begins here; each needs a file of its own")
                 elif "status" in content:
                     read_end(report, content)
                 else:
@@ -264,12 +266,16 @@ def read_header(content: dict[str, Any], path: str) -> Report:
     if schema != SCHEMA:
         other = "another version of torchrun-bench may have written it"
         raise ValueError(f"schema is {schema!r}, not {SCHEMA!r}; {other}")
+    expect_fields(content, "benchmark", "environment")
+    started_at = str(content.get("started_at", now()))
+    expect(is_time(started_at), "started_at", f"a time such as {now()}", started_at)
     return Report(**known(Report, content), path=path)
 
 
 def read_case(report: Report, content: dict[str, Any]) -> Case:
     """A line with a case. A report that was resumed has cases after an earlier run's last line:
     it is interrupted until a last line follows them."""
+    expect_fields(content, "key", "ranks")
     by_default = {"aligned": report.benchmark not in UNALIGNED}
     case = Case(**by_default | known(Case, content))
     report.status = "interrupted"
@@ -288,6 +294,21 @@ def are_seconds(row: list[Any]) -> bool:
     """Whether all entries are finite numbers from 0 on. Built-ins only: there may be millions."""
     only_numbers = set(map(type, row)) <= {int, float}
     return only_numbers and min(row, default=0) >= 0 and math.isfinite(sum(row))
+
+
+def whole(digits: str) -> int:
+    """An integer of a report. Raises ValueError where no float could hold it."""
+    if len(digits) > 300:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def is_time(text: str) -> bool:
+    try:
+        datetime.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
 
 
 def is_json(text: bytes) -> bool:
@@ -319,6 +340,11 @@ def expect_types(record: Case | Report, **types: type) -> None:
     for name, kind in types.items():
         value = getattr(record, name)
         expect(isinstance(value, kind), name, kind.__name__, value)
+
+
+def expect_fields(content: dict[str, Any], *names: str) -> None:
+    missing = [name for name in names if name not in content]
+    expect(not missing, "the line", f"an entry {' and '.join(missing)}", ", ".join(content))
 
 
 def expect(condition: bool, at: str, expected: str, got: Any) -> None:

@@ -18,7 +18,7 @@ from tests.pure.reports import case
 MUTATIONS = 240
 EVERY = 20  # a page with its figures takes as long as all other readers
 VALUES: tuple[Any, ...] = (
-    *(None, True, 0, 3, -1, 1.5, 1e308, "", "x", "\x1b[31m", "9999-99-99"),
+    *(None, True, 0, 3, -1, 1.5, 1e308, 10**400, "", "x", "\x1b[31m", "9999-99-99"),
     *([], [[]], [None], [3], ["x"], [[3, 4]], [[{}]], {}, {"x": None}, {"x": [1]}, {"x": {"y": 1}}),
 )
 ENVIRONMENT = {

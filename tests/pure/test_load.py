@@ -262,13 +262,27 @@ def test_damaged_reports_of_others(tmp_path: Path, make: Any, path: list[Any]) -
         load([str(file)])
 
 
-HEAD = {"schema": "torchrun-bench/2", "benchmark": "x", "argv": [], "started_at": ""}
+HEAD = {"schema": "torchrun-bench/2", "benchmark": "x", "argv": [], "environment": {}}
+WHOLE = json.dumps(HEAD) + "\n" + json.dumps(case("x")) + "\n"
 BAD: dict[str, tuple[str, str]] = {
     "empty": ("", "is empty"),
     "foreign": ("a,b\n1,2\n", "is neither a report nor a log"),
     "other JSON": ('{"a": 1}\n', "is neither a report nor a log"),
     "newer": ('{"schema": "torchrun-bench/3"}\n', "another version of torchrun-bench"),
     "older": ('{\n "schema": "torchrun-bench/1"\n}\n', "is no line of a report"),
+    "two in one": (2 * WHOLE, ":3 is no line of a report: another report begins here; each needs"),
+    "no start": (
+        json.dumps(HEAD | {"started_at": "soon"}),
+        "started_at: expected a time such as 2",
+    ),
+    "no environment": (
+        json.dumps(HEAD)[:-19] + "}\n",
+        "expected an entry environment, got 'schema,",
+    ),
+    "no ranks": (
+        WHOLE.replace('"ranks"', '"rank"'),
+        "the line: expected an entry ranks, got 'key, ",
+    ),
     "NaN": (json.dumps(case("x", [float("nan")])), "samples_s.step: expected lists of seconds"),
     "negative": (json.dumps(case("x", [-1.0])), "samples_s.step: expected lists of seconds"),
     "word": (json.dumps(case("x", ["fast"])), "samples_s.step: expected lists of seconds"),
@@ -281,7 +295,7 @@ BAD: dict[str, tuple[str, str]] = {
 def test_bad_files_are_one_line(tmp_path: Path, name: str) -> None:
     text, message = BAD[name]
     if text.startswith('{"key"'):
-        text = json.dumps(HEAD | {"environment": {}}) + "\n" + text + "\n"
+        text = json.dumps(HEAD) + "\n" + text + "\n"
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
