@@ -79,9 +79,11 @@ def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str
 
     A test that could not look has not passed: so `pass` means that every case has a verdict.
     """
-    failed = [r for r in results_of(comparison) if r.verdict in fail_on]
+    failed = [case for case in comparison.cases if case.verdict in fail_on]
     if failed:
         return "failed", count_verdicts(failed)
+    if comparison.mean and comparison.mean.verdict in fail_on:
+        return "failed", f"the mean is {comparison.mean.verdict}"
     unknown = [case for case in comparison.cases if case.verdict in NO_VERDICT]
     if unknown:
         return "no verdict", count_verdicts(unknown)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from analysis.compare import show
+from analysis.compare import outcome_of, show
 from analysis.load import load
 from analysis.verdicts import Comparison, Design, Result, compare, judge, largest_discovery
 from tests.pure.reports import ROOT, alike, case, run, runs, write
@@ -338,6 +338,20 @@ def test_a_gate_that_could_not_look_has_not_passed(
     assert markdown.endswith(f"\n- --fail-on slower: {said}\n")
     document = run("compare.py", *words, "--fail-on", "slower", "--format", "json").stdout
     assert json.loads(document)["outcome"] == said.split(" (")[0]
+
+
+def test_a_gate_counts_each_case_once() -> None:
+    """The mean is no case; but it may be slower where no case is with confidence."""
+    design = Design()
+    for verdicts, mean, outcome in (
+        (["slower"] * 6, "slower", ("failed", "6 slower")),
+        (["slower", "faster", "missing"], "same", ("failed", "1 slower, 1 missing")),
+        (["undecided", "same"], "slower", ("failed", "the mean is slower")),
+        (["undecided", "same"], "undecided", ("no verdict", "1 undecided")),
+    ):
+        cases = [Result("x", {"n": n}, "", verdict) for n, verdict in enumerate(verdicts)]
+        comparison = Comparison(cases, Result("x", {}, "", mean), [], [], [], [], design)
+        assert outcome_of(comparison, ["slower", "missing"]) == outcome
 
 
 def test_a_case_without_a_number_needs_no_verdict(tmp_path: Path) -> None:
