@@ -5,7 +5,8 @@
 # ///
 """Reports in the formats of other tools, on stdout.
 
-    csv         a row a case and metric: key, value, interval, n. pandas, DuckDB, spreadsheets
+    csv         a row a case and metric: key, value, interval, n. pandas, DuckDB, spreadsheets;
+                a text that a spreadsheet would run gets a ' before it
     bmf         Bencher Metric Format: bencher run --adapter json --file FILE
     gha         github-action-benchmark: customSmallerIsBetter, or customBiggerIsBetter for rates
     records     PyTorch's OSS benchmark database (v3)
@@ -50,11 +51,18 @@ def newest_of_each(rows: Rows) -> dict[tuple[str, str], Row]:
 
 def to_csv(rows: Rows) -> str:
     table = pd.json_normalize(rows)  # the key as columns key.*
-    table = table.astype({"n": "Int64"})
+    table = table.map(harmless).astype({"n": "Int64"})
     last = ["metric", "value", "ci_low", "ci_high", "n"]
     first = table.columns.difference(last, sort=False)
     table = table[[*first, *last]]
     return table.to_csv(index=False)
+
+
+def harmless(cell: Any) -> Any:
+    """A cell that no spreadsheet runs: =1+1 becomes '=1+1. A number as text stays, e.g. -1."""
+    if not isinstance(cell, str) or not cell.lstrip().startswith(("=", "+", "-", "@")):
+        return cell
+    return cell if re.fullmatch(r"[+-]\d+(\.\d*)?", cell) else f"'{cell}"
 
 
 def to_bmf(rows: Rows) -> str:

@@ -44,6 +44,21 @@ def test_csv(report: str) -> None:
     ]
 
 
+def test_a_csv_cell_that_a_spreadsheet_would_run_begins_with_a_quote(tmp_path: Path) -> None:
+    texts = ['=HYPERLINK("http://x")', "@SUM(1)", "+1+1", "-2+3", "\t=1", "-1", "+2.5", "a=b", "-"]
+    cases = [case(text, key={"label": text, "model": "=m"}) for text in texts]
+    path = write(tmp_path / "=a.jsonl", *cases, environment={"hosts": ["=h"], "torch": "=t"})
+    rows = list(csv.DictReader(io.StringIO(export(path, "--to", "csv"))))
+    quoted = ["'" + text for text in texts[:5]] + ["-1", "+2.5", "a=b", "'-"]
+    assert [row["key.label"] for row in rows] == quoted
+    assert {row[name] for name in ("key.model", "torch", "host") for row in rows} == {
+        *("'=m", "'=t", "'=h")
+    }
+    for row in rows:
+        cells = [cell for cell in row.values() if cell.lstrip().startswith(("=", "+", "-", "@"))]
+        assert all(re.fullmatch(r"[+-][\d.]+", cell) for cell in cells)
+
+
 def test_bencher(report: str) -> None:
     """https://bencher.dev/bmf.json: objects of objects, `value` required, all numbers."""
     document = json.loads(export(report, "--to", "bmf"))
