@@ -40,6 +40,7 @@ from analysis.load import Row, Run, by_benchmark, find, load, rows_of
 from common.cli import Parser, refuse, show_size
 from common.stats import median_interval
 
+OURS = b'<meta name="generator" content="torchrun-bench">'  # at the begin of a page
 FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
 DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s", "_ci95_rel")  # the last columns
 # In pixels, with the widest of the usual fonts: what the page has for a table in a window of 1,300,
@@ -338,7 +339,7 @@ def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("reports", nargs="+", metavar="REPORT", help="reports, folders of reports, or patterns")
-    add("-o", "--output", metavar="PAGE.html", help="the page to write")
+    add("-o", "--output", metavar="PAGE.html", help="the page to write, or to replace")
     add("--markdown", action="store_true", help="print the tables as Markdown")
     args = parser.parse_args()
     wanted = args.markdown if args.output is None else args.output.endswith(".html")
@@ -346,7 +347,7 @@ def main() -> int:
         refuse("expected a page to write, e.g. -o report.html, or --markdown")
     try:
         if args.output is not None:
-            show.check_output(args.output, (".html",), find(args.reports))
+            show.check_output(args.output, (".html",), find(args.reports), OURS)
         runs = load(args.reports)
         name_reports(runs)
         for row in rows_of(runs):

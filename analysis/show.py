@@ -89,8 +89,13 @@ def put(text: str) -> None:
         refuse(f"stdout: {error.strerror}", status=1)
 
 
-def check_output(path: str, endings: tuple[str, ...], inputs: Iterable[str]) -> None:
-    """Raises ValueError or OSError where a page or a figure cannot be written there."""
+def check_output(
+    path: str, endings: tuple[str, ...], inputs: Iterable[str], mark: bytes = b""
+) -> None:
+    """Raises ValueError or OSError where a page or a figure cannot be written there.
+
+    mark: what the begin of a file must hold to be replaced, if it is not empty.
+    """
     if not path.lower().endswith(endings):
         raise ValueError(f"expected a file that ends in {' or '.join(endings)}, got {path!r}")
     is_new = not os.path.exists(path)
@@ -100,6 +105,11 @@ def check_output(path: str, endings: tuple[str, ...], inputs: Iterable[str]) -> 
     target = os.path.realpath(path)
     if not is_new and not os.path.isfile(target):
         raise ValueError(f"{path} is no regular file")
+    if not is_new:
+        with open(target, "rb") as file:
+            head = file.read(1024)
+        if head and mark not in head:
+            raise ValueError(f"{path} is no page of report.py, which could be replaced")
     with open(target, "ab"):  # raises OSError where it cannot be written
         pass
     if is_new:

@@ -312,9 +312,18 @@ def test_refusals(tmp_path: Path) -> None:
     named_html = tmp_path / "a.html"
     named_html.write_bytes(Path(path).read_bytes())
     (tmp_path / "folder.html").mkdir()
-    for name, message in (("a.html", "it would overwrite"), ("folder.html", "no regular file")):
+    (tmp_path / "mine.html").write_text("<title>my plan</title>")
+    for name, message in (
+        *(("a.html", "it would overwrite"), ("folder.html", "no regular file")),
+        ("mine.html", "is no page of report.py, which could be replaced"),
+    ):
         done = run("report.py", str(named_html), "-o", str(tmp_path / name))
         assert done.returncode == 2
         assert message in done.stderr
+    assert (tmp_path / "mine.html").read_text() == "<title>my plan</title>"
+    page = tmp_path / "page.html"
+    page.touch()
+    for _ in range(2):  # an empty file, and a page of its own
+        assert run("report.py", path, "-o", str(page)).returncode == 0
     assert load(str(named_html)).cases
     assert load(path).cases  # and the report is as it was
