@@ -26,8 +26,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import load, numbers, open_report
@@ -50,6 +48,8 @@ def newest_of_each(rows: Rows) -> dict[tuple[str, str], Row]:
 
 
 def to_csv(rows: Rows) -> str:
+    import pandas as pd  # here: if it is missing, analysis/ has said so
+
     table = pd.json_normalize(rows)  # the key as columns key.*
     table = table.map(harmless).astype({"n": "Int64"})
     last = ["metric", "value", "ci_low", "ci_high", "n"]

@@ -28,9 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
-from markupsafe import Markup
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
@@ -318,6 +315,9 @@ def part_of(table: Table, numbers: Sequence[int], is_first: bool) -> Table:
 
 def as_page(sections: Sequence[Section]) -> str:
     """The document. Every string of a report is cleaned and escaped where it is put in."""
+    import jinja2  # here: if it is missing, analysis/ has said so
+    from markupsafe import Markup
+
     jinja = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

@@ -17,9 +17,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from matplotlib.figure import Figure
-
-from analysis.figures import SERIES
+from analysis.figures import SERIES, Figure
 from common import cli
 
 Event = dict[str, Any]

@@ -37,7 +37,6 @@ from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -327,6 +326,8 @@ class CheckpointFolder:
 
     def load(self, cold: bool = False) -> Load:
         """Load the newest checkpoint. cold: from the device, not from the page cache."""
+        import psutil  # here: if it is missing, common/ has said so
+
         t = self.training
         t.announce(f"load {self.newest}")
         dist.barrier(t.control)  # nobody reads any more
@@ -447,6 +448,8 @@ def measure(folder: CheckpointFolder, group: Group) -> Measured:
 
 def children_gib() -> float:
     """What the processes that this one has started have for themselves."""
+    import psutil
+
     children = psutil.Process().children()
     return sum(child.memory_full_info().uss for child in children) / 2**30
 

@@ -43,7 +43,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
-import psutil
 import torch
 import torch.distributed as dist
 import torchvision
@@ -361,6 +360,8 @@ class Usage(NamedTuple):
 
     @classmethod
     def now(cls, feed: Feed) -> "Usage":
+        import psutil  # here: if it is missing, common/ has said so
+
         cpu_s, device_bytes = 0.0, 0
         for pid in filter(psutil.pid_exists, feed.processes):
             process = psutil.Process(pid)
@@ -461,6 +462,8 @@ def facts_of(
     group: Group,
 ) -> Facts:
     """Look at the workers, check the samples and end the workers. All ranks call it together."""
+    import psutil
+
     now = Usage.now(feed)
     cpu_s = None
     from_device = None
@@ -484,6 +487,8 @@ def facts_of(
 
 def pss_of(pid: int) -> int:
     """Bytes of a process. A page that n processes share counts 1/n."""
+    import psutil
+
     return psutil.Process(pid).memory_full_info().pss
 
 

@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -530,6 +529,8 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
 
 def seconds_left(budget: float) -> float:
     """Since rank 0 has started, by its clock. All ranks call it."""
+    import psutil  # here: if it is missing, common/ has said so
+
     return float(share(psutil.Process().create_time() + budget - time.time()))
 
 

@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -121,6 +120,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def plan(args: argparse.Namespace) -> list[Key]:
     """The key of each mesh and rank. Raises ValueError for what cannot be."""
+    import psutil  # here: if it is missing, common/ has said so
+
     beyond = [rank for rank in args.rank if rank >= args.ranks]
     if beyond:
         raise ValueError(f"--rank: expected 0 to {args.ranks - 1}, got {beyond[0]}; e.g. --rank 0")

@@ -39,3 +39,9 @@ Toolkits: each serves some scripts. The core imports none of them.
     links       messages between pairs of ranks
     rpc         roles, device maps, TensorPipe's settings, start and end
 """
+
+import sys
+
+from common import cli
+
+sys.excepthook = cli.name_missing_package

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, NoReturn, TextIO
 
 HANG = 3  # the exit status of a run that hung
@@ -51,6 +52,19 @@ def tell_torchrun(reason: str, error_file: str | None = None) -> None:
         except OSError:  # torchrun itself would fail at half a file
             with contextlib.suppress(OSError):
                 Path(error_file).unlink()
+
+
+def name_missing_package(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """sys.excepthook: a package of requirements.txt that is not installed is one line."""
+    script = Path(sys.argv[0]).resolve()
+    path = (ROOT / "analysis" if script.parent.name == "analysis" else ROOT) / "requirements.txt"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        if re.search(rf"^{re.escape(package)}\b", path.read_text(), re.MULTILINE):
+            refuse(f"{package} is not installed; try pip install -r {shlex.quote(str(path))}")
+    sys.__excepthook__(kind, error, trace)
 
 
 def complain(line: str) -> None:

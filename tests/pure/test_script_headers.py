@@ -46,6 +46,6 @@ def test_the_header_lists_what_is_imported(script: str) -> None:
     path = ROOT / "analysis" / f"{script}.py"
     listed = header(path)["dependencies"]
     assert {line.split(">=")[0] for line in listed} == imports(path, set())
-    # the versions of requirements.txt
-    assert set(listed) <= set((ROOT / "requirements.txt").read_text().splitlines())
+    # the versions of its requirements.txt
+    assert set(listed) <= set((ROOT / "analysis/requirements.txt").read_text().splitlines())
     assert header(path)["requires-python"] == ">=3.11"
