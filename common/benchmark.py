@@ -68,6 +68,7 @@ from common.traces import Tracer, problem_with, trace_lines
 from common.turns import TURN, turn_taker
 from common.watchdog import Watchdog
 
+RUN_ID = "TORCHELASTIC_RUN_ID"
 Key = dict[str, Any]
 Build = Callable[[Key, Group], Workload | Measured]  # called on the ranks of the case
 # Called on rank 0: fills in case.metrics and case.check. The list has the facts of each rank.
@@ -520,4 +521,11 @@ def restarted_after() -> float:
     """
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return math.inf
-    return psutil.Process(os.getppid()).create_time() - 1  # the report has whole seconds
+    torchrun = psutil.Process().parent()
+    with contextlib.suppress(psutil.Error):  # of another user: that is no wrapper of ours
+        # a wrapper that torchrun has started has the variables of its ranks
+        while torchrun and torchrun.environ().get(RUN_ID) == os.environ.get(RUN_ID):
+            torchrun = torchrun.parent()
+    if torchrun is None:  # outside the container of this rank
+        return math.inf
+    return torchrun.create_time() - 1  # the report has whole seconds

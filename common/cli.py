@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, TextIO
 
+JSON_FLAGS = ("-J", "--json", "--output-file")
 HANG = 3  # the exit status of a run that hung
 NO_VERDICT = 4  # of one that cannot tell what it was asked
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
@@ -30,12 +31,20 @@ UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 def refuse(message: str, status: int = 2) -> NoReturn:
     """End the run because of a user's mistake: one line on stderr from rank 0, exit status 2."""
     line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
-    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) != "0":
+    if not is_rank_0():
         time.sleep(10)  # if this rank ended first, the launcher would kill rank 0 before it spoke
     else:
         complain(line)
     tell_torchrun(line)
     sys.exit(status)
+
+
+def is_rank_0() -> bool:
+    """Whether this process speaks for the job. One whose RANK is no number speaks, too."""
+    try:
+        return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
+    except ValueError:
+        return True
 
 
 def tell_torchrun(reason: str, error_file: str | None = None) -> None:
@@ -177,7 +186,7 @@ class ShowVersion(argparse.Action):
     """--version: rank 0 prints the version, and the script ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        if os.environ.get("RANK", "0") == "0":
+        if is_rank_0():
             print(f"torchrun-bench {version()}")
         parser.exit()
 
@@ -223,6 +232,23 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
 
+def shared_words() -> list[str]:
+    """The command line without what each rank may have of its own: --json, and the folder of
+    --profile."""
+    words, rest = [Path(sys.argv[0]).name], list(map(with_hyphens, sys.argv[1:]))
+    while rest:
+        word = rest.pop(0)
+        name = "-J" if word.startswith("-J") else word.partition("=")[0]
+        if name not in (*JSON_FLAGS, "--profile"):
+            words.append(word)
+            continue
+        if word == name:  # the value is the next word
+            del rest[:1]
+        if name == "--profile":
+            words.append(name)
+    return words
+
+
 def first_lines() -> str:
     """The script's name and version, and the command."""
     name = Path(sys.argv[0]).stem
@@ -233,7 +259,7 @@ def begin_output(stream: TextIO) -> None:
     """Print the first lines, on rank 0, before slow imports and before the ranks meet."""
     # where the terminal is ASCII, another letter is shown as \xe9 and is no error
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank_0():
         with contextlib.suppress(OSError):  # Benchmark.print meets the error again, and says so
             print(first_lines(), file=stream, flush=True)
 
@@ -403,7 +429,7 @@ def add_common_flags(
     add("--world-size", type=positive_int, metavar="N", help=text)
     report = """append every finished case to this report; an older one becomes PATH.bak, .bak.1,
         ...; - is stdout, and everything else goes to stderr"""
-    add("-J", "--json", "--output-file", metavar="PATH", help=report)
+    add(*JSON_FLAGS, metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
     traces = "then profile 5 more iterations of each step; write traces into DIR (docs/profile.md)"
     folder = checked(str, bool, "a folder", "e.g. traces")

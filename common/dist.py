@@ -67,7 +67,7 @@ def local_rank() -> int:
 
     `torchrun --virtual-local-rank` sets 0 for all ranks. But torchrun numbers the ranks node by
     node, so RANK tells the number, too. Where nodes have different numbers of ranks it does not:
-    there LOCAL_RANK is taken as it is.
+    there LOCAL_RANK is taken as it is. Without LOCAL_RANK all ranks are on one node.
     """
 
     def value(name: str) -> int:
@@ -75,8 +75,9 @@ def local_rank() -> int:
 
     nodes = value("GROUP_WORLD_SIZE")
     ranks_of_node = value("LOCAL_WORLD_SIZE")
-    by_torchrun_evenly = nodes > 0 and value("WORLD_SIZE") == nodes * ranks_of_node
-    return value("RANK") % ranks_of_node if by_torchrun_evenly else value("LOCAL_RANK")
+    if nodes > 0 and value("WORLD_SIZE") == nodes * ranks_of_node:  # torchrun's, evenly
+        return value("RANK") % ranks_of_node
+    return value("LOCAL_RANK" if "LOCAL_RANK" in os.environ else "RANK")
 
 
 def open_group(ranks: tuple[int, ...], job: Job, teams: Teams | None = None) -> Group | None:

@@ -6,6 +6,8 @@ import gc
 import json
 import os
 import re
+import resource
+import shlex
 import socket
 import tempfile
 import time
@@ -17,9 +19,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, backends_of, cut, refuse, tell_torchrun
+from common.cli import HANG, backends_of, cut, refuse, shared_words, tell_torchrun
 from common.dist import FOREVER, Job, local_rank
 
+LOOPBACK = "127.0.0.1"
 SYS = Path("/sys")  # what Linux says of cores and PCI devices
 BY_HAND = (
     "without torchrun e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "
@@ -43,6 +46,7 @@ def join(
     rank, on_node, world_size, local_world_size = world()
     ranks_to_meet = 1 if dry_run else world_size
     check_network(ranks_to_meet)
+    check_file_limit(ranks_to_meet)
     chosen = choose_device(device, on_node)
     cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
@@ -57,7 +61,8 @@ def join(
         store: dist.Store = dist.HashStore()
         second_store = store.clone()
     else:
-        store, second_store = meet(rank, world_size, timeout_s)
+        on_loopback = meets_on_loopback(world_size, local_world_size)
+        store, second_store = meet(rank, world_size, timeout_s, on_loopback)
     # By themselves gloo and TensorPipe take the address of the host's name: on Debian 127.0.1.1.
     one_node = ranks_to_meet in (1, local_world_size)
     interface = "lo" if one_node else find_interface(store, world_size)
@@ -130,9 +135,16 @@ def world() -> tuple[int, int, int, int]:
         return 0, 0, 1, 1  # started by python
     world_size = variable("WORLD_SIZE", 1)
     rank = variable("RANK", 0, world_size - 1)
+    if not has_local_variables():
+        return rank, rank, world_size, world_size  # `meet` checks that there is one node
     local_world_size = variable("LOCAL_WORLD_SIZE", 1, world_size)
     variable("LOCAL_RANK", 0, local_world_size - 1)
     return rank, local_rank(), world_size, local_world_size
+
+
+def has_local_variables() -> bool:
+    """False where RANK and WORLD_SIZE alone say which rank this is: then all are on one node."""
+    return "LOCAL_RANK" in os.environ or "LOCAL_WORLD_SIZE" in os.environ
 
 
 def refuse_worlds_of_one() -> None:
@@ -182,6 +194,11 @@ def check_network(world_size: int) -> None:
                 refuse(name)  # silently: the first rank of the node speaks
             known = f"expected one of {', '.join(sorted(interfaces))}"
             refuse_here(name, known, text, "e.g. as `ip -br address` shows them")
+    lo = psutil.net_if_stats().get("lo")
+    if lo and not lo.isup:
+        if local_rank() > 0:
+            refuse("lo")
+        refuse_here("lo", "expected the loopback interface up", "down", "try ip link set lo up")
     if world_size == 1:
         return
     address = os.environ.get("MASTER_ADDR")
@@ -192,8 +209,52 @@ def check_network(world_size: int) -> None:
     variable("MASTER_PORT", 1, 65535)
 
 
-def meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, dist.Store]:
-    """Two connections to the store in which all ranks have met.
+def check_file_limit(world_size: int) -> None:
+    """Raise the soft limit on open files. Refuse one that is too low for any script.
+
+    Counted with torch 2.15 on the CPU: rank 0 of 2, 4 and 6 ranks has 35, 75 and 55 open, where
+    the 4 ranks have several sets of groups.
+    """
+    needed = 25 + 5 * world_size
+    limit = raise_file_limit(64 + 16 * world_size)
+    if limit < needed:
+        if local_rank() > 0:
+            refuse("ulimit")  # silently: the first rank of the node speaks
+        example = f"raise the hard limit, e.g. ulimit -Hn {needed} as root"
+        refuse_here("ulimit -n", f"expected at least {needed} open files", str(limit), example)
+
+
+def raise_file_limit(needed: int) -> int:
+    """Let this process open so many files, if the hard limit allows. Returns the limit it got."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return needed
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    return limit
+
+
+def meets_on_loopback(world_size: int, local_world_size: int) -> bool:
+    """Whether all ranks are on this host for certain, before they have met."""
+    if has_local_variables():
+        return local_world_size == world_size
+    address = os.environ["MASTER_ADDR"]
+    return address in ("localhost", "::1") or address.startswith("127.")
+
+
+def listen_on_loopback(port: int) -> int:
+    """The number of a socket for the store, which would listen on all interfaces by itself."""
+    try:
+        return socket.create_server((LOOPBACK, port)).detach()
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        refuse_here("MASTER_PORT", f"expected a free port ({why})", str(port))
+
+
+def meet(
+    rank: int, world_size: int, timeout_s: float, on_loopback: bool = False
+) -> tuple[dist.Store, dist.Store]:
+    """Two connections to the store in which all ranks have met. Refuses what does not fit together.
 
     Both are made while the ranks arrive one by one. The store looks up the name of each client, one
     after the other (pytorch/pytorch#159007). If all ranks connected at once, a name server might
@@ -203,6 +264,11 @@ def meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, dist
     port = int(os.environ["MASTER_PORT"])
     served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by torchrun's agent
     is_master = rank == 0 and not served
+    listener = None
+    if on_loopback and not served:
+        # also for the processes of checkpoint_sweep's async-process, which meet there, too
+        address = os.environ["MASTER_ADDR"] = LOOPBACK
+        listener = listen_on_loopback(port) if is_master else None
     end = time.monotonic() + timeout_s
     try:
         tcp = dist.TCPStore(
@@ -211,38 +277,79 @@ def meet(rank: int, world_size: int, timeout_s: float) -> tuple[dist.Store, dist
             is_master=is_master,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
+            master_listen_fd=listener,
         )
         second_tcp = tcp.clone()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         if "EADDRINUSE" in reason:
-            refuse_here("MASTER_PORT", "expected a free port, this one is in use", str(port))
-        unreached = f"{here} cannot reach MASTER_ADDR {address}:{port}: {reason}"
+            refuse_here("MASTER_PORT", "expected a free port (Address already in use)", str(port))
+        name = "rank 0 on loopback" if on_loopback else "MASTER_ADDR"
+        unreached = f"{here} cannot reach {name} {address}:{port}: {reason}"
         give_up(unreached, say=local_rank() == 0)
     # torchrun's store outlives a restart of the ranks. Without a prefix of their own the new ranks
     # would dial the ports of the dead ones (pytorch/pytorch#135712).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"torchrun-bench/{attempt}"
     store = dist.PrefixStore(prefix, tcp)
-    store.set(f"here/{rank}", json.dumps([here, address_towards(address)]))
+    store.set(f"here/{rank}", json.dumps([here, address_towards(address), shared_words()]))
     if rank == 0:
         wait_for_all(store, world_size, end, timeout_s)
-        store.set("all here", "")
-    else:
+        store.set("all here", misfit(come(store, world_size)) or "")
+    try:
         while not store.check(["all here"]):
             if time.monotonic() > end + 10:  # rank 0 speaks first
                 give_up(f"HANG: not all ranks came within {timeout_s:g} s", say=False)
             time.sleep(0.05)
+        if problem := store.get("all here").decode():
+            say_no(store, rank, world_size, problem)
+    except RuntimeError:  # rank 0 has ended, and the store with it
+        lost = f"{here} lost rank 0 at {address}:{port} before all had met"
+        give_up(lost, say=local_rank() == 0)
     return store, dist.PrefixStore(prefix, second_tcp)
+
+
+def come(store: dist.Store, world_size: int) -> list[Any]:
+    """What each rank has left in the store: its host, its address, its command line."""
+    return [json.loads(text) for text in store.multi_get(signs_of(world_size))]
+
+
+def misfit(rows: list[Any]) -> str | None:
+    """Why these ranks cannot be one job; None if they can. rows: of `come`."""
+    hosts = {f"{host} ({address})" for host, address, _ in rows}
+    if not has_local_variables() and len(hosts) > 1:
+        where = f"RANK and WORLD_SIZE alone are for one host, got {cut(sorted(hosts))}"
+        return f"{where}; set LOCAL_RANK and LOCAL_WORLD_SIZE"
+    first = rows[0][2]
+    others = [rank for rank, (_, _, words) in enumerate(rows) if words != first]
+    if others:
+        got = f"got `{shlex.join(rows[others[0]][2])}` on rank {cut(others)}"
+        return f"expected the same arguments on all ranks, {got}, `{shlex.join(first)}` on rank 0"
+    return None
+
+
+def say_no(store: dist.Store, rank: int, world_size: int, problem: str) -> NoReturn:
+    """End the run on all ranks. Rank 0, which may hold the store, waits until they know of it."""
+    store.set(f"told/{rank}", "")
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"told/{other}" for other in range(world_size)], timedelta(seconds=10))
+    refuse(problem)
+
+
+def signs_of(world_size: int) -> list[str]:
+    return [f"here/{rank}" for rank in range(world_size)]
 
 
 def wait_for_all(store: dist.Store, world_size: int, end: float, timeout_s: float) -> None:
     """Wait on rank 0 until all ranks have come. Ends the run at `end` and names who is missing."""
-    signs = [f"here/{rank}" for rank in range(world_size)]
+    signs = signs_of(world_size)
     while not store.check(signs):
         if time.monotonic() > end:
             missing = cut([rank for rank, sign in enumerate(signs) if not store.check([sign])])
-            give_up(f"HANG: no sign of rank {missing} in {timeout_s:g} s")
+            elsewhere = "; on several hosts set LOCAL_RANK and LOCAL_WORLD_SIZE"
+            hint = "" if has_local_variables() else elsewhere
+            give_up(f"HANG: no sign of rank {missing} in {timeout_s:g} s{hint}")
         time.sleep(0.05)
 
 
@@ -259,8 +366,8 @@ def find_interface(store: dist.Store, world_size: int) -> str:
     it is the one that leads to a rank on another node."""
     address = address_towards(os.environ["MASTER_ADDR"])
     if address.startswith("127."):
-        rows = [json.loads(store.get(f"here/{rank}")) for rank in range(world_size)]
-        others = [other for host, other in rows if host != socket.gethostname() and other]
+        rows = come(store, world_size)
+        others = [other for host, other, _ in rows if host != socket.gethostname() and other]
         if others:
             address = address_towards(others[0])
     for name, entries in psutil.net_if_addrs().items():

@@ -5,7 +5,6 @@ Servers and the master answer calls while they wait in `Benchmark.measure` for t
 
 import argparse
 import os
-import resource
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from common.benchmark import Benchmark
 from common.cli import checked, list_of, refuse
 from common.dist import gather, share
-from common.join import world
+from common.join import raise_file_limit, world
 
 # at import: the scripts decorate functions with rpc.functions, which is missing then, too
 if not hasattr(rpc, "TensorPipeAgent"):
@@ -215,16 +214,6 @@ def files_needed(world_size: int, options: RpcOptions) -> int:
     """
     files_of_peer = 10 if options.transports == ["uv"] else 60
     return 150 + files_of_peer * world_size
-
-
-def raise_file_limit(needed: int) -> int:
-    """Let this process open so many files, if the hard limit allows. Returns the limit it got."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return needed
-    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-    return limit
 
 
 def refuse_few_files(bench: Benchmark, options: RpcOptions) -> None:

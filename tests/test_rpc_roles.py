@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks import batch_update_ps, ddp_rpc, parameter_server, rpc_latency
-from common.rpc import RpcOptions, files_needed, raise_file_limit, split_roles
+from common.join import raise_file_limit
+from common.rpc import RpcOptions, files_needed, split_roles
 from tests.process import ROOT
 
 

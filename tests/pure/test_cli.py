@@ -4,12 +4,14 @@ import argparse
 import importlib
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
@@ -176,11 +178,55 @@ def test_leaving_frees_nothing(then: str, status: int, out: str) -> None:
     assert ("ZeroDivisionError" in run.stderr) == (status == 1)
 
 
+@pytest.mark.parametrize(("rank", "speaks"), [("00", True), ("x", True), ("", True), ("01", False)])
+def test_who_speaks(
+    rank: str, speaks: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Rank 0, however it is written, and whoever does not know its rank."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(SystemExit):
+        parse("--nope")
+    assert ("unknown argument '--nope'" in capsys.readouterr().err) is speaks
+
+
+def test_what_each_rank_may_have_of_its_own(monkeypatch: Any) -> None:
+    """The report and the folder of the traces: the rest of the command line is the job's."""
+
+    def shared(*words: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["/a/x.py", *words])
+        return cli.shared_words()
+
+    want = ["x.py", "-b", "8", "--resume", "--profile"]
+    for report in (["--json", "r"], ["--json=r"], ["-J", "r"], ["-Jr"], ["--output_file", "r"], []):
+        for traces in (["--profile", "t"], ["--profile=t"]):
+            assert shared("-b", "8", *report, "--resume", *traces) == want
+    assert shared("--batch_size=8") == ["x.py", "--batch-size=8"]
+    assert shared("--profile-ranks", "0", "--json") == ["x.py", "--profile-ranks", "0"]
+
+
 @pytest.mark.parametrize("words", [["--resume"], ["--json", ""]])
 def test_resume_needs_a_report(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         Benchmark("x", parse(*words))
     assert "expected --json PATH" in capsys.readouterr().err
+
+
+def test_a_restart_is_told_by_the_age_of_torchrun() -> None:
+    """Not by that of a wrapper, which torchrun has started for a rank and its attempt."""
+    code = "from common.benchmark import restarted_after; print(restarted_after())"
+    wrapper = f'{shlex.quote(sys.executable)} -c "{code}"; true'  # without exec
+    variables = {"TORCHELASTIC_RUN_ID": "a job", "TORCHELASTIC_RESTART_COUNT": "1"}
+    done = subprocess.run(
+        ["bash", "-c", f"bash -c '{wrapper}'; true"],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    this = psutil.Process()  # stands for torchrun: the first without the ranks' variables
+    assert float(done.stdout) == pytest.approx(this.create_time() - 1, abs=0.001), done.stderr
 
 
 @pytest.mark.parametrize("pipes", ["/nope:/nope2", "/nope", ""])

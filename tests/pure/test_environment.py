@@ -1,5 +1,6 @@
 """What environment.py reads out of other programs' words, and what it refuses."""
 
+import json
 import os
 import platform
 import re
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from common import dist
+from common.cli import shared_words
 from common.cpu_load import Others
 from common.environment import (
     collect,
@@ -27,9 +29,12 @@ from common.environment import (
 from common.join import (
     bind,
     check_backend,
+    check_file_limit,
     check_network,
     join,
     meet,
+    meets_on_loopback,
+    misfit,
     set_variables,
     stay_near,
     world,
@@ -297,14 +302,76 @@ def test_a_wrong_interface_and_a_port_in_use(refused: Callable[..., str]) -> Non
         other.listen()
         port = str(other.getsockname()[1])
         line = refused(lambda: meet(0, 2, 20), MASTER_PORT=port)
-    assert f"expected a free port, this one is in use, got '{port}'" in line
+        assert f"expected a free port (Address already in use), got '{port}'" in line
+        line = refused(lambda: meet(0, 2, 20, on_loopback=True), MASTER_PORT=port)
+    assert f"expected a free port (Address already in use), got '{port}'" in line
+
+
+def test_loopback_that_is_down_and_too_few_files(
+    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("psutil.net_if_stats", lambda: {"lo": SimpleNamespace(isup=False)})
+        line = refused(lambda: check_network(1))
+        assert "expected the loopback interface up, got 'down'; try ip link set lo up" in line
+    limits = {20: 20, 34: 34, 35: 35, 1024: 4096}  # soft, hard
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limit: None)
+    for soft, hard in limits.items():
+        monkeypatch.setattr("resource.getrlimit", lambda kind, pair=(soft, hard): pair)
+        if hard < 35:
+            line = refused(lambda: check_file_limit(2))
+            assert f"expected at least 35 open files, got '{hard}'; raise the hard limit" in line
+        else:
+            check_file_limit(2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "sizes", "want"),
+    [
+        ({"LOCAL_RANK": "0"}, (2, 2), True),  # wherever MASTER_ADDR leads
+        ({"LOCAL_RANK": "0"}, (4, 2), False),
+        ({"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (4, 2), False),
+        ({}, (2, 2), False),
+        ({"MASTER_ADDR": "127.0.1.1"}, (2, 2), True),
+        ({"MASTER_ADDR": "localhost"}, (2, 2), True),
+        ({"MASTER_ADDR": "::1"}, (2, 2), True),
+    ],
+)
+def test_who_meets_on_loopback(
+    variables: dict[str, str], sizes: tuple[int, int], want: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"MASTER_ADDR": "10.0.0.1"} | variables).items():
+        monkeypatch.setenv(name, value)
+    assert meets_on_loopback(*sizes) is want
+
+
+def test_ranks_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the store: host, address, command line."""
+    words = ["x.py", "-b", "8"]
+    here, there = ["a", "10.0.0.1", words], ["b", "10.0.0.2", words]
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert misfit([here, there, there]) is None
+    other = ["b", "10.0.0.2", ["x.py", "-b", "8 K"]]
+    assert misfit([here, other, here, other]) == (
+        "expected the same arguments on all ranks, got `x.py -b '8 K'` on rank 1, 3, "
+        "`x.py -b 8` on rank 0"
+    )
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert misfit([here, here]) is None
+    assert misfit([here, there]) == (
+        "RANK and WORLD_SIZE alone are for one host, got a (10.0.0.1), b (10.0.0.2); "
+        "set LOCAL_RANK and LOCAL_WORLD_SIZE"
+    )
 
 
 def test_the_second_connection_does_not_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog looks for other ranks while the main thread waits for one of them."""
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     of_the_run = torch.distributed.PrefixStore("torchrun-bench/0", server)
-    of_the_run.set("here/1", "")
+    of_the_run.set("here/1", json.dumps([socket.gethostname(), "127.0.0.1", shared_words()]))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -339,6 +406,9 @@ def test_the_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     # srun's numbers, which need not follow the nodes
     assert given(RANK=2, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2) == (2, 1, 4, 2)
     assert dist.local_rank() == 1
+    # alone: all are on one node
+    assert given(RANK=2, WORLD_SIZE=4) == (2, 2, 4, 4)
+    assert dist.local_rank() == 2
 
 
 @pytest.mark.parametrize(
