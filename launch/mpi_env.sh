@@ -39,12 +39,15 @@ numbers=()
 for name in "${names[@]}"; do
     number=${!name:-}
     if ! [[ $number =~ ^[0-9]+$ ]]; then refuse "expected a number in $name, got '$number'"; fi
-    numbers+=("$number")
+    numbers+=("$((10#$number))") # 08 is no octal number
 done
 export RANK=${numbers[0]} WORLD_SIZE=${numbers[1]}
 export LOCAL_RANK=${numbers[2]} LOCAL_WORLD_SIZE=${numbers[3]}
+for i in 1 3; do # sizes; flux: the number of nodes
+    if ((numbers[i] == 0)); then refuse "expected at least 1 in ${names[i]}, got '${!names[i]}'"; fi
+done
 case ${names[0]} in
-FLUX_TASK_RANK) LOCAL_WORLD_SIZE=$((WORLD_SIZE / FLUX_JOB_NNODES)) ;;
+FLUX_TASK_RANK) LOCAL_WORLD_SIZE=$((WORLD_SIZE / LOCAL_WORLD_SIZE)) ;;
 PMIX_RANK) LOCAL_RANK=$((RANK % LOCAL_WORLD_SIZE)) ;;
 esac
 if ((WORLD_SIZE % LOCAL_WORLD_SIZE || RANK % LOCAL_WORLD_SIZE != LOCAL_RANK)); then

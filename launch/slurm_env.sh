@@ -17,6 +17,10 @@ refuse() {
 tasks=${SLURM_STEP_TASKS_PER_NODE:-}
 if [[ -z $tasks ]]; then refuse "this is no Slurm step; start it with srun, in sbatch or salloc"; fi
 if [[ $# -eq 0 ]]; then refuse "expected a command, e.g. python3 benchmarks/ddp_sweep.py"; fi
+for name in SLURM_JOB_ID SLURM_PROCID SLURM_LOCALID SLURM_NODEID \
+    SLURM_STEP_NUM_TASKS SLURM_STEP_NUM_NODES; do
+    if ! [[ ${!name:-} =~ ^[0-9]+$ ]]; then refuse "expected a number in $name, got '${!name:-}'"; fi
+done
 export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID
 export WORLD_SIZE=$SLURM_STEP_NUM_TASKS LOCAL_WORLD_SIZE=${tasks%%[(,]*}
 if ((WORLD_SIZE != SLURM_STEP_NUM_NODES * LOCAL_WORLD_SIZE)); then
@@ -26,12 +30,19 @@ if ((RANK != SLURM_NODEID * LOCAL_WORLD_SIZE + LOCAL_RANK)); then
     refuse "rank $RANK is task $LOCAL_RANK of node $SLURM_NODEID; give srun --distribution=block"
 fi
 
-# The first node by its name, or by its address in slurm.conf where the name is unknown here: torch
-# would look for it for a minute and a half.
+# The first host of Slurm's list, in which node[001-002,007],gpu-1 stands for node001 and others.
+# Without scontrol, which a container lacks: each bracket keeps its first number, then the list ends.
+first_host() {
+    sed 's/\[\([^],-]*\)[^]]*\]/\1/g; s/,.*//' <<<"$1"
+}
+
+# The first node by its name, or by its address in slurm.conf where the name is unknown here, and
+# scontrol is there to ask: torch would look for the name for a minute and a half.
 if [[ -z ${MASTER_ADDR:-} ]]; then
-    MASTER_ADDR=$(scontrol show hostnames "$SLURM_STEP_NODELIST" | sed -n 1p)
+    MASTER_ADDR=$(first_host "$SLURM_STEP_NODELIST")
     if ! getent ahosts "$MASTER_ADDR" >/dev/null; then
-        address=$(scontrol -o show node "$MASTER_ADDR" | sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p')
+        address=$(scontrol -o show node "$MASTER_ADDR" 2>/dev/null |
+            sed -n 's/.* NodeAddr=\([^ ]*\).*/\1/p') || true
         MASTER_ADDR=${address:-$MASTER_ADDR}
     fi
 fi

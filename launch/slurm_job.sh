@@ -7,6 +7,13 @@ refuse() {
     exit 2
 }
 
+# Refuses a variable that holds no number. Without a leading 0, which bash takes for octal.
+need_number() { # NAME EXAMPLE
+    if ! [[ ${!1} =~ ^(0|[1-9][0-9]*)$ ]]; then
+        refuse "expected a number in $1, got '${!1}'; e.g. $1=$2"
+    fi
+}
+
 # Sets `ranks`, the number on each node, from the job; checks the command line.
 check_job() {
     local example="benchmarks/ddp_sweep.py --json ddp.jsonl --resume"
@@ -16,11 +23,22 @@ check_job() {
     if [[ $# -eq 0 ]]; then refuse "expected a script and its flags, e.g. $example"; fi
     if [[ $1 != -m && ! -e $1 ]]; then refuse "no script $1 in $PWD; e.g. $example"; fi
     local gpus=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-}}
-    ranks=${SLURM_NTASKS_PER_NODE:-${gpus##*:}} # of a100:8, too
+    gpus=${gpus##*:} # of a100:8, too
+    ranks=${SLURM_NTASKS_PER_NODE:-$gpus}
+    # the header of most jobs for torchrun: its one task is torchrun, which starts a rank for each GPU
+    if [[ $wrapper == slurm_torchrun.sbatch && $ranks == 1 ]]; then ranks=${gpus:-1}; fi
     if ! [[ $ranks =~ ^[1-9][0-9]*$ ]]; then
         refuse "how many ranks a node? Give sbatch --gpus-per-node 8, or --ntasks-per-node 8"
     fi
-    if ((${SLURM_RESTART_COUNT:-0} > ${MAX_REQUEUES:=3})); then
+    if [[ $gpus =~ ^[0-9]+$ ]] && ((ranks < gpus)); then
+        echo "$wrapper: $((gpus - ranks)) of $gpus GPUs of a node stay idle: --ntasks-per-node" \
+            "$ranks is as many ranks; for a rank on each give --ntasks-per-node $gpus" >&2
+    fi
+    : "${MAX_REQUEUES:=3}" "${GIVE_UP_S:=60}" "${SLURM_RESTART_COUNT:=0}"
+    need_number MAX_REQUEUES 3
+    need_number GIVE_UP_S 60
+    need_number SLURM_JOB_ID 4711
+    if ((SLURM_RESTART_COUNT > MAX_REQUEUES)); then
         refuse "requeued $SLURM_RESTART_COUNT times; MAX_REQUEUES=$MAX_REQUEUES"
     fi
 }
@@ -38,7 +56,7 @@ run_step() {
     local srun=(srun --nodes="$nodes" --ntasks="$((nodes * tasks))" --ntasks-per-node="$tasks"
         --distribution=block --kill-on-bad-exit=1 "${options[@]}"
         bash "${launch:?}/slurm_env.sh" "$@")
-    if [[ -n ${DRY_RUN:-} ]]; then
+    if [[ ${DRY_RUN:-0} != 0 ]]; then
         echo "${srun[*]@Q}"
         exit 0
     fi
@@ -68,7 +86,7 @@ end_step() {
 # still reaches it.
 give_up() {
     local began='' quiet=0
-    while ((quiet < ${GIVE_UP_S:-60})); do
+    while ((quiet < GIVE_UP_S)); do
         sleep 5 &>/dev/null
         # processes of this job here, by their step: 0, 1, ..., or batch for this shell
         if scontrol listpids "$SLURM_JOB_ID" 2>/dev/null | grep -Eq '^[0-9]+ +[0-9]+ +[0-9]+ '; then
@@ -83,7 +101,7 @@ give_up() {
 
 # Start the job again, for a sweep that has not ended.
 requeue() {
-    local count=${SLURM_RESTART_COUNT:-0}
+    local count=$SLURM_RESTART_COUNT
     if [[ " $* " != *" --resume "* ]]; then
         echo "$wrapper: not requeued: without --resume it would begin anew" >&2
     elif ((count >= MAX_REQUEUES)); then

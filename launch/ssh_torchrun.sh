@@ -46,10 +46,11 @@ while read -r host ranks rest || [[ -n $host ]]; do
     number=$((number + 1))
     if [[ -z $host ]]; then continue; fi
     if ! [[ $host != -* && $ranks =~ ^slots=[1-9][0-9]*$ && -z $rest ]]; then
-        refuse "$1:$number: expected a host and its ranks, e.g. node1 slots=8, got '$host $ranks'"
+        got="$host${ranks:+ $ranks}${rest:+ $rest}"
+        refuse "$1:$number: expected a host and its ranks, e.g. node1 slots=8, got '$got'"
     fi
     hosts+=("$host") slots+=("${ranks#slots=}")
-done < <(sed 's/#.*//' "$1")
+done < <(sed 's/\r$//; s/#.*//' "$1") # lines may end as on Windows
 if [[ ${#hosts[@]} -eq 0 ]]; then refuse "$1 names no host; expected lines like: node1 slots=8"; fi
 shift
 
@@ -78,9 +79,9 @@ for i in "${!hosts[@]}"; do
         --node-rank="$i" --nproc-per-node="${slots[i]}" --master-addr="$master"
         --master-port="${MASTER_PORT:-29400}" "$@")
     commands+=("exec bash -c ${remote@Q} ${PWD@Q} ${words[*]@Q}") # the shell there splits it anew
-    if [[ -n ${DRY_RUN:-} ]]; then echo "[${hosts[i]}] cd ${PWD@Q}; ${words[*]@Q}"; fi
+    if [[ ${DRY_RUN:-0} != 0 ]]; then echo "[${hosts[i]}] cd ${PWD@Q}; ${words[*]@Q}"; fi
 done
-if [[ -n ${DRY_RUN:-} ]]; then exit 0; fi
+if [[ ${DRY_RUN:-0} != 0 ]]; then exit 0; fi
 
 scratch=$(mktemp -d)
 mkfifo "$scratch/life"
@@ -90,10 +91,12 @@ trap 'rm -rf "$scratch"; kill $timer 2>/dev/null || true' EXIT
 
 # Runs in the background: ssh, with what it prints behind the host's name.
 follow() {
+    local label
+    label=$(printf '[%s] ' "$1" | sed 's/[\\&|]/\\&/g') # what sed would take for its own
     {
         "${ssh[@]}" -- "$1" "$2" <"$scratch/life" 2>&1 >&3 3>&- {life}>&- |
-            sed -u "s|^|[$1] |" >&2 3>&- {life}>&-
-    } 3>&1 | sed -u "s|^|[$1] |" {life}>&-
+            sed -u "s|^|$label|" >&2 3>&- {life}>&-
+    } 3>&1 | sed -u "s|^|$label|" {life}>&-
 }
 
 end_all() {

@@ -129,6 +129,28 @@ def test_what_is_missing(given: str, want: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        (OPEN.replace("WORLD_SIZE=4", "WORLD_SIZE=0"), "at least 1 in OMPI_COMM_WORLD_SIZE"),
+        (OPEN.replace("L_SIZE=2", "L_SIZE=00"), "at least 1 in OMPI_COMM_WORLD_LOCAL_SIZE"),
+        (FLUX.replace("NNODES=2", "NNODES=0"), "at least 1 in FLUX_JOB_NNODES, got '0'"),
+        (f"{PMIX} WORLD_SIZE=4 LOCAL_WORLD_SIZE=0", "at least 1 in LOCAL_WORLD_SIZE, got '0'"),
+    ],
+)
+def test_sizes_of_0_are_refused(given: str, want: str) -> None:
+    done = start(f"{given} {ADDRESS}".format(rank=0, local=0), "true")
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"mpi_env.sh: error: expected {want}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_number_may_begin_with_0() -> None:
+    """bash takes 08 for octal, and there is no such digit."""
+    given = "PMI_RANK=08 PMI_SIZE=010 MPI_LOCALRANKID=8 MPI_LOCALNRANKS=010 PBS_JOBID=7"
+    assert list(variables(given).values())[:4] == ["8", "8", "10", "10"]
+
+
 @pytest.mark.parametrize(("rank", "local", "size"), [(1, 0, 4), (2, 0, 5)])
 def test_ranks_fill_node_after_node(rank: int, local: int, size: int) -> None:
     given = f"{OPEN} {ADDRESS}".format(rank=rank, local=local).replace("SIZE=4", f"SIZE={size}")
