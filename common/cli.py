@@ -25,6 +25,43 @@ MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflow
 MOST_NCCL_WARNINGS = 5  # of a process that are shown
 MOST_CASES = 10_000  # the most cases that the lists of a command line may give
 ROOT = Path(__file__).resolve().parents[1]  # the folder of all these scripts
+BEFORE = "torchrun's flags stand before the script"
+# Flags of the five source programs, of launchers and of nccl-tests that a script does not have, and
+# what serves instead; by script, "" for all of them
+GONE: dict[str, dict[str, str]] = {
+    "": {
+        "--rank": "torchrun sets RANK; by hand set RANK and WORLD_SIZE",
+        "--local-rank": "torchrun sets LOCAL_RANK; start the script with torchrun",
+        "--master-addr": f"{BEFORE}; by hand set MASTER_ADDR",
+        "--master-port": f"{BEFORE}; by hand set MASTER_PORT",
+        "--nnodes": BEFORE,
+        "--node-rank": BEFORE,
+        "--nproc-per-node": BEFORE,
+        "--standalone": BEFORE,
+        "--filestore": "the ranks meet in the store of torchrun",
+    },
+    "parameter_server": {
+        "--trainer": "DdpTrainer is the only trainer",
+        "--model": "DummyModel is the only model; --num-embeddings, --dense-layers shape it",
+        "--data": "DummyData are the only data; --sample-count, --sample-length shape them",
+        "--data-config-path": "its entries are flags, e.g. --sample-count 1024",
+        "--model-config-path": "its entries are flags, e.g. --num-embeddings 1024",
+        "--server-config-path": "its entries are flags, e.g. --servers batch",
+        "--trainer-config-path": "its entries are flags, e.g. --batch-size 32",
+        "--preprocess-data": "the batches are made where they are used",
+        "--create-criterion": "the loss is cross-entropy",
+        "--create-ddp-model": "the model is wrapped by DDP; --bucket-size sets its buckets",
+        "--hook-state": "--ddp-hook brings its own state",
+        "--iteration-step": "each step is forward, backward and SGD",
+    },
+    "compile_sweep": {
+        "--trace-file": "--profile DIR writes a trace for each case and rank into DIR",
+    },
+    "collectives": dict.fromkeys(
+        ("-g", "--ngpus", "-t", "--nthreads"),
+        "each GPU has a process of its own, e.g. torchrun --nproc-per-node 8",
+    ),
+}
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -211,9 +248,13 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
         words = [with_hyphens(word) for word in (sys.argv[1:] if args is None else args)]
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        gone = GONE[""] | GONE.get(Path(sys.argv[0]).stem, {})
+        for name in (word.partition("=")[0] for word in words):
+            if name in gone and name not in flags:
+                self.error(f"unknown argument '{name}': {gone[name]}")
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
-            flags = [flag for action in self._actions for flag in action.option_strings]
             name = unknown[0].partition("=")[0]
             self.error(f"unknown argument '{name}'{suggest(name, flags)}")
         values = [getattr(parsed, a.dest, None) for a in self._actions if a.nargs is None]

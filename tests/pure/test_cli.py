@@ -178,6 +178,39 @@ def test_leaving_frees_nothing(then: str, status: int, out: str) -> None:
     assert ("ZeroDivisionError" in run.stderr) == (status == 1)
 
 
+GONE = [(script, flag) for script, flags in cli.GONE.items() for flag in flags]
+
+
+@pytest.mark.parametrize(("script", "flag"), GONE)
+def test_a_flag_that_is_gone_is_answered(
+    script: str, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    """Also behind another flag whose value is missing, and where the answer names flags: by such
+    that there are."""
+    module = importlib.import_module(f"benchmarks.{script or 'ddp_sweep'}")
+    monkeypatch.setattr(sys, "argv", [str(module.__file__), "--profile", flag, "x"])
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as end:
+        module.parse_args()
+    assert end.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    answer = cli.GONE[script][flag]
+    assert line.endswith(f"error: unknown argument '{flag}': {answer}")
+    monkeypatch.setattr(sys, "argv", [str(module.__file__), "--help"])
+    with pytest.raises(SystemExit):
+        module.parse_args()
+    named = set(re.findall(r"--[a-z-]+", answer)) - {"--nproc-per-node"}  # torchrun's
+    assert named <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+
+
+@pytest.mark.parametrize("flag", ["--local_rank=0", "--local-rank=0", "--master_addr=a"])
+def test_gone_flags_in_other_spellings(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(flag)
+    name = flag.partition("=")[0].replace("_", "-")
+    assert f"unknown argument '{name}': torchrun" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("rank", "speaks"), [("00", True), ("x", True), ("", True), ("01", False)])
 def test_who_speaks(
     rank: str, speaks: bool, capsys: pytest.CaptureFixture[str], monkeypatch: Any
