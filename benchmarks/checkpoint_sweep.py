@@ -59,7 +59,7 @@ from common.benchmark import Benchmark, Measured
 from common.check import verdict
 from common.cli import Parser, add_common_flags, cut, list_of, positive_float, positive_int
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
-from common.dist import FOREVER, Group, agree, share
+from common.dist import FOREVER, Group, agree, rendezvous, share
 from common.folders import remove_at_end
 from common.memory import peak, start_peak
 from common.private_torch import forget_groups, leaves
@@ -215,7 +215,9 @@ class Training:
         self.device = bench.job.device
         self.mode = key["mode"]
         self.announce = bench.watchdog.phase
-        # a save has collectives, too, which must not meet those of the steps beside it
+        # A save has collectives, too, which must not meet those of the steps beside it. It may take
+        # long: while the steps go on, nothing hangs.
+        rendezvous(group)
         self.saves = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=FOREVER))
         group.more.append(self.saves)
         torch.manual_seed(0)

@@ -52,7 +52,7 @@ from common.benchmark import Benchmark, Workload
 from common.check import digest, verdict
 from common.cpu_load import Others
 from common.decoder import DECODERS, Decoder, next_token_loss, random_text
-from common.dist import Group, Job, connect, share
+from common.dist import Group, Job, connect, rendezvous, share
 from common.environment import count_of
 from common.gpus import lacking
 from common.join import stay_near
@@ -217,11 +217,12 @@ def open_teams(teams: dict[str, Teams], job: Job, group: Group) -> dict[str, Any
     for name in ("all_reduce_inside", "all_reduce_between"):
         all_teams = teams[STEPS[name].level]
         if min(len(team) for team in all_teams) > 1:
+            rendezvous(group)
             mine: Any = dist.new_subgroups_by_enumeration(all_teams, backend=job.backend)[0]
             team_groups[name] = mine
             if mine is not None:
                 group.more.append(mine)
-                connect(mine, job.device)
+                connect(mine, job)
     return team_groups
 
 

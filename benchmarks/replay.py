@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.answers import median_of, series, show_seconds
 from common.benchmark import Benchmark, Key, Workload
-from common.dist import FOREVER, Group, Job, connect, gather, share
+from common.dist import FOREVER, Group, Job, connect, gather, rendezvous, share
 from common.memory import too_much
 from common.report import Case
 from common.stats import Times, median_interval, percentiles
@@ -519,10 +519,11 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
     teams = {call.team for row in plan.calls for call in row}
     for team in sorted(teams):  # alike on all ranks
         _, ranks = team
+        rendezvous(group)
         groups[team] = new_group(list(ranks))
         if job.rank in ranks:
             group.more.append(groups[team])
-            connect(groups[team], job.device)
+            connect(groups[team], job)
     starts = dict[tuple[Kind, Any], Step]()
     mine = {(call.kind, call.team) for call in calls}
     for kind, team in sorted(mine):

@@ -269,7 +269,7 @@ class Benchmark:
             if group:
                 self.watchdog.group = group
                 if is_new:
-                    connect(group.test, self.job.device)
+                    connect(group.test, self.job)
                 result = self.time(build(key, group), group, key)
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"

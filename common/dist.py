@@ -24,7 +24,7 @@ import torch.distributed as dist
 # destroy_process_group (torch 2.15). So it is imported here, before there is one.
 import torch.distributed.nn.functional
 
-from common.cli import end, write
+from common.cli import describe, end, write
 from common.private_torch import abort_process_group
 
 # Ranks outside a case wait until it is over, so no limit would be useful. The watchdog ends hangs.
@@ -60,6 +60,7 @@ class Group:
     control: dist.ProcessGroup  # gloo, for barriers and decisions between timed blocks
     # Groups that the workload makes itself, e.g. those of a DeviceMesh. They end with the case.
     more: list[dist.ProcessGroup] = field(default_factory=list)
+    aborted: list[dist.ProcessGroup] = field(default_factory=list)  # of all of these
 
 
 def local_rank() -> int:
@@ -92,16 +93,26 @@ def open_group(ranks: tuple[int, ...], job: Job, teams: Teams | None = None) -> 
     return Group(ranks, test, control) if job.rank in ranks else None
 
 
-def connect(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Connect a group: NCCL does so in the first collective. A group that is not connected could
-    not be aborted if the case fails."""
-    dist.all_reduce(torch.ones(1, device=device), group=group)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def rendezvous(group: Group) -> None:
+    """Wait for the other ranks of the case. Call it before each group that a workload makes.
+
+    Nothing ends the wait in a constructor of torch for a rank that has failed meanwhile. That rank
+    has closed its control group, so here the others fail, too.
+    """
+    dist.barrier(group.control)
+
+
+def connect(group: dist.ProcessGroup, job: Job) -> None:
+    """Connect a group under test: NCCL does so in the first collective. A group that is not
+    connected could not be aborted if the case fails."""
+    dist.all_reduce(torch.ones(1, device=job.device), group=group)
+    if job.device.type == "cuda":
+        torch.cuda.synchronize(job.device)
 
 
 def abort_group(group: Group) -> None:
-    """End the work in flight on the groups of a case. Another thread may call it, also twice.
+    """End the work in flight on the groups of a case. Another thread may call it, and again for
+    groups that the workload has made since.
 
     All groups are aborted at once: NCCL's abort waits for the kernels of the other groups, which
     end only when those are aborted, too (NVIDIA/nccl#1013).
@@ -112,18 +123,28 @@ def abort_group(group: Group) -> None:
             tested.abort()
 
     with one_at_a_time:
-        threads = [threading.Thread(target=abort, args=(x,)) for x in (group.test, *group.more)]
+        new = [tested for tested in (group.test, *group.more) if tested not in group.aborted]
+        group.aborted.extend(new)
+        threads = [threading.Thread(target=abort, args=(tested,)) for tested in new]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
 
+def destroy(group: dist.ProcessGroup) -> None:
+    """Destroy an idle group. Its case is over: what NCCL reports only now is said, and no more."""
+    try:
+        dist.destroy_process_group(group)
+    except RuntimeError as error:
+        write(f"rank {dist.get_rank()}, closing a group: {describe(error)}")
+
+
 def close_more(group: Group) -> None:
     """Close the groups that the workload made itself. Each member calls this on its own."""
     gc.collect()  # frees what is left of the workload: NCCL would wait for its CUDA graphs
     for tested in group.more:
-        dist.destroy_process_group(tested)
+        destroy(tested)
     group.more.clear()
 
 
@@ -135,17 +156,18 @@ def close_group(group: Group, failed: bool = False) -> None:
     """
     if not failed:
         close_more(group)
-        dist.destroy_process_group(group.test)
-        dist.destroy_process_group(group.control)
+        destroy(group.test)
+        destroy(group.control)
         return
+    gc.collect()  # first: NCCL's abort waits for CUDA graphs, also for those in reference cycles
     abort_group(group)
-    gc.collect()
     with suppress(RuntimeError):  # the CUDA context may be lost
         torch.cuda.empty_cache()
     for tested in (*group.more, group.test):
-        with suppress(RuntimeError):  # NCCL's abort may raise; torch then forgets the group later
+        # NCCL's abort may raise, and torch then forgets the group later; or it has done so already
+        with suppress(RuntimeError, ValueError):
             abort_process_group(tested)
-    dist.destroy_process_group(group.control)
+    destroy(group.control)
 
 
 class Groups:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.cli import wrong
 from common.decoder import DECODERS
-from common.dist import Group, Job, connect
+from common.dist import Group, Job, connect, rendezvous
 from common.private_torch import forget_groups
 
 Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
@@ -157,6 +157,7 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
         for axis, size in sizes.items():
             real = axis in talking and size > 1
             backends[axis + suffix] = job.backend if real else "fake"
+        rendezvous(group)
         device_mesh = init_device_mesh(
             job.device.type,
             tuple(sizes.values()),
@@ -165,7 +166,7 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
         )
         for process_group in device_mesh.get_all_groups():
             group.more.append(process_group)
-            connect(process_group, job.device)
+            connect(process_group, job)
         forget_groups(device_mesh)
         for axis in sizes:
             opened[axis] = device_mesh[axis + suffix]

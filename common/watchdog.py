@@ -51,6 +51,7 @@ class Watchdog:
         self.over = threading.Event()
         self.poll_s = max(0.5, job.world_size / RANKS_A_LOOK)  # the time between two looks
         self.case = 0  # the number of the case
+        self.failed_case = 0  # the newest one that the watching thread has seen fail
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self.store.set(f"answer/{job.rank}", "")
         self.begin("start")
@@ -111,25 +112,29 @@ class Watchdog:
         while not self.over.wait(self.poll_s):
             try:
                 changes = self.watched.add("changes", 0)
-                if changes == seen:
-                    if time.monotonic() - since > self.timeout_s:
-                        self.watched.set("hang", "")  # all ranks see it at their next poll
-                        self.watched.add("changes", 1)
-                    continue
-                seen, since = changes, time.monotonic()
-                if self.watched.check(["hang"]):
-                    self._roll_call()
+                if changes != seen:
+                    seen, since = changes, time.monotonic()
+                    if self.watched.check(["hang"]):
+                        self._roll_call()
+                    self._look_for_failure()
+                elif time.monotonic() - since > self.timeout_s:
+                    self.watched.set("hang", "")  # all ranks see it at their next poll
+                    self.watched.add("changes", 1)
                 self._abort_failed()
             except RuntimeError:  # the store is gone: its host has died, or the run is over
                 if not self.over.wait(10):
                     end(1, f"{self.where}: the rendezvous store is gone")
 
+    def _look_for_failure(self) -> None:
+        case = self.case
+        if self.watched.check([f"failed/{case}"]):
+            self.failed_case = case
+
     def _abort_failed(self) -> None:
+        """Abort the groups of a case that has failed; at later looks those made meanwhile."""
         case, group = self.case, self.group
-        if group and case == self.case and self.watched.check([f"failed/{case}"]):
+        if group and case == self.case == self.failed_case:
             abort_group(group)
-            if self.group is group:  # otherwise the next case has begun meanwhile
-                self.group = None
 
     def _roll_call(self) -> NoReturn:
         frame = sys._current_frames()[threading.main_thread().ident or 0]

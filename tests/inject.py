@@ -107,6 +107,36 @@ def build_raises() -> None:
 
 
 @fault
+def twin_raises() -> None:
+    """Rank 1 runs out of memory in its second model of a case, as it makes the optimizer."""
+    out_of_memory = partial(fail, torch.OutOfMemoryError, "no memory for a twin")
+    in_call(torch.optim.SGD, "__init__", 2, out_of_memory)
+
+
+@fault
+def team_raises() -> None:
+    """Rank 1 cannot connect the first group that a workload makes. The case has connected its own
+    one before."""
+    in_call(dist, "all_reduce", 2, partial(fail, RuntimeError, "no memory for a team"))
+
+
+@fault
+def folder_missing() -> None:
+    """Rank 1 does not see the folder of its first case below $SAVES: it is not mounted there."""
+    real = Path.is_dir
+    looked = False
+
+    def is_dir(path: Path) -> bool:
+        nonlocal looked
+        if RANK == 1 and not looked and path.is_relative_to(os.environ["SAVES"]):
+            looked = True
+            return False
+        return real(path)
+
+    Path.is_dir = is_dir  # type: ignore[method-assign,assignment]
+
+
+@fault
 def stuck_in_build() -> None:
     """Rank 1 waits for ever when it makes its first model."""
     import torchvision

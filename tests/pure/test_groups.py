@@ -1,6 +1,7 @@
 """common/dist.py: groups that outlive their case, and aborts that cannot hang."""
 
 import gc
+import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from common import dist as ours
 from common.benchmark import Benchmark
 from common.dist import Group, Groups, Job, abort_group, close_group
+from common.watchdog import Watchdog
+from tests.process import ROOT
 
 
 @pytest.fixture
@@ -153,6 +156,7 @@ class AbortsOnce:
 
 
 def test_no_two_threads_abort_one_group() -> None:
+    """Who comes second waits until the abort is over."""
     test = AbortsOnce()
     group = Group((0,), test, None)  # type: ignore[arg-type]
     threads = [threading.Thread(target=abort_group, args=(group,)) for _ in range(2)]
@@ -160,8 +164,98 @@ def test_no_two_threads_abort_one_group() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert test.aborts == 2
+    assert test.aborts == 1
     assert not test.met
+
+
+MAKES_GROUPS = re.compile(
+    r"(.*)\n.*\b(?:new_group|new_subgroups\w*|split_group|init_device_mesh)\("
+)
+
+
+def test_every_group_within_a_case_is_made_after_a_rendezvous() -> None:
+    files = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("common/*.py")]
+    before = [
+        line.strip()
+        for path in files
+        if path.name != "dist.py"  # it makes them between cases, where all ranks meet anyway
+        for line in MAKES_GROUPS.findall(path.read_text())
+    ]
+    assert before == ["rendezvous(group)"] * 4
+
+
+def test_groups_are_aborted_that_a_failed_case_makes_later() -> None:
+    """At the watchdog's next look, which need not be at a change in the store."""
+    first, later, next_case = AbortsOnce(), AbortsOnce(), AbortsOnce()
+    group: Any = Group((0,), first, None)  # type: ignore[arg-type]
+    failed = {"failed/1"}
+    watched = Mock(check=lambda keys: failed.issuperset(keys))
+    watchdog: Any = Mock(case=1, failed_case=0, group=group, watched=watched)
+    Watchdog._abort_failed(watchdog)
+    assert first.aborts == 0
+    Watchdog._look_for_failure(watchdog)
+    Watchdog._abort_failed(watchdog)
+    group.more.append(later)
+    Watchdog._abort_failed(watchdog)
+    Watchdog._abort_failed(watchdog)
+    assert (first.aborts, later.aborts) == (1, 1)
+    watchdog.case, watchdog.group = 2, Group((0,), next_case, None)  # type: ignore[arg-type]
+    Watchdog._look_for_failure(watchdog)
+    Watchdog._abort_failed(watchdog)
+    assert next_case.aborts == 0
+
+
+class Graph:
+    """Stands for a CUDA graph."""
+
+
+def test_graphs_in_a_cycle_are_gone_before_the_abort(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL's abort waits as long as graphs of the communicator live."""
+    graph: Any = Graph()
+    graph.itself, alive = graph, weakref.ref(graph)
+    del graph
+    control: Any = dist.new_group([0])
+    test = Mock(abort=lambda: seen.append(alive()))
+    seen: list[Any] = []
+    monkeypatch.setattr(ours, "abort_process_group", lambda tested: None)
+    gc.disable()  # as within a case
+    close_group(Group((0,), test, control), failed=True)
+    gc.enable()
+    assert seen == [None]
+
+
+def test_an_error_that_comes_when_a_group_is_closed_ends_no_run(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """NCCL reports it in whatever is called next. The case is over and written by then."""
+    groups = Groups(job)
+    group, _ = groups.take((0,), None)
+    assert group is not None
+    group.more.append(Mock())
+
+    def destroy(group: Any) -> None:
+        raise RuntimeError("NCCL communicator was aborted\nC++ CapturedTraceback:")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "destroy_process_group", destroy)
+        groups.give_back((0,), None, failed=False)
+    assert not group.more
+    line = "rank 0, closing a group: RuntimeError: NCCL communicator was aborted\n"
+    assert capfd.readouterr().err == line
+    assert groups.take((0,), None) == (group, False)
+    groups.close_all()
+
+
+def test_a_group_that_torch_has_forgotten_ends_no_run(job: Job) -> None:
+    """NCCL's abort of another group may have taken it along."""
+    control: Any = dist.new_group([0])
+    test: Any = dist.new_group([0])
+    dist.destroy_process_group(test)
+    close_group(Group((0,), test, control), failed=True)
+    with pytest.raises(ValueError, match="not initialized"):
+        dist.get_backend(control)
 
 
 def test_an_abort_that_raises_ends_no_run(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
