@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.answers import median_of, series, show_seconds
 from common.benchmark import Benchmark, Key, Workload
-from common.dist import FOREVER, Group, Job, connect, gather, rendezvous, share
+from common.dist import Group, Job, connect, gather, rendezvous, share
 from common.memory import too_much
 from common.report import Case
 from common.stats import Times, median_interval, percentiles
@@ -514,7 +514,7 @@ def wait(work: Any) -> None:
 def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
     """This rank's operations with the job's gaps and without, and one of each kind alone."""
     calls = plan.calls[job.rank]
-    new_group: Any = partial(dist.new_group, backend=job.backend, timeout=FOREVER)
+    new_group: Any = partial(dist.new_group, backend=job.backend)
     groups = dict[Any, Any]()
     teams = {call.team for row in plan.calls for call in row}
     for team in sorted(teams):  # alike on all ranks

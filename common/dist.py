@@ -49,6 +49,7 @@ class Job:
     backend: str  # of the groups under test; several in collectives.py, as gloo,ucc
     store: dist.Store  # the store in which the ranks met
     second_store: dist.Store | None = None  # the same by another connection, for the watchdog
+    timeout: timedelta = FOREVER  # of the groups under test: torch's own, behind the watchdog
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def open_group(ranks: tuple[int, ...], job: Job, teams: Teams | None = None) -> 
     with peers():
         control: Any = dist.new_group(list(ranks), backend="gloo", timeout=FOREVER)
     parts = [list(team) for team in teams or [ranks]]
-    test: Any = dist.new_subgroups_by_enumeration(parts, FOREVER, job.backend)[0]
+    test: Any = dist.new_subgroups_by_enumeration(parts, backend=job.backend)[0]
     return Group(ranks, test, control) if job.rank in ranks else None
 
 
@@ -105,6 +106,8 @@ def rendezvous(group: Group) -> None:
 def connect(group: dist.ProcessGroup, job: Job) -> None:
     """Connect a group under test: NCCL does so in the first collective. A group that is not
     connected could not be aborted if the case fails."""
+    with suppress(RuntimeError):  # mpi has no timeout, and in torch 2.11 fake has none
+        group.set_timeout(job.timeout)
     dist.all_reduce(torch.ones(1, device=job.device), group=group)
     if job.device.type == "cuda":
         torch.cuda.synchronize(job.device)

@@ -16,17 +16,15 @@ from common.cli import backends_of, cut, version
 from common.cpu_load import CpuLoad, others_text
 from common.dist import Job, gather, share
 from common.gpus import gpu_state, lacking, run, sharing, throttled
+from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from common.private_torch import creator_of
 from common.turns import TURN
 
 # Variables that change what is measured, or that tell runs apart, begin with one of these.
 FAMILIES = "NCCL_ NVSHMEM_ GLOO_ UCX_ FI_ TP_ OMP_ MKL_ KMP_ TORCH PYTORCH_ TRITON_ CUDA_ CUBLAS_"
 FAMILIES += " CUDNN_ NVIDIA_TF32 SLURM_JOB_"
-# These are among them but tell nothing. join() overrides what torchrun sets for the last one.
-PER_RUN = (
-    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN),
-    *("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"),
-)
+# These are among them but tell nothing.
+PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)
 
 UNITS = "units: 64K, 4M, MiB and GiB count by 1,024; MB/s and GB/s by 1,000"
 NCCL2_HINT = (
@@ -44,7 +42,10 @@ def user_variables() -> dict[str, str]:
     of them."""
     families = tuple(FAMILIES.split())
     names = sorted(name for name in os.environ if name.startswith(families))
-    return {name: os.environ[name] for name in names if name not in PER_RUN}
+    variables = {name: os.environ[name] for name in names if name not in PER_RUN}
+    if torchrun_set_error_handling():
+        del variables[ERROR_HANDLING]
+    return variables
 
 
 def collect(job: Job, variables: dict[str, str], load: CpuLoad | None = None) -> dict[str, Any]:

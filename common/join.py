@@ -24,6 +24,16 @@ from common.dist import FOREVER, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
 SYS = Path("/sys")  # what Linux says of cores and PCI devices
+TORCH_WAITS = 4  # times --timeout, until torch's own guard ends a group under test
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+SETTINGS = {  # of torch's NCCL, unless the user has set them; docs/gpus.md lists them
+    # Our watchdog ends a hang. NCCL's own would end the process a minute after a failed case.
+    ERROR_HANDLING: "0",
+    # NCCL's watchdog would wait four times this long for other ranks' dumps after a failed case
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    # A lost device ends the run with a reason. If NCCL's watchdog saw it first, it would abort.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
 BY_HAND = (
     "without torchrun e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "
     "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
@@ -76,7 +86,10 @@ def join(
     # imported modules are never garbage: collections between cases need not walk through them
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at the end
-    return Job(rank, on_node, world_size, local_world_size, chosen, backend, store, second_store)
+    guard = min(FOREVER, TORCH_WAITS * timedelta(seconds=timeout_s))
+    return Job(
+        rank, on_node, world_size, local_world_size, chosen, backend, store, second_store, guard
+    )
 
 
 def choose_device(wanted: str, on_node: int) -> torch.device:
@@ -93,25 +106,29 @@ def choose_device(wanted: str, on_node: int) -> torch.device:
 
 
 def set_variables(log_nccl: bool) -> None:
-    """Set the variables that torch and NCCL read when the first group is made.
+    """Set the variables that torch and NCCL read when the first group is made. What the user has
+    set stays.
 
     log_nccl: whether this process writes NCCL's log into a temporary file, if the user has asked
     for no log. The log says which network and transport NCCL takes. NCCL writes it when it
     connects, not while it is timed.
     """
-    # Our watchdog ends a hang. NCCL's own would end the process a minute after a failed case.
-    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1
-    # NCCL's watchdog would wait four times this long for other ranks' dumps after a failed case
-    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0")
-    # A lost device ends the run with a reason. If NCCL's watchdog saw it first, it would abort.
-    os.environ["TORCH_NCCL_RETHROW_CUDA_ERRORS"] = "0"
-    if log_nccl and "NCCL_DEBUG" not in os.environ:
+    if torchrun_set_error_handling():
+        del os.environ[ERROR_HANDLING]
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    if log_nccl and not any(name.startswith("NCCL_DEBUG") for name in os.environ):
         handle, path = tempfile.mkstemp(prefix="nccl-", suffix=".log")
         os.close(handle)
         atexit.register(Path(path).unlink, missing_ok=True)
         os.environ["NCCL_DEBUG"] = "INFO"
         os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,NET,P2P,SHM"
         os.environ["NCCL_DEBUG_FILE"] = path
+
+
+def torchrun_set_error_handling() -> bool:
+    """Whether that variable is torchrun's: it sets 1 where the user has set nothing."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(ERROR_HANDLING) == "1"
 
 
 def check_backend(backend: str, cuda: bool) -> None:

@@ -18,6 +18,7 @@ from common import dist
 from common.cli import shared_words
 from common.cpu_load import Others
 from common.environment import (
+    PER_RUN,
     collect,
     cpu_model,
     differences,
@@ -25,6 +26,7 @@ from common.environment import (
     nccl_backends,
     preamble,
     problem,
+    user_variables,
 )
 from common.join import (
     bind,
@@ -215,12 +217,41 @@ def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
     assert node.bound == [0, 1]
 
 
-def test_nccls_own_watchdog_leaves_errors_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_RETHROW_CUDA_ERRORS")
-    for name in names:
-        monkeypatch.setenv(name, "1")
+@pytest.mark.parametrize(
+    ("name", "ours", "users"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "3"),
+        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0", "15000"),
+        ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", "1"),
+        ("NCCL_DEBUG", "INFO", "WARN"),
+        ("NCCL_DEBUG_SUBSYS", "INIT,NET,P2P,SHM", "ALL"),
+        ("NCCL_DEBUG_FILE", None, "nccl.%h.%p"),
+    ],
+)
+@pytest.mark.parametrize("by_torchrun", [True, False])
+def test_what_the_user_has_set_stays(
+    name: str, ours: str | None, users: str, by_torchrun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"TORCHELASTIC_RUN_ID": "none", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
+    clean = {key: text for key, text in os.environ.items() if "NCCL" not in key}
+    clean |= own if by_torchrun else {}
+    monkeypatch.setattr(os, "environ", clean.copy())
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in user_variables()
+    set_variables(log_nccl=True)
+    assert os.environ[name] == ours or ours is None
+    monkeypatch.setattr(os, "environ", clean | {name: users})
+    assert name in PER_RUN or user_variables()[name] == users
+    set_variables(log_nccl=True)
+    assert os.environ[name] == users
+    if name.startswith("NCCL_DEBUG"):  # ours would send NCCL's log elsewhere
+        assert [key for key in os.environ if key.startswith("NCCL_DEBUG")] == [name]
+
+
+def test_a_1_that_torchrun_has_not_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     set_variables(log_nccl=False)
-    assert [os.environ[name] for name in names] == ["0", "0"]
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
 BY_HAND = {

@@ -5,6 +5,8 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import dist as ours
 from common.benchmark import Benchmark
-from common.dist import Group, Groups, Job, abort_group, close_group
+from common.dist import Group, Groups, Job, abort_group, close_group, connect, open_group
 from common.watchdog import Watchdog
 from tests.process import ROOT
 
@@ -256,6 +258,18 @@ def test_a_group_that_torch_has_forgotten_ends_no_run(job: Job) -> None:
     close_group(Group((0,), test, control), failed=True)
     with pytest.raises(ValueError, match="not initialized"):
         dist.get_backend(control)
+
+
+def test_torch_ends_a_group_under_test_some_time_after_the_watchdog(job: Job) -> None:
+    """The control group of a case waits for as long as it takes."""
+    timed = replace(job, timeout=timedelta(seconds=40))
+    group = open_group((0,), timed)
+    assert group is not None
+    connect(group.test, timed)
+    cpu = torch.device("cpu")
+    limits = [g._get_backend(cpu).options._timeout for g in (group.test, group.control)]
+    assert limits == [timedelta(seconds=40), ours.FOREVER]
+    close_group(group)
 
 
 def test_an_abort_that_raises_ends_no_run(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
