@@ -975,7 +975,9 @@ def bandwidth_sentence(name: str, rows: list[Best]) -> str:
     return f"{most}; half of it {since}; {shortest}"
 
 
-def why_refused(args: argparse.Namespace, matrix: Matrix, job: Job, ranks: int) -> str | None:
+def why_refused(
+    args: argparse.Namespace, matrix: Matrix, bench: Benchmark, ranks: int
+) -> str | None:
     """The mistake in the flags that only the running job shows, if there is one. ranks: of a group.
 
     All ranks call it.
@@ -984,12 +986,13 @@ def why_refused(args: argparse.Namespace, matrix: Matrix, job: Job, ranks: int) 
     if rooted and args.root >= ranks:
         within = f"a rank within its group, 0 to {ranks - 1}"
         return f"--root: {rooted[0]} expected {within}, got {args.root}; e.g. --root 0"
-    if args.cudagraph and job.device.type != "cuda":
+    device = bench.job.device.type
+    if args.cudagraph and device != "cuda":
         return "-G replays CUDA graphs, and this run is on the CPU; leave it out"
-    _, largest = range_of(args, matrix, job.device.type)
+    _, largest = range_of(args, matrix, device)
     if args.skew:  # what the most popular rank receives, if all send as much as -e says
         largest = int(largest * ranks * popularity(ranks, max(args.skew)).max())
-    return share(memory.too_much(2 * largest, job, "-e"))
+    return share(memory.too_much(2 * largest, bench.job, bench.report.environment, "-e"))
 
 
 def layout_of(groups: list[list[int]], environment: dict[str, Any], limit: float | None) -> Layout:
@@ -1014,7 +1017,7 @@ def main() -> int:
                 matrix = read_matrix(args.matrix, ranks)
         except (OSError, ValueError) as error:
             bench.refuse(f"--groups or --matrix: {error}")
-        if problem := why_refused(args, matrix, job, ranks):
+        if problem := why_refused(args, matrix, bench, ranks):
             bench.refuse(problem)
         try:
             tables = plan(args, matrix, bench.place, ranks)

@@ -50,6 +50,7 @@ from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_
 from common.cli import Parser, add_common_flags, describe, list_of, positive_int
 from common.decoder import DECODERS, flops_per_token, next_token_loss, random_text
 from common.dist import Group, Job, share
+from common.gpus import sharers
 from common.memory import peak, reset_peak, start_peak, too_much
 from common.meshes import EXPERTS, Mesh, config_of, default_meshes, misfit, open_meshes, parse_mesh
 from common.peaks import peak_flops
@@ -113,7 +114,8 @@ def square_norm(model: nn.Module, mesh: Mesh) -> float:
     return total
 
 
-def build(lr: float, job: Job, key: Key, group: Group) -> Workload:
+def build(lr: float, job: Job, ranks_of_gpu: int, key: Key, group: Group) -> Workload:
+    """ranks_of_gpu: how many ranks share this rank's GPU."""
     mesh = parse_mesh(key["mesh"])
     with_twins = key.get("breakdown", True)
     before = start_peak(job.device)
@@ -130,7 +132,7 @@ def build(lr: float, job: Job, key: Key, group: Group) -> Workload:
     trainer.optimizer.param_groups[0]["lr"] = 0.0
     twins: dict[str, Step] = {}
     if with_twins:
-        scatter_noise(key, job)
+        scatter_noise(key, job.device, ranks_of_gpu)
         for part, silent in parts_of(mesh).items():
             meshes = open_meshes(mesh, silent, job, group)
             twin = train(key, job, meshes, partial(sgd, lr=0.0))
@@ -140,17 +142,17 @@ def build(lr: float, job: Job, key: Key, group: Group) -> Workload:
     return Workload(trainer.step, twins, compared=shown, facts=lambda: facts, launches=launches)
 
 
-def scatter_noise(key: Key, job: Job) -> None:
+def scatter_noise(key: Key, device: torch.device, ranks_of_gpu: int) -> None:
     """Leave random numbers in the memory that twins will get. What a twin should have received is
     what was there before, and GPUs multiply zeros faster: they take less power.
 
-    All ranks of a node together take a quarter of what is free: they may share a GPU.
+    The ranks of a GPU together take a quarter of what is free.
     """
-    if job.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(job.device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
         dtype = DTYPES[key["dtype"]]
-        count = free // 4 // job.local_world_size // dtype.itemsize
-        torch.randn(count, dtype=dtype, device=job.device)
+        count = free // 4 // ranks_of_gpu // dtype.itemsize
+        torch.randn(count, dtype=dtype, device=device)
 
 
 def parts_of(mesh: Mesh) -> dict[str, list[str]]:
@@ -328,10 +330,10 @@ def plan(args: argparse.Namespace, meshes: list[Mesh], cuda: bool, place: Key) -
     return keys
 
 
-def too_long(key: Key, job: Job) -> str | None:
+def too_long(key: Key, job: Job, environment: dict[str, Any]) -> str | None:
     """Why the texts have no room, or None. Each rank makes all tokens and targets, of 8 bytes."""
     needed = 2 * 8 * key["sequence_length"] * key["global_batch"]
-    return too_much(needed, job, "--sequence-length or --global-batch")
+    return too_much(needed, job, environment, "--sequence-length or --global-batch")
 
 
 def main() -> int:
@@ -345,7 +347,7 @@ def main() -> int:
         meshes = args.mesh or [parse_mesh(name) for name in default_meshes(job.world_size)]
         keys = plan(args, meshes, job.device.type == "cuda", bench.place)
         problems = [misfit(key) for key in keys]
-        problems.append(share(too_long(keys[0], job)))
+        problems.append(share(too_long(keys[0], job, bench.report.environment)))
         for problem in problems:
             if problem:
                 bench.refuse(problem)
@@ -358,7 +360,7 @@ def main() -> int:
             bench.print(f"# not checked: {reference}")
         else:
             lr = reference.lr
-        begin = partial(build, lr, job)
+        begin = partial(build, lr, job, sharers(bench.report.environment, job.rank))
         end = partial(derive, reference, job.device)
         cases: list[Case] = []  # on rank 0; the other ranks have none
         for key in keys:

@@ -658,7 +658,8 @@ def why_refused(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) -
     needed_bytes = 0  # an operation of a team uses the same two tensors in every call
     for kind, _ in {(call.kind, call.team) for call in plan.calls[bench.job.rank]}:
         needed_bytes += (kind.counts.sent + kind.counts.received) * kind.itemsize
-    problems = share(gather(too_much(needed_bytes, bench.job, "--scale-size")))
+    problem = too_much(needed_bytes, bench.job, bench.report.environment, "--scale-size")
+    problems = share(gather(problem))
     return next((problem for problem in problems if problem), None)
 
 

@@ -182,6 +182,15 @@ def sharing(environment: dict[str, Any], tested: range | None = None) -> str | N
     return None
 
 
+def sharers(environment: dict[str, Any], rank: int) -> int:
+    """How many ranks use the GPU of this rank, itself included; 1 where it is on the CPU.
+
+    The UUIDs tell: torch's device count is 1 on all ranks where each sees only its own GPU.
+    """
+    places = [(row["host"], row["uuid"]) for row in environment["ranks"]]
+    return places.count(places[rank]) if places[rank][1] else 1
+
+
 def cuda_graph(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """The kernels that `step` launches as one CUDA graph, which costs one launch to replay."""
     step()  # connects NCCL, which a capture must not

@@ -3,14 +3,15 @@
 import contextlib
 import ctypes
 import gc
-import math
 import re
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from common.dist import Job
+from common.gpus import sharers
 
 GIB = 2**30
 
@@ -53,14 +54,14 @@ def peak(device: torch.device, start: int) -> dict[str, float]:
     return {"memory_gib": max(0, status_bytes("VmHWM") - start) / GIB}
 
 
-def too_much(needed: int, job: Job, flag: str) -> str | None:
+def too_much(needed: int, job: Job, environment: dict[str, Any], flag: str) -> str | None:
     """Why the ranks of a device or host cannot have `needed` bytes each; None if they can.
 
-    flag: the one whose value is too large.
+    environment: that of the report. flag: the one whose value is too large.
     """
     if job.device.type == "cuda":
         place = "device"
-        ranks = max(1, math.ceil(job.local_world_size / torch.cuda.device_count()))
+        ranks = sharers(environment, job.rank)
         free, _ = torch.cuda.mem_get_info(job.device)
     else:
         place = "host"

@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,15 +138,14 @@ def test_a_failed_ring_leaves_attention_as_it_was(monkeypatch: pytest.MonkeyPatc
         F.scaled_dot_product_attention = attend
 
 
-def test_the_ranks_of_a_node_fill_a_quarter_of_the_free_memory_with_noise(
+def test_the_ranks_of_a_gpu_fill_a_quarter_of_the_free_memory_with_noise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8_000, 9_000))
     monkeypatch.setattr(torch, "randn", lambda count, **how: made.append((count, how["dtype"])))
     for device, ranks, dtype in [("cuda", 1, "fp32"), ("cuda", 2, "bf16"), ("cpu", 2, "fp32")]:
-        job = SimpleNamespace(device=torch.device(device), local_world_size=ranks)
-        scatter_noise({"dtype": dtype}, job)  # type: ignore[arg-type]
+        scatter_noise({"dtype": dtype}, torch.device(device), ranks)
     assert made == [(500, torch.float32), (500, torch.bfloat16)]
 
 

@@ -1,0 +1,44 @@
+"""common/memory.py: how much the ranks of a GPU or of a host may take."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from common import memory
+from common.dist import Job
+from common.memory import too_much
+
+GB = 10**9
+
+
+@pytest.mark.parametrize(
+    ("uuids", "visible", "problem"),
+    [
+        (["A", "B", "C", "D"], 4, None),
+        (["A", "B", "C", "D"], 1, None),  # a GPU a rank, as srun --gpus-per-task=1 starts them
+        (["A", "A", "B", "B"], 2, "the buffers need 60,000,000,000 bytes of this device, 50,"),
+        (["A", "A", "A", "A"], 1, "the buffers need 120,000,000,000 bytes of this device, 50,"),
+        (["", "", "", ""], 1, None),  # a dry run, which knows no other rank's GPU
+    ],
+)
+def test_a_gpu_has_room_for_those_ranks_that_share_it(
+    uuids: list[str], visible: int, problem: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 GB a rank of 50 GB that are free. Another host may have a GPU of the same name."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GB, 80 * GB))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    ranks = [{"host": host, "uuid": uuid} for host in ("a", "b") for uuid in uuids]
+    job = Job(1, 1, 8, 4, torch.device("cuda", 0), "nccl", torch.distributed.HashStore())
+    told = too_much(30 * GB, job, {"ranks": ranks}, "-e")
+    assert (told or "no problem").startswith(problem or "no problem")
+
+
+def test_a_host_has_room_for_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_on_host", lambda: 50 * GB)
+    job = Job(1, 1, 8, 2, torch.device("cpu"), "gloo", torch.distributed.HashStore())
+    environment: dict[str, Any] = {"ranks": []}
+    assert too_much(25 * GB, job, environment, "-e") is None
+    assert too_much(26 * GB, job, environment, "-e") == (
+        "the buffers need 52,000,000,000 bytes of this host, 50,000,000,000 are free; lower -e"
+    )
