@@ -26,9 +26,10 @@ THROTTLED = {
     0x40: "hardware thermal",
     0x80: "power brake",
 }
-# How long a GPU was slowed down since its driver was loaded, `7 us`; older drivers lack them.
+# How long a GPU was slowed down since its driver was loaded, `7 us`. Older drivers lack them.
+POWER_CAP = "clocks_event_reasons_counters.sw_power_cap"
 SLOWED = {
-    "clocks_event_reasons_counters.sw_power_cap": "power cap",
+    POWER_CAP: "power cap",
     "clocks_event_reasons_counters.sw_thermal_slowdown": "software thermal",
     "clocks_event_reasons_counters.hw_thermal_slowdown": "hardware thermal",
     "clocks_event_reasons_counters.hw_power_brake_slowdown": "power brake",
@@ -77,9 +78,11 @@ def at_the_end(job: Job, environment: dict[str, Any]) -> tuple[dict[str, Any], l
     nccl = [choices for _, choices, _ in nodes]
     hosts = environment["hosts"]
     slowed = slowed_down(hosts, environment["gpus"], gpus)
-    lines = [f"warning: {line}" for line in slowed[:MOST_LINES]]
+    lines = slowed[:MOST_LINES]
     if more := len(slowed[MOST_LINES:]):
         lines.append(f"... and {more} more GPUs")
+    if lacking_counters := without_counters(hosts, gpus):
+        lines.append(lacking_counters)
     warned: dict[str, list[str]] = {}  # by which hosts
     for host, (_, _, warnings) in zip(hosts, nodes, strict=True):
         for warning in warnings:
@@ -116,28 +119,47 @@ def throttled(hosts: list[str], gpus: Nodes) -> list[str]:
 
 
 def slowed_down(hosts: list[str], before: Nodes, after: Nodes) -> list[str]:
-    """A line for each GPU that was throttled between two states, with the seconds of each reason.
+    """A line for each GPU that was slowed down between two states, with the seconds of each reason.
 
-    before, after: what `gpu_state` said on each node. One moment tells little: after the last case
-    the GPUs are idle.
+    A power cap alone is a note: it is normal under large products. Heat and a power brake are not,
+    so they are a warning, and their GPUs come first. before, after: what `gpu_state` said on each
+    node. One moment tells little: after the last case the GPUs are idle.
     """
-    lines = []
+    warnings, notes = list[str](), list[str]()
     for host, *states in zip(hosts, before, after, strict=False):
         for gpu, now in zip(*states, strict=False):
-            reasons = []
-            for counter, name in SLOWED.items():
-                seconds = seconds_of(now, counter) - seconds_of(gpu, counter)
-                if seconds >= LEAST_SLOWED_S:
-                    reasons.append(f"{name} for {seconds:.1f} s")
-            if reasons:
-                lines.append(f"GPU {gpu['index']} of {host} was throttled: {', '.join(reasons)}")
-    return lines
+            slowed_s = dict[str, float]()
+            for counter in SLOWED:
+                start_s, end_s = seconds_of(gpu, counter), seconds_of(now, counter)
+                if start_s is not None and end_s is not None and end_s - start_s >= LEAST_SLOWED_S:
+                    slowed_s[counter] = end_s - start_s
+            reasons = ", ".join(f"{SLOWED[name]} for {s:.1f} s" for name, s in slowed_s.items())
+            name = f"GPU {gpu['index']} of {host}"
+            if slowed_s.keys() - {POWER_CAP}:
+                warnings.append(f"warning: {name} was throttled: {reasons}")
+            elif slowed_s:
+                notes.append(f"note: {name} was limited by its power: {reasons}")
+    return warnings + notes
 
 
-def seconds_of(gpu: dict[str, str], counter: str) -> float:
-    """A counter of `gpu_state`, from `1500000 us`; 0 if it is not known."""
+def without_counters(hosts: list[str], gpus: Nodes) -> str | None:
+    """A line that names the hosts whose driver does not count how long it slowed GPUs down; None if
+    all do."""
+    drivers: dict[str, list[str]] = {}  # the hosts with each driver that lacks them
+    for host, node in zip(hosts, gpus, strict=False):
+        for gpu in node[:1]:
+            if all(seconds_of(gpu, counter) is None for counter in SLOWED):
+                drivers.setdefault(gpu["driver_version"], []).append(host)
+    if not drivers:
+        return None
+    where = "; ".join(f"{version} on {cut(names)}" for version, names in drivers.items())
+    return f"note: this driver has no throttle counters ({where}): GPUs may have been slowed down"
+
+
+def seconds_of(gpu: dict[str, str], counter: str) -> float | None:
+    """A counter of `gpu_state`, from `1500000 us`; None if it is not known."""
     number = gpu.get(counter, "").removesuffix(" us")
-    return int(number) / 1e6 if number.isdigit() else 0.0
+    return int(number) / 1e6 if number.isdigit() else None
 
 
 def lost(device: torch.device) -> bool:

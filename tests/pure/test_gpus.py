@@ -15,6 +15,7 @@ from common.gpus import (
     nccl_choices,
     slowed_down,
     throttled,
+    without_counters,
 )
 
 LOG = """\
@@ -90,17 +91,41 @@ def counted(index: int, *microseconds: str) -> str:
 
 def test_what_slowed_a_gpu_down_within_the_run(nvidia_smi: Callable[..., None]) -> None:
     """The counters go on from earlier runs, and after the last case the GPUs are idle."""
-    nvidia_smi(counted(0, *["6869275397 us"] * 2, "0 us", "0 us") + counted(1, *["[N/A]"] * 4))
+    zeros = ("0 us",) * 4
+    nvidia_smi(counted(0, *zeros) + counted(1, *["6869275397 us"] * 2, "0 us", "0 us"))
     before = [gpu_state()]
     assert throttled(["a"], before) == []
-    after = counted(0, "6881625397 us", "6869280000 us", "250000 us", "0 us")
-    nvidia_smi(after + counted(1, *["[N/A]"] * 4))
+    hot = ("6881625397 us", "6869280000 us", "250000 us", "0 us")
+    nvidia_smi(counted(0, "12300000 us", *zeros[1:]) + counted(1, *hot))
     assert slowed_down(["a"], before, [gpu_state()]) == [
-        "GPU 0 of a was throttled: power cap for 12.3 s, hardware thermal for 0.2 s"
+        "warning: GPU 1 of a was throttled: power cap for 12.3 s, hardware thermal for 0.2 s",
+        "note: GPU 0 of a was limited by its power: power cap for 12.3 s",
     ]
     assert slowed_down(["a"], before, before) == []
-    nvidia_smi(ROW.format(0, "1B"), before=OLD)
-    assert slowed_down(["a"], [gpu_state()], [gpu_state()]) == []
+    assert without_counters(["a"], before) is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "rows", "before"),
+    [
+        ("535.113.01", ROW.format(0, "1B"), OLD),  # refuses the whole question
+        ("580.65.06", counted(0, *["[N/A]"] * 4), "#!/bin/sh\n"),
+    ],
+)
+def test_a_driver_without_counters_is_named(
+    driver: str, rows: str, before: str, nvidia_smi: Callable[..., None]
+) -> None:
+    """Silence would read as `was not throttled`."""
+    nvidia_smi(rows.replace("580.65.06", driver), before=before)
+    old = gpu_state()
+    nvidia_smi(counted(0, *["0 us"] * 4).replace("580.65.06", "595.45.04"))
+    new = gpu_state()
+    assert slowed_down(["a"], [old], [old]) == []
+    assert without_counters(["a", "b", "c"], [old, new, old]) == (
+        f"note: this driver has no throttle counters ({driver} on a, c): "
+        "GPUs may have been slowed down"
+    )
+    assert without_counters(["a", "b"], [new, []]) is None
 
 
 def test_the_last_lines_say_what_nccl_warned_of_and_chose(
@@ -117,8 +142,8 @@ def test_the_last_lines_say_what_nccl_warned_of_and_chose(
     last_line, lines = at_the_end(cpu, environment)  # a rank on CUDA is elsewhere on the node
     assert last_line["gpus"] == [gpu_state()] * 2
     assert lines == [
-        "warning: GPU 0 of a was throttled: power cap for 2.0 s",
-        "warning: GPU 0 of b was throttled: power cap for 2.0 s",
+        "note: GPU 0 of a was limited by its power: power cap for 2.0 s",
+        "note: GPU 0 of b was limited by its power: power cap for 2.0 s",
         "warning: NCCL on a, b: Call to ibv_create_cq failed with error Cannot allocate memory",
         "NCCL chose network IB; transport NET/IB/0/GDRDMA, P2P/CUMEM; nvls available",
     ]
