@@ -3,8 +3,9 @@
 
     back to back = each operation starts as soon as the one before it in its group is done
     with gaps    = none starts earlier than in the job: busy waits take the place of computing
-    replayed     = an operation in a replay with gaps, from its start until it is seen to be done:
-                   the mean of a step's calls, p50 of the replays; the slowest rank counts
+    replayed     = an operation in a replay with gaps, from its start until it is seen to be done
+                   (over NCCL between two CUDA events on a stream of its group): the mean of a
+                   step's calls, p50 of the replays; the slowest rank counts
     alone        = the same operation with nothing else under way
     busbw        = bytes / time * factor, as in collectives.py
     share        = calls * replayed, of the sum over all rows
@@ -34,6 +35,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import methodcaller
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, NoReturn
@@ -505,7 +507,44 @@ def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> R
     return seconds
 
 
+def play_on_streams(
+    calls: list[Collective], starts: dict[Any, Any], streams: dict[Any, Any], end_s: float = 0
+) -> Replay:
+    """The same over NCCL, as a job does it: operations are queued, and the host waits at the end.
+
+    Two events on a stream of its team take the time of each operation. The caller's stream stands
+    for the job's. What the job has waited for is waited for there, and an operation starts when
+    that stream is done. streams: by team.
+    """
+    events = list[tuple[Kind, torch.cuda.Event, torch.cuda.Event]]()
+    caller = torch.cuda.current_stream()
+    zero = time.perf_counter()
+    for call in calls:
+        while end_s and time.perf_counter() - zero < call.begin_s:
+            pass
+        stream = streams[call.team]
+        stream.wait_stream(caller)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            begin.record()
+            starts[call.kind, call.team]().wait()  # the stream waits, the host does not
+            end.record()
+        events.append((call.kind, begin, end))
+        if call.blocking:
+            caller.wait_stream(stream)
+    while time.perf_counter() - zero < end_s:
+        pass
+    for stream in streams.values():
+        caller.wait_stream(stream)
+    caller.synchronize()
+    seconds = defaultdict[Kind, list[float]](list)
+    for kind, begin, end in events:
+        seconds[kind].append(begin.elapsed_time(end) / 1e3)
+    return seconds
+
+
 def wait(work: Any) -> None:
+    """Let the host wait, also for a device."""
     work.wait()
     if torch.cuda.is_initialized():  # there only the stream has waited
         torch.cuda.current_stream().synchronize()
@@ -530,10 +569,17 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
         _, ranks = team
         starts[kind, team] = tried(kind, ranks, groups[team], job)
 
+    replay = partial(play, calls, starts)
+    wait_alone: Callable[[Any], None] = wait
+    if job.device.type == "cuda" and "nccl" in job.backend:
+        streams = {team: torch.cuda.Stream(job.device) for _, team in mine}
+        replay = partial(play_on_streams, calls, starts, streams)
+        wait_alone = methodcaller("wait")
+
     def one_of(kind: Kind) -> None:
         for (other, _), start in starts.items():
             if other == kind:
-                wait(start())
+                wait_alone(start())
 
     def means(replays: list[Replay]) -> list[dict[Kind, float]]:
         """The mean seconds of each kind, in each replay."""
@@ -542,10 +588,10 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
             rows.append({kind: fmean(times) for kind, times in replay.items()})
         return rows
 
-    parts: dict[str, Step] = {"back to back": lambda: play(calls, starts)}
+    parts: dict[str, Step] = {"back to back": replay}
     for kind in plan.kinds:
         parts[str(kind)] = partial(one_of, kind)
-    return Workload(lambda: play(calls, starts, plan.time_s), parts, returned=means)
+    return Workload(partial(replay, end_s=plan.time_s), parts, returned=means)
 
 
 def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:

@@ -3,8 +3,11 @@
 import gzip
 import json
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +129,86 @@ def test_a_kineto_trace(name: str, tmp_path: Path) -> None:
     assert call.team == ("mesh_dp", (0, 1))
     assert (call.begin_s, call.job_s) == pytest.approx((2e-3, 3e-3))
     assert call.blocking
+
+
+class Device:
+    """A GPU with a clock, in ms: what the host queues on a stream starts when the stream is free.
+    It stands for torch.cuda; each look at the clock takes the host 0.01 ms."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.synchronized = 0
+        self.current = self.Stream(self)
+
+    class Stream:
+        def __init__(self, device: "Device") -> None:
+            self.device, self.free_at = device, 0.0
+
+        def queue(self, takes: float = 0.0) -> float:
+            """When the work ends."""
+            self.free_at = max(self.free_at, self.device.now) + takes
+            return self.free_at
+
+        def wait_stream(self, other: Any) -> None:
+            self.free_at = max(self.free_at, other.free_at)
+
+        def synchronize(self) -> None:
+            self.device.now = max(self.device.now, self.free_at)
+            self.device.synchronized += 1
+
+    class Event:
+        def __init__(self, device: "Device") -> None:
+            self.device = device
+
+        def record(self) -> None:
+            self.at = self.device.current.queue()
+
+        def elapsed_time(self, end: Any) -> float:
+            return float(end.at - self.at)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def perf_counter(self) -> float:
+        self.now += 0.01
+        return self.now / 1e3
+
+
+@pytest.mark.parametrize(
+    ("blocking", "end_s", "ends_at_ms"),
+    [
+        (False, 0, 8.0),  # b runs beside both
+        (True, 0, 9.0),  # the job waits for the first a
+        (False, 0.03, 30.0),
+    ],
+)
+def test_over_nccl_the_host_waits_once(
+    blocking: bool, end_s: float, ends_at_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two operations of one team, 4 ms each, and one of another, 5 ms; all at once in the job."""
+    device = Device()
+    monkeypatch.setattr(replay, "time", device)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: device.current)
+    monkeypatch.setattr(torch.cuda, "stream", device.stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Device.Event(device))
+    a, b = (Kind("all_reduce", name, 2, "float32", 4) for name in "ab")
+    calls = [
+        Collective(a, ("a", (0, 1)), 1, "", 0.0, blocking=blocking),
+        Collective(b, ("b", (0, 2)), 1, "", 0.0),
+        Collective(a, ("a", (0, 1)), 2, "", 0.0),
+    ]
+    work_of_a = SimpleNamespace(wait=lambda: device.current.queue(4.0))
+    work_of_b = SimpleNamespace(wait=lambda: device.current.queue(5.0))
+    starts = {(a, calls[0].team): lambda: work_of_a, (b, calls[1].team): lambda: work_of_b}
+    streams = {call.team: Device.Stream(device) for call in calls}
+    played = replay.play_on_streams(calls, starts, streams, end_s)
+    assert played[a] == pytest.approx([0.004, 0.004])
+    assert played[b] == pytest.approx([0.005])
+    assert device.synchronized == 1
+    assert device.now == pytest.approx(ends_at_ms, abs=0.05)
 
 
 @pytest.mark.parametrize(
