@@ -576,6 +576,10 @@ def build(job: Job, matrix: Matrix, args: argparse.Namespace, key: Key, group: G
     steps = dict[str, Step]()
     for variant in operation.variants:  # in this order on all ranks: a graph is run when it is made
         steps[variant] = step_of(key, at, buffers[variant], key["calls"])
+    profiled = dict[str, Step]()
+    if key["cudagraph"]:  # most calls do nothing: a trace has whole graphs
+        for variant, call in steps.items():
+            profiled[f"{variant}, a graph"] = partial(repeat, call, key["calls"])
     step = steps.pop(operation.variants[0])
     calls = key["calls"]
     exact = "exact_calls" in key or key["cudagraph"]  # a graph has as many as were captured
@@ -602,7 +606,13 @@ def build(job: Job, matrix: Matrix, args: argparse.Namespace, key: Key, group: G
         calls=calls * max(1, key["cudagraph"]),
         facts=facts,
         launches=not host_waits,
+        profiled=profiled,
     )
+
+
+def repeat(call: Step, times: int) -> None:
+    for _ in range(times):
+        call()
 
 
 def calls_of_a_sample(step: Step, most: int, device: torch.device, group: Group) -> int:

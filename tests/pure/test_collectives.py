@@ -28,6 +28,35 @@ def test_bus_factor(collective: str, ranks: int, factor: float) -> None:
     assert collectives.OPERATIONS[collective].bus(ranks) == pytest.approx(factor)
 
 
+def test_a_trace_of_graphs_has_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With -G only every 20th call replays a graph, of 20 calls."""
+    captured, replays = [], []
+
+    def capture(step: Any, device: torch.device) -> Any:
+        captured.append(step)
+        return lambda: replays.append(step)
+
+    monkeypatch.setattr(collectives.gpus, "cuda_graph", capture)
+    flags = ("-b", "64", "-e", "64", "-n", "20", "-G", "3")
+    monkeypatch.setattr("sys.argv", ["collectives.py", *flags])
+    args = collectives.parse_args()
+    store = dist.HashStore()
+    place = {"device": "cpu", "backend": "gloo", "world_size": 1}
+    ((key,),) = collectives.plan(args, [], place, 1).values()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        world: Any = dist.group.WORLD
+        job = Job(0, 0, 1, 1, torch.device("cpu"), "gloo", store)
+        work = collectives.build(job, [], args, key, Group((0,), world, world))
+    finally:
+        dist.destroy_process_group()
+    assert [*work.profiled] == ["in_place, a graph", "out_of_place, a graph"]
+    for step in work.profiled.values():
+        for _ in range(5):
+            step()
+    assert replays == [captured[0]] * 5 + [captured[1]] * 5
+
+
 def derived(case: Case, facts: Any, groups: list[list[int]], **flags: Any) -> dict[str, Any]:
     args = SimpleNamespace(**({"limit": None, "check": 1} | flags))
     times = Times(case.samples_s, [])
