@@ -98,6 +98,18 @@ def graph_raises() -> None:
 
 
 @fault
+def cyclic_graphs() -> None:
+    """Each CUDA graph is in a reference cycle: only the garbage collector frees it."""
+    real = torch.cuda.CUDAGraph.capture_begin
+
+    def begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+        graph.itself = graph
+        real(graph, *args, **kwargs)
+
+    torch.cuda.CUDAGraph.capture_begin = begin  # type: ignore[method-assign,assignment]
+
+
+@fault
 def build_raises() -> None:
     """Rank 1 runs out of memory in its first model."""
     import torchvision

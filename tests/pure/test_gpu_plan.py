@@ -80,10 +80,23 @@ def test_the_plan_has_every_script_and_its_flags_are_known(
     assert scripts | {"replay", "record_collectives"} == {*SCRIPTS, *EXAMPLES}
 
 
+def test_the_plan_has_two_parts(tmp_path: Path) -> None:
+    """Each task is in one of them."""
+    tasks: dict[str, list[str]] = {}
+    for part in ("1", "2", ""):
+        _, out = run_plan(tmp_path, DRY_RUN="1", PART=part)
+        tasks[part] = out.splitlines()
+    first, second = tasks["1"], tasks["2"]
+    assert sorted(first + second) == sorted(tasks[""])
+    assert len(set(first + second)) == len(first + second)
+    assert min(len(first), len(second)) > 15
+
+
 # It stands for the interpreter that runs the tasks. ddp_sweep.py takes a moment to end.
 STAND_IN = """#!/bin/sh
 case "$*" in
     *pp_bubble*) exit 0;;
+    *input_wait*|*who_is_slow*) mkdir "$OUT/one" || exit 7; sleep 0.3; rmdir "$OUT/one"; exit 0;;
     *tp_exposed*) echo "ValueError: 3 is not even"; exit 1;;
     *step-raises*) echo "injected: no kernel for this step"; exit 1;;
     *inject.py*) exit 1;;
@@ -128,6 +141,14 @@ def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) 
     assert "2 of 5 tasks are ok" in out
     assert status == 1
     assert not is_alive(folder / "pid")
+
+
+def test_tasks_of_several_nccl_ranks_run_one_at_a_time(tmp_path: Path) -> None:
+    """Their kernels spin: side by side they would take each other's time on the GPU."""
+    settings = {"DEVICE": "cpu", "PYTHON": stand_in(tmp_path), "ONLY": "^(input_wait|who_is_slow)$"}
+    status, out = run_plan(tmp_path, **settings)
+    assert verdicts_of(tmp_path) == {"input_wait": ["ok", "0"], "who_is_slow": ["ok", "0"]}, out
+    assert status == 0
 
 
 def test_a_plan_that_is_ended_ends_its_tasks(tmp_path: Path) -> None:
