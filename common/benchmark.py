@@ -5,6 +5,7 @@ line of the report. If a case fails on any rank, its row has the reason, and the
 import argparse
 import atexit
 import contextlib
+import errno
 import faulthandler
 import math
 import os
@@ -78,6 +79,9 @@ Derive = Callable[[Case, Times, list[Any]], None]
 Answer = Callable[[list[Case]], list[str]]
 
 
+DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a mistake of nobody's
+
+
 class Benchmark:
     """A context manager for every rank. When it is left, `status` is the exit status."""
 
@@ -137,6 +141,8 @@ class Benchmark:
         self.print(environment.preamble(measured_on))
         if self.replaced:
             self.print(f"# the report that was there is now {self.replaced}")
+        for remark in self.report.remarks:
+            self.print(f"# {remark}")
         self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
 
     def prepare_traces(self, name: str, measured_on: dict[str, Any]) -> Tracer:
@@ -150,7 +156,7 @@ class Benchmark:
 
     def open_report(self) -> None:
         """Begin the report or go on with it, on rank 0. End the run if that is not possible."""
-        problem = None
+        problem, status = None, 2
         self.replaced: str | None = None  # the new name of the report that was there
         if self.args.dry_run and self.args.resume:
             with contextlib.suppress(ValueError):  # there is none, or no report
@@ -160,11 +166,13 @@ class Benchmark:
             try:
                 self.replaced = self.report.start(self.args.resume, since=restarted_after())
             except OSError as error:
-                problem = f"--json {self.args.json}: {error}"
+                problem = f"--json {self.args.json}: {error.strerror}"
+                status = 1 if error.errno in DISK_FAILED else 2
             except ValueError as error:
                 problem = f"--json: {error}"
-        if problem := share(problem):
-            self.refuse(problem)
+        problem, status = share((problem, status))
+        if problem:
+            self.refuse(problem, status)
 
     def complete_key(self, key: Key) -> Key:
         """The key with device, backend and world_size, where it lacks them."""
@@ -338,8 +346,7 @@ class Benchmark:
         try:
             self.report.add(case)
         except OSError as error:
-            before = "it holds the cases before this one"
-            return reason, f"--json {self.args.json}: {error.strerror}; {before}"
+            return reason, f"--json {self.args.json}: {error.strerror}"
         return reason, None
 
     def complete(
@@ -490,7 +497,7 @@ class Benchmark:
         try:
             self.report.finish("failed" if status == 1 else "complete", **last_line, **network_grew)
         except OSError as full:
-            status, reason = 1, f"--json {self.args.json}: {full.strerror}; every case is in it"
+            status, reason = 1, f"--json {self.args.json}: {full.strerror}"
             complain(f"error: {reason}")
         self.progress.close()
         try:

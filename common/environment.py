@@ -18,12 +18,10 @@ from common.dist import Job, gather, share
 from common.gpus import gpu_state, lacking, run, sharing, throttled
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from common.private_torch import creator_of
+from common.report import FAMILIES, without_secrets
 from common.turns import TURN
 
-# Variables that change what is measured, or that tell runs apart, begin with one of these.
-FAMILIES = "NCCL_ NVSHMEM_ GLOO_ UCX_ FI_ TP_ OMP_ MKL_ KMP_ TORCH PYTORCH_ TRITON_ CUDA_ CUBLAS_"
-FAMILIES += " CUDNN_ NVIDIA_TF32 SLURM_JOB_"
-# These are among them but tell nothing.
+# These of the FAMILIES tell nothing.
 PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)
 
 UNITS = "units: 64K, 4M, MiB and GiB count by 1,024; MB/s and GB/s by 1,000"
@@ -40,12 +38,12 @@ LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "FLUX_TASK_RANK": "flux", "SLURM_PROC
 def user_variables() -> dict[str, str]:
     """The variables that the user and the launcher have set. Call it before join(), which sets more
     of them."""
-    families = tuple(FAMILIES.split())
-    names = sorted(name for name in os.environ if name.startswith(families))
+    told_apart_by = (*FAMILIES, "SLURM_JOB_")
+    names = sorted(name for name in os.environ if name.startswith(told_apart_by))
     variables = {name: os.environ[name] for name in names if name not in PER_RUN}
     if torchrun_set_error_handling():
         del variables[ERROR_HANDLING]
-    return variables
+    return without_secrets(variables)
 
 
 def collect(job: Job, variables: dict[str, str], load: CpuLoad | None = None) -> dict[str, Any]:

@@ -6,12 +6,13 @@ loses the case in flight and nothing else. This file needs the standard library 
 writes reports, analysis/ reads them.
 """
 
+import errno
 import fcntl
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
@@ -23,8 +24,29 @@ SCHEMA = "torchrun-bench/2"
 UNALIGNED = ("batch_update_ps", "rpc_latency")
 # These fields of a case are written only where it has more samples than a report keeps.
 OF_BOUNDED = ("bounded", "iterations", "slowest_s", "quartiles_s")
-# A report is resumed only where these entries of the environment are the same as before.
-SAME = ("torch", "nccl", "world_size", "local_world_size", "devices", "backend")
+HEADER = ("schema", "benchmark", "argv", "started_at", "environment")  # the first line
+BEGINNING = b'{"schema": "torchrun-bench/'  # as it is written
+# A report is resumed only where these entries of the environment are the same as before, these of
+# each rank, and the user's variables but for those of a job and of a place.
+SAME: tuple[str, ...] = ("version", "torch", "cuda", "nccl", "nccl_backend", "python", "backend")
+SAME += ("world_size", "local_world_size", "devices")
+SAME_OF_RANKS = ("device", "cores", "threads")
+OF_A_JOB = ("SLURM_JOB_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES")
+# Variables that change what is measured begin with one of these.
+FAMILIES: tuple[str, ...] = (
+    "NCCL_",
+    "NVSHMEM_",
+    "GLOO_",
+    "UCX_",
+    "FI_",
+    "TP_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "TORCH",
+)
+FAMILIES += ("PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32")
+SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")  # a variable whose name has one of these
 # The shapes of the environment's entries that analysis/ walks through: in words, and as a type.
 # [x] is a list of x.
 SHAPES: dict[str, tuple[str, Any]] = {
@@ -92,7 +114,10 @@ class Report:
     finished_at: str | None = None
     end: dict[str, Any] = field(default_factory=dict)  # the other entries of the last line
     cases: list[Case] = field(default_factory=list)
+    resumed: list[dict[str, Any]] = field(default_factory=list)  # where it went on elsewhere
+    remarks: list[str] = field(default_factory=list)  # what a user must know of a resumed report
     files: list[IO[bytes]] = field(default_factory=list)  # all are locked; the last is written
+    size: int = 0  # of the file, after this run's newest line
 
     def __post_init__(self) -> None:
         expect_types(self, benchmark=str, environment=dict, argv=list, started_at=str, status=str)
@@ -119,80 +144,212 @@ class Report:
         if not os.path.getsize(path):
             self.append_header()
             return None
+        if not is_cut_header(path):
+            try:
+                old = load(self.path)
+            except ValueError as error:
+                raise ValueError(f"it would replace what is there: {error}") from None
+            if resume or datetime.fromisoformat(old.started_at).timestamp() > since:
+                self.take_over(old)
+                return None
+        return self.replace(path)
+
+    def replace(self, path: str) -> str:
+        """Move the report that is there once the new first line is on disk. Its new name."""
+        new, backup = unused(f"{path}.new"), unused(f"{path}.bak")
+        self.files.append(open_alone(new))
         try:
-            old = load(self.path)
-        except ValueError as error:
-            raise ValueError(f"it would replace what is there: {error}") from None
-        if resume or datetime.fromisoformat(old.started_at).timestamp() > since:
-            self.take_over(old)
-            return None
-        backup = unused(f"{path}.bak")
-        os.rename(path, backup)
-        self.files.append(open_alone(self.path))
-        self.append_header()
+            self.append_header()
+            os.rename(path, backup)
+        except OSError:
+            os.unlink(new)
+            raise
+        os.rename(new, path)
         return backup
 
+    def header(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in HEADER}
+
     def append_header(self) -> None:
-        header = ("schema", "benchmark", "argv", "started_at", "environment")
-        self.append({name: getattr(self, name) for name in header})
+        self.append(self.header(), "nothing was measured, and what was there stays")
 
     def take_over(self, old: "Report") -> None:
-        """Go on with an older report of the same benchmark on the same devices."""
-        mine = self.environment | {"benchmark": self.benchmark}
-        theirs = old.environment | {"benchmark": old.benchmark}
-        for name in ("benchmark", *SAME):
-            if mine.get(name) != theirs.get(name):
-                raise ValueError(
-                    f"{self.path} has {name} {theirs.get(name)}, this run {mine.get(name)}: "
-                    "numbers that do not belong together; give another path"
-                )
-        self.cases = old.cases
+        """Go on with an older report of the same benchmark in the same environment. Other hosts of
+        the same kind are written into a line, before their cases."""
+        differing = differences(
+            {"benchmark": old.benchmark} | identity(old.environment),
+            {"benchmark": self.benchmark} | identity(self.environment),
+        )
+        if differing:
+            raise ValueError(
+                f"{self.path} has {differing}: numbers that do not belong together; "
+                "give another path"
+            )
+        self.cases, self.resumed = old.cases, old.resumed
+        self.end_last_line()
+        unchecked = [case for case in self.cases if case.check.startswith("skipped")]
+        if unchecked:
+            stay = f"{len(unchecked)} of {len(self.cases)} cases were measured unchecked"
+            again = "they stay so; another --json measures them again"
+            self.remarks.append(f"{stay} ({unchecked[0].check}): {again}")
+        hosts = self.environment.get("hosts")
+        before = [old.environment, *old.resumed][-1].get("hosts")
+        if hosts != before and self.cases:
+            line = {"resumed_at": now(), "hosts": hosts, "cases_before": len(self.cases)}
+            self.resumed.append(line)
+            self.append(line, "it holds the cases of before")
+            here, there = shown(hosts)[:100], shown(before)[:100]
+            self.remarks.append(f"{len(self.cases)} cases were measured on {there}, not on {here}")
+
+    def end_last_line(self) -> None:
+        """Give the last line its end, or remove it where a crash has cut it short."""
         content = Path(self.path or "").read_bytes()
+        self.size = len(content)
         if content.endswith(b"\n"):
             return
         start_of_last_line = content.rfind(b"\n") + 1
         if is_json(content[start_of_last_line:]):
             self.write(b"\n")
-        else:  # a crash cut the line short
-            self.files[-1].truncate(start_of_last_line)
+        else:
+            self.size = self.files[-1].truncate(start_of_last_line)
 
     def add(self, case: Case) -> None:
         """Append a case. A later one of the same key replaces an earlier one."""
         self.cases = [old for old in self.cases if old.key != case.key] + [case]
-        line = dict(vars(case))  # not asdict: it would copy each of the samples
-        if case.aligned:  # nearly always; version 2.0 does not know the field
-            del line["aligned"]
-        if not case.bounded:
-            for name in OF_BOUNDED:
-                del line[name]
-        self.append(line)
+        self.check_file()
+        self.append(line_of(case), "it holds the cases before this one")
 
     def finish(self, status: str, **end: Any) -> None:
         self.status, self.finished_at = status, now()
-        self.append({"status": status, "finished_at": self.finished_at, **end})
+        self.check_file()
+        line = {"status": status, "finished_at": self.finished_at, **end}
+        self.append(line, "every case is in it")
 
     def find(self, key: dict[str, Any]) -> Case | None:
         """The case of this key, unless it failed."""
         return next((c for c in self.cases if c.key == key and not c.failed), None)
 
-    def append(self, line: dict[str, Any]) -> None:
-        """Write a line. Raises OSError, e.g. on a full disk; readers skip a line cut short."""
+    def append(self, line: dict[str, Any], left: str) -> None:
+        """Write a line. Raises OSError, e.g. on a full disk; readers skip a line cut short. left:
+        what the report holds then, as words for the error."""
         if self.path:
-            self.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            try:
+                self.write(encoded(line))
+            except OSError as error:
+                raise OSError(error.errno, f"{error.strerror}; {left}") from None
 
     def write(self, content: bytes) -> None:
         file = self.files[-1]
-        file.write(content)
-        file.flush()
-        if self.path != "-":
-            os.fsync(file.fileno())
+        if self.path == "-":
+            file.write(content)
+            file.flush()
+        else:
+            write_through(file, content)
+            self.size = os.fstat(file.fileno()).st_size
+
+    def check_file(self) -> None:
+        """Raise OSError where the path is no more the file that this run has written. All that was
+        measured is then in a new file, which the error names."""
+        if not self.path or self.path == "-":
+            return
+        mine = os.fstat(self.files[-1].fileno())
+        try:
+            is_there = os.path.samestat(mine, os.stat(self.path))
+        except OSError:
+            is_there = False
+        if is_there and mine.st_size == self.size:
+            return
+        what = "was changed" if is_there else "was removed or replaced"
+        copy = unused(f"{os.path.realpath(self.path)}.rescued")
+        try:
+            with open_alone(copy) as file:
+                for line in (self.header(), *self.resumed, *map(line_of, self.cases)):
+                    write_through(file, encoded(line))
+            left = f"{copy} has the cases that were measured"
+        except OSError as error:
+            left = f"{copy}: {error.strerror}"
+        raise OSError(errno.ESTALE, f"it {what} during the run; {left}")
+
+
+def encoded(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, allow_nan=False).encode() + b"\n"
+
+
+def write_through(file: IO[bytes], content: bytes) -> None:
+    """Write to a file of `open_alone` until it is on the disk. Raises OSError."""
+    while content:
+        content = content[file.write(content) :]  # a disk that is full takes a part
+    os.fsync(file.fileno())
+
+
+def line_of(case: Case) -> dict[str, Any]:
+    """A case as a line of the report."""
+    line = dict(vars(case))  # not asdict: it would copy each of the samples
+    if case.aligned:  # nearly always; version 2.0 does not know the field
+        del line["aligned"]
+    if not case.bounded:
+        for name in OF_BOUNDED:
+            del line[name]
+    return line
+
+
+def identity(environment: dict[str, Any]) -> dict[str, Any]:
+    """What must be the same for numbers to belong together, by its name in a message."""
+    same = {name: environment.get(name) for name in SAME}
+    for row in environment.get("ranks") or ():
+        for name in SAME_OF_RANKS:
+            same[f"{name} (rank {row.get('rank')})"] = row.get(name)
+    for name, value in (environment.get("variables") or {}).items():
+        if not name.startswith(OF_A_JOB) and not name.endswith("_DIR"):
+            same[name] = value
+    return same
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """`torch 2.14, this run 2.15; ...`; "" where all is the same. The first three are named."""
+    names = [name for name in before | now if before.get(name) != now.get(name)]
+    parts = []
+    for name in names[:3]:
+        old, new = shown(before.get(name)), shown(now.get(name))
+        alike = len(os.path.commonprefix([old, new]))  # noqa: RUF071
+        if alike > 40:  # a command or a path: what differs is at the end
+            old, new = f"...{old[alike - 20 :]}", f"...{new[alike - 20 :]}"
+        parts.append(f"{name} {old[:100]}, this run {new[:100]}")
+    if more := len(names[3:]):
+        parts.append(f"and {more} more")
+    return "; ".join(parts)
+
+
+def shown(value: Any) -> str:
+    """A value of the environment in a message."""
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    return "unset" if value is None else str(value)
+
+
+def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables, without the values of those whose names tell that nobody should see them."""
+    public = {}
+    for name, value in variables.items():
+        is_secret = any(word in name.upper() for word in SECRETS)
+        public[name] = "(not shown)" if is_secret else value
+    return public
+
+
+def is_cut_header(path: str) -> bool:
+    """Whether the file is a report whose first line a crash or a full disk has cut short."""
+    with open(path, "rb") as file:
+        line = file.readline()
+    is_ours = line.startswith(BEGINNING) or BEGINNING.startswith(line)
+    return is_ours and not line.endswith(b"\n") and not is_json(line)
 
 
 def open_alone(path: str) -> IO[bytes]:
     """Open a file to append to, locked against other runs. The lock ends with the process."""
     if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is no regular file; expected a path such as report.jsonl")
-    file = open(path, "ab")  # noqa: SIM115 (it stays open, for the lock)
+    # without a buffer, which would be written later, at the process's end
+    file = open(path, "ab", buffering=0)  # noqa: SIM115 (it stays open, for the lock)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -240,6 +397,9 @@ def load(
                     raise ValueError("another report begins here; each needs a file of its own")
                 elif "status" in content:
                     read_end(report, content)
+                elif "resumed_at" in content:
+                    report.resumed.append(content)
+                    report.status = "interrupted"
                 else:
                     case = read_case(report, content)
                     each(report, case)
@@ -269,7 +429,7 @@ def read_header(content: dict[str, Any], path: str) -> Report:
     expect_fields(content, "benchmark", "environment")
     started_at = str(content.get("started_at", now()))
     expect(is_time(started_at), "started_at", f"a time such as {now()}", started_at)
-    return Report(**known(Report, content), path=path)
+    return Report(**{name: content[name] for name in HEADER if name in content}, path=path)
 
 
 def read_case(report: Report, content: dict[str, Any]) -> Case:

@@ -514,3 +514,13 @@ def test_another_accelerator_is_not_measured_as_a_cpu(
         join("auto", None, 1)
     said = capsys.readouterr().err
     assert "error: torch sees xpu; measured today are CUDA and CPUs: try --device cpu" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["TORCH_TOKEN", "NCCL_API_KEY", "UCX_PASSWORD_FILE", "TORCH_secret", "OMP_APIKEYS"]
+)
+def test_secrets_stay_out_of_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    told = user_variables()
+    assert (told[name], told["NCCL_ALGO"]) == ("(not shown)", "Ring")

@@ -6,9 +6,11 @@ import io
 import json
 import math
 import os
+import re
+import resource
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ import pytest
 from common.report import SCHEMA, Case, Report, load, not_json
 
 ENVIRONMENT = {"torch": "2.15.0", "world_size": 2, "devices": ["cpu"], "backend": "gloo"}
+
+
+RANK = {"rank": 0, "device": "cpu", "cores": 2, "threads": 1}
 
 
 def report_at(path: Path, cases: int = 2, **environment: Any) -> Report:
@@ -172,6 +177,15 @@ def test_a_last_line_without_its_newline_counts(path: Path, cases: int) -> None:
     assert len(load(str(path)).cases) == cases + 1
 
 
+@pytest.mark.parametrize("text", ["{ 1", '{"schema": 3', '{"schema": "mine/1"', "my thesis"])
+def test_a_line_that_is_not_ours_stays(path: Path, text: str) -> None:
+    path.write_text(text)
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="it would replace what is there"):
+            Report("ddp_sweep", ENVIRONMENT, str(path)).start(resume)
+    assert path.read_text() == text
+
+
 @pytest.mark.parametrize("tail", [b"\n", b"\r\n", b"  ", b"\0\0\0", b"[" * 100_000])
 def test_a_tail_that_is_no_line_is_no_damage(path: Path, tail: bytes) -> None:
     report_at(path, 2)
@@ -198,15 +212,140 @@ def test_a_status_in_the_middle_is_of_an_earlier_run(path: Path) -> None:
         ("collectives", {}, "has benchmark ddp_sweep, this run collectives"),
         ("ddp_sweep", {"torch": "2.11.0"}, "has torch 2.15.0, this run 2.11.0"),
         ("ddp_sweep", {"world_size": 4}, "has world_size 2, this run 4"),
+        ("ddp_sweep", {"version": "b"}, "has version a, this run b"),
+        ("ddp_sweep", {"nccl": "2.30"}, "has nccl unset, this run 2.30"),
+        ("ddp_sweep", {"devices": ["H200", "B200"]}, "has devices cpu, this run H200, B200"),
+        ("ddp_sweep", {"ranks": [RANK | {"threads": 2}]}, "has threads (rank 0) 1, this run 2"),
+        ("ddp_sweep", {"ranks": [RANK | {"cores": 64}]}, "has cores (rank 0) 2, this run 64"),
+        ("ddp_sweep", {"variables": {"NCCL_ALGO": "Ring"}}, "has NCCL_ALGO unset, this run Ring"),
+        ("x", {"torch": "2", "nccl": "3", "python": "4"}, "; and 1 more: numbers that do not"),
     ],
 )
 def test_resume_refuses_another_run(
     path: Path, benchmark: str, environment: dict[str, Any], words: str
 ) -> None:
-    report_at(path)
-    with pytest.raises(ValueError, match=words):
+    report_at(path, version="a", ranks=[RANK], variables={})
+    environment = {"version": "a", "ranks": [RANK], "variables": {}} | environment
+    with pytest.raises(ValueError, match=re.escape(words)):
         Report(benchmark, ENVIRONMENT | environment, str(path)).start(resume=True)
     assert len(load(str(path)).cases) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SLURM_JOB_ID", "TORCHELASTIC_RESTART_COUNT", "CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR"],
+)
+def test_a_requeued_job_goes_on_whatever_its_number_is(path: Path, name: str) -> None:
+    report_at(path, variables={name: "1"})
+    Report("ddp_sweep", ENVIRONMENT | {"variables": {name: "2"}}, str(path)).start(resume=True)
+
+
+def test_other_hosts_stand_in_the_report(path: Path) -> None:
+    report_at(path, hosts=["node1"])
+    for host in ("node2", "node2", "node3"):
+        resumed = Report("ddp_sweep", ENVIRONMENT | {"hosts": [host]}, str(path))
+        resumed.start(resume=True)
+        resumed.add(Case({"host": host}, [0]))
+    assert resumed.remarks == ["3 cases were measured on node2, not on node3"]
+    resumed.finish("complete")
+    read = load(str(path))
+    assert [(line["hosts"], line["cases_before"]) for line in read.resumed] == [
+        (["node2"], 2),
+        (["node3"], 3),
+    ]
+    assert (len(read.cases), read.status) == (4, "complete")
+
+
+def test_cases_that_were_not_checked_are_told(path: Path) -> None:
+    report_at(path).add(Case({"n": 7}, [0], check="skipped: -c 0"))
+    resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
+    resumed.start(resume=True)
+    (remark,) = resumed.remarks
+    assert remark.startswith("1 of 3 cases were measured unchecked (skipped: -c 0)")
+
+
+def rewrite(path: Path) -> None:
+    """As an editor does: a new file takes the name."""
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    copy.rename(path)
+
+
+def append(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("a note\n")
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (os.unlink, "was removed or replaced"),
+        (rewrite, "was removed or replaced"),
+        (lambda path: path.rename(f"{path}.old"), "was removed or replaced"),
+        (lambda path: os.truncate(path, 0), "was changed"),
+        (lambda path: os.truncate(path, 10), "was changed"),
+        (append, "was changed"),
+    ],
+)
+def test_a_report_that_is_changed_during_the_run(
+    path: Path, change: Callable[[Path], None], words: str, resume: bool
+) -> None:
+    """The next case tells, and so does the last line. What was measured is in a file beside it."""
+    report = report_at(path)
+    if resume:
+        del report
+        report = Report("ddp_sweep", ENVIRONMENT, str(path))
+        report.start(resume=True)
+    change(path)
+    content = path.read_bytes() if path.exists() else None
+    said = f"{words} during the run; .*rescued(.1)? has the cases"
+    with pytest.raises(OSError, match=said):
+        report.add(Case({"n": 7}, [0]))
+    rescued = load(f"{path}.rescued")
+    assert [case.key["n"] for case in rescued.cases] == [0, 1, 7]
+    with pytest.raises(OSError, match=said):
+        report.finish("complete")
+    assert rescued.status == "interrupted"
+    assert (path.read_bytes() if path.exists() else None) == content
+
+
+@contextlib.contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """No file can grow beyond `size` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [0, 10, 100])
+def test_an_older_report_stays_where_the_new_first_line_cannot_be_written(
+    path: Path, size: int
+) -> None:
+    report_at(path)
+    content = path.read_bytes()
+    report = Report("ddp_sweep", ENVIRONMENT, str(path))
+    with full_disk(size), pytest.raises(OSError, match="nothing was measured, and what was there"):
+        report.start()
+    assert path.read_bytes() == content
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 10, 100])
+def test_a_first_line_that_was_cut_short_is_replaced(path: Path, size: int, resume: bool) -> None:
+    report = Report("ddp_sweep", ENVIRONMENT, str(path))
+    with full_disk(size), pytest.raises(OSError, match="nothing was measured"):
+        report.start()
+    del report
+    assert path.stat().st_size == size
+    again = Report("ddp_sweep", ENVIRONMENT, str(path))
+    assert again.start(resume) == (f"{path}.bak" if size else None)
+    again.add(Case({"n": 7}, [0]))
+    assert len(load(str(path)).cases) == 1
 
 
 FIELDS = {"schema": SCHEMA, "benchmark": "x", "argv": [], "environment": {}}
