@@ -5,6 +5,7 @@ block is over, it writes the token into the other command's pipe.
 """
 
 import os
+import stat
 from collections.abc import Callable
 
 from common.cli import refuse
@@ -21,6 +22,9 @@ def turn_taker(pipes: str) -> Callable[[], None]:
     """
     try:
         my_name, other_name = pipes.split(":")
+        for name in (my_name, other_name):
+            if not stat.S_ISFIFO(os.stat(name).st_mode):  # a token would overwrite another file
+                raise ValueError(f"{name} is no pipe")
         my_pipe = os.open(my_name, os.O_RDONLY)
         other_pipe = os.open(other_name, os.O_WRONLY)
     except (ValueError, OSError):

@@ -272,6 +272,17 @@ def test_a_wrong_turn_is_one_line(pipes: str, capsys: Any, monkeypatch: Any) -> 
     assert "TORCHRUN_BENCH_TURN: expected two named pipes such as /tmp/a:/tmp/b, got '" in line
 
 
+@pytest.mark.parametrize("names", ["a:b", "pipe:b", "a:pipe", "pipe:.", "pipe:/dev/null"])
+def test_turns_overwrite_no_file(names: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        Path(name).write_text("precious")
+    os.mkfifo("pipe")
+    with pytest.raises(SystemExit):
+        turns.turn_taker(names)
+    assert [Path(name).read_text() for name in ("a", "b")] == ["precious"] * 2
+
+
 def test_no_flag_is_an_ambiguous_prefix_of_torchruns(capsys: Any, monkeypatch: Any) -> None:
     """Before Python 3.12 argparse takes flags after the script for abbreviations of its own."""
     from torch.distributed.run import get_args_parser
