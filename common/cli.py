@@ -208,15 +208,20 @@ def version(folder: Path = ROOT) -> str:
 
     `-dirty` at its end means that a file differs from that commit.
     """
+    return ask_git(folder, "describe", "--always", "--dirty").strip() or "unknown"
+
+
+def ask_git(folder: Path, *words: str) -> str:
+    """What git says about the checkout that a folder is in; "" where it cannot say."""
+    # without git's variables: GIT_DIR, as in a hook, names another repository
+    variables = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
     # without the optional locks: another program may be using the checkout
-    git = ["git", "--no-optional-locks", "-C", str(folder)]
+    command = ["git", "--no-optional-locks", "-C", str(folder), *words]
     try:
-        told = subprocess.run(
-            [*git, "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=5
-        )
+        told = subprocess.run(command, capture_output=True, timeout=5, env=variables)
     except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return told.stdout.strip() or "unknown"
+        return ""
+    return os.fsdecode(told.stdout)
 
 
 class ShowVersion(argparse.Action):

@@ -342,7 +342,6 @@ def test_what_nccl_warned_of_is_said_when_the_process_ends_at_once(tmp_path: Pat
 
 def test_the_version_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a folder without git, one with a commit, a file that was changed since."""
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     cli.version.cache_clear()
     assert cli.version(tmp_path) == "unknown"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -358,6 +357,10 @@ def test_the_version_is_what_git_says(tmp_path: Path, monkeypatch: pytest.Monkey
     clean = cli.version(tmp_path)
     assert re.fullmatch(r"[0-9a-f]{7,}", clean)
     assert not dirty.startswith(clean)
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY"):
+        monkeypatch.setenv(name, str(tmp_path / "of another repository"))
+        cli.version.cache_clear()
+        assert cli.version(tmp_path) == clean
     monkeypatch.setenv("PATH", "")  # no git at all
     cli.version.cache_clear()
     assert cli.version(tmp_path) == "unknown"
