@@ -11,7 +11,8 @@ Without --b it runs A against A, and tells the smallest change that so many runs
 
 The order is A B, B A, A B: a drift of the machine hits both alike, and neighbours make a pair.
 Every run writes its report to OUT/a or OUT/b: `--json` is added to the command. The same call goes
-on where it was interrupted. docs/compare.md says more.
+on where it was interrupted, as long as commands, their files and variables are the same.
+docs/compare.md says more.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
         --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
@@ -53,6 +54,7 @@ from analysis.commands import (
 from analysis.compare import add_verdict_flags, conclude
 from analysis.verdicts import Comparison, Design, compare
 from common.cli import Parser, number, positive_int
+from common.report import without_secrets
 
 
 def measure(args: argparse.Namespace) -> Comparison:
@@ -64,14 +66,14 @@ def measure(args: argparse.Namespace) -> Comparison:
     b = Command("b", args.b or args.a, b_variables, args.out / "b")
     plan = {
         "a": args.a,
-        "a_env": args.a_env,
+        "a_env": public(args.a_env),
         "b": args.b,
-        "b_env": args.b_env,
+        "b_env": public(args.b_env),
         "interleave": args.interleave,
         "looks after runs": looks,
     }
     design = Design(args.margin, True, args.interleave, len(looks))
-    with open_folder(args.out, [a, b], plan):
+    with open_folder(args.out, [a, b], plan, args.anew):
         for pair in range(1, looks[-1] + 1):
             order = [a, b] if pair % 2 else [b, a]
             run_round(order, pair, args.interleave, f"pair {pair} of {looks[-1]}")
@@ -82,6 +84,11 @@ def measure(args: argparse.Namespace) -> Comparison:
             if pair in looks and is_decided:
                 break
     return comparison
+
+
+def public(variables: list[str]) -> dict[str, str]:
+    """--a-env or --b-env, as the plan tells them."""
+    return without_secrets(dict(variable.split("=", 1) for variable in variables))
 
 
 def add_flags(parser: Parser) -> None:
@@ -99,6 +106,8 @@ def add_flags(parser: Parser) -> None:
     add("--b", type=command_text, metavar="COMMAND", help=b)
     add("--b-env", help="NAME=VALUE, variables of B's runs alone", **lists)
     add("--out", required=True, type=folder, metavar="DIR", help="keep plan, reports and logs here")
+    anew = "keep the runs of another plan in DIR.bak, and begin anew"
+    add("--anew", action="store_true", help=anew)
     add("--runs", type=number(int, 2), default=6, metavar="N", help="runs a side (default: 6)")
     add("--interleave", action="store_true", help="both runs of a pair at once, block by block")
     add("--until-decided", action="store_true", help="stop once every case has a verdict")

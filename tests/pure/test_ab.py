@@ -18,20 +18,24 @@ import pytest
 
 from analysis.ab import planned_looks
 from common.report import load
-from tests.pure.reports import ROOT, run
+from tests.pure.reports import ROOT, case, run, write
 
 # writes a report of 24 blocks to --json; takes its turns where there are any
 COMMAND = """
-import json, os, sys, time
+import json, os, subprocess, sys, time
 seconds, mode = float(sys.argv[1]), sys.argv[2]
 path = sys.argv[sys.argv.index("--json") + 1]
 number = int(os.path.basename(path)[:2])
 lines = [
     {"schema": "torchrun-bench/2", "benchmark": "fake", "argv": sys.argv,
      "started_at": f"2026-01-01T{number:02}:00:00+00:00",
-     "environment": {"variables": {"FAKE": os.environ.get("FAKE", "unset")}}}]
+     "environment": {"variables": {"FAKE": os.environ.get("FAKE", "unset")},
+                     "torch": str(2 + (mode == "upgrade" and number > 1))}}]
 if mode == "hang":
     time.sleep(1000)
+if mode == "leave":
+    code = "import os, time; os.fork() and os._exit(0); time.sleep(1000)"
+    subprocess.run([sys.executable, "-c", code], start_new_session=True)
 if mode == "fail":
     print("a reason to fail")
     sys.exit(7)
@@ -86,7 +90,179 @@ def test_abba_and_resume(sides: Path) -> None:
     assert len((sides / "out" / "order").read_text().split()[0::2]) == 288 + 48
     other = run("ab.py", *words(sides, "0.1 x", "0.12 x", *more))
     assert other.returncode == 2
-    assert "is of another comparison; give another --out" in other.stderr
+    assert "fake.py 0.11 x, this run ..." in other.stderr
+    assert "give another --out, or --anew" in other.stderr
+
+
+def test_a_folder_with_files_of_others_is_refused(sides: Path) -> None:
+    """Planted: complete reports of another program, notes, somebody's plan. All of them stay."""
+    for number, planted in enumerate(
+        (
+            {"a/01.jsonl": "report", "a/02.jsonl": "report", "b/01.jsonl": "report"},
+            {"a/01.jsonl": "my notes", "a/01.log": "more of them"},
+            {"b/02.log": "my notes"},
+            {"a/results.csv": "mine"},
+            {"a/01.jsonl": "report", "plan.txt": ""},
+            {"plan.txt": "milk, bread"},
+            {"plan.txt": "a: x\nb: x\ninterleave: False\n"},
+        )
+    ):
+        out = sides / f"planted {number}"
+        flags = words(sides, "0.1 x", "0.1 x", "--runs", "2")
+        flags[flags.index("--out") + 1] = str(out)
+        for name, text in planted.items():
+            (out / name).parent.mkdir(parents=True, exist_ok=True)
+            if text == "report":
+                write(out / name, case("x"))
+            else:
+                (out / name).write_text(text)
+        before = contents(out)
+        for anew in ((), ("--anew",)):
+            done = run("ab.py", *flags, *anew)
+            assert (done.returncode, done.stdout) == (2, ""), planted
+            assert re.search(
+                "(tells of|is no plan of this program); give another --out", done.stderr
+            )
+            assert done.stderr.count("\n") == 1
+        assert contents(out) | {out / "plan.txt": b""} == before | {out / "plan.txt": b""}
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_differs_from_the_plan_is_named(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, and everything stays. With --anew the runs of before are kept elsewhere."""
+    torch = sides / "lib/python3.11/site-packages/torch-2.14.dist-info"
+    for folder in (sides / "bin", sides / "else", torch):
+        folder.mkdir(parents=True)
+    for name in ("bin", "else"):
+        tool = sides / name / "tool"
+        tool.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" # {name}\n')
+        tool.chmod(0o755)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("PATH", f"{sides}/bin:{path}")
+    flags = words(sides, "0.1 x", "", "--runs", "2")
+    flags[flags.index("--b") + 1] = f"tool {sides}/fake.py 0.1 x"
+    first = run("ab.py", *flags)
+    (sides / "output.txt").write_text("of no importance")
+    assert run("ab.py", *flags).stdout == first.stdout
+    before = contents(sides / "out")
+    changed = f"{COMMAND}\nprint(1)\n"
+
+    def refused(words_of_it: str, *more: str) -> None:
+        done = run("ab.py", *flags, *more)
+        assert (done.returncode, done.stdout) == (2, ""), words_of_it
+        assert words_of_it in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert contents(sides / "out") == before
+
+    for name, value, words_of_it in (
+        ("OMP_NUM_THREADS", "2", "variables OMP_NUM_THREADS 1, this run 2"),
+        ("NCCL_ALGO", "Ring", "variables NCCL_ALGO unset, this run Ring"),
+        ("PYTHONOPTIMIZE", "2", "variables PYTHONOPTIMIZE unset, this run 2"),
+        ("PATH", f"{sides}/else:{path}", "files tool of b "),
+        ("PATH", path, "files tool of b "),
+    ):
+        with monkeypatch.context() as context:
+            context.setenv(name, value)
+            refused(words_of_it)
+    for more, words_of_it in (
+        (["--a-env", "X=1"], "a_env X unset, this run 1"),
+        (["--runs", "4"], "looks after runs 2, this run 4"),
+        (["--interleave"], "interleave False, this run True"),
+    ):
+        refused(words_of_it, *more)
+    torch.rename(torch.with_name("torch-2.15.dist-info"))
+    refused("torch-2.14.dist-info, this run torch-2.15.dist-info")
+    torch.with_name("torch-2.15.dist-info").rename(torch)
+    (sides / "helper.py").write_text("x = 1")
+    refused("modules beside ")
+    (sides / "helper.py").unlink()
+    (sides / "fake.py").rename(sides / "fake")
+    refused("fake.py of a ")
+    (sides / "fake.py").write_text(changed)
+    refused("fake.py of a ")
+    again = run("ab.py", *flags, "--anew")
+    assert again.returncode == 0, again.stderr
+    assert f"the runs of before are now in {sides}/out.bak\n" in again.stderr
+    moved = {path.relative_to(sides / "out.bak") for path in contents(sides / "out.bak")}
+    assert moved == {path.relative_to(sides / "out") for path in before} - {Path("order")}
+    assert "pair 2 of 2 is there already" in run("ab.py", *flags).stderr
+
+
+def test_a_report_that_no_run_of_the_plan_wrote_is_measured_again(sides: Path) -> None:
+    """Planted: another report in place of a finished one, a part of one, a log in the way."""
+    flags = words(sides, "0.1 x", "0.1 x", "--runs", "3")
+    assert run("ab.py", *flags).returncode == 0
+    a, b = sides / "out" / "a", sides / "out" / "b"
+    other = write(a / "01.jsonl", case("x", [9.0] * 48))
+    theirs = Path(other).read_bytes()
+    whole = (b / "02.jsonl").read_bytes()
+    (b / "02.jsonl").write_bytes(whole[:300])
+    (b / "03.jsonl").unlink()
+    log = (b / "03.log").read_bytes()
+    done = run("ab.py", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "01.jsonl.bak: no finished run of this plan wrote it" in done.stderr
+    assert "02.jsonl.bak: " in done.stderr
+    assert "pair 3 of 3 took" in done.stderr
+    assert (a / "01.jsonl.bak").read_bytes() == theirs
+    assert (b / "02.jsonl.bak").read_bytes() == whole[:300]
+    assert (b / "03.log.bak").read_bytes() == log
+
+
+def test_a_plan_that_a_crash_has_cut(sides: Path) -> None:
+    """Before the first run it is written again. Later the newest run is measured again."""
+    flags = words(sides, "0.1 x", "0.1 x", "--runs", "2")
+    assert run("ab.py", *flags).returncode == 0
+    plan = sides / "out" / "plan.txt"
+    whole = plan.read_text()
+    plan.write_text(whole[:-10])
+    done = run("ab.py", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "pair 1 of 2 is there already\n" in done.stderr
+    assert "a/02.jsonl.bak: no finished run of this plan wrote it" in done.stderr
+    assert "pair 2 of 2 is there already" in run("ab.py", *flags).stderr
+    for name in ("a", "b"):
+        (sides / "out" / name).rename(sides / name)
+    for length in (5, whole.index("reports:")):
+        plan.write_text(whole[:length])
+        done = run("ab.py", *flags)
+        assert done.returncode == 0, done.stderr
+        for name in ("a", "b"):
+            (sides / "out" / name).rename(sides / f"{name}{length}")
+
+
+def test_runs_of_a_command_in_another_environment_do_not_count(sides: Path) -> None:
+    done = run("ab.py", *words(sides, "0.1 upgrade", "0.1 x", "--runs", "2"))
+    assert done.returncode == 1
+    assert "a 2: exit status 0; run 1 has torch 2, this run 3: they do not belong" in done.stderr
+
+
+def test_secrets_stay_out_of_the_plan(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_API_KEY", "hunter2")
+    flags = words(sides, "0.1 x", "0.1 x", "--runs", "2", "--a-env", "HF_TOKEN=hunter2")
+    assert run("ab.py", *flags).returncode == 0
+    plan = (sides / "out" / "plan.txt").read_text()
+    assert "hunter2" not in plan
+    assert ("TORCH_API_KEY" in plan, "HF_TOKEN" in plan) == (True, True)
+
+
+def test_processes_that_a_command_leaves_are_ended(sides: Path) -> None:
+    """They are in a session of their own, and their parent is gone."""
+    mine = psutil.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    try:
+        done = run("ab.py", *words(sides, "0.1 leave", "0.1 x", "--runs", "2"))
+        assert done.returncode == 0, done.stderr
+        ended = re.findall(r"^a (\d) left 1 process, ended now: \S+ \((\d+)\)$", done.stderr, re.M)
+        assert [number for number, _ in ended] == ["1", "2"]
+        assert not any(psutil.pid_exists(int(pid)) for _, pid in ended)
+        assert mine.is_running()  # it was there before
+    finally:
+        mine.kill()
+        mine.wait(10)
 
 
 def test_control(sides: Path) -> None:
@@ -258,7 +434,7 @@ def test_refusals(sides: Path) -> None:
         ({"--out": ""}, "argument --out: expected a folder, got ''"),
         ({"--runs": "1"}, "expected a whole number of at least 2"),
         ({"--a-env": "FAKE"}, "expected NAME=VALUE, got 'FAKE'"),
-        ({"--out": str(sides / "fake.py")}, "Not a directory"),
+        ({"--out": str(sides / "fake.py")}, "File exists"),
     ):
         folder = str(sides / message[:9])
         flags = {"--a": "python3 x.py", "--b": "python3 x.py", "--out": folder} | change
