@@ -126,8 +126,7 @@ class Command:
         problem = self.why_no_report(number)
         if problem is None and not took_turns:
             problem = "it took no turns; only this project's scripts can, where rank 0 times steps"
-        if problem is None:
-            problem = self.other_environment(number)
+        problem = problem or self.other_environment(number) or self.plan.changed()
         if status == 0 and problem is None:
             self.plan.add(self.report(number))
             return
@@ -151,7 +150,16 @@ class Plan:
     """OUT/plan.txt: what the commands are, and a digest of each report that they wrote."""
 
     file: IO[bytes]  # locked as long as it is open
+    commands: Sequence[Command]
+    files: dict[str, str]  # of the commands, as `files_of` tells them
     reports: set[str]
+
+    def changed(self) -> str | None:
+        """Which program or module is another one than when this process began."""
+        now = files_of(self.commands)
+        known = {name: now.get(name) for name in self.files}
+        differing = report.differences(self.files, known)
+        return f"{differing}: changed while it was measured" if differing else None
 
     def holds(self, path: Path) -> bool:
         return path.is_file() and entry_of(path) in self.reports
@@ -332,7 +340,7 @@ def open_folder(
         else:  # there is none, or it was cut short before the first run
             refuse_files(commands)
             file.truncate(0)
-        opened = Plan(file, set(reports.splitlines()))
+        opened = Plan(file, commands, plan["files"], set(reports.splitlines()))
         if not is_whole:
             lines = [f"{name}: {json.dumps(value)}\n" for name, value in plan.items()]
             opened.write(PLAN + "".join(lines) + REPORTS)
@@ -357,11 +365,9 @@ def read_plan(path: Path, text: str) -> dict[str, Any]:
 
 def refuse_another(path: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise ValueError where the commands, their files or their variables are not as before."""
-    entries, entries_now = flat(before), flat(now)
-    for name in set(entries_now) - set(entries):
-        if name.startswith("files "):  # it was not there before: the commands may have written it
-            del entries_now[name]
-    if differing := report.differences(entries, entries_now):
+    if isinstance(files := before.get("files"), dict):  # others may be what the commands write
+        now = now | {"files": {name: now["files"].get(name) for name in files}}
+    if differing := report.differences(flat(before), flat(now)):
         raise ValueError(
             f"{path} has {differing}: runs that do not belong together; give another --out, "
             "or --anew to begin anew and keep the old runs elsewhere"
@@ -413,7 +419,7 @@ def inherited() -> dict[str, str]:
 
 
 def files_of(commands: Sequence[Command]) -> dict[str, str]:
-    """The files that the commands name, programs in PATH among them: where each is, and its digest.
+    """The programs and scripts that the commands name: where each is, and its digest.
 
     Beside a Python script, the modules are told that lie in its checkout, or else in its folder;
     beside a program, the torch that is installed with it.
@@ -433,7 +439,7 @@ def files_of(commands: Sequence[Command]) -> dict[str, str]:
                 f"{module}.py",
                 f"{module}/__main__.py",
             )
-            for name in filter(os.path.isfile, names):
+            for name in filter(is_program, names):
                 path = os.path.realpath(name)
                 files[f"{word} of {command.name}"] = f"{path} ({digest([path])})"
                 if path.endswith(".py"):
@@ -443,6 +449,12 @@ def files_of(commands: Sequence[Command]) -> dict[str, str]:
                 torch = place.glob("lib*/python*/*-packages/torch-*.dist-info")
                 files[f"torch in {place}"] = ", ".join(sorted({path.name for path in torch}))
     return files
+
+
+def is_program(name: str) -> bool:
+    """Whether it is a file that can be run. Others may be what the commands write."""
+    is_script = name.endswith((".py", ".sh")) or os.access(name, os.X_OK)
+    return is_script and os.path.isfile(name)
 
 
 def modules_beside(script: Path) -> dict[str, str]:

@@ -33,6 +33,8 @@ lines = [
                      "torch": str(2 + (mode == "upgrade" and number > 1))}}]
 if mode == "hang":
     time.sleep(1000)
+if mode == "edit" and number > 1:
+    open(os.path.dirname(os.path.abspath(sys.argv[0])) + "/helper.py", "w").write("x = 2")
 if mode == "leave":
     code = "import os, time; os.fork() and os._exit(0); time.sleep(1000)"
     subprocess.run([sys.executable, "-c", code], start_new_session=True)
@@ -239,6 +241,17 @@ def test_runs_of_a_command_in_another_environment_do_not_count(sides: Path) -> N
     done = run("ab.py", *words(sides, "0.1 upgrade", "0.1 x", "--runs", "2"))
     assert done.returncode == 1
     assert "a 2: exit status 0; run 1 has torch 2, this run 3: they do not belong" in done.stderr
+
+
+def test_a_program_that_changes_between_two_runs(sides: Path) -> None:
+    flags = words(sides, "0.1 edit", "0.1 x", "--runs", "3")
+    done = run("ab.py", *flags)
+    assert done.returncode == 1
+    assert re.search(
+        r"a 2: exit status 0; modules beside \S+ .*: changed while it was", done.stderr
+    )
+    (sides / "helper.py").unlink()
+    assert "pair 1 of 3 is there already" in run("ab.py", *flags).stderr
 
 
 def test_secrets_stay_out_of_the_plan(sides: Path, monkeypatch: pytest.MonkeyPatch) -> None:
