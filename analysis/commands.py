@@ -78,6 +78,8 @@ class Command:
 
     def why_no_report(self, number: int) -> str | None:
         """Why a run's report is of no use; None where it is complete."""
+        if not self.report(number).is_file():  # a FIFO would be waited for
+            return "it has written no report"
         try:
             run = report.load(str(self.report(number)))
         except ValueError as error:
