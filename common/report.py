@@ -260,7 +260,7 @@ class Report:
         if is_there and mine.st_size == self.size:
             return
         what = "was changed" if is_there else "was removed or replaced"
-        copy = unused(f"{os.path.realpath(self.path)}.rescued")
+        copy = unused(f"{self.path}.rescued")
         try:
             with open_alone(copy) as file:
                 for line in (self.header(), *self.resumed, *map(line_of, self.cases)):

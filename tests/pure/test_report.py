@@ -271,6 +271,14 @@ def rewrite(path: Path) -> None:
     copy.rename(path)
 
 
+def link_elsewhere(path: Path) -> None:
+    other = path.with_name("folder") / "other"
+    other.parent.mkdir()
+    other.write_text("of somebody else")
+    path.unlink()
+    path.symlink_to(other)
+
+
 def append(path: Path) -> None:
     with path.open("a") as file:
         file.write("a note\n")
@@ -283,6 +291,7 @@ def append(path: Path) -> None:
         (os.unlink, "was removed or replaced"),
         (rewrite, "was removed or replaced"),
         (lambda path: path.rename(f"{path}.old"), "was removed or replaced"),
+        (link_elsewhere, "was removed or replaced"),
         (lambda path: os.truncate(path, 0), "was changed"),
         (lambda path: os.truncate(path, 10), "was changed"),
         (append, "was changed"),
