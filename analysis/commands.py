@@ -139,12 +139,14 @@ class Command:
         raise RuntimeError(f"{self.name} {number}: {what}; the end of {log}:{tail}")
 
     def other_environment(self, number: int) -> str | None:
-        """In what this run differs from the first one of the command, such as another torch."""
-        if number == 1:
-            return None
-        first, this = (environment_of(self.report(n)) for n in (1, number))
-        differing = report.differences(report.identity(first), report.identity(this))
-        return f"run 1 has {differing}: they do not belong together" if differing else None
+        """In what this run differs from another one of the command, such as another torch."""
+        mine = self.report(number)
+        for path in sorted(self.folder.glob("*.jsonl")):
+            if path != mine and self.plan.holds(path):
+                other = report.identity(environment_of(path))
+                differing = report.differences(other, report.identity(environment_of(mine)))
+                return f"{path} has {differing}: not of one kind" if differing else None
+        return None
 
 
 @dataclass
@@ -171,7 +173,10 @@ class Plan:
         self.write(f"{entry_of(path)}\n")
 
     def write(self, text: str) -> None:
-        report.write_through(self.file, text.encode())
+        try:
+            report.write_through(self.file, text.encode())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self.file.name) from None
 
 
 @dataclass
@@ -264,6 +269,7 @@ def end_left(before: Collection[psutil.Process], who: str) -> None:
     for process in left:
         with contextlib.suppress(psutil.Error):
             names.append(f"{process.name()} ({process.pid})")
+            process.terminate()
     if names:
         count = "1 process" if len(names) == 1 else f"{len(names)} processes"
         complain(f"{who} left {count}, ended now: {clean(cut(names), 500)}")

@@ -26,15 +26,16 @@ import json, os, subprocess, sys, time
 seconds, mode = float(sys.argv[1]), sys.argv[2]
 path = sys.argv[sys.argv.index("--json") + 1]
 number = int(os.path.basename(path)[:2])
+folder = os.path.dirname(os.path.abspath(sys.argv[0]))
 lines = [
     {"schema": "torchrun-bench/2", "benchmark": "fake", "argv": sys.argv,
      "started_at": f"2026-01-01T{number:02}:00:00+00:00",
      "environment": {"variables": {"FAKE": os.environ.get("FAKE", "unset")},
-                     "torch": str(2 + (mode == "upgrade" and number > 1))}}]
+                     "torch": "3" if os.path.exists(f"{folder}/upgraded") else "2"}}]
 if mode == "hang":
     time.sleep(1000)
 if mode == "edit" and number > 1:
-    open(os.path.dirname(os.path.abspath(sys.argv[0])) + "/helper.py", "w").write("x = 2")
+    open(f"{folder}/helper.py", "w").write("x = 2")
 if mode == "leave":
     code = "import os, time; os.fork() and os._exit(0); time.sleep(1000)"
     subprocess.run([sys.executable, "-c", code], start_new_session=True)
@@ -238,9 +239,15 @@ def test_a_plan_that_a_crash_has_cut(sides: Path) -> None:
 
 
 def test_runs_of_a_command_in_another_environment_do_not_count(sides: Path) -> None:
-    done = run("ab.py", *words(sides, "0.1 upgrade", "0.1 x", "--runs", "2"))
-    assert done.returncode == 1
-    assert "a 2: exit status 0; run 1 has torch 2, this run 3: they do not belong" in done.stderr
+    flags = words(sides, "0.1 x", "0.1 x", "--runs", "2")
+    assert run("ab.py", *flags).returncode == 0
+    (sides / "upgraded").touch()
+    for name, other in (("a/01", "a/02"), ("b/02", "b/01")):
+        (sides / "out" / f"{name}.jsonl").rename(sides / "kept")
+        done = run("ab.py", *flags)
+        assert done.returncode == 1
+        assert f"{other}.jsonl has torch 2, this run 3: not of one kind" in done.stderr
+        (sides / "kept").rename(sides / "out" / f"{name}.jsonl")
 
 
 def test_a_program_that_changes_between_two_runs(sides: Path) -> None:
