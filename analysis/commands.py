@@ -225,6 +225,8 @@ def start_turns(command: Command, number: int, folder: str, files: contextlib.Ex
 def take_turns(commands: Sequence[Command], number: int) -> None:
     """Run commands at once of which only one measures. Raises RuntimeError where one fails."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
+        if ":" in folder:  # it stands between the names of the pipes
+            raise ValueError(f"--interleave: expected a TMPDIR without a colon, got {folder!r}")
         running = [start_turns(command, number, folder, files) for command in commands]
         while running:
             for run in running.copy():

@@ -323,6 +323,16 @@ def test_commands_that_take_turns(sides: Path) -> None:
     assert first == ["0.1 begins", "0.1 ends", "0.11 begins", "0.11 ends"] * 24
 
 
+def test_turns_need_a_folder_whose_name_can_be_told(
+    sides: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (sides / "a:b").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(sides / "a:b"))
+    done = run("ab.py", *words(sides, "0.1 x", "0.1 x", "--interleave"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--interleave: expected a TMPDIR without a colon, got '" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
