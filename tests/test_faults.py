@@ -5,11 +5,13 @@ import os
 import platform
 import pty
 import re
+import resource
 import select
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +282,21 @@ def test_a_full_disk(bench: Callable[..., Any]) -> None:
     assert run.reason == line
     assert "Traceback" not in run.err[: run.err.index(line)]
     assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
+
+
+def test_a_disk_that_is_full_before_the_first_case(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    (command,) = command_of(SCRIPT, *SHORT[:-2], "--json", str(report), ranks=0)
+    done = subprocess.run(
+        command,
+        env=environment(),
+        preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (100, 100)),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    said = f"--json {report}: File too large; nothing was measured, and what was there stays\n"
+    assert (done.returncode, done.stderr) == (1, f"ddp_sweep.py: error: {said}")
 
 
 @pytest.mark.parametrize(
