@@ -37,7 +37,7 @@ from common.turns import TURN
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # What a command inherits can change its result where the variable begins with one of these.
-INHERITED = (*report.FAMILIES, "PET_", "PYTHON", "LD_", "MALLOC_", "GLIBC_")
+INHERITED = (*report.FAMILIES, "PET_", "PYTHON", "LD_")
 PLAN = "# the plan of torchrun-bench: what the commands are, then the reports that they wrote\n"
 REPORTS = "reports:\n"  # the line between the two
 LARGE = 2**26  # a file of more bytes is known by its size and date

@@ -50,6 +50,7 @@ class Job:
     store: dist.Store  # the store in which the ranks met
     second_store: dist.Store | None = None  # the same by another connection, for the watchdog
     timeout: timedelta = FOREVER  # of the groups under test: torch's own, behind the watchdog
+    keeps_memory: bool = False  # glibc keeps what is freed: see `keep_freed_memory` in join.py
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ def describe_rank(job: Job) -> dict[str, Any]:
         "network": " ".join([interface, *ipv4]),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
+        "keeps_freed_memory": job.keeps_memory,
         "torch": torch.__version__,
         "nccl": "",
     }

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -23,6 +24,7 @@ from common.cli import HANG, backends_of, cut, refuse, shared_words, tell_torchr
 from common.dist import FOREVER, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt, in bytes
 SYS = Path("/sys")  # what Linux says of cores and PCI devices
 TORCH_WAITS = 4  # times --timeout, until torch's own guard ends a group under test
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -79,6 +81,7 @@ def join(
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
+    keeps_memory = keep_freed_memory()
     control = dist.PrefixStore("control", store)
     dist.init_process_group(
         "gloo", store=control, rank=rank, world_size=ranks_to_meet, timeout=FOREVER
@@ -88,7 +91,16 @@ def join(
     atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at the end
     guard = min(FOREVER, TORCH_WAITS * timedelta(seconds=timeout_s))
     return Job(
-        rank, on_node, world_size, local_world_size, chosen, backend, store, second_store, guard
+        rank=rank,
+        local_rank=on_node,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        device=chosen,
+        backend=backend,
+        store=store,
+        second_store=second_store,
+        timeout=guard,
+        keeps_memory=keeps_memory,
     )
 
 
@@ -103,6 +115,22 @@ def choose_device(wanted: str, on_node: int) -> torch.device:
     if wanted == "cpu" or not count:
         return torch.device("cpu")
     return torch.device("cuda", on_node % count)
+
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep the memory that the process frees. Returns whether it does so.
+
+    By itself glibc gives memory back to the system after each step, until the heap has grown. So
+    the first case of a process was 6 to 13 % slower on the CPU than the same step later
+    (docs/measuring.md). Where the user has set malloc by variables, it stays so.
+    """
+    libc = ctypes.CDLL(None)
+    users = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
+    if users or not hasattr(libc, "mallopt"):  # musl has none
+        return False
+    # the largest values that it takes: nothing is given back, blocks up to 32 MiB are kept
+    kept = [libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1), libc.mallopt(M_MMAP_THRESHOLD, 2**25)]
+    return all(kept)
 
 
 def set_variables(log_nccl: bool) -> None:

@@ -46,6 +46,7 @@ FAMILIES: tuple[str, ...] = (
     "TORCH",
 )
 FAMILIES += ("PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32")
+FAMILIES += ("MALLOC_", "GLIBC_TUNABLES")
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")  # a variable whose name has one of these
 # The shapes of the environment's entries that analysis/ walks through: in words, and as a type.
 # [x] is a list of x.

@@ -5,6 +5,8 @@ import os
 import platform
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -41,7 +43,7 @@ from common.join import (
     stay_near,
     world,
 )
-from tests.process import environment
+from tests.process import ROOT, environment
 
 
 def rank(number: int, **more: str) -> dict[str, Any]:
@@ -524,3 +526,29 @@ def test_secrets_stay_out_of_reports(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NCCL_ALGO", "Ring")
     told = user_variables()
     assert (told[name], told["NCCL_ALGO"]) == ("(not shown)", "Ring")
+
+
+FREED = """
+from common.join import keep_freed_memory
+import torch
+print(keep_freed_memory())
+def resident(): return int(open("/proc/self/statm").read().split()[1]) * 4096
+blocks = [torch.ones(2**18) for _ in range(64)]  # of 1 MiB
+before = resident()
+del blocks
+print(before - resident() < 2**24)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+@pytest.mark.parametrize(("variables", "kept"), [({}, True), ({"MALLOC_TOP_PAD_": "0"}, False)])
+def test_freed_memory_is_kept_unless_the_user_has_set_malloc(
+    variables: dict[str, str], kept: bool
+) -> None:
+    """So that the first case of a run is no slower than the next one."""
+    command = [sys.executable, "-c", FREED]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    run = subprocess.run(
+        command, env=env | variables, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout.split() == [str(kept), str(kept)], run.stderr
