@@ -34,7 +34,7 @@ SIZES = [2**12, 2**16, 2**20, 2**24]  # bytes
 
 
 # [measure]
-def time_block(step: Callable[[], object], calls: int, device: torch.device) -> float:
+def time_calls(step: Callable[[], object], calls: int, device: torch.device) -> float:
     """Seconds of a call, on the slowest rank. All ranks call it together."""
     dist.barrier()  # no clock starts while another rank is still busy with something else
     step()  # untimed: it finds connections and caches as the timed calls will
@@ -91,12 +91,12 @@ def main() -> int:
     gc.disable()  # a collection on one rank would stop them all
     calls = []  # of each size: short ones fill 5 ms
     for step in steps:
-        seconds = time_block(step, 3, device)  # the slowest rank's, so all make the same number
+        seconds = time_calls(step, 3, device)  # the slowest rank's, so all make the same number
         calls.append(max(1, min(100, int(5e-3 / seconds))))
     samples: list[list[float]] = [[] for _ in sizes]
     for _ in range(ROUNDS):  # the sizes in turns, so that a slow moment hits them alike
         for i, step in enumerate(steps):
-            samples[i].append(time_block(step, calls[i], device))
+            samples[i].append(time_calls(step, calls[i], device))
     wrong = [count_wrong(buffer) for buffer in buffers]
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}: all_reduce of float32, in place")

@@ -43,7 +43,7 @@ def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
     return statistics.median(x), x[k - 1], x[-k]
 
 
-def join() -> tuple[torch.device, str]:
+def join_with_gloo() -> tuple[torch.device, str]:
     """Join the job. The device of this rank, and the backend."""
     gc.disable()  # a collection on one rank would stop them all
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
@@ -63,7 +63,7 @@ def shared_folder() -> str:
     return box[0]
 
 
-def show(rounds: list[list[float]], backend: str) -> None:
+def print_saves(rounds: list[list[float]], backend: str) -> None:
     """A row for each kind of save: its median times, with the interval of the stall."""
     print(f"{dist.get_world_size()} ranks, {backend}, medians of {SAVES - 1} saves")
     print("           blocked s   stall s   95 % interval")
@@ -74,7 +74,7 @@ def show(rounds: list[list[float]], backend: str) -> None:
 
 
 def main() -> str | None:
-    device, backend = join()
+    device, backend = join_with_gloo()
     uploads: Any = dist.new_group(backend="gloo")  # or a save's collectives meet those of the steps
     rank = dist.get_rank()
     width = 512 if device.type == "cpu" else 8192
@@ -130,7 +130,7 @@ def main() -> str | None:
     dist.barrier()  # all have read it
     if rank == 0:
         shutil.rmtree(folder)
-        show(rounds, backend)
+        print_saves(rounds, backend)
     dist.destroy_process_group()
     return None if same else f"rank {rank}: the checkpoint does not bring back what its call found"
 

@@ -64,7 +64,7 @@ class Feed:
 
 
 # [/feed]
-def time_block(step: Callable[[], object], device: torch.device) -> float:
+def time_burst(step: Callable[[], object], device: torch.device) -> float:
     """Milliseconds of a step: the mean of STEPS, on the slowest rank. All ranks call it."""
     dist.barrier()
     for _ in range(WORKERS):  # untimed: each worker brings its first batch, or comes to rest
@@ -80,10 +80,11 @@ def time_block(step: Callable[[], object], device: torch.device) -> float:
 
 
 def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end; 6 or more samples."""
+    """The median and its 95 % interval: the k-th sample from either end."""
     x = sorted(samples)
     n = len(x)
-    k = 1
+    assert n >= 6, "fewer samples have no interval of 95 %"
+    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]
@@ -114,7 +115,7 @@ def main() -> None:
     times: dict[Callable[[], None], list[float]] = {step: [], resident: []}
     for i in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
         for kind in (step, resident) if i % 2 == 0 else (resident, step):
-            times[kind].append(time_block(kind, device))
+            times[kind].append(time_burst(kind, device))
     wait = [a - b for a, b in zip(times[step], times[resident], strict=True)]
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks, {backend}, {WORKERS} workers a rank")

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 ROUNDS, BATCH = 16, 32  # the batch of a microbatch
 
 
-def time_block(step: Callable[[], object], device: torch.device) -> torch.Tensor:
+def time_stage(step: Callable[[], object], device: torch.device) -> torch.Tensor:
     """Milliseconds of a step, on this rank. All ranks call it together."""
     dist.barrier()  # no clock starts while another rank is still busy with something else
     step()  # untimed: it finds the caches as the block before has left them
@@ -65,7 +65,7 @@ def join() -> tuple[torch.device, str]:
     return device, backend
 
 
-def show(count: int, ranks: int, step_ms: list[float], idle: list[float]) -> None:
+def print_row(count: int, ranks: int, step_ms: list[float], idle: list[float]) -> None:
     """The row of this many microbatches."""
     median_ms = statistics.median(step_ms)
     percent, low, high = median_ci(idle)
@@ -115,11 +115,11 @@ def main() -> str | None:
     for turn in range(ROUNDS):  # forwards, then backwards: a drift of the machine cancels
         for i in range(len(counts)):
             if turn % 2 == 0:
-                step = time_block(steps[i], device)
-                computing = time_block(silent_steps[i], device)
+                step = time_stage(steps[i], device)
+                computing = time_stage(silent_steps[i], device)
             else:
-                computing = time_block(silent_steps[i], device)
-                step = time_block(steps[i], device)
+                computing = time_stage(silent_steps[i], device)
+                step = time_stage(steps[i], device)
             dist.all_reduce(step, op=dist.ReduceOp.MAX)
             dist.all_reduce(computing)
             busy = computing.item() / ranks / step.item()  # of all stages, on average
@@ -129,7 +129,7 @@ def main() -> str | None:
         print(f"{ranks} stages, {backend}; medians")
         print("microbatches   step ms   idle %   95 % interval   in theory %")
         for i, count in enumerate(counts):
-            show(count, ranks, step_ms[i], idle[i])
+            print_row(count, ranks, step_ms[i], idle[i])
     dist.destroy_process_group()
     return None if same else f"rank {rank}: these are not the gradients of one process"
 

@@ -25,6 +25,7 @@ import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,12 @@ def build(mesh: dist.DeviceMesh, ddp: bool) -> nn.Module:
     return model
 
 
-def median_ci(samples: list[float]) -> tuple[float, float, float]:
-    """The median and its 95 % interval: the k-th sample from either end; 6 or more samples."""
+def median_ci(samples: Sequence[float]) -> tuple[float, float, float]:
+    """The median and its 95 % interval: the k-th sample from either end."""
     x = sorted(samples)
     n = len(x)
-    k = 1
+    assert n >= 6, "fewer samples have no interval of 95 %"
+    k = 1  # the true median is below the k-th sample as rarely as n coins show fewer than k heads
     while sum(math.comb(n, i) for i in range(k + 1)) <= 0.025 * 2**n:
         k += 1
     return statistics.median(x), x[k - 1], x[-k]

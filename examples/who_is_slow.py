@@ -31,7 +31,7 @@ MARGIN = 1.05  # who is less than 5 % slower than the others is not called slow
 
 
 # [measure]
-def time_block(step: Callable[[], object], device: torch.device) -> list[float]:
+def time_each_rank(step: Callable[[], object], device: torch.device) -> list[float]:
     """Milliseconds of a step on each rank. All ranks call it together."""
     dist.barrier()  # all ranks compute at the same time, as they do in a job
     step()  # untimed: it finds the caches as the block before has left them
@@ -46,7 +46,7 @@ def time_block(step: Callable[[], object], device: torch.device) -> list[float]:
     return each.tolist()
 
 
-def median_ci(samples: Sequence[float], miss: float) -> tuple[float, float, float]:
+def median_interval(samples: Sequence[float], miss: float) -> tuple[float, float, float]:
     """The median and an interval that misses the true one with a chance of at most `miss`."""
     x = sorted(samples)
     n = len(x)
@@ -92,8 +92,8 @@ def main() -> int:
     gc.disable()  # a collection on one rank would stop them all
     steps_ms, locals_ms = [], []  # of each round, a time for each rank
     for _ in range(ROUNDS):
-        steps_ms.append(time_block(step, device))
-        locals_ms.append(time_block(local_compute, device))
+        steps_ms.append(time_each_rank(step, device))
+        locals_ms.append(time_each_rank(local_compute, device))
     if dist.get_rank() == 0:
         print(f"{ranks} ranks, {backend}; medians")
         print("rank   step ms   local ms   local / others'   95 % interval")
@@ -106,7 +106,7 @@ def main() -> int:
                 # the upper median of the others: then one fast rank makes no other one slow
                 ratios.append(times[rank] / statistics.median_high(others))
             # each rank is a chance to accuse somebody wrongly: they share the 5 %
-            ratio, low, high = median_ci(ratios, miss=0.05 / ranks)
+            ratio, low, high = median_interval(ratios, miss=0.05 / ranks)
             verdict = "   slow" if low > MARGIN else ""
             row = f"{rank:4}{step_ms:10.2f}{local_ms:11.2f}{ratio:18.2f}"
             print(f"{row}   {low:.2f} to {high:.2f}{verdict}")
