@@ -80,6 +80,19 @@ def test_is_short_and_says_what_to_expect(path: Path) -> None:
     assert any("95 % interval" in line for line in lines)
 
 
+def test_what_files_share_is_the_same() -> None:
+    """Functions and classes of the same name: who pastes two files has one of them twice."""
+    texts: dict[str, dict[str, list[str]]] = {}
+    for path in FILES:
+        source = path.read_text()
+        for node in ast.parse(source).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name != "main":
+                text = ast.get_source_segment(source, node) or ""
+                texts.setdefault(node.name, {}).setdefault(text, []).append(path.name)
+    differ = {name: list(files.values()) for name, files in texts.items() if len(files) > 1}
+    assert differ == {}
+
+
 @each_file
 def test_regions_are_whole_statements(path: Path) -> None:
     found = regions(path)
@@ -171,12 +184,108 @@ def test_prints_what_its_docstring_shows(path: Path, bench: Callable[..., Any]) 
     assert shape(run.out.splitlines()) == shape(lines)
 
 
+def flags_of(path: Path) -> list[str]:
+    """Inductor calls a C++ compiler on every rank: one of the tests is enough for that."""
+    return ["aot_eager"] if path.stem == "compiled_ddp" else []
+
+
 @pytest.mark.smoke
 @each_file
 def test_an_odd_number_of_ranks(path: Path, bench: Callable[..., Any]) -> None:
-    run = bench(f"examples/{path.name}", ranks=3, json=False)
+    run = bench(f"examples/{path.name}", *flags_of(path), ranks=3, json=False)
     assert run.status == 0, run.err
     assert any(line.startswith("3 ") for line in run.out.splitlines()), run.out
+    assert "Warning" not in run.err
+
+
+FAULTS = {  # what stands there, and what is put in its place
+    "batch_update_ps": ("torch.stack(server.gradients)", "torch.stack(server.gradients[:1])"),
+    "compiled_ddp": ("    start = time", "    x.mul_(2)\n    start = time"),
+    "ddp_rpc": ("TABLES[0](indices)", "TABLES[0](indices).detach() + 0 * TABLES[0](indices)"),
+    "fsdp_exposed": ('("dp",))', '("dp",), backend_override={"dp": "fake"})'),
+    "parameter_server": ("torch.stack(gradients)", "torch.stack(gradients[:1])"),
+}
+each_with_a_fault = pytest.mark.parametrize(
+    "path", [path for path in FILES if path.stem in FAULTS], ids=lambda path: path.name
+)
+
+
+@pytest.mark.smoke
+@each_with_a_fault
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_an_even_number_of_ranks(path: Path, ranks: int, bench: Callable[..., Any]) -> None:
+    run = bench(f"examples/{path.name}", *flags_of(path), ranks=ranks, json=False)
+    assert run.status == 0, run.err
+    assert any(line.startswith(f"{ranks} ranks, ") for line in run.out.splitlines()), run.out
+
+
+def edited(path: Path, old: str, new: str, folder: Path) -> str:
+    """The path of a copy with something else in the place of `old`."""
+    text = path.read_text()
+    assert text.count(old) == 1, f"{path.name}: {old}"
+    copy = folder / path.name
+    copy.write_text(text.replace(old, new))
+    return str(copy)
+
+
+@pytest.mark.smoke
+@each_with_a_fault
+def test_a_wrong_result_ends_with_status_1(
+    path: Path, bench: Callable[..., Any], tmp_path: Path
+) -> None:
+    """E.g. a server that loses the gradients of all trainers but one."""
+    old, new = FAULTS[path.stem]
+    run = bench(edited(path, old, new, tmp_path), *flags_of(path), ranks=3, json=False)
+    assert run.status == 1
+    assert "right: False" in run.out
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("name", "kinds", "expected"),
+    [
+        (
+            "tp_exposed",
+            "{name: partial(train, model, x) for name, model in models.items()}",
+            [
+                "step: mesh_dp mesh_tp",
+                "exposed dp: mesh_tp without dp",
+                "exposed tp: mesh_dp without tp",
+            ],
+        ),
+        ("fsdp_exposed", '{"step": step, "twin": local_compute}', ["step: mesh_dp", "twin:"]),
+    ],
+)
+def test_a_twin_sends_nothing_over_the_axis_that_it_fakes(
+    name: str, kinds: str, expected: list[str], bench: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As torch's flight recorder has it: DTensor takes meshes with equal names for one mesh."""
+    spy = f"""    import json
+    def groups():
+        trace = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
+        return [entry["process_group"][1] for entry in trace["entries"]]
+    for kind, run in {kinds}.items():
+        begin = len(groups())
+        run()
+        if dist.get_rank() == 0:
+            print(f"{{kind}}:", *sorted(set(groups()[begin:])))
+    dist.destroy_process_group()
+    return 0
+    gc.disable()"""
+    path = ROOT / "examples" / f"{name}.py"
+    run = bench(edited(path, "    gc.disable()", spy, tmp_path), ranks=4, json=False)
+    assert run.status == 0, run.err
+    assert run.out.splitlines() == expected
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ["batch_update_ps", "ddp_rpc", "parameter_server"])
+def test_one_rank_is_too_few_for_trainers_and_a_server(
+    name: str, bench: Callable[..., Any]
+) -> None:
+    run = bench(f"examples/{name}.py", ranks=1, json=False)
+    assert run.status == 1
+    assert "expected 2 ranks or more: torchrun --nproc-per-node 3 ..." in run.err
 
 
 @pytest.mark.smoke
