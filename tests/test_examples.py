@@ -253,7 +253,7 @@ def test_a_wrong_result_ends_with_status_1(
                 "exposed tp: mesh_dp without tp",
             ],
         ),
-        ("fsdp_exposed", '{"step": step, "twin": local_compute}', ["step: mesh_dp", "twin:"]),
+        ("fsdp_exposed", '{"step": step, "twin": local_compute}', ["step: default_pg", "twin:"]),
     ],
 )
 def test_a_twin_sends_nothing_over_the_axis_that_it_fakes(

@@ -62,9 +62,10 @@ def test_a_small_limit_of_files_is_one_line(bench: Callable[..., Any]) -> None:
     assert run.status != 0
     # fewer over uv, which is the default on one core
     said = r"error: RPC opens up to (270|170) files a process, ulimit -n allows 64; try ulimit -n"
-    (line,) = [line for line in run.err.splitlines() if "ulimit" in line]
+    line = next(line for line in run.err.splitlines() if "ulimit" in line)
     assert re.search(said + r" \1$", line)
     assert "Traceback" not in run.err.split(line)[0]
+    assert run.reason == line  # torchrun repeats it
 
 
 @faults
