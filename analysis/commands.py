@@ -368,7 +368,7 @@ def read_plan(path: Path, text: str) -> dict[str, Any]:
         name, _, value = line.partition(": ")
         try:
             plan[name] = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{path}: {clean(line)!r} is no line of a plan") from None
     return plan
 
@@ -424,8 +424,11 @@ def move_aside(path: Path) -> str:
 
 def inherited() -> dict[str, str]:
     """The variables of this process that can change what its commands measure."""
-    names = sorted(name for name in os.environ if name.startswith(INHERITED))
-    return report.without_secrets({name: os.environ[name] for name in names})
+    found = {}
+    for name in sorted(os.environ):
+        if name.startswith(INHERITED) and not name.endswith(report.OF_A_PLACE):
+            found[name] = os.environ[name]
+    return report.without_secrets(found)
 
 
 def files_of(commands: Sequence[Command]) -> dict[str, str]:

@@ -32,6 +32,7 @@ SAME: tuple[str, ...] = ("version", "torch", "cuda", "nccl", "nccl_backend", "py
 SAME += ("world_size", "local_world_size", "devices")
 SAME_OF_RANKS = ("device", "cores", "threads")
 OF_A_JOB = ("SLURM_JOB_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES")
+OF_A_PLACE = ("_DIR", "_DIRECTORY")  # such as caches: often a folder of the job's own
 # Variables that change what is measured begin with one of these.
 FAMILIES: tuple[str, ...] = (
     "NCCL_",
@@ -46,7 +47,7 @@ FAMILIES: tuple[str, ...] = (
     "TORCH",
 )
 FAMILIES += ("PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32")
-FAMILIES += ("MALLOC_", "GLIBC_TUNABLES")
+FAMILIES += ("GOMP_", "ATEN_CPU_", "DNNL_", "ONEDNN_", "OPENBLAS_", "MALLOC_", "GLIBC_TUNABLES")
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")  # a variable whose name has one of these
 # The shapes of the environment's entries that analysis/ walks through: in words, and as a type.
 # [x] is a list of x.
@@ -261,7 +262,9 @@ class Report:
         if is_there and mine.st_size == self.size:
             return
         what = "was changed" if is_there else "was removed or replaced"
-        copy = unused(f"{self.path}.rescued")
+        # where the folder is gone as well, the working folder takes the copy
+        has_folder = os.path.isdir(os.path.dirname(os.path.abspath(self.path)))
+        copy = unused(f"{self.path if has_folder else os.path.basename(self.path)}.rescued")
         try:
             with open_alone(copy) as file:
                 for line in (self.header(), *self.resumed, *map(line_of, self.cases)):
@@ -301,7 +304,7 @@ def identity(environment: dict[str, Any]) -> dict[str, Any]:
         for name in SAME_OF_RANKS:
             same[f"{name} (rank {row.get('rank')})"] = row.get(name)
     for name, value in (environment.get("variables") or {}).items():
-        if not name.startswith(OF_A_JOB) and not name.endswith("_DIR"):
+        if not name.startswith(OF_A_JOB) and not name.endswith(OF_A_PLACE):
             same[name] = value
     return same
 
@@ -325,7 +328,8 @@ def shown(value: Any) -> str:
     """A value of the environment in a message."""
     if isinstance(value, list):
         value = ", ".join(map(str, value))
-    return "unset" if value is None else str(value)
+    text = "unset" if value is None else str(value)
+    return text if text.isprintable() else ascii(text)  # a report may hold a terminal's codes
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from analysis.ab import planned_looks
+from analysis.commands import read_plan
 from common.report import load
 from tests.pure.reports import ROOT, case, run, write
 
@@ -150,6 +151,7 @@ def test_what_differs_from_the_plan_is_named(sides: Path, monkeypatch: pytest.Mo
     flags[flags.index("--b") + 1] = f"tool {sides}/fake.py 0.1 x"
     first = run("ab.py", *flags)
     (sides / "output.txt").write_text("of no importance")
+    monkeypatch.setenv("TRITON_CACHE_DIR", "of no importance, either")
     assert run("ab.py", *flags).stdout == first.stdout
     before = contents(sides / "out")
     changed = f"{COMMAND}\nprint(1)\n"
@@ -164,6 +166,7 @@ def test_what_differs_from_the_plan_is_named(sides: Path, monkeypatch: pytest.Mo
     for name, value, words_of_it in (
         ("OMP_NUM_THREADS", "2", "variables OMP_NUM_THREADS 1, this run 2"),
         ("NCCL_ALGO", "Ring", "variables NCCL_ALGO unset, this run Ring"),
+        ("ATEN_CPU_CAPABILITY", "default", "variables ATEN_CPU_CAPABILITY unset, "),
         ("PYTHONOPTIMIZE", "2", "variables PYTHONOPTIMIZE unset, this run 2"),
         ("PATH", f"{sides}/else:{path}", "files tool of b "),
         ("PATH", path, "files tool of b "),
@@ -236,6 +239,12 @@ def test_a_plan_that_a_crash_has_cut(sides: Path) -> None:
         assert done.returncode == 0, done.stderr
         for name in ("a", "b"):
             (sides / "out" / name).rename(sides / f"{name}{length}")
+
+
+@pytest.mark.parametrize("value", ["{", "[" * 100_000])
+def test_a_damaged_line_of_a_plan(value: str) -> None:
+    with pytest.raises(ValueError, match="is no line of a plan"):
+        read_plan(Path("plan.txt"), f"a: {value}\n")
 
 
 def test_runs_of_a_command_in_another_environment_do_not_count(sides: Path) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import resource
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -218,6 +219,7 @@ def test_a_status_in_the_middle_is_of_an_earlier_run(path: Path) -> None:
         ("ddp_sweep", {"ranks": [RANK | {"threads": 2}]}, "has threads (rank 0) 1, this run 2"),
         ("ddp_sweep", {"ranks": [RANK | {"cores": 64}]}, "has cores (rank 0) 2, this run 64"),
         ("ddp_sweep", {"variables": {"NCCL_ALGO": "Ring"}}, "has NCCL_ALGO unset, this run Ring"),
+        ("ddp_sweep", {"version": "\33[2J\n#"}, r"version a, this run '\x1b[2J\n#'"),
         ("x", {"torch": "2", "nccl": "3", "python": "4"}, "; and 1 more: numbers that do not"),
     ],
 )
@@ -233,7 +235,13 @@ def test_resume_refuses_another_run(
 
 @pytest.mark.parametrize(
     "name",
-    ["SLURM_JOB_ID", "TORCHELASTIC_RESTART_COUNT", "CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR"],
+    [
+        "SLURM_JOB_ID",
+        "TORCHELASTIC_RESTART_COUNT",
+        "CUDA_VISIBLE_DEVICES",
+        "TRITON_CACHE_DIR",
+        "CUDA_MPS_PIPE_DIRECTORY",
+    ],
 )
 def test_a_requeued_job_goes_on_whatever_its_number_is(path: Path, name: str) -> None:
     report_at(path, variables={name: "1"})
@@ -317,6 +325,19 @@ def test_a_report_that_is_changed_during_the_run(
         report.finish("complete")
     assert rescued.status == "interrupted"
     assert (path.read_bytes() if path.exists() else None) == content
+
+
+def test_a_report_whose_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder gets what was measured."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "results"
+    folder.mkdir()
+    report = report_at(folder / "r.jsonl")
+    shutil.rmtree(folder)
+    said = "was removed or replaced during the run; r.jsonl.rescued has the cases"
+    with pytest.raises(OSError, match=said):
+        report.add(Case({"n": 7}, [0]))
+    assert len(load("r.jsonl.rescued").cases) == 3
 
 
 @contextlib.contextmanager
