@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import ipaddress
 import json
 import os
 import re
@@ -283,8 +284,8 @@ def meets_on_loopback(world_size: int, local_world_size: int) -> bool:
     """Whether all ranks are on this host for certain, before they have met."""
     if has_local_variables():
         return local_world_size == world_size
-    address = os.environ["MASTER_ADDR"]
-    return address in ("localhost", "::1") or address.startswith("127.")
+    found = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # a name may lead there, too
+    return all(ipaddress.ip_address(row[4][0]).is_loopback for row in found)
 
 
 def listen_on_loopback(port: int) -> int:

@@ -368,6 +368,8 @@ def test_loopback_that_is_down_and_too_few_files(
         ({"MASTER_ADDR": "127.0.1.1"}, (2, 2), True),
         ({"MASTER_ADDR": "localhost"}, (2, 2), True),
         ({"MASTER_ADDR": "::1"}, (2, 2), True),
+        ({"MASTER_ADDR": "LocalHost"}, (2, 2), True),
+        ({"MASTER_ADDR": "0.0.0.0"}, (2, 2), False),
     ],
 )
 def test_who_meets_on_loopback(
