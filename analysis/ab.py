@@ -25,8 +25,8 @@ docs/compare.md says more.
 needs this project's scripts, and rank 0 on this machine. --until-decided looks after --runs runs a
 side, then after a third more each time; the looks share the 5 % of error.
 
-Exit status: 0; 1 where a run fails, or for what --fail-on names; 2 bad usage; 4 no verdict, with
---fail-on; 130 after Ctrl-C. BSD-3-Clause.
+Exit status: 0; 1 where a run or the disk fails, or for what --fail-on names; 2 bad usage; 4 no
+verdict, with --fail-on; 130 after Ctrl-C. BSD-3-Clause.
 """
 
 import argparse

@@ -530,7 +530,8 @@ def interrupt(number: int, frame: Any) -> None:
 def run_commands(measure: Callable[[], T]) -> T:
     """What `measure` returns. However it ends, the commands that it has started end as well.
 
-    Exits with 2 for a mistake of the user, with 1 where a run fails, with 130 after Ctrl-C.
+    Exits with 2 for a mistake of the user, with 1 where a run or the disk fails, with 130 after
+    Ctrl-C.
     """
     script = Path(sys.argv[0]).name
     before = psutil.Process().children(recursive=True)
@@ -539,7 +540,8 @@ def run_commands(measure: Callable[[], T]) -> T:
     try:
         result = measure()
     except (ValueError, OSError) as error:
-        refuse(clean(error, 1000))
+        has_no_disk = isinstance(error, OSError) and error.errno in report.DISK_FAILED
+        refuse(clean(error, 1000), 1 if has_no_disk else 2)
     except RuntimeError as error:
         complain(f"{script}: {error}")
         complain(GOES_ON)

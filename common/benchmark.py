@@ -5,7 +5,6 @@ line of the report. If a case fails on any rank, its row has the reason, and the
 import argparse
 import atexit
 import contextlib
-import errno
 import faulthandler
 import math
 import os
@@ -45,7 +44,7 @@ from common.remarks import (
     planned_lines,
     report_lines,
 )
-from common.report import Case, Report, load, not_json
+from common.report import DISK_FAILED, Case, Report, load, not_json
 from common.samples import keep_samples, rounded, stacked
 from common.stats import Times
 from common.table import (
@@ -77,9 +76,6 @@ Derive = Callable[[Case, Times, list[Any]], None]
 # Called on rank 0 at the end of the run, with the cases that did not fail. Returns the sentences
 # that answer what the script asks; none where the cases do not tell.
 Answer = Callable[[list[Case]], list[str]]
-
-
-DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a mistake of nobody's
 
 
 class Benchmark:

@@ -48,6 +48,7 @@ FAMILIES: tuple[str, ...] = (
 )
 FAMILIES += ("PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32")
 FAMILIES += ("GOMP_", "ATEN_CPU_", "DNNL_", "ONEDNN_", "OPENBLAS_", "MALLOC_", "GLIBC_TUNABLES")
+DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a mistake of nobody's
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")  # a variable whose name has one of these
 # The shapes of the environment's entries that analysis/ walks through: in words, and as a type.
 # [x] is a list of x.

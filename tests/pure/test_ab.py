@@ -4,12 +4,14 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +241,24 @@ def test_a_plan_that_a_crash_has_cut(sides: Path) -> None:
         assert done.returncode == 0, done.stderr
         for name in ("a", "b"):
             (sides / "out" / name).rename(sides / f"{name}{length}")
+
+
+@pytest.mark.parametrize("size", [100, 600])
+def test_the_disk_is_full_before_the_first_run(sides: Path, size: int) -> None:
+    """Status 1 and a line; the same call begins again once there is room."""
+    flags = words(sides, "0.1 x", "0.1 x", "--runs", "2")
+    command = [sys.executable, str(ROOT / "analysis" / "ab.py"), *flags]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        preexec_fn=partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size)),
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f"File too large: '{sides}/out/plan.txt'")
+    assert run("ab.py", *flags).returncode == 0
 
 
 @pytest.mark.parametrize("value", ["{", "[" * 100_000])
