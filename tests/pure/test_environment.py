@@ -356,6 +356,9 @@ def test_loopback_that_is_down_and_too_few_files(
             assert f"expected at least 35 open files, got '{hard}'; raise the hard limit" in line
         else:
             check_file_limit(2)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 4096))
+    check_file_limit(1024)  # torchrun's agent has the store
 
 
 @pytest.mark.parametrize(
