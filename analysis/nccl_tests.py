@@ -27,7 +27,9 @@ COLLECTIVES = "all_reduce all_gather reduce_scatter alltoallv alltoall broadcast
 KNOWN = (*COLLECTIVES.split(), "scatter", "sendrecv", "hypercube")
 BY_LETTERS = {name.replace("_", ""): name for name in KNOWN}  # AllReduce, all_reduce: allreduce
 TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # ours -> theirs
-COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# also what `tput sgr0` writes, and titles and links of a terminal
+COLOUR = re.compile(r"\x1b(?:\[[0-9;?]*[A-Za-z]|\(B|\][^\x07\x1b]*(?:\x07|\x1b\\))")
+DOCKER = re.compile(r'\\n","stream":.*')  # {"log":"the line\n","stream":"stdout","time":...}
 HEADER = re.compile(r"\bsize\s+count\s+type\s.*time\b.*\bbusbw\b.*")
 # Size, count and type. Rows of 0 bytes measure nothing.
 ROW = re.compile(
@@ -38,7 +40,8 @@ TORN_ROW = re.compile(r"(?:^|\s\s)([1-9]\d{0,17}\s\s+\S.*\bNCCL (?:INFO|WARN|TRA
 RANK = re.compile(r"\bRank\s+(\d+)\s.*\bon\s+(\S+)\s+device\s+\d+(?:\s+\[\S+\]\s+(.+))?")
 END = "Avg bus bandwidth"
 OUR_TITLE = re.compile(r"\b(\w+) \w+(?: \w+)?, \S+ \((\d+) ranks?\)")  # above our own tables
-PROGRAM = re.compile(r"\b([a-z_]+)_perf(?![a-z])")  # all_reduce_perf, all_reduce_perf_mpi
+# all_reduce_perf, all_reduce_perf_mpi; no folder of that name
+PROGRAM = re.compile(r"\b([a-z_]+)_perf(?![a-z]|[\w.-]*/)")
 # Fields of the environment, and the lines that tell them.
 VERSIONS = {
     "nccl": re.compile(r"(?:NCCL version |nccl-library=)(\d\S*)"),
@@ -185,10 +188,10 @@ def number_of(word: str) -> float | None:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines that may tell something, without colours and tabs, and without what Ansible and
-    Markdown put behind them."""
-    plain = COLOUR.sub("", text).translate({ord("\t"): " ", ord("\xa0"): " "})
-    return [line.rstrip('", |') for line in plain.splitlines() if not is_noise(line)]
+    """The lines that may tell something, without colours and tabs, and without what Ansible,
+    Docker, Markdown and Python's lists put behind them."""
+    plain = DOCKER.sub("", COLOUR.sub("", text)).translate({ord("\t"): " ", ord("\xa0"): " "})
+    return [line.rstrip("\"'`, |") for line in plain.splitlines() if not is_noise(line)]
 
 
 def is_noise(line: str) -> bool:

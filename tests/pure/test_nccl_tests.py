@@ -107,6 +107,8 @@ def test_a_log_as_a_launcher_has_left_it(path: Path) -> None:
         *("Nov 25 17:01:19 node1 srun[4711]: {}", "Nov 25 17:01:19 {}", "1766620000 {}"),
         *("2026-11-25 17:01:19,123 INFO worker: {}", "I1125 17:01:19.123456 12345 main.cc:33] {}"),
         *("\x1b[1;33m0:\x1b[0m {}\x1b[K", "\x1b[36m{}\x1b[m", "\t{}", ">> > {}", "| {} |", "{}\r"),
+        *("'{}',", "`{}`", "\x1b(B\x1b[m{}", "\x1b]0;a title\x07{}"),
+        '{"log":"{}\\n","stream":"stdout","time":"2026-11-25T17:01:19.1Z"}',  # of Docker
         *('        "{}",', "slurm-12.out:7:{}", "     7\t{}", "\ufeff{}", "[0] {}\n[1] {}"),
         "{}\nnodea:777:790 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM",
     ],
@@ -188,7 +190,7 @@ def test_programs_whose_names_have_a_suffix(tmp_path: Path) -> None:
     done = run("compare.py", paths[0], "--test", paths[1])
     assert "# 3 undecided, 3 missing" in done.stdout, done.stderr
     keys = []
-    for name in ("all_reduce_perf", "/usr/bin/all_reduce_perf_mpi", "build/all_reduce_perf-cuda12"):
+    for name in ("all_reduce_perf", "/usr/bin/all_reduce_perf_mpi", "x_perf-2/all_reduce_perf-12"):
         text = LOG.replace("# Collective test starting: all_reduce_perf", f"+ srun {name} -b 8")
         keys.append([row.key for row in read(tmp_path, text)[1]])
     assert keys[0] == keys[1] == keys[2]
