@@ -315,11 +315,9 @@ def load_rounds(
         paths_of_command[command.name] = list(map(str, paths))
     every_path = list(itertools.chain(*paths_of_command.values()))
     run_of_path = {run.label: run for run in load(every_path, ignore=ignore)}
-    runs_of_command = {}
-    for name, labels in paths_of_command.items():
-        runs_of_command[name] = [
-            run_of_path[label] for label in labels
-        ]  # `load` sorts by the start
+    runs_of_command = {}  # in the order of the rounds; `load` sorts by the start
+    for name, paths_of_runs in paths_of_command.items():
+        runs_of_command[name] = [run_of_path[path] for path in paths_of_runs]
     return runs_of_command
 
 

@@ -164,8 +164,10 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
             mesh_dim_names=tuple(axis + suffix for axis in sizes),
             backend_override=backends,
         )
-        for process_group in device_mesh.get_all_groups():
-            group.more.append(process_group)
+        process_groups = device_mesh.get_all_groups()
+        group.more.extend(process_groups)  # all of them: a rank that fails closes what it has
+        for process_group in process_groups:
+            rendezvous(group)  # NCCL makes a communicator only in the first collective
             connect(process_group, job)
         forget_groups(device_mesh)
         for axis in sizes:

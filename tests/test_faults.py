@@ -214,6 +214,13 @@ def record_two_axes(folder: Path) -> None:
         ),
         (
             "team-raises",
+            "parallel_sweep",
+            ("--mesh", "dp2tp2,dp4", "--global-batch", "8", "--sequence-length", "32"),
+            {"ranks": 4},
+            ["failed: RuntimeError: injected: no memory for a team (rank 1)", "passed"],
+        ),
+        (
+            "team-raises",
             "node_check",
             ("--budget", "100", "--fail-on", "wrong"),
             {"ranks": 2, "nodes": 2},
@@ -234,7 +241,7 @@ def record_two_axes(folder: Path) -> None:
             ["failed: ValueError: there is no {folder}", "passed"],
         ),
     ],
-    ids=["parallel_sweep", "node_check", "replay", "checkpoint_sweep"],
+    ids=["twin", "mesh", "node_check", "replay", "checkpoint_sweep"],
 )
 def test_a_failure_between_two_groups_of_a_case_is_a_row(
     bench: Callable[..., Any],
