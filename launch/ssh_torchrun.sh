@@ -50,7 +50,7 @@ while read -r host ranks rest || [[ -n $host ]]; do
         refuse "$1:$number: expected a host and its ranks, e.g. node1 slots=8, got '$got'"
     fi
     hosts+=("$host") slots+=("${ranks#slots=}")
-done < <(sed 's/\r$//; s/#.*//' "$1") # lines may end as on Windows
+done < <(sed '1s/^\xef\xbb\xbf//; s/\r$//; s/#.*//' "$1") # as Windows writes it, too
 if [[ ${#hosts[@]} -eq 0 ]]; then refuse "$1 names no host; expected lines like: node1 slots=8"; fi
 shift
 

@@ -110,9 +110,9 @@ def hosts(path: Path, text: str, **variables: str) -> subprocess.CompletedProces
     return start("ssh_torchrun.sh", str(path), SCRIPT, given=given)
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_a_hostfile_of_any_system(tmp_path: Path, end: str) -> None:
-    text = end.join(["# two", "node1 slots=8", "node2 slots=4 # the small one", ""])
+@pytest.mark.parametrize(("begin", "end"), [("", "\n"), ("", "\r\n"), ("\ufeff", "\r\n")])
+def test_a_hostfile_of_any_system(tmp_path: Path, begin: str, end: str) -> None:
+    text = begin + end.join(["# two", "node1 slots=8", "node2 slots=4 # the small one", ""])
     done = hosts(tmp_path / "hosts", text, DRY_RUN="1")
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
