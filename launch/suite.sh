@@ -36,7 +36,8 @@ the same command goes on: it measures only what the reports lack.
     --baseline FOLDER     of earlier reports, with which compare.py compares these
     --dry-run             print the commands, and run nothing
 
-The exit status is the largest of the scripts' and compare.py's: 0 if all is well.
+The exit status is the largest of the scripts' and compare.py's: 0 if all is well. A 4 (it cannot be
+told, no verdict) stands behind any failure.
 TEXT
     echo "Default: ${scripts[*]}"
 }
@@ -146,7 +147,10 @@ run() {
     while wait "$child" || status=$?; kill -0 "$child" 2>/dev/null; do status=0; done
     child=
     if [[ -n $stopped ]]; then end; fi
-    if ((status > worst)); then worst=$status; fi
+    # 4 is no verdict, which hides no failure
+    if ((status && (worst == 0 || worst == 4 || (status > worst && status != 4)))); then
+        worst=$status
+    fi
 }
 
 worst=0 said=() page=$out/report.html

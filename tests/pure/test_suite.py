@@ -74,14 +74,17 @@ def test_the_next_script_runs_after_a_failure(tmp_path: Path) -> None:
         f"analysis/report.py {out} -o {out}/report.html",
         f"analysis/compare.py before --test {out} --fail-on slower",
     ]
-    assert done.returncode == 4  # compare.py's, which is larger
+    assert done.returncode == 3  # compare.py's 4 hides no failure
     assert "# suite.sh: collectives: status 3," in done.stdout
     assert done.stdout.splitlines()[-2:] == [
         "# suite.sh: compare.py with before: status 4",
-        "# suite.sh: status 4",
+        "# suite.sh: status 3",
     ]
     done = suite(tmp_path, *flags, *scripts)
     assert done.returncode == 3
+    (tmp_path / "fails").unlink()
+    done = suite(tmp_path, *flags, "--baseline", "before", *scripts)
+    assert done.returncode == 4
 
 
 def test_all_is_well(tmp_path: Path) -> None:
