@@ -198,7 +198,7 @@ second_part() {
     cuda_task refused 60 'NCCL wants one for each rank' ranks 2 $b/p2p_matrix.py
     cuda_task p2p_gloo 60 passes ranks 2 $b/p2p_matrix.py --backend gloo --size 1M
     for example in ddp_exposed allreduce_busbw who_is_slow tp_exposed pp_bubble dcp_stall \
-        input_wait; do
+        input_wait fsdp_exposed compiled_ddp ddp_rpc parameter_server batch_update_ps; do
         task "$example" 60 passes nccl 2 examples/$example.py
     done
 }
