@@ -1,0 +1,62 @@
+"""Mistakes that somebody may make, and the tests that notice them.
+
+    python tests/mutations.py                # every mistake against its tests: about 30 minutes
+    python tests/mutations.py stop-rule      # those whose name has this word
+
+tests/mutations.toml lists them. Each is planted in a copy of the checkout by replacing one text by
+another, and pytest gets `tests`: the quick tests of that part, and a smoke test where only a run
+can tell. A mistake that is not caught shows that a test is missing. Whoever moves the code moves
+the text, not the mistake: a text that does not stand in its file exactly once ends the run.
+"""
+
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MISTAKES = tomllib.loads((ROOT / "tests" / "mutations.toml").read_text())["mistake"]
+
+
+def plant(mistake: dict[str, str], checkout: Path) -> None:
+    """Raises ValueError where the text to be replaced does not stand in the file exactly once."""
+    path = checkout / mistake["file"]
+    text = path.read_text()
+    count = text.count(mistake["right"])
+    if count != 1:
+        raise ValueError(f"{mistake['name']}: {mistake['file']} has its text {count} times")
+    path.write_text(text.replace(mistake["right"], mistake["wrong"]))
+
+
+def caught_by(mistake: dict[str, str]) -> list[str]:
+    """The first tests that fail with the mistake; none if all pass."""
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = Path(folder) / "checkout"
+        shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(".git", "*cache*"))
+        plant(mistake, checkout)
+        command = [sys.executable, "-m", "pytest", "-q", "--maxfail=2", "-p", "no:cacheprovider"]
+        command += ["-m", "smoke or faults or not smoke"]
+        words = shlex.split(mistake["tests"])
+        run = subprocess.run([*command, *words], cwd=checkout, capture_output=True, text=True)
+        if run.returncode not in (0, 1):
+            raise RuntimeError(f"{mistake['name']}: {run.stdout}{run.stderr}")
+        lines = run.stdout.splitlines()
+        return [line.split()[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+
+
+def main() -> int:
+    chosen = [one for one in MISTAKES if all(word in one["name"] for word in sys.argv[1:])]
+    missed = 0
+    for mistake in chosen:
+        found = caught_by(mistake)
+        missed += not found
+        print(f"{mistake['name']:50} {found[0] if found else 'NOT CAUGHT'}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} were caught")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
