@@ -1,0 +1,230 @@
+"""The same times give the same numbers: runs that were recorded, and played again without a clock.
+
+    python tests/golden.py record            # every script once under torchrun: minutes
+    python -m pytest tests/test_golden.py        # what the scripts make of it today: seconds
+
+A recording (tests/golden/SCRIPT.json) has what rank 0 received from all ranks of each case: times
+and facts. Playing it runs the whole script in one process, but no case: plan, derive, check, tables
+and answers get the recorded times. tests/test_golden.py compares what comes out with what came out
+when it was recorded. It stays while the scripts move to another structure. Whoever renames a
+metric maps the name in that test.
+"""
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "golden"
+TIMES = ("--iters", "12", "--warmup-iters", "1")
+SMALL_SERVER = ("--num-embeddings", "32", "--embedding-dim", "16", "--dense-layers", "3")
+COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {  # ranks, flags
+    "ddp_sweep": (
+        3,
+        ("--model", "mobilenet_v3_small", "--image-size", "32", "--bucket-size", "1,25", *TIMES),
+    ),
+    "collectives": (
+        2,
+        ("--collective", "all_reduce,all_to_all", "-b", "64", "-e", "4K", "-n", "2", *TIMES),
+    ),
+    "p2p_matrix": (3, ("--size", "4K", "-n", "2", *TIMES)),
+    "compile_sweep": (
+        2,
+        ("--strategies", "none,ddp,fsdp2", "--backends", "eager,aot_eager", *TIMES),
+    ),
+    "rpc_latency": (3, ("--sizes", "4,64K", *TIMES)),
+    "batch_update_ps": (3, TIMES),
+    "ddp_rpc": (4, ("--embedding-dim", "16", "--lookup", "all", *TIMES)),
+    "parameter_server": (
+        4,
+        (*SMALL_SERVER, "--dense-size", "16", "--bucket-size", "0.001", *TIMES),
+    ),
+    "checkpoint_sweep": (2, ("--modes", "all", "--model", "decoder-tiny", "--iters", "6")),
+    "input_sweep": (2, ("--workers", "0,1", "--samples", "16", "--cache", "warm", *TIMES)),
+    "node_check": (3, ("--budget", "100", "--margin", "3", *TIMES)),
+    "replay": (2, ("ROOT/tests/recording", *TIMES)),
+    "parallel_sweep": (2, ("--mesh", "dp2,tp2,pp2:1f1b", *TIMES)),
+}
+UNSTEADY = re.compile(
+    r"^# (elapsed|report |others|other programs|rank \d+: other|.*took)|\d+ s of \d+"
+)
+
+
+# -- plain JSON of what ranks send: classes by their names -----------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """JSON of numbers, texts, lists, dicts, arrays, NamedTuples and dataclasses."""
+    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        names = getattr(value, "_fields", None) or [f.name for f in dataclasses.fields(value)]
+        fields = {name: plain(getattr(value, name)) for name in names}
+        return {"class": [type(value).__module__, type(value).__qualname__], "fields": fields}
+    if isinstance(value, dict):
+        return {"items": [[plain(key), plain(item)] for key, item in value.items()]}
+    if isinstance(value, np.ndarray):
+        return {"array": value.tolist(), "dtype": str(value.dtype)}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, tuple | list):
+        return {type(value).__name__: [plain(item) for item in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(f"a recording has no way to write {type(value)}")
+
+
+def rebuilt(value: Any) -> Any:
+    """What `plain` wrote."""
+    if not isinstance(value, dict):
+        return value
+    if "class" in value:
+        module, name = value["class"]
+        owner = sys.modules["__main__"] if module == "__main__" else importlib.import_module(module)
+        return getattr(owner, name)(**{key: rebuilt(item) for key, item in value["fields"].items()})
+    if "items" in value:
+        return {rebuilt(key): rebuilt(item) for key, item in value["items"]}
+    if "array" in value:
+        return np.array(value["array"], dtype=value["dtype"])
+    (kind, items) = next(iter(value.items()))
+    return {"tuple": tuple, "list": list}[kind](rebuilt(item) for item in items)
+
+
+# -- recording: within each rank of a real run -----------------------------------------------------
+
+
+def record_rank(path: str, script: str, *flags: str) -> None:
+    from common import benchmark, dist
+
+    recording: dict[str, Any] = {"flags": flags, "cases": [], "gathered": []}
+    keep, gather = benchmark.Benchmark.keep, dist.gather
+
+    def gather_and_record(value: Any) -> Any:
+        rows = gather(value)
+        recording["gathered"].append(plain(rows))
+        return rows
+
+    def keep_and_record(self: Any, case: Any, derive: Any, results: list[Any]) -> Any:
+        key, ranks = dict(case.key), list(case.ranks)
+        outcome = keep(self, case, derive, results)
+        recording["cases"].append({"key": key, "ranks": ranks, "results": plain(results)})
+        recording["environment"] = self.report.environment | {"others": []}
+        recording["world_size"] = self.job.world_size
+        Path(path).write_text(json.dumps(recording))
+        return outcome
+
+    benchmark.Benchmark.keep = keep_and_record  # type: ignore[method-assign]
+    dist.gather = gather_and_record  # of the script: benchmark.py has imported the real one
+    sys.argv = [script, *(flag.replace("ROOT", str(ROOT)) for flag in flags)]
+    runpy.run_path(script, run_name="__main__")
+
+
+def record(names: list[str]) -> None:
+    """Run scripts under torchrun, and write what came out beside what went in."""
+    for name in names or COMMANDS:
+        ranks, flags = COMMANDS[name]
+        path = FOLDER / f"{name}.json"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}", __file__, "rank", str(path)]
+        subprocess.run([*command, str(ROOT / "benchmarks" / f"{name}.py"), *flags], check=True)
+        recording = json.loads(path.read_text())
+        recording["made"] = played(name)
+        path.write_text(json.dumps(recording, separators=(",", ":")) + "\n")
+
+
+# -- playing: the script in this process, its cases from the recording -----------------------------
+
+
+@contextlib.contextmanager
+def recorded(recording: dict[str, Any]) -> Iterator[None]:
+    """A job of as many ranks as the recording has, none of them but this one alive: nothing is
+    built, timed or sent."""
+    from unittest import mock
+
+    from common import benchmark, dist, environment, rpc
+
+    size = recording["world_size"]
+    left, gathered = list(recording["cases"]), map(rebuilt, recording["gathered"])
+    real_join, real_keep = benchmark.join, benchmark.Benchmark.keep
+
+    def join(device: str, backend: str, timeout_s: float, *_: Any) -> Any:
+        return real_join(device, backend, timeout_s, dry_run=True)  # which meets nobody
+
+    def keep(self: Any, case: Any, derive: Any, results: Any) -> Any:
+        taken = next(entry for entry in left if entry["key"] == case.key)
+        left.remove(taken)
+        return real_keep(self, case, derive, rebuilt(taken["results"]))
+
+    @contextlib.contextmanager
+    def rpc_workers(*args: Any) -> Iterator[list[str]]:
+        yield ["cpu"] * size
+
+    launcher = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+    launcher |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with (
+        mock.patch.dict(os.environ, launcher),
+        mock.patch.object(benchmark, "join", join),
+        mock.patch.object(environment, "collect", return_value=recording["environment"]),
+        mock.patch.object(dist.Groups, "take", return_value=(None, False)),
+        mock.patch.object(dist.Groups, "give_back"),
+        mock.patch.object(benchmark.Benchmark, "attempt", return_value=None),
+        mock.patch.object(benchmark.Benchmark, "keep", keep),
+        mock.patch.object(benchmark.Benchmark, "load_of_others", return_value=[]),
+        mock.patch.object(dist, "gather", side_effect=gathered),
+        mock.patch.object(rpc, "rpc_workers", rpc_workers),
+    ):
+        yield
+    assert not left, f"{len(left)} recorded cases were not asked for, first {left[0]['key']}"
+
+
+def play(name: str, path: str) -> None:
+    """Run the script on its recording, with a report at `path`."""
+    recording = json.loads((FOLDER / f"{name}.json").read_text())
+    flags = [flag.replace("ROOT", str(ROOT)) for flag in recording["flags"]]
+    sys.argv = [str(ROOT / "benchmarks" / f"{name}.py"), *flags, "--json", path]
+    with recorded(recording), contextlib.suppress(SystemExit):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def what_came_out(stdout: str, path: Path) -> dict[str, Any]:
+    """What a script showed, and the cases of its report, without what differs from run to run."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    shown = stdout.partition("\n\n")[2].splitlines()  # without the preamble
+    cases = [line for line in lines if "key" in line]
+    return {
+        "shown": [line.rstrip() for line in shown if not UNSTEADY.search(line)],
+        "cases": [{part: case.get(part) for part in ("key", "metrics", "check")} for case in cases],
+        "status": lines[-1].get("status"),
+    }
+
+
+def played(name: str) -> dict[str, Any]:
+    """What the script makes of its recording today."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.jsonl"
+        command = [sys.executable, __file__, "play", name, str(path)]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if run.returncode:
+            raise RuntimeError(run.stderr)
+        return what_came_out(run.stdout, path)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    what, *words = sys.argv[1:]
+    if what == "rank":
+        record_rank(*words)
+    elif what == "record":
+        record(words)
+    else:
+        play(*words)
