@@ -144,7 +144,8 @@ def test_what_differs_from_the_plan_is_named(sides: Path, monkeypatch: pytest.Mo
         folder.mkdir(parents=True)
     for name in ("bin", "else"):
         tool = sides / name / "tool"
-        tool.write_text(f'#!/bin/sh\nexec {sys.executable} "$@" # {name}\n')
+        python = shlex.quote(sys.executable)
+        tool.write_text(f'#!/bin/sh\nexec {python} "$@" # {name}\n')
         tool.chmod(0o755)
     path = os.environ["PATH"]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

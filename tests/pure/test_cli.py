@@ -248,10 +248,10 @@ def test_resume_needs_a_report(words: list[str], capsys: pytest.CaptureFixture[s
 def test_a_restart_is_told_by_the_age_of_torchrun() -> None:
     """Not by that of a wrapper, which torchrun has started for a rank and its attempt."""
     code = "from common.benchmark import restarted_after; print(restarted_after())"
-    wrapper = f'{shlex.quote(sys.executable)} -c "{code}"; true'  # without exec
+    wrapper = f"{shlex.join([sys.executable, '-c', code])}; true"  # without exec
     variables = {"TORCHELASTIC_RUN_ID": "a job", "TORCHELASTIC_RESTART_COUNT": "1"}
     done = subprocess.run(
-        ["bash", "-c", f"bash -c '{wrapper}'; true"],
+        ["bash", "-c", f"{shlex.join(['bash', '-c', wrapper])}; true"],
         cwd=ROOT,
         env=os.environ | variables,
         capture_output=True,
