@@ -46,7 +46,7 @@ from common.answers import estimate_of, fastest, series
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
-from common.dist import Group, Job
+from common.groups import Group, Job
 from common.report import Case
 from common.rpc import (
     Roles,
@@ -59,9 +59,10 @@ from common.rpc import (
     rpc_options,
     rpc_workers,
 )
-from common.stats import Times, median_interval, own_pace
+from common.stats import Times, median_interval
 from common.table import Columns, interval_ends, metric
 from common.timing import LEAD_IN
+from common.workloads.phases import own_pace
 
 PAYLOADS = ("module", "tensors")
 

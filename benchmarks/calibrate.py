@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.answers import Estimate, estimate_of, series
 from common.benchmark import Benchmark, Key, Workload
-from common.dist import Group
+from common.groups import Group
 from common.report import Case
 from common.stats import Times, median_interval, percentiles
 from common.table import Columns

@@ -58,15 +58,15 @@ from common.answers import Estimate, estimate_of, series
 from common.benchmark import Benchmark, Measured
 from common.check import verdict
 from common.cli import Parser, add_common_flags, cut, list_of, positive_float, positive_int
-from common.decoder import DECODERS, Decoder, next_token_loss, random_text
-from common.dist import FOREVER, Group, agree, rendezvous, share
-from common.folders import remove_at_end
+from common.groups import FOREVER, Group, agree, rendezvous, share
 from common.memory import peak, start_peak
 from common.private_torch import forget_groups, leaves
 from common.report import Case
 from common.stats import Times
 from common.table import Columns, interval_ends, metric, render
 from common.timing import rule_reached
+from common.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
+from common.workloads.folders import remove_at_end
 
 Key = dict[str, Any]
 Facts = dict[str, Any]

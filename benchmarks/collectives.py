@@ -34,16 +34,19 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli, gpus, memory, patterns, peaks
+from common import cli, gpus
 from common.answers import series, show_seconds
 from common.benchmark import Benchmark, Workload
-from common.dist import Group, Job, share
+from common.environment import node_of_each
+from common.groups import Group, Job, share
 from common.private_torch import expected_s
-from common.ranks import node_of_each, partition
 from common.report import Case
 from common.stats import Times
 from common.table import Table
 from common.timing import Step, time_block
+from common.workloads import patterns, peaks
+from common.workloads.ranks import partition
+from common.workloads.room import too_much
 
 # torch 2.14 warns of the older names in each call
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -1002,7 +1005,7 @@ def why_refused(
     _, largest = range_of(args, matrix, device)
     if args.skew:  # what the most popular rank receives, if all send as much as -e says
         largest = int(largest * ranks * popularity(ranks, max(args.skew)).max())
-    return share(memory.too_much(2 * largest, bench.job, bench.report.environment, "-e"))
+    return share(too_much(2 * largest, bench.job, bench.report.environment, "-e"))
 
 
 def layout_of(groups: list[list[int]], environment: dict[str, Any], limit: float | None) -> Layout:

@@ -57,12 +57,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.answers import Estimate, median_of, ranked, series
 from common.benchmark import Benchmark, Workload
-from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
-from common.decoder import DECODERS, Decoder, flops_per_token, random_text
-from common.dist import Group, agree, gather, share
+from common.check import verdict
+from common.groups import Group, agree, gather, share
 from common.memory import peak, reset_peak, start_peak
-from common.peaks import peak_flops
-from common.precision import name_precision, set_precision
 from common.private_torch import (
     configure_compile,
     dynamo_counters,
@@ -76,6 +73,10 @@ from common.report import Case
 from common.stats import Times, percentiles, step_metrics
 from common.table import Columns, metric, relative, render
 from common.timing import Step, time_block
+from common.workloads.decoder import DECODERS, Decoder, flops_per_token, random_text
+from common.workloads.peaks import peak_flops
+from common.workloads.precision import name_precision, set_precision
+from common.workloads.reference import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
 Key = dict[str, Any]
 LossOf = Callable[[nn.Module, Any], Tensor]  # takes a model and a batch

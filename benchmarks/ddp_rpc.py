@@ -50,8 +50,7 @@ from common.answers import Estimate, differs, fastest, ranked, series, show_seco
 from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
-from common.dist import Group, Job
-from common.phases import Phases, Stamps, pool
+from common.groups import Group, Job
 from common.report import Case
 from common.rpc import (
     Roles,
@@ -66,6 +65,7 @@ from common.rpc import (
 )
 from common.stats import Times, percentiles, relative_ci95
 from common.table import Columns, metric, percentile_columns, relative, render
+from common.workloads.phases import Phases, Stamps, pool
 
 DENSE_INPUT = 512
 CLASSES = 8

@@ -49,15 +49,15 @@ from common import cli
 from common.answers import Estimate, estimate_of, fastest, ranked, series, show_seconds
 from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, verdict
-from common.dist import Group, Job
 from common.environment import count_of
+from common.groups import Group, Job
 from common.memory import peak, start_peak
-from common.precision import PRECISION, name_precision, set_precision
 from common.private_torch import bucket_sizes
 from common.report import Case
 from common.stats import Times, breakdown_metrics, step_metrics
 from common.table import Columns, interval_ends, metric, percentile_columns, relative, render
 from common.timing import Step
+from common.workloads.precision import PRECISION, name_precision, set_precision
 
 Key = dict[str, Any]
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]

@@ -58,13 +58,14 @@ from common import cli
 from common.answers import Estimate, ranked, series
 from common.benchmark import Benchmark, Key, Workload
 from common.check import compare_replicas, digest, verdict
-from common.decoder import DECODERS, Decoder, next_token_loss
-from common.dist import Group, Job, gather, share
-from common.folders import remove_at_end
-from common.memory import GIB, free_on_host
+from common.groups import Group, Job, gather, share
+from common.memory import GIB
 from common.report import Case
 from common.stats import Interval, Times, median_interval, step_metrics, straggler
 from common.table import Columns, interval_ends, metric
+from common.workloads.decoder import DECODERS, Decoder, next_token_loss
+from common.workloads.folders import remove_at_end
+from common.workloads.room import free_on_host
 
 Batch = tuple[Tensor, Tensor]  # inputs and targets, on the device
 # What a dataset reads: the path and the class of each image, or the path of the file of tokens.

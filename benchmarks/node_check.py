@@ -47,21 +47,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli, links, patterns
+from common import cli
 from common.benchmark import Benchmark, Workload
 from common.check import digest, verdict
 from common.cpu_load import Others
-from common.decoder import DECODERS, Decoder, next_token_loss, random_text
-from common.dist import Group, Job, connect, rendezvous, share
-from common.environment import count_of
+from common.environment import count_of, node_of_each
 from common.gpus import lacking
+from common.groups import Group, Job, connect, rendezvous, share
 from common.join import stay_near
-from common.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
-from common.ranks import node_of_each
 from common.report import Case, Report
 from common.stats import Times
 from common.table import Columns, cell, launch_mark, metric, render
 from common.timing import STEP, Step, StopRule
+from common.workloads import links, patterns
+from common.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
+from common.workloads.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
 
 Key = dict[str, Any]
 Teams = list[list[int]]  # ranks of nodes, or of rails

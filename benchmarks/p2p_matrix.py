@@ -10,7 +10,7 @@ one after the other (--serial).
     The fastest sample counts: what disturbs a link only adds time.
     slow            = costs 10 % and --sigmas median absolute deviations more than its like
     --by node       = rank i of one node with rank i of the other, all at once; bandwidths added
-    The calls that are measured are in common/links.py.
+    The calls that are measured are in common/workloads/links.py.
 
     torchrun --nproc-per-node 4 benchmarks/p2p_matrix.py
     torchrun --nproc-per-node 8 benchmarks/p2p_matrix.py --plot links.png --json p2p.jsonl
@@ -36,9 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.answers import series
 from common.benchmark import Benchmark
-from common.dist import Job, share
-from common.environment import count_of
-from common.links import (
+from common.environment import count_of, node_of_each
+from common.groups import Job, share
+from common.report import Case
+from common.workloads.links import (
     KINDS,
     Key,
     Link,
@@ -50,9 +51,8 @@ from common.links import (
     rounds_of,
     slow_links,
 )
-from common.outliers import SIGMAS, sentences
-from common.ranks import node_of_each, partition
-from common.report import Case
+from common.workloads.outliers import SIGMAS, sentences
+from common.workloads.ranks import partition
 
 LARGEST_MATRIX = 32  # members; of more only the worst links are printed
 WORST = 20

@@ -24,7 +24,7 @@ twin of the mesh whose collectives return at once (torch's `fake` backend). A tw
 
 The loss and the gradient's norm of 3 steps are checked against one process. How to read the table:
 docs/parallel_sweep.md. BSD-3-Clause: copy the function of the axis that you need
-from common/axes.py.
+from common/workloads/axes.py.
 """
 
 import argparse
@@ -44,21 +44,31 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.answers import estimate_of, fastest, ranked, series, show_seconds
-from common.axes import DTYPES, create, is_expert, train
 from common.benchmark import Benchmark, Key, Workload
-from common.check import CHECKED_STEPS, Reference, compare_training, sgd, train_alone, verdict
+from common.check import verdict
 from common.cli import Parser, add_common_flags, describe, list_of, positive_int
-from common.decoder import DECODERS, flops_per_token, next_token_loss, random_text
-from common.dist import Group, Job, share
 from common.gpus import sharers
-from common.memory import peak, reset_peak, start_peak, too_much
-from common.meshes import EXPERTS, Mesh, config_of, default_meshes, misfit, open_meshes, parse_mesh
-from common.peaks import peak_flops
+from common.groups import Group, Job, share
+from common.memory import peak, reset_peak, start_peak
 from common.private_torch import register_fake_backend
 from common.report import Case
 from common.stats import Times, step_metrics, straggler
 from common.table import Columns, interval_ends, metric, relative
 from common.timing import Step
+from common.workloads.axes import DTYPES, create, is_expert, train
+from common.workloads.decoder import DECODERS, flops_per_token, next_token_loss, random_text
+from common.workloads.meshes import (
+    EXPERTS,
+    Mesh,
+    config_of,
+    default_meshes,
+    misfit,
+    open_meshes,
+    parse_mesh,
+)
+from common.workloads.peaks import peak_flops
+from common.workloads.reference import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
+from common.workloads.room import too_much
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to the first one
 

@@ -67,9 +67,8 @@ from common.cli import (
     positive_int,
     refuse,
 )
-from common.dist import Group, Job, share
+from common.groups import Group, Job, share
 from common.join import world
-from common.phases import Durations, Phases, Stamps, phase_table, pool, summaries
 from common.report import Case
 from common.rpc import (
     Roles,
@@ -84,6 +83,7 @@ from common.rpc import (
 )
 from common.stats import Times, step_metrics
 from common.table import Columns, metric, percentile_columns, relative
+from common.workloads.phases import Durations, Phases, Stamps, phase_table, pool, summaries
 
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
 SERVERS = ("running", "batch")

@@ -50,12 +50,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.answers import median_of, series, show_seconds
 from common.benchmark import Benchmark, Key, Workload
-from common.dist import Group, Job, connect, gather, rendezvous, share
-from common.memory import too_much
+from common.groups import Group, Job, connect, gather, rendezvous, share
 from common.report import Case
 from common.stats import Times, median_interval, percentiles
 from common.table import Columns, interval_ends, metric, render
 from common.timing import STEP, Step
+from common.workloads.room import too_much
 
 # fr_0.json, nccl_trace_rank_0, rank-0.Apr_03.json.gz; nccl_trace_rank_node2_5 is rank 5 on node2
 HOST = r"(?:\d*[A-Za-z].*|\d+(?:\.\d+){3})"

@@ -48,12 +48,11 @@ from torch.futures import Future
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import patterns
 from common.answers import ranked, series
 from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, cut, list_of, positive_int, show_size, size
-from common.dist import Group, Job
+from common.groups import Group, Job
 from common.report import Case
 from common.rpc import (
     Roles,
@@ -66,8 +65,10 @@ from common.rpc import (
     rpc_options,
     rpc_workers,
 )
-from common.stats import Times, own_pace, relative_ci95
+from common.stats import Times, relative_ci95
 from common.table import Columns, metric, relative
+from common.workloads import patterns
+from common.workloads.phases import own_pace
 
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
 SIZES = [4, 2**12, 2**16, 2**20, 2**26]

@@ -48,8 +48,6 @@ from torch.distributed.tensor import DTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.answers import series, show_seconds
-from common.axes import DTYPES, Trainer, train
-from common.check import sgd
 from common.cli import (
     Parser,
     checked,
@@ -65,15 +63,17 @@ from common.cli import (
     take_stdout,
     version,
 )
-from common.decoder import DECODERS, flops_per_token
-from common.dist import Group, Job
 from common.environment import count_of, user_variables
-from common.meshes import EXPERTS, Key, Mesh, config_of, misfit, open_meshes, parse_mesh
-from common.peaks import find_peak
+from common.groups import Group, Job
 from common.private_torch import ShapesOnly, join_fake_world
 from common.remarks import report_lines
 from common.report import Case, Report, load
 from common.table import Columns, Table, cell, metric, progress_line
+from common.workloads.axes import DTYPES, Trainer, train
+from common.workloads.decoder import DECODERS, flops_per_token
+from common.workloads.meshes import EXPERTS, Key, Mesh, config_of, misfit, open_meshes, parse_mesh
+from common.workloads.peaks import find_peak
+from common.workloads.reference import sgd
 
 # a part of the name of an operation of c10d, without its underscores -> what the table calls it
 COLLECTIVES = {

@@ -1,4 +1,4 @@
-"""What at least two scripts share. A map, from the ground up; each line imports those above it.
+"""What stands behind the scripts. A map, from the ground up; each line imports those above it.
 
 Ground: needs the standard library only, so that analysis/ can use it.
     report      the file that --json writes: Case, Report, load
@@ -11,10 +11,9 @@ Core: what stands behind every measuring script.
     table       columns and rows as they come, the progress line
     cpu_load    how much of a node's cores other programs take
     private_torch   what is used of torch that is not public
-    dist        Job, Group; process groups of a case; gather, share, agree
+    groups      Job, Group; process groups of a case; gather, share, agree
     gpus        state of the GPUs by nvidia-smi, what NCCL says of itself, CUDA graphs
     network     errors that the network counted during a run, by node
-    ranks       the node of each rank; groups of ranks by a word
     timing      Workload, the timed loop, the rule that ends it
     remarks     the lines around the tables: what is planned, how long still, what was uncertain
     join        how a process joins the job: variables, device, rendezvous, interface
@@ -22,22 +21,12 @@ Core: what stands behind every measuring script.
     traces      traces of a case by torch.profiler, and what they say of its step
     watchdog    who hangs, and where; who failed
     benchmark   Benchmark: cases one after the other, each a row and a line of the report
-
-Toolkits: each serves some scripts. The core imports none of them.
     answers     the sentences that end a run: intervals, ratios, who is fastest
-    check       replicas bit by bit; n ranks against one process
-    patterns    values that tell rank and position
-    folders     folders that are removed however the run ends
-    memory      the largest memory in use, and whether there is enough
-    peaks       FLOP/s of known GPUs
-    precision   fp32, TF32, or as torch has them by default
-    decoder     the transformer that several scripts train
-    meshes      names of meshes, whether a case fits one, their process groups
-    axes        how the decoder is wrapped for each axis of a mesh, and its step
-    phases      stamps within a step, durations by phase and worker
-    outliers    who is slower than the like
-    links       messages between pairs of ranks
+    check       replicas bit by bit, relative errors
+    memory      the largest memory in use
     rpc         roles, device maps, TensorPipe's settings, start and end
+
+common/workloads/ has what several scripts train, send or check. The core imports nothing of it.
 """
 
 import sys

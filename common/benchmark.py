@@ -31,9 +31,9 @@ from common.cli import (
     tell_torchrun,
 )
 from common.cpu_load import BUSY, CpuLoad, Others, others_text
-from common.dist import Group, Groups, connect, gather, share
+from common.environment import node_of_each
+from common.groups import Group, Groups, connect, gather, share
 from common.join import join, world
-from common.ranks import node_of_each
 from common.remarks import (
     Conditions,
     Pace,

@@ -14,8 +14,8 @@ import torch
 
 from common.cli import backends_of, cut, version
 from common.cpu_load import CpuLoad, others_text
-from common.dist import Job, gather, share
 from common.gpus import gpu_state, lacking, run, sharing, throttled
+from common.groups import Job, gather, share
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from common.private_torch import creator_of
 from common.report import FAMILIES, without_secrets
@@ -96,6 +96,17 @@ def imagined(environment: dict[str, Any], job: Job) -> dict[str, Any]:
     count = -(-job.world_size // per_node)
     alike = {name: environment[name] * count for name in ("hosts", "topologies", "gpus")}
     return environment | alike | {"ranks": ranks, "num_nodes": count, "others": []}
+
+
+def node_of_each(environment: dict[str, Any]) -> list[int]:
+    """The node of each rank, from 0. A host may run several: there local ranks start anew."""
+    seen: Counter[tuple[str, int]] = Counter()
+    nodes: list[tuple[str, int]] = []
+    for row in environment["ranks"]:
+        seen[row["host"], row["local_rank"]] += 1
+        nodes.append((row["host"], seen[row["host"], row["local_rank"]]))
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
+    return [numbers[node] for node in nodes]
 
 
 def launcher() -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from common.cli import cut, nccl_warnings
-from common.dist import Job, gather
+from common.groups import Job, gather
 
 GPU_STATE = (
     *("index", "uuid", "pci.bus_id", "name", "driver_version", "mig.mode.current"),

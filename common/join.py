@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import HANG, backends_of, cut, refuse, shared_words, tell_torchrun
-from common.dist import FOREVER, Job, local_rank
+from common.groups import FOREVER, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt, in bytes

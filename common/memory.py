@@ -5,13 +5,8 @@ import ctypes
 import gc
 import re
 from pathlib import Path
-from typing import Any
 
-import psutil
 import torch
-
-from common.dist import Job
-from common.gpus import sharers
 
 GIB = 2**30
 
@@ -52,36 +47,6 @@ def peak(device: torch.device, start: int) -> dict[str, float]:
             "memory_allocated_gib": torch.cuda.max_memory_allocated(device) / GIB,
         }
     return {"memory_gib": max(0, status_bytes("VmHWM") - start) / GIB}
-
-
-def too_much(needed: int, job: Job, environment: dict[str, Any], flag: str) -> str | None:
-    """Why the ranks of a device or host cannot have `needed` bytes each; None if they can.
-
-    environment: that of the report. flag: the one whose value is too large.
-    """
-    if job.device.type == "cuda":
-        place = "device"
-        ranks = sharers(environment, job.rank)
-        free, _ = torch.cuda.mem_get_info(job.device)
-    else:
-        place = "host"
-        ranks = job.local_world_size
-        free = free_on_host()
-    total = needed * ranks
-    if total <= free:
-        return None
-    return f"the buffers need {total:,} bytes of this {place}, {free:,} are free; lower {flag}"
-
-
-def free_on_host() -> int:
-    """Bytes that are free on the host, or within the limit of this process's cgroup."""
-    free = psutil.virtual_memory().available
-    cgroup = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no cgroup of ours, or no limit: `max`
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-        free = min(free, max(0, limit - used))
-    return free
 
 
 def status_bytes(name: str) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cli import cut
-from common.dist import Job, gather
+from common.groups import Job, gather
 
 # A counter of InfiniBand or RoCE counts if its name has one of these. `cnp` are a receiver's
 # requests to send more slowly.

@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from common.benchmark import Benchmark
 from common.cli import checked, list_of, refuse
-from common.dist import gather, share
+from common.groups import gather, share
 from common.join import raise_file_limit, world
 
 # at import: the scripts decorate functions with rpc.functions, which is missing then, too

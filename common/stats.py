@@ -154,21 +154,6 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
     return None
 
 
-def own_pace(
-    samples: ArrayLike, rounds: Sequence[int], prefix: str
-) -> tuple[dict[str, float], list[float]]:
-    """The times of workers [workers, n] that do not wait for each other within a block.
-
-    Returns the percentiles, of the slowest worker for each, and the seconds of each block until its
-    last worker is done. rounds: iterations of each block, n in all.
-    """
-    x = np.asarray(samples)
-    by_worker = [percentiles(row, prefix) for row in x]
-    slowest = {name: max(worker[name] for worker in by_worker) for name in by_worker[0]}
-    blocks = np.split(x, np.cumsum(rounds)[:-1], axis=1)
-    return slowest, [float(block.sum(axis=1).max()) for block in blocks]
-
-
 def step_metrics(step: ArrayLike, samples_per_step: float) -> dict[str, Any]:
     """The metrics of a training step, [ranks, n]. The slowest rank counts in each iteration.
 

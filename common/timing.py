@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.dist import Group, agree
+from common.groups import Group, agree
 from common.stats import gap, median_interval, relative_ci95
 
 Step = Callable[[], object]

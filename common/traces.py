@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import profile, record_function
 
-from common.dist import Group, Job
+from common.groups import Group, Job
 from common.report import Case
 from common.timing import STEP, Step, time_block
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from common.cli import HANG, end, tell_torchrun, write
-from common.dist import Group, Job, abort_group, peers
+from common.groups import Group, Job, abort_group, peers
 from common.private_torch import recorded_collectives
 from common.report import Report
 

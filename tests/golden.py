@@ -104,7 +104,8 @@ def rebuilt(value: Any) -> Any:
 
 
 def record_rank(path: str, script: str, *flags: str) -> None:
-    from common import benchmark, dist
+    from common import benchmark
+    from common import groups as dist
 
     recording: dict[str, Any] = {"flags": flags, "cases": [], "gathered": []}
     keep, gather = benchmark.Benchmark.keep, dist.gather
@@ -151,7 +152,8 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     built, timed or sent."""
     from unittest import mock
 
-    from common import benchmark, dist, environment, rpc
+    from common import benchmark, environment, rpc
+    from common import groups as dist
 
     size = recording["world_size"]
     left, gathered = list(recording["cases"]), map(rebuilt, recording["gathered"])

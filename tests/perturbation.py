@@ -25,7 +25,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.dist import Group, Groups, Job
+from common.groups import Group, Groups, Job
 from common.join import join
 from common.stats import median_interval
 from common.timing import Step, StopRule, Workload, time_steps

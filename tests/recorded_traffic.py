@@ -24,10 +24,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import traffic
-from common.axes import train
-from common.dist import Group, Job
-from common.meshes import Key, open_meshes, parse_mesh
+from common.groups import Group, Job
 from common.private_torch import recorded_collectives
+from common.workloads.axes import train
+from common.workloads.meshes import Key, open_meshes, parse_mesh
 
 Sent = traffic.Calls
 BYTES = {"Float": 4, "Int": 4, "Long": 8, "Byte": 1}

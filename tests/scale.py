@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.benchmark import Benchmark, Key
-from common.dist import Group
+from common.groups import Group
 from common.timing import Measured, Workload
 
 Times = dict[str, list[float]]  # what was timed -> seconds

@@ -24,7 +24,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import watchdog
-from common.dist import Job
+from common.groups import Job
 from common.report import Report
 
 # torch looks up the name of each address that connects. Without a name server that takes 0.2 s.

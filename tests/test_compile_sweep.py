@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from benchmarks import compile_sweep
-from common.check import Reference
-from common.decoder import DECODERS, flops_per_token
 from common.report import Case
 from common.stats import Times
+from common.workloads.decoder import DECODERS, flops_per_token
+from common.workloads.reference import Reference
 
 SCRIPT = "benchmarks/compile_sweep.py"
 SHORT = ("--iters", "6", "--warmup-iters", "1")

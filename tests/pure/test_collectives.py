@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import collectives
-from common.dist import Group, Job
+from common.groups import Group, Job
 from common.report import Case
 from common.stats import Times
 

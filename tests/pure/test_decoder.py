@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.decoder import (
+from common.workloads.decoder import (
     DECODERS,
     Decoder,
     DecoderConfig,

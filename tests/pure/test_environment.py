@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from common import dist
+from common import groups as dist
 from common.cli import shared_words
 from common.cpu_load import Others
 from common.environment import (

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.dist import Job
 from common.gpus import (
     at_the_end,
     gpu_state,
@@ -17,6 +16,7 @@ from common.gpus import (
     throttled,
     without_counters,
 )
+from common.groups import Job
 
 LOG = """\
 node1:71:71 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB eth0:10.0.0.1<0>

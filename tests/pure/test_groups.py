@@ -1,4 +1,4 @@
-"""common/dist.py: groups that outlive their case, and aborts that cannot hang."""
+"""common/groups.py: groups that outlive their case, and aborts that cannot hang."""
 
 import gc
 import re
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import dist as ours
+from common import groups as ours
 from common.benchmark import Benchmark
-from common.dist import Group, Groups, Job, abort_group, close_group, connect, open_group
+from common.groups import Group, Groups, Job, abort_group, close_group, connect, open_group
 from common.watchdog import Watchdog
 from tests.process import ROOT
 
@@ -176,11 +176,11 @@ MAKES_GROUPS = re.compile(
 
 
 def test_every_group_within_a_case_is_made_after_a_rendezvous() -> None:
-    files = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("common/*.py")]
+    files = [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("common/**/*.py")]
     before = [
         line.strip()
         for path in files
-        if path.name != "dist.py"  # it makes them between cases, where all ranks meet anyway
+        if path.name != "groups.py"  # it makes them between cases, where all ranks meet anyway
         for line in MAKES_GROUPS.findall(path.read_text())
     ]
     assert before == ["rendezvous(group)"] * 4

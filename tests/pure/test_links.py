@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from common import links, outliers
 from common.report import Case
 from common.stats import Times
+from common.workloads import links, outliers
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 31, 64])

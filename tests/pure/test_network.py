@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common import network
-from common.dist import Job
+from common.groups import Job
 
 SNMP = """\
 Ip: Forwarding DefaultTTL

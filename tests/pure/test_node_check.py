@@ -17,9 +17,9 @@ from benchmarks.node_check import (
     wrong_results,
 )
 from common.cpu_load import Others
-from common.outliers import Who, accuse, sentences
 from common.report import Case, Report
 from common.stats import Times
+from common.workloads.outliers import Who, accuse, sentences
 
 
 def costs(*values: float) -> dict[tuple[int, ...], float]:

@@ -1,11 +1,11 @@
-"""Who is slower than the like: common/outliers.py, worked out by hand."""
+"""Who is slower than the like: common/workloads/outliers.py, worked out by hand."""
 
 from typing import Any
 
 import pytest
 
-from common import outliers
-from common.outliers import Who, accuse, sentences
+from common.workloads import outliers
+from common.workloads.outliers import Who, accuse, sentences
 
 NODES = [0, 0, 1, 1, 2, 2]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import p2p_matrix
-from common import links
+from common.workloads import links
 
 
 def test_the_key_of_a_round_says_who_meets() -> None:

@@ -16,9 +16,9 @@ from benchmarks.parallel_sweep import (
     scatter_noise,
     title_of,
 )
-from common.axes import ring_attention
-from common.meshes import default_meshes, misfit, parse_mesh
 from common.stats import Times
+from common.workloads.axes import ring_attention
+from common.workloads.meshes import default_meshes, misfit, parse_mesh
 
 CPU = {"device": "cpu", "backend": "gloo"}
 
@@ -125,7 +125,7 @@ def test_a_failed_ring_leaves_attention_as_it_was(monkeypatch: pytest.MonkeyPatc
         yield
         F.scaled_dot_product_attention = attend
 
-    monkeypatch.setattr("common.axes.context_parallel", as_in_2_11)
+    monkeypatch.setattr("common.workloads.axes.context_parallel", as_in_2_11)
     mesh: Any = None
     in_ring = ring_attention(torch.nn.Module(), mesh, [torch.ones(1, 2)])
     with in_ring():

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks import collectives
-from common import patterns
+from common.workloads import patterns
 
 RANKS = [1, 2, 3, 8, 130, 512]
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.peaks import LINKS, PEAKS, find_link, find_peak, peak_flops
+from common.workloads.peaks import LINKS, PEAKS, find_link, find_peak, peak_flops
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""common/phases.py by hand: which steps count, and what is made of their durations."""
+"""common/workloads/phases.py by hand: which steps count, and what is made of their durations."""
 
 import pytest
 import torch
 
-from common.phases import Phases, phase_table, pool, summaries, summary
+from common.workloads.phases import Phases, phase_table, pool, summaries, summary
 
 
 def test_durations_by_step_and_phase() -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from benchmarks import compile_sweep, ddp_sweep
-from common import peaks
-from common.precision import PRECISION, name_precision, set_precision
+from common.workloads import peaks
+from common.workloads.precision import PRECISION, name_precision, set_precision
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from common.ranks import node_of_each, partition
+from common.environment import node_of_each
+from common.workloads.ranks import partition
 
 
 def rows_of(*nodes: tuple[str, int]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common import cli
 from common import timing as timing_module
 from common.benchmark import Benchmark
-from common.dist import Group
+from common.groups import Group
 from common.timing import (
     Step,
     StopRule,

@@ -16,9 +16,9 @@ from analysis import report as page
 from analysis.load import load as load_runs
 from analysis.load import numbers
 from benchmarks import traffic
-from common.decoder import DECODERS, Decoder
 from common.private_torch import join_fake_world
 from common.report import Case, Report, load
+from common.workloads.decoder import DECODERS, Decoder
 from tests.process import ROOT
 from tests.recorded_traffic import counted_messages, verdict
 

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 
+from common.stats import percentiles
 from common.table import layout
 
 Stamps = list[tuple[str, Any, Any]]  # the phases of a step: name, start and end
@@ -118,3 +120,18 @@ def phase_table(role: str, workers: Mapping[str, Mapping[str, Any]]) -> str:
         rows.append([phase, name, str(row["count"]), *numbers])
     heads = [f"{time}\nms" for time in TIMES]
     return layout([role, "", "count", *heads, "variance\nms^2"], rows)
+
+
+def own_pace(
+    samples: ArrayLike, rounds: Sequence[int], prefix: str
+) -> tuple[dict[str, float], list[float]]:
+    """The times of workers [workers, n] that do not wait for each other within a block.
+
+    Returns the percentiles, of the slowest worker for each, and the seconds of each block until its
+    last worker is done. rounds: iterations of each block, n in all.
+    """
+    x = np.asarray(samples)
+    by_worker = [percentiles(row, prefix) for row in x]
+    slowest = {name: max(worker[name] for worker in by_worker) for name in by_worker[0]}
+    blocks = np.split(x, np.cumsum(rounds)[:-1], axis=1)
+    return slowest, [float(block.sum(axis=1).max()) for block in blocks]

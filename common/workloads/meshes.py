@@ -11,9 +11,9 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.cli import wrong
-from common.decoder import DECODERS
-from common.dist import Group, Job, connect, rendezvous
+from common.groups import Group, Job, connect, rendezvous
 from common.private_torch import forget_groups
+from common.workloads.decoder import DECODERS
 
 Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
 AXES = ("pp", "dp", "cp", "ep", "tp")  # from the outermost to the innermost, which talks most

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import patterns
 from common.benchmark import Benchmark, Workload
-from common.dist import Group, Job
 from common.gpus import cuda_graph
-from common.outliers import MARGIN, Costs, Findings, accuse
+from common.groups import Group, Job
 from common.report import Case
 from common.stats import Times
 from common.timing import Step
+from common.workloads import patterns
+from common.workloads.outliers import MARGIN, Costs, Findings, accuse
 
 Key = dict[str, Any]
 Pair = tuple[int, int]  # of members: ranks or nodes

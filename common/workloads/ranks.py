@@ -1,19 +1,6 @@
 """Which ranks belong together: the nodes of a job, and its parts by a word of the command line."""
 
-from collections import Counter
 from itertools import zip_longest
-from typing import Any
-
-
-def node_of_each(environment: dict[str, Any]) -> list[int]:
-    """The node of each rank, from 0. A host may run several: there local ranks start anew."""
-    seen: Counter[tuple[str, int]] = Counter()
-    nodes: list[tuple[str, int]] = []
-    for row in environment["ranks"]:
-        seen[row["host"], row["local_rank"]] += 1
-        nodes.append((row["host"], seen[row["host"], row["local_rank"]]))
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-    return [numbers[node] for node in nodes]
 
 
 def partition(spec: str, nodes: list[int]) -> list[list[int]]:

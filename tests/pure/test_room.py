@@ -1,13 +1,13 @@
-"""common/memory.py: how much the ranks of a GPU or of a host may take."""
+"""common/workloads/room.py: how much the ranks of a GPU or of a host may take."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from common import memory
-from common.dist import Job
-from common.memory import too_much
+from common.groups import Job
+from common.workloads import room
+from common.workloads.room import too_much
 
 GB = 10**9
 
@@ -35,7 +35,7 @@ def test_a_gpu_has_room_for_those_ranks_that_share_it(
 
 
 def test_a_host_has_room_for_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_on_host", lambda: 50 * GB)
+    monkeypatch.setattr(room, "free_on_host", lambda: 50 * GB)
     job = Job(1, 1, 8, 2, torch.device("cpu"), "gloo", torch.distributed.HashStore())
     environment: dict[str, Any] = {"ranks": []}
     assert too_much(25 * GB, job, environment, "-e") is None

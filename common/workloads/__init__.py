@@ -1,0 +1,1 @@
+"""What several scripts train, send or check. The core imports nothing of it."""
