@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, TextIO
@@ -233,6 +234,26 @@ class ShowVersion(argparse.Action):
         parser.exit()
 
 
+@dataclass(frozen=True)
+class By:
+    """A default of a flag that depends on the device. `parse_args` settles it after --device."""
+
+    cuda: Any
+    cpu: Any
+
+    def __str__(self) -> str:
+        """As the help shows it."""
+        words = [",".join(map(str, x)) if isinstance(x, list) else x for x in (self.cuda, self.cpu)]
+        return f"{words[0]} on CUDA, {words[1]} on the CPU"
+
+
+def on_cuda(device: str) -> bool:
+    """Whether a script with this --device runs on CUDA."""
+    import torch  # analysis/ uses this file without torch
+
+    return device != "cpu" and torch.cuda.is_available()
+
+
 class Parser(argparse.ArgumentParser):
     """Takes --batch_size for --batch-size, no abbreviations; an error is one line for the job."""
 
@@ -267,6 +288,9 @@ class Parser(argparse.ArgumentParser):
         cases = math.prod(len(value) for value in lists)
         if cases > MOST_CASES:
             self.error(f"expected lists for at most {MOST_CASES:,} cases, got {cases:,} cases")
+        for name, value in vars(parsed).items():
+            if isinstance(value, By):
+                setattr(parsed, name, value.cuda if on_cuda(parsed.device) else value.cpu)
         if hasattr(parsed, "dry_run"):  # a script that measures
             if parsed.world_size and not parsed.dry_run:
                 launch = f"torchrun --nproc-per-node {parsed.world_size} {sys.argv[0]}"
@@ -417,6 +441,16 @@ def show_size(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.4g}{unit}"
     return f"{count:g}"
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `45 s`, `3 min`, `2 h 05 min`."""
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def wrong(expected: str, got: str, example: str = "") -> NoReturn:

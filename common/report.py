@@ -65,6 +65,126 @@ SHAPES: dict[str, tuple[str, Any]] = {
 OTHER_FORMATS = {b"\x1f\x8b": "gzip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # of a time, in seconds
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A number with the ends of its 95 % interval.
+
+    low, high: None for too few samples, or for samples that drift. In a report it is an object with
+    these three entries.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def relative(self) -> float | None:
+        """How far the interval reaches from the value, over the value; None without interval."""
+        if self.low is None or self.high is None:
+            return None
+        return max(self.high - self.value, self.value - self.low) / max(abs(self.value), 1e-12)
+
+    def may_be(self, value: float) -> bool:
+        """Whether the interval holds the value; without an interval any value may be true."""
+        return self.low is None or self.high is None or self.low <= value <= self.high
+
+    def overlaps(self, other: "Estimate") -> bool:
+        """Whether the intervals have a value in common; so may numbers without an interval."""
+        if self.low is None or self.high is None or other.low is None or other.high is None:
+            return True
+        return self.low <= other.high and other.low <= self.high
+
+    def __truediv__(self, other: "Estimate | float") -> "Estimate":
+        """This number / a positive one. The interval is made of the ends of both intervals: it
+        holds if both of them do."""
+        if not isinstance(other, Estimate):
+            other = Estimate(other, other, other)
+        value = self.value / other.value
+        if self.low is None or self.high is None or not other.low or not other.high:
+            return Estimate(value)
+        ends = [
+            end / divisor for end in (self.low, self.high) for divisor in (other.low, other.high)
+        ]
+        return Estimate(value, min(ends), max(ends))
+
+    def __rtruediv__(self, amount: float) -> "Estimate":
+        """A rate: an amount / a positive time."""
+        return Estimate(amount, amount, amount) / self
+
+    def __mul__(self, factor: float) -> "Estimate":
+        """This number times a positive one."""
+        if self.low is None or self.high is None:
+            return Estimate(self.value * factor)
+        return Estimate(self.value * factor, self.low * factor, self.high * factor)
+
+    def __rsub__(self, whole: float) -> "Estimate":
+        """`1 - overlap`, for instance."""
+        if self.low is None or self.high is None:
+            return Estimate(whole - self.value)
+        return Estimate(whole - self.value, whole - self.high, whole - self.low)
+
+    def text(self, unit: str = "", scale: float = 1, digits: int | None = None) -> str:
+        """`1.24 GB/s (1.10 to 1.39)`, times `scale`. digits: after the point."""
+        digits = digits_of(self.value * scale) if digits is None else digits
+        words = [f"{self.value * scale:,.{digits}f}", unit]
+        if self.low is None or self.high is None:
+            words.append("(no interval)")
+        else:
+            words.append(f"({self.low * scale:,.{digits}f} to {self.high * scale:,.{digits}f})")
+        return " ".join(word for word in words if word)
+
+    def times(self) -> str:
+        """`1.24 times (1.10 to 1.39)`"""
+        return self.text("times", digits=2)
+
+    def __str__(self) -> str:
+        """Of seconds: `76.1 ms (70.2 to 80.0)`"""
+        unit = unit_of(self.value)
+        return self.text(unit, 1 / UNITS[unit])
+
+    def beside(self, whole: float) -> str:
+        """`16.2 ms (11.3 to 22.0)`, or `0.3 ms (-1.0 to 2.0: maybe none)`: seconds in the unit and
+        with the digits of a time that stands beside them."""
+        unit = unit_of(whole)
+        text = self.text(unit, 1 / UNITS[unit], digits_of(whole / UNITS[unit]))
+        has_zero = self.low is not None and self.may_be(0)
+        return f"{text[:-1]}: maybe none)" if has_zero else text
+
+
+def digits_of(value: float) -> int:
+    """Digits after the point, so that three count: 124, 12.4, 1.24, 0.124."""
+    digits = 0
+    while digits < 5 and abs(value) < 10 ** (2 - digits):
+        digits += 1
+    return digits
+
+
+def unit_of(seconds: float) -> str:
+    """The largest unit of which there is at least one."""
+    return next((unit for unit, length in UNITS.items() if abs(seconds) >= length), "us")
+
+
+def show_seconds(seconds: float) -> str:
+    """`76.1 ms`"""
+    unit = unit_of(seconds)
+    scaled = seconds / UNITS[unit]
+    return f"{scaled:.{digits_of(scaled)}f} {unit}"
+
+
+def with_estimates(content: Any) -> Any:
+    """What JSON has of metrics: an object that was an Estimate becomes one again, at any depth."""
+    if isinstance(content, list):
+        return [with_estimates(entry) for entry in content]
+    if not isinstance(content, dict):
+        return content
+    if content.keys() == {"value", "low", "high"}:
+        return Estimate(**content)
+    return {name: with_estimates(entry) for name, entry in content.items()}
+
+
 @dataclass
 class Case:
     """One case. A value of another type or shape raises a ValueError that names the field."""
@@ -76,6 +196,8 @@ class Case:
     rounds: list[int] = field(default_factory=list)  # iterations of each round, for every step
     stop: str = ""  # the rule that ended the timing
     metrics: dict[str, Any] = field(default_factory=dict)
+    name: str = ""  # of its row; no two cases of a table share one
+    table: str = ""  # the title of its table
     check: str = "passed"  # or `failed: why`; `skipped: why` if it was measured, but not checked
     aligned: bool = True  # False: the ranks did not wait for each other within an iteration
     # common/samples.py fills the next four where the case has too many samples for a report:
@@ -97,7 +219,7 @@ class Case:
             expect(known_times, f"slowest_s.{step}", "a list of seconds", times)
         for step, rows in self.samples_s.items():
             name = f"samples_s.{step}"
-            expect(len(rows) in (0, len(self.ranks)), name, "a list for each rank", rows)
+            expect(len(rows) <= len(self.ranks), name, "at most a list for each rank", rows)
             for row in rows:
                 expect(are_seconds(row), name, "lists of seconds", row)
                 expect(len(row) == len(rows[0]), name, "lists of one length", len(row))
@@ -277,7 +399,7 @@ class Report:
 
 
 def encoded(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, allow_nan=False).encode() + b"\n"
+    return json.dumps(line, allow_nan=False, default=vars).encode() + b"\n"
 
 
 def write_through(file: IO[bytes], content: bytes) -> None:
@@ -443,6 +565,7 @@ def read_case(report: Report, content: dict[str, Any]) -> Case:
     it is interrupted until a last line follows them."""
     expect_fields(content, "key", "ranks")
     by_default = {"aligned": report.benchmark not in UNALIGNED}
+    content["metrics"] = with_estimates(content.get("metrics", {}))
     case = Case(**by_default | known(Case, content))
     report.status = "interrupted"
     return case
@@ -489,7 +612,7 @@ def not_json(what: str, values: dict[str, Any]) -> str | None:
     """A line about the first value that JSON cannot hold, or None. what: `key` or `metric`."""
     for name, value in values.items():
         try:
-            json.dumps(value, allow_nan=False)
+            json.dumps(value, allow_nan=False, default=vars)
         except (TypeError, ValueError):
             return f"{what} '{name}' is not JSON: {str(value)[:60]!r}"
     return None

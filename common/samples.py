@@ -29,10 +29,13 @@ def rounded(samples_s: Mapping[str, Sequence[float]]) -> dict[str, Samples]:
 
 
 def stacked(by_rank: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
-    """The samples of all ranks, [ranks, iterations] of each step. by_rank: [iterations] of each."""
+    """The samples of all ranks that timed a step, [ranks, iterations] of each.
+
+    by_rank: [iterations] of each step that the rank has timed.
+    """
     samples_s = {}
-    for step in by_rank[0]:
-        samples_s[step] = np.stack([samples[step] for samples in by_rank])
+    for step in dict.fromkeys(step for samples in by_rank for step in samples):
+        samples_s[step] = np.stack([samples[step] for samples in by_rank if step in samples])
     return samples_s
 
 
@@ -54,8 +57,7 @@ def keep_samples(case: Case, samples_s: Mapping[str, Samples]) -> None:
 
     samples_s: [ranks, iterations] of each step, all of one shape. case.aligned must be right.
     """
-    first = next(iter(samples_s.values()))
-    ranks, iterations = first.shape
+    ranks, iterations = samples_s["step"].shape
     steps = len(samples_s)
     chosen = np.arange(iterations)
     if steps * ranks * iterations > LIMIT:

@@ -7,6 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from common.cli import cut
+from common.report import Estimate
+
 Interval = tuple[float, float]
 
 
@@ -59,6 +62,12 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
     return float(x[low - 1]), float(x[n - low])
 
 
+def median(samples: ArrayLike) -> Estimate:
+    """The median of samples [n] in the order of time, with its 95 % interval."""
+    low, high = median_interval(samples) or (None, None)
+    return Estimate(float(np.median(np.asarray(samples))), low, high)
+
+
 def relative_ci95(samples: ArrayLike) -> float | None:
     """How far the 95 % interval reaches from its median, over the median; None without interval.
 
@@ -90,6 +99,11 @@ def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> tuple[float
     return float(np.median(gaps)), median_interval(gaps)
 
 
+def in_rounds(samples: ArrayLike, rounds: Sequence[int]) -> list[NDArray[np.float64]]:
+    """Samples [n], split into those of each round. rounds: iterations of each, n in all."""
+    return np.split(np.asarray(samples, dtype=np.float64), np.cumsum(rounds)[:-1])
+
+
 class Times:
     """The seconds of a case by name: "step", which it is about, and the parts timed with it.
 
@@ -115,6 +129,31 @@ class Times:
     def slowest(self, name: str = "step") -> NDArray[np.float64]:
         """The seconds of the slowest rank in each iteration, [n]."""
         return np.max(self.each(name), axis=0)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.samples_s
+
+    def median(self, name: str = "step") -> Estimate:
+        """The median over the iterations of the slowest rank's seconds."""
+        return median(self.slowest(name))
+
+    def ratio(self, part: str) -> Estimate:
+        """part / step: the median over the rounds of the ratio of their medians in a round."""
+        pairs = zip(
+            in_rounds(self.slowest(part), self.rounds),
+            in_rounds(self.slowest(), self.rounds),
+            strict=True,
+        )
+        return median([float(np.median(a) / np.median(b)) for a, b in pairs])
+
+    def longer(self, part: str) -> Estimate:
+        """How much longer the step takes than the part: `difference`.
+
+        The slowest rank counts on both sides, so that a late rank cancels out.
+        """
+        value, interval = difference(self.slowest(), self.slowest(part), self.rounds)
+        low, high = interval or (None, None)
+        return Estimate(value, low, high)
 
     def p50(self, name: str = "step") -> float:
         """The median over the iterations of the slowest rank's seconds."""
@@ -196,3 +235,56 @@ def breakdown_metrics(times: Times, local: str, alone: str | None = None) -> dic
     if slow := straggler(by_rank):
         metrics["straggler_rank"], metrics["straggler_factor"] = slow
     return metrics
+
+
+def training_metrics(times: Times, samples_per_step: float) -> dict[str, Any]:
+    """The metrics of a training step. The slowest rank counts in each iteration.
+
+    samples_per_step: how many samples all ranks together train on in a step.
+    """
+    slowest = times.slowest()
+    metrics: dict[str, Any] = {"step_s": median(slowest)}
+    metrics |= percentiles(slowest, "step")
+    del metrics["step_p50_s"]  # it is step_s
+    metrics["step_mean_s"] = float(slowest.mean())
+    metrics["samples_per_s"] = samples_per_step / metrics["step_s"]
+    return metrics
+
+
+def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, Any]:
+    """Where a data-parallel training step's time goes: docs/measuring.md.
+
+    local: the name of the part that is the step without communication. alone: the name of the part
+    that is the communication by itself, if it was timed.
+    exposed = step - local compute, the slowest rank on both sides: a late rank cancels out.
+    overlap = 1 - exposed / alone; None where exposed may be 0.
+    late = local compute of the slowest rank - of the median rank, in each iteration.
+    """
+    by_rank = times.each(local)
+    exposed = times.longer(local)
+    metrics: dict[str, Any] = {
+        "local_compute_s": times.median(local),
+        "exposed_s": exposed,
+        "late_s": median(times.slowest(local) - np.median(by_rank, axis=0)),
+    }
+    if alone is not None:
+        metrics["communication_s"] = times.median(alone)
+        certain = not exposed.may_be(0) and metrics["communication_s"].value > 0
+        metrics["overlap"] = 1 - exposed / metrics["communication_s"] if certain else None
+    if slow := straggler(by_rank):
+        metrics["straggler_rank"], metrics["straggler_factor"] = slow
+    return metrics
+
+
+def fastest(times: Mapping[str, Estimate]) -> str:
+    """`a is 1.12 times (1.09 to 1.15) as fast as b, the next`, or who cannot be told apart. times:
+    seconds by name, at least one."""
+    first, *others = sorted(times, key=lambda name: times[name].value)
+    if not others:
+        return f"{first} takes {times[first]}"
+    ratios = {name: times[name] / times[first] for name in others}
+    alike = [name for name, ratio in ratios.items() if ratio.may_be(1)]
+    if alike:
+        return f"{first} and {cut(alike, 3)} cannot be told apart"
+    rank = ", the next" if len(others) > 1 else ""
+    return f"{first} is {ratios[others[0]].times()} as fast as {others[0]}{rank}"

@@ -8,7 +8,7 @@ from typing import Any
 import tabulate
 from tqdm import tqdm
 
-from common.report import Case
+from common.report import Case, Estimate
 
 Columns = dict[str, Callable[[Case], str]]  # a column's header -> a case's cell
 LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes more of the device's time
@@ -27,23 +27,30 @@ def cells_of(columns: Columns, case: Case) -> list[str]:
 
 
 class Table:
-    """A table that is printed row by row: each column is as wide as its header and `widest`."""
+    """A table that is printed row by row. Its columns may get wider on the way."""
 
     def __init__(self, columns: Columns, widest: Sequence[str] = ()) -> None:
         """widest: a wide cell for each of the first columns; the others have room for `0.0000`."""
-        self.columns, self.rows = columns, 0
+        self.columns = columns
+        self.cases: list[Case] = []
         self.widest = [*widest, *["0.0000"] * (len(columns) - len(widest))]
+
+    @property
+    def passed(self) -> list[Case]:
+        """The cases so far that did not fail, those of a resumed report among them."""
+        return [case for case in self.cases if not case.failed]
 
     def row(self, case: Case) -> str:
         """The lines for one more case, with the header before the first."""
         cells = cells_of(self.columns, case)
         if case.failed:
             cells = [cells[0]] + [""] * (len(cells) - 1)
+        self.widest = [max(pair, key=len) for pair in zip(self.widest, cells, strict=True)]
         # The row of `widest` only sets the widths. It is laid out with each case and left out.
         *header, _, line = layout(self.columns, [self.widest, cells]).splitlines()
         line = f"{cells[0]}  {case.check}" if case.failed else line.rstrip()
-        self.rows += 1
-        return "\n".join([*header, line]) if self.rows == 1 else line
+        self.cases.append(case)
+        return "\n".join([*header, line]) if len(self.cases) == 1 else line
 
 
 def layout(headers: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
@@ -66,7 +73,22 @@ def cell(name: str, show: Callable[[Any], str]) -> Callable[[Case], str]:
 
 def metric(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
     """A cell that shows a metric of the case, times `scale`."""
-    return cell(name, lambda value: f"{value * scale:.{digits}f}")
+    return cell(name, lambda value: f"{number_of(value) * scale:.{digits}f}")
+
+
+def number_of(value: Any) -> float:
+    return float(value.value if isinstance(value, Estimate) else value)
+
+
+def ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
+    """A cell that shows the two ends of an estimate's interval, such as `-5.8 to 93.4`."""
+
+    def text(estimate: Estimate) -> str:
+        if estimate.low is None or estimate.high is None:
+            return "-"
+        return f"{estimate.low * scale:.{digits}f} to {estimate.high * scale:.{digits}f}"
+
+    return cell(name, text)
 
 
 def interval_ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
@@ -75,8 +97,15 @@ def interval_ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Cas
 
 
 def relative(name: str) -> Callable[[Case], str]:
-    """A cell that shows how far an interval reaches from its median, as +-percent."""
-    return cell(name, lambda width: f"+-{width:.1%}" if width < 1 else ">100%")
+    """A cell that shows how far an estimate's interval reaches from its value, as +-percent."""
+
+    def text(value: Any) -> str:
+        width = value.relative if isinstance(value, Estimate) else value
+        if width is None:
+            return "-"
+        return f"+-{width:.1%}" if width < 1 else ">100%"
+
+    return cell(name, text)
 
 
 def percentile_columns(
@@ -89,11 +118,14 @@ def percentile_columns(
     """
 
     def rate(name: str, case: Case) -> str:
-        return f"{amount(case) / case.metrics[name]:.1f}" if case.metrics.get(name) else "-"
+        value = case.metrics.get(name)
+        return f"{amount(case) / number_of(value):.1f}" if value else "-"
 
     columns: Columns = {}
     for q in (50, 75, 90, 95):
         name = f"{prefix}_p{q}_s"
+        if q == 50 and not prefix.endswith("_time"):
+            name = f"{prefix}_s"
         columns |= {f"p{q}\n{unit}": metric(name, digits=4)}
         columns |= {f"p{q}\n{rate_unit}": partial(rate, name)}
     return columns

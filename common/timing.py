@@ -34,7 +34,8 @@ class Workload:
     """What a rank does in a case: a step, and parts of it, timed in alternating blocks."""
 
     step: Step  # what the case is about: the case ends when its interval is narrow enough
-    parts: Mapping[str, Step] = field(default_factory=dict)  # timed in turns with the step
+    # Timed in turns with the step. None on a rank that waits meanwhile; never a compared part.
+    parts: Mapping[str, Step | None] = field(default_factory=dict)
     compared: Sequence[str] = ()  # the parts whose difference from the step shows an interval
     calls: int = 1  # how often a sample calls the step: more for steps shorter than the clock
     facts: Callable[[], Any] = lambda: None  # called after the timing; `derive` gets every rank's
@@ -178,7 +179,7 @@ class TimedLoop:
     ) -> None:
         self.workload, self.group, self.device = workload, group, device
         self.rule, self.progress = rule, progress
-        self.steps: dict[str, Step] = {STEP: workload.step, **workload.parts}
+        self.steps: dict[str, Step | None] = {STEP: workload.step, **workload.parts}
         if workload.returned:
             self.steps[STEP] = self.call_and_keep
         self.kept: list[Any] = []  # what the step has returned since the block began
@@ -191,10 +192,13 @@ class TimedLoop:
             self.gaps_s[name] = []
 
     def run(self) -> Timing:
-        round_s = sum(self.warm_up(name) for name in self.steps)
+        warm_s = torch.tensor([self.warm_up(name) for name in self.steps], dtype=torch.float64)
+        dist.reduce(warm_s, group_dst=0, op=dist.ReduceOp.MAX, group=self.group.control)
         differences = bool(self.workload.compared)
-        block = agree(iterations_per_block(round_s, self.rule, differences), self.group)
-        timing = Timing({name: [] for name in self.steps}, [], aligned=self.workload.aligned)
+        block = iterations_per_block(float(warm_s.sum()), self.rule, differences)
+        block = agree(block, self.group)
+        mine: dict[str, Any] = {name: [] for name, step in self.steps.items() if step}
+        timing = Timing(mine, [], aligned=self.workload.aligned)
         gc.collect()
         gc.disable()  # a collection within one rank's block would stop all ranks
         start = perf_counter()
@@ -207,13 +211,19 @@ class TimedLoop:
                     block = max(1, min(block, self.rule.iters - len(self.slowest_s)))
         finally:
             gc.enable()
+        if self.workload.returned:
+            timing.returned = self.workload.returned(timing.returned)
+        # over gloo the host waits for the device in each step
+        waits = self.device.type != "cuda" or dist.get_backend(self.group.test) == "gloo"
+        if waits or not self.workload.launches:
+            timing.launching_s = {}
         return timing
 
     def call_and_keep(self) -> None:
         self.kept.append(self.workload.step())
 
     def warm_up(self, name: str) -> float:
-        """Warm a step up. Returns the seconds of a warm sample.
+        """Warm a step up. Returns the seconds of a warm sample; 0 on a rank that waits meanwhile.
 
         The warm-up of all steps takes a quarter of the budget, unless the user has said how many
         iterations it has. Each step has an equal share of that. A second iteration is made unless
@@ -222,16 +232,17 @@ class TimedLoop:
         limited = not (self.rule.iters or self.rule.full_warmup)
         quarter = self.rule.max_seconds / 4
         times: list[float] = []
-        start, more = perf_counter(), True
+        start, count, more = perf_counter(), 0, True
         while more:
-            self.progress(f"{name}, warm-up {len(times) + 1}")
+            count += 1
+            self.progress(f"{name}, warm-up {count}")
             dist.barrier(self.group.control)
-            sample_s, _ = time_block(self.steps[name], 1, self.device, self.workload.calls)
-            times += sample_s
-            most = quarter if len(times) == 1 else quarter / len(self.steps)
+            if step := self.steps[name]:
+                times += time_block(step, 1, self.device, self.workload.calls)[0]
+            most = quarter if count == 1 else quarter / len(self.steps)
             over = limited and perf_counter() - start > most
-            more = agree(len(times) < self.rule.warmup_iters and not over, self.group)
-        return median(times[1:] or times) * self.workload.calls
+            more = agree(count < self.rule.warmup_iters and not over, self.group)
+        return median(times[1:] or times) * self.workload.calls if times else 0.0
 
     def time_round(self, timing: Timing, block: int) -> None:
         """Time a block of each step. Every other round goes backwards: a drift of the machine then
@@ -242,14 +253,19 @@ class TimedLoop:
         for name in names:
             self.progress(f"{name}, block {len(timing.rounds) + 1}")
             dist.barrier(self.group.control)
-            for _ in range(LEAD_IN * self.workload.calls):
-                self.steps[name]()
-            self.kept.clear()
-            times, launching = time_block(self.steps[name], block, self.device, self.workload.calls)
-            timing.samples_s[name] += times
-            timing.launching_s[name] = timing.launching_s.get(name, 0.0) + launching
-            timing.returned += self.kept
+            if step := self.steps[name]:  # else this rank goes on to the next barrier, asleep
+                self.time_a_block(name, step, timing, block)
         timing.rounds.append(block)
+
+    def time_a_block(self, name: str, step: Step, timing: Timing, block: int) -> None:
+        calls = self.workload.calls
+        for _ in range(LEAD_IN * calls):
+            step()
+        self.kept.clear()
+        times, launching = time_block(step, block, self.device, calls)
+        timing.samples_s[name] += times
+        timing.launching_s[name] = timing.launching_s.get(name, 0.0) + launching
+        timing.returned += self.kept
 
     def judge(self, timing: Timing, block: int) -> str:
         """The rule that ends the case, or "". The group's first rank decides for all."""
@@ -269,10 +285,11 @@ class TimedLoop:
 
 def launch_share(timings: Sequence[Timing]) -> dict[str, float]:
     """Launching over the device's time, for each step. The rank where this is largest counts."""
-    shares = {}
-    for name in timings[0].launching_s:
-        by_rank = [timing.launching_s[name] / np.sum(timing.samples_s[name]) for timing in timings]
-        shares[name] = round(float(max(by_rank)), 3)
+    shares: dict[str, float] = {}
+    for timing in timings:
+        for name, launching_s in timing.launching_s.items():
+            share = round(float(launching_s / np.sum(timing.samples_s[name])), 3)
+            shares[name] = max(share, shares.get(name, 0.0))
     return shares
 
 

@@ -415,7 +415,7 @@ def test_reports_of_before_say_by_their_name_that_cases_are_not_aligned(path: Pa
         (HEAD + "\n" + CASE % "[[-1]]" + "\n", "expected lists of seconds"),
         (HEAD + "\n" + CASE % "[[NaN]]" + "\n", "expected lists of seconds"),
         (HEAD + "\n" + CASE % '[["1"]]' + "\n", "expected lists of seconds"),
-        (HEAD + "\n" + CASE % "[[1], [2]]" + "\n", "expected a list for each rank"),
+        (HEAD + "\n" + CASE % "[[1], [2]]" + "\n", "expected at most a list for each rank"),
         (HEAD + "\nhalf\n" + CASE % "[]" + "\n", ":2 is no line of a report"),
     ],
 )

@@ -48,7 +48,7 @@ def test_a_case_up_to_the_limit_is_written_whole(tmp_path: Path) -> None:
     assert case.samples_s == {name: rows.tolist() for name, rows in seconds.items()}
     path = in_report(tmp_path / "r.jsonl", case)
     line = json.loads(Path(path).read_text().splitlines()[1])
-    fields = ["key", "ranks", "samples_s", "rounds", "stop", "metrics", "check"]
+    fields = ["key", "ranks", "samples_s", "rounds", "stop", "metrics", "name", "table", "check"]
     assert list(line) == fields
 
 

@@ -1,0 +1,99 @@
+"""An estimated number, worked out by hand: common/report.py Estimate, and what makes one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from common import stats
+from common.report import Case, Estimate, Report, load
+
+
+def test_a_ratio_holds_where_both_numbers_hold() -> None:
+    assert Estimate(20, 18, 22) / Estimate(10, 8, 12) == Estimate(2, 1.5, 2.75)
+    assert Estimate(4, -2, 8) / Estimate(2, 1, 4) == Estimate(2, -2, 8)
+    assert Estimate(20, 18, 22) / 2 == Estimate(10, 9, 11)
+    assert 20 / Estimate(10, 8, 16) == Estimate(2, 1.25, 2.5)
+    assert Estimate(20, 18, 22) * 2 == Estimate(40, 36, 44)
+    assert 1 - Estimate(0.25, 0.125, 0.5) == Estimate(0.75, 0.5, 0.875)
+
+
+@pytest.mark.parametrize(
+    "number", [Estimate(20) / Estimate(10, 8, 12), Estimate(20, 18, 22) / Estimate(10)]
+)
+def test_without_an_interval_nothing_is_sure(number: Estimate) -> None:
+    """Any value may be true, so no sentence takes its sure form."""
+    assert number == Estimate(2)
+    assert (number.relative, number.may_be(100), number.overlaps(Estimate(9, 8, 10))) == (
+        None,
+        True,
+        True,
+    )
+    assert number.times() == "2.00 times (no interval)"
+    assert (1 - number, number * 3) == (Estimate(-1), Estimate(6))
+
+
+def test_what_the_interval_holds() -> None:
+    assert Estimate(2, 1, 4).may_be(1)
+    assert not Estimate(2, 1, 4).may_be(0.99)
+    assert Estimate(2, 1, 4).overlaps(Estimate(5, 4, 6))
+    assert not Estimate(2, 1, 4).overlaps(Estimate(5, 4.1, 6))
+    assert Estimate(2, 1, 4).relative == 1.0
+
+
+def test_in_words() -> None:
+    assert str(Estimate(0.0761, 0.07, 0.0805)) == "76.1 ms (70.0 to 80.5)"
+    assert str(Estimate(2.5e-6, 2e-6, 3e-6)) == "2.50 us (2.00 to 3.00)"
+    assert Estimate(1.24, 1.1, 1.39).text("GB/s") == "1.24 GB/s (1.10 to 1.39)"
+    assert Estimate(0.002, 0.001, 0.0034).beside(0.0761) == "2.0 ms (1.0 to 3.4)"
+    assert Estimate(0.002, -0.001, 0.0034).beside(0.0761) == "2.0 ms (-1.0 to 3.4: maybe none)"
+    assert Estimate(0.002).beside(0.0761) == "2.0 ms (no interval)"
+
+
+def test_a_report_keeps_an_estimate_at_any_depth(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    metrics = {"step_s": Estimate(1.5, 1, 2), "links": [{"gbps": Estimate(3.0)}], "n": 3}
+    report = Report("x", {}, str(path))
+    report.start()
+    report.add(Case({"n": 1}, [0], metrics=metrics))
+    line = json.loads(path.read_text().splitlines()[1])
+    assert line["metrics"]["step_s"] == {"value": 1.5, "low": 1, "high": 2}
+    assert load(str(path)).cases[0].metrics == metrics
+
+
+def times(**samples: list[list[float]]) -> stats.Times:
+    return stats.Times(samples, [2] * 8)
+
+
+def test_a_ratio_of_parts_is_taken_within_rounds() -> None:
+    """The machine is twice as slow in the second half; the ratio stays. A part that one rank alone
+    has timed has one row."""
+    step = [float(x) for x in [4] * 8 + [8] * 8]
+    part = [x * 0.75 for x in step]
+    timed = times(step=[step, [1.0] * 16], one=[part])
+    assert timed.ratio("one") == Estimate(0.75, 0.75, 0.75)
+    assert "one" in timed
+    assert "two" not in timed
+    assert timed.longer("one").value == 1.5  # the median of eight gaps of 1 or 2
+
+
+def test_the_median_of_a_training_step() -> None:
+    step = [1.0, 2.0] * 8
+    metrics = stats.training_metrics(times(step=[step, step]), 6)
+    assert metrics["step_s"].value == 1.5
+    assert metrics["samples_per_s"].value == 4
+    assert metrics["step_p75_s"] == 2.0
+    assert "step_p50_s" not in metrics
+
+
+def test_where_a_step_goes() -> None:
+    """exposed 3 - 2; overlap 1 - 1 / 4; the slowest rank is 0.5 behind the median of both."""
+    step, local = [3.0] * 16, [[2.0] * 16, [1.0] * 16]
+    found = stats.breakdown(
+        times(step=[step, step], local=local, alone=[[4.0] * 16] * 2), "local", "alone"
+    )
+    assert found["exposed_s"] == Estimate(1, 1, 1)
+    assert found["overlap"] == Estimate(0.75, 0.75, 0.75)
+    assert found["late_s"] == Estimate(0.5, 0.5, 0.5)
+    assert found["communication_s"] == Estimate(4, 4, 4)
+    assert found["straggler_rank"] == 0
