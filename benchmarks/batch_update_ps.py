@@ -43,10 +43,10 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.answers import estimate_of, fastest, series
-from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
 from common.groups import Group, Job
+from common.old import Benchmark, Workload
 from common.report import Case
 from common.rpc import (
     Roles,

@@ -34,8 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.answers import Estimate, estimate_of, series
-from common.benchmark import Benchmark, Key, Workload
 from common.groups import Group
+from common.old import Benchmark, Key, Workload
 from common.report import Case
 from common.stats import Times, median_interval, percentiles
 from common.table import Columns

@@ -55,11 +55,11 @@ if __name__ == "__mp_main__":  # in the process of async-process torch logs each
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.answers import Estimate, estimate_of, series
-from common.benchmark import Benchmark, Measured
 from common.check import verdict
 from common.cli import Parser, add_common_flags, cut, list_of, positive_float, positive_int
 from common.groups import FOREVER, Group, agree, rendezvous, share
 from common.memory import peak, start_peak
+from common.old import Benchmark, Measured
 from common.private_torch import forget_groups, leaves
 from common.report import Case
 from common.stats import Times

@@ -36,9 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli, gpus
 from common.answers import series, show_seconds
-from common.benchmark import Benchmark, Workload
 from common.environment import node_of_each
 from common.groups import Group, Job, share
+from common.old import Benchmark, Workload
 from common.private_torch import expected_s
 from common.report import Case
 from common.stats import Times

@@ -56,10 +56,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.answers import Estimate, median_of, ranked, series
-from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.groups import Group, agree, gather, share
 from common.memory import peak, reset_peak, start_peak
+from common.old import Benchmark, Workload
 from common.private_torch import (
     configure_compile,
     dynamo_counters,

@@ -47,10 +47,10 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.answers import Estimate, differs, fastest, ranked, series, show_seconds
-from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
 from common.groups import Group, Job
+from common.old import Benchmark, Workload
 from common.report import Case
 from common.rpc import (
     Roles,

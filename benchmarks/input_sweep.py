@@ -56,10 +56,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.answers import Estimate, ranked, series
-from common.benchmark import Benchmark, Key, Workload
 from common.check import compare_replicas, digest, verdict
 from common.groups import Group, Job, gather, share
 from common.memory import GIB
+from common.old import Benchmark, Key, Workload
 from common.report import Case
 from common.stats import Interval, Times, median_interval, step_metrics, straggler
 from common.table import Columns, interval_ends, metric

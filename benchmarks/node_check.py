@@ -48,13 +48,13 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.benchmark import Benchmark, Workload
 from common.check import digest, verdict
 from common.cpu_load import Others
 from common.environment import count_of, node_of_each
 from common.gpus import lacking
 from common.groups import Group, Job, connect, rendezvous, share
 from common.join import stay_near
+from common.old import Benchmark, Workload
 from common.report import Case, Report
 from common.stats import Times
 from common.table import Columns, cell, launch_mark, metric, render

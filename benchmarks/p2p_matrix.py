@@ -35,9 +35,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.answers import series
-from common.benchmark import Benchmark
 from common.environment import count_of, node_of_each
 from common.groups import Job, share
+from common.old import Benchmark
 from common.report import Case
 from common.workloads.links import (
     KINDS,

@@ -55,7 +55,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.answers import fastest, ranked, series, show_seconds
-from common.benchmark import Benchmark, Workload
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import (
     Parser,
@@ -69,6 +68,7 @@ from common.cli import (
 )
 from common.groups import Group, Job, share
 from common.join import world
+from common.old import Benchmark, Workload
 from common.report import Case
 from common.rpc import (
     Roles,

@@ -49,8 +49,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.answers import median_of, series, show_seconds
-from common.benchmark import Benchmark, Key, Workload
 from common.groups import Group, Job, connect, gather, rendezvous, share
+from common.old import Benchmark, Key, Workload
 from common.report import Case
 from common.stats import Times, median_interval, percentiles
 from common.table import Columns, interval_ends, metric, render

@@ -49,10 +49,10 @@ from torch.futures import Future
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.answers import ranked, series
-from common.benchmark import Benchmark, Workload
 from common.check import verdict
 from common.cli import Parser, add_common_flags, cut, list_of, positive_int, show_size, size
 from common.groups import Group, Job
+from common.old import Benchmark, Workload
 from common.report import Case
 from common.rpc import (
     Roles,

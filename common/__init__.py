@@ -20,12 +20,14 @@ Core: what stands behind every measuring script.
     environment what the numbers were measured on; the preamble
     traces      traces of a case by torch.profiler, and what they say of its step
     watchdog    who hangs, and where; who failed
+    old         Benchmark for the scripts that are not moved yet
     benchmark   Benchmark: cases one after the other, each a row and a line of the report
     answers     the sentences that end a run: intervals, ratios, who is fastest
     check       replicas bit by bit, relative errors
     memory      the largest memory in use
     rpc         roles, device maps, TensorPipe's settings, start and end
 
+common/observe/ looks on: hints, the line on a terminal. Without it a run measures the same.
 common/workloads/ has what several scripts train, send or check. The core imports nothing of it.
 """
 

@@ -5,150 +5,125 @@ line of the report. If a case fails on any rank, its row has the reason, and the
 import argparse
 import atexit
 import contextlib
-import faulthandler
+import importlib
 import math
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch.distributed as dist
 
-from common import environment, gpus, network
+from common import environment, gpus
 from common.cli import (
-    abandon,
-    backends_of,
+    ROOT,
     complain,
     describe,
+    duration,
     end,
     leave,
     refuse,
     take_stdout,
     tell_torchrun,
 )
-from common.cpu_load import BUSY, CpuLoad, Others, others_text
-from common.environment import node_of_each
+from common.cpu_load import BUSY, CpuLoad, Others
 from common.groups import Group, Groups, connect, gather, share
 from common.join import join, world
-from common.remarks import (
-    Conditions,
-    Pace,
-    crowded_text,
-    duration,
-    hints,
-    label_of,
-    planned_lines,
-    report_lines,
-)
 from common.report import DISK_FAILED, Case, Report, load, not_json
 from common.samples import keep_samples, rounded, stacked
 from common.stats import Times
-from common.table import (
-    LAUNCH_HINT,
-    Columns,
-    Table,
-    launch_bound,
-    launch_mark,
-    progress_line,
-)
-from common.timing import (
-    STEP,
-    Measured,
-    StopRule,
-    Timing,
-    Workload,
-    launch_share,
-    time_steps,
-)
-from common.traces import Tracer, problem_with, trace_lines
+from common.table import Columns, Table
+from common.timing import Measured, StopRule, Timing, Workload, launch_share, time_steps
 from common.turns import TURN, turn_taker
 from common.watchdog import Watchdog
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
-Key = dict[str, Any]
+T = TypeVar("T")
+Key = dict[str, Any]  # what tells a case from all others: flat, JSON
+Planned = tuple[str, int, Key]  # a case: its name, how many ranks it has, its key
 Build = Callable[[Key, Group], Workload | Measured]  # called on the ranks of the case
 # Called on rank 0: fills in case.metrics and case.check. The list has the facts of each rank.
 Derive = Callable[[Case, Times, list[Any]], None]
-# Called on rank 0 at the end of the run, with the cases that did not fail. Returns the sentences
-# that answer what the script asks; none where the cases do not tell.
-Answer = Callable[[list[Case]], list[str]]
+# Called on rank 0 with the cases of a table that did not fail. Returns the sentence, or sentences,
+# that answer what the script asks; None where the cases do not tell.
+Answer = Callable[[list[Case]], str | list[str] | None]
+
+
+class Observer:
+    """Looks on from outside the timed code. Without it a run measures the same.
+
+    What it raises becomes a line: a looker-on never fails a case.
+    """
+
+    def __init__(self, bench: "Benchmark") -> None:
+        """All ranks have met, the preamble is printed, no report is open yet."""
+        self.bench = bench
+
+    def phase(self, what: str) -> None:
+        """What comes next, never within a block; "" before a line is printed."""
+
+    def after(self, key: Key, work: Workload | Measured, timing: Timing, group: Group) -> Any:
+        """On each rank of a case, once it is timed. `row` gets what the ranks return."""
+
+    def row(self, case: Case, seen: list[Any]) -> list[str]:
+        """On rank 0, before the case is written: lines below its row. May add to case.metrics."""
+        return []
+
+    def end(self, last_line: dict[str, Any]) -> list[str]:
+        """On all ranks: lines to print. May add to the report's last line, which has what the
+        observers before it have found."""
+        return []
+
+
+def load_observers(bench: "Benchmark") -> list[Observer]:
+    """One of each class of common/observe/. This is the one place that loads them."""
+    for path in sorted((ROOT / "common" / "observe").glob("[!_]*.py")):
+        importlib.import_module(f"common.observe.{path.stem}")
+    return [kind(bench) for kind in Observer.__subclasses__()]
 
 
 class Benchmark:
     """A context manager for every rank. When it is left, `status` is the exit status."""
 
-    def __init__(
-        self,
-        name: str,
-        args: argparse.Namespace,
-        tested: range | None = None,
-        answer: Answer | None = None,
-    ) -> None:
-        """tested: the ranks that groups under test may hold; None for all of them. answer: makes
-        the sentences that end the run."""
+    def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
+        """tested: the ranks that groups under test may hold; None for all of them."""
         check_flags(args)
-        # ends a hang until there is a watchdog, which then renews the timer
-        faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)
-        self.args, self.status, self.answer = args, 1, answer
+        self.args, self.status, self.planned = args, 1, 0
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
-        self.silenced = False  # stdout or stderr is gone
-        variables = environment.user_variables()
+        self.table: Table | None = None
+        self.title = ""
+        self.answers: list[str] = []  # printed together, as the last lines
+        self.measured: list[Key] = []
         rank, on_node, _, _ = world()
-        self.is_first, turns = rank == 0, os.environ.get(TURN)
-        if args.dry_run and not self.is_first:
-            sys.exit(0)
+        self.is_first = rank == 0
+        turns = os.environ.get(TURN)
+        variables = environment.user_variables()  # before `join` sets more of them
         files = [take_stdout()] if args.json == "-" else []
-        self.progress, self.pace = progress_line(self.is_first), Pace()
         # while two commands take turns, the one that waits is idle: it disturbs nobody
         self.load = CpuLoad() if on_node == 0 and not turns else None
-        bind_cores = getattr(args, "bind_cores", False)
-        self.job = join(args.device, args.backend, args.timeout, bind_cores, args.dry_run)
-        backends = backends_of(self.job.backend)
-        self.groups = {name: Groups(replace(self.job, backend=name)) for name in backends}
+        self.job = join(args.device, args.backend, args.timeout)
+        self.groups = Groups(self.job)
         self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
-        self.table: Table | None = None
         measured_on = share(environment.collect(self.job, variables, self.load))
-        if args.dry_run:
-            measured_on = environment.imagined(measured_on, self.job)
-        self.network_before = network.read() if self.job.local_rank == 0 else {}
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
-        # These complete every key, as rank 0 has them: with RPC a server may be on another device
-        # than the trainers.
-        self.place: Key = share(
-            {
-                "world_size": self.job.world_size,
-                "device": self.job.device.type,
-                "backend": self.job.backend,
-            }
-        )
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
         if problem := environment.problem(measured_on, tested):
             self.refuse(problem)
-        self.tracer: Tracer | None = None
-        if args.profile and not args.dry_run:
-            self.tracer = self.prepare_traces(name, measured_on)
-        self.open_report()
+        # These complete every key, as rank 0 has them: with RPC a server may be on another device
+        # than the trainers.
+        place = {"device": self.job.device.type, "backend": self.job.backend}
+        self.place: Key = share({"world_size": self.job.world_size, **place})
+        self.observers: list[Observer] = []
         self.print(environment.preamble(measured_on))
-        if self.replaced:
-            self.print(f"# the report that was there is now {self.replaced}")
-        for remark in self.report.remarks:
-            self.print(f"# {remark}")
+        self.observers = load_observers(self)
+        self.open_report()
         self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
-
-    def prepare_traces(self, name: str, measured_on: dict[str, Any]) -> Tracer:
-        """End the run where --profile-ranks has other ranks, or a rank cannot write a trace."""
-        folder, asked = self.args.profile, self.args.profile_ranks
-        problems = gather(problem_with(folder, asked, self.job.world_size)) or []
-        if problem := share(next((problem for problem in problems if problem), None)):
-            self.refuse(problem)
-        nodes = node_of_each(measured_on)
-        return Tracer(Path(folder), asked, name, self.job, nodes, self.watchdog.phase)
 
     def open_report(self) -> None:
         """Begin the report or go on with it, on rank 0. End the run if that is not possible."""
@@ -158,7 +133,7 @@ class Benchmark:
             with contextlib.suppress(ValueError):  # there is none, or no report
                 self.report.cases = load(self.args.json).cases
         if self.report.path:
-            self.watchdog.phase(f"opens {self.report.path}", ahead=0)
+            self.phase(f"opens {self.report.path}", ahead=0)
             try:
                 self.replaced = self.report.start(self.args.resume, since=restarted_after())
             except OSError as error:
@@ -169,91 +144,95 @@ class Benchmark:
         problem, status = share((problem, status))
         if problem:
             self.refuse(problem, status)
+        if self.replaced:
+            self.print(f"# the report that was there is now {self.replaced}")
+        for remark in self.report.remarks:
+            self.print(f"# {remark}")
 
-    def complete_key(self, key: Key) -> Key:
-        """The key with device, backend and world_size, where it lacks them."""
-        missing = [name for name in self.place if name not in key]
-        return key | {name: self.place[name] for name in missing}
+    def prepare(self, what: str, make: Callable[[], T]) -> T:
+        """What `make` returns. All ranks call it. Where it raises OSError or ValueError on any of
+        them, the run ends with `what: the first rank's reason`."""
+        self.phase(f"prepares {what}")
+        result, reason = None, None
+        try:
+            result = make()
+        except OSError as error:
+            reason = f"{what}: {error.filename or ''}: {error.strerror}".replace(": :", ":")
+        except ValueError as error:
+            reason = f"{what}: {error}"
+        reasons = [given for given in gather(reason) or [] if given]
+        if first := share(reasons[0] if reasons else None):
+            self.refuse(first)
+        return result  # type: ignore[return-value]
 
-    def announce(
-        self,
-        keys: Sequence[Key],
-        longest_s: Callable[[Key], float | None] | None = None,
-        all_s: float | None = None,
-    ) -> None:
-        """Say which cases the run is going to measure, before anything is set up for them. With
-        --dry-run the run lists them and ends here.
+    def phase(self, what: str, ahead: int = 1) -> None:
+        """Say what comes next: to the watchdog, to who looks on. Keep it out of timed code.
 
-        All ranks call it. longest_s: the most seconds to warm a case up and time it, None if no
-        time limits it; by default the stop rule's. all_s: the same for the run, if it has a limit.
+        ahead: 0 for what only this rank does, so that the others do not count as behind it.
         """
-        completed = [self.complete_key(key) for key in keys]
-        planned = [key for key in completed if key not in self.done]
-        limits: list[float | None] = []
-        for key in planned:
-            limits.append(longest_s(key) if longest_s else self.rule.longest_s)
-        known = [limit for limit in limits if limit]
-        if len(known) == len(limits):
-            all_s = all_s or sum(known)
-        self.pace = Pace(len(planned), all_s)
-        if self.args.dry_run:
-            self.print(planned_lines(planned, limits, all_s))
-            sys.exit(0)
+        self.watchdog.phase(what, ahead)
+        for observer in self.observers:
+            observer.phase(what)
 
-    def show_progress(self, phase: str) -> None:
-        """The line on a terminal: which case of how many, how long still, and what is done."""
-        if not self.progress.disable:
-            line = f"{self.pace.text(time.monotonic())}: {phase}: {self.watchdog.label}"
-            room = max(20, (self.progress.ncols or 80) - len(" [00:00:00]"))
-            self.progress.set_description_str(line[:room], refresh=False)
-            self.progress.update(0)  # shows it, at most ten times a second
+    def complete_key(self, key: Key, ranks: int) -> Key:
+        """The key with device, backend, world_size and the number of ranks, where it lacks them."""
+        return self.place | {"ranks": ranks} | key
+
+    def announce(self, tables: Mapping[str, Sequence[Planned]]) -> None:
+        """Say which cases the run is going to measure, by table, before anything is set up for
+        them. All ranks call it. With --dry-run the run lists them and ends here."""
+        planned: dict[str, list[str]] = {}
+        for title, cases in tables.items():
+            keys = {name: self.complete_key(key, ranks) for name, ranks, key in cases}
+            planned[title] = [name for name, key in keys.items() if key not in self.done]
+        self.planned = sum(map(len, planned.values()))
+        if not self.args.dry_run:
+            return
+        for title, names in planned.items():
+            self.print("\n".join(["", title, *(f"  {name}" for name in names)]))
+        self.print(f"\n# {environment.count_of(self.planned, 'case')}; nothing was measured")
+        self.leave_job()
+        sys.exit(0)
 
     def measure(
         self,
         key: Key,
+        name: str,
         build: Build,
         derive: Derive,
+        *,
         ranks: Sequence[int] | None = None,
         teams: Sequence[Sequence[int]] | None = None,
+        rule: StopRule | None = None,
     ) -> Case | None:
         """Measure a case on `ranks`, by default on all. Returns it on rank 0, None on the others.
 
         All ranks of the job call it with the same arguments. A case that the resumed report holds
-        is shown, not measured. key: a flat dict; device, backend and world_size are added if it
-        lacks them. teams: parts of the ranks that do the same at once, each in a group of its own.
-        Cases over the same ranks and teams share their groups, until one of them fails.
+        is shown, not measured. teams: parts of the ranks that do the same at once, each in a group
+        of its own. rule: of this case, if not that of the flags. Cases over the same ranks and
+        teams share their groups, until one of them fails.
         """
-        key = self.complete_key(key)
         ranks = tuple(range(self.job.world_size) if ranks is None else ranks)
+        key = self.complete_key(key, len(ranks))
         if problem := not_json("key", key):
             self.refuse(problem)
-        if self.args.dry_run:  # a script that announces nothing
-            self.print(f"# {label_of(key)}")
-            return None
+        assert key not in self.measured, f"measured twice: {key}"
+        self.measured.append(key)
         if key in self.done:
-            return self.show(self.report.find(key))
-        case, member = Case(key, list(ranks)), self.job.rank in ranks
-        self.watchdog.begin(label_of(key), member)
-        self.pace.begin(time.monotonic())
-        self.show_progress("set up")
-        result = self.attempt(key, build, ranks, teams)
-        if member:
-            self.watchdog.phase("waits for all ranks")
-        results = gather(result)
-        reason, write_error = share(self.keep(case, derive, results) if results else None)
+            return self.show(self.report.find(key), [])
+        case, member = Case(key, list(ranks), name=name, table=self.title), self.job.rank in ranks
+        self.watchdog.begin(name, member)
+        self.phase("set up" if member else "not part of it", ahead=0)
+        result = self.attempt(key, build, ranks, teams, rule or self.rule)
+        if member:  # a rank outside of it is not behind the others
+            self.phase("waits for all ranks")
+        results, lines = gather(result), list[str]()
+        reason, unwritten = share(self.keep(case, derive, results, lines) if results else None)
         self.watchdog.group = None  # two threads must not abort one group
-        self.groups_for(key).give_back(ranks, teams, failed=reason is not None)
-        self.pace.end(time.monotonic())
-        if write_error:
-            self.refuse(write_error, 1)
-        return self.show(case if results else None)
-
-    def groups_for(self, key: Key) -> Groups:
-        """The groups over the key's backend. Where the run has one backend, it is that one, also
-        if the key has another word for it."""
-        if len(self.groups) > 1:
-            return self.groups[key["backend"]]
-        return self.groups[self.job.backend]
+        self.groups.give_back(ranks, teams, failed=reason is not None)
+        if unwritten:  # all ranks know it, so that none waits for a lost peer
+            self.refuse(unwritten, 1)
+        return self.show(case, lines) if results else None
 
     def attempt(
         self,
@@ -261,7 +240,8 @@ class Benchmark:
         build: Build,
         ranks: tuple[int, ...],
         teams: Sequence[Sequence[int]] | None,
-    ) -> tuple[Timing, Any] | None:
+        rule: StopRule,
+    ) -> tuple[Timing, Any, list[Any]] | None:
         """Take the groups of a case and time it, on this rank.
 
         Returns what `time` returned; None on ranks outside the case, and where it failed: then the
@@ -269,12 +249,12 @@ class Benchmark:
         """
         result, error = None, ""
         try:
-            group, is_new = self.groups_for(key).take(ranks, teams)
+            group, is_new = self.groups.take(ranks, teams)
             if group:
                 self.watchdog.group = group
                 if is_new:
                     connect(group.test, self.job)
-                result = self.time(build(key, group), group, key)
+                result = self.time(key, build(key, group), group, rule)
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
@@ -283,53 +263,52 @@ class Benchmark:
         # After the except block: its traceback held the model and its group, and is gone by now.
         if error:
             self.watchdog.group = group = None
-            self.groups_for(key).give_back(ranks, teams, failed=True)
+            self.groups.give_back(ranks, teams, failed=True)
         return result
 
-    def time(self, built: Workload | Measured, group: Group, key: Key) -> tuple[Timing, Any]:
-        """Time what `build` has made, on this rank. Returns the times, and this rank's facts."""
-        if isinstance(built, Measured):
-            samples_s, facts = rounded(built.samples_s), built.facts
-            timing = Timing(samples_s, built.rounds, built.stop, aligned=built.aligned)
-            steps = built.profiled
+    def time(
+        self, key: Key, work: Workload | Measured, group: Group, rule: StopRule
+    ) -> tuple[Timing, Any, list[Any]]:
+        """Time what `build` has made, on this rank: the times, this rank's facts, and what those
+        that look on have seen."""
+        if isinstance(work, Measured):
+            timing = Timing(work.samples_s, work.rounds, work.stop, aligned=work.aligned)
+            facts = work.facts
         else:
-            timing, facts = self.time_workload(built, group)
-            steps = built.profiled or {STEP: built.step, **built.parts}
-        if self.tracer and steps:  # last: neither samples nor facts have anything of it
-            times_s, longest_s = timing.samples_s[STEP], self.rule.longest_block_s
-            timing.trace = self.tracer.trace(key, steps, times_s, longest_s, group)
-        return timing, facts
-
-    def time_workload(self, built: Workload, group: Group) -> tuple[Timing, Any]:
-        """Time a workload by the timed loop, on this rank."""
-
-        def progress(phase: str) -> None:
-            self.turn()
-            self.watchdog.phase(phase)
-            self.show_progress(phase)
-
-        timing = time_steps(built, group, self.job.device, self.rule, progress)
-        if built.returned:
-            timing.returned = built.returned(timing.returned)
-        # over gloo the host waits for the device in each step
-        waits = self.job.device.type != "cuda" or dist.get_backend(group.test) == "gloo"
-        if waits or not built.launches:
-            timing.launching_s = {}
+            timing = time_steps(work, group, self.job.device, rule, self.before_block)
+            self.phase("check")
+            facts = work.facts()
         timing.samples_s = rounded(timing.samples_s)
-        self.watchdog.phase("check")
-        return timing, built.facts()
+        return timing, facts, [self.look(key, work, timing, group, o) for o in self.observers]
 
-    def keep(self, case: Case, derive: Derive, results: list[Any]) -> tuple[str | None, str | None]:
+    def before_block(self, phase: str) -> None:
+        self.turn()
+        self.phase(phase)
+
+    def look(
+        self, key: Key, work: Workload | Measured, timing: Timing, group: Group, observer: Observer
+    ) -> Any:
+        """What an observer sees of a case on this rank; an error of its own is a text."""
+        try:
+            return observer.after(key, work, timing, group)
+        except Exception as error:
+            return f"{type(observer).__name__}: {describe(error)}"
+
+    def keep(
+        self, case: Case, derive: Derive, results: list[Any], lines: list[str]
+    ) -> tuple[str | None, str | None]:
         """Complete the case and write it, on rank 0.
 
         Returns why it failed and why it could not be written, each None if it did not happen.
-        results: what `time` returned on each rank of the job.
+        results: what `time` returned on each rank of the job. lines: gets what observers say.
         """
         reason, failed_rank = self.watchdog.failure()
         if reason is None:
             try:
-                timings, facts = zip(*(results[rank] for rank in case.ranks), strict=True)
-                self.complete(case, derive, timings, list(facts))
+                of_ranks = [results[rank] for rank in case.ranks]
+                self.complete(case, derive, of_ranks)
+                for number, observer in enumerate(self.observers):
+                    lines += say(observer, case, [seen[number] for _, _, seen in of_ranks])
                 reason = not_json("metric", case.metrics)
             except Exception as error:
                 reason = describe(error)
@@ -338,20 +317,19 @@ class Benchmark:
             if failed_rank is not None:
                 case.metrics["failed_rank"] = failed_rank
         if self.report.path:
-            self.watchdog.phase(f"writes {self.report.path}", ahead=0)
+            self.phase(f"writes {self.report.path}", ahead=0)
         try:
             self.report.add(case)
         except OSError as error:
             return reason, f"--json {self.args.json}: {error.strerror}"
         return reason, None
 
-    def complete(
-        self, case: Case, derive: Derive, timings: Sequence[Timing], facts: list[Any]
-    ) -> None:
-        """Fill in the samples, the metrics and the check. timings, facts: one of each rank.
+    def complete(self, case: Case, derive: Derive, results: list[Any]) -> None:
+        """Fill in the samples, the metrics and the check. results: of the ranks of the case.
 
         The metrics are of all samples, also where the case keeps a part of them.
         """
+        timings: list[Timing] = [timing for timing, _, _ in results]
         first = timings[0]
         samples_s = stacked([timing.samples_s for timing in timings])
         case.aligned, case.rounds, case.stop = first.aligned, first.rounds, first.stop
@@ -359,42 +337,53 @@ class Benchmark:
         if first.launching_s:
             case.metrics["launch_share"] = launch_share(timings)
         returned = [timing.returned for timing in timings]
-        traces = {
-            str(rank): t.trace for rank, t in zip(case.ranks, timings, strict=True) if t.trace
-        }
-        if traces:
-            case.metrics["traces"] = traces
-        derive(case, Times(samples_s, case.rounds, returned), facts)
+        derive(case, Times(samples_s, case.rounds, returned), [facts for _, facts, _ in results])
 
-    def begin_table(self, title: str, columns: Columns, widest: Sequence[str] = ()) -> None:
-        """Begin the table that shows the next cases. All ranks call it.
+    @contextlib.contextmanager
+    def begin_table(
+        self,
+        title: str,
+        columns: Columns,
+        answer: Answer | None = None,
+        table: Table | None = None,
+    ) -> Iterator[Table]:
+        """The cases that are measured within it are the rows of a table. All ranks call it.
 
-        columns: a header -> a function of a case that makes the cell. widest: a wide cell for each
-        of the first columns, where `0.0000` would be too narrow: it sets the column's width.
+        columns: a header -> a function of a case that makes the cell. answer: makes the sentence
+        that the table answers the script's question with. table: another form than usual.
         """
-        self.table = Table(columns, widest)
+        self.title, self.table = title, table or Table(columns)
         self.print(f"\n{title}\n")
+        yield self.table
+        if self.table.passed and answer:
+            sentences = answer(self.table.passed) or []
+            self.answers += [sentences] if isinstance(sentences, str) else sentences
+        self.title, self.table = "", None
 
-    def show(self, case: Case | None) -> Case | None:
+    def conclude(self, sentences: Sequence[str]) -> None:
+        """Sentences that answer what the script asks, for one without tables. Call it on rank 0."""
+        self.answers += sentences
+
+    def show(self, case: Case | None, lines: list[str]) -> Case | None:
+        """Print the row of a case, and what observers say of it."""
         if case and self.table:
-            self.print(self.table.row(case) + launch_mark(case))
-        for line in trace_lines(case) if case else ():
-            self.print(line)
+            self.print(self.table.row(case))
+        for line in lines:
+            self.print(f"# {line}")
         return case
 
     def print(self, text: str) -> None:
-        """Print on rank 0. If stdout is gone, the run goes on for its report, if it writes one."""
-        if self.is_first:
-            try:
-                self.progress.write(text, file=sys.stdout)
-                sys.stdout.flush()
-            except OSError as error:
-                self.silenced = True
-                abandon(sys.stdout)
-                if not self.args.json:
-                    self.refuse(f"stdout: {error.strerror}; without --json the run ends here", 1)
-                goes_on = f"the run goes on, {self.args.json} gets its cases"
-                complain(f"error: stdout: {error.strerror}; {goes_on}")
+        """Print on rank 0. If stdout is gone, the run ends; the report has its cases."""
+        if not self.is_first:
+            return
+        for observer in self.observers:
+            observer.phase("")
+        try:
+            print(text, flush=True)
+        except OSError as error:
+            kept = f"; {self.args.json} has the cases so far" if self.args.json else ""
+            self.watchdog.stop()
+            end(1, f"{Path(sys.argv[0]).name}: error: stdout: {error.strerror}{kept}")
 
     def fail(self, reason: str, status: int = 1) -> None:
         """Let the run end with this status although its cases passed. The first reason counts. Call
@@ -407,28 +396,28 @@ class Benchmark:
 
         All ranks call it, or rank 0 alone where only it knows; the launcher then ends the others.
         """
-        if hasattr(self, "watchdog"):  # not before the ranks have met
-            self.watchdog.stop()
+        self.watchdog.stop()
         refuse(problem, status)
 
     def __enter__(self) -> "Benchmark":
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:
-            self.finish()
-        # Everything has been printed and written. What fails from here on changes no exit status.
+        if error is not None:
+            self.watchdog.stop()
+            return
+        self.finish()
+        self.leave_job()
+        atexit.register(leave, self.status)
+
+    def leave_job(self) -> None:
+        """Close all groups. All was printed and written: what fails here changes no status."""
         with contextlib.suppress(RuntimeError):
-            if error is None:
-                for groups in self.groups.values():
-                    groups.close_all()
-                dist.barrier()
+            self.groups.close_all()
+            dist.barrier()
         self.watchdog.stop()
         with contextlib.suppress(RuntimeError):
-            if error is None:
-                dist.destroy_process_group()
-        if error is None:
-            atexit.register(leave, self.status)
+            dist.destroy_process_group()
 
     def load_of_others(self) -> list[Others]:
         """What other programs took from each node during the run. All ranks call it; [] on all but
@@ -442,72 +431,63 @@ class Benchmark:
         busiest = max(self.load_of_others(), key=lambda load: load.fraction, default=None)
         return share(busiest if busiest and busiest.fraction > BUSY else None)
 
-    def uncertain(self, others: list[Others]) -> list[str]:
-        """Lines about intervals that are missing or wide. others: of each node."""
-        measured_on, args = self.report.environment, self.args
-        conditions = Conditions(
-            iters=args.iters,
-            min_iters=args.min_iters,
-            max_seconds=args.max_seconds,
-            can_bind=not getattr(args, "bind_cores", True),
-            others=others_text(measured_on["hosts"], others),
-            crowded=crowded_text(measured_on["ranks"], others, node_of_each(measured_on)),
-        )
-        passed = [case for case in self.report.cases if not case.failed]
-        return hints(passed, conditions) if self.table else []
-
-    def print_answer(self) -> list[str]:
-        """Print the sentences that answer what the script asks. Returns them; [] without any."""
-        passed = [case for case in self.report.cases if not case.failed]
-        sentences = self.answer(passed) if self.answer else []
-        if sentences:
-            self.print("")
-        for sentence in sentences:
-            self.print(f"# {sentence}")
-        return sentences
-
     def finish(self) -> None:
         """Print remarks about the run as a whole, write the report's last line, and set status."""
-        measured_on = self.report.environment
-        last_line, remarks = gpus.at_the_end(self.job, measured_on)
-        network_grew, warnings = network.at_the_end(self.job, measured_on, self.network_before)
-        cases = self.report.cases
-        last_line["others"] = self.load_of_others()
-        remarks = [*warnings, *remarks, *self.uncertain(last_line["others"])]
-        if any(launch_bound(case) for case in cases):
-            self.print(LAUNCH_HINT)
-        if remarks:
-            self.print("")
-        for remark in remarks:
-            self.print(f"# {remark}")
-        for line in report_lines(self.report.path, self.replaced):
-            self.print(f"# {line}")
-        self.print(f"# elapsed {duration(time.time() - psutil.Process().create_time())}")
-        if sentences := self.print_answer():
-            last_line["answer"] = sentences
+        last_line: dict[str, Any] = {}
+        remarks = [line for observer in self.observers for line in observer.end(last_line)]
+        remarks += report_lines(self.report.path, self.replaced)
+        remarks.append(f"elapsed {duration(time.time() - psutil.Process().create_time())}")
+        self.print("\n" + "\n".join(f"# {remark}" for remark in remarks))
+        if self.answers:
+            self.print("\n" + "\n".join(f"# {sentence}" for sentence in self.answers))
+            last_line["answer"] = self.answers
         status, reason = self.failure or (0, "")
+        cases = self.report.cases
         if failed := [case for case in cases if case.failed]:
-            first = f"{label_of(failed[0].key)}: {failed[0].check}"
+            first = f"{failed[0].name}: {failed[0].check}"
             reason = reason or f"{len(failed)} of {len(cases)} cases failed; {first}"
             status = 1
         try:
-            self.report.finish("failed" if status == 1 else "complete", **last_line, **network_grew)
+            self.report.finish("failed" if status == 1 else "complete", **last_line)
         except OSError as full:
             status, reason = 1, f"--json {self.args.json}: {full.strerror}"
             complain(f"error: {reason}")
-        self.progress.close()
-        try:
-            sys.stderr.flush()
-            os.write(2, b"")  # fails where stderr was closed from the start
-        except OSError as why:
-            self.silenced = True
-            abandon(sys.stderr)
-            self.print(f"# error: stderr: {why.strerror}; warnings may be missing")
-        if self.silenced:
-            status, reason = 1, reason or "stdout or stderr could not be written"
         self.status, reason = share((status, reason))
         if self.status:
             tell_torchrun(reason)
+
+
+def say(observer: Observer, case: Case, seen: list[Any]) -> list[str]:
+    """What an observer says of a case. An error of its own is a line."""
+    errors = [text for text in seen if isinstance(text, str)]
+    try:
+        return errors[:1] or observer.row(case, seen)
+    except Exception as error:
+        return [f"{type(observer).__name__}: {describe(error)}"]
+
+
+def report_lines(path: str | None, replaced: str | None) -> list[str]:
+    """Where the report is, and the next commands. replaced: where an older report is now."""
+    if not path or path == "-":
+        return []
+
+    def command(script: str, *words: str) -> str:
+        file = str(ROOT / "analysis" / script)
+        return shlex.join(["python", min(short(file), file, key=len), *words])
+
+    lines = [f"report {path}; {command('report.py', path, '-o', 'page.html')}"]
+    if replaced:
+        before = short(replaced)
+        lines.append(f"before {before}; {command('compare.py', before, '--test', path)}")
+    return lines
+
+
+def short(path: str) -> str:
+    """The path from the current folder; the same path if that folder has been removed."""
+    try:
+        return os.path.relpath(path)
+    except FileNotFoundError:
+        return path
 
 
 def check_flags(args: argparse.Namespace) -> None:

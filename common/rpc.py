@@ -17,10 +17,10 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from common.benchmark import Benchmark
 from common.cli import checked, list_of, refuse
 from common.groups import gather, share
 from common.join import raise_file_limit, world
+from common.old import Benchmark
 
 # at import: the scripts decorate functions with rpc.functions, which is missing then, too
 if not hasattr(rpc, "TensorPipeAgent"):

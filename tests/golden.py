@@ -1,7 +1,6 @@
 """The same times give the same numbers: runs that were recorded, and played again without a clock.
 
-    python tests/golden.py record            # every script once under torchrun: minutes
-    python -m pytest tests/test_golden.py        # what the scripts make of it today: seconds
+    python -m pytest -m smoke tests/test_golden.py    # what the scripts make of it today: seconds
 
 A recording (tests/golden/SCRIPT.json) has what rank 0 received from all ranks of each case: times
 and facts. Playing it runs the whole script in one process, but no case: plan, derive, check, tables
@@ -11,15 +10,12 @@ metric maps the name in that test.
 """
 
 import contextlib
-import dataclasses
 import importlib
 import json
 import os
 import re
 import runpy
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,30 +58,8 @@ UNSTEADY = re.compile(
 )
 
 
-# -- plain JSON of what ranks send: classes by their names -----------------------------------------
-
-
-def plain(value: Any) -> Any:
-    """JSON of numbers, texts, lists, dicts, arrays, NamedTuples and dataclasses."""
-    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
-        names = getattr(value, "_fields", None) or [f.name for f in dataclasses.fields(value)]
-        fields = {name: plain(getattr(value, name)) for name in names}
-        return {"class": [type(value).__module__, type(value).__qualname__], "fields": fields}
-    if isinstance(value, dict):
-        return {"items": [[plain(key), plain(item)] for key, item in value.items()]}
-    if isinstance(value, np.ndarray):
-        return {"array": value.tolist(), "dtype": str(value.dtype)}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, tuple | list):
-        return {type(value).__name__: [plain(item) for item in value]}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise TypeError(f"a recording has no way to write {type(value)}")
-
-
 def rebuilt(value: Any) -> Any:
-    """What `plain` wrote."""
+    """A value of a recording: classes by their names, dicts as pairs, arrays with their dtype."""
     if not isinstance(value, dict):
         return value
     if "class" in value:
@@ -100,57 +74,17 @@ def rebuilt(value: Any) -> Any:
     return {"tuple": tuple, "list": list}[kind](rebuilt(item) for item in items)
 
 
-# -- recording: within each rank of a real run -----------------------------------------------------
-
-
-def record_rank(path: str, script: str, *flags: str) -> None:
-    from common import benchmark
-    from common import groups as dist
-
-    recording: dict[str, Any] = {"flags": flags, "cases": [], "gathered": []}
-    keep, gather = benchmark.Benchmark.keep, dist.gather
-
-    def gather_and_record(value: Any) -> Any:
-        rows = gather(value)
-        recording["gathered"].append(plain(rows))
-        return rows
-
-    def keep_and_record(self: Any, case: Any, derive: Any, results: list[Any]) -> Any:
-        key, ranks = dict(case.key), list(case.ranks)
-        outcome = keep(self, case, derive, results)
-        recording["cases"].append({"key": key, "ranks": ranks, "results": plain(results)})
-        recording["environment"] = self.report.environment | {"others": []}
-        recording["world_size"] = self.job.world_size
-        Path(path).write_text(json.dumps(recording))
-        return outcome
-
-    benchmark.Benchmark.keep = keep_and_record  # type: ignore[method-assign]
-    dist.gather = gather_and_record  # of the script: benchmark.py has imported the real one
-    sys.argv = [script, *(flag.replace("ROOT", str(ROOT)) for flag in flags)]
-    runpy.run_path(script, run_name="__main__")
-
-
-def record(names: list[str]) -> None:
-    """Run scripts under torchrun, and write what came out beside what went in."""
-    for name in names or COMMANDS:
-        ranks, flags = COMMANDS[name]
-        path = FOLDER / f"{name}.json"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", __file__, "rank", str(path)]
-        subprocess.run([*command, str(ROOT / "benchmarks" / f"{name}.py"), *flags], check=True)
-        recording = json.loads(path.read_text())
-        recording["made"] = played(name)
-        path.write_text(json.dumps(recording, separators=(",", ":")) + "\n")
-
-
 # -- playing: the script in this process, its cases from the recording -----------------------------
 
 
 def is_same(entry: dict[str, Any], case: Any) -> bool:
     """Whether a recorded case is this one. Fields that only one of the keys has do not count; nor
-    does world_size, which is the job's, and was that of the case."""
-    shared = (entry["key"].keys() & case.key.keys()) - {"world_size"}
-    return entry["ranks"] == case.ranks and all(entry["key"][n] == case.key[n] for n in shared)
+    does world_size, which is the job's, and was that of the case: 0 for `no ddp`."""
+    key, before = case.key, entry["key"]
+    shared = (before.keys() & key.keys()) - {"world_size"}
+    if "ddp" in key and key["ddp"] == (before.get("world_size") == 0):
+        return False
+    return entry["ranks"] == case.ranks and all(before[name] == key[name] for name in shared)
 
 
 @contextlib.contextmanager
@@ -159,20 +93,29 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     built, timed or sent."""
     from unittest import mock
 
-    from common import benchmark, environment, rpc
+    from common import benchmark, environment, old, rpc
     from common import groups as dist
 
     size = recording["world_size"]
     left, gathered = list(recording["cases"]), map(rebuilt, recording["gathered"])
     real_join, real_keep = benchmark.join, benchmark.Benchmark.keep
+    old_keep = old.Benchmark.keep
 
     def join(device: str, backend: str, timeout_s: float, *_: Any) -> Any:
         return real_join(device, backend, timeout_s, dry_run=True)  # which meets nobody
 
-    def keep(self: Any, case: Any, derive: Any, results: Any) -> Any:
+    def take(case: Any) -> Any:
         taken = next(entry for entry in left if is_same(entry, case))
         left.remove(taken)
-        return real_keep(self, case, derive, rebuilt(taken["results"]))
+        return rebuilt(taken["results"])
+
+    def keep_as_before(self: Any, case: Any, derive: Any, results: Any) -> Any:
+        return old_keep(self, case, derive, take(case))
+
+    def keep(self: Any, case: Any, derive: Any, results: Any, lines: list[str]) -> Any:
+        seen = [None] * len(self.observers)
+        rows = [row and (*row, seen) for row in take(case)]
+        return real_keep(self, case, derive, rows, lines)
 
     @contextlib.contextmanager
     def rpc_workers(*args: Any) -> Iterator[list[str]]:
@@ -183,12 +126,16 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, launcher),
         mock.patch.object(benchmark, "join", join),
+        mock.patch.object(old, "join", join),
         mock.patch.object(environment, "collect", return_value=recording["environment"]),
         mock.patch.object(dist.Groups, "take", return_value=(None, False)),
         mock.patch.object(dist.Groups, "give_back"),
         mock.patch.object(benchmark.Benchmark, "attempt", return_value=None),
         mock.patch.object(benchmark.Benchmark, "keep", keep),
         mock.patch.object(benchmark.Benchmark, "load_of_others", return_value=[]),
+        mock.patch.object(old.Benchmark, "attempt", return_value=None),
+        mock.patch.object(old.Benchmark, "keep", keep_as_before),
+        mock.patch.object(old.Benchmark, "load_of_others", return_value=[]),
         mock.patch.object(dist, "gather", side_effect=gathered),
         mock.patch.object(rpc, "rpc_workers", rpc_workers),
     ):
@@ -217,23 +164,6 @@ def what_came_out(stdout: str, path: Path) -> dict[str, Any]:
     }
 
 
-def played(name: str) -> dict[str, Any]:
-    """What the script makes of its recording today."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "report.jsonl"
-        command = [sys.executable, __file__, "play", name, str(path)]
-        run = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        if run.returncode:
-            raise RuntimeError(run.stderr)
-        return what_came_out(run.stdout, path)
-
-
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    what, *words = sys.argv[1:]
-    if what == "rank":
-        record_rank(*words)
-    elif what == "record":
-        record(words)
-    else:
-        play(*words)
+    play(*sys.argv[2:])

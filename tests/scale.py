@@ -72,7 +72,9 @@ def time_round(bench: Benchmark, number: int) -> dict[str, float]:
     """Time each thing once. All ranks call it. Returns the seconds on this rank."""
 
     def case(name: str, build: Any) -> Callable[[], object]:
-        return lambda: bench.measure({"name": name, "round": number}, build, lambda *_: None)
+        return lambda: bench.measure(
+            {"name": name, "round": number}, f"{name} {number}", build, lambda *_: None
+        )
 
     work = {
         "new_group": make_and_close_group,
@@ -80,8 +82,7 @@ def time_round(bench: Benchmark, number: int) -> dict[str, float]:
         "next case": case("next case", time_step_once),
         "nothing timed": case("nothing timed", time_nothing),
     }
-    for groups in bench.groups.values():
-        groups.close_all()  # so that the first case needs new ones
+    bench.groups.close_all()  # so that the first case needs new ones
     seconds = {}
     for name in NAMES:
         dist.barrier()

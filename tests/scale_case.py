@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.benchmark import Benchmark
 from common.report import Case, Report
-from common.stats import Times, breakdown_metrics, step_metrics
+from common.stats import Times, breakdown, training_metrics
 from common.timing import Measured
 
 SPLIT = "local compute"
@@ -44,21 +44,21 @@ def results_of(ranks: int, iterations: int) -> list[bytes]:
     """What each rank sends to rank 0, pickled. Rank 3 is slow."""
     rng, sent = np.random.default_rng(0), []
     bench = Benchmark.__new__(Benchmark)
-    bench.tracer = None
+    bench.observers = []
     rounds = [len(part) for part in np.array_split(np.arange(iterations), 12)]
     for rank in range(ranks):
         slow = 1.3 if rank == 3 else 1.0
         step, local, alone = rng.lognormal(-7, 0.05, (3, iterations)) * [[2.0], [slow], [0.5]]
         samples = {"step": step.tolist(), SPLIT: local.tolist(), "alone": alone.tolist()}
         measured = Measured(samples, rounds, "iters", None)
-        timed = bench.time(measured, group=None, key={})  # type: ignore[arg-type]
+        timed = bench.time({}, measured, None, None)  # type: ignore[arg-type]
         sent.append(pickle.dumps(timed))
     return sent
 
 
 def derive(case: Case, times: Times, facts: list[Any]) -> None:
-    case.metrics |= step_metrics(times.each(), 8 * len(facts))
-    case.metrics |= breakdown_metrics(times, SPLIT, "alone")
+    case.metrics |= training_metrics(times, 8 * len(facts))
+    case.metrics |= breakdown(times, SPLIT, "alone")
 
 
 def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
@@ -71,12 +71,12 @@ def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
         nobody: Any = SimpleNamespace(
             failure=lambda: (None, None), phase=lambda *args, **options: None
         )
-        bench.watchdog = nobody
+        bench.watchdog, bench.observers = nobody, []
         start = perf_counter()
         results = [pickle.loads(content) for content in sent]
         unpickled = perf_counter()
         case = Case({"ranks": ranks}, list(range(ranks)))
-        reason, _ = bench.keep(case, derive, results)
+        reason, _ = bench.keep(case, derive, results, [])
         kept = perf_counter()
         assert reason is None, reason
         assert case.metrics["straggler_rank"] == 3

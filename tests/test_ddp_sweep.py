@@ -1,5 +1,6 @@
 """ddp_sweep.py as its user runs it. What the core promises is in test_faults.py."""
 
+import json
 import math
 import shlex
 import shutil
@@ -8,11 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import ddp_sweep
-from common.report import Case
+from common.report import Case, Estimate
 from common.stats import Times
 from tests.process import ROOT
 
@@ -26,19 +28,21 @@ smoke = pytest.mark.smoke
 def test_two_ranks_then_resume(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, ranks=2)
     assert run.status == 0, run.err
-    assert [case.key["label"] for case in run.report.cases] == ["no ddp", "1M/1G", "1M/2G"]
+    assert [case.name for case in run.report.cases] == ["no ddp", "1M/1G", "1M/2G"]
     assert run.report.status == "complete"
     last = run.report.cases[-1]
     assert last.check == "passed"
-    assert list(last.samples_s) == ["step", "local compute", "alone"]
+    assert list(last.samples_s) == ["step", "local compute", "alone", "no ddp"]
     assert [len(rows) for rows in last.samples_s["step"]] == [6, 6]
-    p50 = last.metrics["step_time_p50_s"]
+    assert [len(rows) for rows in last.samples_s["no ddp"]] == [6]  # the first rank alone
+    p50 = last.metrics["step_s"].value
     row = next(line for line in run.out.splitlines() if line.startswith("1M/2G"))
     assert f"{p50:.4f}" in row
     assert f"{2 / p50:.1f}" in row  # ex/sec/dev: the batch of a rank
-    assert last.metrics["samples_per_s"] == pytest.approx(2 * 2 / p50)
-    base = run.report.cases[0].metrics["step_time_p50_s"]
-    assert last.metrics["efficiency"] == pytest.approx(base / p50)
+    assert last.metrics["samples_per_s"].value == pytest.approx(2 * 2 / p50)
+    step = np.max(last.samples_s["step"], axis=0)
+    in_turns = np.median(last.samples_s["no ddp"][0] / step)
+    assert last.metrics["efficiency"].value == pytest.approx(in_turns)
     variables = run.report.environment["variables"]
     assert variables["OMP_NUM_THREADS"] == "1"
     # what the script sets itself is not the user's
@@ -60,8 +64,8 @@ def test_five_ranks_from_a_path_with_a_space(bench: Callable[..., Any], tmp_path
         shutil.copytree(ROOT / folder, copy / folder)
     run = bench(str(copy / SCRIPT), *SHORT, "--no-breakdown", ranks=5)
     assert run.status == 0, run.err
-    labels = [case.key["label"] for case in run.report.cases]
-    assert labels == ["no ddp", "1M/1G", "1M/2G", "1M/4G", "1M/5G"]
+    names = [case.name for case in run.report.cases]
+    assert names == ["no ddp", "1M/1G", "1M/2G", "1M/4G", "1M/5G"]
     assert {case.check for case in run.report.cases} == {"passed"}
 
 
@@ -73,7 +77,7 @@ def test_hooks_and_dtypes(bench: Callable[..., Any]) -> None:
     cases = {case.key["comm_hook"]: case for case in run.report.cases}
     for hook in ("none", "allreduce", "fp16", "bf16"):
         assert cases[hook].check == "passed"
-        assert cases[hook].metrics["communication_p50_s"] > 0
+        assert cases[hook].metrics["communication_s"].value > 0
     assert "deadlocks gloo" in cases["powersgd"].check
     assert run.status != 0
 
@@ -125,8 +129,8 @@ def test_labels_and_sets_of_ranks() -> None:
     assert ddp_sweep.world_sizes(1, 1) == [1]
     assert ddp_sweep.world_sizes(5, 5) == [1, 2, 4, 5]
     assert ddp_sweep.world_sizes(24, 8) == [1, 2, 4, 8, 16, 24]
-    labels = [ddp_sweep.label_of(size, 8) for size in (1, 8, 16, 12)]
-    assert labels == ["1M/1G", "1M/8G", "2M/8G", "2M/12G in all"]
+    names = [ddp_sweep.name_of(size, 8) for size in (1, 8, 16, 12)]
+    assert names == ["1M/1G", "1M/8G", "2M/8G (16)", "2M/12G in all"]
 
 
 def test_every_number_of_nodes_by_a_word() -> None:
@@ -135,16 +139,6 @@ def test_every_number_of_nodes_by_a_word() -> None:
     assert ddp_sweep.chosen_sizes([2, "nodes"], 20, 8) == [2, 8, 16, 20]
     assert ddp_sweep.chosen_sizes(["nodes"], 5, 5) == [5]
     assert ddp_sweep.chosen_sizes([4, 2], 8, 8) == [2, 4]
-
-
-def test_ranks_stand_beside_the_label_where_it_does_not_say_them() -> None:
-    args = ddp_sweep.parse_args(["--device", "cpu"])
-    names = []
-    for size in (0, 1, 8, 16, 12):
-        label = ddp_sweep.label_of(size, 8) if size else "no ddp"
-        key = {"label": label, "world_size": size, "bucket_size_mb": 25.0, "comm_hook": "none"}
-        names.append(ddp_sweep.name_of(args, Case(key, [0])))
-    assert names == ["no ddp", "1M/1G", "1M/8G", "2M/8G (16)", "2M/12G in all"]
 
 
 def test_the_title_has_what_all_cases_share() -> None:
@@ -162,56 +156,96 @@ def test_the_title_has_what_all_cases_share() -> None:
 
 
 def test_the_metrics_of_a_case_by_hand() -> None:
-    """6 rounds of a sample. In each the slowest rank's step is 10 ms and its local compute 8 ms."""
+    """6 rounds of a sample. The slowest rank's step takes 10 ms, its local compute 8 ms; the first
+    rank alone takes 6 ms."""
     rows = {
         "step": [[0.010] * 6, [0.009] * 6],
         "local compute": [[0.004] * 6, [0.008] * 6],
         "alone": [[0.004] * 6, [0.003] * 6],
+        "no ddp": [[0.006] * 6],
     }
-    case = Case({"batch_size": 5}, [0, 1], rows, [1] * 6)
+    key = {"batch_size": 5}
+    case = Case(key, [0, 1], rows, [1] * 6)
     facts = [ddp_sweep.Facts("abc", {"memory_gib": gib}) for gib in (0.5, 0.75)]
-    ddp_sweep.derive(0.008, case, Times(rows, case.rounds), facts)
-    m = case.metrics
+    ddp_sweep.derive(case, Times(rows, case.rounds), facts)
+    metrics = case.metrics
     assert case.check == "passed"
-    assert m["step_time_p50_s"] == pytest.approx(0.010)
-    assert m["samples_per_s"] == pytest.approx(2 * 5 / 0.010)
-    assert m["efficiency"] == pytest.approx(0.8)  # one process takes 8 ms
-    assert m["exposed_communication_s"] == pytest.approx(0.002)
-    assert m["communication_p50_s"] == pytest.approx(0.004)
-    assert m["overlap"] == pytest.approx(0.5)  # 2 of 4 ms
-    assert m["late_s"] == pytest.approx(0.002)  # 8 ms, and 6 ms between the two ranks
-    assert m["memory_gib"] == 0.75
+    values = {name: number.value for name, number in metrics.items() if hasattr(number, "value")}
+    assert values == {
+        "step_s": pytest.approx(0.010),
+        "samples_per_s": pytest.approx(2 * 5 / 0.010),
+        "efficiency": pytest.approx(0.6),
+        "local_compute_s": pytest.approx(0.008),
+        "exposed_s": pytest.approx(0.002),
+        "communication_s": pytest.approx(0.004),
+        "overlap": pytest.approx(0.5),  # 2 of 4 ms
+        "late_s": pytest.approx(0.002),  # 8 ms, and 6 ms between the two ranks
+    }
+    assert metrics["memory_gib"] == 0.75
 
     different = [ddp_sweep.Facts(digest, {}) for digest in ("abc", "abd")]
-    alone = Case({"batch_size": 5}, [0, 1], {"step": rows["step"]}, [1] * 6)
-    ddp_sweep.derive(None, alone, Times(alone.samples_s, alone.rounds), different)
+    alone = Case(key, [0, 1], {"step": rows["step"]}, [1] * 6)
+    ddp_sweep.derive(alone, Times(alone.samples_s, alone.rounds), different)
     assert alone.check.startswith("failed: ")
-    assert "efficiency" not in alone.metrics
-    assert "exposed_communication_s" not in alone.metrics
+    assert {"efficiency", "exposed_s"}.isdisjoint(alone.metrics)
 
 
-def test_the_plan_begins_each_table_with_one_process() -> None:
-    flags = ("--device", "cpu", "--model", "resnet18", "--dtype", "fp32,bf16")
-    args = ddp_sweep.parse_args([*flags, "--bucket-size", "1,25", "--world-sizes", "2"])
-    job: Any = SimpleNamespace(world_size=4, device=torch.device("cpu"))
-    tables = ddp_sweep.plan(args, job, 4)
+def plan_of(*flags: str, ranks: int = 4) -> dict[str, Any]:
+    args = ddp_sweep.parse_args(["--device", "cpu", "--model", "resnet18", *flags])
+    job: Any = SimpleNamespace(world_size=ranks, local_world_size=ranks, device=torch.device("cpu"))
+    return ddp_sweep.plan(args, job)
+
+
+def test_the_plan_begins_each_table_without_ddp() -> None:
+    flags = ("--dtype", "fp32,bf16", "--bucket-size", "1,25", "--world-sizes", "2")
+    tables = plan_of(*flags)
     assert list(tables) == [f"resnet18, batch size 8, 64 px, {dtype}" for dtype in ("fp32", "bf16")]
-    for keys in tables.values():
-        settings = [(key["world_size"], key["bucket_size_mb"], key["comm_hook"]) for key in keys]
-        assert settings == [(0, None, None), (2, 1.0, "none"), (2, 25.0, "none")]
+    for cases in tables.values():
+        names = [(name, ranks, key["bucket_size_mb"]) for name, ranks, key in cases]
+        assert names == [("no ddp", 1, None), ("1M/2G 1MB", 2, 1.0), ("1M/2G 25MB", 2, 25.0)]
 
 
-def test_a_case_without_a_breakdown_has_another_key() -> None:
-    """The default is in no key: cases of older reports are met by it. `no ddp` never has one."""
-    job: Any = SimpleNamespace(world_size=2, device=torch.device("cpu"))
-    for flags, fields in (([], {}), (["--no-breakdown"], {"breakdown": False})):
-        args = ddp_sweep.parse_args(
-            ["--device", "cpu", "--model", "resnet18", "--world-sizes", "2", *flags]
-        )
-        (keys,) = ddp_sweep.plan(args, job, 2).values()
-        no_ddp, ddp = keys
-        assert "breakdown" not in no_ddp
-        assert {name: ddp[name] for name in ddp if name == "breakdown"} == fields
+def test_keys_are_complete_and_differ() -> None:
+    (cases,) = plan_of("--comm-hook", "none,bf16", "--bucket-size", "1,2").values()
+    keys = [json.dumps({"ranks": ranks, **key}) for _, ranks, key in cases]
+    assert len(set(keys)) == len(keys) == 1 + 3 * 4
+    assert len({tuple(key) for _, _, key in cases}) == 1
+    assert {key["breakdown"] for _, _, key in cases} == {True}
+    (cases,) = plan_of("--no-breakdown").values()
+    assert {key["breakdown"] for _, _, key in cases} == {False}
+
+
+def case_of(ranks: int, ms: Estimate, **metrics: Any) -> Case:
+    key = {"model": "m", "dtype": "fp32", "ddp": bool(metrics), "comm_hook": "none"}
+    key |= {"bucket_size_mb": metrics.pop("mb", 25)}
+    return Case(key, list(range(ranks)), metrics={"step_s": ms * 1e-3, **metrics})
+
+
+def test_the_answer() -> None:
+    """2 * 0.625 = 1.25 times as fast."""
+    alone = case_of(1, Estimate(50, 49, 52))
+    assert ddp_sweep.answer([alone]) == ["m, fp32: a step of one rank takes 50.0 ms (49.0 to 52.0)"]
+    exposed = Estimate(0.0162, 0.011, 0.022)
+    two = case_of(2, Estimate(80, 76, 84), efficiency=Estimate(0.625, 0.6, 0.7), exposed_s=exposed)
+    assert ddp_sweep.answer([alone, two]) == [
+        "m, fp32: DDP on 2 ranks trains 1.25 times (1.20 to 1.40) as fast as one rank alone; "
+        "DDP adds 16.2 ms (11.0 to 22.0) to a step, which takes 80.0 ms"
+    ]
+    unsure = case_of(
+        2, Estimate(80, 76, 84), efficiency=Estimate(0.55, 0.45, 0.7), exposed_s=Estimate(0.01)
+    )
+    assert ddp_sweep.answer([alone, unsure]) == [
+        "m, fp32: DDP on 2 ranks and one rank alone cannot be told apart: "
+        "1.10 times (0.90 to 1.40); DDP adds 10.0 ms (no interval) to a step, which takes 80.0 ms"
+    ]
+    other = case_of(2, Estimate(100, 99, 101), mb=1)
+    other.key["ddp"] = True
+    assert ddp_sweep.answer([alone, other]) == [
+        "m, fp32: DDP on 2 ranks takes 100 ms (99 to 101) a step"
+    ]
+    assert ddp_sweep.answer([alone, other, two])[1] == (
+        "m, fp32: hook none with 25 MB is 1.25 times (1.18 to 1.33) as fast as hook none with 1 MB"
+    )
 
 
 def test_auxiliary_heads_are_in_the_loss() -> None:

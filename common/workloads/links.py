@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.benchmark import Benchmark, Workload
 from common.gpus import cuda_graph
 from common.groups import Group, Job
+from common.old import Benchmark, Workload
 from common.report import Case
 from common.stats import Times
 from common.timing import Step

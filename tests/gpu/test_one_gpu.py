@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "collectives": (0, ("--collective", "all", *FEW)),
     "compile_sweep": (0, ("--models", "toy-small", "--backends", "eager", *SHORT)),
     "ddp_rpc": (2, ON_CUDA),
-    "ddp_sweep": (0, (*SMALL, "--comm-hook", "none,fp16", "--bind-cores")),
+    "ddp_sweep": (0, (*SMALL, "--comm-hook", "none,fp16")),
     "input_sweep": (0, ("--samples", "64", "--workers", "1", *SHORT)),
     # slow is who has a short turn on the GPU
     "node_check": (0, ("--budget", "60", "--fail-on", "wrong", *SHORT)),

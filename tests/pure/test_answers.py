@@ -16,7 +16,6 @@ from benchmarks import (
     collectives,
     compile_sweep,
     ddp_rpc,
-    ddp_sweep,
     input_sweep,
     p2p_matrix,
     parallel_sweep,
@@ -26,7 +25,7 @@ from benchmarks import (
     traffic,
 )
 from common.answers import Estimate, digits_of, fastest, median_of, series, show_seconds
-from common.benchmark import Benchmark
+from common.old import Benchmark
 from common.report import Case, load
 from common.stats import Interval
 from tests.process import ROOT
@@ -106,47 +105,6 @@ def test_the_fastest() -> None:
 
 
 # -- each script -----------------------------------------------------------------------------------
-
-
-def ddp_case(world_size: int, ms: float, ci: Interval | None, **changes: Any) -> Case:
-    hook: dict[str, Any] = (
-        {"comm_hook": "none", "bucket_size_mb": 25.0} if world_size else {"comm_hook": None}
-    )
-    key: dict[str, Any] = {
-        "model": "m",
-        "world_size": world_size,
-        "label": "l",
-        "bucket_size_mb": None,
-    }
-    exposed: dict[str, Any] = {"exposed_communication_s": 0.0162}
-    exposed |= {"exposed_communication_ci95_s": changes.pop("exposed", (0.011, 0.022))}
-    return timed(key | hook | changes, ms, ci, **(exposed if world_size else {}))
-
-
-def test_ddp_sweep() -> None:
-    """2 * 50 / 80 = 1.25, from 2 * 49 / 84 to 2 * 52 / 76."""
-    alone, two = ddp_case(0, 50, (49, 52)), ddp_case(2, 80, (76, 84))
-    assert ddp_sweep.answer([alone, two]) == [
-        "DDP on 2 ranks trains 1.25 times (1.17 to 1.37) as fast as one process; "
-        "DDP takes 16.2 (11.0 to 22.0) of a step's 80.0 ms"
-    ]
-    unsure = ddp_case(2, 95, (90, 105), exposed=(-0.001, 0.022))
-    assert ddp_sweep.answer([alone, unsure]) == [
-        "DDP on 2 ranks and one process cannot be told apart: 1.05 times (0.93 to 1.16) as fast; "
-        "DDP takes 16.2 (-1.0 to 22.0: maybe none) of a step's 95.0 ms"
-    ]
-    assert ddp_sweep.answer([alone]) == ["a step of one process takes 50.0 ms (49.0 to 52.0)"]
-    bf16 = ddp_case(2, 100, (99, 101), comm_hook="bf16", breakdown=False)
-    bf16.metrics = {name: bf16.metrics[name] for name in bf16.metrics if "step" in name}
-    assert ddp_sweep.answer([bf16]) == ["DDP on 2 ranks takes 100 ms (99 to 101) a step"]
-    assert ddp_sweep.answer([alone, bf16, two])[1] == (
-        "hook none with 25 MB is 1.25 times (1.18 to 1.33) as fast as hook bf16 with 25 MB"
-    )
-    other = ddp_case(0, 50, None, model="n")
-    assert (
-        ddp_sweep.answer([alone, other])[1]
-        == "n: a step of one process takes 50.0 ms (no interval)"
-    )
 
 
 def collective_case(size: int, us: float, gb_per_s: float, **changes: Any) -> Case:
@@ -498,7 +456,7 @@ def test_an_answer_is_printed_and_kept() -> None:
 # -- every script ----------------------------------------------------------------------------------
 
 PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
-    batch_update_ps, calibrate, checkpoint_sweep, collectives, compile_sweep, ddp_rpc, ddp_sweep,
+    batch_update_ps, calibrate, checkpoint_sweep, collectives, compile_sweep, ddp_rpc,
     parallel_sweep, parameter_server, rpc_latency, traffic,
 )}  # fmt: skip
 GIVEN: dict[str, Answer] = {
@@ -511,7 +469,7 @@ GIVEN: dict[str, Answer] = {
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
 def test_a_case_without_metrics_brings_no_sentence(name: str) -> None:
     """A resumed report may hold it. node_check concludes from what it has judged."""
-    if name == "node_check":
+    if name not in PLAIN | GIVEN:
         return
     answer = (PLAIN | GIVEN)[name]
     key: dict[str, Any] = {
@@ -542,6 +500,8 @@ def test_a_page_shows_what_its_report_answers(path: Path) -> None:
     name = report.benchmark
     if name == "node_check":  # what it judged is not in the report
         return
+    if name not in PLAIN | GIVEN:
+        pytest.skip("docs/results is measured anew when all scripts are moved")
     ranks = report.environment["world_size"]
     given: dict[str, Answer] = {
         "input_sweep": partial(input_sweep.answer, input_sweep.parse_args([]), ranks, 2),

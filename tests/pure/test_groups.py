@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common import groups as ours
-from common.benchmark import Benchmark
 from common.groups import Group, Groups, Job, abort_group, close_group, connect, open_group
+from common.old import Benchmark
 from common.watchdog import Watchdog
 from tests.process import ROOT
 

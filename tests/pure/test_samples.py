@@ -11,7 +11,7 @@ import pytest
 
 from analysis.load import load
 from common import samples
-from common.benchmark import Benchmark
+from common.old import Benchmark
 from common.remarks import timed_s
 from common.report import Case, Report
 from common.report import load as load_report

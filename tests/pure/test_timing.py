@@ -2,12 +2,10 @@
 
 import argparse
 import itertools
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from time import sleep
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ import torch.distributed as dist
 
 from common import cli
 from common import timing as timing_module
-from common.benchmark import Benchmark
 from common.groups import Group
 from common.timing import (
     Step,
@@ -261,18 +258,32 @@ def test_what_timed_calls_return_stays_with_their_samples(group: Group) -> None:
     assert timing.returned == [3, 5, 7, 9, 11, 13]
 
 
-def test_over_gloo_no_step_is_called_launch_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_over_gloo_no_step_is_called_launch_bound(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There the host waits for the device in each step, which looks like launching."""
-    timed = Timing({"step": [1.0]}, [1], "iters", launching_s={"step": 0.99})
-    monkeypatch.setattr("common.benchmark.time_steps", lambda *given: replace(timed))
+    monkeypatch.setattr(timing_module, "time_block", lambda *given: ([1.0], 0.99))
+    rule = StopRule(iters=1, warmup_iters=1)
     for device, backend, kept in (
         ("cuda", "nccl", {"step": 0.99}),
         ("cuda", "gloo", {}),
         ("cuda", "cpu:gloo,cuda:nccl", {"step": 0.99}),
         ("cpu", "gloo", {}),
     ):
-        bench: Any = Mock(job=Mock(device=torch.device(device)))
-        monkeypatch.setattr("common.benchmark.dist.get_backend", lambda group, name=backend: name)
+        monkeypatch.setattr(dist, "get_backend", lambda group, name=backend: name)
         workload = Workload(lambda: None, launches=True)
-        timing, _ = Benchmark.time_workload(bench, workload, Mock())
+        timing = time_steps(workload, group, torch.device(device), rule)
         assert timing.launching_s == kept, (device, backend)
+
+
+def test_a_part_that_this_rank_does_not_do(group: Group) -> None:
+    """It waits at the barriers meanwhile, and has no samples of it."""
+    phases: list[str] = []
+    work = Workload(lambda: None, {"a": None, "b": lambda: None})
+    timing = time_steps(work, group, CPU, StopRule(iters=2, warmup_iters=1), phases.append)
+    assert list(timing.samples_s) == ["step", "b"]
+    assert [phase for phase in phases if phase.startswith("a, ")] == [
+        "a, warm-up 1",
+        "a, block 1",
+        "a, block 2",
+    ]

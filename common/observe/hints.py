@@ -1,0 +1,152 @@
+"""What was uncertain in a run, why, and which flag helps. What is launch-bound."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from common.benchmark import Observer
+from common.cpu_load import Others, others_text
+from common.environment import node_of_each
+from common.report import Case, Estimate
+from common.stats import autocorrelation_time
+from common.timing import MIN_SAMPLES
+
+WIDE = 0.1  # an interval that reaches farther from its value, as a share of it, gets a hint
+LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes more of the device's time
+LAUNCH_HINT = (
+    "launch-bound: the host takes over 90 % of the time to launch the kernels, so this measures "
+    "Python; try a larger --batch-size, CUDA graphs (-G) or compile"
+)
+
+
+class Hints(Observer):
+    """A line below the row of a launch-bound case; at the end what is uncertain and what helps."""
+
+    def row(self, case: Case, seen: list[Any]) -> list[str]:
+        share = launch_bound(case)
+        return [f"launch-bound {share:.0%}"] if share else []
+
+    def end(self, last_line: dict[str, Any]) -> list[str]:
+        others: list[Others] = self.bench.load_of_others()
+        last_line["others"] = others
+        measured_on, args = self.bench.report.environment, self.bench.args
+        passed = [case for case in self.bench.report.cases if not case.failed]
+        busy = others_text(measured_on["hosts"], others)
+        crowded = crowded_text(measured_on["ranks"], others, node_of_each(measured_on))
+        lines = hints(passed, args, busy, crowded)
+        if any(launch_bound(case) for case in passed):
+            lines.append(LAUNCH_HINT)
+        return lines
+
+
+def launch_bound(case: Case) -> float | None:
+    """Launching over the device's time, where this is largest among the steps; None if it is no
+    more than LAUNCH_BOUND."""
+    share = max(case.metrics.get("launch_share", {}).values(), default=0.0)
+    return float(share) if share > LAUNCH_BOUND else None
+
+
+def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes: list[int]) -> str:
+    """Where more ranks than cores are; "" if nowhere. rows: of the ranks. nodes: of each rank."""
+    for node, load in enumerate(loads):
+        ranks = nodes.count(node)
+        if ranks > load.cores:
+            host = [row["host"] for row in rows][nodes.index(node)]
+            return f"{ranks} ranks share {load.cores} cores of {host}"
+    return ""
+
+
+def estimates_of(case: Case) -> Iterator[tuple[str, Estimate]]:
+    """The estimated numbers of a case, in words: `exposed_s` is `exposed`."""
+    for name, value in case.metrics.items():
+        if isinstance(value, Estimate):
+            yield name.removesuffix("_s").replace("_", " "), value
+
+
+def without_interval(case: Case) -> set[str]:
+    return {name for name, number in estimates_of(case) if number.relative is None}
+
+
+def with_wide_interval(case: Case) -> set[str]:
+    """Those whose interval is wide. A difference that may be 0 is as small as it can be told."""
+    wide = set()
+    for name, number in estimates_of(case):
+        if number.relative and number.relative > WIDE and not number.may_be(0):
+            wide.add(name)
+    return wide
+
+
+def slowest_s(case: Case) -> list[float]:
+    """The samples of the step, the slowest rank's in each iteration."""
+    if case.bounded:
+        return case.slowest_s.get("step", [])
+    return [max(times) for times in zip(*case.samples_s.get("step", []), strict=True)]
+
+
+def timed_s(case: Case) -> float:
+    """The seconds of all samples of the first rank, the step's and the parts' together. Of the
+    slowest rank where the case has only a part of the others' samples."""
+    if case.bounded:
+        return sum(sum(times) for times in case.slowest_s.values())
+    return sum(sum(rows[0]) for rows in case.samples_s.values() if rows)
+
+
+def drifts(case: Case) -> bool:
+    """Whether samples in a row are so alike that all count as fewer than MIN_SAMPLES."""
+    samples = slowest_s(case)
+    if len(samples) < MIN_SAMPLES:
+        return False
+    return len(samples) / autocorrelation_time(samples) < MIN_SAMPLES
+
+
+def hints(cases: Sequence[Case], args: Any, busy: str, crowded: str) -> list[str]:
+    """If intervals are missing or wide: which, and a line for each cause that can be seen, with
+    the flag that helps.
+
+    cases: those that did not fail. busy, crowded: what others take of the cores, and where ranks
+    share cores, as text.
+    """
+    lacking = [case for case in cases if without_interval(case)]
+    wide = [case for case in cases if with_wide_interval(case) and case not in lacking]
+    doubtful = [*lacking, *wide]
+    if not doubtful:
+        return []
+    names: set[str] = set()
+    for case in doubtful:
+        names |= without_interval(case) | with_wide_interval(case)
+    how = []
+    if lacking:
+        how.append(f"missing (-) in {len(lacking)}")
+    if wide:
+        how.append(f"wider than +-{WIDE:.0%} in {len(wide)}")
+    first = f"95 % interval of {', '.join(sorted(names))}: {', '.join(how)} of {len(cases)} cases"
+    return [first, *(f"  {cause}" for cause in causes(doubtful, args, busy, crowded))]
+
+
+def causes(doubtful: Sequence[Case], args: Any, busy: str, crowded: str) -> list[str]:
+    """A line for each cause that can be seen, with what helps against it; else what helps often."""
+    lines = []
+    if crowded:
+        lines.append(f"{crowded}: start fewer ranks")
+    if busy:
+        cure = "wait for their end, or compare by analysis/ab.py --interleave"
+        lines.append(f"{busy}: {cure}")
+    counts = [len(slowest_s(case)) for case in doubtful]
+    drifting = sum(drifts(case) for case in doubtful)
+    longer = flag_for_more(doubtful, args)
+    if drifting:
+        lines.append(f"the samples of {drifting} drift, so they count as fewer: {longer}")
+    elif min(counts) < args.min_iters:
+        lines.append(f"few samples, {min(counts)} in one of them: {longer}")
+    return lines or [f"no cause is seen; what helps often: {longer}"]
+
+
+def flag_for_more(doubtful: Sequence[Case], args: Any) -> str:
+    """The flag that gives such cases more samples: twice as many, or twice as long.
+
+    A case took up to twice the time of its samples: each block starts with an untimed iteration.
+    """
+    if args.iters:
+        return f"--iters {2 * args.iters}"
+    seconds = 4 * max(args.max_seconds, *(timed_s(case) for case in doubtful))
+    return f"--max-seconds {math.ceil(seconds)}"
