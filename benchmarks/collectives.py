@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli, gpus
+from common import cli
 from common.answers import series, show_seconds
 from common.environment import node_of_each
 from common.groups import Group, Job, share
@@ -43,7 +43,7 @@ from common.private_torch import expected_s
 from common.report import Case
 from common.stats import Times
 from common.table import Table
-from common.timing import Step, time_block
+from common.timing import Step, cuda_graph, time_block
 from common.workloads import patterns, peaks
 from common.workloads.ranks import partition
 from common.workloads.room import too_much
@@ -728,7 +728,7 @@ def step_of(key: Key, at: Place, buffers: Buffers, calls_in_graph: int) -> Step:
         torch.cuda.synchronize()
 
     if key["cudagraph"]:
-        replay = gpus.cuda_graph(lambda: [call_next() for _ in range(calls_in_graph)], device)
+        replay = cuda_graph(lambda: [call_next() for _ in range(calls_in_graph)], device)
         counter = itertools.count(1)
         return lambda: replay() if next(counter) % calls_in_graph == 0 else None
     if key["blocking"] == "1" and device.type == "cuda":

@@ -49,9 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.check import digest, verdict
-from common.cpu_load import Others
-from common.environment import count_of, node_of_each
-from common.gpus import lacking
+from common.environment import Others, count_of, lacking, node_of_each
 from common.groups import Group, Job, connect, rendezvous, share
 from common.join import stay_near
 from common.old import Benchmark, Workload

@@ -46,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.answers import estimate_of, fastest, ranked, series, show_seconds
 from common.check import verdict
 from common.cli import Parser, add_common_flags, describe, list_of, positive_int
-from common.gpus import sharers
+from common.environment import sharers
 from common.groups import Group, Job, share
 from common.memory import peak, reset_peak, start_peak
 from common.old import Benchmark, Key, Workload

@@ -9,19 +9,16 @@ Core: what stands behind every measuring script.
     stats       percentiles, the interval of a median, differences, stragglers: numpy
     samples     how samples reach rank 0, which count, what a report keeps of them
     table       columns and rows as they come, the progress line
-    cpu_load    how much of a node's cores other programs take
     private_torch   what is used of torch that is not public
     groups      Job, Group; process groups of a case; gather, share, agree
-    gpus        state of the GPUs by nvidia-smi, what NCCL says of itself, CUDA graphs
-    network     errors that the network counted during a run, by node
-    timing      Workload, the timed loop, the rule that ends it
-    remarks     the lines around the tables: what is planned, how long still, what was uncertain
+    timing      Workload, the timed loop, the rule that ends it; CUDA graphs
     join        how a process joins the job: variables, device, rendezvous, interface
-    environment what the numbers were measured on; the preamble
+    environment what the numbers were measured on, who else uses the cores; the preamble
+    remarks     the lines around the tables: what is planned, how long still, what was uncertain
     traces      traces of a case by torch.profiler, and what they say of its step
     watchdog    who hangs, and where; who failed
+    benchmark   Benchmark: cases one after the other, each a row and a line of the report; Observer
     old         Benchmark for the scripts that are not moved yet
-    benchmark   Benchmark: cases one after the other, each a row and a line of the report
     answers     the sentences that end a run: intervals, ratios, who is fastest
     check       replicas bit by bit, relative errors
     memory      the largest memory in use

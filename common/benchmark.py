@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import torch
 import torch.distributed as dist
 
-from common import environment, gpus
+from common import environment
 from common.cli import (
     ROOT,
     complain,
@@ -30,7 +31,7 @@ from common.cli import (
     take_stdout,
     tell_torchrun,
 )
-from common.cpu_load import BUSY, CpuLoad, Others
+from common.environment import BUSY, CpuLoad, Others
 from common.groups import Group, Groups, connect, gather, share
 from common.join import join, world
 from common.report import DISK_FAILED, Case, Report, load, not_json
@@ -81,9 +82,12 @@ class Observer:
 
 def load_observers(bench: "Benchmark") -> list[Observer]:
     """One of each class of common/observe/. This is the one place that loads them."""
+    observers = []
     for path in sorted((ROOT / "common" / "observe").glob("[!_]*.py")):
-        importlib.import_module(f"common.observe.{path.stem}")
-    return [kind(bench) for kind in Observer.__subclasses__()]
+        module = importlib.import_module(f"common.observe.{path.stem}")
+        kinds = [kind for kind in Observer.__subclasses__() if kind.__module__ == module.__name__]
+        observers += [kind(bench) for kind in kinds]
+    return observers
 
 
 class Benchmark:
@@ -258,7 +262,7 @@ class Benchmark:
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
-            if gpus.lost(self.job.device):
+            if lost(self.job.device):
                 end(1, f"{error}: this process cannot use its GPU any more")
         # After the except block: its traceback held the model and its group, and is gone by now.
         if error:
@@ -496,6 +500,17 @@ def check_flags(args: argparse.Namespace) -> None:
         refuse("expected --json PATH, the report to write or resume, e.g. --json report.jsonl")
     if args.profile_ranks and not args.profile:
         refuse("--profile-ranks needs the folder of the traces; e.g. --profile traces")
+
+
+def lost(device: torch.device) -> bool:
+    """Whether this process can no longer use its GPU, e.g. after an assertion failed in a kernel:
+    then every call fails."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).query()  # does not wait: peers may never answer
+    except RuntimeError:
+        return True
+    return False
 
 
 def restarted_after() -> float:

@@ -23,7 +23,6 @@ JSON_FLAGS = ("-J", "--json", "--output-file")
 HANG = 3  # the exit status of a run that hung
 NO_VERDICT = 4  # of one that cannot tell what it was asked
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
-MOST_NCCL_WARNINGS = 5  # of a process that are shown
 MOST_CASES = 10_000  # the most cases that the lists of a command line may give
 ROOT = Path(__file__).resolve().parents[1]  # the folder of all these scripts
 BEFORE = "torchrun's flags stand before the script"
@@ -152,10 +151,6 @@ def end(status: int, reason: str, say: bool = True) -> NoReturn:
     """End this process at once, from any thread, whatever the main thread does. say: print why."""
     tell_torchrun(reason)
     write(reason if say else "")
-    with contextlib.suppress(OSError):  # there is a log if join.py has asked NCCL for one
-        log = Path(os.environ.get("NCCL_DEBUG_FILE", "")).read_text(errors="replace")
-        for warning in nccl_warnings(log):
-            write(f"NCCL warned: {warning}")
     os._exit(status)
 
 
@@ -190,11 +185,6 @@ def describe(error: BaseException) -> str:
     # NCCL's own reason stands below, in a line after "Last error:" or after "NCCL Last Error: "
     reason = re.search(r"\bLast error:\s+(\S.*)", str(error), re.IGNORECASE)
     return f"{text}: {reason[1].strip()}" if reason else text
-
-
-def nccl_warnings(log: str) -> list[str]:
-    """What a log of NCCL warns of, the first texts, each once."""
-    return list(dict.fromkeys(re.findall(r"\bNCCL WARN (\S.*)", log)))[:MOST_NCCL_WARNINGS]
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

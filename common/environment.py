@@ -1,38 +1,48 @@
-"""What the numbers were measured on, and whether the ranks and nodes fit together."""
+"""What the numbers were measured on, whether ranks and nodes fit together, and who else uses the
+cores."""
 
 import os
 import platform
 import re
 import socket
+import subprocess
+import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
+import torch.distributed as dist
 
-from common.cli import backends_of, cut, version
-from common.cpu_load import CpuLoad, others_text
-from common.gpus import gpu_state, lacking, run, sharing, throttled
+from common.cli import cut, version
 from common.groups import Job, gather, share
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
-from common.private_torch import creator_of
 from common.report import FAMILIES, without_secrets
 from common.turns import TURN
 
 # These of the FAMILIES tell nothing.
 PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)
-
 UNITS = "units: 64K, 4M, MiB and GiB count by 1,024; MB/s and GB/s by 1,000"
-NCCL2_HINT = (
-    "hint: with nccl2 DDP may overlap nothing: read in torch's source (WorkNCCL::getFuture), "
-    "not measured. To compare: TORCH_DIST_USE_NCCL2=0"
-)
-MOST_RANKS, MOST_WARNINGS = 64, 16  # the preamble prints no more of them
+MOST_RANKS = 64  # the preamble prints no more of them
 # The variable that each launcher sets. mpirun comes before srun: it may use srun itself.
-LAUNCHERS = {"TORCHELASTIC_RUN_ID": "torchrun", "OMPI_COMM_WORLD_RANK": "mpirun"}
-LAUNCHERS |= {"MPI_LOCALRANKID": "mpirun", "FLUX_TASK_RANK": "flux", "SLURM_PROCID": "srun"}
+LAUNCHERS = {
+    "TORCHELASTIC_RUN_ID": "torchrun",
+    "OMPI_COMM_WORLD_RANK": "mpirun",
+    "MPI_LOCALRANKID": "mpirun",
+    "FLUX_TASK_RANK": "flux",
+    "SLURM_PROCID": "srun",
+}
+GPU_STATE = (  # what nvidia-smi is asked about each GPU
+    "index,uuid,pci.bus_id,name,driver_version,mig.mode.current,ecc.mode.current,"
+    "ecc.errors.uncorrected.volatile.total,power.limit,clocks.current.sm,clocks.max.sm,"
+    "clocks.current.memory,temperature.gpu,clocks_event_reasons.active"
+)
+SHELLS = ("bash", "dash", "sh", "zsh")  # a wrapper of each rank, such as launch/mpi_env.sh, is one
+LEAST_S = 0.1  # Linux counts CPU time in hundredths of a second
+BUSY = 0.1  # other programs are named above this share of a node's cores
 
 
 def user_variables() -> dict[str, str]:
@@ -44,6 +54,79 @@ def user_variables() -> dict[str, str]:
     if torchrun_set_error_handling():
         del variables[ERROR_HANDLING]
     return without_secrets(variables)
+
+
+class Others(NamedTuple):
+    """What other programs used of a node, on average over some time."""
+
+    busy: float  # cores
+    cores: int  # that the job may use on this node
+
+    @property
+    def fraction(self) -> float:
+        return self.busy / self.cores
+
+
+class CpuLoad:
+    """Counts from the moment that it is made. Make it on a node's first rank.
+
+    Linux counts the busy time of each core, and of each process. The job's processes are those
+    that its launcher has started on this node, and its cores are the launcher's. What the job did
+    not use, others did.
+    """
+
+    def __init__(self) -> None:
+        # started by python, a run is one process, and its parent is the user's shell
+        launched = "RANK" in os.environ
+        self.job = launcher_of(psutil.Process()) if launched else psutil.Process()
+        self.cores = self.job.cpu_affinity()
+        self.start_s = time.monotonic()
+        self.busy_s, self.job_s = busy_seconds(self.cores), job_seconds(self.job)
+
+    def of_others(self) -> Others:
+        """What others used since this was made. Waits until that is LEAST_S ago."""
+        time.sleep(max(0.0, self.start_s + LEAST_S - time.monotonic()))
+        wall_s = time.monotonic() - self.start_s
+        busy_s = busy_seconds(self.cores) - self.busy_s
+        job_s = job_seconds(self.job) - self.job_s
+        return Others(round(max(0.0, busy_s - job_s) / wall_s, 2), len(self.cores))
+
+
+def launcher_of(process: psutil.Process) -> psutil.Process:
+    """What has started the ranks of this node: the first ancestor that is no shell, or the last."""
+    parent = process.parent()
+    while parent and parent.name() in SHELLS and (above := parent.parent()):
+        parent = above
+    return parent or process
+
+
+def busy_seconds(cores: Sequence[int]) -> float:
+    """How long these cores have been busy since the machine started. What a hypervisor has taken
+    for other machines (steal) counts. Interrupts do not: many serve the job's own messages."""
+    times = psutil.cpu_times(percpu=True)
+    spent = [times[core] for core in cores]
+    return sum(core.user + core.nice + core.system + core.steal for core in spent)
+
+
+def job_seconds(root: psutil.Process) -> float:
+    """The CPU time of a process and of all that it has started, also of those that have ended."""
+    seconds = 0.0
+    with suppress(psutil.Error):
+        for process in [root, *root.children(recursive=True)]:
+            with suppress(psutil.Error):  # it has ended meanwhile
+                used = process.cpu_times()
+                seconds += used.user + used.system + used.children_user + used.children_system
+    return seconds
+
+
+def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
+    """Which nodes other programs kept busy; "" if none. loads: of each node."""
+    busy = [
+        f"{load.busy:.1f} of {load.cores} cores of {host}"
+        for host, load in zip(hosts, loads, strict=False)  # a dry run has no loads
+        if load.fraction > BUSY
+    ]
+    return f"other programs take {cut(busy, 3)}" if busy else ""
 
 
 def collect(job: Job, variables: dict[str, str], load: CpuLoad | None = None) -> dict[str, Any]:
@@ -69,7 +152,7 @@ def collect(job: Job, variables: dict[str, str], load: CpuLoad | None = None) ->
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": max(rank["nccl"] for rank in ranks) or None,  # "" on the CPU
-        "nccl_backend": nccl_backends(job.backend) if cuda else None,
+        "nccl_backend": nccl_backend(job.backend) if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
         "launcher": launcher(),
@@ -145,22 +228,36 @@ def describe_rank(job: Job) -> dict[str, Any]:
     return row
 
 
-def nccl_backends(backend: str) -> str | None:
-    """What `nccl_backend` says of each backend: `legacy,nccl2`. None if none is NCCL's."""
-    names = [nccl_backend(name) for name in backends_of(backend)]
-    return ",".join(name for name in names if name) or None
-
-
 def nccl_backend(backend: str) -> str | None:
     """Which of torch's process groups for NCCL a backend's name means; None for other backends.
 
     Newer torches have several: nccl2, nccl-legacy and nccl-lazy. Which of them `nccl` is depends on
-    the version and on TORCH_DIST_USE_NCCL2. Older ones have only what is called nccl-legacy now.
+    the version and on TORCH_DIST_USE_NCCL2, and only the name of the function that makes its groups
+    tells. Seen in torch 2.11, 2.14 and 2.15: `Backend` in torch/distributed/distributed_c10d.py.
     """
     name = backend.rpartition("cuda:")[2].partition(",")[0]  # of cpu:gloo,cuda:nccl
-    if name == "nccl":
-        return "nccl2" if "nccl2" in creator_of(name) else "legacy"
-    return name.removeprefix("nccl-") if "nccl" in name else None
+    if name != "nccl":
+        return name.removeprefix("nccl-") if "nccl" in name else None
+    dist.is_backend_available("cuda:nccl")  # registers it, as making a group does
+    plugin = dist.Backend._plugins.get("NCCL")  # torch 2.11 has none, and only the legacy groups
+    return "nccl2" if plugin and "nccl2" in plugin.creator_fn.__name__ else "legacy"
+
+
+def run(command: list[str]) -> str:
+    """The output of a command; "" where the command is missing, slow or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def gpu_state(query: str = GPU_STATE) -> list[dict[str, str]]:
+    """What nvidia-smi says about each GPU of this node; [] where it says nothing."""
+    fields = query.split(",")
+    text = run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
+    rows = [line.split(", ") for line in text.splitlines()]
+    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
 def topology(cuda: bool) -> str:
@@ -211,6 +308,46 @@ def differences(nodes: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def lacking(environment: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
+    """The nodes with broken memory or with too few GPUs -> why.
+
+    wanted: how many GPUs a node should have; by default as many as the node with the most.
+    """
+    wanted = wanted or max(map(len, environment["gpus"]))
+    why = {}
+    for node, gpus in enumerate(environment["gpus"]):
+        for i, gpu in enumerate(gpus):
+            errors = gpu["ecc.errors.uncorrected.volatile.total"]
+            if errors.isdigit() and int(errors):
+                why[node] = f"GPU {i} has uncorrected errors of its memory"
+        if len(gpus) < wanted:
+            why[node] = f"it has {len(gpus)} of {wanted} GPUs"
+    return why
+
+
+def sharing(environment: dict[str, Any], tested: range | None = None) -> str | None:
+    """`ranks 0 and 1 share a GPU on host`; None where each rank has a GPU of its own.
+
+    tested: look only at these ranks.
+    """
+    owners: dict[tuple[str, str], int] = {}
+    for row in environment["ranks"]:
+        if row["uuid"] and (tested is None or row["rank"] in tested):
+            other = owners.setdefault((row["host"], row["uuid"]), row["rank"])
+            if other != row["rank"]:
+                return f"ranks {other} and {row['rank']} share a GPU on {row['host']}"
+    return None
+
+
+def sharers(environment: dict[str, Any], rank: int) -> int:
+    """How many ranks use the GPU of this rank, itself included; 1 where it is on the CPU.
+
+    The UUIDs tell: torch's device count is 1 on all ranks where each sees only its own GPU.
+    """
+    places = [(row["host"], row["uuid"]) for row in environment["ranks"]]
+    return places.count(places[rank]) if places[rank][1] else 1
+
+
 def preamble(environment: dict[str, Any]) -> str:
     """The other `#` lines above the tables: versions, ranks, each topology once, and warnings."""
     cuda = ""
@@ -232,12 +369,7 @@ def preamble(environment: dict[str, Any]) -> str:
     for text in dict.fromkeys(environment["topologies"]):
         lines += text.splitlines()
     lines.append(UNITS)
-    warnings = warnings_of(environment)
-    lines += [f"warning: {warning}" for warning in warnings[:MOST_WARNINGS]]
-    if more := len(warnings[MOST_WARNINGS:]):
-        lines.append(f"... and {count_of(more, 'more warning')}")
-    if environment["nccl_backend"] == "nccl2":
-        lines.append(NCCL2_HINT)
+    lines += [f"warning: {warning}" for warning in warnings_of(environment)]
     return "\n".join(f"# {line}" for line in lines)
 
 
@@ -247,18 +379,11 @@ def count_of(count: int, noun: str) -> str:
 
 
 def warnings_of(environment: dict[str, Any]) -> list[str]:
-    """What makes the numbers doubtful, a line each: nodes that differ, GPUs that are throttled,
-    missing or shared, GPUs with one core, and cores that others use."""
-    hosts = environment["hosts"]
-    warnings = [*environment["differences"], *throttled(hosts, environment["gpus"])]
-    warnings += [f"{hosts[node]}: {why}" for node, why in lacking(environment).items()]
-    if busy := others_text(hosts, environment["others"]):
+    """What makes the numbers doubtful, a line each: nodes that differ, cores that others use, GPUs
+    that ranks share."""
+    warnings = list(environment["differences"])
+    if busy := others_text(environment["hosts"], environment["others"]):
         warnings.append(f"{busy}: times will scatter")
     if shared := sharing(environment):
         warnings.append(f"{shared}: their times include each other's turns")
-    for row in environment["ranks"]:
-        if row["uuid"] and row["cores"] == 1:
-            cure = "see srun --cpus-per-task"
-            warnings.append(f"rank {row['rank']} has 1 core for its GPU; {cure}")
-            break  # the others have as few
     return warnings

@@ -11,7 +11,6 @@ import re
 import resource
 import shlex
 import socket
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -69,7 +68,7 @@ def join(
         bind(on_node, local_world_size, chosen)
     if cuda:
         torch.cuda.set_device(chosen)
-    set_variables(log_nccl=cuda and on_node == 0)
+    set_variables()
     if ranks_to_meet == 1:
         store: dist.Store = dist.HashStore()
         second_store = store.clone()
@@ -134,25 +133,12 @@ def keep_freed_memory() -> bool:
     return all(kept)
 
 
-def set_variables(log_nccl: bool) -> None:
-    """Set the variables that torch and NCCL read when the first group is made. What the user has
-    set stays.
-
-    log_nccl: whether this process writes NCCL's log into a temporary file, if the user has asked
-    for no log. The log says which network and transport NCCL takes. NCCL writes it when it
-    connects, not while it is timed.
-    """
+def set_variables() -> None:
+    """Set what torch's NCCL reads when the first group is made. What the user has set stays."""
     if torchrun_set_error_handling():
         del os.environ[ERROR_HANDLING]
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    if log_nccl and not any(name.startswith("NCCL_DEBUG") for name in os.environ):
-        handle, path = tempfile.mkstemp(prefix="nccl-", suffix=".log")
-        os.close(handle)
-        atexit.register(Path(path).unlink, missing_ok=True)
-        os.environ["NCCL_DEBUG"] = "INFO"
-        os.environ["NCCL_DEBUG_SUBSYS"] = "INIT,NET,P2P,SHM"
-        os.environ["NCCL_DEBUG_FILE"] = path
 
 
 def torchrun_set_error_handling() -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from common import environment, gpus, network
+from common import environment
+from common.benchmark import load_observers, lost
 from common.cli import (
     abandon,
     backends_of,
@@ -28,8 +29,7 @@ from common.cli import (
     take_stdout,
     tell_torchrun,
 )
-from common.cpu_load import BUSY, CpuLoad, Others, others_text
-from common.environment import node_of_each
+from common.environment import BUSY, CpuLoad, Others, node_of_each, others_text
 from common.groups import Group, Groups, connect, gather, share
 from common.join import join, world
 from common.remarks import (
@@ -113,7 +113,6 @@ class Benchmark:
         measured_on = share(environment.collect(self.job, variables, self.load))
         if args.dry_run:
             measured_on = environment.imagined(measured_on, self.job)
-        self.network_before = network.read() if self.job.local_rank == 0 else {}
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
         # These complete every key, as rank 0 has them: with RPC a server may be on another device
@@ -137,6 +136,7 @@ class Benchmark:
             self.print(f"# the report that was there is now {self.replaced}")
         for remark in self.report.remarks:
             self.print(f"# {remark}")
+        self.node = next(o for o in load_observers(self) if type(o).__name__ == "Node")  # type: ignore[arg-type]
         self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
 
     def prepare_traces(self, name: str, measured_on: dict[str, Any]) -> Tracer:
@@ -276,7 +276,7 @@ class Benchmark:
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"
             self.watchdog.fail(error)
-            if gpus.lost(self.job.device):
+            if lost(self.job.device):
                 end(1, f"{error}: this process cannot use its GPU any more")
         # After the except block: its traceback held the model and its group, and is gone by now.
         if error:
@@ -460,12 +460,11 @@ class Benchmark:
 
     def finish(self) -> None:
         """Print remarks about the run as a whole, write the report's last line, and set status."""
-        measured_on = self.report.environment
-        last_line, remarks = gpus.at_the_end(self.job, measured_on)
-        network_grew, warnings = network.at_the_end(self.job, measured_on, self.network_before)
+        last_line: dict[str, Any] = {}
+        remarks = self.node.end(last_line)
         cases = self.report.cases
         last_line["others"] = self.load_of_others()
-        remarks = [*warnings, *remarks, *self.uncertain(last_line["others"])]
+        remarks += self.uncertain(last_line["others"])
         if any(launch_bound(case) for case in cases):
             self.print(LAUNCH_HINT)
         if remarks:
@@ -483,7 +482,7 @@ class Benchmark:
             reason = reason or f"{len(failed)} of {len(cases)} cases failed; {first}"
             status = 1
         try:
-            self.report.finish("failed" if status == 1 else "complete", **last_line, **network_grew)
+            self.report.finish("failed" if status == 1 else "complete", **last_line)
         except OSError as full:
             status, reason = 1, f"--json {self.args.json}: {full.strerror}"
             complain(f"error: {reason}")

@@ -52,15 +52,6 @@ def abort_process_group(group: dist.ProcessGroup) -> None:
     dist.distributed_c10d._abort_process_group(group)
 
 
-def creator_of(backend: str) -> str:
-    """The name of the function that makes groups of this backend, or "" where torch 2.11 makes them
-    itself. Which one `nccl` stands for is told by nothing else. `Backend` in
-    torch/distributed/distributed_c10d.py."""
-    dist.is_backend_available(f"cuda:{backend}")  # registers it, as making a group does
-    plugin = dist.Backend._plugins.get(backend.upper())
-    return plugin.creator_fn.__name__ if plugin else ""
-
-
 def recorded_collectives() -> list[dict[str, Any]]:
     """The entries of this rank's flight recorder, of every backend; torch/csrc/distributed/c10d."""
     c10d, entries = torch._C._distributed_c10d, list[dict[str, Any]]()

@@ -11,7 +11,7 @@ from os.path import relpath
 from typing import Any
 
 from common.cli import ROOT
-from common.cpu_load import Others
+from common.environment import Others
 from common.report import Case
 from common.stats import autocorrelation_time
 from common.table import layout

@@ -283,6 +283,17 @@ class TimedLoop:
         return agree(reached, self.group)
 
 
+def cuda_graph(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The kernels that `step` launches as one CUDA graph, which costs one launch to replay."""
+    step()  # connects NCCL, which a capture must not
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    # "thread_local": a call of NCCL's watchdog thread must not break this thread's capture
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        step()
+    return graph.replay
+
+
 def launch_share(timings: Sequence[Timing]) -> dict[str, float]:
     """Launching over the device's time, for each step. The rank where this is largest counts."""
     shares: dict[str, float] = {}

@@ -95,6 +95,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
 
     from common import benchmark, environment, old, rpc
     from common import groups as dist
+    from common.observe import hints, node  # noqa: F401 - with the real gather
 
     size = recording["world_size"]
     left, gathered = list(recording["cases"]), map(rebuilt, recording["gathered"])

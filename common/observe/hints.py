@@ -5,8 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from common.benchmark import Observer
-from common.cpu_load import Others, others_text
-from common.environment import node_of_each
+from common.environment import Others, node_of_each, others_text
 from common.report import Case, Estimate
 from common.stats import autocorrelation_time
 from common.timing import MIN_SAMPLES

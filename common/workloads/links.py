@@ -8,12 +8,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common.gpus import cuda_graph
 from common.groups import Group, Job
 from common.old import Benchmark, Workload
 from common.report import Case
 from common.stats import Times
-from common.timing import Step
+from common.timing import Step, cuda_graph
 from common.workloads import patterns
 from common.workloads.outliers import MARGIN, Costs, Findings, accuse
 

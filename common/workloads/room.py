@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import torch
 
-from common.gpus import sharers
+from common.environment import sharers
 from common.groups import Job
 
 

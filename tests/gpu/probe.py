@@ -26,8 +26,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common import gpus
-from common.environment import nccl_backend
+from common.environment import gpu_state, nccl_backend, run
 from common.join import set_variables
 from common.private_torch import abort_process_group
 
@@ -57,7 +56,7 @@ def ask_versions() -> None:
     gpu = torch.cuda.get_device_properties(DEVICE)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
     say("versions", f"torch {torch.__version__}, NCCL {nccl} ({nccl_backend('nccl')}), {gpu.name}")
-    for state in gpus.gpu_state():
+    for state in gpu_state():
         say("versions", state)
 
 
@@ -80,13 +79,13 @@ def ask_zeros() -> None:
 
 def ask_throttle() -> None:
     """The counters count microseconds; the active reasons are those of the moment."""
-    fields = gpus.run(["nvidia-smi", "--help-query-gpu"])
+    fields = run(["nvidia-smi", "--help-query-gpu"])
     known = [line for line in fields.splitlines() if "event_reasons" in line and '"' in line]
     say("throttle", f"nvidia-smi knows {len(known)} fields about it:")
     for line in known:
         say("throttle", line)
     x = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-    before = gpus.gpu_state()
+    before = gpu_state()
     over = time.monotonic() + LOADED_S
 
     def load() -> None:
@@ -96,9 +95,9 @@ def ask_throttle() -> None:
     thread = threading.Thread(target=load)
     thread.start()
     time.sleep(LOADED_S / 2)  # in the middle of the load
-    during = gpus.gpu_state()
+    during = gpu_state()
     thread.join()
-    for name, state in (("before", before), ("during", during), ("after", gpus.gpu_state())):
+    for name, state in (("before", before), ("during", during), ("after", gpu_state())):
         say("throttle", f"{name}: {state}")
 
 
@@ -155,7 +154,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("probe.py: error: torch sees no CUDA device here")
     torch.cuda.set_device(DEVICE)
-    set_variables(log_nccl=False)
+    set_variables()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     ask_versions()
     ask_zeros()

@@ -51,8 +51,6 @@ def test_gpus_and_how_they_are_driven_are_in_the_report(bench: Callable[..., Any
     assert len(gpus) >= GPUS
     assert all(gpu["power.limit"] and gpu["pci.bus_id"] for gpu in gpus)
     assert end["gpus"][0][0]["temperature.gpu"]
-    assert end["nccl"][0]["network"]
-    assert "# NCCL chose network " in run.out
 
 
 @pytest.mark.parametrize("hook", ["powersgd", "quantize_per_tensor"])

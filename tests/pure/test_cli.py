@@ -330,19 +330,6 @@ def test_why_nccl_failed_is_part_of_the_line() -> None:
     assert cli.describe(RuntimeError("a\nNCCL Last Error: ")) == "RuntimeError: a"
 
 
-def test_what_nccl_warned_of_is_said_when_the_process_ends_at_once(tmp_path: Path) -> None:
-    log = tmp_path / "nccl.log"
-    log.write_text("vm:7:9 [0] NCCL INFO ok\n" + "vm:7:9 [0] init.cc:943 NCCL WARN no room\n" * 2)
-    code = "from common.cli import end; end(3, 'HANG')"
-    for path, said in ((str(log), "HANG\nNCCL warned: no room\n"), ("", "HANG\n")):
-        variables = os.environ | {"NCCL_DEBUG_FILE": path}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(
-            command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
-        )
-        assert (done.returncode, done.stderr) == (3, said)
-
-
 def test_the_version_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: a folder without git, one with a commit, a file that was changed since."""
     cli.version.cache_clear()

@@ -36,7 +36,7 @@ def test_a_trace_of_graphs_has_whole_ones(monkeypatch: pytest.MonkeyPatch) -> No
         captured.append(step)
         return lambda: replays.append(step)
 
-    monkeypatch.setattr(collectives.gpus, "cuda_graph", capture)
+    monkeypatch.setattr(collectives, "cuda_graph", capture)
     flags = ("-b", "64", "-e", "64", "-n", "20", "-G", "3")
     monkeypatch.setattr("sys.argv", ["collectives.py", *flags])
     args = collectives.parse_args()

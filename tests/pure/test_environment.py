@@ -1,4 +1,5 @@
-"""What environment.py reads out of other programs' words, and what it refuses."""
+"""What environment.py reads out of other programs' words, what it refuses, and what other programs
+use of a node."""
 
 import json
 import os
@@ -8,24 +9,31 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 
 from common import groups as dist
+from common.benchmark import Benchmark
 from common.cli import shared_words
-from common.cpu_load import Others
 from common.environment import (
-    PER_RUN,
+    CpuLoad,
+    Others,
     collect,
     cpu_model,
     differences,
+    gpu_state,
+    job_seconds,
+    lacking,
     nccl_backend,
-    nccl_backends,
+    others_text,
     preamble,
     problem,
     user_variables,
@@ -93,41 +101,26 @@ def test_a_node_that_differs_is_named() -> None:
     assert differences(nodes) == ["cores of b is not that of other nodes"]
 
 
-def test_what_gpus_the_first_lines_warn_of() -> None:
-    """Planted: two ranks on one GPU, which gets hot, has broken memory, and one core for rank 1."""
-    gpu = {"index": "0", "clocks_event_reasons.active": "0x0000000000000040"}
-    gpu["ecc.errors.uncorrected.volatile.total"] = "2"
-    ranks = [
-        rank(i, uuid="G0") | {"device": "H100", "cores": 8 - 7 * i, "threads": 1} for i in (0, 1)
-    ]
+def test_what_the_first_lines_say_and_warn_of() -> None:
+    """Planted: two ranks on one GPU, another program, and a node that differs."""
+    ranks = [rank(i, uuid="G0") | {"device": "H100", "cores": 8, "threads": 1} for i in (0, 1)]
     found: dict[str, Any] = {"torch": "2.11", "cuda": "13.0", "nccl": "2.28.9", "python": "3"}
     found |= {"backend": "gloo", "launcher": "torchrun", "world_size": 2}
-    found |= {"num_nodes": 1, "hosts": ["a"], "nccl_backend": "legacy"}
-    found |= {"ranks": ranks, "topologies": [], "gpus": [[gpu]], "differences": []}
-    found["others"] = [Others(1.5, 8)]
+    found |= {"num_nodes": 1, "hosts": ["a"], "ranks": ranks, "topologies": ["GPU0 X"]}
+    found |= {"differences": ["cores of b is not that of other nodes"], "others": [Others(1.5, 8)]}
     lines = preamble(found).splitlines()
-    assert lines[0] == "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo"
-    assert lines[-5:] == [
-        "# warning: GPU 0 of a is throttled: hardware thermal",
-        "# warning: a: GPU 0 has uncorrected errors of its memory",
+    assert lines[:4] == [
+        "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo",
+        "# 2 ranks on 1 node, started by torchrun",
+        "# rank 0: a, H100, 8 cores, 1 thread",
+        "# rank 1: a, H100, 8 cores, 1 thread",
+    ]
+    assert lines[4] == "# GPU0 X"
+    assert lines[-3:] == [
+        "# warning: cores of b is not that of other nodes",
         "# warning: other programs take 1.5 of 8 cores of a: times will scatter",
         "# warning: ranks 0 and 1 share a GPU on a: their times include each other's turns",
-        "# warning: rank 1 has 1 core for its GPU; see srun --cpus-per-task",
     ]
-
-
-def test_a_hint_says_where_it_was_read_that_ddp_overlaps_nothing() -> None:
-    found: dict[str, Any] = {"torch": "2.14", "cuda": "13.0", "nccl": "2.30.7", "python": "3"}
-    found |= {"backend": "nccl", "launcher": "torchrun", "world_size": 1, "num_nodes": 1}
-    found |= {"hosts": ["a"], "ranks": [rank(0) | {"device": "H100", "cores": 8, "threads": 1}]}
-    found |= {"topologies": [], "gpus": [[]], "differences": [], "others": [Others(0, 8)]}
-    for nccl in ("legacy", None):
-        assert "DDP" not in preamble(found | {"nccl_backend": nccl})
-    last = preamble(found | {"nccl_backend": "nccl2"}).splitlines()[-1]
-    assert last == (
-        "# hint: with nccl2 DDP may overlap nothing: read in torch's source (WorkNCCL::getFuture), "
-        "not measured. To compare: TORCH_DIST_USE_NCCL2=0"
-    )
 
 
 def test_gpus_are_described_where_the_first_rank_of_the_node_has_none(
@@ -150,6 +143,45 @@ def test_gpus_are_described_where_the_first_rank_of_the_node_has_none(
     assert described["nccl"] == "2.28.9"
     assert described["topologies"] == ["GPU0 X"]
     assert described["cuda"] == torch.version.cuda
+
+
+NVIDIA_SMI = """\
+#!/bin/sh
+case "$1" in *memory.total*) echo "Field \\"x\\" is not a valid field to query."; exit 2; esac
+cat <<'END'
+0, GPU-5e9f2c, 00000000:1B:00.0, NVIDIA H100 80GB HBM3, 580.65.06, Disabled, Enabled, 0, \
+700.00 W, 1980 MHz, 1980 MHz, 2619 MHz, 34, 0x0000000000000001
+1, GPU-5e9f2d, 00000000:43:00.0, NVIDIA H100 80GB HBM3, 580.65.06, Disabled, Enabled, 0, \
+700.00 W, 1980 MHz, 1980 MHz, 2619 MHz, 34, 0x0000000000000001
+END
+"""
+
+
+def test_the_state_of_gpus_is_what_nvidia_smi_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    tool.write_text(NVIDIA_SMI.replace("\\\n", ""))
+    tool.chmod(0o755)
+    first, second = gpu_state()
+    assert (first["index"], second["pci.bus_id"]) == ("0", "00000000:43:00.0")
+    assert (first["power.limit"], first["clocks.max.sm"]) == ("700.00 W", "1980 MHz")
+    assert gpu_state("index,memory.total") == []  # a field that this driver does not know
+    tool.write_text("#!/bin/sh\nexit 9\n")  # no driver
+    assert gpu_state() == []
+
+
+def test_lacking() -> None:
+    healthy = {"ecc.errors.uncorrected.volatile.total": "0"}
+    broken = {"ecc.errors.uncorrected.volatile.total": "3"}
+    without = {"ecc.errors.uncorrected.volatile.total": "[N/A]"}
+    assert lacking({"gpus": [[healthy] * 8, [healthy] * 7]}) == {1: "it has 7 of 8 GPUs"}
+    assert lacking({"gpus": [[healthy, broken], [without, healthy]]}) == {
+        0: "GPU 1 has uncorrected errors of its memory"
+    }
+    assert lacking({"gpus": [[]]}) == {}
+    assert lacking({"gpus": [[]]}, 8) == {0: "it has 0 of 8 GPUs"}
 
 
 def test_each_rank_is_bound_to_cores_of_its_own() -> None:
@@ -225,34 +257,29 @@ def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "3"),
         ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0", "15000"),
         ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", "1"),
-        ("NCCL_DEBUG", "INFO", "WARN"),
-        ("NCCL_DEBUG_SUBSYS", "INIT,NET,P2P,SHM", "ALL"),
-        ("NCCL_DEBUG_FILE", None, "nccl.%h.%p"),
     ],
 )
 @pytest.mark.parametrize("by_torchrun", [True, False])
 def test_what_the_user_has_set_stays(
-    name: str, ours: str | None, users: str, by_torchrun: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, ours: str, users: str, by_torchrun: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = {"TORCHELASTIC_RUN_ID": "none", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     clean = {key: text for key, text in os.environ.items() if "NCCL" not in key}
     clean |= own if by_torchrun else {}
     monkeypatch.setattr(os, "environ", clean.copy())
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in user_variables()
-    set_variables(log_nccl=True)
-    assert os.environ[name] == ours or ours is None
+    set_variables()
+    assert os.environ[name] == ours
     monkeypatch.setattr(os, "environ", clean | {name: users})
-    assert name in PER_RUN or user_variables()[name] == users
-    set_variables(log_nccl=True)
+    assert user_variables()[name] == users
+    set_variables()
     assert os.environ[name] == users
-    if name.startswith("NCCL_DEBUG"):  # ours would send NCCL's log elsewhere
-        assert [key for key in os.environ if key.startswith("NCCL_DEBUG")] == [name]
 
 
 def test_a_1_that_torchrun_has_not_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    set_variables(log_nccl=False)
+    set_variables()
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
 
 
@@ -480,8 +507,6 @@ def test_which_nccl_a_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("nccl-legacy", "nccl-lazy", "nccl2", "nccl", "cpu:gloo,cuda:nccl", "gloo")
     stands_for = ["legacy", "lazy", "nccl2", "nccl2", "nccl2", None]
     assert [nccl_backend(name) for name in names] == stands_for
-    assert nccl_backends("nccl-legacy,nccl") == "legacy,nccl2"
-    assert (nccl_backends("gloo,nccl"), nccl_backends("gloo,ucc")) == ("nccl2", None)
     chosen(_create_nccl_process_group)  # as torch 2.14 does by itself, which has nccl2 as well
     assert [nccl_backend(name) for name in ("nccl", "nccl2")] == ["legacy", "nccl2"]
 
@@ -557,3 +582,74 @@ def test_freed_memory_is_kept_unless_the_user_has_set_malloc(
         command, env=env | variables, cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert run.stdout.split() == [str(kept), str(kept)], run.stderr
+
+
+# -- what other programs use of a node ------------------------------------------------------------
+
+BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
+
+
+def test_what_the_job_did_not_use_others_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 10 s the cores were busy for 12 s, of which the job used 7."""
+    clock, busy, job = [100.0], [50.0], [20.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr("common.environment.busy_seconds", lambda cores: busy[0])
+    monkeypatch.setattr("common.environment.job_seconds", lambda root: job[0])
+    load = CpuLoad()
+    clock[0], busy[0], job[0] = 110.0, 62.0, 27.0
+    assert load.of_others().busy == 0.5
+    job[0] = 33.0  # both are counted in ticks: never below 0
+    assert load.of_others().busy == 0
+    slept = list[float]()
+    monkeypatch.setattr(time, "sleep", slept.append)
+    clock[0] = 100.0625  # ticks are too coarse for that: it waits until 0.1 s are over
+    load.of_others()
+    assert slept == [pytest.approx(0.0375)]
+
+
+def test_children_count_also_after_their_end() -> None:
+    """A process that has burnt 0.3 s of CPU, and whose child did the same and ended."""
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BURN!r}])\n{BURN}"
+    with subprocess.Popen(
+        [sys.executable, "-c", f"{code}\nprint(1, flush=True)\ninput()"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert job_seconds(psutil.Process(process.pid)) >= 0.55  # in ticks of 0.01 s
+        process.communicate(b"\n", timeout=60)
+
+
+def test_a_shell_between_launcher_and_rank_is_passed_over() -> None:
+    """The `;` keeps the shell from replacing itself."""
+    code = "import psutil; from common.environment import launcher_of\n"
+    code += "print(launcher_of(psutil.Process()).pid)"
+    for words in ([sys.executable, "-c", code], ["sh", "-c", '"$@"; true', "sh"]):
+        command = [*words, *([sys.executable, "-c", code] if words[0] == "sh" else [])]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert done.stdout == f"{os.getpid()}\n", done.stderr
+
+
+def test_a_busy_node_is_named() -> None:
+    loads = [Others(0.2, 2), Others(0.21, 2), Others(3.0, 64)]
+    assert others_text(["a", "b", "c"], loads) == "other programs take 0.2 of 2 cores of b"
+    assert others_text(["a"], loads[:1]) == ""
+    assert others_text(["a", "b"], []) == ""  # a dry run
+
+
+@pytest.mark.parametrize(
+    ("loads", "taken"),
+    [
+        ([], None),  # while two commands take turns
+        ([Others(0.2, 2), Others(6.0, 64)], None),
+        ([Others(0.9, 2), Others(1.6, 2), Others(3.0, 64)], Others(1.6, 2)),
+    ],
+)
+def test_a_run_is_disturbed_from_a_tenth_of_a_node_on(
+    loads: list[Others], taken: Others | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node where they took most counts. Rank 0 knows the loads."""
+    monkeypatch.setattr("common.benchmark.share", lambda value: value)
+    assert Benchmark.disturbed(Mock(load_of_others=lambda: loads)) == taken

@@ -78,6 +78,15 @@ def test_common_has_a_map_and_imports_follow_it() -> None:
         assert USES[module] <= {*order[:number], "common"}, module
 
 
+@pytest.mark.parametrize("module", sorted(USES))
+def test_what_looks_on_can_be_deleted(module: str) -> None:
+    """Nothing but common/observe/ itself imports it. Nor does the core import common/workloads/."""
+    if re.fullmatch(r"common\.\w+", module):
+        assert not [used for used in USES[module] if used.startswith("common.workloads")]
+    if not module.startswith("common.observe."):
+        assert not [used for used in USES[module] if used.startswith("common.observe")]
+
+
 def test_no_cycles() -> None:
     def reach(module: str, seen: set[str]) -> set[str]:
         for used in USES[module] - seen:
@@ -98,9 +107,9 @@ def test_a_module_of_common_has_two_users() -> None:
         "common.join",
         "common.watchdog",
     }
-    core |= {"common.environment", "common.network", "common.remarks", "common.traces"}
-    core |= {m for m in USES if m.startswith("common.observe.")}  # loaded by their folder
-    assert set(alone) - core == set()
+    core |= {"common.remarks", "common.traces"}
+    lookers_on = {module for module in alone if module.startswith("common.observe.")}
+    assert set(alone) - core - lookers_on == set()
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)

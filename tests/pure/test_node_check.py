@@ -16,7 +16,7 @@ from benchmarks.node_check import (
     rounds_by_node,
     wrong_results,
 )
-from common.cpu_load import Others
+from common.environment import Others
 from common.report import Case, Report
 from common.stats import Times
 from common.workloads.outliers import Who, accuse, sentences

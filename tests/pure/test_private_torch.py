@@ -24,6 +24,8 @@ from tests.process import ROOT
 
 FILES = sorted(path for folder in ("benchmarks", "common") for path in (ROOT / folder).glob("*.py"))
 ROOTS = ("torch", "dist", "dcp", "rpc")
+# What stands in other files, where it is used
+ELSEWHERE = {"environment": {"dist.Backend._plugins"}}
 
 
 @pytest.fixture
@@ -221,7 +223,8 @@ def test_nothing_else_reaches_for_private_names_of_torch(path: Path) -> None:
             assert names[0] != "torch" or not private, f"line {node.lineno}: {private}"
         elif isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
             source = ast.unparse(node)
-            assert source.split(".")[0] not in ROOTS, f"line {node.lineno}: {source}"
+            known = source in ELSEWHERE.get(path.stem, set())
+            assert known or source.split(".")[0] not in ROOTS, f"line {node.lineno}: {source}"
 
 
 def test_a_script_without_fsdp_does_not_wait_for_its_import() -> None:

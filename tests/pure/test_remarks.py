@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.cli import ROOT
-from common.cpu_load import Others
+from common.environment import Others
 from common.remarks import (
     Conditions,
     Pace,

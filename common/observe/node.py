@@ -1,0 +1,196 @@
+"""GPUs and networks of the nodes: what is wrong with them at the start, and what happened to them
+during the run."""
+
+from typing import Any
+
+import psutil
+
+from common.benchmark import Benchmark, Observer
+from common.cli import cut
+from common.environment import gpu_state, lacking
+from common.groups import gather
+
+NCCL2_HINT = (
+    "hint: with nccl2 DDP may overlap nothing: read in torch's source (WorkNCCL::getFuture), "
+    "not measured. To compare: TORCH_DIST_USE_NCCL2=0"
+)
+# The bits of clocks_event_reasons.active that slow a GPU down: NVML's nvmlClocksEventReasons.
+THROTTLED = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+}
+POWER_CAP = "power cap"
+# The driver's counters of how long a GPU was slowed down, `7 us`. Older drivers lack them.
+SLOWED = {
+    "clocks_event_reasons_counters.sw_power_cap": POWER_CAP,
+    "clocks_event_reasons_counters.sw_thermal_slowdown": "software thermal",
+    "clocks_event_reasons_counters.hw_thermal_slowdown": "hardware thermal",
+    "clocks_event_reasons_counters.hw_power_brake_slowdown": "power brake",
+}
+LEAST_SLOWED_S = 0.1  # shorter slowdowns within a run are not worth a line
+COUNTED = ("errin", "errout", "dropin", "dropout")  # by psutil, for each network interface
+MOST_LINES = 16  # of a kind
+
+Gpus = list[dict[str, str]]  # what `gpu_state` says about each GPU of a node
+Slowed = list[dict[str, float]]  # for each GPU of a node: reason -> seconds
+Counters = dict[str, int]  # `eth0 dropin` -> how often
+
+
+class Node(Observer):
+    """The first rank of a node looks at the node's GPUs and network."""
+
+    def __init__(self, bench: Benchmark) -> None:
+        super().__init__(bench)
+        environment = bench.report.environment
+        self.looks = bench.job.local_rank == 0
+        self.asks_gpus = self.looks and bool(environment["cuda"])
+        self.slowed_before = gpu_state(",".join(SLOWED)) if self.asks_gpus else []
+        self.network_before = network_errors() if self.looks else {}
+        for line in warnings_at_start(environment):
+            bench.print(f"# {line}")
+
+    def end(self, last_line: dict[str, Any]) -> list[str]:
+        """Adds a row for each node: `network`, and on CUDA also `gpus` and `slowed_s`."""
+        row = None
+        if self.looks:
+            gpus = gpu_state() if self.asks_gpus else []
+            after = gpu_state(",".join(SLOWED)) if self.asks_gpus else []
+            slowed = slowed_seconds(self.slowed_before, after)
+            row = gpus, slowed, growth(self.network_before, network_errors())
+        rows = [row for row in gather(row) or [] if row]
+        if not rows:
+            return []
+        environment = self.bench.report.environment
+        hosts = environment["hosts"]
+        lines: list[str] = []
+        last_line["network"] = [errors for _, _, errors in rows]
+        if len(rows) > 1:  # on one node the data did not go over the network
+            lines += network_lines(hosts, last_line["network"])
+        if environment["cuda"]:
+            last_line["gpus"] = [gpus for gpus, _, _ in rows]
+            last_line["slowed_s"] = [slowed for _, slowed, _ in rows]
+            lines += slowed_lines(hosts, last_line["slowed_s"])
+            lines += without_counters(hosts, last_line["gpus"], last_line["slowed_s"])
+        return lines
+
+
+def warnings_at_start(environment: dict[str, Any]) -> list[str]:
+    """A line for each GPU that is throttled or broken, for GPUs that are missing, for a rank with
+    one core, and for nccl2."""
+    hosts = environment["hosts"]
+    warnings = throttled(hosts, environment["gpus"])
+    warnings += [f"{hosts[node]}: {why}" for node, why in lacking(environment).items()]
+    for row in environment["ranks"]:
+        if row["uuid"] and row["cores"] == 1:
+            warnings.append(f"rank {row['rank']} has 1 core for its GPU; see srun --cpus-per-task")
+            break  # the others have as few
+    lines = bounded([f"warning: {warning}" for warning in warnings], "warnings")
+    if environment["nccl_backend"] == "nccl2":
+        lines.append(NCCL2_HINT)
+    return lines
+
+
+def bounded(lines: list[str], noun: str) -> list[str]:
+    """The first lines, and how many more there are."""
+    more = len(lines) - MOST_LINES
+    return [*lines[:MOST_LINES], f"... and {more:,} more {noun}"] if more > 0 else lines
+
+
+def throttled(hosts: list[str], gpus: list[Gpus]) -> list[str]:
+    """A line for each GPU that runs slower than it could right now, with the reason."""
+    lines = []
+    for host, node in zip(hosts, gpus, strict=False):
+        for gpu in node:
+            text = gpu["clocks_event_reasons.active"]
+            bits = int(text, 16) if text.startswith("0x") else 0  # other texts mean: not known
+            reasons = [name for bit, name in THROTTLED.items() if bits & bit]
+            if reasons:
+                lines.append(f"GPU {gpu['index']} of {host} is throttled: {', '.join(reasons)}")
+    return lines
+
+
+def slowed_seconds(before: Gpus, after: Gpus) -> Slowed | None:
+    """How long each GPU was slowed down between two readings of SLOWED. None if the driver does not
+    count it. One moment tells little: after the last case the GPUs are idle."""
+    slowed, known = Slowed(), False
+    for start, end in zip(before, after, strict=False):
+        seconds = dict[str, float]()
+        for counter, reason in SLOWED.items():
+            start_s, end_s = seconds_of(start[counter]), seconds_of(end[counter])
+            if start_s is None or end_s is None:
+                continue
+            known = True
+            if end_s - start_s >= LEAST_SLOWED_S:
+                seconds[reason] = end_s - start_s
+        slowed.append(seconds)
+    return slowed if known else None
+
+
+def seconds_of(text: str) -> float | None:
+    """1.5 for `1500000 us`; None if it is not known."""
+    number = text.removesuffix(" us")
+    return int(number) / 1e6 if number.isdigit() else None
+
+
+def slowed_lines(hosts: list[str], slowed: list[Slowed | None]) -> list[str]:
+    """A line for each GPU that was slowed down, with the seconds of each reason.
+
+    A power cap alone is a note: it is normal under large products. Heat and a power brake are not,
+    so they are a warning, and their GPUs come first.
+    """
+    warnings, notes = list[str](), list[str]()
+    for host, node in zip(hosts, slowed, strict=True):
+        for gpu, seconds in enumerate(node or []):
+            reasons = ", ".join(f"{reason} for {s:.1f} s" for reason, s in seconds.items())
+            if seconds.keys() - {POWER_CAP}:
+                warnings.append(f"warning: GPU {gpu} of {host} was throttled: {reasons}")
+            elif seconds:
+                notes.append(f"note: GPU {gpu} of {host} was limited by its power: {reasons}")
+    return bounded(warnings + notes, "GPUs")
+
+
+def without_counters(hosts: list[str], gpus: list[Gpus], slowed: list[Slowed | None]) -> list[str]:
+    """A line that names the hosts whose driver does not count how long it slowed GPUs down."""
+    drivers: dict[str, list[str]] = {}  # the hosts with each driver that lacks them
+    for host, node, seconds in zip(hosts, gpus, slowed, strict=True):
+        if node and seconds is None:
+            drivers.setdefault(node[0]["driver_version"], []).append(host)
+    if not drivers:
+        return []
+    where = "; ".join(f"{version} on {cut(names)}" for version, names in drivers.items())
+    return [f"note: this driver has no throttle counters ({where}): GPUs may have been slowed down"]
+
+
+def network_errors() -> Counters:
+    """Errors and drops of each network interface of this node but loopback, since it was started,
+    whatever program they belong to."""
+    try:
+        interfaces = psutil.net_io_counters(pernic=True)
+    except OSError:  # a system without them
+        return {}
+    counters = Counters()
+    for name, interface in interfaces.items():
+        if name != "lo":
+            counters |= {f"{name} {what}": getattr(interface, what) for what in COUNTED}
+    return counters
+
+
+def growth(before: Counters, after: Counters) -> Counters:
+    """What grew between two readings, and by how much; the largest comes first."""
+    grew = {name: count - before.get(name, count) for name, count in after.items()}
+    ordered = sorted(grew.items(), key=lambda item: -item[1])
+    return {name: more for name, more in ordered if more > 0}
+
+
+def network_lines(hosts: list[str], grew: list[Counters]) -> list[str]:
+    """A line for each host of which a counter grew; the host with the largest sum comes first."""
+    by_host = dict(zip(hosts, grew, strict=True))  # nodes of one host count the same
+    lines = []
+    for host in sorted(by_host, key=lambda host: -sum(by_host[host].values())):
+        counts = [f"{more:,} {name}" for name, more in by_host[host].items()]
+        if counts:
+            lines.append(f"warning: {host} counted during the run: {cut(counts)}")
+    return bounded(lines, "nodes")
