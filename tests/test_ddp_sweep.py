@@ -82,6 +82,18 @@ def test_hooks_and_dtypes(bench: Callable[..., Any]) -> None:
     assert run.status != 0
 
 
+@smoke
+def test_hooks_average_gradients(start: Callable[..., Any]) -> None:
+    """fp16 rounds to 11 bits and bf16 to 8, both what a rank brings and the sum."""
+    process = start("tests/average_by_hooks.py", ranks=2)
+    assert process.wait(200) == 0, process.err
+    errors = dict(line.split() for line in process.out.splitlines())
+    limits = {"none": 1e-5, "allreduce": 1e-5, "fp16": 2**-9, "bf16": 2**-6}
+    assert errors.keys() == limits.keys()
+    for hook, limit in limits.items():
+        assert float(errors[hook]) <= limit
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
