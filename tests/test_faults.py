@@ -85,6 +85,22 @@ def test_a_killed_rank_ends_the_run(bench: Callable[..., Any]) -> None:
     assert run.report.status == "interrupted"
 
 
+def test_resume_measures_a_failed_case_again(bench: Callable[..., Any]) -> None:
+    flags = ("--collective", "all_reduce", "-b", "64", "-e", "128", "--iters", "6")
+    first = bench("benchmarks/collectives.py", *flags, ranks=0)
+    head, failed, *others = [json.loads(line) for line in first.path.read_text().splitlines()]
+    failed |= {"metrics": {}, "check": "failed: RuntimeError: out of luck"}
+    lines = [json.dumps(line) + "\n" for line in (head, failed, *others)]
+    first.path.write_text("".join(lines))
+    assert [case.failed for case in first.report.cases] == [True, False]
+    run = bench("benchmarks/collectives.py", *flags, "--resume", ranks=0)
+    assert run.status == 0, run.err
+    # of the two cases the failed one was measured again
+    again = [json.loads(line) for line in run.path.read_text().splitlines()[len(lines) :]]
+    assert [line["key"] for line in again[:-1]] == [failed["key"]]
+    assert sorted(case.check for case in run.report.cases) == ["passed", "passed"]
+
+
 def test_everything_is_killed_and_resume_goes_on(
     start: Callable[..., Any], bench: Callable[..., Any], tmp_path: Path
 ) -> None:

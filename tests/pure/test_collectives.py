@@ -65,6 +65,12 @@ def derived(case: Case, facts: Any, groups: list[list[int]], **flags: Any) -> di
     return case.metrics
 
 
+def test_the_top_quarter_is_of_the_largest_sizes() -> None:
+    """Rates from the smallest size to the largest; a quarter of five is two."""
+    assert collectives.top_quarter([1.0, 2.0, 3.0, 4.0]) == 4
+    assert collectives.top_quarter([9.0, 1.0, 1.0, 2.0, 4.0]) == 3
+
+
 def test_bandwidths() -> None:
     """64 MB among 4 ranks in 10 ms: 6.4 GB/s, and 1.5 times that on the bus."""
     rows = [[0.008, 0.010, 0.010], [0.010, 0.009, 0.012], [0.001] * 3, [0.002] * 3]

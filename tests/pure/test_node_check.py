@@ -176,6 +176,37 @@ def test_what_is_only_slow_cannot_always_be_told() -> None:
     assert both_times(found | copy, found) == (found, {})
 
 
+def test_who_is_slow_in_one_of_two_measurements_is_no_suspect(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 1 is slow twice, rank 2 the first time and rank 3 the second. Nobody is measured twice
+    where nobody is slow."""
+    slow: dict[int, tuple[int, ...]] = {1: (1, 2), 2: (1, 3)}  # by attempt
+    cases: list[Case] = []
+    report = Mock(cases=cases, environment={"ranks": [{"host": "a"}]})
+    bench: Any = Mock(report=report, args=Mock(budget=100.0))
+
+    def suspects(measured: list[Case]) -> node_check.Findings:
+        ranks = slow.get(measured[-1].key["attempt"], ())
+        return {(Who("rank", ((rank,),)), "copy"): "2x" for rank in ranks}
+
+    def measure(key: dict[str, Any]) -> None:
+        cases.append(Case(key, [0]))
+
+    monkeypatch.setattr(node_check, "share", lambda value: value)
+    monkeypatch.setattr(node_check, "rule_of", lambda *given: None)
+    monkeypatch.setattr(node_check, "seconds_left", lambda budget: budget)
+    monkeypatch.setattr(node_check, "node_of_each", lambda environment: [0])
+    phase = node_check.Phase("each rank alone", 0.1, [measure], suspects)
+    twice, once = node_check.measure_twice(bench, phase)
+    assert names(twice) == ["rank 1"]
+    assert sorted(names(once)) == ["rank 2", "rank 3"]
+    assert [case.key["attempt"] for case in cases] == [1, 2]
+    slow.clear()
+    assert node_check.measure_twice(bench, phase) == ({}, {})
+    assert [case.key["attempt"] for case in cases] == [1, 2, 1]
+
+
 def test_slurm_is_told_which_nodes_to_drain() -> None:
     """A line for each host that is accused. Two suspects on two hosts, and a rail, name nobody."""
     hosts = hosts_of({"hosts": ["a.org", "b"], "ranks": [{"host": h} for h in ("a.org", "b", "b")]})

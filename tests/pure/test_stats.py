@@ -70,6 +70,8 @@ def test_difference_within_rounds_takes_a_drift_off() -> None:
     shift, interval = stats.difference(a, b, [2, 2, 1])
     assert shift == 2  # of 2, 2, 5
     assert interval is None
+    # 1, 2 and 1 s in the rounds: over all samples the medians are 5 and 3, 2 s apart
+    assert stats.difference([1, 1, 5, 5, 6], [0, 0, 3, 3, 5], [2, 2, 1])[0] == 1
     many, interval = stats.difference([2.0] * 8, [1.0] * 8, [1] * 8)
     assert (many, interval) == (1, (1, 1))
 
@@ -95,6 +97,12 @@ def test_straggler() -> None:
     unsure = np.ones((2, 40))
     unsure[1] = [1.0, 1.2] * 20
     assert stats.straggler(unsure) is None
+    # surely slower, and 11 % slower in the median, but not surely by more than the margin of 5 %
+    unsure[1] = [1.02, 1.2] * 20
+    assert stats.straggler(unsure) is None
+    row, factor = stats.straggler(unsure, margin=0.01) or (None, 0)
+    assert row == 1
+    assert factor == pytest.approx(1.11)
     # within the margin of 5 %
     near = alike.copy()
     near[1] *= 1.03

@@ -2,6 +2,8 @@
 
 import argparse
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from time import sleep
@@ -143,6 +145,13 @@ def test_a_block_calls_so_often_and_divides_by_calls() -> None:
     assert len(calls) == 15
 
 
+def test_a_sample_is_the_mean_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two samples of 4 calls, which take 8 s and 4 s, begin at 10 s."""
+    clock = iter([10.0, 10.0, 18.0, 22.0, 22.0])
+    monkeypatch.setattr(timing_module, "perf_counter", lambda: next(clock))
+    assert time_block(lambda: None, 2, CPU, calls=4)[0] == [2.0, 1.0]
+
+
 def test_launch_share_is_of_the_rank_with_the_most() -> None:
     slow = Timing({"a": [1.0, 3.0]}, [2], "iters", {"a": 1.0})
     fast = Timing({"a": [0.5, 0.5]}, [2], "iters", {"a": 0.9})
@@ -174,6 +183,40 @@ def test_steps_alternate_and_turn_around(group: Group) -> None:
     assert "".join(order[2:14]) == "aaabbbbbbaaa"
     assert phases[:2] == ["step, warm-up 1", "b, warm-up 1"]
     assert phases[2:6] == ["step, block 1", "b, block 1", "b, block 2", "step, block 2"]
+
+
+def test_ranks_meet_before_each_block(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    real = dist.barrier
+
+    def barrier(*given: Any) -> None:
+        order.append("|")
+        real(*given)
+
+    monkeypatch.setattr(timing_module.dist, "barrier", barrier)
+    work = Workload(partial(order.append, "a"), {"b": partial(order.append, "b")})
+    time_steps(work, group, CPU, StopRule(warmup_iters=1, iters=2))
+    assert "".join(order).startswith("|a|b|aa|bb|bb|aa")  # a warm-up each, then two rounds
+
+
+def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank takes 4 s and 1 s for two steps, and 1 s for each of two parts."""
+    other = torch.tensor([[4.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    together: dict[Any, Callable[..., torch.Tensor]] = {
+        dist.ReduceOp.MAX: torch.maximum,
+        dist.ReduceOp.MIN: torch.minimum,
+        dist.ReduceOp.SUM: torch.add,
+    }
+
+    def reduce(newest: torch.Tensor, group_dst: int, op: Any, group: Any) -> None:
+        newest.copy_(together[op](newest, other))
+
+    monkeypatch.setattr(timing_module.dist, "reduce", reduce)
+    work = Workload(lambda: None, {"part": lambda: None}, compared=["part"])
+    loop = timing_module.TimedLoop(work, group, CPU, StopRule(), lambda phase: None)
+    assert loop.judge(Timing({"step": [2.0, 3.0], "part": [0.5, 2.0]}, [2]), 2) == ""
+    assert loop.slowest_s == [4.0, 3.0]
+    assert loop.gaps_s == {"part": [2.0]}  # 3.5 - 1.5, medians over the slowest ranks
 
 
 def test_the_last_block_is_cut_to_the_count(group: Group) -> None:

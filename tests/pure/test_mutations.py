@@ -1,0 +1,22 @@
+"""Each mistake of tests/mutations.toml can be planted. Whoever moves the code moves the text."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests import mutations
+
+
+@pytest.mark.parametrize("mistake", mutations.MISTAKES, ids=lambda mistake: mistake["name"])
+def test_a_mistake_can_be_planted(mistake: dict[str, str], tmp_path: Path) -> None:
+    """Its text stands in the file once, and what replaces it is Python: else any test catches it.
+    The files that it names are there."""
+    copy = tmp_path / mistake["file"]
+    copy.parent.mkdir(parents=True)
+    copy.write_text((mutations.ROOT / mistake["file"]).read_text())
+    mutations.plant(mistake, tmp_path)
+    ast.parse(copy.read_text())
+    named = [word for word in mistake["tests"].split() if word.startswith("tests/")]
+    assert named
+    assert [name for name in named if not (mutations.ROOT / name.split("::")[0]).exists()] == []
