@@ -1,7 +1,6 @@
 """What a report keeps of many samples, and that its readers take it for the whole."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from common.report import Case, Report
 from common.report import load as load_report
 from common.stats import Times
 from common.timing import Timing
-from tests import scale_case, simulate_report
+from tests import scale_case
 
 
 def made_up(ranks: int = 8, iterations: int = 100) -> dict[str, Any]:
@@ -119,12 +118,6 @@ def test_a_damaged_bounded_case_is_named() -> None:
         slowest: dict[str, Any] = {"step": times}
         with pytest.raises(ValueError, match=r"slowest_s.step: expected a list of seconds"):
             Case({}, [0], bounded="x", slowest_s=slowest)
-
-
-def test_bounded_and_whole_reports_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "LIMIT", samples.LIMIT)  # restored: the simulation sets it
-    monkeypatch.setattr(sys, "argv", ["simulate_report.py", "quick"])
-    assert simulate_report.main() == 0
 
 
 def test_rank_0_completes_a_case_of_many_ranks() -> None:
