@@ -14,7 +14,6 @@ RPC = ("--max-seconds", "0.5")
 ELSEWHERE = {"ddp_rpc", "parameter_server", "replay", "traffic"}  # in their own files
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "ddp_sweep": (2, ("--model", "mobilenet_v3_small", "--image-size", "32", *TIMES)),
-    "calibrate": (2, ("--modes", "barrier,resolution", "--seconds", "1")),
     "collectives": (2, ("--collective", "all", "-b", "64", "-e", "64", "-n", "2", *TIMES)),
     "p2p_matrix": (3, ("--size", "4K", "-n", "2", *TIMES)),
     "compile_sweep": (2, ("--strategies", "ddp,fsdp2", "--backends", "eager", *TIMES)),

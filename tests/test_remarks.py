@@ -19,7 +19,6 @@ from tests.process import ROOT, command_of, environment
 
 SCRIPTS: dict[str, list[str]] = {
     "batch_update_ps": [],
-    "calibrate": [],
     "checkpoint_sweep": ["--paths", "a,b"],
     "collectives": ["-e", "64"],
     "compile_sweep": [],

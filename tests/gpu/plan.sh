@@ -189,8 +189,6 @@ second_part() {
         --backends eager,cudagraphs --iters 12
     task toy 120 passes ranks 1 $b/compile_sweep.py --models toy-small --strategies none,ddp \
         --backends eager --iters 12
-    task calibrate 90 passes "$PYTHON" $b/calibrate.py --seconds 1,5 --pairs 20 \
-        --json "$OUT/calibrate.jsonl"
     cuda_task assert 60 'cannot use its GPU any more' ranks 1 tests/inject.py device-assert \
         $b/ddp_sweep.py "${small[@]}"
     task stops 90 'does not answer' ranks 2 tests/inject.py stops $b/ddp_sweep.py "${small[@]}" \

@@ -27,7 +27,6 @@ ON_CUDA = ("--device", "cuda", "--server-device", "cuda", *SHORT)
 # For each script: the processes beside its NCCL ranks (servers, a master), and its flags.
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "batch_update_ps": (1, ON_CUDA),
-    "calibrate": (0, ("--seconds", "1", "--pairs", "6")),
     "checkpoint_sweep": (0, (*NANO, "--modes", "all", "--strategy", "fsdp2,ddp")),
     "collectives": (0, ("--collective", "all", *FEW)),
     "compile_sweep": (0, ("--models", "toy-small", "--backends", "eager", *SHORT)),
