@@ -111,15 +111,6 @@ def test_the_verdict_is_that_of_the_reports() -> None:
         assert single_blanks(line.removeprefix("# ")) in FOLDED
 
 
-@pytest.mark.parametrize("name", ["ddp_exposed", "input_wait"])
-def test_an_example_prints_what_its_docstring_shows(name: str) -> None:
-    command = f"torchrun --nproc-per-node 2 examples/{name}.py"
-    docstring = (ROOT / "examples" / f"{name}.py").read_text()
-    _, shown = docstring.split(f"$ {command}\n")
-    output, *_ = shown.split("\n\n")
-    assert f"    {command}\n\n{output}\n" in PAGE
-
-
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", SMALL)
 def test_a_command_runs(name: str, bench: Callable[..., Any]) -> None:
