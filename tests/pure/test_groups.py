@@ -2,6 +2,8 @@
 
 import gc
 import re
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -29,6 +31,44 @@ def job() -> Iterator[Job]:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield Job(0, 0, 1, 1, torch.device("cpu"), "gloo", store)
     dist.destroy_process_group()
+
+
+OUTLIVES = """
+import gc, weakref
+import common.groups
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.optim.SGD([torch.zeros(1)])
+world = weakref.ref(dist.group.WORLD)
+dist.destroy_process_group()
+gc.collect()
+print("alive" if world() else "gone")
+"""
+
+
+def test_no_default_argument_of_torch_keeps_the_control_group() -> None:
+    """In a process of its own: what the first optimizer imports is imported once."""
+    command = [sys.executable, "-c", OUTLIVES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "gone\n", done.stderr
+
+
+def test_all_ranks_meet_before_rank_0_waits_for_their_values(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else those that are early go on, and rank 0 alone waits for the late one: both look late."""
+    called: list[str] = []
+    for name in ("barrier", "gather"):
+        real = getattr(dist, name)
+
+        def call(*given: Any, name: str = name, real: Any = real) -> None:
+            called.append(name)
+            real(*given)
+
+        monkeypatch.setattr(dist, name, call)
+    assert ours.gather(1) == [1]
+    assert called == ["barrier", "gather", "gather"]
 
 
 @pytest.mark.parametrize(("value", "messages"), [("max-seconds", 1), ("x" * 5000, 2)])

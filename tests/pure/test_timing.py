@@ -152,6 +152,48 @@ def test_a_sample_is_the_mean_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> N
     assert time_block(lambda: None, 2, CPU, calls=4)[0] == [2.0, 1.0]
 
 
+class Event:
+    """Stands for a CUDA event. A step of one launch takes 2 ms on the device, an empty one none."""
+
+    launches = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0
+
+    def record(self) -> None:
+        self.at = Event.launches
+
+    def elapsed_time(self, later: "Event") -> float:
+        return 2.0 * (later.at - self.at)
+
+
+def test_on_cuda_events_are_stamps_and_an_empty_step_takes_their_resolution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half a microsecond: a rate would be infinite otherwise."""
+
+    def launch() -> None:
+        Event.launches += 1
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    cuda = torch.device("cuda", 0)
+    assert time_block(launch, 2, cuda, calls=4)[0] == [2e-3, 2e-3]
+    assert time_block(lambda: None, 2, cuda)[0] == [5e-7, 5e-7]
+
+
+@pytest.mark.parametrize(("waited_s", "expected"), [(0.006, 0.0), (0.004, 0.5)])
+def test_a_device_with_work_queued_never_waited_for_the_host(
+    waited_s: float, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host launches a block of two calls a sample in 1 s, and then waits for the device."""
+    clock = iter([10.0, 11.0, 11.0 + waited_s])
+    monkeypatch.setattr(timing_module, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert time_block(lambda: None, 1, torch.device("cuda", 0), calls=2)[1] == expected
+
+
 def test_launch_share_is_of_the_rank_with_the_most() -> None:
     slow = Timing({"a": [1.0, 3.0]}, [2], "iters", {"a": 1.0})
     fast = Timing({"a": [0.5, 0.5]}, [2], "iters", {"a": 0.9})

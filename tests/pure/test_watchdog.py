@@ -1,8 +1,23 @@
-"""common/watchdog.py: what a roll call says of few ranks and of many."""
+"""common/watchdog.py: what a roll call says of few ranks and of many; what it does to a process."""
 
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
+from unittest.mock import Mock
 
-from common.watchdog import LATE, SILENT, WAITS, fates, ranks_by_fate
+import pytest
+
+from common.watchdog import (
+    LATE,
+    SILENT,
+    WAITS,
+    Watchdog,
+    fates,
+    print_stacks_and_kill,
+    ranks_by_fate,
+)
 
 
 def state(rank: int, phase: int = 3, newest: Any = ("g", 7)) -> dict[str, Any]:
@@ -35,3 +50,58 @@ def test_many_ranks_are_counted() -> None:
         "1,002 ranks wait, the first of them:",
         f"rank 0: {WAITS}",
     ]
+
+
+class Written:
+    """A watchdog that keeps what is set on it, and in which order."""
+
+    written: list[tuple[str, Any]]
+    phases: list[str]
+
+    def __init__(self) -> None:
+        self.__dict__ |= {"case": 1, "order": 5, "written": [], "phases": []}
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.written.append((name, value))
+        self.__dict__[name] = value
+
+    def phase(self, what: str) -> None:
+        self.phases.append(what)
+
+
+def test_the_group_of_a_case_is_let_go_before_the_number_changes() -> None:
+    """Else the watching thread could take it for a group of the next case, and abort it."""
+    watchdog: Any = Written()
+    Watchdog.begin(watchdog, "a case")
+    assert watchdog.written.index(("group", None)) < watchdog.written.index(("case", 2))
+    assert watchdog.order == 0
+    Watchdog.begin(watchdog, "another one", member=False)
+    assert watchdog.order == -1  # and 0 with its phase: nobody waits for it
+    assert watchdog.phases == ["set up", "not part of it"]
+
+
+def test_each_phase_winds_up_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends a process whose threads all wait for Python's lock, and so cannot look themselves."""
+    armed: list[tuple[float, bool]] = []
+    wind_up: Any = Mock(dump_traceback_later=lambda s, exit: armed.append((s, exit)))
+    monkeypatch.setattr("common.watchdog.faulthandler", wind_up)
+    watchdog: Any = Mock(timeout_s=100.0, order=0, case=1, label="a case", job=Mock(rank=3))
+    Watchdog.phase(watchdog, "step, block 1")
+    Watchdog.phase(watchdog, "step, block 2")
+    assert armed == [(170.0, True)] * 2  # after torch's and our own time limits
+
+
+def test_a_stopped_process_prints_its_stacks_and_is_killed() -> None:
+    """SIGUSR2 alone would wait until somebody lets it go on."""
+    code = "import faulthandler, signal, os; faulthandler.register(signal.SIGUSR2); "
+    code += "print('ready', flush=True); os.kill(os.getpid(), signal.SIGSTOP); input()"
+    command = [sys.executable, "-c", code]
+    pipes: dict[str, Any] = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        os.waitpid(process.pid, os.WUNTRACED)
+        print_stacks_and_kill(process.pid)
+        _, stacks = process.communicate(timeout=20)
+    assert process.returncode == -signal.SIGKILL
+    assert 'File "<string>"' in stacks
