@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import ddp_sweep
 from common.report import Case, Estimate
@@ -200,6 +204,28 @@ def test_the_metrics_of_a_case_by_hand() -> None:
     ddp_sweep.derive(alone, Times(alone.samples_s, alone.rounds), different)
     assert alone.check.startswith("failed: ")
     assert {"efficiency", "exposed_s"}.isdisjoint(alone.metrics)
+
+
+def test_local_compute_sends_nothing_and_moves_no_parameter() -> None:
+    """The gradients of a step go through DDP's hook; those of local compute do not."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ddp = DistributedDataParallel(nn.Linear(3, 5))
+    averaged: list[int] = []
+
+    def count(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        averaged.append(bucket.index())
+        return allreduce_hook(ddp.process_group, bucket)
+
+    ddp.register_comm_hook(None, count)
+    images, targets = torch.ones(2, 3), torch.tensor([0, 4])
+    before = ddp.module.weight.clone()
+    ddp_sweep.local_step(ddp, images, targets, "fp32")()
+    assert averaged == []
+    assert torch.equal(ddp.module.weight, before)
+    ddp_sweep.training_step(ddp, images, targets, 1e-3, "fp32")()
+    assert averaged == [0]
+    assert not torch.equal(ddp.module.weight, before)
+    dist.destroy_process_group()
 
 
 def plan_of(*flags: str, ranks: int = 4) -> dict[str, Any]:
