@@ -201,13 +201,20 @@ def test_no_two_threads_abort_one_group() -> None:
     """Who comes second waits until the abort is over."""
     test = AbortsOnce()
     group = Group((0,), test, None)  # type: ignore[arg-type]
-    threads = [threading.Thread(target=abort_group, args=(group,)) for _ in range(2)]
+    still_aborting: list[bool] = []
+
+    def abort() -> None:
+        abort_group(group)
+        still_aborting.append(test.aborting.locked())
+
+    threads = [threading.Thread(target=abort) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert test.aborts == 1
     assert not test.met
+    assert still_aborting == [False, False]
 
 
 MAKES_GROUPS = re.compile(

@@ -18,6 +18,7 @@ from common.watchdog import (
     print_stacks_and_kill,
     ranks_by_fate,
 )
+from tests.process import ROOT
 
 
 def state(rank: int, phase: int = 3, newest: Any = ("g", 7)) -> dict[str, Any]:
@@ -105,3 +106,27 @@ def test_a_stopped_process_prints_its_stacks_and_is_killed() -> None:
         _, stacks = process.communicate(timeout=20)
     assert process.returncode == -signal.SIGKILL
     assert 'File "<string>"' in stacks
+
+
+UNDER_NOHUP = """
+import os, signal, time
+from unittest.mock import Mock
+from common.watchdog import Watchdog
+run = Mock(report=Mock(path=None, cases=[]), job=Mock(rank=0))
+for handler in (signal.SIG_IGN, signal.SIG_DFL):
+    signal.signal(signal.SIGHUP, handler)
+    Watchdog._end_on_signals(run)
+    os.kill(os.getpid(), signal.SIGHUP)
+    time.sleep(1)
+    print("goes on", flush=True)
+time.sleep(60)
+"""
+
+
+def test_under_nohup_a_run_outlives_its_terminal() -> None:
+    """nohup ignores SIGHUP. Without it the signal ends the run in order."""
+    command = [sys.executable, "-c", UNDER_NOHUP]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "goes on\n", done.stderr
+    assert done.stderr == "SIGHUP: 0 cases are measured\n"
+    assert done.returncode == 128 + signal.SIGHUP
