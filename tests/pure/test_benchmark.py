@@ -10,6 +10,7 @@ import pytest
 from common import benchmark
 from common.benchmark import Benchmark
 from common.groups import Group
+from common.timing import StopRule
 
 
 class Model:
@@ -36,10 +37,10 @@ def test_a_failed_case_has_let_go_of_its_model_when_its_groups_are_closed(
 
     watchdog = Mock(group=None)
     groups = Mock(take=lambda ranks, teams: (object(), False), give_back=give_back)
-    bench: Any = Mock(watchdog=watchdog, groups_for=lambda key: groups, job=Mock(rank=3))
-    monkeypatch.setattr(benchmark.gpus, "lost", lambda device: False)
+    bench: Any = Mock(watchdog=watchdog, groups=groups, job=Mock(rank=3))
+    monkeypatch.setattr(benchmark, "lost", lambda device: False)
     gc.disable()
-    assert Benchmark.attempt(bench, {}, build, (0, 3), None) is None
+    assert Benchmark.attempt(bench, {}, build, (0, 3), None, StopRule()) is None
     gc.enable()
     assert alive == [False]
     watchdog.fail.assert_called_once_with("RuntimeError: out of memory (rank 3)")

@@ -3,7 +3,6 @@
 import argparse
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from time import sleep
