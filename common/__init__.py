@@ -15,7 +15,6 @@ Core: what stands behind every measuring script.
     join        how a process joins the job: variables, device, rendezvous, interface
     environment what the numbers were measured on, who else uses the cores; the preamble
     remarks     the lines around the tables: what is planned, how long still, what was uncertain
-    traces      traces of a case by torch.profiler, and what they say of its step
     watchdog    who hangs, and where; who failed
     benchmark   Benchmark: cases one after the other, each a row and a line of the report; Observer
     old         Benchmark for the scripts that are not moved yet
@@ -24,7 +23,8 @@ Core: what stands behind every measuring script.
     memory      the largest memory in use
     rpc         roles, device maps, TensorPipe's settings, start and end
 
-common/observe/ looks on: hints, the line on a terminal. Without it a run measures the same.
+common/observe/ looks on: hints, GPUs and networks, traces, the line on a terminal. Without it a run
+measures the same.
 common/workloads/ has what several scripts train, send or check. The core imports nothing of it.
 """
 

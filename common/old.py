@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch.distributed as dist
 
 from common import environment
+from common.benchmark import Benchmark as New
 from common.benchmark import load_observers, lost
 from common.cli import (
     abandon,
@@ -54,7 +54,6 @@ from common.table import (
     progress_line,
 )
 from common.timing import (
-    STEP,
     Measured,
     StopRule,
     Timing,
@@ -62,7 +61,6 @@ from common.timing import (
     launch_share,
     time_steps,
 )
-from common.traces import Tracer, problem_with, trace_lines
 from common.turns import TURN, turn_taker
 from common.watchdog import Watchdog
 
@@ -127,26 +125,21 @@ class Benchmark:
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
         if problem := environment.problem(measured_on, tested):
             self.refuse(problem)
-        self.tracer: Tracer | None = None
-        if args.profile and not args.dry_run:
-            self.tracer = self.prepare_traces(name, measured_on)
+        observers = {type(o).__name__: o for o in load_observers(self)}  # type: ignore[arg-type]
+        self.node, self.tracer = observers["Node"], observers["Trace"]
+        self.lines: list[str] = []
         self.open_report()
         self.print(environment.preamble(measured_on))
         if self.replaced:
             self.print(f"# the report that was there is now {self.replaced}")
         for remark in self.report.remarks:
             self.print(f"# {remark}")
-        self.node = next(o for o in load_observers(self) if type(o).__name__ == "Node")  # type: ignore[arg-type]
         self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
 
-    def prepare_traces(self, name: str, measured_on: dict[str, Any]) -> Tracer:
-        """End the run where --profile-ranks has other ranks, or a rank cannot write a trace."""
-        folder, asked = self.args.profile, self.args.profile_ranks
-        problems = gather(problem_with(folder, asked, self.job.world_size)) or []
-        if problem := share(next((problem for problem in problems if problem), None)):
-            self.refuse(problem)
-        nodes = node_of_each(measured_on)
-        return Tracer(Path(folder), asked, name, self.job, nodes, self.watchdog.phase)
+    prepare = New.prepare
+
+    def phase(self, what: str, ahead: int = 1) -> None:
+        self.watchdog.phase(what, ahead)
 
     def open_report(self) -> None:
         """Begin the report or go on with it, on rank 0. End the run if that is not possible."""
@@ -289,13 +282,9 @@ class Benchmark:
         if isinstance(built, Measured):
             samples_s, facts = rounded(built.samples_s), built.facts
             timing = Timing(samples_s, built.rounds, built.stop, aligned=built.aligned)
-            steps = built.profiled
         else:
             timing, facts = self.time_workload(built, group)
-            steps = built.profiled or {STEP: built.step, **built.parts}  # type: ignore[dict-item]
-        if self.tracer and steps:  # last: neither samples nor facts have anything of it
-            times_s, longest_s = timing.samples_s[STEP], self.rule.longest_block_s
-            timing.trace = self.tracer.trace(key, steps, times_s, longest_s, group)
+        timing.trace = self.tracer.after(key, built, timing, group)  # type: ignore[attr-defined]
         return timing, facts
 
     def time_workload(self, built: Workload, group: Group) -> tuple[Timing, Any]:
@@ -351,11 +340,7 @@ class Benchmark:
         if first.launching_s:
             case.metrics["launch_share"] = launch_share(timings)
         returned = [timing.returned for timing in timings]
-        traces = {
-            str(rank): t.trace for rank, t in zip(case.ranks, timings, strict=True) if t.trace
-        }
-        if traces:
-            case.metrics["traces"] = traces
+        self.lines = self.tracer.row(case, [vars(timing).get("trace") for timing in timings])
         derive(case, Times(samples_s, case.rounds, returned), facts)
 
     def begin_table(self, title: str, columns: Columns, widest: Sequence[str] = ()) -> None:
@@ -370,8 +355,9 @@ class Benchmark:
     def show(self, case: Case | None) -> Case | None:
         if case and self.table:
             self.print(self.table.row(case) + launch_mark(case))
-        for line in trace_lines(case) if case else ():
-            self.print(line)
+        for line in self.lines:
+            self.print(f"# {line}")
+        self.lines = []
         return case
 
     def print(self, text: str) -> None:

@@ -112,7 +112,6 @@ class Timing:
     launching_s: dict[str, float] = field(default_factory=dict)
     returned: Any = field(default_factory=list)  # what the step returned, for Workload.returned
     aligned: bool = True
-    trace: dict[str, Any] | None = None  # the summary of this rank's trace, by --profile
 
 
 def time_block(

@@ -65,7 +65,9 @@ def rebuilt(value: Any) -> Any:
     if "class" in value:
         module, name = value["class"]
         owner = sys.modules["__main__"] if module == "__main__" else importlib.import_module(module)
-        return getattr(owner, name)(**{key: rebuilt(item) for key, item in value["fields"].items()})
+        fields = {key: rebuilt(item) for key, item in value["fields"].items()}
+        fields.pop("trace", None)  # of Timing: it has none any more
+        return getattr(owner, name)(**fields)
     if "items" in value:
         return {rebuilt(key): rebuilt(item) for key, item in value["items"]}
     if "array" in value:

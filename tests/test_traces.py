@@ -39,9 +39,9 @@ def test_a_silent_axis_is_gone_from_the_trace(bench: Callable[..., Any], tmp_pat
     (file,) = folder.iterdir()
     assert summary["file"] == str(file)
     assert file.name.endswith("-rank1.json.gz")
-    assert 0 < summary["communication_alone"] + summary["both"] <= 1
-    assert 0 < summary["computing_alone"] <= 1
-    assert "\n# trace of rank 1: communication alone " in run.out
+    assert set(summary) == {"file", "slowdown"}
+    assert summary["slowdown"] > 0
+    assert f"\n# trace of rank 1: {str(file).replace('rank1', 'rank*')}" in run.out
     counts = communication_by_range(file)
     assert [len(counts[name]) for name in counts] == [5] * len(case.samples_s)
     assert min(counts.pop("step")) > 0

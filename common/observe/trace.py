@@ -1,0 +1,172 @@
+"""Traces of a case, by torch.profiler: `--profile DIR`. docs/profile.md describes the files.
+
+After a case is timed, its ranks run a few more iterations of each step. Some of the ranks profile
+them, and write a file that analysis/trace.py, Perfetto and others read.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from torch.profiler import profile, record_function
+
+from common.benchmark import Benchmark, Observer
+from common.environment import node_of_each
+from common.groups import Group
+from common.report import Case
+from common.timing import STEP, Measured, Step, Timing, Workload, time_block
+
+ITERATIONS = 5
+SLOW = 1.1  # a line says so if a step under the profiler takes more times as long
+MOST_RANKS = 8  # of which a line names each
+Ranks = Collection[int]
+LONGEST_NAME = 120  # letters of a file's name that describe the case
+
+# Kineto writes to stderr when it starts and ends, and where there is no GPU. 99 lets nothing pass.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+
+class Trace(Observer):
+    """Runs and profiles a few iterations more, after a case is timed."""
+
+    def __init__(self, bench: Benchmark) -> None:
+        """End the run if --profile-ranks has other ranks, or if a rank cannot write a trace."""
+        super().__init__(bench)
+        self.folder = Path(bench.args.profile or "")
+        self.asked: Ranks | None = bench.args.profile_ranks
+        if bench.args.profile:
+            bench.prepare("--profile", lambda: check(self.folder, self.asked, bench.job.world_size))
+            self.nodes = node_of_each(bench.report.environment)
+
+    def after(
+        self, key: Mapping[str, Any], work: Workload | Measured, timing: Timing, group: Group
+    ) -> dict[str, Any] | None:
+        """Run the steps, and write a trace if this rank is one of those that profile.
+
+        Returns the file's name, and how many times as long the step took under the profiler, or
+        why the file is `lost`. None on a rank that writes none.
+        """
+        steps: Mapping[str, Step | None] = work.profiled
+        if isinstance(work, Workload) and not steps:
+            steps = {STEP: work.step, **work.parts}
+        if not (self.bench.args.profile and steps):
+            return None
+        own_s = float(median(timing.samples_s[STEP]))
+        medians_s = [own_s] * len(group.ranks)
+        dist.all_gather_object(medians_s, own_s, group=group.control)
+        iters = max(1, min(ITERATIONS, int(self.bench.rule.longest_block_s / max(medians_s))))
+        chosen = choose_ranks(group.ranks, self.nodes, medians_s, self.asked)
+        rank = self.bench.job.rank
+        if rank not in chosen:
+            if chosen:
+                self.run(steps, iters, group)
+            return None
+        with profile(acc_events=True) as profiler:  # without it torch 2.11 warns of a second cycle
+            seconds = self.run(steps, iters, group)
+        file = self.folder / f"{name_of_case(self.bench.report.benchmark, key)}-rank{rank}.json.gz"
+        summary: dict[str, Any] = {"file": str(file)}
+        if STEP in steps:  # a checkpoint's step is only a part of what is profiled
+            summary["slowdown"] = round(seconds[STEP] / own_s, 3)
+        self.bench.phase(f"writes {file}", 0)
+        return summary | write(profiler, file)
+
+    def run(self, steps: Mapping[str, Step | None], iters: int, group: Group) -> dict[str, float]:
+        """Run each step `iters` times, each in a range of its name. Seconds of one, by name."""
+        seconds: dict[str, float] = {}
+        for name, step in steps.items():
+            self.bench.phase(f"{name}, for the trace")
+            dist.barrier(group.control)
+            if step is None:  # this rank waits while others do it
+                continue
+
+            def in_range(name: str = name, step: Step = step) -> None:
+                with record_function(name):
+                    step()
+
+            step()  # without a range: the first one under the profiler is slower
+            times_s, _ = time_block(in_range, iters, self.bench.job.device)
+            seconds[name] = median(times_s)
+        return seconds
+
+    def row(self, case: Case, seen: Sequence[dict[str, Any] | None]) -> list[str]:
+        """The report gets what each rank returned. Lines: the files, and the traces lost."""
+        of_rank = zip(map(str, case.ranks), seen, strict=True)
+        if traces := {rank: summary for rank, summary in of_rank if summary}:
+            case.metrics["traces"] = traces
+        return lines_about(traces)
+
+
+def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """traces: what `after` returned, by rank."""
+    lost = [rank for rank, summary in traces.items() if "lost" in summary]
+    written = [rank for rank in traces if rank not in lost]
+    lines = []
+    if lost:
+        first = traces[lost[0]]
+        lines.append(f"trace of {named(lost)} lost: {first['lost']}: {first['file']}")
+    if written:
+        file = traces[written[0]]["file"].replace(f"-rank{written[0]}.", "-rank*.")
+        slowest = max(written, key=lambda rank: traces[rank].get("slowdown", 1.0))
+        slowdown = traces[slowest].get("slowdown", 1.0)
+        words = f"; under the profiler a step took {slowdown:.2f} times as long on rank {slowest}"
+        lines.append(f"trace of {named(written)}: {file}{words if slowdown > SLOW else ''}")
+    return lines
+
+
+def named(ranks: Sequence[str]) -> str:
+    return f"rank {', '.join(ranks)}" if len(ranks) <= MOST_RANKS else f"{len(ranks)} ranks"
+
+
+def check(folder: Path, asked: Ranks | None, world_size: int) -> None:
+    """Make the folder. Raises ValueError if this rank cannot write into it."""
+    if asked and max(asked) >= world_size:
+        expected = f"expected --profile-ranks from 0 to {world_size - 1}"
+        raise ValueError(f"{expected}, got {max(asked)}; e.g. 0")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ValueError(f"cannot write into {folder}: {error.strerror}; e.g. traces") from None
+
+
+def name_of_case(benchmark: str, key: Mapping[str, Any]) -> str:
+    """Words for the reader, and a digest of the whole key."""
+    told = [str(value) for value in key.values() if not isinstance(value, bool | None)]
+    words = re.sub(r"[^A-Za-z0-9._]+", "-", " ".join([benchmark, *told]))
+    text = f"{benchmark} {json.dumps(key, sort_keys=True)}"
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{words[:LONGEST_NAME].strip('-.')}-{digest}"
+
+
+def choose_ranks(
+    ranks: Sequence[int], nodes: Sequence[int], medians_s: Sequence[float], asked: Ranks | None
+) -> set[int]:
+    """Those asked for, or the first rank of each node and the slowest. nodes: of all ranks."""
+    if asked is not None:
+        return set(ranks) & set(asked)
+    first_of_node = {nodes[rank]: rank for rank in reversed(ranks)}
+    slowest = ranks[medians_s.index(max(medians_s))]
+    return {*first_of_node.values(), slowest}
+
+
+def write(profiler: profile, file: Path) -> dict[str, str]:
+    """Write the trace. Returns why it is `lost`, nothing if it is not."""
+    try:
+        file.unlink(missing_ok=True)
+        profiler.export_chrome_trace(str(file))
+        if not gzip.decompress(file.read_bytes()).rstrip().endswith(b"}"):
+            raise ValueError(f"cut off; is {tempfile.gettempdir()} full?")
+        return {}
+    except (OSError, EOFError, ValueError) as error:
+        with suppress(OSError):
+            file.unlink(missing_ok=True)
+        return {"lost": getattr(error, "strerror", None) or str(error)}
