@@ -3,7 +3,6 @@
 
     python analysis/trace.py traces/CASE-rank*.json.gz
     python analysis/trace.py profile_traces/iteration_10/rank*_trace.json -o step.png
-    python analysis/trace.py rank0.json --step forward
 
 computing      a kernel of the GPU runs; in a trace without kernels, an operator on the CPU
 communication  a kernel of NCCL runs, or an operation of gloo
@@ -84,11 +83,11 @@ class Trace(NamedTuple):
     def spans(self, kind: str) -> list[Span]:
         return [activity[:2] for activity in self.activities if activity.kind == kind]
 
-    def collectives(self, step: Step) -> list[Activity]:
-        """Those that the host launched in the step, in the order of their starts."""
-        begin, end = step.on_host
-        found = [activity for activity in self.activities if begin <= activity.launched < end]
-        return sorted(activity for activity in found if activity.kind == "communication")
+    def calls(self) -> list[Call]:
+        """The collectives that the host launched in a step, in the order of their starts."""
+        found = sorted(activity for activity in self.activities if activity.kind == "communication")
+        steps = [(step, *step.on_host) for step in self.steps]
+        return [(s, one) for s, begin, end in steps for one in found if begin <= one.launched < end]
 
 
 def read(path: str, number: int, asked: str | None) -> Trace:
@@ -107,8 +106,8 @@ def read(path: str, number: int, asked: str | None) -> Trace:
     if not categories & {"cpu_op", "user_annotation", *ON_GPU}:
         program = "an older PyTorch" if "Kernel" in categories else "another program"
         raise ValueError(f"a trace of {program}, with events {', '.join(sorted(categories))}")
-    on_gpu = "cuda_runtime" in categories or any(e["name"].startswith("nccl:") for e in events)
-    if on_gpu and not categories & {*ON_GPU}:
+    on_host = "cuda_runtime" in categories or any(e["name"].startswith("nccl:") for e in events)
+    if on_host and not categories & {*ON_GPU}:
         raise ValueError("a GPU's without kernels: profile ProfilerActivity.CUDA, too")
     activities = find_activities(events)
     steps = find_steps(events, activities, asked)
@@ -139,8 +138,7 @@ def kind_of(event: Event) -> str:
 def find_activities(events: list[Event]) -> list[Activity]:
     """What counts. On the CPU, an operator that calls a collective or waits for one does not
     compute meanwhile, and an operator within a collective is part of it."""
-    launches: dict[Any, float] = {}
-    found: list[Activity] = []
+    launches, found = dict[Any, float](), list[Activity]()
     on_cpu = defaultdict[str, Any](lambda: defaultdict(list))  # spans by thread and kind
     for event in events:
         if event["cat"] not in ON_GPU and "correlation" in event.get("args", {}):
@@ -170,8 +168,7 @@ def find_activities(events: list[Event]) -> list[Activity]:
 
 
 def find_steps(events: list[Event], found: list[Activity], asked: str | None) -> list[Step]:
-    """The ranges asked for, the profiler's steps, or the ranges `step` of --profile; without any
-    of them, all of the trace.
+    """The ranges asked for, the profiler's steps, or the ranges `step`; or else the whole trace.
 
     On a GPU a step lasts from the start of the first kernel that the host launched in it to the
     end of the last one. A step of the profiler lasts until the next one starts.
@@ -247,8 +244,7 @@ def times_of(spans: Mapping[str, list[Span]], steps: list[Step]) -> list[dict[st
 
 def show_shares(traces: Iterable[Trace]) -> None:
     """A table of the ranks, and one of their steps."""
-    ranks: list[list[Any]] = []
-    steps: list[list[Any]] = []
+    ranks, steps = list[list[Any]](), list[list[Any]]()
     for trace in traces:
         found = times_of({kind: trace.spans(kind) for kind in COLORS}, trace.steps)
         names = [f"mean of {len(trace.steps)}", *[step.name for step in trace.steps]]
@@ -265,14 +261,13 @@ def show_collectives(traces: Mapping[int, Trace]) -> None:
     """A row for each process group of each rank, and the rank that comes last most often."""
     rows, last, matched = [], Counter[int](), Counter[int]()
     groups = [group for trace in traces.values() for group in trace.groups if len(group) > 1]
-    is_one_group = all(traces.keys() <= group for group in groups)
     of_group = defaultdict[Any, dict[int, list[Call]]](lambda: defaultdict(list))
     for rank, trace in traces.items():
-        for step in trace.steps:
-            for one in trace.collectives(step):
-                of_group[one.group, one.ranks][rank].append((step, one))
+        for step, one in trace.calls():
+            of_group[one.group, one.ranks][rank].append((step, one))
     for (group, ranks), of_rank in sorted(of_group.items()):
-        waits = find_waits(of_rank if ranks or is_one_group else {})
+        is_clear = ranks or all(traces.keys() <= group for group in groups)
+        waits = find_waits(of_rank if is_clear else {})
         for rank, calls in of_rank.items():
             trace, steps = traces[rank], len(traces[rank].steps)
             spans = {"communication": [(one.start, one.end) for _, one in calls]}
@@ -280,9 +275,8 @@ def show_collectives(traces: Mapping[int, Trace]) -> None:
             own = waits[rank]
             numbers = (len(calls) / steps, mean["communication"], mean["exposed"], sum(own) / steps)
             cells = [f"{number:.5g}" for number in numbers]
-            rows.append(
-                [group, ranks, rank, *cells, f"{own.count(0)} of {len(own)}" if own else "-"]
-            )
+            cells.append(f"{own.count(0)} of {len(own)}" if own else "-")
+            rows.append([group or "not named", ranks, rank, *cells])
             last[rank] += own.count(0)
             matched[rank] += len(own)
     header = ["group", "ranks", "rank", "calls a step", "ms", "exposed (ms)", "waits (ms)", "last"]
@@ -294,11 +288,8 @@ def show_collectives(traces: Mapping[int, Trace]) -> None:
 
 
 def find_waits(of_rank: Mapping[int, list[Call]]) -> dict[int, list[float]]:
-    """The milliseconds that each rank waits in the collectives of a group that could be matched.
-
-    The ranks end it together: the rank in which it is shortest has come last, and the others have
-    waited for it. That needs no clock that nodes share.
-    """
+    """The milliseconds that each rank waits in the collectives of a group that could be matched:
+    they end together, so the one that is shortest came last. No clock is shared between nodes."""
     lengths = defaultdict[Any, dict[int, list[float]]](lambda: defaultdict(list))
     for rank, calls in of_rank.items():
         for step, one in calls:
@@ -321,7 +312,7 @@ def draw(traces: Mapping[int, Trace], path: str) -> None:
     bars = defaultdict[str, dict[str, list[Span]]](lambda: defaultdict(list))
     for rank, trace in traces.items():
         step = trace.steps[min(number, len(trace.steps) - 1)]
-        for one in trace.activities:
+        for one in sorted(trace.activities, key=lambda one: one.kind != "computing"):
             start, end = max(one.start, step.start), min(one.end, step.end)
             if start < end:
                 bar = ((start - step.start) / 1e3, (end - start) / 1e3)
