@@ -16,7 +16,6 @@ PYTORCH_KEY = {
     "dtype": "default",  # it sets no precision, so it has torch's own
     "device": "cuda",
     "image_size": 224,
-    "bind_cores": False,
     "channels_last": False,
     "gradient_as_bucket_view": False,
     "static_graph": False,

@@ -51,7 +51,6 @@ from common import cli
 from common.check import digest, verdict
 from common.environment import Others, count_of, lacking, node_of_each
 from common.groups import Group, Job, connect, rendezvous, share
-from common.join import stay_near
 from common.old import Benchmark, Workload
 from common.report import Case, Report
 from common.stats import Times
@@ -87,6 +86,7 @@ class Measure(NamedTuple):
     scale: float
 
 
+SYS = Path("/sys")  # what Linux says of PCI devices
 LAUNCHES = 200  # in a sample
 BATCH = 2  # texts of a rank in the training step
 STEPS = {
@@ -698,6 +698,19 @@ def hosts_of(environment: dict[str, Any]) -> dict[str, list[str]]:
     """The host of each node, of each rank, and of each rank that is an end of a link."""
     ranks = [row["host"] for row in environment["ranks"]]
     return {"node": environment["hosts"], "rank": ranks, "link": ranks}
+
+
+def stay_near(device: torch.device) -> None:
+    """Keep this process on those of its cores that are next to its GPU, if there are any. On
+    another socket its pinned memory would be far away."""
+    if device.type != "cuda":
+        return
+    p: Any = torch.cuda.get_device_properties(device.index)
+    pci = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
+    mask = SYS / "bus/pci/devices" / pci / "local_cpus"
+    near = int(mask.read_text().replace(",", ""), 16) if mask.exists() else 0  # a bit for each core
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core for core in allowed if near >> core & 1} or allowed)
 
 
 def main() -> int:

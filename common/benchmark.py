@@ -40,7 +40,7 @@ from common.stats import Times
 from common.table import Columns, Table
 from common.timing import Measured, StopRule, Timing, Workload, launch_share, time_steps
 from common.turns import TURN, turn_taker
-from common.watchdog import Watchdog
+from common.watchdog import Watchdog, end_later
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 T = TypeVar("T")
@@ -96,6 +96,7 @@ class Benchmark:
     def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
         """tested: the ranks that groups under test may hold; None for all of them."""
         check_flags(args)
+        end_later(args.timeout)  # ends a hang until there is a watchdog
         self.args, self.status, self.planned = args, 1, 0
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.table: Table | None = None

@@ -38,6 +38,7 @@ GONE: dict[str, dict[str, str]] = {
         "--node-rank": BEFORE,
         "--nproc-per-node": BEFORE,
         "--standalone": BEFORE,
+        "--world-size": "the launcher sets it, e.g. torchrun --nproc-per-node 8",
         "--filestore": "the ranks meet in the store of torchrun",
     },
     "parameter_server": {
@@ -54,6 +55,9 @@ GONE: dict[str, dict[str, str]] = {
         "--hook-state": "--ddp-hook brings its own state",
         "--iteration-step": "each step is forward, backward and SGD",
     },
+    "ddp_sweep": {
+        "--bind-cores": "on GPUs torchrun's --numa-binding, on CPUs launch/bind_cores.sh",
+    },
     "compile_sweep": {
         "--trace-file": "--profile DIR writes a trace for each case and rank into DIR",
     },
@@ -65,13 +69,16 @@ GONE: dict[str, dict[str, str]] = {
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def refuse(message: str, status: int = 2) -> NoReturn:
-    """End the run because of a user's mistake: one line on stderr from rank 0, exit status 2."""
+def refuse(message: str, status: int = 2, speaks: bool | None = None) -> NoReturn:
+    """End the run because of a user's mistake: one line on stderr from rank 0, exit status 2.
+
+    speaks: whether this process prints the line; by default rank 0 does.
+    """
     line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
-    if not is_rank_0():
-        time.sleep(10)  # if this rank ended first, the launcher would kill rank 0 before it spoke
-    else:
+    if is_rank_0() if speaks is None else speaks:
         complain(line)
+    else:
+        time.sleep(10)  # if this rank ended first, the launcher would kill rank 0 before it spoke
     tell_torchrun(line)
     sys.exit(status)
 
@@ -281,14 +288,9 @@ class Parser(argparse.ArgumentParser):
         for name, value in vars(parsed).items():
             if isinstance(value, By):
                 setattr(parsed, name, value.cuda if on_cuda(parsed.device) else value.cpu)
-        if hasattr(parsed, "dry_run"):  # a script that measures
-            if parsed.world_size and not parsed.dry_run:
-                launch = f"torchrun --nproc-per-node {parsed.world_size} {sys.argv[0]}"
-                self.error(f"--world-size is for --dry-run; the launcher sets it, e.g. {launch}")
-            if parsed.dry_run:
-                play_launcher(parsed.world_size)
-            if args is None:  # the command line of this process
-                begin_output(sys.stderr if parsed.json == "-" else sys.stdout)
+        # a script that measures, and the command line of this process
+        if hasattr(parsed, "dry_run") and args is None:
+            begin_output(sys.stderr if parsed.json == "-" else sys.stdout)
         return parsed
 
 
@@ -322,20 +324,6 @@ def begin_output(stream: TextIO) -> None:
     if is_rank_0():
         with contextlib.suppress(OSError):  # Benchmark.print meets the error again, and says so
             print(first_lines(), file=stream, flush=True)
-
-
-def play_launcher(ranks: int | None) -> None:
-    """For --dry-run: set the variables of a launcher that are missing, as those of rank 0.
-
-    ranks: of the job; None for WORLD_SIZE, or else 1. They are on one node, unless LOCAL_WORLD_SIZE
-    is set.
-    """
-    if ranks:
-        os.environ["WORLD_SIZE"] = str(ranks)
-    world_size = os.environ.get("WORLD_SIZE", "1")
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": world_size}
-    for name, value in (place | {"LOCAL_WORLD_SIZE": world_size}).items():
-        os.environ.setdefault(name, value)
 
 
 def with_hyphens(word: str) -> str:
@@ -493,10 +481,7 @@ def add_common_flags(
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
     most = f"or after S seconds of a case, 1.25 S without an interval (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
-    plan = "list the cases and the longest time that they may take; measure nothing"
-    add("--dry-run", action="store_true", help=plan)
-    text = "with --dry-run, by python: plan for N ranks, on nodes of LOCAL_WORLD_SIZE (default: N)"
-    add("--world-size", type=positive_int, metavar="N", help=text)
+    add("--dry-run", action="store_true", help="list the cases; measure nothing")
     report = """append every finished case to this report; an older one becomes PATH.bak, .bak.1,
         ...; - is stdout, and everything else goes to stderr"""
     add(*JSON_FLAGS, metavar="PATH", help=report)

@@ -171,16 +171,6 @@ def collect(job: Job, variables: dict[str, str], load: CpuLoad | None = None) ->
     }
 
 
-def imagined(environment: dict[str, Any], job: Job) -> dict[str, Any]:
-    """For --dry-run: the environment of a job whose nodes are all like this one."""
-    row = environment["ranks"][0] | {"uuid": "", "pci": ""}  # the ranks of a node share no GPU
-    per_node = job.local_world_size
-    ranks = [row | {"rank": rank, "local_rank": rank % per_node} for rank in range(job.world_size)]
-    count = -(-job.world_size // per_node)
-    alike = {name: environment[name] * count for name in ("hosts", "topologies", "gpus")}
-    return environment | alike | {"ranks": ranks, "num_nodes": count, "others": []}
-
-
 def node_of_each(environment: dict[str, Any]) -> list[int]:
     """The node of each rank, from 0. A host may run several: there local ranks start anew."""
     seen: Counter[tuple[str, int]] = Counter()

@@ -1,19 +1,18 @@
-"""How a process joins the job: the launcher's environment, device, rendezvous, interface, cores."""
+"""How a process joins the job: the launcher's environment, device, rendezvous, interface."""
 
 import atexit
 import contextlib
 import ctypes
+import errno
 import gc
 import ipaddress
 import json
 import os
-import re
 import resource
 import shlex
 import socket
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 import psutil
@@ -25,7 +24,6 @@ from common.groups import FOREVER, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt, in bytes
-SYS = Path("/sys")  # what Linux says of cores and PCI devices
 TORCH_WAITS = 4  # times --timeout, until torch's own guard ends a group under test
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 SETTINGS = {  # of torch's NCCL, unless the user has set them; docs/gpus.md lists them
@@ -40,56 +38,40 @@ BY_HAND = (
     "without torchrun e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "
     "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
 )
+ADVICE = "set LOCAL_RANK and LOCAL_WORLD_SIZE"
 
 
-def join(
-    device: str,
-    backend: str | None,
-    timeout_s: float,
-    bind_cores: bool = False,
-    dry_run: bool = False,
-) -> Job:
-    """Join the job, or be a world of one, and take a device: the CPU, or `cuda:LOCAL_RANK` among
-    the GPUs that are visible. Ends the run if not all ranks arrive within `timeout_s`.
-
-    device: --device. backend: --backend, one or several; None for the device's usual one. dry_run:
-    rank 0 meets nobody. Its control group has no other rank, whatever the world size.
-    """
+def join(device: str, backend: str | None, timeout_s: float) -> Job:
+    """Join the job, or be a world of one, and take a device. Ends the run if not all ranks arrive
+    within `timeout_s`. device, backend: the flags; backend None for the device's usual one."""
     rank, on_node, world_size, local_world_size = world()
-    ranks_to_meet = 1 if dry_run else world_size
-    check_network(ranks_to_meet)
-    check_file_limit(ranks_to_meet)
+    check_network(world_size)
+    check_file_limit(world_size)
     chosen = choose_device(device, on_node)
     cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
     for name in backends_of(backend):
         check_backend(name, cuda)
-    if bind_cores:
-        bind(on_node, local_world_size, chosen)
     if cuda:
         torch.cuda.set_device(chosen)
     set_variables()
-    if ranks_to_meet == 1:
-        store: dist.Store = dist.HashStore()
-        second_store = store.clone()
-    else:
+    store: dist.Store = dist.HashStore()
+    second_store = store.clone()
+    if world_size > 1:
         on_loopback = meets_on_loopback(world_size, local_world_size)
         store, second_store = meet(rank, world_size, timeout_s, on_loopback)
     # By themselves gloo and TensorPipe take the address of the host's name: on Debian 127.0.1.1.
-    one_node = ranks_to_meet in (1, local_world_size)
-    interface = "lo" if one_node else find_interface(store, world_size)
-    if interface:
+    one_node = world_size == local_world_size
+    if interface := "lo" if one_node else find_interface(store, world_size):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
-    keeps_memory = keep_freed_memory()
     control = dist.PrefixStore("control", store)
     dist.init_process_group(
-        "gloo", store=control, rank=rank, world_size=ranks_to_meet, timeout=FOREVER
+        "gloo", store=control, rank=rank, world_size=world_size, timeout=FOREVER
     )
     # imported modules are never garbage: collections between cases need not walk through them
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at the end
-    guard = min(FOREVER, TORCH_WAITS * timedelta(seconds=timeout_s))
     return Job(
         rank=rank,
         local_rank=on_node,
@@ -99,8 +81,8 @@ def join(
         backend=backend,
         store=store,
         second_store=second_store,
-        timeout=guard,
-        keeps_memory=keeps_memory,
+        timeout=min(FOREVER, TORCH_WAITS * timedelta(seconds=timeout_s)),
+        keeps_memory=keep_freed_memory(),
     )
 
 
@@ -117,12 +99,26 @@ def choose_device(wanted: str, on_node: int) -> torch.device:
     return torch.device("cuda", on_node % count)
 
 
-def keep_freed_memory() -> bool:
-    """Tell glibc to keep the memory that the process frees. Returns whether it does so.
+def check_backend(backend: str, cuda: bool) -> None:
+    """Refuse a backend that cannot work here. A name may list devices: cpu:gloo,cuda:nccl."""
+    if "nccl" in backend and not cuda:  # nccl2, nccl-legacy and nccl-lazy as well
+        refuse(f"--backend {backend} needs CUDA devices, this run is on the CPU; try gloo")
+    if "fake" in backend:
+        refuse("--backend fake sends nothing, so there is nothing to measure; try gloo")
+    try:
+        available = dist.is_backend_available(backend)
+    except ValueError:
+        refuse(f"--backend: expected a name such as gloo or cpu:gloo,cuda:nccl, got '{backend}'")
+    if not available:
+        refuse(f"--backend {backend}: this torch was built without it; try gloo")
 
-    By itself glibc gives memory back to the system after each step, until the heap has grown. So
-    the first case of a process was 6 to 13 % slower on the CPU than the same step later
-    (docs/measuring.md). Where the user has set malloc by variables, it stays so.
+
+def keep_freed_memory() -> bool:
+    """Tell glibc to keep the memory that the process frees, unless the user has set malloc by
+    variables. Returns whether it does so.
+
+    By itself glibc gives memory back to the system after each step, until the heap has grown: the
+    first case of a process was 6 to 13 % slower than the same step later (docs/measuring.md).
     """
     libc = ctypes.CDLL(None)
     users = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
@@ -144,20 +140,6 @@ def set_variables() -> None:
 def torchrun_set_error_handling() -> bool:
     """Whether that variable is torchrun's: it sets 1 where the user has set nothing."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(ERROR_HANDLING) == "1"
-
-
-def check_backend(backend: str, cuda: bool) -> None:
-    """Refuse a backend that cannot work here. A name may list devices: cpu:gloo,cuda:nccl."""
-    if "nccl" in backend and not cuda:  # nccl2, nccl-legacy and nccl-lazy as well
-        refuse(f"--backend {backend} needs CUDA devices, this run is on the CPU; try gloo")
-    if "fake" in backend:
-        refuse("--backend fake sends nothing, so there is nothing to measure; try gloo")
-    try:
-        available = dist.is_backend_available(backend)
-    except ValueError:
-        refuse(f"--backend: expected a name such as gloo or cpu:gloo,cuda:nccl, got '{backend}'")
-    if not available:
-        refuse(f"--backend {backend}: this torch was built without it; try gloo")
 
 
 def world() -> tuple[int, int, int, int]:
@@ -189,12 +171,11 @@ def refuse_worlds_of_one() -> None:
         if tasks == "1":
             continue
         ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK")
-        # refuse() speaks on rank 0: that is the first of these processes
-        os.environ["RANK"] = max(os.environ.get(rank, "0") for rank in ranks)
         refuse(
             f"{name} says {tasks} tasks, but each would run by itself; start them with "
             "launch/slurm_torchrun.sbatch (torchrun on each node, one job), "
-            "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, flux)"
+            "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, flux)",
+            speaks=all(os.environ.get(rank, "0") == "0" for rank in ranks),
         )
 
 
@@ -205,65 +186,60 @@ def variable(name: str, least: int, most: int = 2**31) -> int:
         if text is not None and least <= int(text) <= most:
             return int(text)
     limits = f"of at least {least}" if most == 2**31 else f"from {least} to {most}"
-    refuse_here(name, f"expected a whole number {limits}", text)
+    refuse_here(name, f"a whole number {limits}", text)
 
 
-def refuse_here(name: str, problem: str, text: str | None, example: str = BY_HAND) -> NoReturn:
-    """Refuse the value of a variable. Each process speaks for itself: on other nodes the variable
-    may be right."""
-    os.environ["RANK"] = "0"  # so that refuse() speaks
+def refuse_here(
+    name: str, expected: str, text: str | None, example: str = BY_HAND, each: bool = True
+) -> NoReturn:
+    """Refuse the value of a variable. On other nodes it may be right, so not rank 0 speaks, but
+    each rank or, unless `each`, the first rank of this node."""
     got = "but it is not set" if text is None else f"got {text!r}"
-    refuse(f"{name} on {socket.gethostname()}: {problem}, {got}; {example}")
+    line = f"{name} on {socket.gethostname()}: expected {expected}, {got}; {example}"
+    refuse(line, speaks=each or local_rank() == 0)
 
 
 def check_network(world_size: int) -> None:
-    """Refuse variables that would lead to a hang, or to a library's own words about them."""
+    """Refuse an interface, an address or a port that cannot work."""
     interfaces = set(psutil.net_if_addrs())
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         text = os.environ.get(name)
         if text and not interfaces.issuperset(text.split(",")):
-            if local_rank() > 0:
-                refuse(name)  # silently: the first rank of the node speaks
-            known = f"expected one of {', '.join(sorted(interfaces))}"
-            refuse_here(name, known, text, "e.g. as `ip -br address` shows them")
+            known = f"one of {', '.join(sorted(interfaces))}"
+            refuse_here(name, known, text, "e.g. as `ip -br address` shows them", each=False)
     lo = psutil.net_if_stats().get("lo")
     if lo and not lo.isup:
-        if local_rank() > 0:
-            refuse("lo")
-        refuse_here("lo", "expected the loopback interface up", "down", "try ip link set lo up")
-    if world_size == 1:
-        return
-    address = os.environ.get("MASTER_ADDR")
-    try:
-        socket.getaddrinfo(address or "no address", None)
-    except (OSError, UnicodeError):
-        refuse_here("MASTER_ADDR", "expected the name or address of rank 0's host", address)
-    variable("MASTER_PORT", 1, 65535)
+        up = "the loopback interface up"
+        refuse_here("lo", up, "down", "try ip link set lo up", each=False)
+    if world_size > 1:
+        address = os.environ.get("MASTER_ADDR")
+        try:
+            socket.getaddrinfo(address or "no address", None)
+        except (OSError, UnicodeError):
+            refuse_here("MASTER_ADDR", "the name or address of rank 0's host", address)
+        variable("MASTER_PORT", 1, 65535)
 
 
 def check_file_limit(world_size: int) -> None:
     """Raise the soft limit on open files. Refuse one that is too low for any script.
 
-    Counted with torch 2.15 on the CPU: rank 0 of 2, 4 and 6 ranks has 35, 75 and 55 open, where
-    the 4 ranks have several sets of groups. Where torchrun's agent has the store, it has two fewer
-    for each rank: 22 of 2 ranks, 28 of 4.
+    Counted with torch 2.15 on the CPU: rank 0 of 2 ranks has 35 open, of 6 ranks 55. It has two
+    fewer for each rank if torchrun's agent has the store.
     """
     needed = 25 + (3 if agent_has_store() else 5) * world_size
     limit = raise_file_limit(64 + 16 * world_size)
     if limit < needed:
-        if local_rank() > 0:
-            refuse("ulimit")  # silently: the first rank of the node speaks
         example = f"raise the hard limit, e.g. ulimit -Hn {needed} as root"
-        refuse_here("ulimit -n", f"expected at least {needed} open files", str(limit), example)
+        files = f"at least {needed} open files"
+        refuse_here("ulimit -n", files, str(limit), example, each=False)
 
 
 def raise_file_limit(needed: int) -> int:
-    """Let this process open so many files, if the hard limit allows. Returns the limit it got."""
+    """Let this process open so many files, if the hard limit allows. Returns how many it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return needed
     limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     return limit
 
 
@@ -280,13 +256,39 @@ def agent_has_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def listen_on_loopback(port: int) -> int:
-    """The number of a socket for the store, which would listen on all interfaces by itself."""
+def connect_to_store(
+    rank: int, timeout_s: float, on_loopback: bool
+) -> tuple[dist.TCPStore, dist.Store]:
+    """Two connections to the store, which rank 0 serves unless torchrun's agent does.
+
+    on_loopback: it listens on the loopback alone. By itself it would listen on all interfaces.
+    """
+    port, served, listener = int(os.environ["MASTER_PORT"]), agent_has_store(), None
+    is_master = rank == 0 and not served
+    if on_loopback and not served:
+        # also for the processes of checkpoint_sweep's async-process, which meet there, too
+        os.environ["MASTER_ADDR"] = LOOPBACK
+    address = os.environ["MASTER_ADDR"]
     try:
-        return socket.create_server((LOOPBACK, port)).detach()
-    except OSError as error:
-        why = os.strerror(error.errno or 0)
-        refuse_here("MASTER_PORT", f"expected a free port ({why})", str(port))
+        if on_loopback and is_master:
+            listener = socket.create_server((LOOPBACK, port)).detach()
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=is_master,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+        return store, store.clone()
+    except (OSError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        if isinstance(error, OSError) or "EADDRINUSE" in reason:
+            why = os.strerror(getattr(error, "errno", None) or errno.EADDRINUSE)
+            refuse_here("MASTER_PORT", f"a free port ({why})", str(port))
+        name = "rank 0 on loopback" if on_loopback else "MASTER_ADDR"
+        unreached = f"{socket.gethostname()} cannot reach {name} {address}:{port}: {reason}"
+        give_up(unreached, say=local_rank() == 0)
 
 
 def meet(
@@ -298,97 +300,63 @@ def meet(
     after the other (pytorch/pytorch#159007). If all ranks connected at once, a name server might
     drop requests, and the store would serve nobody until they time out, 5 s each.
     """
-    here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    served = agent_has_store()
-    is_master = rank == 0 and not served
-    listener = None
-    if on_loopback and not served:
-        # also for the processes of checkpoint_sweep's async-process, which meet there, too
-        address = os.environ["MASTER_ADDR"] = LOOPBACK
-        listener = listen_on_loopback(port) if is_master else None
     end = time.monotonic() + timeout_s
-    try:
-        tcp = dist.TCPStore(
-            address,
-            port,
-            is_master=is_master,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
-        second_tcp = tcp.clone()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        if "EADDRINUSE" in reason:
-            refuse_here("MASTER_PORT", "expected a free port (Address already in use)", str(port))
-        name = "rank 0 on loopback" if on_loopback else "MASTER_ADDR"
-        unreached = f"{here} cannot reach {name} {address}:{port}: {reason}"
-        give_up(unreached, say=local_rank() == 0)
+    tcp, second_tcp = connect_to_store(rank, timeout_s, on_loopback)
     # torchrun's store outlives a restart of the ranks. Without a prefix of their own the new ranks
     # would dial the ports of the dead ones (pytorch/pytorch#135712).
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"torchrun-bench/{attempt}"
+    prefix = f"torchrun-bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store = dist.PrefixStore(prefix, tcp)
+    here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
     store.set(f"here/{rank}", json.dumps([here, address_towards(address), shared_words()]))
     if rank == 0:
-        wait_for_all(store, world_size, end, timeout_s)
-        store.set("all here", misfit(come(store, world_size)) or "")
+        signs = [f"here/{other}" for other in range(world_size)]
+        if not wait_for(store, signs, end):
+            missing = cut([rank for rank, sign in enumerate(signs) if not store.check([sign])])
+            hint = "" if has_local_variables() else f"; on several hosts {ADVICE}"
+            give_up(f"HANG: no sign of rank {missing} in {timeout_s:g} s{hint}")
+        store.set("all here", misfit(rows_of(store, world_size)) or "")
     try:
-        while not store.check(["all here"]):
-            if time.monotonic() > end + 10:  # rank 0 speaks first
-                give_up(f"HANG: not all ranks came within {timeout_s:g} s", say=False)
-            time.sleep(0.05)
+        if not wait_for(store, ["all here"], end + 10):  # rank 0 speaks first
+            give_up(f"HANG: not all ranks came within {timeout_s:g} s", say=False)
         if problem := store.get("all here").decode():
-            say_no(store, rank, world_size, problem)
+            store.set(f"told/{rank}", "")
+            if rank == 0:  # it may hold the store
+                told = [f"told/{other}" for other in range(world_size)]
+                wait_for(store, told, time.monotonic() + 10)
+            refuse(problem)
     except RuntimeError:  # rank 0 has ended, and the store with it
+        port = os.environ["MASTER_PORT"]
         lost = f"{here} lost rank 0 at {address}:{port} before all had met"
         give_up(lost, say=local_rank() == 0)
     return store, dist.PrefixStore(prefix, second_tcp)
 
 
-def come(store: dist.Store, world_size: int) -> list[Any]:
+def wait_for(store: dist.Store, keys: list[str], end: float) -> bool:
+    """Wait until the store has all keys; False if it lacks some at `end`. Ctrl-C ends the wait."""
+    while not store.check(keys):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def rows_of(store: dist.Store, world_size: int) -> list[Any]:
     """What each rank has left in the store: its host, its address, its command line."""
-    return [json.loads(text) for text in store.multi_get(signs_of(world_size))]
+    signs = [f"here/{rank}" for rank in range(world_size)]
+    return [json.loads(text) for text in store.multi_get(signs)]
 
 
 def misfit(rows: list[Any]) -> str | None:
-    """Why these ranks cannot be one job; None if they can. rows: of `come`."""
+    """Why these ranks cannot be one job; None if they can. rows: of `rows_of`."""
     hosts = {f"{host} ({address})" for host, address, _ in rows}
     if not has_local_variables() and len(hosts) > 1:
-        where = f"RANK and WORLD_SIZE alone are for one host, got {cut(sorted(hosts))}"
-        return f"{where}; set LOCAL_RANK and LOCAL_WORLD_SIZE"
+        return f"RANK and WORLD_SIZE alone are for one host, got {cut(sorted(hosts))}; {ADVICE}"
     first = rows[0][2]
     others = [rank for rank, (_, _, words) in enumerate(rows) if words != first]
     if others:
         got = f"got `{shlex.join(rows[others[0]][2])}` on rank {cut(others)}"
         return f"expected the same arguments on all ranks, {got}, `{shlex.join(first)}` on rank 0"
     return None
-
-
-def say_no(store: dist.Store, rank: int, world_size: int, problem: str) -> NoReturn:
-    """End the run on all ranks. Rank 0, which may hold the store, waits until they know of it."""
-    store.set(f"told/{rank}", "")
-    if rank == 0:
-        with contextlib.suppress(RuntimeError):
-            store.wait([f"told/{other}" for other in range(world_size)], timedelta(seconds=10))
-    refuse(problem)
-
-
-def signs_of(world_size: int) -> list[str]:
-    return [f"here/{rank}" for rank in range(world_size)]
-
-
-def wait_for_all(store: dist.Store, world_size: int, end: float, timeout_s: float) -> None:
-    """Wait on rank 0 until all ranks have come. Ends the run at `end` and names who is missing."""
-    signs = signs_of(world_size)
-    while not store.check(signs):
-        if time.monotonic() > end:
-            missing = cut([rank for rank, sign in enumerate(signs) if not store.check([sign])])
-            elsewhere = "; on several hosts set LOCAL_RANK and LOCAL_WORLD_SIZE"
-            hint = "" if has_local_variables() else elsewhere
-            give_up(f"HANG: no sign of rank {missing} in {timeout_s:g} s{hint}")
-        time.sleep(0.05)
 
 
 def give_up(reason: str, say: bool = True) -> NoReturn:
@@ -404,10 +372,9 @@ def find_interface(store: dist.Store, world_size: int) -> str:
     it is the one that leads to a rank on another node."""
     address = address_towards(os.environ["MASTER_ADDR"])
     if address.startswith("127."):
-        rows = come(store, world_size)
-        others = [other for host, other, _ in rows if host != socket.gethostname() and other]
-        if others:
-            address = address_towards(others[0])
+        here = socket.gethostname()
+        others = [other for host, other, _ in rows_of(store, world_size) if host != here and other]
+        address = address_towards(others[0]) if others else address
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):
             return name
@@ -420,48 +387,3 @@ def address_towards(host: str) -> str:
         probe.connect((host, 9))  # sends nothing: it chooses the route
         return str(probe.getsockname()[0])
     return ""
-
-
-def bind(local_rank: int, local_world_size: int, device: torch.device) -> None:
-    """Bind this process to its part of the cores; on CUDA to a part of those next to its GPU."""
-
-    def cores_of(rank: int) -> list[int]:
-        gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-        return near_cores(rank % gpus if gpus else None)
-
-    cores = cores_of(local_rank)
-    sharers = [rank for rank in range(local_world_size) if cores_of(rank) == cores]
-    cores_per_rank = len(cores) // len(sharers)
-    if cores_per_rank == 0:
-        fewer = f"start fewer ranks a node, e.g. --nproc-per-node {len(cores)}"
-        refuse(f"--bind-cores: {len(cores)} cores for {len(sharers)} ranks; {fewer}")
-    first = sharers.index(local_rank) * cores_per_rank
-    os.sched_setaffinity(0, cores[first : first + cores_per_rank])
-
-
-def near_cores(gpu: int | None) -> list[int]:
-    """This process's cores next to a GPU; all of its cores without one, or if none is near.
-
-    The threads of a core follow each other. Often Linux numbers them 0 and 112, not 0 and 1.
-    """
-    allowed = os.sched_getaffinity(0)
-    near = 0  # a bit for each core
-    if gpu is not None:
-        p: Any = torch.cuda.get_device_properties(gpu)
-        pci = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"
-        mask = SYS / "bus/pci/devices" / pci / "local_cpus"
-        near = int(mask.read_text().replace(",", ""), 16) if mask.exists() else 0
-    cores = [core for core in allowed if near >> core & 1] or allowed
-    return sorted(cores, key=lambda core: (first_thread(core), core))
-
-
-def first_thread(core: int) -> int:
-    """The first of the threads that share a core: 0 for `0,112`."""
-    siblings = SYS / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
-    return int(re.split("[,-]", siblings.read_text())[0]) if siblings.exists() else core
-
-
-def stay_near(device: torch.device) -> None:
-    """Keep this process next to its GPU: on another socket its pinned memory would lie far away."""
-    if device.type == "cuda":
-        os.sched_setaffinity(0, near_cores(device.index))

@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import contextlib
-import faulthandler
 import math
 import os
 import sys
@@ -62,7 +61,7 @@ from common.timing import (
     time_steps,
 )
 from common.turns import TURN, turn_taker
-from common.watchdog import Watchdog
+from common.watchdog import Watchdog, end_later
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 Key = dict[str, Any]
@@ -88,29 +87,24 @@ class Benchmark:
         the sentences that end the run."""
         check_flags(args)
         # ends a hang until there is a watchdog, which then renews the timer
-        faulthandler.dump_traceback_later(args.timeout * 1.5 + 20, exit=True)
+        end_later(args.timeout)
         self.args, self.status, self.answer = args, 1, answer
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.silenced = False  # stdout or stderr is gone
         variables = environment.user_variables()
         rank, on_node, _, _ = world()
         self.is_first, turns = rank == 0, os.environ.get(TURN)
-        if args.dry_run and not self.is_first:
-            sys.exit(0)
         files = [take_stdout()] if args.json == "-" else []
         self.progress, self.pace = progress_line(self.is_first), Pace()
         # while two commands take turns, the one that waits is idle: it disturbs nobody
         self.load = CpuLoad() if on_node == 0 and not turns else None
-        bind_cores = getattr(args, "bind_cores", False)
-        self.job = join(args.device, args.backend, args.timeout, bind_cores, args.dry_run)
+        self.job = join(args.device, args.backend, args.timeout)
         backends = backends_of(self.job.backend)
         self.groups = {name: Groups(replace(self.job, backend=name)) for name in backends}
         self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
         self.table: Table | None = None
         measured_on = share(environment.collect(self.job, variables, self.load))
-        if args.dry_run:
-            measured_on = environment.imagined(measured_on, self.job)
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
         # These complete every key, as rank 0 has them: with RPC a server may be on another device
@@ -188,7 +182,7 @@ class Benchmark:
             all_s = all_s or sum(known)
         self.pace = Pace(len(planned), all_s)
         if self.args.dry_run:
-            self.print(planned_lines(planned, limits, all_s))
+            self.print(planned_lines(planned))
             sys.exit(0)
 
     def show_progress(self, phase: str) -> None:
@@ -427,7 +421,6 @@ class Benchmark:
             iters=args.iters,
             min_iters=args.min_iters,
             max_seconds=args.max_seconds,
-            can_bind=not getattr(args, "bind_cores", True),
             others=others_text(measured_on["hosts"], others),
             crowded=crowded_text(measured_on["ranks"], others, node_of_each(measured_on)),
         )

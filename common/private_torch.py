@@ -7,7 +7,6 @@ that begins with an underscore. TensorPipe's arguments `_transports` and `_chann
 """
 
 import contextlib
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -46,24 +45,13 @@ def forget_groups(mesh: DeviceMesh) -> None:
     mesh._pg_registry.clear()
 
 
-def abort_process_group(group: dist.ProcessGroup) -> None:
-    """End a group with work in flight. torch/distributed/distributed_c10d.py; destroying it would
-    wait for that work for ever (pytorch/pytorch#141510)."""
-    dist.distributed_c10d._abort_process_group(group)
-
-
-def recorded_collectives() -> list[dict[str, Any]]:
-    """The entries of this rank's flight recorder, of every backend; torch/csrc/distributed/c10d."""
-    c10d, entries = torch._C._distributed_c10d, list[dict[str, Any]]()
-    dumps: list[tuple[str, dict[str, str]]] = [
-        ("_dump_fr_trace_json", {}),  # of gloo
-        ("_dump_nccl_trace_json", {}),  # of NCCL
-        ("_dump_fr_trace_json", {"backend": "nccl2"}),  # of nccl2
-    ]
-    for name, options in dumps:
-        with contextlib.suppress(Exception):  # this torch may lack it
-            entries += json.loads(getattr(c10d, name)(**options))["entries"]
-    return entries
+def creator_of(backend: str) -> str:
+    """The name of the function that makes groups of this backend, or "" where torch 2.11 makes them
+    itself. Which one `nccl` stands for is told by nothing else. `Backend` in
+    torch/distributed/distributed_c10d.py."""
+    dist.is_backend_available(f"cuda:{backend}")  # registers it, as making a group does
+    plugin = dist.Backend._plugins.get(backend.upper())
+    return plugin.creator_fn.__name__ if plugin else ""
 
 
 def expected_s(

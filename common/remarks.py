@@ -4,7 +4,6 @@ uncertain and what helps, where the report is. Pure functions.
 
 import math
 import shlex
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from os.path import relpath
@@ -14,7 +13,6 @@ from common.cli import ROOT
 from common.environment import Others
 from common.report import Case
 from common.stats import autocorrelation_time
-from common.table import layout
 from common.timing import MIN_SAMPLES
 
 Key = dict[str, Any]
@@ -39,33 +37,12 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
-def planned_lines(
-    keys: Sequence[Key], longest_s: Sequence[float | None], all_s: float | None
-) -> str:
-    """What --dry-run prints: a table of the cases, what they share, and how long they may take.
-
-    longest_s: for each case the most seconds to warm it up and time it; None if no time limits it.
-    all_s: the same for all cases together.
-    """
-    if not keys:
-        return "\n# 0 cases: the report that is resumed has them all"
-    names = list(dict.fromkeys(name for key in keys for name in key))
-    differing = [name for name in names if len({repr(key.get(name)) for key in keys}) > 1]
-    rows = []
-    for number, key in enumerate(keys):
-        limit = longest_s[number]
-        values = [str(key.get(name, "-")) for name in differing]
-        rows.append([str(number + 1), *values, duration(limit) if limit else "-"])
-    shared = [f"{name} {keys[0][name]}" for name in names if name not in differing]
-    cases = f"{len(keys)} case{'s' * (len(keys) > 1)}"
-    total = f"at most {duration(all_s)} in all" if all_s else "where it says -, no time limits it"
-    return f"""
-{layout(["case", *differing, "at most"], rows)}
-
-{textwrap.fill(f"# each case: {', '.join(shared)}", 100, subsequent_indent="#   ")}
-# {cases}, {total}: to warm up and to time
-# on top come: the start, setting up, compiling, checks, and steps of which 6 rounds take longer
-# nothing was measured; every node is taken to be like this one"""
+def planned_lines(keys: Sequence[Key]) -> str:
+    """What --dry-run prints: a line for each case that the run would measure."""
+    cases = [f"# {label_of(key)}" for key in keys]
+    return "\n".join(
+        ["", *cases, f"# {len(keys)} case{'s' * (len(keys) != 1)}, nothing was measured"]
+    )
 
 
 # -- while: how long still -------------------------------------------------------------------------
@@ -110,7 +87,6 @@ class Conditions:
     iters: int | None
     min_iters: int
     max_seconds: float
-    can_bind: bool  # the script has --bind-cores, and the flag was not given
     others: str  # `other programs took 0.9 of 2 cores of vm`, or ""
     crowded: str  # `4 ranks share 2 cores of vm`, or ""
 
@@ -204,8 +180,7 @@ def causes(doubtful: Sequence[Case], conditions: Conditions) -> list[str]:
     elif min(counts) < conditions.min_iters:
         lines.append(f"few samples, {min(counts)} in one of them: {longer}")
     if not lines:
-        flags = f"--bind-cores, or {longer}" if conditions.can_bind else longer
-        lines.append(f"no cause is seen; what helps often: {flags}")
+        lines.append(f"no cause is seen; what helps often: {longer}")
     return lines
 
 

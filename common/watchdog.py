@@ -21,23 +21,25 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from common.cli import HANG, end, tell_torchrun, write
 from common.groups import Group, Job, abort_group, peers
-from common.private_torch import recorded_collectives
 from common.report import Report
 
 GRACE_S = 2.0  # how long a roll call waits for answers, beyond the time between two looks
 RANKS_A_LOOK = 500  # so many ranks may look into the store each second
 MOST_STACKS = 64  # in a larger job a rank that waits prints no stack
-MOST_NAMED = 16  # ranks of one fate, a line each; of more ranks that wait only the first is named
+MOST_NAMED = 16  # ranks of one fate, a line each
 SILENT = "does not answer (stopped, dead or out of reach)"
 LATE = "did not arrive"
 WAITS = "waits"
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+State = dict[str, Any]  # of a rank: its last phase, and what it answers to a roll call
 
 
 class Watchdog:
@@ -83,8 +85,7 @@ class Watchdog:
         with peers():
             self.store.set(f"phase/{self.job.rank}", json.dumps(state))
             self.store.add("changes", 1)
-        # the last resort, in C: it needs neither Python nor the store
-        faulthandler.dump_traceback_later(self.timeout_s * 1.5 + 20, exit=True)
+        end_later(self.timeout_s)
 
     def fail(self, reason: str) -> None:
         """Say that the case failed on this rank. The first reason counts; others follow from it."""
@@ -112,43 +113,40 @@ class Watchdog:
         while not self.over.wait(self.poll_s):
             try:
                 changes = self.watched.add("changes", 0)
-                if changes != seen:
+                changed = changes != seen
+                if changed:
                     seen, since = changes, time.monotonic()
                     if self.watched.check(["hang"]):
                         self._roll_call()
-                    self._look_for_failure()
                 elif time.monotonic() - since > self.timeout_s:
                     self.watched.set("hang", "")  # all ranks see it at their next poll
                     self.watched.add("changes", 1)
-                self._abort_failed()
+                self._abort_failed(changed)
             except RuntimeError:  # the store is gone: its host has died, or the run is over
                 if not self.over.wait(10):
                     end(1, f"{self.where}: the rendezvous store is gone")
 
-    def _look_for_failure(self) -> None:
-        case = self.case
-        if self.watched.check([f"failed/{case}"]):
-            self.failed_case = case
-
-    def _abort_failed(self) -> None:
+    def _abort_failed(self, changed: bool) -> None:
         """Abort the groups of a case that has failed; at later looks those made meanwhile."""
         case, group = self.case, self.group
+        if changed and self.watched.check([f"failed/{case}"]):
+            self.failed_case = case
         if group and case == self.case == self.failed_case:
             abort_group(group)
 
     def _roll_call(self) -> NoReturn:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         stack = "".join(traceback.format_stack(frame)).rstrip()
-        newest = newest_collective()
-        what = f"{newest.text}, number {newest.number} of group {newest.group}"
-        said = f"{self.where}; newest collective {what}\n{stack}"
+        group, number, text = newest_collective()
+        newest = f"newest collective {text}, number {number} of group {group}"
+        said = f"{self.where}; {newest}\n{stack}"
         if self.job.world_size <= MOST_STACKS:
             write(said)
             said = ""
-        answer = {"newest": [newest.group, newest.number], "said": said}
+        answer = {"newest": [group, number], "said": said}
         self.watched.set(f"answer/{self.job.rank}", json.dumps(answer))
         time.sleep(GRACE_S + self.poll_s)  # the last rank looks so much later than the first
-        reason, silent = f"HANG: no progress for {self.timeout_s:g} s", list[dict[str, Any]]()
+        reason, silent = f"HANG: no progress for {self.timeout_s:g} s", []
         if self.watched.add("speaker", 1) == 1:
             places = ranks_by_fate(self._states_of_all())
             reason += f"\n{fates(places)}"
@@ -164,15 +162,15 @@ class Watchdog:
                 print_stacks_and_kill(state["pid"])
         end(HANG, reason, say=False)
 
-    def _states_of_all(self) -> list[dict[str, Any]]:
-        """The state that each rank has last written, with its newest collective as [group, number];
-        None for a rank that has not answered the roll call."""
+    def _states_of_all(self) -> list[State]:
+        """What each rank has last written: its phase, and its answer to the roll call if there is
+        one. `newest` is its newest collective as [group, number]."""
         ranks = range(self.job.world_size)
-        states = [json.loads(x) for x in self.watched.multi_get([f"phase/{r}" for r in ranks])]
-        answers = self.watched.multi_get([f"answer/{r}" for r in ranks])
-        for state, answer in zip(states, answers, strict=True):
-            state |= json.loads(answer) if answer else {"newest": None}
-        return states
+        phases = self.watched.multi_get([f"phase/{rank}" for rank in ranks])
+        answers = self.watched.multi_get([f"answer/{rank}" for rank in ranks])
+        nothing = b'{"newest": null}'
+        pairs = zip(phases, answers, strict=True)
+        return [json.loads(phase) | json.loads(answer or nothing) for phase, answer in pairs]
 
     def _end_on_signals(self) -> None:
         """End in order on Ctrl-C, SIGTERM and SIGHUP, although the main thread may wait in C."""
@@ -199,6 +197,13 @@ class Watchdog:
         threading.Thread(target=wait, name="signals", daemon=True).start()
 
 
+def end_later(timeout_s: float) -> None:
+    """Begin the last resort anew: it prints all stacks and ends this process, unless it is begun
+    anew within some time after a hang is named. It is in C and needs neither Python nor the store.
+    """
+    faulthandler.dump_traceback_later(timeout_s * 1.5 + 20, exit=True)
+
+
 def print_stacks_and_kill(pid: int) -> None:
     """Let a silent process on this host print its stacks, and kill it."""
     with contextlib.suppress(OSError):  # another rank was faster
@@ -208,11 +213,11 @@ def print_stacks_and_kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def ranks_by_fate(states: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+def ranks_by_fate(states: list[State]) -> dict[str, list[State]]:
     """The last known state of each rank -> those that do not answer, did not arrive, wait.
 
     A rank did not arrive if another rank is ahead of it, in the phases of the case or in the
-    collectives of a group.
+    collectives of a group. Nobody waits for a rank outside the case, which stays in phase 0.
     """
     answered = [state for state in states if state["newest"]]
     furthest_phase = max(state["order"] for state in answered)
@@ -220,48 +225,49 @@ def ranks_by_fate(states: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]
     for state in answered:
         group, number = state["newest"]
         last_number[group] = max(number, last_number.get(group, number))
-
-    def fate(state: dict[str, Any]) -> str:
-        if not state["newest"]:
-            return SILENT
-        group, number = state["newest"]
-        _, phase = state["order"]  # 0 outside the case, where nobody waits for this rank
-        behind = state["order"] < furthest_phase or number < last_number[group]
-        return LATE if behind and phase != 0 else WAITS
-
-    places: dict[str, list[dict[str, Any]]] = {SILENT: [], LATE: [], WAITS: []}
+    places: dict[str, list[State]] = {SILENT: [], LATE: [], WAITS: []}
     for state in states:
-        places[fate(state)].append(state)
+        fate = SILENT
+        if state["newest"]:
+            group, number = state["newest"]
+            behind = state["order"] < furthest_phase or number < last_number[group]
+            fate = LATE if behind and state["order"][1] != 0 else WAITS
+        places[fate].append(state)
     return places
 
 
-def fates(places: dict[str, list[dict[str, Any]]]) -> str:
+def fates(places: dict[str, list[State]]) -> str:
     """What `ranks_by_fate` returned -> a line for each rank. Long lists are cut and counted."""
-    lines = list[str]()
-    for why, states in places.items():
-        named = states[:MOST_NAMED]
-        if why == WAITS and len(states) > MOST_NAMED:
-            lines.append(f"{len(states):,} ranks wait, the first of them:")
-            named = states[:1]
-        lines += [f"{state['where']}: {why}" for state in named]
-        if why != WAITS and len(states) > MOST_NAMED:
-            lines.append(f"and {len(states) - MOST_NAMED:,} more ranks: {why}")
+    lines: list[str] = []
+    for fate, states in places.items():
+        lines += [f"{state['where']}: {fate}" for state in states[:MOST_NAMED]]
+        if len(states) > MOST_NAMED:
+            lines.append(f"and {len(states) - MOST_NAMED:,} more ranks: {fate}")
     return "\n".join(lines)
 
 
-class Collective(NamedTuple):
-    """A collective that a rank has called."""
-
-    group: str
-    number: int  # within the group, from 1; 0 if there is none
-    text: str
-
-
-def newest_collective() -> Collective:
-    """The collective that this rank called last, according to torch's flight recorder."""
+def newest_collective() -> tuple[str, int, str]:
+    """The collective that this rank called last, according to torch's flight recorder: its group,
+    its number within the group (from 1, 0 if there is none), and what it is."""
     entries = recorded_collectives()
     if not entries:
-        return Collective("none", 0, "none so far")
+        return "none", 0, "none so far"
     newest = max(entries, key=lambda entry: entry["time_created_ns"])
     text = f"{newest['profiling_name']} of {newest.get('input_sizes')}"
-    return Collective(newest["process_group"][0], newest.get("collective_seq_id") or 0, text)
+    return newest["process_group"][0], newest.get("collective_seq_id") or 0, text
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """The entries of this rank's flight recorder, of every backend. Private, in
+    torch/csrc/distributed/c10d; seen to work with torch 2.11, 2.14 and 2.15."""
+    c10d = torch._C._distributed_c10d
+    entries: list[dict[str, Any]] = []
+    dumps: list[tuple[str, dict[str, str]]] = [
+        ("_dump_fr_trace_json", {}),  # of gloo
+        ("_dump_nccl_trace_json", {}),  # of NCCL
+        ("_dump_fr_trace_json", {"backend": "nccl2"}),  # of nccl2
+    ]
+    for name, options in dumps:
+        with contextlib.suppress(Exception):  # this torch may lack it
+            entries += json.loads(getattr(c10d, name)(**options))["entries"]
+    return entries

@@ -10,6 +10,7 @@ metric maps the name in that test.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
@@ -104,8 +105,10 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     real_join, real_keep = benchmark.join, benchmark.Benchmark.keep
     old_keep = old.Benchmark.keep
 
-    def join(device: str, backend: str, timeout_s: float, *_: Any) -> Any:
-        return real_join(device, backend, timeout_s, dry_run=True)  # which meets nobody
+    def join(device: str, backend: str, timeout_s: float) -> Any:
+        with mock.patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}):
+            job = real_join(device, backend, timeout_s)  # which meets nobody
+        return dataclasses.replace(job, world_size=size, local_world_size=size)
 
     def take(case: Any) -> Any:
         taken = next(entry for entry in left if is_same(entry, case))

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import traffic
 from common.groups import Group, Job
-from common.private_torch import recorded_collectives
+from common.watchdog import recorded_collectives
 from common.workloads.axes import train
 from common.workloads.meshes import Key, open_meshes, parse_mesh
 

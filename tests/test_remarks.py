@@ -42,18 +42,20 @@ def test_every_script_that_measures_has_a_dry_run() -> None:
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_dry_run_lists_the_cases_of_four_ranks(
+def test_a_dry_run_lists_the_cases_of_the_job(
     script: str, bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One process by plain python; it leaves nothing behind."""
+    """All ranks of it end with status 0; it leaves nothing behind."""
     monkeypatch.chdir(tmp_path)
-    flags = (*SCRIPTS[script], "--device", "cpu", "--dry-run", "--world-size", "4")
-    run = bench(f"benchmarks/{script}.py", *flags, ranks=0)
-    assert (run.status, run.err) == (0, "")
-    assert "\n# 4 ranks on 1 node, started by python\n" in run.out
-    cases = re.search(r"^# (\d+) cases?, (at most|where)", run.out, re.MULTILINE)
-    assert cases
-    assert int(cases[1]) == len(re.findall(r"^\d+ ", run.out, re.MULTILINE)) > 0
+    flags = (*SCRIPTS[script], "--device", "cpu", "--dry-run")
+    run = bench(f"benchmarks/{script}.py", *flags, ranks=4)
+    assert run.status == 0, run.err
+    assert "\n# 4 ranks on 1 node, started by torchrun\n" in run.out
+    *_, cases, last = run.out.split("\n\n")[-1].splitlines()
+    number = re.fullmatch(r"# (\d+) cases?, nothing was measured", last)
+    assert number, run.out
+    assert cases.startswith("# ")
+    assert int(number[1]) == len(run.out.split("\n\n")[-1].splitlines()) - 1 > 0
     assert not run.path.exists()
     assert {path.name for path in tmp_path.iterdir()} == {"a folder", "run0"}
 
@@ -82,7 +84,7 @@ def test_the_last_lines_lead_on_and_a_dry_run_resumes(bench: Callable[..., Any])
     words = (*FEW, "-e", "128", "--dry-run", "--resume")
     planned = bench("benchmarks/collectives.py", *words)
     assert planned.status == 0, planned.err
-    assert "\n# 1 case, at most " in planned.out
+    assert re.search(r"\n\n# all_reduce .* 128 .*\n# 1 case, nothing was measured\n$", planned.out)
     assert planned.report.status == "complete"  # it is as it was
 
 

@@ -184,7 +184,7 @@ second_part() {
     task par 100 passes ranks 1 $b/parallel_sweep.py --mesh ddp1,dp1 --dtype bf16 --iters 12
     cuda_task hooks 100 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --world-sizes 1 \
         --comm-hook powersgd,quantize_per_tensor
-    task bind 100 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --no-breakdown
+    task plain 100 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --no-breakdown
     cuda_task graphs 120 passes ranks 1 $b/compile_sweep.py --models decoder-10m --strategies none \
         --backends eager,cudagraphs --iters 12
     task toy 120 passes ranks 1 $b/compile_sweep.py --models toy-small --strategies none,ddp \

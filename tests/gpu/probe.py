@@ -27,8 +27,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.environment import gpu_state, nccl_backend, run
+from common.groups import abort_process_group
 from common.join import set_variables
-from common.private_torch import abort_process_group
 
 DEVICE = torch.device("cuda", 0)
 LOADED_S = 4.0  # how long the load of `throttle` lasts, at least

@@ -199,7 +199,8 @@ def test_a_flag_that_is_gone_is_answered(
     monkeypatch.setattr(sys, "argv", [str(module.__file__), "--help"])
     with pytest.raises(SystemExit):
         module.parse_args()
-    named = set(re.findall(r"--[a-z-]+", answer)) - {"--nproc-per-node"}  # torchrun's
+    torchruns = {"--nproc-per-node", "--numa-binding"}
+    named = set(re.findall(r"--[a-z-]+", answer)) - torchruns
     assert named <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
 
 
@@ -391,21 +392,3 @@ def test_the_first_lines_have_the_version_and_the_command(
     monkeypatch.setenv("RANK", "1")
     parser.parse_args()
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_dry_run_plays_the_launcher(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-    for name in names:
-        monkeypatch.setenv(name, "")  # so that it is as before after the test
-        monkeypatch.delenv(name)
-    with pytest.raises(SystemExit):
-        parse("--world-size", "8")
-    assert "--world-size is for --dry-run; the launcher sets it" in capsys.readouterr().err
-    assert not set(names) & set(os.environ)
-    parse("--dry-run", "--world-size", "8")
-    assert [os.environ[name] for name in names] == ["0", "0", "8", "8"]
-    # rank 1 of 2 that torchrun has started plans for 16 ranks: its nodes have 2
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    parse("--dry-run", "--world-size", "16")
-    assert [os.environ[name] for name in names] == ["1", "0", "16", "2"]

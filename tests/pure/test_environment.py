@@ -39,7 +39,6 @@ from common.environment import (
     user_variables,
 )
 from common.join import (
-    bind,
     check_backend,
     check_file_limit,
     check_network,
@@ -48,7 +47,6 @@ from common.join import (
     meets_on_loopback,
     misfit,
     set_variables,
-    stay_near,
     world,
 )
 from tests.process import ROOT, environment
@@ -182,73 +180,6 @@ def test_lacking() -> None:
     }
     assert lacking({"gpus": [[]]}) == {}
     assert lacking({"gpus": [[]]}, 8) == {0: "it has 0 of 8 GPUs"}
-
-
-def test_each_rank_is_bound_to_cores_of_its_own() -> None:
-    every = os.sched_getaffinity(0)
-    n, got = len(every), list[int]()
-    try:
-        for local_rank in range(n):
-            os.sched_setaffinity(0, every)
-            bind(local_rank, n, torch.device("cpu"))
-            got += os.sched_getaffinity(0)
-        os.sched_setaffinity(0, every)
-        with pytest.raises(SystemExit):
-            bind(0, n + 1, torch.device("cpu"))
-    finally:
-        os.sched_setaffinity(0, every)
-    assert sorted(got) == sorted(every)
-
-
-class Node:
-    """A made-up node: 2 sockets of 4 cores with 2 threads each, numbered 0-7 and then 8-15, and 2
-    GPUs on each socket."""
-
-    def __init__(self, sys: Path, patch: pytest.MonkeyPatch) -> None:
-        self.cores = set(range(16))
-        for core in self.cores:
-            topology = sys / f"devices/system/cpu/cpu{core}/topology"
-            topology.mkdir(parents=True)
-            (topology / "thread_siblings_list").write_text(f"{core % 8},{core % 8 + 8}\n")
-        for gpu, mask in enumerate(("0f0f", "0f0f", "f0f0", "f0f0")):
-            device = sys / f"bus/pci/devices/0000:{gpu:02x}:00.0"
-            device.mkdir(parents=True)
-            (device / "local_cpus").write_text(f"00000000,0000{mask}\n")
-        patch.setattr("common.join.SYS", sys)
-        patch.setattr(torch.cuda, "device_count", lambda: 4)
-        patch.setattr(torch.cuda, "get_device_properties", self.properties)
-        patch.setattr(os, "sched_getaffinity", lambda pid: self.cores)
-        patch.setattr(os, "sched_setaffinity", self.bind)
-
-    def properties(self, gpu: int) -> Any:
-        return SimpleNamespace(pci_domain_id=0, pci_bus_id=gpu, pci_device_id=0)
-
-    def bind(self, pid: int, cores: list[int]) -> None:
-        self.bound = sorted(cores)
-
-
-def test_ranks_share_a_socket_by_whole_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node = Node(tmp_path, monkeypatch)
-    got = []
-    for gpu in range(4):
-        bind(gpu, 4, torch.device("cuda", gpu))
-        got.append(node.bound)
-    assert got == [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
-
-
-def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On all of the socket's cores that the launcher gave it; if none is there, where it is."""
-    node = Node(tmp_path, monkeypatch)
-    stay_near(torch.device("cuda", 2))
-    assert node.bound == [4, 5, 6, 7, 12, 13, 14, 15]
-    node.cores = {0, 1, 6}
-    stay_near(torch.device("cuda", 2))
-    assert node.bound == [6]
-    node.cores = {0, 1}
-    stay_near(torch.device("cuda", 2))
-    assert node.bound == [0, 1]
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def is_alive(pid_file: Path) -> bool:
 def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) -> None:
     """A task must pass, or fail for the reason that it plants."""
     folder = tmp_path / "an out"
-    names = "^(pp_bubble|tp_exposed|two_fail|stops|bind)$"
+    names = "^(pp_bubble|tp_exposed|two_fail|stops|plain)$"
     settings = {"DEVICE": "cpu", "PYTHON": stand_in(tmp_path), "ONLY": names}
     status, out = run_plan(folder, SECONDS_PER_TASK="1", **settings)
     assert verdicts_of(folder) == {
@@ -136,7 +136,7 @@ def test_the_plan_judges_each_task_and_ends_what_takes_too_long(tmp_path: Path) 
         "tp_exposed": ["WRONG", "1"],
         "two_fail": ["ok", "1"],
         "stops": ["WRONG", "1"],  # its log lacks the reason
-        "bind": ["WRONG", "124"],
+        "plain": ["WRONG", "124"],
     }
     assert "ValueError: 3 is not even" in out
     assert "2 of 5 tasks are ok" in out
@@ -154,7 +154,7 @@ def test_tasks_of_several_nccl_ranks_run_one_at_a_time(tmp_path: Path) -> None:
 
 def test_a_plan_that_is_ended_ends_its_tasks(tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    settings = {"DEVICE": "cpu", "PYTHON": stand_in(tmp_path), "ONLY": "^bind$"}
+    settings = {"DEVICE": "cpu", "PYTHON": stand_in(tmp_path), "ONLY": "^plain$"}
     process = start_plan(tmp_path, **settings)
     try:
         end = time.monotonic() + 30

@@ -242,17 +242,15 @@ def test_groups_are_aborted_that_a_failed_case_makes_later() -> None:
     failed = {"failed/1"}
     watched = Mock(check=lambda keys: failed.issuperset(keys))
     watchdog: Any = Mock(case=1, failed_case=0, group=group, watched=watched)
-    Watchdog._abort_failed(watchdog)
+    Watchdog._abort_failed(watchdog, changed=False)
     assert first.aborts == 0
-    Watchdog._look_for_failure(watchdog)
-    Watchdog._abort_failed(watchdog)
+    Watchdog._abort_failed(watchdog, changed=True)
     group.more.append(later)
-    Watchdog._abort_failed(watchdog)
-    Watchdog._abort_failed(watchdog)
+    Watchdog._abort_failed(watchdog, changed=False)
+    Watchdog._abort_failed(watchdog, changed=False)
     assert (first.aborts, later.aborts) == (1, 1)
     watchdog.case, watchdog.group = 2, Group((0,), next_case, None)  # type: ignore[arg-type]
-    Watchdog._look_for_failure(watchdog)
-    Watchdog._abort_failed(watchdog)
+    Watchdog._abort_failed(watchdog, changed=True)
     assert next_case.aborts == 0
 
 

@@ -150,3 +150,48 @@ def test_dry_run_0_is_none(tmp_path: Path) -> None:
     given = f"{JOB} SLURM_NTASKS_PER_NODE=2 DRY_RUN=0 PATH={path}"
     done = start("slurm_srun.sbatch", SCRIPT, given=given)
     assert done.stdout == "srun was started\n"
+
+
+def bound(cores: str, rank: int, ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """bind_cores.sh where `taskset` says that the process has these cores."""
+    taskset = folder / "taskset"
+    said = f"pid $2's current affinity list: {cores}"
+    taskset.write_text(f'#!/bin/sh\nif [ "$1" = -pc ]; then echo "{said}"; else echo "$@"; fi\n')
+    taskset.chmod(0o755)
+    given = f"PATH={folder}:/usr/bin:/bin LOCAL_RANK={rank} LOCAL_WORLD_SIZE={ranks}"
+    return start("bind_cores.sh", "python", "x.py", "a b", given=given)
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "parts"),
+    [
+        ("0-3,8", 2, ["0,1", "2,3"]),
+        ("0-3,8", 1, ["0,1,2,3,8"]),
+        ("7", 1, ["7"]),
+        ("1,3,9-11", 5, ["1", "3", "9", "10", "11"]),
+    ],
+)
+def test_each_rank_is_bound_to_cores_of_its_own(
+    cores: str, ranks: int, parts: list[str], tmp_path: Path
+) -> None:
+    got = [bound(cores, rank, ranks, tmp_path) for rank in range(ranks)]
+    assert [done.stdout for done in got] == [f"-c {part} python x.py a b\n" for part in parts]
+
+
+def test_what_cannot_be_bound_is_refused(tmp_path: Path) -> None:
+    done = bound("0-3,8", 0, 6, tmp_path)
+    said = "bind_cores.sh: error: 5 cores for 6 ranks; start fewer a node\n"
+    assert (done.returncode, done.stderr) == (2, said)
+    done = start("bind_cores.sh", "python")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "LOCAL_RANK: start this by torchrun --no-python" in done.stderr
+    assert start("bind_cores.sh", given="LOCAL_RANK=0 LOCAL_WORLD_SIZE=1").returncode == 1
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_the_bound_command_has_fewer_cores() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    print_them = ("python3", "-c", "import os; print(sorted(os.sched_getaffinity(0)))")
+    done = start("bind_cores.sh", *print_them, given="LOCAL_RANK=1 LOCAL_WORLD_SIZE=2")
+    half = len(cores) // 2
+    assert done.stdout == f"{cores[half : 2 * half]}\n"

@@ -1,9 +1,13 @@
 """The judgement of node_check.py, worked out by hand."""
 
+import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from benchmarks import node_check
 from benchmarks.node_check import (
@@ -14,6 +18,7 @@ from benchmarks.node_check import (
     judge_ranks,
     odd_results,
     rounds_by_node,
+    stay_near,
     wrong_results,
 )
 from common.environment import Others
@@ -270,3 +275,32 @@ def test_a_long_list_of_the_unfit_is_cut() -> None:
     assert problem is not None
     assert problem.endswith("node 7 on n7 and 12 more")
     assert len(lines) == 21  # a line for each stays
+
+
+def test_a_process_stays_near_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up node: 2 sockets of 4 cores with 2 threads each, numbered 0-7 and then 8-15, and 2
+    GPUs on each socket. The process gets all of the socket's cores that the launcher gave it; if
+    none is there, it stays where it is."""
+    bound: list[set[int]] = []
+    cores = set(range(16))
+    for gpu, mask in enumerate(("0f0f", "0f0f", "f0f0", "f0f0")):
+        device = tmp_path / f"bus/pci/devices/0000:{gpu:02x}:00.0"
+        device.mkdir(parents=True)
+        (device / "local_cpus").write_text(f"00000000,0000{mask}\n")
+
+    def properties(gpu: int) -> Any:
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=gpu, pci_device_id=0)
+
+    monkeypatch.setattr(node_check, "SYS", tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: bound.append(cores))
+    stay_near(torch.device("cpu"))
+    assert bound == []
+    stay_near(torch.device("cuda", 2))
+    cores = {0, 1, 6}
+    stay_near(torch.device("cuda", 2))
+    cores = {0, 1}
+    stay_near(torch.device("cuda", 2))
+    stay_near(torch.device("cuda", 9))  # Linux has no such device, as in some containers
+    assert bound == [{4, 5, 6, 7, 12, 13, 14, 15}, {6}, {0, 1}, {0, 1}]
