@@ -49,6 +49,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree  # private; seen to work with torch 2.11, 2.14 and 2.15
 
 if __name__ == "__mp_main__":  # in the process of async-process torch logs each save
     logging.disable(logging.WARNING)
@@ -60,13 +61,13 @@ from common.cli import Parser, add_common_flags, cut, list_of, positive_float, p
 from common.groups import FOREVER, Group, agree, rendezvous, share
 from common.memory import peak, start_peak
 from common.old import Benchmark, Measured
-from common.private_torch import forget_groups, leaves
 from common.report import Case
 from common.stats import Times
 from common.table import Columns, interval_ends, metric, render
 from common.timing import rule_reached
 from common.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.workloads.folders import remove_at_end
+from common.workloads.meshes import forget_groups
 
 Key = dict[str, Any]
 Facts = dict[str, Any]
@@ -290,7 +291,7 @@ class Training:
     def local_bytes(self) -> list[Tensor]:
         """This rank's part of the state, in place: the bytes of each tensor."""
         parts = []
-        for value in leaves(self.state()):
+        for value in _pytree.tree_leaves(self.state()):
             if isinstance(value, Tensor):
                 tensor = value.detach()
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -39,6 +39,7 @@ import itertools
 import sys
 import tempfile
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
+from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -49,8 +50,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.profiler import record_function
+from torch.utils import _pytree  # private, as _dynamo: seen to work with torch 2.11, 2.14, 2.15
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -60,20 +63,12 @@ from common.check import verdict
 from common.groups import Group, agree, gather, share
 from common.memory import peak, reset_peak, start_peak
 from common.old import Benchmark, Workload
-from common.private_torch import (
-    configure_compile,
-    dynamo_counters,
-    forget_groups,
-    fresh_compile_cache,
-    is_recomputed,
-    leaves,
-    recompute,
-)
 from common.report import Case
 from common.stats import Times, percentiles, step_metrics
 from common.table import Columns, metric, relative, render
 from common.timing import Step, time_block
 from common.workloads.decoder import DECODERS, Decoder, flops_per_token, random_text
+from common.workloads.meshes import forget_groups
 from common.workloads.peaks import peak_flops
 from common.workloads.precision import name_precision, set_precision
 from common.workloads.reference import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
@@ -176,7 +171,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
 
 def mean_output(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a model of torchbenchmark: the mean of its first output of real numbers."""
-    outputs = leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
+    outputs = _pytree.tree_leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
     tensors = [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
     return tensors[0].float().mean()
 
@@ -309,10 +304,18 @@ def prepare_units(model: nn.Module, key: Key) -> list[nn.Module]:
     if key["fsdp_wrap"]:
         refuse_tied_units(model, units)
     if key["fsdp_checkpoint"]:
-        recompute(model, units)
+        checkpoint_wrapper.apply_activation_checkpointing(
+            model, check_fn=lambda module: module in units
+        )
         modules = reversed([*model.modules()])
         units = [module for module in modules if is_recomputed(module)]
     return units if key["fsdp_wrap"] else []
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether the backward pass computes this module again. Private, as `_checkpoint` says; seen to
+    work with torch 2.11, 2.14 and 2.15."""
+    return isinstance(module, checkpoint_wrapper.CheckpointWrapper)
 
 
 def wrap(model: nn.Module, key: Key, device: torch.device, group: dist.ProcessGroup) -> nn.Module:
@@ -430,6 +433,28 @@ def draw(model: nn.Module, loss: Tensor, file: str) -> None:
     named = dict(model.named_parameters())
     viz = importlib.import_module("torchviz")
     viz.make_dot(loss, named, show_attrs=True, show_saved=True).save(file)
+
+
+def dynamo_counters() -> dict[str, Counter[str]]:
+    """What torch.compile counts: graphs, and why it broke them."""
+    from torch._dynamo.utils import counters
+
+    return counters
+
+
+def fresh_compile_cache() -> contextlib.AbstractContextManager[Any]:
+    """Within it torch.compile finds nothing that was compiled before."""
+    from torch._inductor.utils import fresh_cache
+
+    return fresh_cache()
+
+
+def configure_compile(split_for_ddp: bool, verbose: bool) -> None:
+    """split_for_ddp: whether dynamo cuts graphs at DDP's buckets, so that communication can begin.
+    verbose: print graph breaks and recompiles."""
+    torch._dynamo.config.optimize_ddp = split_for_ddp
+    if verbose:
+        torch._logging.set_logs(graph_breaks=True, recompiles=True)
 
 
 def count_graphs(in_first_step: int) -> dict[str, int]:

@@ -3,9 +3,9 @@
 
     back to back = each operation starts as soon as the one before it in its group is done
     with gaps    = none starts earlier than in the job: busy waits take the place of computing
-    replayed     = an operation in a replay with gaps, from its start until it is seen to be done
-                   (over NCCL between two CUDA events on a stream of its group): the mean of a
-                   step's calls, p50 of the replays; the slowest rank counts
+    replayed     = an operation in a replay with gaps, from its start until it is seen to be done,
+                   over NCCL between two CUDA events: the mean of a step's calls on the slowest
+                   rank, p50 of the replays
     alone        = the same operation with nothing else under way
     busbw        = bytes / time * factor, as in collectives.py
     share        = calls * replayed, of the sum over all rows
@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.answers import median_of, series, show_seconds
+from common.environment import count_of
 from common.groups import Group, Job, connect, gather, rendezvous, share
 from common.old import Benchmark, Key, Workload
 from common.report import Case
@@ -60,102 +61,52 @@ from common.workloads.room import too_much
 # fr_0.json, nccl_trace_rank_0, rank-0.Apr_03.json.gz; nccl_trace_rank_node2_5 is rank 5 on node2
 HOST = r"(?:\d*[A-Za-z].*|\d+(?:\.\d+){3})"
 FILE = re.compile(rf"(?:fr|rank)(?:[_-]{HOST}[_-](?=\d+(?:\.[A-Za-z.]+)?$)|[_-]?)(\d+)")
+SIDES = ("input", "output")  # of an entry of the flight recorder
 MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
-DTYPES = {  # the recorder's name -> torch's
-    "Float": "float32",
-    "Double": "float64",
-    "Half": "float16",
-    "BFloat16": "bfloat16",
-    "Long": "int64",
-    "Int": "int32",
-    "Char": "int8",
-    "Byte": "uint8",
-    "Bool": "uint8",
-    "Float8_e4m3fn": "uint8",
-    "Float8_e5m2": "uint8",
-}
+DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
+DTYPES |= {"Long": "int64", "Int": "int32", "Char": "int8", "Byte": "uint8", "Bool": "uint8"}
+DTYPES |= {"Float8_e4m3fn": "uint8", "Float8_e5m2": "uint8"}  # the recorder's names -> torch's
 # torch 2.14 warns of the older names in each call
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-N = 0  # in OPERATIONS: a part for each of the n ranks
-
-
-class Operation(NamedTuple):
-    """An operation by torch's call. Neither the reduction nor the root is recorded: it sums, and
-    the root is the group's first rank."""
-
-    call: Callable[..., Any]  # output, input, group=, async_op=
-    bus: Callable[[int], float]  # busbw / algbw of n ranks
-    sends: int = 1  # parts; N: one for each rank
-    receives: int = 1
-
-
-def without_my_part(n: int) -> float:
-    """A rank has one of the n parts already."""
-    return (n - 1) / n
-
-
-OPERATIONS = {
-    "all_reduce": Operation(
-        call=lambda dst, src, **more: dist.all_reduce(dst, **more),
-        bus=lambda n: 2 * without_my_part(n),
-    ),
-    "all_gather": Operation(
-        call=all_gather,
-        bus=without_my_part,
-        receives=N,
-    ),
-    "reduce_scatter": Operation(
-        call=reduce_scatter,
-        bus=without_my_part,
-        sends=N,
-    ),
-    "all_to_all": Operation(
-        call=dist.all_to_all_single,
-        bus=without_my_part,
-        sends=N,
-        receives=N,
-    ),
-    "broadcast": Operation(
-        call=lambda dst, src, **more: dist.broadcast(dst, group_src=0, **more),
-        bus=lambda n: 1,
-    ),
-    "reduce": Operation(
-        call=lambda dst, src, **more: dist.reduce(dst, group_dst=0, **more),
-        bus=lambda n: 1,
-    ),
-    "barrier": Operation(
-        call=lambda dst, src, **more: dist.barrier(**more),
-        bus=lambda n: 0,
-    ),
+# output, input, group=, async_op=. Neither the reduction nor the root is recorded: it sums, and the
+# root is the group's first rank
+CALLS: dict[str, Callable[..., Any]] = {
+    "all_reduce": lambda dst, src, **more: dist.all_reduce(dst, **more),
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "all_to_all": dist.all_to_all_single,
+    "broadcast": lambda dst, src, **more: dist.broadcast(dst, group_src=0, **more),
+    "reduce": lambda dst, src, **more: dist.reduce(dst, group_dst=0, **more),
+    "barrier": lambda dst, src, **more: dist.barrier(**more),
 }
+SENDS_ALL = ("reduce_scatter", "all_to_all")  # a rank sends a part to each rank
+RECEIVES_ALL = ("all_gather", "all_to_all")
+BUS = {"broadcast": 1.0, "reduce": 1.0, "barrier": 0.0}  # busbw / algbw
+
+
+def bus_factor(op: str, n: int) -> float:
+    """busbw / algbw of n ranks. A rank has one of the n parts already."""
+    share_of_others = (n - 1) / n
+    return 2 * share_of_others if op == "all_reduce" else BUS.get(op, share_of_others)
 
 
 def parse_args() -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    add("trace", metavar="FOLDER", help="the recordings: fr_0.json or rank0...json for each rank")
+    folder = cli.checked(str, bool, "a folder of recordings", "e.g. trace/")
+    each = "the recordings: fr_0.json or rank0...json for each rank"
+    add("trace", type=folder, metavar="FOLDER", help=each)
     only = "the operations of these groups, e.g. dp for mesh_dp (default: all)"
     add("--only", type=cli.list_of(str), default=[], metavar="GROUP", help=only)
     scale = "times the recorded sizes (default: 1)"
     add("--scale-size", type=cli.positive_float, default=1.0, metavar="F", help=scale)
     cli.add_common_flags(parser, min_iters=12, max_seconds=10)
-    args = parser.parse_args()
-    if not args.trace:
-        parser.error("expected a folder of recordings, got ''; e.g. trace/")
-    return args
+    return parser.parse_args()
 
 
 # -- kinds and collectives -------------------------------------------------------------------------
-
-
-class Counts(NamedTuple):
-    """Elements of a part, and of all that a rank sends and receives."""
-
-    part: int
-    sent: int
-    received: int
 
 
 class Kind(NamedTuple):
@@ -167,33 +118,29 @@ class Kind(NamedTuple):
     dtype: str
     size_bytes: int
 
-    @property
-    def itemsize(self) -> int:
-        return getattr(torch, self.dtype).itemsize
+    def counts(self) -> tuple[int, int, int]:
+        """Elements of a part, and of all that a rank sends and receives."""
+        sends = self.group_ranks if self.op in SENDS_ALL else 1
+        receives = self.group_ranks if self.op in RECEIVES_ALL else 1
+        part = self.size_bytes // itemsize(self.dtype) // max(sends, receives)
+        return part, sends * part, receives * part
 
-    @property
-    def counts(self) -> Counts:
-        sends = OPERATIONS[self.op].sends or self.group_ranks
-        receives = OPERATIONS[self.op].receives or self.group_ranks
-        part = self.size_bytes // self.itemsize // max(sends, receives)
-        return Counts(part, sends * part, receives * part)
+
+def itemsize(dtype: str) -> int:
+    return getattr(torch, dtype).itemsize
 
 
 @dataclass(frozen=True)
 class Collective:
-    """An operation of a rank, as recorded; equal ones of several ranks are one.
-
-    team: name and ranks of its group. begin_s: since the steps began. job_s: 0 if not recorded.
-    blocking: the job waited for it at once.
-    """
+    """An operation of a rank, as recorded; equal ones of several ranks are one."""
 
     kind: Kind
-    team: tuple[str, tuple[int, ...]]
+    team: tuple[str, tuple[int, ...]]  # name and ranks of its group
     seq: int
     problem: str  # why it cannot be replayed
-    begin_s: float = field(compare=False)
-    job_s: float = field(compare=False, default=0.0)
-    blocking: bool = field(compare=False, default=False)
+    begin_s: float = field(compare=False)  # since the steps began
+    job_s: float = field(compare=False, default=0.0)  # 0 if not recorded
+    blocking: bool = field(compare=False, default=False)  # the job waited for it at once
 
 
 class Recording(NamedTuple):
@@ -213,40 +160,27 @@ def collective(
     for value in (seq, *sizes, *ranks):
         if type(value) is not int or value < 0:
             raise ValueError(f"{str(value)[:40]!r} where a whole number from 0 on belongs")
-    op = operation_of(name)
+    letters = name.replace("_", "").lower()  # all_gather is also _allgather_base
+    known = [op for op in CALLS if letters.startswith(op.replace("_", ""))]
     plain = DTYPES.get(dtype, "uint8")
-    kind = Kind(op, group, len(ranks), plain, max(sizes) * getattr(torch, plain).itemsize)
-    problem = why_not_replayed(kind, dtype, sizes)
+    kind = Kind((*known, name)[0], group, len(ranks), plain, max(sizes) * itemsize(plain))
+    problem = ""
+    if not known:
+        problem = "this operation is not known"
+    elif dtype not in DTYPES:
+        problem = "this dtype is not known"
+    elif not ranks:
+        problem = "the ranks of its group are not recorded"
+    elif kind.counts()[1:] != sizes:
+        problem = "parts differ in size, and only the sum is recorded"
     return Collective(kind, (group, ranks), seq, problem, **job)
-
-
-def operation_of(name: str) -> str:
-    """The operation in OPERATIONS that has a recorded name; all_gather is also _allgather_base."""
-    letters = name.replace("_", "").lower()
-    for op in OPERATIONS:
-        if letters.startswith(op.replace("_", "")):
-            return op
-    return name
-
-
-def why_not_replayed(kind: Kind, dtype: str, sizes: tuple[int, int]) -> str:
-    """What is wrong with an operation by itself, or nothing. dtype: as recorded."""
-    if kind.op not in OPERATIONS:
-        return "this operation is not known"
-    if dtype not in DTYPES:
-        return "this dtype is not known"
-    if kind.group_ranks == 0:
-        return "the ranks of its group are not recorded"
-    if (kind.counts.sent, kind.counts.received) != sizes:
-        return "parts differ in size, and only the sum is recorded"
-    return ""
 
 
 # -- recordings: a function a format ---------------------------------------------------------------
 
 
 def flight_recorder(content: dict[str, Any], world_size: int) -> Recording:
-    """From record(), or NCCL's own dump, which has the ranks of its groups in pg_config.
+    """From record(), or a backend's own dump, which has the ranks of its groups in pg_config.
 
     gloo's dump calls a group by another name there, and torch 2.11 leaves its ranks out.
     """
@@ -263,26 +197,18 @@ def flight_recorder(content: dict[str, Any], world_size: int) -> Recording:
         if entry["time_created_ns"] < start or name in MARKERS:
             continue
         group, label = map(str, entry["process_group"])
-        named = label not in ("", "undefined")
-        everyone = range(world_size) if label == "default_pg" else ()
-        dtypes = [*entry["input_dtypes"], *entry["output_dtypes"], "Byte"]
+        ranks = groups.get(group) or (range(world_size) if label == "default_pg" else ())
+        team = (group if label in ("", "undefined") else label, ranks)
+        # on some ranks there is no input
+        dtype = [*entry["input_dtypes"], *entry["output_dtypes"], "Byte"][0]
+        sent, received = (sum(map(math.prod, entry[f"{side}_sizes"])) for side in SIDES)
+        begin_s = (entry["time_created_ns"] - start) / 1e9
+        job_s = entry.get("duration_ms", 0) / 1e3
+        seq = entry["collective_seq_id"]
         calls.append(
-            collective(
-                name,
-                (label if named else group, groups.get(group) or everyone),
-                entry["collective_seq_id"],
-                dtypes[0],  # on some ranks there is no input
-                (elements(entry["input_sizes"]), elements(entry["output_sizes"])),
-                begin_s=(entry["time_created_ns"] - start) / 1e9,
-                job_s=entry.get("duration_ms", 0) / 1e3,
-            )
+            collective(name, team, seq, dtype, (sent, received), begin_s=begin_s, job_s=job_s)
         )
     return Recording(int(content.get("steps", 1)), (end - start) / 1e9, calls)
-
-
-def elements(shapes: list[list[int]]) -> int:
-    """Of all tensors together."""
-    return sum(math.prod(shape) for shape in shapes)
 
 
 def kineto(content: dict[str, Any]) -> Recording:
@@ -296,33 +222,26 @@ def kineto(content: dict[str, Any]) -> Recording:
     if not comms:
         raise ValueError("a Kineto trace without a collective: too old, or none was called")
     comms.sort(key=lambda event: event["ts"])
-    kernels_s = dict[Any, float]()  # by the operation that launched the kernel
-    for event in comms:
-        if event["cat"] == "kernel":
-            kernels_s[event["args"]["External id"]] = event["dur"] / 1e6
+    kernels = [event for event in comms if event["cat"] == "kernel"]
+    kernels_s = {event["args"]["External id"]: event["dur"] / 1e6 for event in kernels}
     steps = [event for event in events if is_step(event)]
     start = min(event["ts"] for event in steps or comms)
     end = max(event["ts"] + event["dur"] for event in steps or comms)
     calls = []
     for event in comms:
         about = event["args"]
-        name = about["Collective name"]
+        name, group = about["Collective name"], about["Process Group Name"]
         within = start <= event["ts"] <= end
         if event["cat"] != "cpu_op" or name in MARKERS or not within:
             continue
-        group = about["Process Group Name"]
-        calls.append(
-            collective(
-                name,
-                (about.get("Process Group Description") or group, groups.get(group, ())),
-                about.get("Seq", 0),
-                about["dtype"],
-                (about["In msg nelems"], about["Out msg nelems"]),
-                begin_s=(event["ts"] - start) / 1e6,
-                job_s=kernels_s.get(about["External id"], 0.0),
-                blocking=str(about.get("Is asynchronized op", True)).lower() == "false",
-            )
-        )
+        team = (about.get("Process Group Description") or group, groups.get(group, ()))
+        sizes = (about["In msg nelems"], about["Out msg nelems"])
+        job: dict[str, Any] = {
+            "begin_s": (event["ts"] - start) / 1e6,
+            "job_s": kernels_s.get(about["External id"], 0.0),
+            "blocking": str(about.get("Is asynchronized op", True)).lower() == "false",
+        }
+        calls.append(collective(name, team, about.get("Seq", 0), about["dtype"], sizes, **job))
     return Recording(len(steps) or 1, (end - start) / 1e6, calls)
 
 
@@ -345,19 +264,23 @@ def read(folder: str, rank: int, world_size: int) -> Recording | str:
     try:
         matches = [(FILE.search(file.name), file) for file in path.iterdir()]
         files = sorted((int(match[1]), file) for match, file in matches if match)
-        if not files:
-            return (
-                f"{folder} has no recordings; expected one of each rank, e.g. fr_0.json, as "
-                "examples/record_collectives.py writes them"
-            )
         ranks = [number for number, _ in files]
-        if ranks != list(range(world_size)):
-            return (
-                f"{folder} has recordings of ranks {ranks}, and this job has {world_size}; "
-                f"e.g. torchrun --nproc-per-node {max(ranks) + 1} {sys.argv[0]} {folder}"
+        if not files:
+            expected = (
+                "one of each rank, e.g. fr_0.json, as examples/record_collectives.py writes them"
             )
+            return f"{folder} has no recordings; expected {expected}"
+        if ranks != list(range(world_size)):
+            launch = f"torchrun --nproc-per-node {max(ranks) + 1} {sys.argv[0]} {folder}"
+            has = f"{folder} has recordings of ranks {ranks}, and this job has {world_size}"
+            return f"{has}; e.g. {launch}"
         path = files[rank][1]
-        return checked(parse(path, world_size))
+        recording = parse(path, world_size)
+        last_s = max((call.begin_s for call in recording.calls), default=0.0)
+        if not 0 <= last_s <= recording.time_s < math.inf:
+            took = f"steps that took {recording.time_s:g} s"
+            raise ValueError(f"{took}, and an operation after {last_s:g} s")
+        return recording
     except Exception as error:  # a damaged pickle raises anything
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         return f"{path}: expected a rank's recording, got {kind}{error}"
@@ -370,22 +293,15 @@ def parse(path: Path, world_size: int) -> Recording:
         data = gzip.decompress(data)
     is_json = data[:64].lstrip().startswith((b"{", b"["))  # Kineto begins with a blank or newline
     content = json.loads(data) if is_json else NoClasses(io.BytesIO(data)).load()
-    kinds = content.keys() if isinstance(content, dict) else {}
-    if "traceEvents" in kinds:
+    fields = content.keys() if isinstance(content, dict) else {}
+    if "traceEvents" in fields:
         return kineto(content)
-    if "entries" in kinds:
+    if "entries" in fields:
         return flight_recorder(content, world_size)
-    what = "a Chakra trace" if "nodes" in kinds else f"{type(content).__name__} {str(content)[:40]}"
+    what = (
+        "a Chakra trace" if "nodes" in fields else f"{type(content).__name__} {str(content)[:40]}"
+    )
     raise ValueError(f"{what}: neither Kineto's trace nor the flight recorder's")
-
-
-def checked(recording: Recording) -> Recording:
-    """Raises ValueError where its times cannot be."""
-    last_s = max((call.begin_s for call in recording.calls), default=0.0)
-    if not 0 <= last_s <= recording.time_s < math.inf:
-        took = f"steps that took {recording.time_s:g} s"
-        raise ValueError(f"{took}, and an operation after {last_s:g} s")
-    return recording
 
 
 # -- what is replayed ------------------------------------------------------------------------------
@@ -404,22 +320,23 @@ class Plan(NamedTuple):
 def choose(recordings: Sequence[Recording], only: Sequence[str] = (), scale: float = 1.0) -> Plan:
     """What all ranks of a group have recorded: what one of them lacks would hang."""
     groups = {*only, *(f"mesh_{name}" for name in only)}
-    asked = list[list[Collective]]()  # of each rank
+    asked: list[list[Collective]] = []  # of each rank
     for recording in recordings:
         asked.append([call for call in recording.calls if not only or call.kind.group in groups])
     problems = find_problems(asked)
-    kept, lost = list[list[Collective]](), Counter[str]()
+    kept: list[list[Collective]] = []
+    lost: Counter[str] = Counter()
     for calls in asked:
         kept.append([scaled(call, scale) for call in calls if not problems[call]])
         for call in calls:
             if problems[call]:
                 lost[f"{call.kind.op} of {call.kind.group}: {problems[call]}"] += 1
     lines = [f"{count} x {text}" for text, count in lost.items()]
-    lines.append(f"not replayed: {lost.total()} of {sum(len(calls) for calls in asked)}")
-    kinds = {call.kind for calls in kept for call in calls}
+    lines.append(f"not replayed: {lost.total()} of {sum(map(len, asked))}")
+    kinds = sorted({call.kind for calls in kept for call in calls})
     steps = max(1, *(recording.steps for recording in recordings))
     time_s = max(recording.time_s for recording in recordings)
-    return Plan(steps, time_s, kept, sorted(kinds), lines)
+    return Plan(steps, time_s, kept, kinds, lines)
 
 
 def find_problems(calls_by_rank: list[list[Collective]]) -> dict[Collective, str]:
@@ -428,50 +345,32 @@ def find_problems(calls_by_rank: list[list[Collective]]) -> dict[Collective, str
     Ring buffers do not begin together. Coalesced operations share a number, and may be equal: so
     each rank of the group must have an operation equally often.
     """
-    counts = Counter[tuple[int, Collective]]()
+    counts: Counter[tuple[int, Collective]] = Counter()
     for rank, calls in enumerate(calls_by_rank):
         counts.update((rank, call) for call in calls)
-    problems = dict[Collective, str]()
+    problems: dict[Collective, str] = {}
     for _, call in counts:
-        if call in problems:
-            continue
         _, members = call.team
-        problems[call] = call.problem
         times_recorded = {counts[rank, call] for rank in members}
+        problems[call] = call.problem
         if not call.problem and len(times_recorded) > 1:
             problems[call] = "not recorded alike on every rank of its group"
     return problems
 
 
 def scaled(call: Collective, scale: float) -> Collective:
-    """The same operation with so many times the data, each part rounded up."""
+    """The same operation with so many times the data, each part rounded up. The job's time is that
+    of the recorded size."""
     if scale == 1:
         return call
-    part = call.kind.counts.part
+    part, *_ = call.kind.counts()
     size_bytes = call.kind.size_bytes * math.ceil(part * scale) // max(1, part)
-    # the job's time is that of the recorded size
     return replace(call, kind=call.kind._replace(size_bytes=size_bytes), job_s=0.0)
-
-
-def title(plan: Plan, key: dict[str, Any]) -> str:
-    """What is replayed, of which recording."""
-    noun = "steps" if plan.steps > 1 else "step"
-    steps = f"{plan.steps} {noun} in {plan.time_s * 1e3:.1f} ms"
-    groups = "all groups" if key["only"] == "all" else f"--only {key['only']}"
-    return f"# recording {key['recording']}: {steps}; {groups}, sizes x {key['scale_size']:g}"
 
 
 # -- replay ----------------------------------------------------------------------------------------
 
 Replay = dict[Kind, list[float]]  # seconds of each call
-
-
-class UnderWay(NamedTuple):
-    """An operation that was started. work: what torch returned."""
-
-    kind: Kind
-    begun: float
-    work: Any
 
 
 def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> Replay:
@@ -480,8 +379,8 @@ def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> R
     An operation is waited for where the next one of its group starts, or at once if the job is
     known to have waited there. starts: what starts an operation, by kind and team.
     """
-    seconds = defaultdict[Kind, list[float]](list)
-    under_way = dict[Any, UnderWay]()  # one in each team
+    seconds: Replay = defaultdict(list)
+    under_way: dict[Any, tuple[Kind, float, Any]] = {}  # one in each team: its start, torch's work
     zero = time.perf_counter()
 
     def look(awaited: object = None) -> None:
@@ -497,8 +396,7 @@ def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> R
         while end_s and time.perf_counter() - zero < call.begin_s:
             look()
         begun = time.perf_counter()
-        work = starts[call.kind, call.team]()
-        under_way[call.team] = UnderWay(call.kind, begun, work)
+        under_way[call.team] = (call.kind, begun, starts[call.kind, call.team]())
         look(call.team if call.blocking else None)
     for team in list(under_way):
         look(team)
@@ -516,7 +414,7 @@ def play_on_streams(
     for the job's. What the job has waited for is waited for there, and an operation starts when
     that stream is done. streams: by team.
     """
-    events = list[tuple[Kind, torch.cuda.Event, torch.cuda.Event]]()
+    events: list[tuple[Kind, torch.cuda.Event, torch.cuda.Event]] = []
     caller = torch.cuda.current_stream()
     zero = time.perf_counter()
     for call in calls:
@@ -537,7 +435,7 @@ def play_on_streams(
     for stream in streams.values():
         caller.wait_stream(stream)
     caller.synchronize()
-    seconds = defaultdict[Kind, list[float]](list)
+    seconds: Replay = defaultdict(list)
     for kind, begin, end in events:
         seconds[kind].append(begin.elapsed_time(end) / 1e3)
     return seconds
@@ -552,28 +450,23 @@ def wait(work: Any) -> None:
 
 def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
     """This rank's operations with the job's gaps and without, and one of each kind alone."""
-    calls = plan.calls[job.rank]
-    new_group: Any = partial(dist.new_group, backend=job.backend)
-    groups = dict[Any, Any]()
-    teams = {call.team for row in plan.calls for call in row}
-    for team in sorted(teams):  # alike on all ranks
+    starts: dict[tuple[Kind, Any], Step] = {}
+    mine = {(call.kind, call.team) for call in plan.calls[job.rank]}
+    for team in sorted({call.team for calls in plan.calls for call in calls}):  # alike on all ranks
         _, ranks = team
         rendezvous(group)
-        groups[team] = new_group(list(ranks))
+        opened: Any = dist.new_group(list(ranks), backend=job.backend)
         if job.rank in ranks:
-            group.more.append(groups[team])
-            connect(groups[team], job)
-    starts = dict[tuple[Kind, Any], Step]()
-    mine = {(call.kind, call.team) for call in calls}
-    for kind, team in sorted(mine):
-        _, ranks = team
-        starts[kind, team] = tried(kind, ranks, groups[team], job)
+            group.more.append(opened)
+            connect(opened, job)
+        for kind in sorted(kind for kind, its_team in mine if its_team == team):
+            starts[kind, team] = tried(kind, ranks, opened, job)
 
-    replay = partial(play, calls, starts)
+    replay = partial(play, plan.calls[job.rank], starts)
     wait_alone: Callable[[Any], None] = wait
     if job.device.type == "cuda" and "nccl" in job.backend:
         streams = {team: torch.cuda.Stream(job.device) for _, team in mine}
-        replay = partial(play_on_streams, calls, starts, streams)
+        replay = partial(play_on_streams, plan.calls[job.rank], starts, streams)
         wait_alone = methodcaller("wait")
 
     def one_of(kind: Kind) -> None:
@@ -581,32 +474,32 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
             if other == kind:
                 wait_alone(start())
 
-    def means(replays: list[Replay]) -> list[dict[Kind, float]]:
-        """The mean seconds of each kind, in each replay."""
-        rows = list[dict[Kind, float]]()
-        for replay in replays:
-            rows.append({kind: fmean(times) for kind, times in replay.items()})
-        return rows
-
     parts: dict[str, Step] = {"back to back": replay}
     for kind in plan.kinds:
         parts[str(kind)] = partial(one_of, kind)
     return Workload(partial(replay, end_s=plan.time_s), parts, returned=means)
 
 
+def means(replays: list[Replay]) -> list[dict[Kind, float]]:
+    """The mean seconds of each kind, in each replay."""
+    rows = []
+    for replay in replays:
+        rows.append({kind: fmean(seconds) for kind, seconds in replay.items()})
+    return rows
+
+
 def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
     """What starts an operation. Raises ValueError where not what was sent arrives."""
-    first = job.rank == min(ranks)
-    counts = kind.counts
-    # the first rank sends ones, the others zeros
+    is_first = job.rank == min(ranks)
+    part, to_send, to_receive = kind.counts()
     full: Any = partial(torch.full, dtype=getattr(torch, kind.dtype), device=job.device)
-    sent = full((counts.sent,), first)
-    received = full((counts.received,), first)
-    start = partial(OPERATIONS[kind.op].call, received, sent, group=group, async_op=True)
+    sent = full((to_send,), is_first)  # the first rank sends ones, the others zeros
+    received = full((to_receive,), is_first)
+    start = partial(CALLS[kind.op], received, sent, group=group, async_op=True)
     wait(start())
     expected = torch.zeros_like(received)
-    expected[: counts.part] = 1
-    has_result = first or kind.op != "reduce"
+    expected[:part] = 1
+    has_result = is_first or kind.op != "reduce"
     if has_result and not torch.equal(received, expected):
         raise ValueError(f"{kind.op} of {kind.group} brought wrong values")
     sent.zero_()
@@ -622,10 +515,9 @@ def derive(plan: Plan, case: Case, times: Times, facts: list[None]) -> None:
         metrics |= percentiles(step, prefix)
         metrics[f"{prefix}_ci95_s"] = median_interval(step)
     rows = [row_of(kind, plan, times) for kind in plan.kinds]
-    rows_s = [row["calls"] * row["replayed_p50_s"] for row in rows]
-    total_s = sum(rows_s)
-    for row, row_s in zip(rows, rows_s, strict=True):
-        row["share"] = row_s / total_s
+    total_s = sum(row["calls"] * row["replayed_p50_s"] for row in rows)
+    for row in rows:
+        row["share"] = row["calls"] * row["replayed_p50_s"] / total_s
     metrics["step_bytes"] = sum(row["calls"] * row["size_bytes"] for row in rows)
     metrics["job_step_s"] = plan.time_s / plan.steps
     metrics["operations"] = rows
@@ -634,7 +526,7 @@ def derive(plan: Plan, case: Case, times: Times, facts: list[None]) -> None:
 def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
     """What a row of the table says of a kind; all but its share."""
     calls = [call for row in plan.calls for call in row if call.kind == kind]
-    by_rank = list[list[float]]()  # of the ranks that have the kind, its mean in each replay
+    by_rank = []  # of the ranks that have the kind, its mean in each replay
     for replays in times.returned:
         if kind in replays[0]:
             by_rank.append([replay[kind] for replay in replays])
@@ -646,11 +538,10 @@ def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
     row: dict[str, Any] = kind._asdict()
     row["calls"] = len(calls) / len(by_rank) / plan.steps
     row["replayed_ci95_s"] = median_interval(replayed_s)
-    factor = OPERATIONS[kind.op].bus(kind.group_ranks)
+    bus_bytes = bus_factor(kind.op, kind.group_ranks) * kind.size_bytes
     for name, values in seconds.items():
-        p50 = float(np.median(values))
-        row[f"{name}_p50_s"] = p50
-        row[f"{name}_busbw_gb_per_s"] = factor * kind.size_bytes / p50 / 1e9
+        row[f"{name}_p50_s"] = float(np.median(values))
+        row[f"{name}_busbw_gb_per_s"] = bus_bytes / row[f"{name}_p50_s"] / 1e9
     row["replayed_over_alone"] = row["replayed_p50_s"] / row["alone_p50_s"]
     return row
 
@@ -672,28 +563,23 @@ COLUMNS: Columns = {  # GB/s: busbw
 }
 
 
-def output(metrics: dict[str, Any]) -> str:
-    rows = [Case(row, [], metrics=row) for row in metrics["operations"]]
-    return f"\n{render(COLUMNS, rows)}"
-
-
 def answer(plan: Plan, cases: list[Case]) -> list[str]:
     """How much of the job's step its communication takes, and what was not replayed."""
     sentences: list[str] = []
     for name, same in series(cases, ()).items():
         metrics = same[0].metrics
         alone, with_gaps = median_of(same[0], "back_to_back"), median_of(same[0], "with_gaps")
-        if not (alone and with_gaps and metrics.get("job_step_s")):
-            continue
-        job_s = metrics["job_step_s"]
-        job = f"{alone.value / job_s:.0%} of the job's {show_seconds(job_s)}"
-        sentences.append(f"{name}a step: {alone} back to back, {job}; {with_gaps} with its gaps")
+        if alone and with_gaps and metrics.get("job_step_s"):
+            job_s = metrics["job_step_s"]
+            job = f"{alone.value / job_s:.0%} of the job's {show_seconds(job_s)}"
+            step = f"a step: {alone} back to back, {job}; {with_gaps} with its gaps"
+            sentences.append(name + step)
     return [*sentences, *plan.lines]
 
 
 def why_refused(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) -> str | None:
-    """Why the plan cannot be replayed; None where it can be. All ranks call it."""
-    if not any(plan.calls):
+    """Why this rank cannot replay the plan; None where it can."""
+    if not plan.kinds:
         recorded = {call.kind.group for recording in recordings for call in recording.calls}
         groups = ", ".join(sorted(recorded))
         return f"nothing is left of the groups {groups}; {'; '.join(plan.lines)}"
@@ -703,35 +589,36 @@ def why_refused(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) -
         return f"{took}; record fewer, or give --timeout {3 * plan.time_s:.0f}"
     needed_bytes = 0  # an operation of a team uses the same two tensors in every call
     for kind, _ in {(call.kind, call.team) for call in plan.calls[bench.job.rank]}:
-        needed_bytes += (kind.counts.sent + kind.counts.received) * kind.itemsize
-    problem = too_much(needed_bytes, bench.job, bench.report.environment, "--scale-size")
-    problems = share(gather(problem))
-    return next((problem for problem in problems if problem), None)
+        _, to_send, to_receive = kind.counts()
+        needed_bytes += (to_send + to_receive) * itemsize(kind.dtype)
+    return too_much(needed_bytes, bench.job, bench.report.environment, "--scale-size")
 
 
 def main() -> int:
     args = parse_args()
+    only = ",".join(args.only) or "all"
     with Benchmark("replay", args) as bench:
         job = bench.job
-        bench.announce([{"only": ",".join(args.only) or "all", "scale_size": args.scale_size}])
+        bench.announce([{"only": only, "scale_size": args.scale_size}])
         recordings = share(gather(read(args.trace, job.rank, job.world_size)))
         for problem in recordings:
             if isinstance(problem, str):
                 bench.refuse(problem)
         plan = choose(recordings, args.only, args.scale_size)
-        if problem := why_refused(plan, recordings, bench):
-            bench.refuse(problem)
+        for problem in share(gather(why_refused(plan, recordings, bench))):
+            if problem:
+                bench.refuse(problem)
         # of plain tuples, so that reports of before have the same digest
         content = repr([tuple(recording) for recording in recordings])
-        key: Key = {
-            "recording": hashlib.sha256(content.encode()).hexdigest()[:12],
-            "only": ",".join(args.only) or "all",
-            "scale_size": args.scale_size,
-        }
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+        key: Key = {"recording": digest, "only": only, "scale_size": args.scale_size}
         bench.answer = partial(answer, plan)
-        bench.print(f"\n{title(plan, key)}")
+        steps = f"{count_of(plan.steps, 'step')} in {plan.time_s * 1e3:.1f} ms"
+        groups = f"--only {only}" if args.only else "all groups"
+        bench.print(f"\n# recording {digest}: {steps}; {groups}, sizes x {args.scale_size:g}")
         if case := bench.measure(key, partial(build, plan, job), partial(derive, plan)):
-            bench.print(f"# {case.check}" if case.failed else output(case.metrics))
+            rows = [Case(row, [], metrics=row) for row in case.metrics.get("operations", [])]
+            bench.print(f"# {case.check}" if case.failed else f"\n{render(COLUMNS, rows)}")
     return bench.status
 
 

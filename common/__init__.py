@@ -9,7 +9,6 @@ Core: what stands behind every measuring script.
     stats       percentiles, the interval of a median, differences, stragglers: numpy
     samples     how samples reach rank 0, which count, what a report keeps of them
     table       columns and rows as they come, the progress line
-    private_torch   what is used of torch that is not public
     groups      Job, Group; process groups of a case; gather, share, agree
     timing      Workload, the timed loop, the rule that ends it; CUDA graphs
     join        how a process joins the job: variables, device, rendezvous, interface

@@ -58,6 +58,10 @@ GONE: dict[str, dict[str, str]] = {
     "ddp_sweep": {
         "--bind-cores": "on GPUs torchrun's --numa-binding, on CPUs launch/bind_cores.sh",
     },
+    "traffic": dict.fromkeys(
+        ("--measured", "--peak-tflops"),
+        "it measures nothing; a call takes about bus / busbw of collectives.py, docs/traffic.md",
+    ),
     "compile_sweep": {
         "--trace-file": "--profile DIR writes a trace for each case and rank into DIR",
     },

@@ -12,24 +12,22 @@ import pytest
 from common.report import load
 from tests.process import ROOT
 
-# a mesh with each axis and kind; the others take as long again and run with ALL=1
-EACH_AXIS = "dp2x2,ddp4,dp2cp2,dp2tp2,dp2ep2,dp2pp2:zbv"
-OTHERS = "pp2tp2:1f1b,dp4,tp4,cp4,ep4,pp4:gpipe,pp4:1f1b,dp2pp2:interleaved,dp2pp2:izb"
+# together a mesh for each kind of collective; the others run with ALL=1
+SOME = "ddp4,dp2tp2,dp2ep2"
+OTHERS = "dp2x2,dp2cp2,dp2pp2:zbv,pp2tp2:1f1b,dp4,tp4,cp4,ep4,dp2pp2:interleaved,dp2pp2:izb"
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("meshes", [EACH_AXIS, OTHERS] if "ALL" in os.environ else [EACH_AXIS])
+@pytest.mark.parametrize("meshes", [SOME, OTHERS] if "ALL" in os.environ else [SOME])
 def test_gloo_sends_what_traffic_says(bench: Callable[..., Any], meshes: str) -> None:
-    """Every rank looks at itself, in every kind of mesh: axis, collective, bytes and calls."""
+    """Every rank looks at itself: axis, collective, bytes and calls."""
     script, variables = "tests/recorded_traffic.py", {"TORCH_FR_BUFFER_SIZE": "20000"}
     run = bench(script, meshes, ranks=4, timeout=300, json=False, **variables)
     assert run.status == 0, run.out + run.err
     lines = run.out.splitlines()
     assert len(lines) == 4 * len(meshes.split(","))
-    assert all(line.endswith(" bytes: same; holds: same") for line in lines)
+    assert all(line.endswith(" calls: same") for line in lines)
     assert not any(" 0 calls" in line for line in lines)
-    silent = {line.split()[0] for line in lines if " 0 of them messages" in line}
-    assert silent == {mesh for mesh in meshes.split(",") if "pp" not in mesh}
 
 
 @pytest.mark.oldest

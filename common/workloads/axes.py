@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -22,7 +23,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from common.groups import Job
-from common.private_torch import all_to_all_with_gradient
 from common.workloads.decoder import Decoder, Experts, next_token_loss, random_text
 from common.workloads.meshes import SCHEDULES, Key, Mesh, config_of, parse_mesh, stages_of
 
@@ -124,7 +124,9 @@ def expert_parallelize(model: Decoder, ep: DeviceMesh, same_experts: DeviceMesh)
     count = moe.count // ranks
     moe.mlps = moe.mlps[place * count : (place + 1) * count]
     fully_shard([*moe.mlps], mesh=same_experts)
-    compute_local, exchange = moe.compute, all_to_all_with_gradient
+    # its gradient goes back the same way. Private; seen to work with torch 2.11, 2.14 and 2.15
+    exchange = all_to_all_single_autograd
+    compute_local = moe.compute
 
     def compute(tokens: Tensor, counts: Tensor) -> Tensor:
         counts_by_rank = counts.view(ranks, -1)

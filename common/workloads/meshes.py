@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.cli import wrong
 from common.groups import Group, Job, connect, rendezvous
-from common.private_torch import forget_groups
 from common.workloads.decoder import DECODERS
 
 Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
@@ -175,6 +174,12 @@ def open_meshes(mesh: Mesh, silent: list[str], job: Job, group: Group) -> dict[s
         if mesh.replicas > 1 and "replicas" in sizes:
             opened["dp"] = device_mesh["replicas" + suffix, "dp" + suffix]
     return opened
+
+
+def forget_groups(mesh: DeviceMesh) -> None:
+    """Let go of a mesh's process groups. DTensor's caches keep every mesh for ever, and a mesh
+    keeps its groups for torch.compile. Private; seen to work with torch 2.11, 2.14 and 2.15."""
+    mesh._pg_registry.clear()
 
 
 def layouts(mesh: Mesh) -> list[dict[str, int]]:

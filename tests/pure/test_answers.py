@@ -356,35 +356,21 @@ def test_replay() -> None:
     assert replay.answer(plan, []) == ["not replayed: 0 of 8"]
 
 
-def played(mesh: str, dp_bytes: int, floor_s: float | None = None, rank: int = 0) -> Case:
-    metrics: dict[str, Any] = {
-        "flops": 1,
-        "step_floor_s": floor_s,
-        "dp_ranks": 8,
-        "dp_bytes": dp_bytes,
-        "dp_all_reduce_bytes": dp_bytes,
-    }
-    metrics |= {"tp_ranks": 2, "tp_bytes": 2**30, "tp_all_gather_bytes": 2**30}
-    metrics |= {"pp_ranks": 2, "pp_bytes": 2**30, "gradients_bytes": 5}
-    metrics |= {"pp_send_bytes": 2**29, "pp_recv_bytes": 2**29}
+def played(mesh: str, ring_gib: float, rank: int = 0) -> Case:
+    metrics = {"ring_bytes": ring_gib * 2**30, "all_bytes": 2**31}
     return Case({"mesh": mesh, "rank": rank}, [0], metrics=metrics)
 
 
 def test_traffic() -> None:
-    """The rank that sends the most counts. Its collectives have 3 GiB of dp, 1 of tp, 1 of pp; it
-    sends 14/8 of those of dp, half of those of tp, and the half of pp that it does not receive."""
-    cases = [played("a", 2**30), played("a", 3 * 2**30, rank=1), played("b", 2**30, 0.5)]
-    assert traffic.answer(cases) == [
-        "a rank of b sends 2.75G bytes a step in rings (its collectives have 3G), the least; "
-        "a rank of a 6.25G (5G)",
-        "a step takes at least 500 ms under b, the lowest floor",
+    """The rank that sends the most counts."""
+    a, b = played("a", 1.5), played("b", 2.75)
+    assert traffic.answer([a, played("a", 6.25, rank=1), b]) == [
+        "a rank of b sends 2.75G bytes a step in rings (its collectives have 2G), the least; "
+        "a rank of a 6.25G (2G)",
     ]
-    assert traffic.answer([played("a", 0), played("b", 0)]) == [
-        "a rank of a sends 1G bytes a step in rings (its collectives have 2G), under all 2 meshes"
-    ]
-    assert traffic.answer([played("a", 0)]) == [
-        "a rank of a sends 1G bytes a step in rings (its collectives have 2G)"
-    ]
+    alone = "a rank of a sends 1.5G bytes a step in rings (its collectives have 2G)"
+    assert traffic.answer([a, played("b", 1.5)]) == [f"{alone}, under all 2 meshes"]
+    assert traffic.answer([a]) == [alone]
 
 
 def test_input_sweep() -> None:

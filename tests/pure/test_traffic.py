@@ -1,7 +1,8 @@
-"""traffic.py: closed forms of FSDP2, DDP and TP, groups, floors, what is refused."""
+"""traffic.py: its fake world, closed forms of FSDP2, DDP and TP, groups, what is refused."""
 
 import threading
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -11,16 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from analysis import report as page
 from analysis.load import load as load_runs
 from analysis.load import numbers
 from benchmarks import traffic
-from common.private_torch import join_fake_world
-from common.report import Case, Report, load
+from benchmarks.collectives import all_gather, reduce_scatter
+from common.report import load
 from common.workloads.decoder import DECODERS, Decoder
-from tests.process import ROOT
-from tests.recorded_traffic import counted_messages, verdict
 
 NANO = ("--model", "decoder-nano", "--dtype", "fp32")
 WEIGHTS = sum(weight.numel() for weight in Decoder(DECODERS["decoder-nano"]).parameters())
@@ -87,36 +88,13 @@ def test_a_pipeline_sends_each_microbatch_forwards_and_backwards(
     assert step.calls == {("pp", "send", size): count, ("pp", "recv", size): count}
 
 
-def test_real_messages_count_where_torch_hands_them_to_a_backend() -> None:
-    """What tests/recorded_traffic.py compares with; one more or a longer one is told."""
-    join_fake_world(1, 4)
-    try:
-        with counted_messages() as messages:
-            dist.send(torch.ones(3), 2)
-            two = [
-                dist.P2POp(dist.isend, torch.ones(3), 2),
-                dist.P2POp(dist.irecv, torch.ones(5), 0),
-            ]
-            dist.batch_isend_irecv(two)
-        dist.send(torch.ones(3), 2)  # afterwards
-        (group,) = {group for group, _, _ in messages}
-        world: Any = dist.group.WORLD
-        assert group == world.group_name
-    finally:
-        dist.destroy_process_group()
-    expected = Counter({(group, "send", 12): 2, (group, "recv", 20): 1})
-    assert verdict(messages, expected) == "same"
-    assert verdict(messages, expected - Counter({(group, "send", 12): 1})) != "same"
-    assert verdict(messages, Counter({(group, "send", 12): 2, (group, "recv", 24): 1})) != "same"
-
-
 def test_a_thousand_ranks_and_their_nodes() -> None:
     words = ["--ranks", "1024", "--mesh", "dp128tp8", "--rank", "9", *NANO]
     (key,) = traffic.plan(traffic.parse_args(words))
     step = traffic.play(key)
     assert step.ranks["tp"] == list(range(8, 16))
     assert step.ranks["dp"] == list(range(1, 1024, 8))
-    metrics = traffic.derive(key, step, None, None)
+    metrics = traffic.derive(key, step)
     assert metrics["tp_nodes"] == 1
     assert metrics["dp_nodes"] == 128
     assert metrics["across_nodes"] == "dp"
@@ -135,46 +113,20 @@ def test_activations_are_what_autograd_keeps_without_weights() -> None:
     assert activations.most == 4 * 3 * (8 + 32 + 32)
 
 
-def test_a_floor_is_linear_between_what_was_measured_and_nothing_beyond() -> None:
-    measured = traffic.Measured([], {("all_gather", 8): {100: 1.0, 300: 2.0}})
-    sizes = {100: 1, 200: 2, 400: 5}
-    calls = Counter({("dp", "all_gather", size): count for size, count in sizes.items()})
-    calls["dp", "recv", 200] = 1
-    held = {"parameters": 1}
-    eight = traffic.Step(calls, {"dp": list(range(8))}, held)
-    assert traffic.floors_of(eight, measured) == ({"dp": 1.0 + 2 * 1.5}, {"dp": 100 + 2 * 200})
-    four = traffic.Step(calls, {"dp": list(range(4))}, held)
-    assert traffic.floors_of(four, measured) == ({}, {})
-
-
-def test_a_measured_report_gives_the_fastest_time_of_each_size(tmp_path: Path) -> None:
-    report = Report("collectives", {"devices": ["a CPU"]}, str(tmp_path / "report.jsonl"))
-    report.start()
-    key = {"collective": "sendrecv", "group_ranks": 2, "size_bytes": 8}
-    for dtype, seconds in (("float32", 3.0), ("int8", 2.0)):
-        metrics = {"out_of_place_time_s": seconds, "in_place_time_s": None}
-        report.add(Case(key | {"dtype": dtype}, [0, 1], metrics=metrics))
-    report.finish("complete")
-    measured = traffic.read_measured(str(report.path))
-    assert measured == traffic.Measured(["a CPU"], {("sendrecv", 2): {8: 2.0}})
-    for message in ("send", "recv"):  # a sendrecv is both
-        assert measured.seconds_of(message, 2, 8) == 1.0
-
-
-def test_the_floor_of_a_step_is_its_largest_floor() -> None:
-    words = ["--ranks", "2", "--mesh", "dp2", "--global-batch", "2", *NANO]
-    (key,) = traffic.plan(traffic.parse_args(words))
-    calls = Counter({("dp", "all_gather", 8): 3, ("tp", "all_gather", 16): 1})
-    step = traffic.Step(calls, {"dp": [0, 1], "tp": [0, 1]}, {"parameters": 1})
-    measured = traffic.Measured([], {("all_gather", 2): {8: 2.0}})
-    metrics = traffic.derive(key, step, measured, 1.0)
+def test_the_metrics_by_hand() -> None:
+    """3 GiB of dp on 8 ranks, 1 of tp on 2, and of pp one half each way: 14/8 of the all-reduce are
+    sent, half of the all-gather, and of pp what is not received."""
+    (key,) = traffic.plan(traffic.parse_args(["--ranks", "2", "--mesh", "dp2", *NANO]))
+    calls = Counter({("dp", "all_reduce", 2**30): 3, ("tp", "all_gather", 2**30): 1})
+    calls |= {("pp", "send", 2**29): 1, ("pp", "recv", 2**29): 1}
+    ranks = {"dp": list(range(8)), "tp": [0, 1], "pp": [0, 8]}
+    metrics = traffic.derive(key, traffic.Step(calls, ranks, {"parameters": 1}))
+    assert (metrics["all_bytes"], metrics["ring_bytes"]) == (5 * 2**30, 6.25 * 2**30)
+    assert (metrics["dp_calls"], metrics["dp_all_reduce_bytes"]) == (3, 3 * 2**30)
+    assert (metrics["pp_ranks"], metrics["pp_nodes"], metrics["across_nodes"]) == (2, 2, "pp")
     assert metrics["parameters_bytes"] == 1
-    assert (metrics["dp_floor_s"], metrics["dp_floor_bytes"]) == (6.0, 24)
-    assert (metrics["tp_floor_s"], metrics["tp_floor_bytes"]) == (None, 0)
-    # 64 tokens a rank; a block has 12 * 64^2 weights, attention is counted in full
-    flops = 64 * (6 * (4 * 12 * 64**2 + 256 * 64) + 12 * 4 * 64 * 64)
-    assert metrics["compute_floor_s"] == metrics["step_floor_s"] == metrics["flops"] == flops
-    assert traffic.derive(key, step, measured, None)["step_floor_s"] == 6.0
+    # 4 sequences of 64 tokens; a block has 12 * 64^2 weights, attention is counted in full
+    assert metrics["flops"] == 2 * 64 * (6 * (4 * 12 * 64**2 + 256 * 64) + 12 * 4 * 64 * 64)
 
 
 def test_factors_are_those_of_nccl_tests() -> None:
@@ -209,9 +161,7 @@ def test_factors_are_those_of_nccl_tests() -> None:
         ("--ranks 9 --mesh dp9 --sequence-length 1000000000", "of 18 sequences of 1,000,000,000"),
         ("--ranks 8 --mesh dp8 --global-batch 1000000000", "bytes of memory here, and "),
         ("--ranks 1 --mesh dp1 --sequence-length -1", "--sequence-length: expected a whole"),
-        ("--ranks 1 --mesh dp1 --peak-tflops 0", "--peak-tflops: expected a number above 0"),
-        ("--ranks 1 --mesh dp1 --measured nowhere.jsonl", "nowhere.jsonl: No such file"),
-        ("--ranks 1 --mesh dp1 --measured=", "--measured: expected a report, got ''"),
+        ("--ranks 1 --mesh dp1 --measured report.jsonl", "it measures nothing; a call takes about"),
         ("--ranks 1 --mesh dp1 --json nowhere/report.jsonl", "No such file or directory"),
         ("--ranks 1 --mesh dp1 --json=", "--json: expected a report, got ''"),
     ],
@@ -278,33 +228,8 @@ def test_ten_seconds_of_silence_get_a_line(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("sys.stderr", Mock(write=write))
     monkeypatch.setattr(traffic, "play", play)
     (key,) = traffic.plan(traffic.parse_args(["--ranks", "8", "--mesh", "dp8", *NANO]))
-    assert not traffic.measure(key, None, None).failed
+    assert not traffic.case_of(key).failed
     assert "".join(said).startswith("# dp8, rank 0: 0 s so far\n")
-
-
-def test_the_floors_of_a_real_report(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
-) -> None:
-    """The gradients are one bucket of ddp2. Its size lies between two that were measured."""
-    measured = str(ROOT / "docs" / "results" / "collectives_cpu_2ranks.jsonl")
-    fastest_s: dict[int, float] = {}
-    for case in load(measured).cases:
-        if case.key["collective"] == "all_reduce" and case.key["group_ranks"] == 2:
-            both = (case.metrics["out_of_place_time_s"], case.metrics["in_place_time_s"])
-            fastest_s[case.key["size_bytes"]] = min(both)
-    size = 4 * WEIGHTS
-    below = max(known for known in fastest_s if known <= size)
-    above = min(known for known in fastest_s if known >= size)
-    way = (size - below) / (above - below)
-    floor_s = fastest_s[below] + way * (fastest_s[above] - fastest_s[below])
-    path = tmp_path / "report.jsonl"
-    flags = ["--ranks", "2", "--mesh", "ddp2", "--measured", measured, "--json", str(path)]
-    monkeypatch.setattr("sys.argv", ["traffic.py", *flags, *NANO])
-    assert traffic.main() == 0
-    (case,) = load(str(path)).cases
-    assert case.metrics["dp_floor_s"] == pytest.approx(floor_s)
-    assert case.metrics["dp_floor_bytes"] == size  # the broadcast was not measured
-    assert f"floor {floor_s * 1e3:.4g} ms, from times of 99.8% of" in capsys.readouterr().out
 
 
 def test_the_analysis_takes_its_report(
@@ -322,3 +247,107 @@ def test_the_analysis_takes_its_report(
     rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
     assert [row["case"] for row in rows] == ["ddp2", "dp2"]
     assert [row["dp all gather bytes"] for row in rows] == ["-", "1.754M"]
+
+
+# -- the fake world, and tensors without memory ---------------------------------------------------
+
+RANKS = 1000  # of the world that does not exist
+
+
+@pytest.fixture
+def fake_world() -> Iterator[dist.Store]:
+    with traffic.fake_world(5, RANKS) as store:
+        yield store
+
+
+def test_one_process_is_a_rank_of_a_world_that_does_not_exist(fake_world: dist.Store) -> None:
+    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (5, RANKS, "fake")
+    group: Any = dist.new_group([4, 5, 9])
+    assert dist.get_process_group_ranks(group) == [4, 5, 9]
+    assert dist.get_rank(group) == 1
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor)  # nobody else comes to it
+    assert tensor.tolist() == [1, 1]
+
+
+def test_with_shapes_only_floats_have_no_memory_and_whole_numbers_are_real() -> None:
+    with traffic.ShapesOnly(lambda *told: None):
+        matrix = torch.ones(2**24, 2**20)  # 64 TiB
+        product = matrix @ matrix.T
+        numbers = torch.arange(5)
+        assert numbers[numbers > 1].tolist() == [2, 3, 4]
+    assert product.shape == (2**24, 2**24)
+    for tensor in (matrix, product):
+        assert isinstance(tensor, traffic.FakeTensor)
+    assert type(numbers) is torch.Tensor
+
+
+def test_after_shapes_only_everything_is_as_before() -> None:
+    of_torch = _fsdp_param._chunk_with_empty
+    with traffic.ShapesOnly(lambda *told: None):
+        assert _fsdp_param._chunk_with_empty is traffic.chunks_alike
+    assert _fsdp_param._chunk_with_empty is of_torch
+    with pytest.raises(RuntimeError), traffic.ShapesOnly(lambda *told: None):
+        torch.ones(2) @ torch.ones(3)
+    assert _fsdp_param._chunk_with_empty is of_torch
+    assert torch.ones(2).sum().item() == 2
+
+
+def world_group() -> Any:
+    return dist.group.WORLD
+
+
+COLLECTIVES: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "c10d::_allgather_base_": lambda part, whole: all_gather(whole, part),
+    "c10d::allgather_": lambda part, whole: dist.all_gather(list(whole.chunk(RANKS)), part),
+    "c10d::_reduce_scatter_base_": lambda part, whole: reduce_scatter(part, whole),
+    "c10d::alltoall_base_": lambda part, whole: dist.all_to_all_single(whole, whole.clone()),
+    "c10d::allreduce_": lambda part, whole: dist.all_reduce(whole),
+    "c10d::broadcast_": lambda part, whole: dist.broadcast(whole, 0),
+    "c10d::send": lambda part, whole: dist.send(whole, 6),
+    "c10d::recv_": lambda part, whole: dist.recv(whole, 4),
+    "_c10d_functional::all_reduce": lambda part, whole: all_reduce(whole, "sum", world_group()),
+}
+
+
+@pytest.mark.parametrize("operation", COLLECTIVES)
+def test_shapes_only_tells_the_larger_side_of_a_collective(
+    operation: str, fake_world: dist.Store
+) -> None:
+    """Three elements of bfloat16 a rank. Waiting for the result is not told."""
+    told: list[tuple[str, str, int]] = []
+    with traffic.ShapesOnly(lambda *values: told.append(values)):
+        part = torch.ones(3, dtype=torch.bfloat16)
+        whole = torch.ones(3 * RANKS, dtype=torch.bfloat16)
+        COLLECTIVES[operation](part, whole)
+    assert told == [(operation, world_group().group_name, 2 * 3 * RANKS)]
+
+
+def test_shapes_only_tells_which_group_it_was(fake_world: dist.Store) -> None:
+    told: list[tuple[str, str, int]] = []
+    with traffic.ShapesOnly(lambda *values: told.append(values)):
+        groups: list[Any] = [dist.new_group([4, 5]), dist.new_group([5, 6])]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+    assert [name for _, name, _ in told] == [group.group_name for group in groups]
+    assert len(set(told)) == 2
+
+
+def test_a_weight_is_cut_as_torch_cuts_it() -> None:
+    """Where rows are fewer than chunks, the last chunks are empty."""
+    for rows in range(12):
+        weight = torch.empty(3, rows)
+        for count in range(1, 8):
+            chunks = traffic.chunks_alike(weight, count, 1)
+            lengths = [chunk.shape[1] for chunk in chunks]
+            expected = [chunk.shape[1] for chunk in weight.chunk(count, dim=1)]
+            expected += [0] * (count - len(expected))
+            assert lengths == expected
+            assert {chunk.shape[0] for chunk in chunks} == {3}
+
+
+def test_chunks_of_a_length_are_one_tensor() -> None:
+    """A thousand of them take no time."""
+    chunks = traffic.chunks_alike(torch.empty(2 * RANKS - 1, 2), RANKS, 0)
+    assert len(chunks) == RANKS
+    assert len({id(chunk) for chunk in chunks}) == 2  # of two rows, and the last one
