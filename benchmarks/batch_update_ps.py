@@ -30,12 +30,12 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -45,55 +45,40 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.answers import estimate_of, fastest, series
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
+from common.environment import count_of
 from common.groups import Group, Job
-from common.old import Benchmark, Workload
+from common.old import Benchmark, Key, Workload
 from common.report import Case
-from common.rpc import (
-    Roles,
-    RpcOptions,
-    add_rpc_flags,
-    args_of_rank,
-    assign_roles,
-    host,
-    hosted,
-    rpc_options,
-    rpc_workers,
-)
+from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
 from common.stats import Times, median_interval
 from common.table import Columns, interval_ends, metric
 from common.timing import LEAD_IN
 from common.workloads.phases import own_pace
 
 PAYLOADS = ("module", "tensors")
-
-
-class Size(NamedTuple):
-    default: int
-    help: str
-
-
-SIZES = {
-    "in_features": Size(100, "columns of the model, which is a linear layer"),
-    "out_features": Size(30, "rows of the model"),
-    "batch_size": Size(20, "samples of a trainer's step"),
-    "num_batches": Size(4, "different batches that a trainer takes in turn; --iters counts steps"),
+SIZES = {  # default and help
+    "in_features": (100, "columns of the model, which is a linear layer"),
+    "out_features": (30, "rows of the model"),
+    "batch_size": (20, "samples of a trainer's step"),
+    "num_batches": (4, "different batches that a trainer takes in turn; --iters counts steps"),
 }
 CHECKED_STEPS = 20
 LOGGED = 300  # the report keeps so many updates of a case, the newest ones
 TOLERANCE = 1e-4  # relative to what the updates change; a lost gradient is 1 in 20 * trainers
-Key = dict[str, Any]
-# `trainers` in the order of their gradients, `came_s` of each, `updated_s` of the model; later
-# `kind`, which is `check`, `warm-up` or `timed`
-Update = dict[str, Any]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    for name, size in SIZES.items():
-        flag = f"--{name.replace('_', '-')}"
-        text = f"{size.help} (default: {size.default})"
-        add(flag, type=positive_int, default=size.default, metavar="N", help=text)
+    for name, (default, text) in SIZES.items():
+        text += f" (default: {default})"
+        add(
+            f"--{name.replace('_', '-')}",
+            type=positive_int,
+            default=default,
+            metavar="N",
+            help=text,
+        )
     text = "gradients that make an update (default: one of each trainer)"
     add("--batch-update-size", type=positive_int, metavar="N", help=text)
     payload = """module: a list of gradients there and the pickled module back, as the tutorial
@@ -107,70 +92,86 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def create_model(key: Key, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
+# [core]
+# `trainers` in the order of their gradients, `came_s` of each, `updated_s` of the model
+Update = dict[str, Any]
+
+
+def create_model(inputs: int, outputs: int) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Linear(key["in_features"], key["out_features"]).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
-    return model, optimizer
+    return nn.Linear(inputs, outputs)
 
 
-def create_batches(key: Key, trainer: int) -> torch.Tensor:
-    """The inputs of a trainer: [batches, batch, in_features]. All labels are zeros."""
-    shape = (key["num_batches"], key["batch_size"], key["in_features"])
-    return torch.randn(shape, generator=torch.Generator().manual_seed(trainer))
+def create_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
 
 
-def gradients_of(model: nn.Module, inputs: torch.Tensor) -> list[Any]:
+def create_batches(count: int, size: int, inputs: int, trainer: int) -> Tensor:
+    """The inputs of a trainer: [count, size, inputs]. All labels are zeros."""
+    generator = torch.Generator().manual_seed(trainer)
+    return torch.randn((count, size, inputs), generator=generator)
+
+
+def gradients_of(model: nn.Module, inputs: Tensor) -> list[Any]:
     model.zero_grad()
     outputs = model(inputs)
     nn.functional.l1_loss(outputs, torch.zeros_like(outputs)).backward()
-    return [p.grad for p in model.parameters()]
+    return [parameter.grad for parameter in model.parameters()]
 
 
-def flat(tensors: Any) -> torch.Tensor:
+def flat(tensors: Any) -> Tensor:
     return parameters_to_vector(tensors).detach()
 
 
 class BatchUpdateServer:
     """Answers all who sent gradients, once enough have arrived. RPC's threads call `update`."""
 
-    def __init__(self, key: Key, device: str) -> None:
-        self.key = key
+    def __init__(self, model: nn.Module, trainers: int, update_size: int, device: str) -> None:
+        """update_size: how many gradients make an update."""
+        self.update_size = update_size
         self.device = torch.device(device)
         self.cuda: list[Any] = [self.device] if self.device.type == "cuda" else []
-        self.model, self.optimizer = create_model(key, device)
-        parameters = list(self.model.parameters())
+        self.model = model.to(device)
+        self.optimizer = create_optimizer(model)
+        parameters = list(model.parameters())
         self.gradient = torch.zeros_like(flat(parameters))  # the sum of those that have arrived
         parts = self.gradient.split([parameter.numel() for parameter in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part.view_as(parameter)
         self.lock = threading.Lock()
-        self.future: Future[Any] = Future(devices=self.cuda)
+        self.updated: Future[Any] = Future(devices=self.cuda)  # the next update
         self.start_s = perf_counter()
         self.waiting: list[int] = []  # the trainers of the next update
         self.came_s: list[float] = []  # when the gradients of each of them arrived
-        self.sent = [0] * key["trainers"]  # how many gradients each trainer has sent
+        self.sent = [0] * trainers  # how many gradients each trainer has sent
         self.updates: list[Update] = []  # the log
 
-    def update(self, trainer: int, sent: Any) -> Future[Any]:
-        """Add a trainer's gradients. The future has the parameters after the update."""
-        gradient = sent if self.key["payload"] == "tensors" else flat(sent)
-        answer = None
+    def update(self, trainer: int, gradients: Any) -> Future[Any]:
+        """Add a trainer's gradients. The future has the parameters after the update.
+
+        gradients: a flat tensor, which a flat tensor answers, or a list, which the module answers.
+        """
+        is_flat = isinstance(gradients, Tensor)
+        gradient = gradients if is_flat else flat(gradients)
+        parameters = None
         with self.lock:  # `+=` reads and writes: two threads at once would lose gradients
-            future = self.future
+            updated = self.updated
             self.gradient += gradient.to(self.device)
             self.waiting.append(trainer)
             self.came_s.append(self.now_s())
             self.sent[trainer] += 1
             # fewer are enough where nobody is missing: all may have sent their last ones
-            if len(self.waiting) == self.key["batch_update_size"] or not self.missing():
-                answer = self.step(gradient.device)
-                self.future = Future(devices=self.cuda)
+            if len(self.waiting) == self.update_size or not self.missing():
+                self.step()
+                # the model may change while its copy is sent
+                new = flat(self.model.parameters()) if is_flat else copy.deepcopy(self.model)
+                parameters = new.to(gradient.device)
+                self.updated = Future(devices=self.cuda)
             if self.cuda:  # each request has a stream of its own
                 torch.cuda.current_stream(self.device).synchronize()
-        if answer is not None:
-            future.set_result(answer)  # not under the lock: the next gradients may come meanwhile
-        return future
+        if parameters is not None:  # not under the lock: the next gradients may come meanwhile
+            updated.set_result(parameters)
+        return updated
 
     def now_s(self) -> float:
         """Seconds since this server began, to the microsecond."""
@@ -182,54 +183,69 @@ class BatchUpdateServer:
         late = [trainer for trainer, count in enumerate(self.sent) if count < most]
         return [trainer for trainer in late if trainer not in self.waiting]
 
-    def step(self, wire: torch.device) -> Any:
-        """Update the model by the gradients that have arrived. The answer, on `wire`."""
+    def step(self) -> None:
+        """Update the model by the mean of the gradients that have arrived."""
         self.gradient /= len(self.waiting)
         self.optimizer.step()
         self.gradient.zero_()
         log = {"trainers": self.waiting, "came_s": self.came_s, "updated_s": self.now_s()}
         self.updates.append(log)
         self.waiting, self.came_s = [], []
-        if self.key["payload"] == "tensors":
-            return flat(self.model.parameters()).to(wire)
-        return copy.deepcopy(self.model).to(wire)  # the model may change while its copy is sent
+
+
+SERVER: list[BatchUpdateServer] = []  # of this process
+
+
+def start_server(inputs: int, outputs: int, trainers: int, update_size: int, device: str) -> None:
+    model = create_model(inputs, outputs)
+    SERVER[:] = [BatchUpdateServer(model, trainers, update_size, device)]
 
 
 @rpc.functions.async_execution
 def update_and_fetch(trainer: int, gradients: Any) -> Future[Any]:
-    return hosted().update(trainer, gradients)
+    return SERVER[0].update(trainer, gradients)
 
 
 def get_state() -> dict[str, Any]:
-    server: BatchUpdateServer = hosted()
+    server = SERVER[0]
     parameters = flat(server.model.parameters()).cpu()
     return {"updates": server.updates, "parameters": parameters, "missing": server.missing()}
 
 
-# -- a trainer -------------------------------------------------------------------------------------
-
-
-def send(trainer: int, gradients: Any, patience_s: float) -> Any:
+def send_gradients(trainer: int, gradients: Any, timeout_s: float) -> Any:
     """Send gradients to the server. Its answer, or TimeoutError with who has not sent."""
     try:
-        return rpc.rpc_sync("server0", update_and_fetch, (trainer, gradients), {}, patience_s)
+        return rpc.rpc_sync("server0", update_and_fetch, (trainer, gradients), {}, timeout_s)
     except RuntimeError as error:
         if "ran for more than" not in str(error):
             raise
         missing = rpc.rpc_sync("server0", get_state)["missing"]
         names = ", ".join(f"trainer{number}" for number in missing) or "nobody"
-        text = f"waited {patience_s:g} s (--straggler-timeout); missing: {names}"
-        raise TimeoutError(text) from None
+        raise TimeoutError(f"waited {timeout_s:g} s; missing: {names}") from None
 
 
-def build(job: Job, key: Key, group: Group, *, server_device: str, patience_s: float) -> Workload:
+# [/core]
+
+
+def model_of(key: Key) -> nn.Module:
+    return create_model(key["in_features"], key["out_features"])
+
+
+def batches_of(key: Key, trainer: int) -> Tensor:
+    return create_batches(key["num_batches"], key["batch_size"], key["in_features"], trainer)
+
+
+def build(job: Job, key: Key, group: Group, *, server_device: str, timeout_s: float) -> Workload:
     """What a trainer measures; before that, the check."""
     trainer, device = job.rank, str(job.device)
     wire = "cpu" if server_device == "cpu" else device  # without a device map CUDA cannot travel
     if trainer == 0:
-        rpc.rpc_sync("server0", host, args=(BatchUpdateServer, key, server_device))
-    batches = create_batches(key, trainer).to(device)
-    model, _ = create_model(key, device)
+        names = ("in_features", "out_features", "trainers", "batch_update_size")
+        sizes = [key[name] for name in names]
+        rpc.rpc_sync("server0", start_server, args=(*sizes, server_device))
+    batches = batches_of(key, trainer).to(device)
+    model = model_of(key).to(device)
+    create_optimizer(model)  # it may import parts of torch: before anybody waits for this trainer
     gradients_of(model, batches[0])
     # From here on the server has the same model, and every trainer is ready to send gradients.
     # Without the barrier the others would time out while one is still setting up.
@@ -242,11 +258,11 @@ def build(job: Job, key: Key, group: Group, *, server_device: str, patience_s: f
         gradients = gradients_of(model, batches[sent % len(batches)])
         start = perf_counter()
         if key["payload"] == "tensors":
-            parameters = send(trainer, flat(gradients).to(wire), patience_s).to(device)
+            parameters = send_gradients(trainer, flat(gradients).to(wire), timeout_s).to(device)
             vector_to_parameters(parameters, model.parameters())
         else:
             on_wire = [gradient.to(wire) for gradient in gradients]
-            model = send(trainer, on_wire, patience_s).to(device)
+            model = send_gradients(trainer, on_wire, timeout_s).to(device)
         sent += 1
         return perf_counter() - start
 
@@ -262,63 +278,44 @@ def build(job: Job, key: Key, group: Group, *, server_device: str, patience_s: f
     return Workload(step, facts=facts, returned=list, aligned=False)
 
 
-# -- the check: one process replays the server's log -----------------------------------------------
+def compare_with_replay(key: Key, group: Group, parameters: Tensor) -> str | None:
+    """Whose parameters are not those of one process that replays the server's log; or None.
 
-
-def compare_with_replay(key: Key, group: Group, parameters: torch.Tensor) -> str | None:
-    """What is wrong with the parameters of the trainers or the server; trainer 0 knows it."""
+    Trainer 0 compares those of all trainers and of the server.
+    """
     is_first = dist.get_rank(group.control) == 0
     trained: list[Any] | None = [None] * len(group.ranks) if is_first else None
     dist.gather_object(parameters, trained, group_dst=0, group=group.control)
     if trained is None:
         return None
     state = rpc.rpc_sync("server0", get_state)
-    parameters_by_name = {f"trainer{trainer}": x for trainer, x in enumerate(trained)}
-    parameters_by_name["server0"] = state["parameters"]
-    return difference(key, parameters_by_name, state["updates"])
-
-
-def difference(
-    key: Key, parameters_by_name: dict[str, torch.Tensor], updates: list[Update]
-) -> str | None:
-    """Whose parameters are not those of one process that replays the updates; or None."""
-    model, _ = create_model(key)
-    first = flat(model.parameters())
-    replayed = replay(key, updates)
-    change = (replayed["server0"] - first).abs().max()
-    for name, wanted in replayed.items():
-        error = float((parameters_by_name[name] - wanted).abs().max() / change)
+    replayed = replay_updates(key, state["updates"])
+    change = (replayed[-1] - flat(model_of(key).parameters())).abs().max()
+    names = [*(f"trainer{trainer}" for trainer in range(len(trained))), "server0"]
+    for name, got, wanted in zip(names, [*trained, state["parameters"]], replayed, strict=True):
+        error = float((got - wanted).abs().max() / change)
         if not error < TOLERANCE:  # NaN is wrong, too
-            after = f"after {len(updates)} updates the parameters of {name}"
+            after = f"after {len(state['updates'])} updates the parameters of {name}"
             return f"{after} are {error:.2g} of their change off a replay of the server's log"
     return None
 
 
-def replay(key: Key, updates: list[Update]) -> dict[str, torch.Tensor]:
-    """The parameters of each trainer and of the server after these updates, in one process."""
-    model, optimizer = create_model(key)
+def replay_updates(key: Key, updates: list[Update]) -> list[Tensor]:
+    """The parameters of each trainer after these updates, then the server's, in one process."""
+    model = model_of(key)
+    optimizer = create_optimizer(model)
     trainers = range(key["trainers"])
-    batches = [itertools.cycle(create_batches(key, trainer)) for trainer in trainers]
+    batches = [itertools.cycle(batches_of(key, trainer)) for trainer in trainers]
     models = [copy.deepcopy(model) for _ in trainers]
     for update in updates:
         members = update["trainers"]
-        rows = []
-        for trainer in members:
-            batch = next(batches[trainer])
-            rows.append(gradients_of(models[trainer], batch))
+        rows = [gradients_of(models[trainer], next(batches[trainer])) for trainer in members]
         for parameter, *gradients in zip(model.parameters(), *rows, strict=True):
             parameter.grad = torch.stack(gradients).mean(dim=0)
         optimizer.step()
         for trainer in members:
             models[trainer] = copy.deepcopy(model)
-    parameters = {}
-    for trainer in trainers:
-        parameters[f"trainer{trainer}"] = flat(models[trainer].parameters())
-    parameters["server0"] = flat(model.parameters())
-    return parameters
-
-
-# -- what rank 0 makes of it -----------------------------------------------------------------------
+    return [flat(trained.parameters()) for trained in (*models, model)]
 
 
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
@@ -418,48 +415,38 @@ def answer(cases: list[Case]) -> list[str]:
     return sentences
 
 
-def refuse_large_updates(args: argparse.Namespace, trainers: int) -> None:
-    """Refuse updates of more gradients than there are trainers: each sends one and waits."""
-    size = args.batch_update_size or trainers
-    if size > trainers:
-        refuse(f"--batch-update-size {size}: there are {trainers} trainers; try {trainers}")
-
-
-def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Key]:
+def plan(args: argparse.Namespace, roles: Roles) -> list[Key]:
     """The key of each case, one a payload."""
     trainers = len(roles.trainers)
+    size = args.batch_update_size or trainers
+    if size > trainers:  # each sends one gradient, and waits
+        refuse(f"--batch-update-size {size}: there are {trainers} trainers; try {trainers}")
     fixed: Key = {name: getattr(args, name) for name in SIZES}
     fixed["server_device"] = roles.device(roles.servers[0])
     fixed["device"] = roles.device(roles.trainers[0])
-    fixed |= {"trainers": trainers, "batch_update_size": args.batch_update_size or trainers}
-    return [{"payload": payload} | fixed | options.key() for payload in args.payload]
-
-
-def title_of(key: Key, options: RpcOptions) -> str:
-    """What all cases share."""
-    model = f"Linear({key['in_features']}, {key['out_features']}), {key['trainers']} trainers"
-    batches = f"batches of {key['batch_size']}"
-    return f"{model} with {batches}, {key['batch_update_size']} gradients an update\n{options}"
+    fixed |= {"trainers": trainers, "batch_update_size": size}
+    return [{"payload": payload} | fixed for payload in args.payload]
 
 
 def main() -> int:
     args = parse_args()
     roles = assign_roles(args, servers=1)
-    refuse_large_updates(args, len(roles.trainers))
+    keys = plan(args, roles)
+    timeout_s = args.straggler_timeout or args.timeout / 2
     logs: list[str] = []
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
-        keys = plan(args, roles, options)
+        keys = [key | options.key() for key in keys]
         bench.announce(keys)
-        bench.begin_table(title_of(keys[0], options), COLUMNS, WIDEST)
+        update = f"{count_of(keys[0]['batch_update_size'], 'gradient')} an update"
+        title = f"Linear({args.in_features}, {args.out_features}), "
+        title += f"{count_of(len(roles.trainers), 'trainer')} with batches of {args.batch_size}, "
+        title += f"{update}\n{options}"
+        bench.begin_table(title, COLUMNS, WIDEST)
         with rpc_workers(bench, roles, options) as devices:
-            build_case = partial(
-                build,
-                bench.job,
-                server_device=devices[roles.servers[0]],
-                patience_s=args.straggler_timeout or args.timeout / 2,
-            )
+            server_device = devices[roles.servers[0]]
+            build_case = partial(build, bench.job, server_device=server_device, timeout_s=timeout_s)
             for key in keys:
                 case = bench.measure(key, build_case, derive, roles.trainers)
                 if args.log_updates and case and "log" in case.metrics:

@@ -46,37 +46,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.answers import Estimate, differs, fastest, ranked, series, show_seconds
+from common.answers import fastest, ranked, series, show_seconds
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
 from common.groups import Group, Job
-from common.old import Benchmark, Workload
+from common.old import Benchmark, Key, Workload
 from common.report import Case
-from common.rpc import (
-    Roles,
-    RpcOptions,
-    add_rpc_flags,
-    args_of_rank,
-    assign_roles,
-    host,
-    hosted,
-    rpc_options,
-    rpc_workers,
-)
+from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
 from common.stats import Times, percentiles, relative_ci95
 from common.table import Columns, metric, percentile_columns, relative, render
 from common.workloads.phases import Phases, Stamps, pool
 
-DENSE_INPUT = 512
-CLASSES = 8
-LR = 0.05
 PHASES = ("lookup", "forward", "backward", "exchange", "step")
 # the check against one process trains this, in float64: rounding does not hide an error there
 CHECKED = {"number_embeddings": 50, "batches": 3, "dtype": "float64"}
 TOLERANCE = 1e-6  # relative to the largest change in these steps
-
-Key = dict[str, Any]
-Batch = tuple[Tensor, Tensor, Tensor]  # indices [n], offsets [bags], targets
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -111,10 +95,16 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def create_dense(key: Key) -> nn.Module:
-    """Input [bags, servers * embedding_dim], output [bags, CLASSES]."""
+# [core]
+Batch = tuple[Tensor, Tensor, Tensor]  # indices [n], offsets [bags], targets [bags]
+DENSE_INPUT = 512
+CLASSES = 8
+LR = 0.05
+
+
+def create_dense(width: int, dtype: torch.dtype) -> nn.Module:
+    """Input [bags, width], output [bags, CLASSES]."""
     torch.manual_seed(0)
-    width = key["servers"] * key["embedding_dim"]
     layers = [
         nn.Linear(DENSE_INPUT, 256),
         nn.Linear(256, 128),
@@ -125,97 +115,99 @@ def create_dense(key: Key) -> nn.Module:
     ]
     if width != DENSE_INPUT:  # eight tables of 64 columns join to DENSE_INPUT
         layers.insert(0, nn.Linear(width, DENSE_INPUT, bias=False))
-    dtype = getattr(torch, key["dtype"])
     return nn.Sequential(*layers).to(dtype)
 
 
-def create_table(key: Key, server: int, device: str = "cpu") -> nn.EmbeddingBag:
-    torch.manual_seed(1 + server)
-    rows = key["number_embeddings"]
-    columns = key["embedding_dim"]
-    table = nn.EmbeddingBag(rows, columns, mode="sum", sparse=key["sparse"])
-    return table.to(device, getattr(torch, key["dtype"]))
+def create_table(rows: int, columns: int, sparse: bool, dtype: Any, seed: int) -> nn.EmbeddingBag:
+    torch.manual_seed(seed)
+    return nn.EmbeddingBag(rows, columns, mode="sum", sparse=sparse).to(dtype)
 
 
-def create_epoch(key: Key, trainer: int) -> list[Batch]:
+def create_epoch(batches: int, rows: int, trainer: int) -> list[Batch]:
     """The batches of a trainer, drawn from its number: 20 to 50 indices in bags of 1 to 10."""
     rng = np.random.default_rng(trainer)
     epoch = []
-    for _ in range(key["batches"]):
+    for _ in range(batches):
         count = int(rng.integers(20, 50, endpoint=True))
         # for at least as many bags as are needed
         bag_sizes = rng.integers(1, 10, size=count, endpoint=True)
         starts = np.concatenate([[0], np.cumsum(bag_sizes)])
         offsets = torch.tensor(starts[starts < count])
-        indices = rng.integers(0, key["number_embeddings"], size=count)
+        indices = rng.integers(0, rows, size=count)
         targets = rng.integers(0, CLASSES, size=len(offsets))
         epoch.append((torch.tensor(indices), offsets, torch.tensor(targets)))
     return epoch
 
 
 def loss_of(dense: nn.Module, looked_up: list[Tensor], targets: Tensor) -> Tensor:
-    parts = [part.to(targets.device) for part in looked_up]
-    joined = torch.cat(parts, dim=1)
+    joined = torch.cat([part.to(targets.device) for part in looked_up], dim=1)
     return nn.functional.cross_entropy(dense(joined), targets)
 
 
-# -- servers, which host a table, and the master, which sets them up -------------------------------
-
+SERVER: list[nn.EmbeddingBag] = []  # the table of this process
 TABLE_LOCK = threading.Lock()  # several threads of RPC run calls at once
 
 
+def start_server(device: str, *table: Any) -> None:
+    """table: the arguments of `create_table`."""
+    SERVER[:] = [create_table(*table).to(device)]
+
+
 def look_up(indices: Tensor, offsets: Tensor, stays: bool, graph: bool) -> Tensor:
-    """[bags, embedding_dim]; on the CPU, or on the table's device if it `stays` there.
+    """[bags, columns]; on the CPU, or on the table's device if it `stays` there.
 
     graph: whether autograd follows.
     """
-    device = hosted().weight.device
+    table = SERVER[0]
+    device = table.weight.device
     with torch.set_grad_enabled(graph):
-        looked_up: Tensor = hosted()(indices.to(device), offsets.to(device))
+        looked_up: Tensor = table(indices.to(device), offsets.to(device))
         return looked_up if stays else looked_up.cpu()
 
 
 def apply_gradient(indices: Tensor, offsets: Tensor, gradient: Tensor) -> None:
     """One step of SGD. gradient: of what `look_up` returned for these indices."""
     looked_up = look_up(indices, offsets, stays=True, graph=True)
-    device = looked_up.device
-    gradient = gradient.to(device)
-    (table_gradient,) = torch.autograd.grad(looked_up, hosted().weight, gradient)
+    weight, device = SERVER[0].weight, looked_up.device
+    (table_gradient,) = torch.autograd.grad(looked_up, weight, gradient.to(device))
     with TABLE_LOCK, torch.no_grad():
-        hosted().weight.add_(table_gradient, alpha=-LR)
+        weight.add_(table_gradient, alpha=-LR)
         if looked_up.is_cuda:  # each call has its own streams, which the lock does not order
             torch.cuda.current_stream(device).synchronize()
 
 
 def get_weight() -> Tensor:
-    return hosted().weight
+    return SERVER[0].weight
 
 
-def set_up_servers(key: Key, devices: list[str]) -> None:
-    for server, device in enumerate(devices):
-        rpc.rpc_sync(f"server{server}", host, args=(create_table, key, server, device))
-
-
-# -- trainers --------------------------------------------------------------------------------------
-
-
-def ask(key: Key, indices: Tensor, offsets: Tensor) -> list[Tensor]:
-    """The rows that each server looks up: [bags, embedding_dim]."""
-    names = [f"server{server}" for server in range(key["servers"])]
-    on_gpu = key["device"] == "cuda"
-    is_distributed = key["autograd"] == "distributed"
-    asked = (indices, offsets, on_gpu, is_distributed)
-    if key["lookup"] == "sequential":
-        return [rpc.rpc_sync(name, look_up, args=asked) for name in names]
-    calls = [rpc.rpc_async(name, look_up, args=asked) for name in names]
+def look_up_all(
+    servers: list[str], indices: Tensor, offsets: Tensor, *, stays: bool, graph: bool, at_once: bool
+) -> list[Tensor]:
+    """What each server looks up. at_once: not one server after the other."""
+    batch = (indices, offsets, stays, graph)
+    if not at_once:
+        return [rpc.rpc_sync(server, look_up, args=batch) for server in servers]
+    calls = [rpc.rpc_async(server, look_up, args=batch) for server in servers]
     return torch.futures.wait_all(calls)
 
 
-def distributed_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Iterator[str]:
+def distributed_optimizer(servers: list[str], ddp: nn.Module) -> Any:
+    parameters = [rpc.remote(server, get_weight) for server in servers]
+    parameters += [rpc.RRef(parameter) for parameter in ddp.parameters()]
+    return torch.distributed.optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=LR)
+
+
+# each server's part of the rows that are looked up, by indices and offsets
+LookUp = Callable[[Tensor, Tensor], list[Tensor]]
+
+
+def distributed_step(
+    ddp: nn.Module, optimizer: Any, batch: Batch, look_up_batch: LookUp
+) -> Iterator[str]:
     """Torch brings the gradients to the servers, and runs an optimizer there. Yields each phase."""
     indices, offsets, targets = batch
     with dist_autograd.context() as context:
-        looked_up = ask(key, indices, offsets)
+        looked_up = look_up_batch(indices, offsets)
         yield "lookup"
         loss = loss_of(ddp, looked_up, targets)
         yield "forward"
@@ -225,10 +217,12 @@ def distributed_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> 
     yield "step"
 
 
-def manual_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Iterator[str]:
+def manual_step(
+    ddp: nn.Module, optimizer: Any, batch: Batch, look_up_batch: LookUp, servers: list[str]
+) -> Iterator[str]:
     """The same without distributed autograd: a call brings the gradient to each server."""
     indices, offsets, targets = batch
-    looked_up = [part.requires_grad_() for part in ask(key, indices, offsets)]
+    looked_up = [part.requires_grad_() for part in look_up_batch(indices, offsets)]
     yield "lookup"
     optimizer.zero_grad()
     loss = loss_of(ddp, looked_up, targets)
@@ -236,30 +230,53 @@ def manual_step(key: Key, ddp: nn.Module, optimizer: Any, batch: Batch) -> Itera
     loss.backward()
     yield "backward"
     calls = []
-    for server, part in enumerate(looked_up):
+    for server, part in zip(servers, looked_up, strict=True):
         gradient = (indices, offsets, part.grad)
-        calls.append(rpc.rpc_async(f"server{server}", apply_gradient, args=gradient))
+        calls.append(rpc.rpc_async(server, apply_gradient, args=gradient))
     optimizer.step()
     torch.futures.wait_all(calls)
     yield "step"
 
 
-def stamp_exchange(ddp: DistributedDataParallel, phases: Phases) -> None:
-    """DDP's own all-reduce as a hook, with stamps around the last bucket."""
+def stamp_exchange(ddp: DistributedDataParallel, mark: Callable[[str], None]) -> None:
+    """DDP's own all-reduce as a hook. mark: is told when the last bucket leaves and is averaged."""
 
     def on_average(future: Future[Tensor]) -> Tensor:
         # refers to no group: gloo's own thread must not hold the last reference to one
-        phases.mark("exchange")
+        mark("exchange")
         return future.value()
 
     def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
         future = allreduce_hook(group, bucket)
         if bucket.is_last():
-            phases.mark("backward")
+            mark("backward")
             future = future.then(on_average)
         return future
 
     ddp.register_comm_hook(ddp.process_group, hook)
+
+
+# [/core]
+
+
+def table_of(key: Key, server: int) -> tuple[Any, ...]:
+    """The arguments of `create_table`."""
+    sizes = (key["number_embeddings"], key["embedding_dim"])
+    return (*sizes, key["sparse"], getattr(torch, key["dtype"]), 1 + server)
+
+
+def dense_of(key: Key) -> nn.Module:
+    return create_dense(key["servers"] * key["embedding_dim"], getattr(torch, key["dtype"]))
+
+
+def epoch_of(key: Key, trainer: int) -> list[Batch]:
+    return create_epoch(key["batches"], key["number_embeddings"], trainer)
+
+
+def start_servers(key: Key, devices: list[str]) -> None:
+    """The master runs this."""
+    for server, device in enumerate(devices):
+        rpc.rpc_sync(f"server{server}", start_server, args=(device, *table_of(key, server)))
 
 
 class Training(NamedTuple):
@@ -268,41 +285,50 @@ class Training(NamedTuple):
     dense: nn.Module
     phases: Phases
     epoch: Callable[..., Stamps]  # trains an epoch; `after` is called with the name of each phase
+    tables: Callable[[], list[Tensor]]  # of the servers, as they are
 
 
 def start_training(job: Job, key: Key, group: Group, devices: list[str]) -> Training:
     """New tables on all servers and a new dense part here. devices: of the servers."""
     if job.rank == 0:
-        rpc.rpc_sync("master", set_up_servers, args=(key, devices))
+        rpc.rpc_sync("master", start_servers, args=(key, devices))
     dist.barrier(group.control)  # the servers have their tables
-    dense = create_dense(key).to(job.device)
+    dense = dense_of(key).to(job.device)
     phases = Phases(job.device)
     ddp = DistributedDataParallel(dense, process_group=group.test)
-    if key.get("reducer") != "ddp":
-        stamp_exchange(ddp, phases)
-    optimizer: Any
+    if key["reducer"] == "hook":
+        stamp_exchange(ddp, phases.mark)
+    servers = [f"server{server}" for server in range(key["servers"])]
+    look_up_batch: Any = partial(
+        look_up_all,
+        servers,
+        stays=key["device"] == "cuda",
+        graph=key["autograd"] == "distributed",
+        at_once=key["lookup"] == "parallel",
+    )
+    step: Any
     if key["autograd"] == "distributed":
-        servers = [f"server{server}" for server in range(key["servers"])]
-        rrefs = [rpc.remote(server, get_weight) for server in servers]
-        rrefs += [rpc.RRef(parameter) for parameter in ddp.parameters()]
-        step = distributed_step
-        optimizer = torch.distributed.optim.DistributedOptimizer(torch.optim.SGD, rrefs, lr=LR)
+        step = partial(distributed_step, ddp, distributed_optimizer(servers, ddp))
     else:
-        step = manual_step
         optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+        step = partial(manual_step, ddp, optimizer, servers=servers)
     batches = []
-    for indices, offsets, targets in create_epoch(key, job.rank):
+    for indices, offsets, targets in epoch_of(key, job.rank):
         # the targets go where the loss is computed; the rest stays on the CPU, to travel
         batches.append((indices, offsets, targets.to(job.device)))
 
     def epoch(after: Callable[[str], None] = phases.mark) -> Stamps:
         phases.begin()
         for batch in batches:
-            for phase in step(key, ddp, optimizer, batch):
+            for phase in step(batch, look_up_batch=look_up_batch):
                 after(phase)
         return phases.step
 
-    return Training(dense, phases, epoch)
+    def tables() -> list[Tensor]:
+        rows = torch.arange(key["number_embeddings"])  # every row is a bag of its own
+        return look_up_all(servers, rows, rows, stays=False, graph=False, at_once=True)
+
+    return Training(dense, phases, epoch, tables)
 
 
 def train_in_turn(job: Job, key: Key, group: Group, devices: list[str]) -> dict[str, Any]:
@@ -320,10 +346,7 @@ def train_in_turn(job: Job, key: Key, group: Group, devices: list[str]) -> dict[
     training.epoch(wait_for_turn)
     facts: dict[str, Any] = {"dense": digest(training.dense)}
     if job.rank == 0:
-        rows = torch.arange(key["number_embeddings"])  # every row is a bag of its own
-        tables = ask(key | {"autograd": "manual"}, rows, rows)
-        trained = [*tables, *training.dense.parameters()]
-        facts["error"] = error_of(key, trained)
+        facts["error"] = error_of(key, [*training.tables(), *training.dense.parameters()])
     return facts
 
 
@@ -339,14 +362,14 @@ def error_of(key: Key, trained: list[Tensor]) -> float:
 
     That process applies each trainer's gradient to the tables, and the average to the dense part.
     """
-    bags = [create_table(key, server) for server in range(key["servers"])]
-    model = create_dense(key)
+    bags = [create_table(*table_of(key, server)) for server in range(key["servers"])]
+    model = dense_of(key)
     tables = [bag.weight for bag in bags]
     weights = [*tables, *model.parameters()]
     average = {"params": model.parameters(), "lr": LR / key["trainers"]}
     optimizer = torch.optim.SGD([{"params": tables}, average], lr=LR)
     before = [weight.detach().clone() for weight in weights]
-    epochs = [create_epoch(key, trainer) for trainer in range(key["trainers"])]
+    epochs = [epoch_of(key, trainer) for trainer in range(key["trainers"])]
     for batches in zip(*epochs, strict=True):
         optimizer.zero_grad()
         for indices, offsets, targets in batches:
@@ -360,41 +383,34 @@ def error_of(key: Key, trained: list[Tensor]) -> float:
     return max(errors)
 
 
-def bags_of(key: Key, trainer: int) -> int:
-    """The bags of a trainer's epoch, which are its samples."""
-    return sum(len(targets) for _, _, targets in create_epoch(key, trainer))
-
-
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check. facts: of each trainer."""
     metrics = case.metrics
-    epochs = times.each()
     slowest = times.slowest()
     metrics |= percentiles(slowest, "epoch_time")
     metrics["epoch_time_ci95_rel"] = relative_ci95(slowest)
-    bags = [bags_of(case.key, trainer) for trainer in case.ranks]
-    metrics["samples"] = sum(bags)
-    metrics["samples_per_s"] = sum(bags) / metrics["epoch_time_p50_s"]
     metrics["trainers"] = []
-    for epochs_of_trainer, samples in zip(epochs, bags, strict=True):
-        row = percentiles(epochs_of_trainer, "epoch_time") | {"samples": samples}
+    for trainer, epochs in zip(case.ranks, times.each(), strict=True):
+        samples = sum(len(targets) for _, _, targets in epoch_of(case.key, trainer))
+        row = percentiles(epochs, "epoch_time") | {"samples": samples}
         metrics["trainers"].append(row)
+    metrics["samples"] = sum(row["samples"] for row in metrics["trainers"])
+    metrics["samples_per_s"] = metrics["samples"] / metrics["epoch_time_p50_s"]
     seconds = pool(itertools.chain(*times.returned))  # in the epochs of all trainers
-    batches = epochs.size * case.key["batches"]
+    batches = times.each().size * case.key["batches"]
     for phase in PHASES:
         if phase in seconds:
             metrics[f"{phase}_s"] = sum(seconds[phase]) / batches
-    case.check = verdict(problem_of(case, facts))
-
-
-def problem_of(case: Case, facts: list[dict[str, Any]]) -> str | None:
-    """What the check before the timing saw, or None."""
     problem = compare_replicas([fact["dense"] for fact in facts], case.ranks)
     error = facts[0]["error"]
-    if problem or error <= TOLERANCE:
-        return problem
-    after = f"after {CHECKED['batches']} steps the parameters are {error:.2g} of their change"
-    return f"{after} away from a single process (at most {TOLERANCE:g})"
+    if not problem and not error <= TOLERANCE:  # NaN is an error, too
+        after = f"after {CHECKED['batches']} steps the parameters are {error:.2g} of their change"
+        problem = f"{after} away from a single process (at most {TOLERANCE:g})"
+    case.check = verdict(problem)
+
+
+def label_of(key: Key) -> str:
+    return f"lookup {key['lookup']}, autograd {key['autograd']}"
 
 
 ROWS: Columns = {  # `All`, and each trainer
@@ -403,7 +419,7 @@ ROWS: Columns = {  # `All`, and each trainer
     **percentile_columns("epoch_time", "sec/epoch", "samples/s", lambda r: r.metrics["samples"]),
 }
 SPLIT: Columns = {
-    "ms a batch": lambda c: f"lookup {c.key['lookup']}, autograd {c.key['autograd']}",
+    "ms a batch": lambda case: label_of(case.key),
     **{name: metric(f"{name}_s", 1e3, 3) for name in PHASES},
 }
 
@@ -415,30 +431,18 @@ def answer(cases: list[Case]) -> list[str]:
         epochs = ranked(same, "epoch_time")
         if not epochs:
             continue
-        best, _ = epochs[0]
-        sentences.append(name + fastest(ways_of(epochs)))
-        phases = {phase: best.metrics.get(f"{phase}_s", 0.0) for phase in PHASES}
-        longest = max(phases, key=lambda phase: phases[phase])
-        sentence = f"the fastest way trains {best.metrics['samples_per_s']:,.0f} samples/s"
-        if phases[longest]:
+        sentences.append(name + fastest({label_of(case.key): epoch for case, epoch in epochs}))
+        metrics = epochs[0][0].metrics
+        sentence = f"the fastest way trains {metrics['samples_per_s']:,.0f} samples/s"
+        phases = {phase: metrics[f"{phase}_s"] for phase in PHASES if f"{phase}_s" in metrics}
+        if phases:
+            longest = max(phases, key=lambda phase: phases[phase])
             sentence += f"; its longest phase is {longest}, {show_seconds(phases[longest])} a batch"
         sentences.append(name + sentence)
     return sentences
 
 
-def ways_of(epochs: list[tuple[Case, Estimate]]) -> dict[str, Estimate]:
-    """The epochs by their ways, as far as these differ."""
-    names = ("lookup", "autograd")
-    keys = [case.key for case, _ in epochs]
-    differing = [name for name in names if differs(name, keys)]
-    ways: dict[str, Estimate] = {}
-    for case, epoch in epochs:
-        words = [f"{name} {case.key[name]}" for name in differing or names]
-        ways[", ".join(words)] = epoch
-    return ways
-
-
-def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Key]:
+def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Key]:
     """The key of each case: every way of lookup with every way of autograd."""
     fixed: Key = {
         "number_embeddings": args.number_embeddings,
@@ -448,22 +452,13 @@ def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Ke
         "servers": len(roles.servers),
         "dtype": "float32",
         "batches": 10,
+        "reducer": args.reducer,
         "device": roles.device(roles.trainers[0]),
         "server_device": roles.device(roles.servers[0]),
     }
-    if args.reducer != "hook":  # the default, which older reports do not name
-        fixed["reducer"] = args.reducer
-    fixed |= options.key()
+    fixed |= rpc_settings
     ways = itertools.product(args.lookup, args.autograd)
     return [{"lookup": lookup, "autograd": autograd} | fixed for lookup, autograd in ways]
-
-
-def title_of(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> str:
-    """What all cases share."""
-    kind = "sparse table" if args.sparse else "table"
-    tables = f"a {kind} of {args.number_embeddings} x {args.embedding_dim} each"
-    counts = f"{len(roles.trainers)} trainers, {len(roles.servers)} servers with {tables}"
-    return f"{counts}; reducer {args.reducer}\n{options}"
 
 
 def main() -> int:
@@ -474,15 +469,16 @@ def main() -> int:
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
-        keys = plan(args, roles, options)
+        keys = plan(args, roles, options.key())
         bench.announce(keys)
-        bench.print(f"\n{title_of(args, roles, options)}")
+        kind = "sparse table" if args.sparse else "table"
+        tables = f"a {kind} of {args.number_embeddings} x {args.embedding_dim} each"
+        bench.print(f"\n{roles} with {tables}; reducer {args.reducer}\n{options}")
         with rpc_workers(bench, roles, options) as devices:
             servers = [devices[rank] for rank in roles.servers]
             build_case = partial(build, bench.job, devices=servers)
             for key in keys:
-                title = f"lookup {key['lookup']}, autograd {key['autograd']}"
-                bench.begin_table(title, ROWS, ["Trainer0"])
+                bench.begin_table(label_of(key), ROWS, ["Trainer0"])
                 case = bench.measure(key, build_case, derive, roles.trainers)
                 trainers = case.metrics.get("trainers", []) if case else []
                 for number, metrics in enumerate(trainers):

@@ -43,6 +43,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
+from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 
@@ -52,19 +53,9 @@ from common.answers import ranked, series
 from common.check import verdict
 from common.cli import Parser, add_common_flags, cut, list_of, positive_int, show_size, size
 from common.groups import Group, Job
-from common.old import Benchmark, Workload
+from common.old import Benchmark, Key, Workload
 from common.report import Case
-from common.rpc import (
-    Roles,
-    RpcOptions,
-    add_rpc_flags,
-    args_of_rank,
-    assign_roles,
-    host,
-    hosted,
-    rpc_options,
-    rpc_workers,
-)
+from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
 from common.stats import Times, relative_ci95
 from common.table import Columns, metric, relative
 from common.workloads import patterns
@@ -73,7 +64,6 @@ from common.workloads.phases import own_pace
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
 SIZES = [4, 2**12, 2**16, 2**20, 2**26]
 BATCH_BYTES = 2**26  # rpc_async has at most so many bytes in flight
-Key = dict[str, Any]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -92,9 +82,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-# -- on the callee: functions that its RPC threads run ---------------------------------------------
-
-
+# [core]
 class Callee:
     """Counts what arrives in a case, and has the thread that completes Futures."""
 
@@ -106,13 +94,20 @@ class Callee:
         self.completer = ThreadPoolExecutor(1)
 
 
-def echo(payload: torch.Tensor) -> torch.Tensor:
+SERVER: list[Callee] = []  # of this process
+
+
+def start_server(device: str) -> None:
+    SERVER[:] = [Callee(device)]
+
+
+def echo(payload: Tensor) -> Tensor:
     # a tensor that is on the device already is not copied
-    return payload.to(hosted().device).to(payload.device)
+    return payload.to(SERVER[0].device).to(payload.device)
 
 
-def sink(payload: torch.Tensor) -> None:
-    callee = hosted()
+def sink(payload: Tensor) -> None:
+    callee = SERVER[0]
     if payload.to(callee.device).is_cuda:  # it has arrived when the copy is done
         torch.cuda.current_stream(callee.device).synchronize()
     with callee.lock:
@@ -121,9 +116,9 @@ def sink(payload: torch.Tensor) -> None:
 
 
 @rpc.functions.async_execution
-def later(function: Callable[[torch.Tensor], Any], payload: torch.Tensor) -> Future[Any]:
+def later(function: Callable[[Tensor], Any], payload: Tensor) -> Future[Any]:
     """A Future that another thread completes, as in a server that waits for more requests."""
-    device = hosted().device
+    device = SERVER[0].device
     cuda = device.type == "cuda"
     stream = torch.cuda.current_stream(device) if cuda else None  # the payload arrives on it
     future: Future[Any] = Future(devices=[device] if cuda else [])
@@ -135,52 +130,53 @@ def later(function: Callable[[torch.Tensor], Any], payload: torch.Tensor) -> Fut
         except Exception as error:  # the caller gets it
             future.set_exception(error)
 
-    hosted().completer.submit(complete)
+    SERVER[0].completer.submit(complete)
     return future
 
 
 def received() -> tuple[int, int]:
-    return hosted().calls, hosted().bytes
+    return SERVER[0].calls, SERVER[0].bytes
 
 
-# -- on a caller -----------------------------------------------------------------------------------
-
-
-def call(key: Key, function: Callable[..., Any], payload: torch.Tensor) -> list[torch.Tensor]:
+def call(
+    operation: str, function: Callable[[Tensor], Any], payload: Tensor, in_flight: int
+) -> list[Any]:
     """The results of one batch of calls: `in_flight` calls of rpc_async, else one."""
-    words = (payload,)
-    match key["operation"]:
+    match operation:
         case "rpc_sync":
-            return [rpc.rpc_sync("server0", function, args=words)]
+            return [rpc.rpc_sync("server0", function, args=(payload,))]
         case "rpc_async":
-            calls = []
-            for _ in range(key["in_flight"]):
-                calls.append(rpc.rpc_async("server0", function, args=words))
+            batch = range(in_flight)
+            calls = [rpc.rpc_async("server0", function, args=(payload,)) for _ in batch]
             return list(torch.futures.wait_all(calls))
         case "remote":
-            return [rpc.remote("server0", function, args=words).to_here()]
+            return [rpc.remote("server0", function, args=(payload,)).to_here()]
         case _:
             return [rpc.rpc_sync("server0", later, args=(function, payload))]
+
+
+# [/core]
 
 
 def build(job: Job, key: Key, group: Group, *, callee_device: str) -> Workload:
     """What a caller measures in a case."""
     device, rank = job.device, job.rank
     if rank == 0:
-        rpc.rpc_sync("server0", host, args=(Callee, callee_device))
+        rpc.rpc_sync("server0", start_server, args=(callee_device,))
     payload = torch.empty(key["size_bytes"], dtype=torch.uint8, device=device)
     patterns.fill(payload, patterns.tile(rank))
     # without a device map CUDA cannot travel
     wire = torch.device("cpu") if callee_device == "cpu" else device
-    echoed: list[torch.Tensor] = []  # of the last round trip
+    echoed: list[Tensor] = []  # of the last round trip
     sunk = 0
 
     def round_trip() -> None:
-        echoed[:] = [result.to(device) for result in call(key, echo, payload.to(wire))]
+        results = call(key["operation"], echo, payload.to(wire), key["in_flight"])
+        echoed[:] = [result.to(device) for result in results]
 
     def one_way() -> None:
         nonlocal sunk
-        sunk += len(call(key, sink, payload.to(wire)))
+        sunk += len(call(key["operation"], sink, payload.to(wire), key["in_flight"]))
 
     def facts() -> dict[str, Any]:  # all callers are done: their times are gathered
         return {
@@ -192,9 +188,6 @@ def build(job: Job, key: Key, group: Group, *, callee_device: str) -> Workload:
     dist.barrier(group.control)  # the callee counts for this case
     # callers do not wait for each other
     return Workload(round_trip, {"one way": one_way}, facts=facts, aligned=False)
-
-
-# -- what rank 0 makes of it -----------------------------------------------------------------------
 
 
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
@@ -210,29 +203,25 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
         metrics[f"{name}_p50_ci95_rel"] = relative_ci95(calls[slowest_caller])
         metrics[f"{name}_calls_per_s"] = calls_per_s
         metrics[f"{name}_gb_per_s"] = calls_per_s * key["size_bytes"] * directions / 1e9
-    case.check = verdict(problem_of(key, facts))
-
-
-def problem_of(key: Key, facts: list[dict[str, Any]]) -> str | None:
-    """A wrong echo, or a call that was lost one way; None if neither occurred."""
+    sent, came = sum(fact["sunk"] for fact in facts), facts[0]["received"]
+    problem = None
+    if came != (sent, sent * key["size_bytes"]):
+        what = f"{came[0]} calls with {came[1]} bytes"
+        problem = f"the callee received {what} one way, of {sent} sent"
     for caller, fact in enumerate(facts):
-        if fact["wrong"]:
-            return f"{fact['wrong']} of the last echoes to caller {caller} are not what it sent"
-    calls, total = facts[0]["received"]
-    sent = sum(fact["sunk"] for fact in facts)
-    if (calls, total) != (sent, sent * key["size_bytes"]):
-        return f"the callee received {calls} calls with {total} bytes one way, of {sent} sent"
-    return None
+        if wrong := fact["wrong"]:
+            problem = f"{wrong} of the last echoes to caller {caller} are not what it sent"
+            break
+    case.check = verdict(problem)
 
 
-def name_of(case: Case) -> str:
-    key = case.key
+def label_of(key: Key) -> str:
     many = f" x{key['in_flight']}" if key["in_flight"] > 1 else ""
     return f"{key['operation']}{many} {show_size(key['size_bytes'])}"
 
 
 COLUMNS: Columns = {
-    "": name_of,
+    "": lambda case: label_of(case.key),
     "p50\n(us)": metric("round_trip_p50_s", 1e6, 1),
     "95% ci\nof p50": relative("round_trip_p50_ci95_rel"),
     "p95\n(us)": metric("round_trip_p95_s", 1e6, 1),
@@ -247,7 +236,7 @@ WIDEST = ["async_execution 64K", "000000.0", "+-10.0%", "000000.0", "000000.0", 
 
 
 def answer(cases: list[Case]) -> list[str]:
-    """The time of the smallest round trip, and the largest rates."""
+    """The time of the smallest round trip. A rate has no interval, so no sentence has it."""
     sentences: list[str] = []
     for name, same in series(cases, ("operation", "in_flight", "size_bytes")).items():
         timed = ranked(same, "round_trip")
@@ -264,24 +253,12 @@ def answer(cases: list[Case]) -> list[str]:
         if alike:
             sentence += f"; {cut(alike)} cannot be told apart from it"
         sentences.append(name + sentence)
-        if len(timed) > 1:
-            sentences.append(name + most([case for case, _ in timed]))
     return sentences
 
 
-def most(cases: list[Case]) -> str:
-    """`at most 2,736 calls/s (rpc_async x8 4) and 2.55 GB/s (rpc_sync 1M)`, of all callers."""
-    rates: list[str] = []
-    for rate, unit in (("round_trip_calls_per_s", "calls/s"), ("round_trip_gb_per_s", "GB/s")):
-        best = max(cases, key=lambda case: case.metrics[rate])
-        digits = 0 if unit == "calls/s" else 2
-        rates.append(f"{best.metrics[rate]:,.{digits}f} {unit} ({name_of(best)})")
-    return f"round trips: at most {' and '.join(rates)}"
-
-
-def plan(args: argparse.Namespace, roles: Roles, options: RpcOptions) -> list[Key]:
+def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Key]:
     """The key of each case: every operation with every size, small payloads first."""
-    fixed = options.key() | {
+    fixed = rpc_settings | {
         "callers": len(roles.trainers),
         "device": roles.device(roles.trainers[0]),
         "server_device": roles.device(roles.servers[0]),
@@ -302,7 +279,7 @@ def main() -> int:
     callee = roles.servers[0]
     with Benchmark("rpc_latency", args_of_rank(args, roles), roles.trainers, answer) as bench:
         options = rpc_options(args, bench)
-        keys = plan(args, roles, options)
+        keys = plan(args, roles, options.key())
         bench.announce(keys)
         title = f"Callers: {len(roles.trainers)}, callee: rank {callee}; {options}"
         bench.begin_table(title, COLUMNS, WIDEST)

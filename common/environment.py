@@ -365,7 +365,7 @@ def preamble(environment: dict[str, Any]) -> str:
 
 def count_of(count: int, noun: str) -> str:
     """`1 rank`, `1,024 ranks`."""
-    return f"{count:,} {noun}{'s' * (count > 1)}"
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def warnings_of(environment: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from common.cli import checked, list_of, refuse
+from common.environment import count_of
 from common.groups import gather, share
 from common.join import raise_file_limit, world
 from common.old import Benchmark
@@ -29,10 +30,8 @@ if not hasattr(rpc, "TensorPipeAgent"):
 SCHEME = "torchrun-bench"  # an init_method of this scheme leads to the store of the job
 TRANSPORTS = ("auto", "shm", "uv", "ibv")
 CHANNELS = ("auto", "basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
-LIMIT_S = 1e8  # torch counts time limits in milliseconds of an int64, and fails beyond
-time_limit = checked(
-    float, lambda s: 0.001 <= s <= LIMIT_S, "a number of seconds from 0.001 to 1e8", "e.g. 60"
-)
+SECONDS = "a number of seconds from 0.001 to 1e8"  # torch has milliseconds in an int64
+time_limit = checked(float, lambda s: 0.001 <= s <= 1e8, SECONDS, "e.g. 60")
 threads = checked(int, lambda n: 1 <= n <= 1024, "a whole number from 1 to 1024", "e.g. 16")
 
 
@@ -46,6 +45,10 @@ class Roles:
     cuda: frozenset[int] = frozenset()  # the ranks on CUDA; the others are on the CPU
     cuda_wire: bool = True  # device maps carry tensors between two ranks on CUDA, not the CPU
     backend: str = "gloo"  # of the trainers' process groups
+
+    def __str__(self) -> str:
+        servers = count_of(len(self.servers), "server")
+        return f"{count_of(len(self.trainers), 'trainer')}, {servers}"
 
     def wire(self, a: int, b: int) -> str:
         """Where a tensor is while it travels between two ranks: `cuda` or `cpu`."""
@@ -84,16 +87,16 @@ def split_roles(
     """
     workers = world_size - 1 if master else world_size
     if servers is None:
-        servers = workers - trainers if trainers else workers // per_server
-        servers = max(1, servers)
+        servers = max(1, workers - trainers if trainers else workers // per_server)
     trainers = trainers or max(1, workers - servers)
     last = trainers + servers
+    roles = Roles(range(trainers), range(trainers, last), last if master else None)
     total = last + 1 if master else last
     if total != world_size:
-        parts = f"{trainers} trainers, {servers} servers" + (" and a master" if master else "")
+        parts = f"{roles} and a master" if master else str(roles)
         more = f"e.g. torchrun --nproc-per-node {total} {sys.argv[0]}"
         refuse(f"{parts} are {total} processes, and there are {world_size}; {more}")
-    return Roles(range(trainers), range(trainers, last), last if master else None)
+    return roles
 
 
 def assign_roles(
@@ -114,14 +117,13 @@ def assign_roles(
     if cuda_servers is None:
         server_cuda = cuda if args.server_device == "auto" else args.server_device == "cuda"
         cuda_servers = len(roles.servers) if server_cuda else 0
-    ranks = [*roles.trainers[::-1][:cuda_trainers], *roles.servers[::-1][:cuda_servers]]
-    on_cuda = frozenset(ranks)
+    on_cuda = frozenset(roles.trainers[::-1][:cuda_trainers])
+    on_cuda |= frozenset(roles.servers[::-1][:cuda_servers])
     if on_cuda and not torch.cuda.is_available():
         refuse("trainers or servers on CUDA: torch sees no CUDA device here; try --device cpu")
-    channels = args.rpc_channels or ["auto"]
-    if not on_cuda and all(name.startswith("cuda_") for name in channels):
-        names = ",".join(channels)
-        refuse(f"--rpc-channels {names} are for CUDA alone, and no rank is on it; try basic")
+    channels = ",".join(args.rpc_channels or ["auto"])
+    if not on_cuda and all(name.startswith("cuda_") for name in channels.split(",")):
+        refuse(f"--rpc-channels {channels} are for CUDA alone, and no rank is on it; try basic")
     default = "nccl" if on_cuda.issuperset(roles.trainers) else "gloo"
     return replace(roles, cuda=on_cuda, backend=args.backend or default)
 
@@ -134,8 +136,8 @@ def args_of_rank(args: argparse.Namespace, roles: Roles, **changes: Any) -> argp
     """
     rank, _, _, _ = world()
     backend = roles.backend if rank in roles.trainers else "gloo"
-    place = {"device": roles.device(rank), "backend": backend}
-    return argparse.Namespace(**vars(args) | place | changes)
+    of_rank = {"device": roles.device(rank), "backend": backend}
+    return argparse.Namespace(**vars(args) | of_rank | changes)
 
 
 @dataclass(frozen=True)
@@ -169,17 +171,16 @@ def add_rpc_flags(
     add = parser.add_argument_group("RPC").add_argument
     text = "worker threads of a process (default: its part of the cores, 2 to 16)"
     add("--rpc-threads", type=threads, metavar="N", help=text)
-    text = "a call fails after S seconds (default: twice --timeout, so that the watchdog is first)"
-    if stragglers:
-        text += "; --straggler-timeout limits calls that bring gradients"
+    calls = "a call other than one that brings gradients" if stragglers else "a call"
+    text = f"{calls} fails after S seconds (default: twice --timeout: the watchdog is first)"
     add("--rpc-timeout", type=time_limit, metavar="S", help=text)
-    text = """the transports that TensorPipe may choose from: shm (one host; its thread polls), uv
-        (TCP), ibv (InfiniBand) (default: auto, which is all; but uv where ranks outnumber cores)"""
+    text = """what TensorPipe may use: shm (one host; its thread polls), uv (TCP), ibv (InfiniBand)
+        (default: auto, which is all; but uv where ranks outnumber cores)"""
     add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=text)
-    text = """the channels that it may choose from for tensors: basic (any), cma (one host, needs
-        ptrace), mpt_uv (TCP), and on CUDA cuda_basic (any), cuda_ipc (one host, peer access, no
-        expandable segments), cuda_gdr (InfiniBand), cuda_xth (one process). TensorPipe ends a
-        process that finds none: keep basic and cuda_basic (default: auto, which is all)"""
+    text = """and for tensors: basic (any), cma (one host, needs ptrace), mpt_uv (TCP); on CUDA
+        cuda_basic (any), cuda_ipc (one host, peer access, no expandable segments), cuda_gdr
+        (InfiniBand), cuda_xth (one process). Keep basic and cuda_basic: TensorPipe ends a process
+        that finds none (default: auto, which is all)"""
     add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=text)
     if stragglers:
         text = """a trainer that waits S seconds for the answer to its gradients fails the case:
@@ -187,9 +188,7 @@ def add_rpc_flags(
             --timeout, which ends the run)"""
         add("--straggler-timeout", type=time_limit, metavar="S", help=text)
     if server_device:
-        text = (
-            f"where the servers compute; auto is the choice of --device (default: {server_device})"
-        )
+        text = f"where servers compute; auto: as --device says (default: {server_device})"
         add("--server-device", choices=("auto", "cpu", "cuda"), default=server_device, help=text)
 
 
@@ -212,8 +211,7 @@ def files_needed(world_size: int, options: RpcOptions) -> int:
     Counted with torch 2.15 on the CPU: 205 for one peer and 56 more for each further one. Over uv
     only: 158, and 8 more. A rank may have all others as peers.
     """
-    files_of_peer = 10 if options.transports == ["uv"] else 60
-    return 150 + files_of_peer * world_size
+    return 150 + world_size * (10 if options.transports == ["uv"] else 60)
 
 
 def refuse_few_files(bench: Benchmark, options: RpcOptions) -> None:
@@ -222,16 +220,8 @@ def refuse_few_files(bench: Benchmark, options: RpcOptions) -> None:
     limits = gather(raise_file_limit(needed))
     lowest = share(min(limits) if limits else None)
     if lowest < needed:
-        more = f"try ulimit -n {needed}"
-        bench.refuse(f"RPC opens up to {needed} files a process, ulimit -n allows {lowest}; {more}")
-
-
-def warn_of_expandable_segments(bench: Benchmark, roles: Roles, devices: list[str]) -> None:
-    mapped = any(roles.device_maps(rank, devices) for rank in roles.trainers)
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    settings = ",".join(os.environ.get(name, "") for name in names)
-    if mapped and "expandable_segments:True" in settings:
-        bench.print("# warning: CUDA IPC fails on expandable segments; unset PYTORCH_ALLOC_CONF")
+        limit = f"ulimit -n allows {lowest}; try ulimit -n {needed}"
+        bench.refuse(f"RPC opens up to {needed} files a process, {limit}")
 
 
 def start_rpc(
@@ -259,8 +249,7 @@ def start_rpc(
         rpc.init_rpc(name, None, job.rank, job.world_size, settings)
     except RuntimeError as error:
         if "not in use by this listener" in str(error):
-            names = ",".join(options.transports)
-            bench.refuse(f"--rpc-transports {names}: there is none here", 1)
+            bench.refuse(f"--rpc-transports {','.join(options.transports)}: there is none here", 1)
         if "timed out" in str(error) or "timeout" in str(error):
             bench.refuse(f"--rpc-timeout {options.timeout_s:g}: RPC takes longer to start; try 60")
         raise
@@ -271,7 +260,6 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
     """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
     job = bench.job
     devices: list[str] = share(gather(str(job.device)))
-    warn_of_expandable_segments(bench, roles, devices)
     refuse_few_files(bench, options)
     start_rpc(bench, roles.name(job.rank), options, roles.device_maps(job.rank, devices))
     graceful = False
@@ -282,16 +270,3 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
         graceful = not share(any(case.failed for case in bench.report.cases))
     finally:
         rpc.shutdown(graceful)
-
-
-_hosted: list[Any] = []
-
-
-def host(factory: Callable[..., Any], *args: Any) -> None:
-    """Called by RPC: this worker keeps `factory(*args)`, in place of an older one."""
-    _hosted[:] = [factory(*args)]
-
-
-def hosted() -> Any:
-    """What this worker keeps. Raises IndexError if it keeps nothing."""
-    return _hosted[0]

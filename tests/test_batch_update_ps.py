@@ -58,7 +58,7 @@ def test_a_late_trainer_and_one_that_raises_fail_their_cases(bench: Callable[...
     flags = (*SHORT, "--iters", "60", "--straggler-timeout", "2")
     run = bench(SCRIPT, *flags, ranks=3, inject="trainer-falters")
     assert run.status == 1
-    late = "TimeoutError: waited 2 s (--straggler-timeout); missing: trainer1 (rank 0)"
+    late = "TimeoutError: waited 2 s; missing: trainer1 (rank 0)"
     raised = "MemoryError: injected: no room for the gradients (rank 1)"
     assert [case.check for case in run.report.cases] == [f"failed: {late}", f"failed: {raised}"]
 

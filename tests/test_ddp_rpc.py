@@ -22,7 +22,7 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, "--lookup", "all", ranks=4)
     assert run.status == 0, run.err
     assert run.err == "" or "OMP_NUM_THREADS" in run.err
-    assert "2 trainers, 1 servers with a table of 300 x 64 each" in run.out
+    assert "2 trainers, 1 server with a table of 300 x 64 each" in run.out
     ways = [f"{how} {way}" for how in ("parallel", "sequential") for way in BOTH]
     assert checks(run) == dict.fromkeys(ways, "passed")
     for case in run.report.cases:

@@ -1,5 +1,6 @@
 """parameter_server.py as its user runs it: routes, placements, and faults that it must name."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
     assert run.err == "" or "OMP_NUM_THREADS" in run.err
     assert "an epoch is 3 steps of 4 samples" in run.out
     assert "\nrpc threads 2, rpc transports " in run.out
+    # one table of routes, one of all trainers' phases and one of all servers'
+    assert len(re.findall(r"^----", run.out, re.MULTILINE)) == 3
     cases = {label(case): case for case in run.report.cases}
     through = ["rpc running grouped", "sparse_rpc running grouped"]
     assert list(cases) == ["allreduce", "hybrid", *through]  # those without servers first
@@ -114,13 +117,13 @@ def test_a_wrong_answer_of_a_server(bench: Callable[..., Any]) -> None:
         check = found[f"{name} batch grouped"]
         assert check.startswith("failed: the gradient of "), check
         assert f"of {part}." in check or name == "rpc"
-        assert "is off plain DDP's by 0.001 (rank 0)" in check
+        assert "is off the trainers' mean by 0.001 (rank 0)" in check
     assert run.report.status == "failed"
 
 
 @pytest.mark.faults
 def test_a_replica_that_drifts(bench: Callable[..., Any]) -> None:
-    """By less than the check beside plain DDP sees; bit for bit it shows. A dense embedding."""
+    """By less than the check of gradients sees; bit for bit it shows. A dense embedding."""
     flags = (*SHORT, "--routes", "rpc", "--servers", "running", "--dense-embedding")
     run = bench(SCRIPT, *flags, ranks=4, inject="drifting-replica")
     assert run.status != 0

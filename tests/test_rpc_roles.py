@@ -22,7 +22,7 @@ from tests.process import ROOT
         (rpc_latency, 1, "", "are 2 processes, and there are 1; e.g. torchrun"),
         (rpc_latency, 2, "--rpc-transports smh", "did you mean shm"),
         (batch_update_ps, 3, "--batch-update-size 3", "there are 2 trainers; try 2"),
-        (ddp_rpc, 2, "", "1 trainers, 1 servers and a master are 3 processes, and there are 2"),
+        (ddp_rpc, 2, "", "1 trainer, 1 server and a master are 3 processes, and there are 2"),
         (ddp_rpc, 4, "--number-trainers 4", "are 6 processes"),
         (ddp_rpc, 6, "--number_ps 1 --number-trainers 2", "are 4 processes, and there are 6"),
         (ddp_rpc, 4, "--server-device cuda", "torch sees no CUDA device"),
@@ -35,7 +35,7 @@ from tests.process import ROOT
             parameter_server,
             4,
             "--ntrainer 3 --nserver 0",
-            "3 trainers, 1 servers and a master are 5",
+            "3 trainers, 1 server and a master are 5",
         ),
         (parameter_server, 2, "--nserver -1", "expected a whole number of at least 0, got '-1'"),
         (
@@ -195,6 +195,18 @@ def test_what_carries_a_route(
     assert parameter_server.label_of(key) == label
     if "rpc" in route:
         assert parameter_server.label_of(key | {"wire": "cpu"}) == f"{label} cpu"
+
+
+def test_cases_of_a_run() -> None:
+    """Those without servers come first; a copy on the CPU between two GPUs is in name and key."""
+    roles = replace(split_roles(6, 3, 2, master=True), cuda=frozenset({2, 4}))
+    args = parameter_server.parse_args(["--routes", "rpc,allreduce", "--servers", "batch"])
+    copied = parameter_server.plan(args, replace(roles, cuda_wire=False), {}, {"rpc_threads": 2})
+    labels = [parameter_server.label_of(key) for key in copied]
+    assert labels == ["allreduce (gloo)", "rpc batch grouped cpu", "rpc batch sharded cpu"]
+    assert [key.get("rpc_threads") for key in copied] == [None, 2, 2]
+    keys = parameter_server.plan(args, roles, {}, {})
+    assert [key.get("wire") for key in keys] == [None] * 3
 
 
 @pytest.mark.parametrize(

@@ -60,12 +60,9 @@ class Phases:
 def durations_of(step: Stamps) -> Durations:
     durations: Durations = defaultdict(list)
     for name, start, end in step:
-        durations[name].append(seconds(start, end))
+        seconds = end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
+        durations[name].append(seconds)
     return dict(durations)
-
-
-def seconds(start: Any, end: Any) -> float:
-    return end - start if isinstance(start, float) else start.elapsed_time(end) / 1e3
 
 
 def pool(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
@@ -81,19 +78,10 @@ def summary(durations: Sequence[float]) -> dict[str, Any]:
     """Count, times and variance of durations [n], n > 0. A single one has the sample variance 0."""
     x = np.asarray(durations)
     variance = float(x.var(ddof=1)) if len(x) > 1 else 0.0
-    p50, p75, p90, p95 = np.percentile(x, (50, 75, 90, 95))
-    return {
-        "count": len(x),
-        "min_s": float(x.min()),
-        "max_s": float(x.max()),
-        "mean_s": float(x.mean()),
-        "stdev_s": variance**0.5,
-        "p50_s": float(p50),
-        "p75_s": float(p75),
-        "p90_s": float(p90),
-        "p95_s": float(p95),
-        "variance_s2": variance,
-    }
+    times = {"min_s": float(x.min()), "max_s": float(x.max()), "mean_s": float(x.mean())}
+    times["stdev_s"] = variance**0.5
+    times |= {f"p{q}_s": float(np.percentile(x, q)) for q in (50, 75, 90, 95)}
+    return {"count": len(x), **times, "variance_s2": variance}
 
 
 def summaries(workers: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, dict[str, Any]]:
@@ -104,22 +92,21 @@ def summaries(workers: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str,
     return summarised
 
 
-def phase_table(role: str, workers: Mapping[str, Mapping[str, Any]]) -> str:
-    """The summaries of a role: a row for each phase and worker, the first 8, and `all` last."""
-    names = [name for name in workers if name != "all"][:8]
-    if len(workers) > 2:  # `all` would repeat a single worker
-        names.append("all")
-    rows = []
-    for phase, name in product(workers["all"], names):
-        if phase not in workers[name]:
-            continue
-        row = workers[name][phase]
-        times = [row[f"{time}_s"] * 1e3 for time in TIMES]
-        variance = row["variance_s2"] * 1e6
-        numbers = [f"{number:.3f}" for number in (*times, variance)]
-        rows.append([phase, name, str(row["count"]), *numbers])
+def phase_table(role: str, cases: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
+    """A row for each case, phase and worker, the first 8 and `all`. cases: name, `summaries`."""
+    rows: list[list[str]] = []
+    for name, workers in cases:
+        shown = [worker for worker in workers if worker != "all"][:8]
+        if len(workers) > 2:  # `all` would repeat a single worker
+            shown.append("all")
+        for phase, worker in product(workers["all"], shown):
+            if row := workers[worker].get(phase):
+                times = [f"{row[f'{time}_s'] * 1e3:.3f}" for time in TIMES]
+                variance = f"{row['variance_s2'] * 1e6:.3f}"
+                rows.append([name, phase, worker, str(row["count"]), *times, variance])
+                name = ""  # stands in the first row of its case
     heads = [f"{time}\nms" for time in TIMES]
-    return layout([role, "", "count", *heads, "variance\nms^2"], rows)
+    return layout([role, "phase", "", "count", *heads, "variance\nms^2"], rows)
 
 
 def own_pace(

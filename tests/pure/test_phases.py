@@ -57,10 +57,10 @@ def test_summaries_and_their_table() -> None:
     found = summaries({"server0": {"batch": [0.001]}, "server1": {"batch": [0.003, 0.005]}})
     assert list(found) == ["server0", "server1", "all"]
     assert found["all"]["batch"]["mean_s"] == pytest.approx(0.003)
-    lines = phase_table("servers", found).splitlines()
-    heads = "servers count min max mean stdev p50 p75 p90 p95 variance"
+    lines = phase_table("servers", [("rpc", found)]).splitlines()
+    heads = "servers phase count min max mean stdev p50 p75 p90 p95 variance"
     assert lines[0].split() == heads.split(" ")
-    assert lines[3].split()[:5] == ["batch", "server0", "1", "1.000", "1.000"]
+    assert lines[3].split()[:6] == ["rpc", "batch", "server0", "1", "1.000", "1.000"]
     # of 1, 3 and 5 ms: mean 3, variance 8 / 2
     assert lines[5].split()[:6] == ["batch", "all", "3", "1.000", "5.000", "3.000"]
     assert (lines[5].split()[6], lines[5].split()[-1]) == ("2.000", "4.000")
@@ -69,10 +69,15 @@ def test_summaries_and_their_table() -> None:
 def test_a_worker_without_durations_and_many_workers() -> None:
     found = summaries({"server0": {"batch": [1.0]}, "server1": {}})
     assert found["server1"] == {}
-    rows = phase_table("servers", found).splitlines()[3:]
-    assert [row.split()[:2] for row in rows] == [["batch", "server0"], ["batch", "all"]]
+    rows = phase_table("servers", [("a", found), ("b", found)]).splitlines()[3:]
+    assert [row.split()[:-10] for row in rows] == [
+        ["a", "batch", "server0"],
+        ["batch", "all"],
+        ["b", "batch", "server0"],
+        ["batch", "all"],
+    ]
     alone = summaries({"server0": {"batch": [1.0]}})
-    assert len(phase_table("servers", alone).splitlines()) == 4
+    assert len(phase_table("servers", [("a", alone)]).splitlines()) == 4
     many = summaries({f"trainer{i}": {"batch": [1.0]} for i in range(11)})
-    rows = phase_table("trainers", many).splitlines()[3:]
-    assert [row.split()[1] for row in rows] == [*(f"trainer{i}" for i in range(8)), "all"]
+    rows = phase_table("trainers", [("a", many)]).splitlines()[3:]
+    assert [row.split()[-11] for row in rows] == [*(f"trainer{i}" for i in range(8)), "all"]
