@@ -56,8 +56,9 @@ from common.report import Case, Report
 from common.stats import Times
 from common.table import Columns, cell, launch_mark, metric, render
 from common.timing import STEP, Step, StopRule
-from common.workloads import links, patterns
+from common.workloads import links, operations
 from common.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
+from common.workloads.operations import Member
 from common.workloads.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
 
 Key = dict[str, Any]
@@ -245,24 +246,22 @@ def build_together(
     parts = dict[str, Step]()
     did = {"training_step": Did(STEP, BATCH * job.world_size)}
     x = torch.zeros(size // 4, device=job.device)
+    all_reduce, members = operations.OPERATIONS["all_reduce"], dict[str, Member]()
     for name, mine in team_groups.items():
         if mine is None:  # there is no rank like this one on other nodes
             parts[name] = lambda: None
             continue
-        parts[name] = partial(dist.all_reduce, x, group=mine)
-        n = mine.size()
-        did[name] = Did(name, 2 * (n - 1) / n * size)  # what a ring sends over a rank's link
+        members[name] = Member(mine, mine.rank(), mine.size(), len(x), "sum")
+        parts[name] = partial(all_reduce.call, x, x, members[name])
+        # what a ring sends over a rank's link
+        did[name] = Did(name, all_reduce.bus(mine.size()) * size)
 
     def facts() -> dict[str, Any]:
         wrong = None
-        for name, mine in team_groups.items():
-            if mine is None:
-                continue
-            brought = patterns.tile(mine.rank(), "sum", mine.size())
-            patterns.fill(x, brought)
-            dist.all_reduce(x, group=mine)
-            reduced = patterns.reduced_tile("sum", mine.size())
-            if patterns.count_wrong(x, reduced):
+        for name, member in members.items():
+            operations.fill(x, x, member)
+            all_reduce.call(x, x, member)
+            if operations.count_wrong(all_reduce, x, member):
                 wrong = f"a wrong sum of {name}"
         return {"did": did, "bits": digest(model)[:10], "wrong": wrong}
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.answers import series
 from common.environment import count_of, node_of_each
-from common.groups import Job, share
+from common.groups import share
 from common.old import Benchmark
 from common.report import Case
 from common.workloads.links import (
@@ -67,7 +67,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     size = cli.positive_size
     add("--size", type=size, metavar="SIZE", help="(default: 1M, on CUDA 256M)")
     add("--latency-size", type=size, default=8, metavar="SIZE", help="(default: 8)")
-    add("-n", "--calls", type=cli.positive_int, default=10, metavar="N", help="in a sample (10)")
+    calls = "in a sample (default: 10)"
+    add("-n", "--calls", type=cli.positive_int, default=10, metavar="N", help=calls)
     add("--by", choices=("rank", "node"), default="rank", help="(default: rank)")
     add("--serial", action="store_true", help="one pair at a time, instead of a round's at once")
     add("--sigmas", type=cli.positive_float, default=SIGMAS, metavar="S", help="(default: 5)")
@@ -80,18 +81,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.moved_to_cpu:
         args.device = "cpu"
     return args
-
-
-def why_no_plot(path: str) -> str | None:
-    """Why no heat map could be written, as is known before anything is measured; else None."""
-    if find_spec("matplotlib") is None:
-        return "it needs matplotlib, which is not installed; try pip install matplotlib"
-    if Path(path).is_dir():
-        return f"expected {PLOT}, and this is a folder"
-    folder = Path(path).parent
-    if not os.access(folder, os.W_OK):
-        return f"expected a folder that can be written, got {folder}"
-    return None
 
 
 def tables(links: list[Link], n: int, by: str) -> str:
@@ -134,57 +123,12 @@ def matrix_lines(matrix: np.ndarray) -> list[str]:
     return lines
 
 
-def messages_of(args: argparse.Namespace, device: torch.device) -> Messages:
-    size = args.size or (2**28 if device.type == "cuda" else 2**20)
-    return Messages(size, args.latency_size, args.calls)
-
-
-def plan(args: argparse.Namespace, job: Job, members: int) -> list[tuple[Key, list[Pair]]]:
-    """The key of each round, and the pairs of members that meet in it."""
-    rounds = rounds_of(members)
-    if args.serial:
-        rounds = [[pair] for pairs in rounds for pair in pairs]
-    messages = messages_of(args, job.device)
-    fixed = {
-        "size": messages.size,
-        "latency_size": messages.latency_size,
-        "calls": messages.calls,
-        "by": args.by,
-        "serial": args.serial,
-        # the ranks do not say who meets: 3 nodes of 4 have as many rounds as 4 nodes of 3
-        "rounds": len(rounds),
-        "members": members,
-        "world_size": job.world_size,
-        "device": job.device.type,
-        "backend": job.backend,
-    }
-    return [({"round": number} | fixed, pairs) for number, pairs in enumerate(rounds, 1)]
-
-
-def settings(args: argparse.Namespace, messages: Messages) -> str:
-    """What all rounds share, in words."""
-    how = "one pair at a time" if args.serial else "the pairs of a round at once"
-    size, latency_size = cli.show_size(messages.size), cli.show_size(messages.latency_size)
-    return f"{how}; messages of {size} bytes (latency: {latency_size}), {messages.calls} a sample"
-
-
-def members_of(args: argparse.Namespace, nodes: list[int]) -> list[list[int]]:
-    """The ranks of each rank or node, as --by says. Raises ValueError. nodes: of each rank."""
-    try:
-        members = partition(args.by, nodes)
-    except ValueError as error:
-        raise ValueError(f"--by {args.by}: {error}") from error
-    if len(members) < 2:
-        raise ValueError(f"a link needs two {args.by}s, and there is 1; e.g. --nproc-per-node 2")
-    return members
-
-
 def answer(node_of_member: list[int], by: str, sigmas: float, cases: list[Case]) -> list[str]:
     """Who is slow, and the range of the links. node_of_member: the node of each rank or node."""
     members = len(node_of_member)
     among_these = []
-    for case in cases:  # reports of before have the rounds of all members, and do not say so
-        if case.key.get("by") == by and case.key.get("members", members) == members:
+    for case in cases:  # a resumed report may also have the rounds of others
+        if case.key["by"] == by and case.key.get("members", members) == members:
             among_these.append(case)
     lines: list[str] = []
     for name, rounds in series(among_these, ("round",)).items():
@@ -220,6 +164,61 @@ def draw(links: list[Link], members: int, path: str) -> None:
     figure.savefig(path, dpi=150)
 
 
+def messages_of(args: argparse.Namespace, device: torch.device) -> Messages:
+    size = args.size or (2**28 if device.type == "cuda" else 2**20)
+    return Messages(size, args.latency_size, args.calls)
+
+
+def plan(
+    args: argparse.Namespace, messages: Messages, members: int
+) -> list[tuple[Key, list[Pair]]]:
+    """The key of each round, and the pairs of members that meet in it."""
+    rounds = rounds_of(members)
+    if args.serial:
+        rounds = [[pair] for pairs in rounds for pair in pairs]
+    fixed = {
+        "size": messages.size,
+        "latency_size": messages.latency_size,
+        "calls": messages.calls,
+        "by": args.by,
+        "serial": args.serial,
+        # the ranks do not say who meets: 3 nodes of 4 have as many rounds as 4 nodes of 3
+        "rounds": len(rounds),
+        "members": members,
+    }
+    return [({"round": number} | fixed, pairs) for number, pairs in enumerate(rounds, 1)]
+
+
+def settings(args: argparse.Namespace, messages: Messages) -> str:
+    """What all rounds share, in words."""
+    how = "one pair at a time" if args.serial else "the pairs of a round at once"
+    size, latency_size = cli.show_size(messages.size), cli.show_size(messages.latency_size)
+    return f"{how}; messages of {size} bytes (latency: {latency_size}), {messages.calls} a sample"
+
+
+def members_of(args: argparse.Namespace, nodes: list[int]) -> list[list[int]]:
+    """The ranks of each rank or node, as --by says. Raises ValueError. nodes: of each rank."""
+    try:
+        members = partition(args.by, nodes)
+    except ValueError as error:
+        raise ValueError(f"--by {args.by}: {error}") from error
+    if len(members) < 2:
+        raise ValueError(f"a link needs two {args.by}s, and there is 1; e.g. --nproc-per-node 2")
+    return members
+
+
+def why_no_plot(path: str) -> str | None:
+    """Why no heat map could be written, as is known before anything is measured; else None."""
+    if find_spec("matplotlib") is None:
+        return "it needs matplotlib, which is not installed; try pip install matplotlib"
+    if Path(path).is_dir():
+        return f"expected {PLOT}, and this is a folder"
+    folder = Path(path).parent
+    if not os.access(folder, os.W_OK):
+        return f"expected a folder that can be written, got {folder}"
+    return None
+
+
 def main() -> int:
     args = parse_args()
     with Benchmark("p2p_matrix", args) as bench:
@@ -232,7 +231,8 @@ def main() -> int:
             members = members_of(args, nodes)
         except ValueError as error:
             bench.refuse(str(error))
-        messages, rounds = messages_of(args, job.device), plan(args, job, len(members))
+        messages = messages_of(args, job.device)
+        rounds = plan(args, messages, len(members))
         bench.announce([key for key, _ in rounds])
         bench.print(f"\n# {len(rounds)} rounds, {settings(args, messages)}")
         node_of_member = [nodes[ranks[0]] for ranks in members]

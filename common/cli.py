@@ -65,10 +65,22 @@ GONE: dict[str, dict[str, str]] = {
     "compile_sweep": {
         "--trace-file": "--profile DIR writes a trace for each case and rank into DIR",
     },
-    "collectives": dict.fromkeys(
-        ("-g", "--ngpus", "-t", "--nthreads"),
-        "each GPU has a process of its own, e.g. torchrun --nproc-per-node 8",
-    ),
+    "collectives": {
+        **dict.fromkeys(
+            ("-g", "--ngpus", "-t", "--nthreads"),
+            "each GPU has a process of its own, e.g. torchrun --nproc-per-node 8",
+        ),
+        **dict.fromkeys(
+            ("--matrix", "--skew", "--counts"),
+            "all_to_all has equal parts; nccl-tests' alltoallv takes a matrix",
+        ),
+        **dict.fromkeys(("-a", "--average"), "the maximum over ranks counts; --json keeps all"),
+        **dict.fromkeys(("-u", "--unalign"), "every buffer begins at a multiple of 64 elements"),
+        **dict.fromkeys(
+            ("-z", "--blocking"), "with CUDA_LAUNCH_BLOCKING=1 the host waits for each call"
+        ),
+        "--expected": "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING shows what NCCL chooses",
+    },
 }
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -441,22 +453,11 @@ def wrong(expected: str, got: str, example: str = "") -> NoReturn:
     raise argparse.ArgumentTypeError(f"{message}; {example}" if example else message)
 
 
-def backends_of(text: str) -> list[str]:
-    """`gloo,ucc` -> both. `cpu:gloo,cuda:nccl` is one: so torch names a backend for each device."""
-    return [text] if ":" in text else list_of(str)(text)
-
-
 one_backend = checked(
-    str.lower,  # as torch takes it
-    lambda text: text != "" and len(backends_of(text)) == 1,
+    str.lower,  # as torch takes it; `cpu:gloo,cuda:nccl` names one for each device
+    lambda text: text != "" and ("," not in text or ":" in text),
     "the name of a backend",
     "e.g. gloo",
-)
-several_backends = checked(
-    lambda text: ",".join(backends_of(text.lower())),
-    lambda text: all(backends_of(text)),
-    "names of backends",
-    "e.g. gloo or gloo,ucc",
 )
 
 
@@ -466,7 +467,6 @@ def add_common_flags(
     max_seconds: float = 5,
     timeout: float = 300,
     backends: str = "gloo, nccl, ucc or mpi",
-    backend: Any = one_backend,
 ) -> None:
     """Add the flags of all measuring scripts. -w, -J, --output-file and -T are as in nccl-tests."""
     add = parser.add_argument_group("flags of all scripts").add_argument
@@ -474,7 +474,7 @@ def add_common_flags(
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
     backends = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
     names = ("--distributed-backend", "--backend")
-    add(*names, dest="backend", type=backend, metavar="NAME", help=backends)
+    add(*names, dest="backend", type=one_backend, metavar="NAME", help=backends)
     warm = "untimed iterations of each step (default: 5, fewer if all take --max-seconds / 4)"
     add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
     exactly = "time exactly N iterations, whatever the next three say"

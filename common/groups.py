@@ -46,7 +46,7 @@ class Job:
     world_size: int
     local_world_size: int
     device: torch.device
-    backend: str  # of the groups under test; several in collectives.py, as gloo,ucc
+    backend: str  # of the groups under test
     store: dist.Store  # the store in which the ranks met
     second_store: dist.Store | None = None  # the same by another connection, for the watchdog
     timeout: timedelta = FOREVER  # of the groups under test: torch's own, behind the watchdog

@@ -19,7 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, backends_of, cut, refuse, shared_words, tell_torchrun
+from common.cli import HANG, cut, refuse, shared_words, tell_torchrun
 from common.groups import FOREVER, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
@@ -50,8 +50,7 @@ def join(device: str, backend: str | None, timeout_s: float) -> Job:
     chosen = choose_device(device, on_node)
     cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
-    for name in backends_of(backend):
-        check_backend(name, cuda)
+    check_backend(backend, cuda)
     if cuda:
         torch.cuda.set_device(chosen)
     set_variables()

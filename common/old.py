@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -19,7 +18,6 @@ from common.benchmark import Benchmark as New
 from common.benchmark import load_observers, lost
 from common.cli import (
     abandon,
-    backends_of,
     complain,
     describe,
     end,
@@ -99,8 +97,7 @@ class Benchmark:
         # while two commands take turns, the one that waits is idle: it disturbs nobody
         self.load = CpuLoad() if on_node == 0 and not turns else None
         self.job = join(args.device, args.backend, args.timeout)
-        backends = backends_of(self.job.backend)
-        self.groups = {name: Groups(replace(self.job, backend=name)) for name in backends}
+        self.groups = Groups(self.job)
         self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
         self.table: Table | None = None
@@ -227,18 +224,11 @@ class Benchmark:
         results = gather(result)
         reason, write_error = share(self.keep(case, derive, results) if results else None)
         self.watchdog.group = None  # two threads must not abort one group
-        self.groups_for(key).give_back(ranks, teams, failed=reason is not None)
+        self.groups.give_back(ranks, teams, failed=reason is not None)
         self.pace.end(time.monotonic())
         if write_error:
             self.refuse(write_error, 1)
         return self.show(case if results else None)
-
-    def groups_for(self, key: Key) -> Groups:
-        """The groups over the key's backend. Where the run has one backend, it is that one, also
-        if the key has another word for it."""
-        if len(self.groups) > 1:
-            return self.groups[key["backend"]]
-        return self.groups[self.job.backend]
 
     def attempt(
         self,
@@ -254,7 +244,7 @@ class Benchmark:
         """
         result, error = None, ""
         try:
-            group, is_new = self.groups_for(key).take(ranks, teams)
+            group, is_new = self.groups.take(ranks, teams)
             if group:
                 self.watchdog.group = group
                 if is_new:
@@ -268,7 +258,7 @@ class Benchmark:
         # After the except block: its traceback held the model and its group, and is gone by now.
         if error:
             self.watchdog.group = group = None
-            self.groups_for(key).give_back(ranks, teams, failed=True)
+            self.groups.give_back(ranks, teams, failed=True)
         return result
 
     def time(self, built: Workload | Measured, group: Group, key: Key) -> tuple[Timing, Any]:
@@ -392,8 +382,7 @@ class Benchmark:
         # Everything has been printed and written. What fails from here on changes no exit status.
         with contextlib.suppress(RuntimeError):
             if error is None:
-                for groups in self.groups.values():
-                    groups.close_all()
+                self.groups.close_all()
                 dist.barrier()
         self.watchdog.stop()
         with contextlib.suppress(RuntimeError):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,13 +18,12 @@ SMALL = (*SHORT, "--cache-warm")
 @pytest.mark.smoke
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_operation(bench: Callable[..., Any], ranks: int) -> None:
-    shifted = ("-u", "1") if ranks > 1 else ()
-    flags = ("--collective", "all", "-r", str(ranks - 1), "-c", "2", *shifted)
+    flags = ("--collective", "all", "-r", str(ranks - 1), "-c", "2")
     run = bench(SCRIPT, *SMALL, *flags, ranks=ranks)
     assert run.status == 0, run.err
     names = [name for name in OPERATIONS if name != "sendrecv" or ranks > 1]
     found = {name: [c for c in run.report.cases if c.key["collective"] == name] for name in names}
-    assert sum(map(len, found.values())) == len(run.report.cases) == 2 * len(names) - 1
+    assert sum(map(len, found.values())) == len(run.report.cases) == 2 * len(names)
     for name, cases in found.items():
         for case in cases:
             variants = OPERATIONS[name].variants
@@ -52,33 +50,28 @@ def test_types_and_reductions(bench: Callable[..., Any]) -> None:
     assert run.status == 0, run.err
     pairs = {(case.key["dtype"], case.key["redop"]) for case in run.report.cases}
     assert len(pairs) == 8 * 5 - 4  # whole numbers have no exact average
-    assert run.out.count("# n/a: an average of whole numbers is none") == 4
+    assert run.out.count("# n/a: averages of integers are not defined") == 4
     assert {case.check for case in run.report.cases} == {"passed"}
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("groups", "nodes", "ranks"), [("0,3/1,2", 1, 5), ("cross", 2, 2)])
 def test_groups(bench: Callable[..., Any], groups: str, nodes: int, ranks: int) -> None:
-    flags = ("--collective", "all_reduce,broadcast,barrier", "-r", "1", "--groups", groups)
+    flags = ("--collective", "all_reduce,broadcast", "-r", "1", "--groups", groups)
     run = bench(SCRIPT, *SMALL, *flags, nodes=nodes, ranks=ranks)
     assert run.status == 0, run.err
     assert {case.check for case in run.report.cases} == {"passed"}
     assert {tuple(case.ranks) for case in run.report.cases} == {(0, 1, 2, 3)}
     assert len(run.report.cases[0].metrics["in_place_group_times_s"]) == 2
     assert f"# all_reduce float32 sum, {groups} (2 ranks)" in run.out
-    between = "GB/s = busbw (k-1)/(n-1), k = 2 nodes, n = 2 ranks"
-    assert (between in run.out) == (nodes == 2)
 
 
 @pytest.mark.smoke
-def test_a_traffic_matrix_through_cold_buffers(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """Rank 1 receives most: 4096 + 64 bytes. Rank 2 gets nothing from rank 1."""
-    path = tmp_path / "matrix.txt"
-    path.write_text("0 4096 16\n1000, 0, 0\n512 64 32\n")
-    flags = ("--matrix", str(path), "-d", "float,double", "--limit", "5", "--min-busbw", "1e9")
-    run = bench(SCRIPT, *SHORT, *flags, "--counts", ranks=3)
+def test_a_limit_and_a_lower_bound_through_cold_buffers(bench: Callable[..., Any]) -> None:
+    flags = ("--collective", "all_to_all", "-d", "float,double", "--limit", "5", "-b", "6400")
+    run = bench(SCRIPT, *SHORT, *flags, "--min-busbw", "1e9", ranks=3)
     sizes = [(c.key["size_bytes"], c.key["count"], c.check) for c in run.report.cases]
-    assert sizes == [(4160, 1040, "passed"), (4160, 520, "passed")]
+    assert sizes == [(6396, 533, "passed"), (6384, 266, "passed")]
     assert {case.key["caches"] for case in run.report.cases} == {"cold"}
     m = run.report.cases[1].metrics
     assert m["efficiency"] == pytest.approx(m["out_of_place_busbw_gb_per_s"] / 5)
@@ -88,46 +81,14 @@ def test_a_traffic_matrix_through_cold_buffers(bench: Callable[..., Any], tmp_pa
 
 
 @pytest.mark.smoke
-def test_skewed_experts(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SMALL, "-b", "6400", "--skew", "0,2", ranks=3)
-    assert run.status == 0, run.err
-    assert [(c.key["skew"], c.check) for c in run.report.cases] == [(0, "passed"), (2, "passed")]
-    even, skewed = (case.metrics["max_over_mean_received"] for case in run.report.cases)
-    assert (even, round(skewed, 1)) == (1, 2.2)  # 3 / (1 + 1/4 + 1/9)
-    assert "# all_to_all float32, world (3 ranks), skew 2: busbw over the top quarter" in run.out
-
-
-@pytest.mark.faults
-def test_backends_side_by_side(bench: Callable[..., Any]) -> None:
-    """Only all_reduce is wrong, and only over the twin: each case is over its own backend."""
-    flags = ("--collective", "all_reduce,broadcast", "--backend", "gloo,twin")
-    run = bench(SCRIPT, *SMALL, *flags, inject="wrong-twin")
-    assert run.status == 1
-    checks = [
-        (case.key["collective"], case.key["backend"], case.check) for case in run.report.cases
-    ]
-    assert checks[::2] == [
-        ("all_reduce", "gloo", "passed"),
-        ("all_reduce", "twin", "failed: 2 wrong values"),
-        ("broadcast", "gloo", "passed"),
-        ("broadcast", "twin", "passed"),
-    ]
-    assert "# all_reduce float32 sum, world (2 ranks), twin; at most 4 calls" in run.out
-    assert "# all_reduce float32 sum, world (2 ranks), gloo: busbw over the top quarter" in run.out
-    assert run.report.environment["backend"] == "gloo,twin"
-
-
-@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
         (("-e", "64T"), "lower -e"),
-        (("--backend", "gloo,mpx"), "--backend mpx: this torch was built without it; try gloo"),
         (("--groups", "0,1", "-c", "0"), "expected world, node, cross or disjoint groups"),
-        (("--matrix", "/nowhere"), "No such file or directory: '/nowhere'"),
         (("--root", "1", "--collective", "all"), "--root: broadcast expected a rank within its"),
         (("-G", "3"), "-G replays CUDA graphs, and this run is on the CPU; leave it out"),
-        (("-i", "1"), "8 to 64M by -i 1 are over 10,000 sizes; expected fewer, e.g. -f 2"),
+        (("-i", "1"), "-b to -e are over 10,000 sizes; expected fewer, e.g. -f 2"),
     ],
 )
 def test_mistakes(bench: Callable[..., Any], flags: tuple[str, ...], text: str) -> None:
@@ -138,7 +99,7 @@ def test_mistakes(bench: Callable[..., Any], flags: tuple[str, ...], text: str) 
 
 
 def test_names_of_nccl_tests() -> None:
-    args = collectives.parse_args(["-d", "half,double", "-o", "all", "-a", "2", "-n", "3"])
+    args = collectives.parse_args(["-d", "half,double", "-o", "all", "-n", "3"])
     assert args.datatype == ["float16", "float64"]
     assert args.op == ["sum", "avg", "min", "max", "prod"]
     with pytest.raises(SystemExit):
@@ -154,9 +115,6 @@ def test_one_wrong_value_is_counted_in_every_operation(bench: Callable[..., Any]
     assert [case.key["collective"] for case in run.report.cases] == list(OPERATIONS)
     for case in run.report.cases:
         variants, m = OPERATIONS[case.key["collective"]].variants, case.metrics
-        if case.key["collective"] == "barrier":  # each rank goes on before the late one has come
-            assert m["out_of_place_wrong"] >= 1
-            continue
         assert [m[f"{v}_wrong"] for v in variants] == [m["calls"]] * len(variants), case
         assert case.check == f"failed: {m['wrong']} wrong values"
     assert " FAILED\n" in run.out

@@ -4,20 +4,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from common.groups import Group, Job
-from common.old import Benchmark, Workload
+from common.old import Benchmark, Key, Workload
 from common.report import Case
 from common.stats import Times
 from common.timing import Step, cuda_graph
 from common.workloads import patterns
 from common.workloads.outliers import MARGIN, Costs, Findings, accuse
 
-Key = dict[str, Any]
 Pair = tuple[int, int]  # of members: ranks or nodes
+Meetings = dict[Pair, list[Pair]]  # of two members -> which of their ranks meet
 
 
 class Link(NamedTuple):
@@ -77,15 +76,13 @@ def measure_round(
     bench: Benchmark, key: Key, pairs: list[Pair], members: list[list[int]], messages: Messages
 ) -> list[Link]:
     """A case in which the pairs of members meet. Its links on rank 0, none elsewhere."""
-    meetings = [list(zip(members[a], members[b], strict=True)) for a, b in pairs]
-    ranks = sorted(np.ravel(meetings).tolist())
+    meetings = {(a, b): list(zip(members[a], members[b], strict=True)) for a, b in pairs}
+    ranks = sorted(rank for a, b in pairs for rank in members[a] + members[b])
     prepare = partial(build, meetings, messages, bench.job)
-    case = bench.measure(key, prepare, partial(derive, pairs, meetings, messages), ranks)
-    if not case:
-        return []
-    if case.failed:
+    case = bench.measure(key, prepare, partial(derive, meetings, messages), ranks)
+    if case and case.failed:
         bench.print(f"# round {key['round']}: {case.check}")
-    return links_of(case)
+    return links_of(case) if case else []
 
 
 def links_of(case: Case) -> list[Link]:
@@ -93,11 +90,9 @@ def links_of(case: Case) -> list[Link]:
     return [Link(*row) for row in case.metrics.get("links", [])]
 
 
-def build(
-    meetings: list[list[Pair]], messages: Messages, job: Job, key: Key, group: Group
-) -> Workload:
-    """This rank's part in a round. meetings: of ranks, for each pair of members."""
-    a, b = next(pair for pairs in meetings for pair in pairs if job.rank in pair)
+def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Group) -> Workload:
+    """This rank's part in a round."""
+    a, b = next(pair for pairs in meetings.values() for pair in pairs if job.rank in pair)
     first, peer = job.rank == a, a + b - job.rank
     big, received = torch.empty(2, messages.size, dtype=torch.uint8, device=job.device)
     patterns.fill(big, patterns.tile(job.rank))
@@ -139,16 +134,11 @@ def build(
 
 
 def derive(
-    pairs: Sequence[Pair],
-    meetings: list[list[Pair]],
-    messages: Messages,
-    case: Case,
-    times: Times,
-    facts: list[int],
+    meetings: Meetings, messages: Messages, case: Case, times: Times, facts: list[int]
 ) -> None:
     """The links of a round, and whether all data came as it was sent."""
     links = list[list[Any]]()
-    for (a, b), ranks in zip(pairs, meetings, strict=True):
+    for (a, b), ranks in meetings.items():
         measured = link_of(a, b, ranks, messages, case, times)
         links.append([a, b, *(float(f"{value:.4g}") for value in measured[2:])])
     case.metrics["links"] = links
@@ -184,12 +174,9 @@ def link_of(
 def directed(links: Sequence[Link], kind: str) -> dict[Pair, float]:
     """(sender, receiver) -> value; only (a, b) where there is no direction."""
     quantity = KINDS[kind]
-    values = dict[Pair, float]()
-    for link in links:
-        values[link.a, link.b] = getattr(link, quantity.a_to_b)
+    values = {(link.a, link.b): getattr(link, quantity.a_to_b) for link in links}
     if quantity.a_to_b != quantity.b_to_a:
-        for link in links:
-            values[link.b, link.a] = getattr(link, quantity.b_to_a)
+        values |= {(link.b, link.a): getattr(link, quantity.b_to_a) for link in links}
     return values
 
 

@@ -1,4 +1,4 @@
-"""FLOP/s that a GPU reaches at most, and what its links carry.
+"""FLOP/s that a GPU reaches at most.
 
 MFU = FLOPs of the model / time / peak (arXiv 2204.02311, appendix B).
 The peaks are those of dense matrix products, accumulated in fp32. A peak that is not known for sure
@@ -6,7 +6,6 @@ is None, and a case then has no MFU.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -45,49 +44,6 @@ PEAKS = (  # names, fp32, tf32, bf16, source, processors
     Peak(("GB200",), 80, 1250, 2500, "NVIDIA Blackwell datasheet, one GPU of NVL72, halved"),
     Peak(("AMD Instinct MI300X",), 163.4, 653.7, 1307.4, "AMD MI300X datasheet", 304),
 )
-
-
-@dataclass(frozen=True)
-class Link:
-    """What the links between the GPUs of a node carry: GB/s of one GPU in one direction.
-
-    names: as in Peak. mark: how `nvidia-smi topo -m` shows a pair of GPUs that has all links.
-    """
-
-    names: tuple[str, ...]
-    kind: str
-    gb_per_s: float
-    mark: str
-    source: str
-
-
-# Half of what data sheets say, who add both directions. Read on 2026-11-23.
-_NETWORK = "https://github.com/stas00/ml-engineering, network/README.md, 744d01e of 2026-08-22"
-LINKS = (
-    Link(("A100-SXM4-40GB", "A100-SXM4-80GB"), "NVLink", 300, "NV12", _NETWORK),
-    Link(("H100 80GB HBM3", "H200"), "NVLink", 450, "NV18", _NETWORK),
-    Link(("B200",), "NVLink", 900, "NV18", _NETWORK),
-)
-GPUS_OF_A_NODE = 8  # the nodes in LINKS have so many, and a switch between all of them
-
-
-def find_link(environment: dict[str, Any], ranks: int) -> Link | None:
-    """The links of a node, if they are known for sure: all GPUs have one name that is in LINKS, the
-    `ranks` of a group are a whole node, no GPU is divided (MIG), and each pair has all links.
-
-    environment: that of a report.
-    """
-    names = {row["device"].removeprefix("NVIDIA ") for row in environment["ranks"]}
-    pairs = GPUS_OF_A_NODE * (GPUS_OF_A_NODE - 1)
-    for link in LINKS:
-        if len(names) > 1 or not names <= {*link.names} or ranks != GPUS_OF_A_NODE:
-            continue
-        gpus = [gpu for node in environment["gpus"] for gpu in node]
-        divided = any(gpu["mig.mode.current"] == "Enabled" for gpu in gpus)
-        topologies = [text.split().count(link.mark) for text in environment["topologies"]]
-        if not divided and set(topologies) == {pairs}:
-            return link
-    return None
 
 
 def find_peak(name: str, dtype: str, processors: int) -> float | None:

@@ -178,7 +178,6 @@ second_part() {
     task check 80 passes ranks 1 $b/node_check.py --budget 40 --fail-on wrong --json "$OUT/check.jsonl"
     task replay 120 passes record_and_replay "$OUT/trace"
     cuda_task coll_G 150 passes ranks 1 $b/collectives.py --collective all "${few[@]}" -G 3
-    task coll_z 100 passes ranks 1 $b/collectives.py --collective all "${few[@]}" -z 1
     cuda_task coll_big 100 passes ranks 1 $b/collectives.py --collective all_reduce,all_to_all \
         -b 256M -e 4G -f 16
     task par 100 passes ranks 1 $b/parallel_sweep.py --mesh ddp1,dp1 --dtype bf16 --iters 12

@@ -59,7 +59,7 @@ def test_hooks_that_gloo_cannot_run(bench: Callable[..., Any], hook: str) -> Non
     passed(bench(SWEEP, *flags, ranks=GPUS))
 
 
-@pytest.mark.parametrize("mode", [(), ("-z", "1"), ("-G", "3"), ("--cache-warm",)])
+@pytest.mark.parametrize("mode", [(), ("-G", "3"), ("--cache-warm",)])
 def test_collectives(bench: Callable[..., Any], mode: tuple[str, ...]) -> None:
     flags = ("--collective", "all", "-d", "float32,bfloat16,int8", "-o", "sum,avg,max", *FEW)
     passed(bench("benchmarks/collectives.py", *flags, *mode, ranks=GPUS, timeout=LONG))

@@ -92,14 +92,6 @@ def test_underscores_and_values_with_equals() -> None:
     assert parse("--backend", "cpu:gloo,cuda:nccl").backend == "cpu:gloo,cuda:nccl"
 
 
-def test_several_backends() -> None:
-    assert cli.several_backends("gloo, UCC,gloo") == "gloo,ucc"
-    assert cli.backends_of("gloo,ucc") == ["gloo", "ucc"]
-    assert cli.backends_of("cpu:gloo,cuda:nccl") == ["cpu:gloo,cuda:nccl"]  # one
-    with pytest.raises(argparse.ArgumentTypeError, match="expected names of backends, got 'gloo,'"):
-        cli.several_backends("gloo,")
-
-
 @pytest.mark.parametrize(
     ("words", "line"),
     [

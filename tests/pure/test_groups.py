@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import groups as ours
 from common.groups import Group, Groups, Job, abort_group, close_group, connect, open_group
-from common.old import Benchmark
 from common.watchdog import Watchdog
 from tests.process import ROOT
 
@@ -125,23 +124,6 @@ def test_the_set_that_was_not_used_for_longest_goes(
     assert not is_new
     _, is_new = groups.take((0, 1, 2, 3), [[0, 1], [2, 3]])  # other teams are another set
     assert is_new
-
-
-@pytest.mark.parametrize(
-    ("backends", "of_the_key", "taken"),
-    [
-        (("gloo", "ucc"), "gloo", "gloo"),
-        (("gloo", "ucc"), "ucc", "ucc"),
-        (("nccl",), "multi", "nccl"),  # parameter_server.py: another word for the one that there is
-        (("nccl",), "gloo", "nccl"),  # with RPC rank 0 may be a server on the CPU
-    ],
-)
-def test_the_backend_of_a_case(backends: tuple[str, ...], of_the_key: str, taken: str) -> None:
-    bench: Any = Mock(
-        job=Mock(backend=",".join(backends)), groups={name: name for name in backends}
-    )
-    groups: Any = Benchmark.groups_for(bench, {"backend": of_the_key})
-    assert groups == taken
 
 
 def test_a_kept_set_keeps_nothing_of_the_workload(job: Job) -> None:

@@ -25,9 +25,9 @@ def test_links_of_a_round() -> None:
     rows |= {"back": [[0.004], [0.004]], "latency": [[2e-5], [4e-5]]}
     case = Case({}, [0, 5], rows)
     times = Times(rows, [2])
-    links.derive([(0, 1)], [[(0, 5)]], messages, case, times, [0, 0])
+    links.derive({(0, 1): [(0, 5)]}, messages, case, times, [0, 0])
     assert case.metrics["links"] == [[0, 1, 10.0, 1.0, 0.5, 0.5]]
-    links.derive([(0, 1)], [[(0, 5)]], messages, case, times, [0, 3])
+    links.derive({(0, 1): [(0, 5)]}, messages, case, times, [0, 3])
     assert case.check == "failed: wrong data came to rank 5"
 
 

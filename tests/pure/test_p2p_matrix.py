@@ -1,11 +1,8 @@
 """The plan, the flags and the tables of p2p_matrix.py."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import p2p_matrix
 from common.workloads import links
@@ -13,9 +10,9 @@ from common.workloads import links
 
 def test_the_key_of_a_round_says_who_meets() -> None:
     """12 ranks on 3 or on 4 nodes: three rounds each, of other pairs."""
-    job: Any = SimpleNamespace(device=torch.device("cpu"), backend="gloo", world_size=12)
     args = p2p_matrix.parse_args(["--by", "node", "--size", "1M"])
-    three, four = (p2p_matrix.plan(args, job, nodes) for nodes in (3, 4))
+    messages = links.Messages(2**20, 8, 10)
+    three, four = (p2p_matrix.plan(args, messages, nodes) for nodes in (3, 4))
     assert len(three) == len(four) == 3
     assert three[0][1] != four[0][1]
     assert three[0][0] != four[0][0]

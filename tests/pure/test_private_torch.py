@@ -1,7 +1,6 @@
 """What of torch is private stands in this list, and does what its users need of it."""
 
 import ast
-import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import collectives, compile_sweep, ddp_sweep
+from benchmarks import compile_sweep, ddp_sweep
 from common.groups import abort_process_group
 from common.watchdog import recorded_collectives
 from common.workloads import meshes
@@ -24,7 +23,6 @@ from tests.process import ROOT
 # torch 2.11, 2.14 and 2.15; where a new torch breaks one, look here for who else uses it.
 PRIVATE: dict[str, set[str]] = {
     "benchmarks/checkpoint_sweep.py": {"_pytree"},
-    "benchmarks/collectives.py": {"_time_estimator"},
     "benchmarks/compile_sweep.py": {"_checkpoint", "_dynamo", "_inductor", "_logging", "_pytree"},
     "benchmarks/ddp_sweep.py": {"_get_ddp_logging_data"},
     "benchmarks/parallel_sweep.py": {"torch.testing._internal.distributed.fake_pg"},
@@ -93,22 +91,6 @@ def world() -> Iterator[Any]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
-
-
-def test_only_nccl_says_what_it_expects(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    called: list[int] = []
-    assert collectives.expected_s(lambda: called.append(1), world, cpu) is None
-    assert called == []  # gloo cannot, so nothing is run
-
-    @contextlib.contextmanager
-    def nccl(*_: object) -> Iterator[Any]:
-        estimator = SimpleNamespace(estimated_time=None)
-        yield estimator
-        estimator.estimated_time = 33.1  # microseconds
-
-    monkeypatch.setattr(dist, "_time_estimator", nccl)
-    assert collectives.expected_s(lambda: called.append(1), world, cpu) == pytest.approx(33.1e-6)
 
 
 def test_the_sizes_of_ddps_buckets_are_those_of_the_weights(

@@ -19,9 +19,9 @@ from analysis import report as page
 from analysis.load import load as load_runs
 from analysis.load import numbers
 from benchmarks import traffic
-from benchmarks.collectives import all_gather, reduce_scatter
 from common.report import load
 from common.workloads.decoder import DECODERS, Decoder
+from common.workloads.operations import all_gather, reduce_scatter
 
 NANO = ("--model", "decoder-nano", "--dtype", "fp32")
 WEIGHTS = sum(weight.numel() for weight in Decoder(DECODERS["decoder-nano"]).parameters())
