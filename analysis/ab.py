@@ -5,33 +5,46 @@
 #     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "matplotlib>=3.8", "psutil>=5.9"
 # ]
 # ///
-"""Is B slower than A? Runs two commands in turn and compares their reports.
+"""Is B slower than A? Or: which of several commands is the fastest? Runs them in turn.
 
 Without --b it runs A against A, and tells the smallest change that so many runs can show here.
 
 The order is A B, B A, A B: a drift of the machine hits both alike, and neighbours make a pair.
 Every run writes its report to OUT/a or OUT/b: `--json` is added to the command. The same call goes
 on where it was interrupted, as long as commands, their files and variables are the same.
+
+With several commands, each with a NAME, each runs once a round, in a random order. After some
+rounds there is a look: a command that is slower than the fastest with confidence is dropped. The
+end is when one is left, when the others are the same within --margin, or after --max-runs.
 docs/compare.md says more.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
-        --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
-        --b 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py'
+        --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py'
     python analysis/ab.py --out versions --until-decided --max-runs 24 \\
         --a '/opt/torch-2.14/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py' \\
         --b '/opt/torch-2.15/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py'
+    python analysis/ab.py --out buckets --ignore-key bucket_size_mb -k 1M/2G \\
+        --a 25MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
+        --b 1MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 1' \\
+            5MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 5'
 
---interleave is for a machine with neighbours: both runs of a pair take turns, block by block. It
+--interleave is for a machine with neighbours: the runs of a round take turns, block by block. It
 needs this project's scripts, and rank 0 on this machine. --until-decided looks after --runs runs a
-side, then after a third more each time; the looks share the 5 % of error.
+side, then after a third more each time, as it is done with several commands; all looks share the
+5 % of error.
 
 Exit status: 0; 1 where a run or the disk fails, or for what --fail-on names; 2 bad usage; 4 no
 verdict, with --fail-on; 130 after Ctrl-C. BSD-3-Clause.
 """
 
 import argparse
+import functools
+import math
+import random
+import re
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,79 +53,256 @@ if __name__ == "__main__":  # until main(): Ctrl-C while pandas is imported is n
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.commands import (
-    Command,
-    command_text,
-    folder,
-    load_rounds,
-    open_folder,
-    planned_looks,
-    run_commands,
-    run_round,
-    variable,
-)
-from analysis.compare import add_verdict_flags, conclude
-from analysis.verdicts import Comparison, Design, compare
-from common.cli import Parser, number, positive_int
-from common.report import without_secrets
+from analysis.commands import Command, ending_all, open_plan, run_round
+from analysis.compare import add_verdict_flags, as_json, conclude, keep, results_of, show_ends
+from analysis.load import Run, load
+from analysis.show import put, show_table
+from analysis.verdicts import Comparison, Design, Result, compare
+from common.cli import Parser, number, positive_int, wrong
+
+Compared = Callable[[str, str, int], Comparison]  # the first rounds of two commands, by their names
+Commands = dict[str, Command]  # by their names; the first one is A
 
 
-def measure(args: argparse.Namespace) -> Comparison:
+class Race:
+    """Which of several commands is the fastest, as far as their rounds tell.
+
+    Successive elimination (Even-Dar et al., J. Mach. Learn. Res. 7, 2006).
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.racing = list(names)
+        self.rounds = dict.fromkeys(names, 0)  # how many each has run
+        self.lost_to: dict[str, str] = {}  # who was dropped, and who was faster
+        self.best = names[0]
+
+    def look(self, rounds: int, result_of: Callable[[str, str, int], Result]) -> bool:
+        """Drop those that are slower than the fastest. Whether there is no more to find out."""
+        self.rounds |= dict.fromkeys(self.racing, rounds)
+        self.best = self.racing[0]
+        for rival in self.racing[1:]:
+            ratio = result_of(self.best, rival, rounds).ratio
+            if ratio is not None and ratio < 1:
+                self.best = rival
+        rivals = [name for name in self.racing if name != self.best]
+        results = {name: result_of(self.best, name, rounds) for name in rivals}
+        slower = [name for name in rivals if is_slower(results[name])]
+        self.lost_to |= dict.fromkeys(slower, self.best)
+        self.racing = [name for name in self.racing if name not in slower]
+        return all(results[name].verdict == "same" for name in self.racing if name != self.best)
+
+
+def is_slower(result: Result) -> bool:
+    """Whether TEST is slower than BASE with confidence, by however little."""
+    return result.interval is not None and result.interval[0] > 1
+
+
+def overall(comparison: Comparison) -> Result:
+    """The geometric mean over the cases, or the only case."""
+    return comparison.mean or comparison.cases[0]
+
+
+def run_pairs(
+    commands: Commands, looks: Sequence[int], interleave: bool, compared: Compared
+) -> Comparison:
     """Run what is planned, or until every case has a verdict. Raises RuntimeError."""
-    most = args.max_runs or 4 * args.runs
-    looks = planned_looks(args.runs, most) if args.until_decided else [args.runs]
-    b_variables = args.b_env if args.b else args.a_env + args.b_env
-    a = Command("a", args.a, args.a_env, args.out / "a")
-    b = Command("b", args.b or args.a, b_variables, args.out / "b")
-    plan = {
-        "a": args.a,
-        "a_env": public(args.a_env),
-        "b": args.b,
-        "b_env": public(args.b_env),
-        "interleave": args.interleave,
-        "looks after runs": looks,
-    }
-    design = Design(args.margin, True, args.interleave, len(looks))
-    with open_folder(args.out, [a, b], plan, args.anew):
-        for pair in range(1, looks[-1] + 1):
-            order = [a, b] if pair % 2 else [b, a]
-            run_round(order, pair, args.interleave, f"pair {pair} of {looks[-1]}")
-            if pair in (1, *looks):  # after the first: do keys meet?
-                runs = load_rounds([a, b], [pair, pair], args.ignore_key)
-                comparison = compare(runs["a"], runs["b"], design)
-            is_decided = all(case.verdict != "undecided" for case in comparison.cases)
-            if pair in looks and is_decided:
-                break
+    a, b = commands.values()
+    for pair in range(1, looks[-1] + 1):
+        order = [a, b] if pair % 2 else [b, a]
+        run_round(order, pair, interleave, f"pair {pair} of {looks[-1]}")
+        if pair in (1, *looks):  # after the first: do keys meet?
+            comparison = compared(a.name, b.name, pair)
+        is_decided = all(case.verdict != "undecided" for case in comparison.cases)
+        if pair in looks and is_decided:
+            break
     return comparison
 
 
-def public(variables: list[str]) -> dict[str, str]:
-    """--a-env or --b-env, as the plan tells them."""
-    return without_secrets(dict(variable.split("=", 1) for variable in variables))
+def run_race(
+    commands: Commands, looks: Sequence[int], interleave: bool, compared: Compared
+) -> Race:
+    """Run the commands until the fastest is known, or the looks are over. Raises RuntimeError."""
+
+    def result_of(base: str, test: str, rounds: int) -> Result:
+        return overall(compared(base, test, rounds))
+
+    race = Race(list(commands))
+    for n in range(1, looks[-1] + 1):
+        order = [commands[name] for name in race.racing]
+        random.Random(n).shuffle(order)  # the same order after an interruption
+        run_round(order, n, interleave, f"round {n} of {looks[-1]}, {len(order)} commands,")
+        if n == 1:  # do keys meet?
+            first, *others = commands
+            for name in others:
+                compared(first, name, 1)
+        if n in looks and race.look(n, result_of):
+            break
+    return race
+
+
+def planned_looks(first: int, most: int) -> list[int]:
+    """After how many runs a side the result is looked at: by a third more each time, and even.
+
+    The numbers are even, since ABBA balances a drift over two pairs. A look right before the last,
+    with 15 % fewer runs or less, would not be worth its share of the error rate.
+    """
+    looks = [first]
+    while looks[-1] < most:
+        following = 2 * math.ceil(looks[-1] * 2 / 3)
+        looks.append(most if following * 1.15 >= most else following)
+    return looks
+
+
+def design_of(names: Sequence[str], looks: Sequence[int], args: argparse.Namespace) -> Design:
+    """Every look at every pair has its part of the 5 % of error: nobody knows who will lead."""
+    pairs = math.comb(len(names), 2)
+    return Design(args.margin, True, args.interleave, len(looks) * pairs)
+
+
+def runs_of(commands: Sequence[Command], rounds: int, ignore: Sequence[str]) -> list[list[Run]]:
+    """The runs of each command, in the order of the rounds, which count from 1."""
+    numbers = range(1, rounds + 1)
+    paths = [command.report(number) for command in commands for number in numbers]
+    for path in paths:
+        if not commands[0].plan.holds(path):
+            raise ValueError(f"{path} has changed since its run; move it away to measure again")
+    run_of_path = {run.label: run for run in load(list(map(str, paths)), ignore=ignore)}
+    sides = []
+    for command in commands:
+        sides.append([run_of_path[str(command.report(number))] for number in numbers])
+    return sides
+
+
+def measure(args: argparse.Namespace) -> int:
+    """Run the commands and print what they tell. Raises RuntimeError where a run fails."""
+    commands = commands_of(args)
+    names = list(commands)
+    is_race = len(names) > 2
+    if is_race and args.fail_on:
+        raise ValueError("--fail-on is for one --b: a verdict is about two commands")
+    looks = [args.runs]
+    if args.until_decided or is_race:
+        looks = planned_looks(args.runs, max(args.runs, args.max_runs or 4 * args.runs))
+    design = design_of(names, looks, args)
+
+    @functools.cache
+    def compared(base: str, test: str, rounds: int) -> Comparison:
+        sides = runs_of([commands[base], commands[test]], rounds, args.ignore_key)
+        base_runs, test_runs = sides
+        keep([*base_runs, *test_runs], args.k)
+        return compare(base_runs, test_runs, design)
+
+    settings = {"interleave": args.interleave, "looks after runs": looks}
+    with open_plan(args.out, list(commands.values()), settings, args.anew):
+        if is_race:
+            race = run_race(commands, looks, args.interleave, compared)
+            show_race(race, compared, args)
+            return 0
+        comparison = run_pairs(commands, looks, args.interleave, compared)
+    is_like_with_like = not args.b and not args.b_env
+    return conclude([comparison], args.format, args.fail_on, is_like_with_like)
+
+
+def show_race(race: Race, compared: Compared, args: argparse.Namespace) -> None:
+    """Each command against the best one: over all cases, and case by case."""
+    comparisons = {}
+    for name, rounds in race.rounds.items():
+        if name != race.best:
+            comparisons[name] = compared(race.best, name, rounds)
+    fastest_first = sorted(comparisons, key=lambda name: overall(comparisons[name]).ratio or 1)
+    if args.format == "json":
+        put(as_json([comparisons[name] for name in fastest_first]))
+        return
+    header = ["command", "runs", "case", f"time / {race.best}", "interval", "verdict"]
+    rows: list[list[Any]] = []
+    for name in fastest_first:
+        for result in results_of(comparisons[name]):
+            ratio = "-" if result.ratio is None else f"{result.ratio:.4g}"
+            ends = show_ends(result.interval)
+            rows.append([name, race.rounds[name], result.label, ratio, ends, result.verdict])
+    results = {name: overall(comparisons[name]) for name in fastest_first}
+    runs = sum(race.rounds.values())
+    mark = "-" if args.format == "markdown" else "#"
+    how = "; their blocks took turns" if args.interleave else ""
+    put(f"{mark} torchrun-bench ab: {len(race.rounds)} commands, {runs} runs{how}\n")
+    put(show_table(header, rows, (1, 3), args.format))
+    put(f"\n{mark} {sentence(race, results, args.margin)}")
+
+
+def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
+    """`best: X; Y cannot be told apart from it; Z is 1.12 (1.08 to 1.17) times slower`"""
+    parts = [f"best: {race.best}"]
+    for name, result in results.items():
+        if result.interval is None:
+            parts.append(f"{name} has no time to compare")
+        elif is_slower(result):
+            low, high = result.interval
+            parts.append(f"{name} is {result.ratio:.3g} ({low:.3g} to {high:.3g}) times slower")
+        elif result.verdict == "same":
+            parts.append(f"{name} is the same within {100 * margin:g} %")
+        elif name in race.lost_to:
+            parts.append(f"{name} was slower than {race.lost_to[name]}")
+        else:
+            parts.append(f"{name} cannot be told apart from it")
+    return "; ".join(parts)
+
+
+def commands_of(args: argparse.Namespace) -> Commands:
+    """A and what is compared with it. Raises ValueError where a name is missing, or there twice."""
+    a_name, a_text = args.a
+    rivals = [(name, text, args.b_env) for name, text in args.b]
+    if not rivals:
+        rivals = [("", a_text, args.a_env + args.b_env)]
+    commands: Commands = {}
+    for name, text, variables in [(a_name or "a", a_text, args.a_env), *rivals]:
+        if not name and len(rivals) > 1:
+            example = "e.g. --b 1MB='torchrun x.py' 5MB='torchrun y.py'"
+            raise ValueError(f"several commands need names, {example}")
+        name = name or "b"
+        if name in commands:
+            raise ValueError(f"two commands are called {name}; give each a name of its own")
+        commands[name] = Command(name, text, dict(variables), args.out / name)
+    return commands
+
+
+def command(text: str) -> tuple[str, str]:
+    """COMMAND or NAME=COMMAND as the name, if there is one, and the command."""
+    name, equals, rest = text.partition("=")
+    if not equals or not re.fullmatch(r"[\w.+-]+", name):
+        name, rest = "", text
+    if not rest.strip():
+        wrong("a command", repr(text), "e.g. --a 'torchrun x.py'")
+    return name, rest
+
+
+def variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    return (name, value) if equals else wrong("NAME=VALUE", repr(text))
+
+
+def folder(text: str) -> Path:
+    return Path(text) if text.strip() else wrong("a folder", repr(text), "e.g. --out threads")
 
 
 def add_flags(parser: Parser) -> None:
     add = parser.add_argument
-    lists: dict[str, Any] = {"type": variable, "nargs": "+", "action": "extend", "default": []}
-    add(
-        "--a",
-        required=True,
-        type=command_text,
-        metavar="COMMAND",
-        help="the base, as one word: quote it",
-    )
-    add("--a-env", help="NAME=VALUE, variables of A's runs alone", **lists)
-    b = "what is compared with it (default: A, to see what runs that are alike differ by)"
-    add("--b", type=command_text, metavar="COMMAND", help=b)
-    add("--b-env", help="NAME=VALUE, variables of B's runs alone", **lists)
+    lists: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    base = "the base, as one word: quote it"
+    add("--a", required=True, type=command, metavar="[NAME=]COMMAND", help=base)
+    add("--a-env", type=variable, help="NAME=VALUE, variables of A's runs alone", **lists)
+    b = "what is compared with it, one or more (default: A, to see how runs that are alike differ)"
+    add("--b", type=command, metavar="[NAME=]COMMAND", help=b, **lists)
+    add("--b-env", type=variable, help="NAME=VALUE, variables of the runs of --b", **lists)
     add("--out", required=True, type=folder, metavar="DIR", help="keep plan, reports and logs here")
     anew = "keep the runs of another plan in DIR.bak, and begin anew"
     add("--anew", action="store_true", help=anew)
-    add("--runs", type=number(int, 2), default=6, metavar="N", help="runs a side (default: 6)")
-    add("--interleave", action="store_true", help="both runs of a pair at once, block by block")
+    runs = "runs a side; of several commands: before the first look (default: 6)"
+    add("--runs", type=number(int, 2), default=6, metavar="N", help=runs)
+    add("--interleave", action="store_true", help="the runs of a round at once, block by block")
     add("--until-decided", action="store_true", help="stop once every case has a verdict")
-    limit = "at most so many runs a side, with --until-decided (default: 4 times --runs)"
+    limit = "at most so many runs a side, where there are looks (default: 4 times --runs)"
     add("--max-runs", type=positive_int, metavar="N", help=limit)
+    add("-k", metavar="TEXT", help="only the cases with TEXT in their name or key, e.g. resnet18")
     add_verdict_flags(parser)
 
 
@@ -120,9 +310,9 @@ def main() -> int:
     parser = Parser(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    comparison = run_commands(lambda: measure(args))
-    is_control = args.b is None and not args.b_env
-    return conclude([comparison], args.format, args.fail_on, is_control)
+    with ending_all():
+        status = measure(args)
+    return status
 
 
 if __name__ == "__main__":

@@ -18,12 +18,10 @@ the runs' times. The verdicts:
 
 Cases are joined by their keys. Files, folders and patterns are read: reports of this project and of
 PyTorch's DDP benchmark, JSON and logs of nccl-tests and rccl-tests. With --history the newest run
-of a folder is compared with those before it. With --control, an `ab.py --out` of runs that were
-measured alike tells how much runs scatter, where BASE and TEST have few.
+of a folder is compared with those before it.
 
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower --format markdown
-    python analysis/compare.py one.jsonl --test other.jsonl --control noise/
     python analysis/compare.py --history reports/ --plot history.svg
 
 Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 what it names has happened; 4 no verdict: a
@@ -45,7 +43,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import Run, by_benchmark, find, load, rows_of
 from analysis.show import check_output, clean, list_once, markdown, put, show_table, show_time
-from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare
+from analysis.verdicts import (
+    MAX_RUNS,
+    Comparison,
+    Design,
+    Result,
+    compare,
+    warning_of_order,
+)
 from common.cli import Parser, checked, cut, fraction, list_of, positive_int, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
@@ -96,23 +101,30 @@ def count_verdicts(results: Sequence[Result]) -> str:
     return ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
 
 
-def show(comparison: Comparison, style: str, fail_on: Sequence[str] = ()) -> str:
-    """A comparison as text; style: table or markdown."""
+def show(
+    comparison: Comparison, style: str, fail_on: Sequence[str] = (), is_like_with_like: bool = False
+) -> str:
+    """A comparison as text; style: table or markdown. is_like_with_like: TEST is BASE again, so
+    that the smallest change is of interest."""
     sure = f"{100 * (1 - comparison.design.error_rate):.4g} %"
-    header = ["case", "BASE", "TEST", "TEST is", f"{sure} interval", "verdict"]
-    rows = [cells(result) for result in results_of(comparison)]
+    last = "smallest change" if is_like_with_like else "verdict"
+    header = ["case", "BASE", "TEST", "TEST is", f"{sure} interval", last]
+    rows = []
+    for result in results_of(comparison):
+        row = cells(result)
+        if is_like_with_like:
+            row[-1] = show_change(result.smallest_change)
+        rows.append(row)
     table = show_table(header, rows, (1, 2), style).splitlines()
     if comparison.mean and style == "table":
         rule = table[1]
         table.insert(-1, rule)  # above the mean
-    lines = as_notes(above(comparison), style)
-    lines += ["", *table, ""]
-    lines += as_notes(below(comparison), style)
+    notes = below_like_with_like(comparison) if is_like_with_like else below(comparison)
+    lines = [*as_notes(above(comparison), style), "", *table, "", *as_notes(notes, style)]
     if fail_on:
         outcome, why = outcome_of(comparison, fail_on)
         reason = f" ({why})" if why else ""
-        mark = MARKS[style]
-        lines.append(f"{mark} --fail-on {','.join(fail_on)}: {outcome}{reason}")
+        lines.append(f"{MARKS[style]} --fail-on {','.join(fail_on)}: {outcome}{reason}")
     return "\n".join(lines)
 
 
@@ -122,30 +134,8 @@ def as_notes(lines: Sequence[str], style: str) -> list[str]:
     return [f"{MARKS[style]} {escape(line, 500)}" for line in lines]
 
 
-def show_control(comparison: Comparison, style: str) -> str:
-    """A comparison of A with A as text: which change could have been shown?"""
-    margin = f"{comparison.design.margin * 100:g} %"
-    header = ["case", "A", "A is", "interval", "smallest change", f"runs for {margin}"]
-    rows = []
-    for result in results_of(comparison):
-        label, base, _, ratio, interval, _ = cells(result)
-        smallest = result.smallest_change
-        change = "-" if smallest is None else f"{100 * smallest:.2g} %"
-        runs = result.runs_to_show or ("-" if smallest is None else f"over {MAX_RUNS}")
-        rows.append([label, base, ratio, interval, change, runs])
-    runs = len(comparison.base)
-    notes = [
-        f"smallest change: {runs} runs a side show it in 9 of 10 comparisons",
-        f"runs for {margin}: so many runs a side show such a change in 9 of 10 comparisons",
-    ]
-    differing = [case for case in comparison.cases if case.verdict in ("slower", "faster")]
-    if differing:
-        what = f"in {len(differing)} cases A differs from itself"
-        notes.append(f"warning: {what}: more than chance moves these runs; is the machine shared?")
-    lines = as_notes(above(comparison), style)
-    lines += ["", show_table(header, rows, (1, 4, 5), style), ""]
-    lines += as_notes(notes, style)
-    return "\n".join(lines)
+def show_change(change: float | None) -> str:
+    return "-" if change is None else f"{100 * change:.2g} %"
 
 
 def above(comparison: Comparison) -> list[str]:
@@ -175,8 +165,6 @@ def heading(comparison: Comparison) -> str:
         how = "one run a side"
     if design.interleaved:
         how += ", their blocks took turns"
-    if comparison.control_runs:
-        how += f"; {comparison.control_runs} runs of control a side tell how much runs scatter"
     if design.looks > 1:
         how += f"; {design.looks} looks share the 5 % of error"
     sides = f"{m} of BASE, {n} of TEST; margin {design.margin * 100:g} %"
@@ -188,10 +176,12 @@ def cells(result: Result) -> list[str]:
     base, test = show_mean(result.base_s), show_mean(result.test_s)
     if not result.key:  # a mean of different cases has no time of its own
         base, test = "", ""
-    interval = "-"
-    if result.interval is not None:
-        interval = " to ".join(f"{end:.4g}" for end in result.interval)
-    return [result.label, base, test, show_ratio(result.ratio), interval, result.verdict]
+    ratio, ends = show_ratio(result.ratio), show_ends(result.interval)
+    return [result.label, base, test, ratio, ends, result.verdict]
+
+
+def show_ends(interval: tuple[float, float] | None) -> str:
+    return "-" if interval is None else " to ".join(f"{end:.4g}" for end in interval)
 
 
 def show_mean(times_s: Sequence[float]) -> str:
@@ -219,32 +209,35 @@ def below(comparison: Comparison) -> list[str]:
     for reason, n in reasons.items():
         noun = "case" if n == 1 else "cases"
         lines.append(f"{n} {noun}, {reason}")
-    most = most_runs_needed(cases)
+    wide = [case for case in cases if case.verdict == "undecided" and case.interval]
+    most = max((case.runs_needed or MAX_RUNS for case in wide), default=0)
     if most > len(comparison.base):
         margin = f"+-{comparison.design.margin * 100:g} %"
-        lines.append(f"up to {most} runs a side would narrow the intervals to {margin}")
+        chance = f"{most} runs a side have an even chance to narrow the intervals to {margin}"
+        lines.append(f"{chance}; {3 * most} decide in about 9 of 10 comparisons")
     return lines
 
 
-def most_runs_needed(cases: Sequence[Result]) -> int:
-    """How many runs a side the widest interval needs, of the undecided cases that have one."""
-    wide = [case for case in cases if case.verdict == "undecided" and case.interval]
-    return max((case.runs_needed or MAX_RUNS for case in wide), default=0)
+def below_like_with_like(comparison: Comparison) -> list[str]:
+    """What the smallest change means, and whether chance alone moves the runs."""
+    lines = [f"smallest change: {len(comparison.base)} runs a side show it in 9 of 10 comparisons"]
+    differing = [case for case in comparison.cases if case.verdict in ("slower", "faster")]
+    if differing:
+        what = f"in {len(differing)} cases A differs from itself"
+        lines.append(f"warning: {what}: more than chance moves these runs; is the machine shared?")
+    return lines
 
 
 def conclude(
     comparisons: Sequence[Comparison],
     style: str,
     fail_on: Sequence[str],
-    is_control: bool = False,
+    is_like_with_like: bool = False,
 ) -> int:
     """Print the results; the exit status: that of the worst outcome, if `fail_on` asks for one."""
-    if style == "json":
-        texts = [as_json(comparisons, fail_on)]
-    elif is_control:
-        texts = [show_control(comparison, style) for comparison in comparisons]
-    else:
-        texts = [show(comparison, style, fail_on) for comparison in comparisons]
+    texts = [as_json(comparisons, fail_on)] if style == "json" else []
+    if style != "json":
+        texts = [show(each, style, fail_on, is_like_with_like) for each in comparisons]
     put("\n\n".join(texts))
     if not fail_on:
         return 0
@@ -266,53 +259,35 @@ def as_json(comparisons: Sequence[Comparison], fail_on: Sequence[str] = ()) -> s
     return json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
 
 
-def load_sides(
-    base: Sequence[str], test: Sequence[str], args: argparse.Namespace
-) -> tuple[list[Run], list[Run]]:
-    """The runs of both sides, as the flags want them."""
-    runs = load([*base, *test], args.measure, args.ignore_key, join_foreign=True)
-    if args.k:
-        keep(runs, args.k)
-    base_paths = find(base)
-    base_runs = [run for run in runs if run.path in base_paths]
-    return base_runs, [run for run in runs if run.path not in base_paths]
-
-
-def keep(runs: Sequence[Run], text: str) -> None:
+def keep(runs: Sequence[Run], text: str | None) -> None:
     """Leave only the cases whose name or key holds the text, in any case of its letters.
 
     Raises ValueError where there is none.
     """
-    names = [row.name for row in rows_of(runs)]
+    if not text:
+        return
+    names = dict.fromkeys(row.name for row in rows_of(runs))
     for run in runs:
         for form, row in list(run.rows.items()):
-            values = [str(value) for value in row.key.values()]
-            words = " ".join([row.name, *values])
-            if text.lower() not in words.lower():
+            words = [row.name, *map(str, row.key.values())]
+            if text.lower() not in " ".join(words).lower():
                 del run.rows[form]
     if not rows_of(runs):
-        shown = cut(list(dict.fromkeys(names)))
+        shown = cut(list(names))
         raise ValueError(f"-k: no case has '{text}' in its name or key; there are {shown}")
 
 
 def two_sides(args: argparse.Namespace) -> Comparison:
-    base, test = load_sides(args.base, args.test, args)
+    runs = load([*args.base, *args.test], args.measure, args.ignore_key, join_foreign=True)
+    keep(runs, args.k)
+    base_paths = find(args.base)
+    base = [run for run in runs if run.path in base_paths]
+    test = [run for run in runs if run.path not in base_paths]
     paired = args.paired or args.interleaved
-    design = Design(args.margin, paired, args.interleaved)
-    control = control_of(args, design) if args.control else None
-    return compare(base, test, design, control)
-
-
-def control_of(args: argparse.Namespace, design: Design) -> Comparison:
-    """The two sides of the folder of --control, compared with each other."""
-    folder = Path(args.control)
-    a, b = str(folder / "a"), str(folder / "b")
-    a_runs, b_runs = load_sides([a], [b], args)
-    return compare(a_runs, b_runs, design)
-
-
-def have_times(runs: Sequence[Run]) -> bool:
-    return any(row.time_s for row in rows_of(runs))
+    comparison = compare(base, test, Design(args.margin, paired, args.interleaved))
+    if not paired:
+        comparison.warnings.extend(warning_of_order(base, test))
+    return comparison
 
 
 def over_time(args: argparse.Namespace) -> list[Comparison]:
@@ -320,18 +295,16 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
     if args.plot is not None:
         check_output(args.plot, (".svg", ".png", ".pdf"), find([args.history]))
     runs = load([args.history], args.measure, args.ignore_key)
-    if args.k:
-        keep(runs, args.k)
+    keep(runs, args.k)
     histories = []
     for history in by_benchmark(runs).values():
-        if len(history) > 1 and have_times(history):
+        if len(history) > 1 and any(row.time_s for row in rows_of(history)):
             histories.append(history)
+    if not histories:
+        raise ValueError(f"--history {args.history}: no benchmark has two reports with times")
     comparisons = []
     for *earlier, newest in histories:
-        last = earlier[-args.last :]
-        comparisons.append(compare(last, [newest], Design(args.margin)))
-    if not comparisons:
-        raise ValueError(f"--history {args.history}: no benchmark has two reports with times")
+        comparisons.append(compare(earlier[-args.last :], [newest], Design(args.margin)))
     if args.plot is not None:
         from analysis.figures import plot_history  # matplotlib takes a second to import
 
@@ -353,8 +326,6 @@ def main() -> int:
     add("--plot", metavar="PATH", help=plot)
     add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
     add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
-    control = "an --out of ab.py: take from it how much runs scatter, too"
-    add("--control", metavar="DIR", help=control)
     measure = "another step of the cases, or a time or rate of theirs"
     add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
     add("-k", metavar="TEXT", help="only the cases with TEXT in their name or key, e.g. resnet18")
@@ -378,8 +349,6 @@ def check_sides(args: argparse.Namespace) -> None:
             refuse(neither)
         if args.paired or args.interleaved:
             refuse("--paired and --interleaved are about BASE and --test: a history has no pairs")
-        if args.control:
-            refuse("--control is about BASE and --test: a history tells by itself how runs scatter")
         return
     if not args.base or not args.test:
         refuse(neither)

@@ -5,18 +5,15 @@
 # ///
 """Reports in the formats of other tools, on stdout.
 
-    csv         a row a case and metric: key, value, interval, n. pandas, DuckDB, spreadsheets;
-                a text that a spreadsheet would run gets a ' before it
-    bmf         Bencher Metric Format: bencher run --adapter json --file FILE
-    gha         github-action-benchmark: customSmallerIsBetter, or customBiggerIsBetter for rates
-    records     PyTorch's OSS benchmark database (v3)
-    pytorch     the report of PyTorch's benchmarks/distributed/ddp: for its diff.py
-    prometheus  text format: for the textfile collector of node_exporter
+    csv      a row a case and metric: key, value, interval, n. pandas, DuckDB, spreadsheets;
+             a text that a spreadsheet would run gets a ' before it
+    gha      github-action-benchmark: customSmallerIsBetter, or customBiggerIsBetter for rates
+    pytorch  the report of PyTorch's benchmarks/distributed/ddp: for its diff.py
 
     python analysis/export.py report.jsonl --to csv > report.csv
     python analysis/export.py report.jsonl --to gha --metric step_time_p50_s > output.json
 
-gha, bmf and prometheus hold one value of each case, that of the newest run. BSD-3-Clause.
+gha holds one value of each case, that of the newest run. BSD-3-Clause.
 """
 
 import json
@@ -38,15 +35,6 @@ Rows = list[Row]
 PYTORCH_NEEDS = ("model", "dtype", "world_size", "batch_size", "backend", "bucket_size_mb")
 
 
-def newest_of_each(rows: Rows) -> dict[tuple[str, str], Row]:
-    """The last row of each `benchmark/case` and metric: some formats hold one value of them."""
-    newest = {}
-    for row in rows:
-        name = f"{row['benchmark']}/{row['case']}"
-        newest[name, row["metric"]] = row
-    return newest
-
-
 def to_csv(rows: Rows) -> str:
     import pandas as pd  # here: if it is missing, analysis/ has said so
 
@@ -65,28 +53,16 @@ def harmless(cell: Any) -> Any:
     return cell if re.fullmatch(r"[+-]\d+(\.\d*)?", cell) else f"'{cell}"
 
 
-def to_bmf(rows: Rows) -> str:
-    """https://bencher.dev/docs/reference/bencher-metric-format: at most 64 letters a measure."""
-    cases: dict[str, dict[str, Any]] = {}
-    for (name, metric), row in newest_of_each(rows).items():
-        measure = {"value": row["value"]}
-        if row["ci_low"] is not None:
-            measure["lower_value"] = row["ci_low"]
-            measure["upper_value"] = row["ci_high"]
-        measures = cases.setdefault(name[:1024], {})
-        measures[metric[:64]] = measure
-    return json.dumps(cases, indent=1)
-
-
 def to_gha(rows: Rows) -> str:
     """Its src/extract.ts, BenchmarkResult. In a file either smaller or bigger values are better."""
     has_rates = {row["metric"].endswith("_per_s") for row in rows}
     if len(has_rates) > 1:  # both: the times alone
         rows = [row for row in rows if re.search(r"(?<!_per)_s$", row["metric"])]
+    newest = {(row["benchmark"], row["case"], row["metric"]): row for row in rows}
     entries = []
-    for (name, metric), row in newest_of_each(rows).items():
-        unit = unit_of(metric).name or "1"
-        entry = {"name": f"{name}/{metric}", "unit": unit, "value": row["value"]}
+    for names, row in newest.items():
+        unit = unit_of(row["metric"]).name or "1"
+        entry = {"name": "/".join(names), "unit": unit, "value": row["value"]}
         if row["ci_low"] is not None:
             half = (row["ci_high"] - row["ci_low"]) / 2
             entry["range"] = f"± {half:.3g}"
@@ -94,61 +70,6 @@ def to_gha(rows: Rows) -> str:
             entry["extra"] = f"{row['n']} iterations"
         entries.append(entry)
     return json.dumps(entries, indent=1)
-
-
-def to_records(rows: Rows) -> str:
-    """pytorch/test-infra, clickhouse_db_schema/oss_ci_benchmark_v3: its maps hold only strings."""
-    records = []
-    for row in rows:
-        key = {name: str(entry) for name, entry in row["key"].items()}
-        benchmark = {
-            "name": row["benchmark"],
-            "mode": "",
-            "dtype": key.get("dtype", ""),
-            "extra_info": key,
-        }
-        model = {
-            "name": key.get("model", row["case"]),
-            "backend": key.get("backend", ""),
-        }
-        record = {
-            "benchmark": benchmark,
-            "model": model,
-            "dependencies": {"torch": {"version": str(row["torch"])}},
-            "metric": {"name": row["metric"], "benchmark_values": [row["value"]]},
-        }
-        records.append(record)
-    return json.dumps(records, indent=1)
-
-
-def to_prometheus(rows: Rows) -> str:
-    """https://prometheus.io/docs/instrumenting/exposition_formats; base units in the names."""
-    groups: dict[str, list[str]] = {}
-    for (_, metric), row in newest_of_each(rows).items():
-        in_seconds = re.sub(r"_per_s$", "_per_second", metric)
-        in_seconds = re.sub(r"_s$", "_seconds", in_seconds)
-        name = word(f"torchrun_bench_{in_seconds}")
-        samples = groups.setdefault(name, [f"# TYPE {name} gauge"])
-        samples.append(f"{name}{{{labels_of(row)}}} {row['value']!r}")
-    return "\n".join(chain(*groups.values()))
-
-
-def labels_of(row: Row) -> str:
-    """`benchmark="ddp_sweep",case="...",host="...",key_model="resnet18"`"""
-    labels = {name: row[name] for name in ("benchmark", "case", "host")}
-    for name, entry in row["key"].items():
-        if entry is not None:
-            labels[f"key_{name}"] = entry
-    pairs = []
-    for name, entry in labels.items():
-        text = json.dumps(clean(entry), ensure_ascii=False)  # escapes \ and " as this format does
-        pairs.append(f"{word(name)}={text}")
-    return ",".join(pairs)
-
-
-def word(name: str) -> str:
-    """A name as Prometheus takes it."""
-    return re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def model_of(case: report.Case) -> str:
@@ -211,13 +132,7 @@ def pytorch_result(cases: list[report.Case]) -> dict[str, Any]:
     return {"model": key["model"], "batch_size": key["batch_size"], "result": results}
 
 
-FORMATS = {
-    "csv": to_csv,
-    "bmf": to_bmf,
-    "gha": to_gha,
-    "records": to_records,
-    "prometheus": to_prometheus,
-}
+FORMATS = {"csv": to_csv, "gha": to_gha}
 
 
 def main() -> int:

@@ -1,20 +1,18 @@
 """Reports as rows: what compare, export and report.py read, and a notebook can use as well.
 
     from analysis.load import frame, load
-    table = frame(load(["results/", "more/*.jsonl"]))       # a row a case
+    table = frame(load(["results/", "more/*.jsonl"]))       # a pandas DataFrame, a row a case
     table.pivot_table("time_s", "case", "run")
 
-Reads this project's reports, and by foreign.py those of PyTorch's DDP benchmark,
-nccl-tests and rccl-tests.
+Reads this project's reports, and by foreign.py those of PyTorch's DDP benchmark, nccl-tests and
+rccl-tests. What the names of metrics and of their intervals mean is said here alone.
 """
 
 import glob
 import gzip
 import io
 import itertools
-import multiprocessing
 import os
-import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,19 +25,23 @@ import numpy as np
 import pandas as pd
 from pandas.io.json import ujson_loads  # half the time of json's
 
-from analysis import nccl_tests
-from analysis.foreign import PYTORCH, label_of, our_key, read_foreign
-from analysis.show import canonical, case_names, interval_of, is_number, plain, unit_of
+from analysis import foreign
+from analysis.show import canonical, case_names, is_number, unit_of
 from common import report as report_file
 from common.cli import suggest
 from common.report import Case, Report
-from common.samples import time_of_iterations
+from common.stats import time_of_iterations
 
 STEP = "step"  # what a case is about, among its samples
 RATES = ("1/s", "GB/s", "MB/s")
 ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")  # of reports in a folder
 GZIP = b"\x1f\x8b"  # how packed files begin
-LARGE_BYTES = 2**24  # it takes half a second to read so much JSON
+
+
+class Metric(NamedTuple):
+    name: str
+    value: Any  # a number or a word
+    interval: tuple[float, float] | None  # of 95 %
 
 
 @dataclass
@@ -74,12 +76,11 @@ def load(
     keys by which cases are not told apart. join_foreign: let cases of PyTorch's DDP benchmark meet
     those of ddp_sweep.py, and those of nccl-tests collectives.py. Raises ValueError with one line.
     """
-    runs = read_all(find(words), measure)
+    runs = [run for path in find(words) for run in read(path, measure)]
     runs.sort(key=lambda run: run.started_at)
     refuse_copies(runs)
     if join_foreign:
-        give_pytorch_our_keys(runs)
-        give_collectives_their_keys(runs)
+        let_meet(runs)
     leave_out(runs, ignore)
     for same in by_benchmark(runs).values():
         rows = rows_of(same)
@@ -87,24 +88,6 @@ def load(
         for row, name in zip(rows, names, strict=True):
             row.name = name
     return runs
-
-
-def read_all(paths: Sequence[str], measure: str | None) -> list[Run]:
-    """Each report, read by two processes where that is faster."""
-    read_one = partial(read, measure=measure)
-    are_files = all(os.path.isfile(path) for path in paths)  # else one may be a pipe
-    large = [path for path in paths if are_files and os.path.getsize(path) > LARGE_BYTES]
-    if len(large) < 2:
-        return list(itertools.chain(*map(read_one, paths)))
-    # reading JSON fills one core
-    with multiprocessing.get_context("fork").Pool(2, leave_signals) as pool:
-        return list(itertools.chain(*pool.map(read_one, paths)))
-
-
-def leave_signals() -> None:
-    """In a process that reads: Ctrl-C is for the one that waits, which ends this one by SIGTERM."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def find(words: Sequence[str]) -> list[str]:
@@ -176,46 +159,30 @@ def index(run: Run, rows: Sequence[Row], problem: str) -> None:
         run.rows[form] = row
 
 
-def give_pytorch_our_keys(runs: Sequence[Run]) -> None:
-    """Let cases of PyTorch's DDP benchmark and of ddp_sweep.py meet that measured the same.
+def let_meet(runs: Sequence[Run]) -> None:
+    """Give cases that measured the same in another program the same key and time.
 
-    Nothing changes unless reports of both were read. The labels become PyTorch's, which do not tell
-    the number of nodes.
+    Nothing changes unless reports of both programs were read.
     """
-    if not {PYTORCH, "ddp_sweep"} <= {run.benchmark for run in runs}:
-        return
+    benchmarks = {run.benchmark for run in runs}
     for run in runs:
         rows = list(run.rows.values())
-        for row in rows:
-            if run.benchmark == PYTORCH:
-                is_wrapped = row.key["label"] != "no ddp"
-                row.key = our_key(row.key, len(row.ranks) if is_wrapped else 0)
-            elif run.benchmark == "ddp_sweep":
-                label = label_of(row.key.get("world_size"))
-                row.key = row.key | {"label": label}
-        index(run, rows, "several cases have the same key")
-        if run.benchmark == PYTORCH:
-            run.benchmark, run.synchronized = "ddp_sweep", True
-
-
-def give_collectives_their_keys(runs: Sequence[Run]) -> None:
-    """Let cases of collectives.py meet those of nccl-tests, by the time that tables of both show.
-
-    Nothing changes unless reports of both were read.
-    """
-    if not {nccl_tests.BENCHMARK, "collectives"} <= {run.benchmark for run in runs}:
-        return
-    for run in runs:
-        if run.benchmark != "collectives":
-            continue
-        run.benchmark = nccl_tests.BENCHMARK
-        rows = list(run.rows.values())
-        for row in rows:
-            row.key = nccl_tests.their_key(row.key)
-            if row.measure == STEP and is_time(nccl_tests.TIME, row.metrics):
-                row.measure, row.times_s = nccl_tests.TIME, ()
-                row.time_s = row.metrics[nccl_tests.TIME]
-        index(run, rows, "several cases are one for nccl-tests")
+        if {foreign.PYTORCH, "ddp_sweep"} <= benchmarks:
+            if run.benchmark == foreign.PYTORCH:
+                run.benchmark, run.synchronized = "ddp_sweep", True
+                for row in rows:
+                    row.key = foreign.key_of_ddp_sweep(row)
+            elif run.benchmark == "ddp_sweep":  # PyTorch's labels do not tell the number of nodes
+                for row in rows:
+                    row.key = row.key | {"label": foreign.label_of(row.key.get("world_size"))}
+        if {foreign.NCCL_TESTS, "collectives"} <= benchmarks and run.benchmark == "collectives":
+            run.benchmark = foreign.NCCL_TESTS
+            for row in rows:
+                row.key = foreign.key_of_nccl_tests(row.key)
+                if row.measure == STEP and is_time(foreign.TIME, row.metrics):
+                    row.measure, row.times_s = foreign.TIME, ()  # what tables of both show
+                    row.time_s = row.metrics[foreign.TIME]
+        index(run, rows, f"several cases are one for {run.benchmark}")
 
 
 def read(path: str, measure: str | None) -> list[Run]:
@@ -225,10 +192,10 @@ def read(path: str, measure: str | None) -> list[Run]:
     def shrink(report: Report, case: Case) -> None:
         """Keep the times of one step alone, those that count of each iteration."""
         steps.update(dict.fromkeys(case.samples_s))
-        step = measure or step_of(case)
+        its_own = STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
+        step = measure or its_own
         times = times_of(case, step)
-        name = step if measure or step in case.metrics else STEP  # nccl-tests' are of a metric
-        case.samples_s = {name: [times]} if times else {}
+        case.samples_s = {step: [times]} if times else {}
         case.slowest_s, case.quartiles_s = {}, {}
 
     with open_report(path) as file:
@@ -245,13 +212,6 @@ def read(path: str, measure: str | None) -> list[Run]:
     if measure and rows and not any(row.measure for row in rows):
         raise ValueError(f"{path}: {why_no_time(measure, rows, list(steps))}")
     return runs
-
-
-def step_of(case: Case) -> str:
-    """What the case is about, among its samples: version 2.0 wrote it first, under any name."""
-    if STEP in case.samples_s:
-        return STEP
-    return next(iter(case.samples_s), "")
 
 
 def times_of(case: Case, step: str) -> list[float]:
@@ -287,7 +247,7 @@ def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> l
     lines: Iterator[bytes] = itertools.chain([first], file)
     if b'"schema"' not in first[:4096]:
         content = first + file.read()
-        reports = read_foreign(content, path)
+        reports = foreign.read(content, path)
         for report in reports:
             for case in report.cases:
                 each(report, case)
@@ -302,25 +262,12 @@ def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> l
 
 def why_no_time(measure: str, rows: Sequence[Row], steps: Sequence[str]) -> str:
     """Why `--measure` finds no time in any of the cases, and which names would do."""
-    metrics = [row.metrics for row in rows if not row.failed]
-    if not metrics:
-        return f"all of its {len(rows)} cases failed, so none has a time"
-    values = [numbers[measure] for numbers in metrics if measure in numbers]
-    why = f"no case has a step, a time or a rate named '{measure}'"
-    if values:
-        why = f"'{measure}' is {examples_of(values)}: neither a time nor a rate above 0"
     known = dict.fromkeys(steps)
-    for numbers in metrics:
-        known |= dict.fromkeys(name for name in numbers if is_time(name, numbers))
+    for row in rows:
+        if not row.failed:
+            known |= dict.fromkeys(name for name in row.metrics if is_time(name, row.metrics))
+    why = f"no case has a step, a time or a rate above 0 named '{measure}'"
     return f"{why}; there are {', '.join(known) or 'none'}{suggest(measure, known)}"
-
-
-def examples_of(values: Sequence[Any]) -> str:
-    """The first three values in a few words."""
-    texts = [f"{value:.4g}" if is_number(value) else str(value)[:40] for value in values[:3]]
-    if len(values) > 3:
-        texts.append("...")
-    return ", ".join(texts)
 
 
 def is_time(name: str, metrics: dict[str, Any]) -> bool:
@@ -366,40 +313,68 @@ def rows_of(runs: Sequence[Run]) -> list[Row]:
     return [row for run in runs for row in run.rows.values()]
 
 
-def every_row(runs: Sequence[Run]) -> Iterator[tuple[Row, dict[str, Any]]]:
-    """Each case, and what a table says about it. n: the number of its iterations."""
-    for run in runs:
-        environment = run.environment
-        about = {
-            "run": run.label,
-            "started_at": run.started_at,
-            "torch": environment.get("torch"),
-            "host": ", ".join(str(host) for host in environment.get("hosts") or []),
-            "benchmark": run.benchmark,
-        }
-        for row in run.rows.values():
-            yield row, about | {"case": row.name, "n": len(row.times_s) or None}
+def about(run: Run, row: Row) -> dict[str, Any]:
+    """What a table says about a case. n: the number of its iterations."""
+    return {
+        "run": run.label,
+        "started_at": run.started_at,
+        "torch": run.environment.get("torch"),
+        "host": ", ".join(str(host) for host in run.environment.get("hosts") or []),
+        "benchmark": run.benchmark,
+        "case": row.name,
+        "n": len(row.times_s) or None,
+    }
 
 
 def frame(runs: Sequence[Run]) -> pd.DataFrame:
-    """A row a case: its run, name, check and time, the key, and the metrics."""
+    """A row a case: its run, name, check and time, the key, and the metrics.
+
+    A metric `x` that has a 95 % interval has its ends in `x_low` and `x_high`.
+    """
     rows = []
-    for row, about in every_row(runs):
-        time = {"check": row.check, "measure": row.measure, "time_s": row.time_s or None}
-        rows.append(plain(row.metrics) | row.key | about | time)
+    for run in runs:
+        for row in run.rows.values():
+            values: dict[str, Any] = {}
+            for name, value, interval in metrics_of(row.metrics):
+                values[name] = value
+                if interval:
+                    values[f"{name}_low"], values[f"{name}_high"] = interval
+            time = {"check": row.check, "measure": row.measure, "time_s": row.time_s or None}
+            rows.append(values | row.key | about(run, row) | time)
     return pd.DataFrame(rows)
 
 
 def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """A row for each number of a case that did not fail, with its 95 % interval."""
     rows = []
-    for case, about in every_row(runs):
-        for metric, value in case.metrics.items():
-            if is_number(value) and not case.failed:
-                low, high = interval_of(metric, case.metrics) or (None, None)
-                values = {"metric": metric, "value": value, "ci_low": low, "ci_high": high}
-                rows.append(about | {"key": case.key} | values)
+    for run in runs:
+        for case in run.rows.values():
+            for name, value, interval in [] if case.failed else metrics_of(case.metrics):
+                if is_number(value):
+                    low, high = interval or (None, None)
+                    values = {"metric": name, "value": value, "ci_low": low, "ci_high": high}
+                    rows.append(about(run, case) | {"key": case.key} | values)
     return rows
+
+
+def metrics_of(metrics: dict[str, Any]) -> list[Metric]:
+    """The numbers and words of a case with their intervals; nothing that is a list or an object.
+
+    The interval of `step_time_p50_s` is `step_time_ci95_s`, the ends of it.
+    """
+    found = []
+    for name, value in metrics.items():
+        if isinstance(value, str) or is_number(value):
+            stem = name.replace("_p50", "")
+            ends = (f"{stem.removesuffix('_s')}_ci95_s", f"{stem}_ci95")
+            intervals = [metrics[end] for end in ends if is_interval(metrics.get(end))]
+            found.append(Metric(name, value, intervals[0] if intervals else None))
+    return found
+
+
+def is_interval(value: Any) -> bool:
+    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
+    return is_pair and all(is_number(end) for end in value)
 
 
 class Link(NamedTuple):
@@ -415,18 +390,14 @@ class Link(NamedTuple):
 
 def links_of(metrics: dict[str, Any]) -> list[Link]:
     """The links of a case of p2p_matrix.py; none where the metrics hold something else."""
+    links = []
     rows = metrics.get("links")
-    if not isinstance(rows, list):
-        return []
-    links = [Link(*row) for row in rows if isinstance(row, list) and len(row) == 6]
-    return [link for link in links if is_link(link)]
-
-
-def is_link(link: Link) -> bool:
-    """Whether all are numbers, and the rates are above 0. A report may hold anything."""
-    if not all(is_number(value) for value in link):
-        return False
-    return min(link.there, link.back, link.both) > 0
+    for row in rows if isinstance(rows, list) else []:
+        if isinstance(row, list) and len(row) == 6 and all(map(is_number, row)):
+            link = Link(*row)
+            if min(link.there, link.back, link.both) > 0:
+                links.append(link)
+    return links
 
 
 def split_links(case: Case) -> list[Case]:
@@ -447,5 +418,5 @@ def split_links(case: Case) -> list[Case]:
     key.pop("round", None)
     cases = []
     for way, cost in costs.items():
-        cases.append(Case({"link": way} | key, [], metrics=cost))
+        cases.append(Case(key={"link": way} | key, ranks=[], metrics=cost))
     return cases

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis import show
 from analysis.differences import describe_environment, differences
 from analysis.figures import draw, svg
-from analysis.load import Row, Run, by_benchmark, find, load, rows_of
+from analysis.load import Metric, Row, Run, by_benchmark, find, load, metrics_of, rows_of
 from common.cli import Parser, refuse, show_size
 from common.stats import median_interval
 
@@ -166,7 +166,7 @@ def time_of_step(row: Row) -> dict[str, Any]:
 def benchmark(runs: Sequence[Run]) -> Section:
     """Every number of every case. New metrics, and new scripts, get columns."""
     cases = rows_of(runs)
-    metrics = [show.plain(row.metrics) for row in cases]
+    metrics = [metrics_by_name(row) for row in cases]
     header = ["case"]
     columns = [[row.name for row in cases]]
     if len(runs) > 1:
@@ -202,13 +202,14 @@ def to_best(cases: Sequence[Row]) -> list[str]:
     return [f"{row.time_s / best_s:.2f}" if row.time_s else "-" for row in cases]
 
 
-def names_of_metrics(metrics: Sequence[dict[str, Any]]) -> list[str]:
-    """The metrics that get a column, details last. Intervals stand beside their numbers."""
-    pairs = [pair for numbers in metrics for pair in numbers.items()]
-    intervals = {name for name, value in pairs if show.is_interval(value)}
-    names = dict.fromkeys(name for name, _ in pairs)
-    shown = [name for name in names if name not in intervals]
-    return sorted(shown, key=lambda name: name.endswith(DETAILS))
+def metrics_by_name(row: Row) -> dict[str, Metric]:
+    return {metric.name: metric for metric in metrics_of(row.metrics)}
+
+
+def names_of_metrics(metrics: Sequence[dict[str, Metric]]) -> list[str]:
+    """The metrics that get a column, details last."""
+    names = dict.fromkeys(name for of_case in metrics for name in of_case)
+    return sorted(names, key=lambda name: name.endswith(DETAILS))
 
 
 def alike_in_all(cases: Sequence[Row]) -> str:
@@ -222,24 +223,24 @@ def alike_in_all(cases: Sequence[Row]) -> str:
     return ", ".join(words)
 
 
-def column(metric: str, metrics: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
+def column(name: str, metrics: Sequence[dict[str, Metric]]) -> tuple[str, list[str]]:
     """A metric's head, with its unit by the end of its name, and its cells, with intervals."""
-    ending, unit = show.unit_of(metric)
+    ending, unit = show.unit_of(name)
     scale = 1.0
-    if metric.endswith(FRACTIONS):
+    if name.endswith(FRACTIONS):
         unit, scale = "%", 100.0
     elif unit == "s":
-        values = [numbers.get(metric) for numbers in metrics]
+        values = [of_case[name].value for of_case in metrics if name in of_case]
         times_s = [abs(value) for value in values if show.is_number(value)]
         unit = show.time_unit(max(times_s, default=1))
         scale = 1 / show.UNITS[unit]
-    head = metric.replace("_", " ")
+    head = name.replace("_", " ")
     if unit not in ("", "bytes"):
-        head = f"{metric.removesuffix(ending).replace('_', ' ')} ({unit})"
+        head = f"{name.removesuffix(ending).replace('_', ' ')} ({unit})"
     cells = []
-    for numbers in metrics:
-        interval = show.interval_of(metric, numbers)
-        cells.append(cell(numbers.get(metric, "-"), interval, unit, scale))
+    for of_case in metrics:
+        metric = of_case.get(name, Metric(name, "-", None))
+        cells.append(cell(metric.value, metric.interval, unit, scale))
     return head, cells
 
 

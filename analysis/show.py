@@ -35,11 +35,6 @@ def is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and math.isfinite(value)
 
 
-def is_interval(value: Any) -> bool:
-    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
-    return is_pair and all(is_number(end) for end in value)
-
-
 def list_once(texts: Iterable[str]) -> str:
     """`resnet18, resnet50`: each text once, in the order in which they come."""
     return ", ".join(dict.fromkeys(texts))
@@ -185,21 +180,3 @@ def name_of(key: dict[str, Any]) -> str:
     """The name of a case that nothing tells apart: the first two texts of its key."""
     texts = [clean(value, 60) for value in key.values() if isinstance(value, str)]
     return ", ".join(texts[:2]) or "the case"
-
-
-def plain(metrics: dict[str, Any]) -> dict[str, Any]:
-    """The numbers, words and intervals of the metrics."""
-    return {name: value for name, value in metrics.items() if is_plain(value)}
-
-
-def is_plain(value: Any) -> bool:
-    return isinstance(value, str) or is_number(value) or is_interval(value)
-
-
-def interval_of(metric: str, metrics: dict[str, Any]) -> Any:
-    """The 95 % interval of a metric: `step_time_ci95_s` is that of `step_time_p50_s`."""
-    stem = metric.replace("_p50", "")
-    for name in (f"{stem.removesuffix('_s')}_ci95_s", f"{stem}_ci95"):
-        if is_interval(metrics.get(name)):
-            return metrics[name]
-    return None

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from matplotlib.figure import Figure
 
 from analysis.show import check_output, clean, is_number, put, show_table
 from common import cli
@@ -307,6 +306,8 @@ def find_waits(of_rank: Mapping[int, list[Call]]) -> dict[int, list[float]]:
 
 def draw(traces: Mapping[int, Trace], path: str) -> None:
     """The step of median length: a row for each thread or stream, a colour for each kind."""
+    from matplotlib.figure import Figure  # only here: a table needs none
+
     steps = next(iter(traces.values())).steps
     number = sorted((step.end - step.start, i) for i, step in enumerate(steps))[len(steps) // 2][1]
     bars = defaultdict[str, dict[str, list[Span]]](lambda: defaultdict(list))

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from common import environment
 from common.cli import (
     ROOT,
+    TURN,
     complain,
     describe,
     duration,
@@ -39,7 +40,7 @@ from common.samples import keep_samples, rounded, stacked
 from common.stats import Times
 from common.table import Columns, Table
 from common.timing import Measured, StopRule, Timing, Workload, launch_share, time_steps
-from common.turns import TURN, turn_taker
+from common.turns import turn_taker
 from common.watchdog import Watchdog, end_later
 
 RUN_ID = "TORCHELASTIC_RUN_ID"

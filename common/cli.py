@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, TextIO
 
+TURN = "TORCHRUN_BENCH_TURN"  # names the two pipes of ab.py --interleave: MINE:THE_OTHERS
+TOKEN = b"."  # what goes round in them
 JSON_FLAGS = ("-J", "--json", "--output-file")
 HANG = 3  # the exit status of a run that hung
 NO_VERDICT = 4  # of one that cannot tell what it was asked
@@ -80,6 +82,9 @@ GONE: dict[str, dict[str, str]] = {
             ("-z", "--blocking"), "with CUDA_LAUNCH_BLOCKING=1 the host waits for each call"
         ),
         "--expected": "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING shows what NCCL chooses",
+    },
+    "compare": {
+        "--control": "measure six runs a side; ab.py without --b tells what so many can show",
     },
 }
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -17,11 +17,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import cut, version
+from common.cli import TURN, cut, version
 from common.groups import Job, gather, share
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from common.report import FAMILIES, without_secrets
-from common.turns import TURN
 
 # These of the FAMILIES tell nothing.
 PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)

@@ -17,6 +17,7 @@ from common import environment
 from common.benchmark import Benchmark as New
 from common.benchmark import load_observers, lost
 from common.cli import (
+    TURN,
     abandon,
     complain,
     describe,
@@ -58,7 +59,7 @@ from common.timing import (
     launch_share,
     time_steps,
 )
-from common.turns import TURN, turn_taker
+from common.turns import turn_taker
 from common.watchdog import Watchdog, end_later
 
 RUN_ID = "TORCHELASTIC_RUN_ID"

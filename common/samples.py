@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from common.report import Case
+from common.stats import time_of_iterations
 
 Samples = NDArray[np.float64]
 LIMIT = 2**18  # a case of more samples is not written whole: its line would have megabytes
@@ -37,19 +38,6 @@ def stacked(by_rank: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
     for step in dict.fromkeys(step for samples in by_rank for step in samples):
         samples_s[step] = np.stack([samples[step] for samples in by_rank if step in samples])
     return samples_s
-
-
-def time_of_iterations(samples: ArrayLike, aligned: bool) -> Samples:
-    """The seconds of each iteration, [iterations]: the slowest rank counts. samples: [ranks, n].
-
-    Ranks that go at their own pace (not aligned) have no common iterations. There all times are
-    those of one rank: the one with the largest median.
-    """
-    x = np.asarray(samples, dtype=np.float64)
-    if aligned:
-        return np.max(x, axis=0)
-    slowest = np.median(x, axis=1).argmax()
-    return np.asarray(x[slowest])
 
 
 def keep_samples(case: Case, samples_s: Mapping[str, Samples]) -> None:

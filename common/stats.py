@@ -68,6 +68,19 @@ def median(samples: ArrayLike) -> Estimate:
     return Estimate(float(np.median(np.asarray(samples))), low, high)
 
 
+def time_of_iterations(samples: ArrayLike, aligned: bool) -> NDArray[np.float64]:
+    """The seconds of each iteration, [iterations]: the slowest rank counts. samples: [ranks, n].
+
+    Ranks that go at their own pace (not aligned) have no common iterations. There all times are
+    those of one rank: the one with the largest median.
+    """
+    x = np.asarray(samples, dtype=np.float64)
+    if aligned:
+        return np.max(x, axis=0)
+    slowest = np.median(x, axis=1).argmax()
+    return np.asarray(x[slowest])
+
+
 def relative_ci95(samples: ArrayLike) -> float | None:
     """How far the 95 % interval reaches from its median, over the median; None without interval.
 

@@ -1,4 +1,4 @@
-"""Commands that take turns block by block: `--interleave` of analysis/ab.py and analysis/race.py.
+"""Commands that take turns block by block: `--interleave` of analysis/ab.py.
 
 A token goes round in two named pipes. The command that reads it from its pipe may measure. When its
 block is over, it writes the token into the other command's pipe.
@@ -8,10 +8,7 @@ import os
 import stat
 from collections.abc import Callable
 
-from common.cli import refuse
-
-TURN = "TORCHRUN_BENCH_TURN"  # the variable with the names of the two pipes: MINE:THE_OTHERS
-TOKEN = b"."
+from common.cli import TOKEN, TURN, refuse
 
 
 def turn_taker(pipes: str) -> Callable[[], None]:

@@ -102,7 +102,7 @@ def test_the_verdict_is_that_of_the_reports() -> None:
     sides = [str(RESULTS / "change" / side / "*.jsonl") for side in "ab"]
     base, test = (load_runs([side], ignore=args.ignore_key) for side in sides)
     assert len(base) == len(test) == args.runs
-    for command, runs in ((args.a, base), (args.b, test)):
+    for (_, command), runs in zip((args.a, *args.b), (base, test), strict=True):
         words = shlex.split(command)
         assert all(run.argv[:-2] == words[4:] for run in runs)
     design = Design(args.margin, paired=True, interleaved=args.interleave)

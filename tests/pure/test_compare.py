@@ -10,7 +10,7 @@ import pytest
 
 from analysis.compare import outcome_of, show
 from analysis.load import load
-from analysis.verdicts import Comparison, Design, Result, compare, judge, largest_discovery
+from analysis.verdicts import Comparison, Design, Result, compare, judge, judge_all
 from tests.pure.reports import ROOT, alike, case, run, runs, write
 
 
@@ -54,15 +54,13 @@ def test_interval_by_hand(tmp_path: Path) -> None:
         # Welch: s = 0.09 / 3, t = 0.05 / 5; (s + t)^2 / (s^2 / 2 + t^2 / 4) = 3.368 degrees of
         # freedom, so 2.9943 * sqrt(0.04); one variance for both would say 2.447 * 0.1838
         ([-0.3, 0, 0.3], [0.02**0.5 * i for i in (-2, -1, 0, 1, 2)], 0.59886),
-        # one variance for both: 3.1824 * sqrt((0.02 + 0.18) / 3 * (1/2 + 1/3)); Welch 0.65
-        ([-0.1, 0.1], [0, 0.3, 0.6], 0.75011),
-        # as many runs a side are safe: 2.7764 * sqrt(0.18 / 4 * 2/3), though Welch would say 0.745
-        ([-0.3, 0, 0.3], [0.1, 0.1, 0.1], 0.48089),
+        # the same number of runs, but one side alone scatters: 2 degrees, 4.3027 * sqrt(0.03)
+        ([-0.3, 0, 0.3], [0.1, 0.1, 0.1], 0.74525),
+        # one run has no scatter of its own: 4.3027 * sqrt(0.09 * (1 / 3 + 1))
+        ([-0.3, 0, 0.3], [0.1], 1.49050),
     ],
 )
-def test_unequal_numbers_take_the_wider_interval(
-    tmp_path: Path, base: list[float], test: list[float], half: float
-) -> None:
+def test_welch_by_hand(tmp_path: Path, base: list[float], test: list[float], half: float) -> None:
     sides = ([math.exp(x) for x in side] for side in (base, test))
     (found,) = compared(tmp_path, *sides).cases
     assert found.interval is not None
@@ -127,9 +125,20 @@ def test_the_newest_of_several_scatters_as_they_do(tmp_path: Path) -> None:
 
 
 def test_false_discoveries_by_hand() -> None:
-    # Benjamini and Hochberg at 5 %: 0.01 <= 0.0125 and 0.02 <= 0.025, 0.04 > 0.0375, 0.2 > 0.05
-    assert largest_discovery([0.04, 0.01, 0.2, 0.02], 0.05) == 0.02
-    assert largest_discovery([], 0.05) < 0
+    """Of ten cases that differ by 1.7 to 4 standard errors; p is at most 0.05 in five of them.
+
+    Benjamini and Hochberg at 5 %: 0.0187 > 0.05 * 2 / 10, so only the first one counts.
+    """
+    scatter = [-0.01, 0.01, -0.01, 0.01, -0.01, 0.01]
+    shifts = [0.03, 0.016, *[0.014] * 3, *[0.001] * 5]
+    cases = []
+    for shift in shifts:
+        ratios = [math.exp(shift + x) for x in scatter]
+        cases.append(Result("x", {}, pair_ratios=ratios))
+    judge_all(cases, Design(margin=0.001, paired=True))
+    p = [case.p or 0 for case in cases]
+    assert [case.verdict for case in cases[:5]] == ["slower"] + ["undecided"] * 4
+    assert p[0] < 0.005 < 0.01 < p[1] < p[2] < 0.05
 
 
 def test_looking_more_often_needs_more_evidence(tmp_path: Path) -> None:
@@ -163,75 +172,28 @@ def test_smallest_change_by_hand(tmp_path: Path) -> None:
     base, test = ([math.exp(x) for x in side] for side in ((-0.01, 0.01), (0.09, 0.11)))
     (found,) = compared(tmp_path, base, test).cases
     assert found.smallest_change == pytest.approx(math.exp(13.43 * 0.014142) - 1, rel=1e-3)
-    c = math.log(1 + (found.smallest_change or 0)) / 0.0141421
-    assert c == pytest.approx(4.3027 + 1.2816 * math.sqrt(1 + (c**2 + 18.513) / 4), rel=1e-4)
-    # runs differ by 0.01414: of 14 runs c = 2.0555 + 1.2816 * sqrt(1 + (c^2 + 4.225) / 52) = 3.48,
-    # times 0.01414 * sqrt(2 / n): 0.0186; of 12, 3.52 and 0.0203; of 13, 3.50 and 0.0194
-    assert found.runs_to_show == 13
 
 
-def test_a_control_tells_how_much_runs_scatter(tmp_path: Path) -> None:
-    """Pooled by hand: (0 * 0 + 2 * 0.0002) / 2, so s = 0.01414, and t(2) = 4.303."""
-    control = compared(tmp_path / "c", [math.exp(-0.01), math.exp(0.01)], [math.exp(0.01)] * 2)
-    squares = 2 * 0.01**2
-    base, test = load([runs(tmp_path / "a", [1.0])]), load([runs(tmp_path / "b", [1.2])])
-    (found,) = compare(base, test, Design(), control).cases
-    assert found.interval is not None
-    half = 4.303 * math.sqrt(squares / 2 * 2)
-    assert math.log(found.interval[1] / 1.2) == pytest.approx(half, rel=1e-3)
-    assert found.verdict == "slower"
-    # two a side, with squares of their own: (2 * s^2 + 2 * c^2) / 4, and t(4) = 2.776
-    more = load([runs(tmp_path / "d", [math.exp(0.2 + x) for x in (-0.01, 0.01)])])
-    (found,) = compare(load([runs(tmp_path / "e", [1.0, 1.0])]), more, Design(), control).cases
-    assert found.interval is not None
-    half = 2.776 * math.sqrt((squares + squares) / 4)
-    assert math.log(found.interval[1] / math.exp(0.2)) == pytest.approx(half, rel=1e-3)
+def test_one_side_after_the_other_is_a_warning(tmp_path: Path) -> None:
+    base = runs(tmp_path / "a", [1.0, 1.1, 1.0])
+    for number, hour in enumerate((4, 5, 6)):
+        start = f"2026-01-01T{hour:02}:00:00+00:00"
+        write(tmp_path / "b" / f"{number}.jsonl", case("no ddp", [1.0] * 5), started_at=start)
+    words = ("compare.py", base, "--test", str(tmp_path / "b"))
+    warning = "# warning: all runs of one side started before all of the other: what changed"
+    assert warning in run(*words).stdout
+    assert warning in run("compare.py", words[-1], "--test", base).stdout
+    assert "# warning" not in run(*words, "--paired").stdout
+    write(tmp_path / "b" / "0.jsonl", case("no ddp"), started_at="2026-01-01T01:30:00+00:00")
+    assert "# warning" not in run(*words).stdout
 
 
-def test_a_control_that_scatters_less_is_not_used(tmp_path: Path) -> None:
-    control = compared(tmp_path / "c", alike(6, 0.1, 1, 0.001), alike(6, 0.1, 2, 0.001))
-    sides = [alike(3, 0.1, seed, 0.05) for seed in (3, 4)]
-    base, test = (load([runs(tmp_path / f"{i}", times)]) for i, times in enumerate(sides))
-    (found,) = compare(base, test, Design(), control).cases
-    (without,) = compare(base, test, Design()).cases
-    assert found.interval == without.interval
-    assert found.reason.endswith("the control is not used: it lacks the case, or scatters less")
-
-
-def test_the_sides_of_a_control_may_have_different_numbers_of_runs(tmp_path: Path) -> None:
-    """As an ab.py that was interrupted leaves them: their mean tells the noise of the mean, too."""
-    for side, seconds in (("c", 0.1), ("d", 0.1), ("x", 0.1), ("y", 0.15)):
-        for i in range({"c": 3, "d": 2}.get(side, 1)):
-            lines = [case("x", [seconds * (1 + 0.001 * i)]), case("y", [2 * seconds])]
-            start = f"2026-01-01T0{i}:00:00"
-            write(tmp_path / side / f"{i}.jsonl", *lines, started_at=start)
-    c, d, x, y = (load([str(tmp_path / side)]) for side in "cdxy")
-    comparison = compare(x, y, Design(), compare(c, d, Design()))
-    assert comparison.mean
-    assert comparison.mean.reason == ""
-    assert comparison.mean.verdict == "slower"
-
-
-def test_control_on_the_command_line(tmp_path: Path) -> None:
-    """Two cases, so there is a mean; the control's noise gives one run a side a verdict."""
-    for side, factor in (("c/a", 1), ("c/b", 1), ("x", 1), ("y", 1.5)):
-        for i in range(3 if "/" in side else 1):
-            seconds = 0.1 * factor * (1 + 0.001 * i * len(side))
-            lines = [case("x", [seconds]), case("y", [2 * seconds])]
-            start = f"2026-01-01T0{i}:00:00"
-            write(tmp_path / side / f"{i}.jsonl", *lines, started_at=start)
-    words = (str(tmp_path / "x"), "--test", str(tmp_path / "y"))
-    assert "2 undecided" in run("compare.py", *words).stdout
-    done = run("compare.py", *words, "--control", str(tmp_path / "c"))
-    assert done.returncode == 0, done.stderr
-    assert "3 runs of control a side tell how much runs scatter" in done.stdout
-    assert "2 slower" in done.stdout
-    assert re.search(r"geometric mean of 2 cases .* slower\n", done.stdout)
-    refused = run("compare.py", *words, "--control", str(tmp_path / "x"))
-    assert refused.returncode == 2
-    assert "there is no report" in refused.stderr or "No such file" in refused.stderr
-    refused = run("compare.py", "--history", str(tmp_path), "--control", str(tmp_path / "c"))
-    assert "--control is about BASE and --test" in refused.stderr
+def test_how_many_runs_would_decide(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, [1.0, 1.02, 0.98], [1.0, 1.02, 0.98])
+    (found,) = comparison.cases
+    assert found.verdict == "undecided"
+    line = f"{found.runs_needed} runs a side have an even chance to narrow the intervals to +-2 %"
+    assert f"# {line}; {3 * (found.runs_needed or 0)} decide" in show(comparison, "table")
 
 
 def test_why_a_change_is_undecided() -> None:
@@ -526,15 +488,3 @@ def test_nothing_of_a_report_reaches_the_terminal(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert "\x1b" not in done.stdout
     assert "<b>" not in done.stdout
-
-
-def test_large_reports_are_read_two_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("analysis.load.LARGE_BYTES", 100)
-    base, test = (runs(tmp_path / side, [1.0, 1.1, 1.2]) for side in "ab")
-    (found,) = judged(base, test).cases
-    assert found.base_s == pytest.approx([1.0, 1.1, 1.2])
-    write(tmp_path / "bad.jsonl", case("x", [-1.0]))
-    with pytest.raises(ValueError, match="expected lists of seconds"):  # as from one at a time
-        load([base, str(tmp_path / "bad.jsonl")])

@@ -59,15 +59,6 @@ def test_a_csv_cell_that_a_spreadsheet_would_run_begins_with_a_quote(tmp_path: P
         assert all(re.fullmatch(r"[+-][\d.]+", cell) for cell in cells)
 
 
-def test_bencher(report: str) -> None:
-    """https://bencher.dev/bmf.json: objects of objects, `value` required, all numbers."""
-    document = json.loads(export(report, "--to", "bmf"))
-    assert document["ddp_sweep/no ddp"] == {
-        "step_time_p50_s": {"value": 0.15, "lower_value": 0.1, "upper_value": 0.2},
-        "samples_per_s": {"value": 53.3},
-    }
-
-
 def test_github_action_benchmark(report: str) -> None:
     """Its extract.ts: name, unit and value, and perhaps range and extra, all in one direction."""
     rows = json.loads(export(report, "--to", "gha"))
@@ -81,27 +72,6 @@ def test_github_action_benchmark(report: str) -> None:
     assert {row["unit"] for row in rows} == {"s"}
     rates = json.loads(export(report, "--to", "gha", "--metric", "samples_per_s"))
     assert [row["unit"] for row in rates] == ["1/s"]
-
-
-def test_pytorch_records(report: str) -> None:
-    """test-infra's oss_ci_benchmark_v3: extra_info maps strings to strings."""
-    rows = json.loads(export(report, "--to", "records"))
-    record = rows[0]
-    assert record["benchmark"]["name"] == "ddp_sweep"
-    assert record["benchmark"]["dtype"] == "fp32"
-    assert record["model"] == {"name": "resnet18", "backend": "gloo"}
-    assert record["metric"] == {"name": "step_time_p50_s", "benchmark_values": [0.15]}
-    assert all(isinstance(v, str) for v in record["benchmark"]["extra_info"].values())
-
-
-def test_prometheus(report: str) -> None:
-    lines = export(report, "--to", "prometheus").splitlines()
-    assert lines[0] == "# TYPE torchrun_bench_step_time_p50_seconds gauge"
-    sample = r'[a-zA-Z_:][a-zA-Z0-9_:]*\{([a-zA-Z_]\w*="([^"\\]|\\["n\\])*",?)*\} [0-9.e+-]+'
-    assert all(re.fullmatch(sample, line) for line in lines if not line.startswith("#"))
-    assert '1M/2G \\"quoted\\"' in lines[2]
-    names = [line.split("{")[0] for line in lines if not line.startswith("#")]
-    assert names == sorted(names, key=names.index)  # the samples of a metric stand together
 
 
 def test_pytorchs_own_report(report: str, tmp_path: Path) -> None:

@@ -38,14 +38,7 @@ def test_arrows_point_one_way(module: str) -> None:
     allowed = {
         "benchmarks": ("common.",),
         "common": ("common.",),
-        "analysis": (
-            "analysis.",
-            "common.report",
-            "common.cli",
-            "common.turns",
-            "common.stats",
-            "common.samples",
-        ),
+        "analysis": ("analysis.", "common.report", "common.cli", "common.stats"),
         "examples": (),
     }[folder]
     assert all(used.startswith(allowed) for used in USES[module])
@@ -112,7 +105,7 @@ def test_a_module_of_common_has_two_users() -> None:
         "common.join",
         "common.watchdog",
     }
-    core |= {"common.remarks"}
+    core |= {"common.remarks", "common.turns"}
     lookers_on = {module for module in alone if module.startswith("common.observe.")}
     assert set(alone) - core - lookers_on == set()
 

@@ -176,7 +176,7 @@ def test_markdown(tmp_path: Path) -> None:
 
 
 def test_a_script_that_has_only_samples_shows_the_time_of_each_case(tmp_path: Path) -> None:
-    samples = {"both": [[0.1, 0.3, 0.2] * 4], "alone": [[0.1] * 12]}
+    samples = {"step": [[0.1, 0.3, 0.2] * 4], "alone": [[0.1] * 12]}
     line = case("x", samples_s=samples, rounds=[12], metrics={"alone_p50_s": 0.1})
     path = write(tmp_path / "new.jsonl", line, case("y", [0.5] * 12, metrics={"step_p50_s": 0.4}))
     done = run("report.py", path, "--markdown")

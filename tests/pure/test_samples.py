@@ -105,7 +105,7 @@ def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes.append(times.each("compute").shape)
         assert np.array_equal(times.slowest(), seconds["step"].max(axis=0))
 
-    bench: Any = SimpleNamespace()
+    bench: Any = SimpleNamespace(tracer=SimpleNamespace(row=lambda *_: []))
     Benchmark.complete(bench, case, derive, timings, [None] * 8)
     assert shapes == [(8, 100)]
     assert len(case.samples_s["step"][0]) == 22

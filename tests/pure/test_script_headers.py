@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = ["ab", "compare", "export", "race", "report"]
+SCRIPTS = ["ab", "compare", "export", "report"]
 COME_ALONG = {"markupsafe": "jinja2", "cycler": "matplotlib", "mpl_toolkits": "matplotlib"}
 
 

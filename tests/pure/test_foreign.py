@@ -1,4 +1,4 @@
-"""analysis/nccl_tests.py: tables, JSON lines and lists, as nccl-tests and rccl-tests write them."""
+"""analysis/foreign.py: tables, JSON lines and lists, as nccl-tests and rccl-tests write them."""
 
 import json
 import re
