@@ -372,6 +372,9 @@ def test_the_second_connection_does_not_wait_for_the_first(monkeypatch: pytest.M
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     first, second = meet(0, 2, 20)
+    assert isinstance(first, torch.distributed.PrefixStore)
+    assert isinstance(second, torch.distributed.PrefixStore)
+    assert first.underlying_store is not second.underlying_store  # one call at a time for each
     waits = threading.Thread(target=first.get, args=["a late rank"])
     waits.start()
     second.set("seen meanwhile", "yes")
