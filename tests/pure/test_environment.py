@@ -363,6 +363,24 @@ def test_ranks_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
+JOINS = """
+import os
+from common.join import join
+join("cpu", None, 9)
+print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["TP_SOCKET_IFNAME"])
+"""
+
+
+def test_on_one_node_gloo_and_tensorpipe_are_told_loopback() -> None:
+    """By themselves they listen on the address of the host's name. What is set stays."""
+    clean = {name: text for name, text in os.environ.items() if "IFNAME" not in name}
+    for variables, shown in (({}, "lo lo\n"), ({"GLOO_SOCKET_IFNAME": "lo,lo"}, "lo,lo lo\n")):
+        command = [sys.executable, "-c", JOINS]
+        own = clean | variables
+        done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
+        assert done.stdout == shown, done.stderr
+
+
 def test_the_second_connection_does_not_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog looks for other ranks while the main thread waits for one of them."""
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

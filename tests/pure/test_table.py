@@ -3,7 +3,7 @@
 from typing import Any
 
 from common.report import Case
-from common.table import Table, interval_ends, metric
+from common.table import Table, interval_ends, layout, metric
 
 
 def case(samples: list[float] | None = None, **metrics: Any) -> Case:
@@ -23,3 +23,9 @@ def test_a_row_keeps_its_columns_with_an_interval() -> None:
     first = table.row(case(step_s=1.0, step_ci95_s=[0.001, 0.002])).splitlines()
     second = table.row(case(step_s=1.0, step_ci95_s=[-0.01, 0.1])).splitlines()
     assert len(first[-1]) == len(second[-1])
+
+
+def test_a_column_is_as_wide_as_its_header() -> None:
+    """By itself tabulate gives each header two blanks more."""
+    lines = layout(["case", "time"], [["a", "1"]]).splitlines()
+    assert lines == ["case  time", "----  ----", "a        1"]
