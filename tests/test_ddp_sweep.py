@@ -1,9 +1,11 @@
 """ddp_sweep.py as its user runs it. What the core promises is in test_faults.py."""
 
 import json
+import gc
 import math
 import shlex
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,6 +206,21 @@ def test_the_metrics_of_a_case_by_hand() -> None:
     ddp_sweep.derive(alone, Times(alone.samples_s, alone.rounds), different)
     assert alone.check.startswith("failed: ")
     assert {"efficiency", "exposed_s"}.isdisjoint(alone.metrics)
+
+
+def test_a_hook_that_waits_is_refused_over_gloo_and_none_keeps_the_model() -> None:
+    """The garbage collector sees no cycle through DDP's C++ part."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ddp = DistributedDataParallel(nn.Linear(3, 5))
+    with pytest.raises(ValueError, match="hook powersgd deadlocks gloo"):
+        ddp_sweep.register_hook("powersgd", ddp)
+    assert ddp_sweep.register_hook("fp16", ddp)
+    ddp(torch.ones(2, 3)).sum().backward()
+    weight = weakref.ref(ddp.module.weight)
+    del ddp
+    gc.collect()
+    assert weight() is None
+    dist.destroy_process_group()
 
 
 def test_local_compute_sends_nothing_and_moves_no_parameter() -> None:

@@ -4,7 +4,7 @@ import re
 import runpy
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import batch_update_ps, ddp_rpc, parameter_server, rpc_latency
 from common.join import raise_file_limit
-from common.rpc import RpcOptions, files_needed, split_roles
+from common.rpc import RpcOptions, files_needed, rpc_options, split_roles
 from tests.process import ROOT
 
 
@@ -132,6 +132,28 @@ def test_servers_by_pytorchs_names() -> None:
     names = "AverageBatchParameterServer,AverageParameterServer"
     args = parameter_server.parse_args(["--server", names])
     assert args.servers == ["batch", "running"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads", "transports"),
+    [
+        (8, 2, 4, ["auto"]),  # its part of the cores
+        (2, 2, 2, ["auto"]),  # with 1 a function that makes an RPC would wait for itself
+        (2, 4, 2, ["uv"]),  # shm would take cores from the ranks
+        (64, 1, 16, ["auto"]),
+    ],
+)
+def test_threads_and_transports_that_are_not_asked_for(
+    cores: int, ranks: int, threads: int, transports: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.rpc.share", lambda value: value)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
+    bench: Any = SimpleNamespace(job=SimpleNamespace(local_world_size=ranks))
+    flags: Any = dict.fromkeys(("rpc_threads", "rpc_transports", "rpc_timeout", "rpc_channels"))
+    args: Any = SimpleNamespace(timeout=300.0, **flags)
+    assert rpc_options(args, bench) == RpcOptions(threads, 600.0, transports, ["auto"])
+    args = SimpleNamespace(**vars(args) | {"rpc_threads": 1, "rpc_transports": ["shm"]})
+    assert rpc_options(args, bench) == RpcOptions(1, 600.0, ["shm"], ["auto"])
 
 
 def test_files_that_rpc_opens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,3 +130,25 @@ def test_under_nohup_a_run_outlives_its_terminal() -> None:
     assert done.stdout == "goes on\n", done.stderr
     assert done.stderr == "SIGHUP: 0 cases are measured\n"
     assert done.returncode == 128 + signal.SIGHUP
+
+
+RANK = """
+import os, signal, time
+from unittest.mock import Mock
+from common.watchdog import Watchdog
+Watchdog._end_on_signals(Mock(report=Mock(path=None, cases=[]), job=Mock(rank=0)))
+os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(60)
+print("outlives it")
+"""
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+
+
+def test_a_rank_ends_with_its_launcher_however_that_ends() -> None:
+    """The rank kills the launcher. Its stdout and stderr are closed when both have ended."""
+    command = [sys.executable, "-c", LAUNCHER, RANK]
+    own = os.environ | {"TORCHELASTIC_RUN_ID": "a run"}
+    done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=50)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == ""
+    assert done.stderr == "SIGTERM: 0 cases are measured\n"
