@@ -1,7 +1,7 @@
 """ddp_sweep.py as its user runs it. What the core promises is in test_faults.py."""
 
-import json
 import gc
+import json
 import math
 import shlex
 import shutil

@@ -385,3 +385,25 @@ def test_the_first_lines_have_the_version_and_the_command(
     monkeypatch.setenv("RANK", "1")
     parser.parse_args()
     assert capsys.readouterr() == ("", "")
+
+
+GONE_STDOUT = """
+import sys
+from common.cli import abandon
+print("a line")
+try:
+    sys.stdout.flush()
+except OSError:
+    abandon(sys.stdout)
+"""
+
+
+def test_a_stream_that_is_given_up_fails_no_more_when_python_ends() -> None:
+    """Python flushes it again then, and would end with status 120."""
+    buffered = {name: text for name, text in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    command = [sys.executable, "-c", GONE_STDOUT]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command, cwd=ROOT, env=buffered, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (0, "")
