@@ -165,7 +165,7 @@ def test_files_that_rpc_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda kind: limits.pop(0))
     monkeypatch.setattr("resource.setrlimit", lambda kind, limit: calls.append(limit))
     assert [raise_file_limit(1170) for _ in range(4)] == [64, 1170, 1170, 1170]
-    assert calls == [(64, 64), (1170, -1), (1170, 4096)]
+    assert calls == [(1170, -1), (1170, 4096)]
 
 
 def test_roles_and_device_maps() -> None:
