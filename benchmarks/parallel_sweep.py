@@ -13,18 +13,17 @@ a product of axes over all ranks, such as dp4tp2, dp2pp4:1f1b or dp2ep4:
 Each axis is also timed without its communication: the same code runs, in alternating blocks, on a
 twin of the mesh whose collectives return at once (torch's `fake` backend). A twin computes garbage.
 
-    exposed(axis)  median over rounds of step - step with the axis fake
-    compute        step with all axes fake
-    idle           mean over the places of the pipeline of 1 - its step with pp fake / step
-    theory         (p - 1) / (v m + p - 1): p places, v stages at each, m microbatches
+    exposed(axis) = median over rounds of step - step with the axis fake
+    compute       = step with all axes fake
+    idle          = 1 - step with pp fake, the mean over the places of the pipeline / step
+    theory        = (p - 1) / (v m + p - 1): p places, v stages at each, m microbatches
 
     torchrun --nproc-per-node 4 benchmarks/parallel_sweep.py
     torchrun --nproc-per-node 8 benchmarks/parallel_sweep.py --model decoder-1.3b --dtype bf16 \\
         --mesh dp8,dp4tp2,dp2pp4:1f1b,dp2pp4:zbv,cp8 --json report.jsonl
 
-The loss and the gradient's norm of 3 steps are checked against one process. How to read the table:
-docs/parallel_sweep.md. BSD-3-Clause: copy the function of the axis that you need
-from common/workloads/axes.py.
+The loss and the gradient's norm of 3 steps are checked against one process. Written for this
+project, BSD-3-Clause. The function of each axis, to copy, is in common/workloads/axes.py.
 """
 
 import argparse
@@ -44,17 +43,16 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.answers import estimate_of, fastest, ranked, series, show_seconds
+from common import cli
+from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
-from common.cli import Parser, add_common_flags, describe, list_of, positive_int
 from common.environment import sharers
 from common.groups import Group, Job, share
 from common.memory import peak, reset_peak, start_peak
-from common.old import Benchmark, Key, Workload
-from common.report import Case
-from common.stats import Times, step_metrics, straggler
-from common.table import Columns, interval_ends, metric, relative
-from common.timing import Step
+from common.report import Case, Estimate, show_seconds
+from common.stats import Times, median, straggler, training_metrics
+from common.table import Columns, Table, ends, metric, relative
+from common.timing import Step, Workload
 from common.workloads.axes import DTYPES, create, is_expert, train
 from common.workloads.decoder import DECODERS, flops_per_token, next_token_loss, random_text
 from common.workloads.meshes import (
@@ -74,19 +72,20 @@ TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to th
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = cli.Parser(__doc__)
     add = parser.add_argument
     meshes = "a list of meshes (default, with 4 ranks: dp4,tp4,dp2tp2,pp4:1f1b)"
-    add("--mesh", type=list_of(parse_mesh), help=meshes)
-    add("--model", choices=list(DECODERS), help="(default: decoder-124m, CPU decoder-nano)")
-    dtype = "of weights, gradients and optimizer (default: fp32)"
+    add("--mesh", type=cli.list_of(parse_mesh), help=meshes)
+    models = cli.By("decoder-124m", "decoder-nano")
+    add("--model", choices=list(DECODERS), default=models, help="(default: %(default)s)")
+    dtype = "of weights, gradients and optimizer (default: %(default)s)"
     add("--dtype", choices=list(DTYPES), default="fp32", help=dtype)
-    number = partial(add, type=positive_int, metavar="N")
+    number = partial(add, type=cli.positive_int, metavar="N")
     number("--global-batch", help="sequences of all ranks together (default: 8 a rank, CPU 4)")
     number("--sequence-length", help="tokens (default: the model's)")
     number("--microbatches", help="of a pipeline (default: 2 for each of its ranks)")
     add("--no-breakdown", action="store_true", help="time the steps only, without twins")
-    add_common_flags(parser, max_seconds=3)
+    cli.add_common_flags(parser, max_seconds=3)
     return parser.parse_args(argv)
 
 
@@ -106,7 +105,7 @@ def train_reference(key: Key, device: torch.device) -> Reference | str:
     try:
         return train_alone(create(key, device), rows, loss_of, weights)
     except RuntimeError as error:  # a model that needs several devices has none
-        return f"one process alone fails: {describe(error)}"
+        return f"one process alone fails: {cli.describe(error)}"
 
 
 def square_norm(model: nn.Module, mesh: Mesh) -> float:
@@ -127,7 +126,6 @@ def square_norm(model: nn.Module, mesh: Mesh) -> float:
 def build(lr: float, job: Job, ranks_of_gpu: int, key: Key, group: Group) -> Workload:
     """ranks_of_gpu: how many ranks share this rank's GPU."""
     mesh = parse_mesh(key["mesh"])
-    with_twins = key.get("breakdown", True)
     before = start_peak(job.device)
     meshes = open_meshes(mesh, [], job, group)
     trainer = train(key, job, meshes, partial(sgd, lr=lr))
@@ -138,18 +136,22 @@ def build(lr: float, job: Job, ranks_of_gpu: int, key: Key, group: Group) -> Wor
         losses.append([loss.item() for loss in trainer.step()])
         memory = peak(job.device, before)  # before the norm, which gathers gradients
         norms.append(square_norm(trainer.model, mesh))
-    facts = memory | {"losses": losses, "norms": norms}
     trainer.optimizer.param_groups[0]["lr"] = 0.0
     twins: dict[str, Step] = {}
-    if with_twins:
+    compared: list[str] = []
+    if key["breakdown"]:
         scatter_noise(key, job.device, ranks_of_gpu)
         for part, silent in parts_of(mesh).items():
             meshes = open_meshes(mesh, silent, job, group)
-            twin = train(key, job, meshes, partial(sgd, lr=0.0))
-            twins[part] = twin.step
-    shown = [without(mesh, axis) for axis in mesh.axes] if with_twins else []
-    launches = mesh.ep == 1  # ep's counts wait for the device
-    return Workload(trainer.step, twins, compared=shown, facts=lambda: facts, launches=launches)
+            twins[part] = train(key, job, meshes, partial(sgd, lr=0.0)).step
+        compared = [without(mesh, axis) for axis in mesh.axes]
+    return Workload(
+        trainer.step,
+        twins,
+        compared,
+        facts=lambda: memory | {"losses": losses, "norms": norms},
+        launches=mesh.ep == 1,  # ep's counts wait for the device
+    )
 
 
 def scatter_noise(key: Key, device: torch.device, ranks_of_gpu: int) -> None:
@@ -185,36 +187,35 @@ def without(mesh: Mesh, axis: str) -> str:
 def derive(
     reference: Reference | str, device: torch.device, case: Case, times: Times, facts: list[Any]
 ) -> None:
-    """Fill in the metrics and the check."""
-    key, m = case.key, case.metrics
-    m |= step_metrics(times.each(), key["global_batch"])
-    m["tokens_per_s"] = m["samples_per_s"] * key["sequence_length"]
-    m["tokens_per_s_per_rank"] = m["tokens_per_s"] / key["world_size"]
+    """Fill in the metrics and the check, on rank 0."""
+    key, metrics = case.key, case.metrics
+    metrics |= training_metrics(times, key["global_batch"])
+    metrics["tokens_per_s"] = metrics["samples_per_s"] * key["sequence_length"]
+    metrics["tokens_per_s_per_rank"] = metrics["tokens_per_s"] / len(case.ranks)
     if device_flops := peak_flops(device, key["dtype"]):
-        m["mfu"] = m["tokens_per_s_per_rank"] * flops_per_token(config_of(key)) / device_flops
+        flops_per_s = metrics["tokens_per_s_per_rank"] * flops_per_token(config_of(key))
+        metrics["mfu"] = flops_per_s / device_flops
     memory = [fact["memory_gib"] for fact in facts]
-    m["memory_gib"] = max(memory)
-    m["memory_min_gib"] = min(memory)
+    metrics["memory_gib"] = max(memory)
+    metrics["memory_min_gib"] = min(memory)
     if "memory_allocated_gib" in facts[0]:  # on CUDA
-        m["memory_allocated_gib"] = max(fact["memory_allocated_gib"] for fact in facts)
-    if "compute" in times.samples_s:
-        m |= breakdown(parse_mesh(key["mesh"]), key["microbatches"], times)
+        metrics["memory_allocated_gib"] = max(fact["memory_allocated_gib"] for fact in facts)
+    if "compute" in times:
+        metrics |= breakdown(parse_mesh(key["mesh"]), key["microbatches"], times)
+    case.check = check(reference, facts, TOLERANCES[key["dtype"]])
+
+
+def check(reference: Reference | str, facts: list[Any], tolerance: float) -> str:
+    """Whether all ranks together train as one process does."""
     if isinstance(reference, str):
-        case.check = f"skipped: {reference}"
-    else:
-        case.check = verdict(wrong_training(reference, facts, TOLERANCES[key["dtype"]]))
-
-
-def wrong_training(reference: Reference, facts: list[Any], tolerance: float) -> str | None:
-    """How the training of all ranks differs from that of one process, or None."""
+        return f"skipped: {reference}"
     norms = np.sqrt(np.sum([fact["norms"] for fact in facts], axis=0))
-    problem = compare_training("the gradient's norm", norms, reference.norms, tolerance)
-    if problem:
-        return problem
+    if wrong := compare_training("the gradient's norm", norms, reference.norms, tolerance):
+        return verdict(wrong)
     losses = [fact["losses"] for fact in facts if fact["losses"][0]]  # [ranks, steps, microbatches]
     means = np.mean(losses, axis=(0, 2))
     wanted = np.mean(reference.losses, axis=1)
-    return compare_training("the loss", means, wanted, tolerance)
+    return verdict(compare_training("the loss", means, wanted, tolerance))
 
 
 def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
@@ -222,63 +223,61 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
 
     A place is the ranks that have the same stages: one stage, or two, as the schedule says.
     """
-    m: dict[str, Any] = {"compute_s": times.p50("compute")}
+    metrics: dict[str, Any] = {"compute_s": times.median("compute")}
     for axis in mesh.axes:
-        m[f"exposed_{axis}_s"], m[f"exposed_{axis}_ci95_s"] = times.exposed(without(mesh, axis))
+        metrics[f"exposed_{axis}_s"] = times.longer(without(mesh, axis))
     if slow := straggler(times.each("compute")):
-        m["straggler_rank"], m["straggler_factor"] = slow
+        metrics["straggler_rank"], metrics["straggler_factor"] = slow
     if mesh.pp == 1:
-        return m
+        return metrics
 
-    def place_medians(part: str) -> Any:
-        """Seconds at each place of pp, [pp]. The slowest of the ranks at a place counts."""
-        samples = times.each(part)  # [ranks, n]; pp is the outermost axis of the ranks
-        slowest = samples.reshape(mesh.pp, -1, samples.shape[1]).max(axis=1)
-        return np.median(slowest, axis=1)
+    def at_places(part: str) -> list[Any]:
+        """Seconds at each place of pp, [n], the outermost axis of the ranks. Its slowest counts."""
+        return [ranks.max(axis=0) for ranks in np.split(times.each(part), mesh.pp)]
 
-    idle = 1 - place_medians(without(mesh, "pp")) / times.p50()
+    def idle(busy_s: Any) -> Estimate:
+        return 1 - Times({"step": times.each(), "busy": [busy_s]}, times.rounds).ratio("busy")
+
+    busy_s = at_places(without(mesh, "pp"))
+    metrics["pipeline_idle"] = idle(np.mean(busy_s, axis=0))
     slots = mesh.stages // mesh.pp * microbatches
-    m["pipeline_idle"] = float(idle.mean())
-    m["pipeline_idle_theory"] = (mesh.pp - 1) / (slots + mesh.pp - 1)
-    m["stage_idle"] = idle.round(4).tolist()
-    m["stage_compute_s"] = place_medians("compute").round(9).tolist()
-    return m
+    metrics["pipeline_idle_theory"] = (mesh.pp - 1) / (slots + mesh.pp - 1)
+    metrics["stage_idle"] = [idle(seconds) for seconds in busy_s]
+    metrics["stage_compute_s"] = [median(seconds) for seconds in at_places("compute")]
+    return metrics
+
+
+# -- what is printed -------------------------------------------------------------------------------
 
 
 def answer(cases: list[Case]) -> list[str]:
-    """Which mesh is the fastest, and what each of its axes exposes."""
-    sentences: list[str] = []
-    for name, same in series(cases, ("mesh", "microbatches", "breakdown")).items():
-        steps = ranked(same)
-        if not steps:
-            continue
-        meshes = {case.key["mesh"]: step for case, step in reversed(steps)}
-        sentences.append(name + fastest(meshes))
-        case, step = steps[0]
-        parts: list[str] = []
-        for axis in parse_mesh(case.key["mesh"]).axes:
-            exposed = estimate_of(case, f"exposed_{axis}_s", f"exposed_{axis}_ci95_s")
-            if exposed:
-                parts.append(f"{axis} exposes {exposed.beside(step.value)}")
-        if parts:
-            of_step = f"of a step's {show_seconds(step.value)} under {case.key['mesh']}"
-            sentences.append(f"{name}{of_step} {', '.join(parts)}")
+    """How long a step takes under each mesh, and what each axis exposes of the shortest one."""
+    ordered = sorted(cases, key=lambda case: case.metrics["step_s"].value)
+    steps = [f"{case.metrics['step_s']} under {case.name}" for case in ordered]
+    sentences = [f"a step takes {', '.join(steps)}"]
+    if len(steps) > 1:
+        sentences[0] += "; these were timed one after the other, analysis/ab.py takes turns"
+    first, metrics = ordered[0].name, ordered[0].metrics
+    if "compute_s" in metrics and (axes := parse_mesh(first).axes):
+        step_s = metrics["step_s"].value
+        parts = [f"{axis} exposes {metrics[f'exposed_{axis}_s'].beside(step_s)}" for axis in axes]
+        sentences.append(f"of a step's {show_seconds(step_s)} under {first} {', '.join(parts)}")
     return sentences
 
 
-def places_line(case: Case) -> str | None:
-    """`# pp2:1f1b, place by place: compute 1.0, 1.1 ms, idle 20%, 18%`; None without a pipeline."""
-    if "stage_compute_s" not in case.metrics:
-        return None
-    compute = ", ".join(f"{seconds * 1e3:.1f}" for seconds in case.metrics["stage_compute_s"])
-    idle = ", ".join(f"{fraction:.0%}" for fraction in case.metrics["stage_idle"])
-    return f"# {case.key['mesh']}, place by place: compute {compute} ms, idle {idle}"
+def places_lines(case: Case) -> list[str]:
+    """`# pp2:1f1b, place 1: computes for 20.3 ms (19.9 to 21.1), idle 33 % (30 to 36)`, ..."""
+    lines = []
+    for place, compute_s in enumerate(case.metrics.get("stage_compute_s", [])):
+        idle = case.metrics["stage_idle"][place].text("%", 100, 0)
+        lines.append(f"# {case.name}, place {place + 1}: computes for {compute_s}, idle {idle}")
+    return lines
 
 
 COLUMNS: Columns = {
-    "mesh": lambda case: case.key["mesh"],
+    "mesh": lambda case: case.name,
     "tokens/s": metric("tokens_per_s", digits=0),
-    "95% ci\nof p50": relative("step_time_ci95_rel"),
+    "95% ci\nof p50": relative("step_s"),
     "tokens/s\n/rank": metric("tokens_per_s_per_rank", digits=0),
     "mfu\n(%)": metric("mfu", 100, 1),
     "memory\nmax (GiB)": metric("memory_gib", digits=3),
@@ -286,9 +285,11 @@ COLUMNS: Columns = {
     "slowest\nrank": metric("straggler_rank", digits=0),
     "by\n(x)": metric("straggler_factor"),
     "idle\n(%)": metric("pipeline_idle", 100, 0),
+    "95% ci\n(%)": ends("pipeline_idle", 100, 0),
     "theory\n(%)": metric("pipeline_idle_theory", 100, 0),
-    "step\n(ms)": metric("step_time_p50_s", 1e3, 1),
+    "step\n(ms)": metric("step_s", 1e3, 1),
     "compute\n(ms)": metric("compute_s", 1e3, 1),
+    "\n95% ci": relative("compute_s"),
 }
 
 
@@ -298,19 +299,14 @@ def columns_of(meshes: list[Mesh]) -> Columns:
     for mesh in meshes:
         for axis in mesh.axes:
             columns[f"exposed\n{axis} (ms)"] = metric(f"exposed_{axis}_s", 1e3, 1)
-            columns[f"\n{axis} 95% ci (ms)"] = interval_ends(f"exposed_{axis}_ci95_s", 1e3, 1)
+            columns[f"\n{axis} 95% ci (ms)"] = ends(f"exposed_{axis}_s", 1e3, 1)
     return columns
 
 
 def title_of(key: Key, microbatches: int | None) -> str:
     """The settings that all meshes share. microbatches: those that the user gave."""
-    words = [
-        key["model"],
-        f"{key['sequence_length']} tokens",
-        f"global batch {key['global_batch']}",
-        key["dtype"],
-        "SGD",
-    ]
+    tokens, batch = f"{key['sequence_length']} tokens", f"global batch {key['global_batch']}"
+    words = [key["model"], tokens, batch, key["dtype"], "SGD"]
     if key["experts"]:
         words.append(f"{key['experts']} experts")
     if microbatches:
@@ -318,32 +314,33 @@ def title_of(key: Key, microbatches: int | None) -> str:
     return ", ".join(words)
 
 
-def plan(args: argparse.Namespace, meshes: list[Mesh], cuda: bool, place: Key) -> list[Key]:
-    """The key of each mesh. place: world size, device and backend."""
-    model = args.model or ("decoder-124m" if cuda else "decoder-nano")
-    with_experts = any(mesh.ep > 1 for mesh in meshes)
+# -- which cases -----------------------------------------------------------------------------------
+
+
+def plan(args: argparse.Namespace, meshes: list[Mesh], job: Job) -> tuple[str, list[Planned]]:
+    """The title of the table, and its cases: one of each mesh, on all ranks."""
+    sequences = 8 if job.device.type == "cuda" else 4  # of a rank
     shared = {
-        "model": model,
+        "model": args.model,
         "dtype": args.dtype,
-        "sequence_length": args.sequence_length or DECODERS[model].context,
-        "global_batch": args.global_batch or (8 if cuda else 4) * place["world_size"],
-        "experts": EXPERTS if with_experts else 0,
-        **place,
+        "sequence_length": args.sequence_length or DECODERS[args.model].context,
+        "global_batch": args.global_batch or sequences * job.world_size,
+        "experts": EXPERTS if any(mesh.ep > 1 for mesh in meshes) else 0,
+        "breakdown": not args.no_breakdown,
     }
-    if args.no_breakdown:  # a key without this field has a breakdown, as in older reports
-        shared["breakdown"] = False
-    keys = []
+    cases: list[Planned] = []
     for mesh in meshes:
-        in_pipeline = args.microbatches or 2 * mesh.pp
-        microbatches = in_pipeline if mesh.pp > 1 else 1
-        keys.append({"mesh": mesh.name, "microbatches": microbatches, **shared})
-    return keys
+        microbatches = (args.microbatches or 2 * mesh.pp) if mesh.pp > 1 else 1
+        key = {"mesh": mesh.name, "microbatches": microbatches, **shared}
+        cases.append((mesh.name, job.world_size, key))
+    return title_of(shared, args.microbatches), cases
 
 
-def too_long(key: Key, job: Job, environment: dict[str, Any]) -> str | None:
-    """Why the texts have no room, or None. Each rank makes all tokens and targets, of 8 bytes."""
+def check_room(key: Key, job: Job, environment: dict[str, Any]) -> None:
+    """Raise ValueError if a rank has no room for all tokens and targets, of 8 bytes each."""
     needed = 2 * 8 * key["sequence_length"] * key["global_batch"]
-    return too_much(needed, job, environment, "--sequence-length or --global-batch")
+    if problem := too_much(needed, job, environment, "--sequence-length or --global-batch"):
+        raise ValueError(problem)
 
 
 def main() -> int:
@@ -353,32 +350,28 @@ def main() -> int:
     # registers a backend `fake` whose collectives return at once; seen with torch 2.11, 2.14, 2.15
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     torch.set_flush_denormal(True)  # a twin's garbage must not be slow to compute with
-    with Benchmark("parallel_sweep", args, answer=answer) as bench:
-        job = bench.job
+    with Benchmark("parallel_sweep", args) as bench:
+        job, environment = bench.job, bench.report.environment
         meshes = args.mesh or [parse_mesh(name) for name in default_meshes(job.world_size)]
-        keys = plan(args, meshes, job.device.type == "cuda", bench.place)
-        problems = [misfit(key) for key in keys]
-        problems.append(share(too_long(keys[0], job, bench.report.environment)))
-        for problem in problems:
-            if problem:
+        title, cases = plan(args, meshes, job)
+        first = cases[0][2]
+        place = {"world_size": job.world_size, "device": job.device.type, "backend": job.backend}
+        for _, _, key in cases:
+            if problem := misfit(key | place):
                 bench.refuse(problem)
-        bench.announce(keys)
-        longest = max((mesh.name for mesh in meshes), key=len)
-        bench.begin_table(title_of(keys[0], args.microbatches), columns_of(meshes), [longest])
-        reference = share(train_reference(keys[0], job.device) if job.rank == 0 else None)
-        lr = 0.0
+        bench.prepare("--global-batch", partial(check_room, first, job, environment))
+        bench.announce({title: cases})
+        reference = share(train_reference(first, job.device) if job.rank == 0 else None)
         if isinstance(reference, str):
             bench.print(f"# not checked: {reference}")
-        else:
-            lr = reference.lr
-        begin = partial(build, lr, job, sharers(bench.report.environment, job.rank))
+        lr = reference.lr if isinstance(reference, Reference) else 0.0
+        begin = partial(build, lr, job, sharers(environment, job.rank))
         end = partial(derive, reference, job.device)
-        cases: list[Case] = []  # on rank 0; the other ranks have none
-        for key in keys:
-            case = bench.measure(key, begin, end)
-            if case:
-                cases.append(case)
-        lines = [line for line in map(places_line, cases) if line]
+        table = Table(columns_of(meshes), [max((mesh.name for mesh in meshes), key=len)])
+        with bench.begin_table(title, table.columns, answer, table):
+            for name, _, key in cases:
+                bench.measure(key, name, begin, end)
+        lines = [line for case in table.passed for line in places_lines(case)]
         if lines:
             bench.print("\n" + "\n".join(lines))
     return bench.status

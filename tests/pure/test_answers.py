@@ -17,7 +17,6 @@ from benchmarks import (
     ddp_rpc,
     input_sweep,
     p2p_matrix,
-    parallel_sweep,
     parameter_server,
     replay,
     rpc_latency,
@@ -289,24 +288,6 @@ def test_ddp_rpc() -> None:
     ]
 
 
-def test_parallel_sweep() -> None:
-    exposed: dict[str, Any] = {"exposed_dp_s": 0.0162, "exposed_dp_ci95_s": [0.011, 0.022]}
-    exposed |= {"exposed_tp_s": 0.002, "exposed_tp_ci95_s": [-0.001, 0.004]}
-    cases = [
-        timed({"mesh": "dp8"}, 112, (111, 113)),
-        timed({"mesh": "dp4tp2"}, 100, (99, 101), **exposed),
-        timed({"mesh": "pp8:1f1b"}, 150, (140, 160)),
-    ]
-    assert parallel_sweep.answer(cases) == [
-        "dp4tp2 is 1.12 times (1.10 to 1.14) as fast as dp8, the next",
-        "of a step's 100 ms under dp4tp2 dp exposes 16 (11 to 22), "
-        "tp exposes 2 (-1 to 4: maybe none)",
-    ]
-    cases[0] = timed({"mesh": "dp8"}, 112, (100, 113))
-    assert parallel_sweep.answer(cases)[0] == "dp4tp2 and dp8 cannot be told apart"
-    assert parallel_sweep.answer(cases[:1]) == ["dp8 takes 112 ms (100 to 113)"]
-
-
 def met(number: int, *links: tuple[int, int, float, float]) -> Case:
     """A round. links: the two ranks, latency, and GB/s each way."""
     rows = [[a, b, us, rate, rate, rate] for a, b, us, rate in links]
@@ -412,7 +393,7 @@ def test_an_answer_is_printed_and_kept() -> None:
 
 PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
     batch_update_ps, checkpoint_sweep, collectives, compile_sweep, ddp_rpc,
-    parallel_sweep, parameter_server, rpc_latency, traffic,
+    parameter_server, rpc_latency, traffic,
 )}  # fmt: skip
 GIVEN: dict[str, Answer] = {
     "input_sweep": partial(input_sweep.answer, Namespace(), 2, 2),

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,15 +11,20 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.parallel_sweep import (
+    answer,
     breakdown,
+    check,
     parse_args,
+    places_lines,
     plan,
     scatter_noise,
     title_of,
 )
+from common.report import Case, Estimate
 from common.stats import Times
 from common.workloads.axes import ring_attention
 from common.workloads.meshes import default_meshes, misfit, parse_mesh
+from common.workloads.reference import Reference
 
 CPU = {"device": "cpu", "backend": "gloo"}
 
@@ -159,12 +165,22 @@ def test_the_title_names_what_all_meshes_share() -> None:
     )
 
 
-def test_a_case_without_a_breakdown_has_another_key() -> None:
-    """The default is in no key: cases of older reports are met by it."""
-    for flags, fields in (([], {}), (["--no-breakdown"], {"breakdown": False})):
-        args = parse_args(["--mesh", "dp2", *flags])
-        (key,) = plan(args, [parse_mesh("dp2")], False, {"world_size": 2, **CPU})
-        assert {name: key[name] for name in key if name == "breakdown"} == fields
+def planned(*flags: str) -> list[dict[str, Any]]:
+    args = parse_args(["--device", "cpu", *flags])
+    job: Any = SimpleNamespace(world_size=4, device=torch.device("cpu"))
+    _, cases = plan(args, args.mesh, job)
+    assert [(name, ranks) for name, ranks, _ in cases] == [(mesh.name, 4) for mesh in args.mesh]
+    return [key for _, _, key in cases]
+
+
+def test_keys_are_complete_and_differ() -> None:
+    dp, pp = planned("--mesh", "dp4,pp4:1f1b", "--microbatches", "12")
+    assert dp.keys() == pp.keys()
+    assert (dp["microbatches"], pp["microbatches"]) == (1, 12)
+    assert (dp["model"], dp["sequence_length"], dp["global_batch"]) == ("decoder-nano", 64, 16)
+    assert (dp["experts"], dp["breakdown"]) == (0, True)
+    (ep,) = planned("--mesh", "ep4", "--no-breakdown", "--model", "decoder-tiny")
+    assert (ep["experts"], ep["breakdown"], ep["sequence_length"]) == (8, False, 128)
 
 
 def test_default_meshes_fit_their_ranks() -> None:
@@ -192,15 +208,71 @@ def test_breakdown_by_hand() -> None:
     samples = {name: [[s] * 6 for s in ranks] for name, ranks in seconds.items()}
     times = Times(samples, [1] * 6)
     found = breakdown(parse_mesh("dp2pp2:1f1b"), 4, times)
-    assert found["compute_s"] == pytest.approx(0.7)
-    assert found["exposed_pp_s"] == pytest.approx(1.0 - 0.8)
-    assert found["exposed_dp_s"] == pytest.approx(1.0 - 0.9)
-    assert found["exposed_dp_ci95_s"] == pytest.approx([0.1, 0.1])
-    assert found["stage_compute_s"] == pytest.approx([0.5, 0.7])
-    assert found["stage_idle"] == pytest.approx([0.4, 0.2])  # 1 - 0.6 / 1, 1 - 0.8 / 1
-    assert found["pipeline_idle"] == pytest.approx(0.3)
+    assert found["compute_s"].value == pytest.approx(0.7)
+    assert found["exposed_pp_s"].value == pytest.approx(1.0 - 0.8)
+    exposed_dp = found["exposed_dp_s"]
+    assert [exposed_dp.value, exposed_dp.low, exposed_dp.high] == pytest.approx([0.1] * 3)
+    assert [place.value for place in found["stage_compute_s"]] == pytest.approx([0.5, 0.7])
+    assert [place.value for place in found["stage_idle"]] == pytest.approx([0.4, 0.2])  # 1 - 0.6
+    assert found["pipeline_idle"].value == pytest.approx(0.3)
+    assert found["pipeline_idle"].high == pytest.approx(0.3)
     assert found["pipeline_idle_theory"] == pytest.approx(1 / 5)  # 2 stages: 1 of 4 + 1 slots
     # two stages on a rank halve each slot: 3 of 2 * 8 + 3
     alone = {"step": samples["step"], "compute": samples["compute"]}  # as of a single axis
     found = breakdown(parse_mesh("pp4:interleaved"), 8, Times(alone, [1] * 6))
     assert found["pipeline_idle_theory"] == pytest.approx(3 / 19)
+
+
+def test_idle_is_worked_out_within_rounds() -> None:
+    """The machine is half as fast in every other round: the idle share is 0.25 in each."""
+    steps_s = [1.0, 2.0] * 6
+    without_pp_s = [0.75 * seconds for seconds in steps_s]
+    samples = {"step": [steps_s] * 2, "compute": [without_pp_s] * 2}
+    found = breakdown(parse_mesh("pp2:1f1b"), 4, Times(samples, [1] * 12))
+    assert found["pipeline_idle"] == Estimate(0.25, 0.25, 0.25)
+    assert found["stage_idle"] == [Estimate(0.25, 0.25, 0.25)] * 2
+
+
+def test_training_is_compared_with_one_process() -> None:
+    """Two ranks with norms of 3 and 4: 5 together. Only the last stage has losses."""
+    reference = Reference(0.1, [[1.0, 3.0]] * 3, [5.0] * 3)
+    facts: list[Any] = [
+        {"norms": [9.0] * 3, "losses": [[], [], []]},
+        {"norms": [16.0] * 3, "losses": [[2.0, 2.0]] * 3},
+    ]
+    assert check(reference, facts, 2e-3) == "passed"
+    assert check("no room", facts, 2e-3) == "skipped: no room"
+    facts[0]["norms"] = [9.0, 9.0, 9.5]
+    assert check(reference, facts, 2e-3).startswith("failed: the gradient's norm in step 3 is ")
+    facts[0]["norms"], facts[1]["losses"] = [9.0] * 3, [[2.0, 2.1]] * 3
+    assert check(reference, facts, 2e-3).startswith("failed: the loss in step 1 is 2.05, ")
+
+
+def case_of(mesh: str, ms: Estimate, **metrics: Any) -> Case:
+    return Case({"mesh": mesh}, [0], name=mesh, metrics={"step_s": ms * 1e-3, **metrics})
+
+
+def test_the_answer_tells_no_order() -> None:
+    exposed: dict[str, Any] = {"exposed_dp_s": Estimate(0.0162, 0.011, 0.022)}
+    exposed |= {"exposed_tp_s": Estimate(0.002, -0.001, 0.004), "compute_s": Estimate(0.08)}
+    cases = [
+        case_of("dp8", Estimate(112, 111, 113)),
+        case_of("dp4tp2", Estimate(100, 99, 101), **exposed),
+    ]
+    assert answer(cases) == [
+        "a step takes 100 ms (99 to 101) under dp4tp2, 112 ms (111 to 113) under dp8; "
+        "these were timed one after the other, analysis/ab.py takes turns",
+        "of a step's 100 ms under dp4tp2 dp exposes 16 ms (11 to 22), "
+        "tp exposes 2 ms (-1 to 4: maybe none)",
+    ]
+    assert answer(cases[:1]) == ["a step takes 112 ms (111 to 113) under dp8"]
+
+
+def test_a_pipeline_is_shown_place_by_place() -> None:
+    places = {"stage_compute_s": [Estimate(0.020, 0.019, 0.022), Estimate(0.03)]}
+    places |= {"stage_idle": [Estimate(0.33, 0.3, 0.36), Estimate(0.2)]}
+    assert places_lines(case_of("pp2:1f1b", Estimate(30), **places)) == [
+        "# pp2:1f1b, place 1: computes for 20.0 ms (19.0 to 22.0), idle 33 % (30 to 36)",
+        "# pp2:1f1b, place 2: computes for 30.0 ms (no interval), idle 20 % (no interval)",
+    ]
+    assert places_lines(case_of("dp2", Estimate(30))) == []
