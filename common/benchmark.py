@@ -97,7 +97,7 @@ class Benchmark:
     def __init__(self, name: str, args: argparse.Namespace, tested: range | None = None) -> None:
         """tested: the ranks that groups under test may hold; None for all of them."""
         check_flags(args)
-        end_later(args.timeout)  # ends a hang until there is a watchdog
+        end_later(args.timeout)
         self.args, self.status, self.planned = args, 1, 0
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.table: Table | None = None
@@ -128,47 +128,37 @@ class Benchmark:
         self.observers: list[Observer] = []
         self.print(environment.preamble(measured_on))
         self.observers = load_observers(self)
-        self.open_report()
-        self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
-
-    def open_report(self) -> None:
-        """Begin the report or go on with it, on rank 0. End the run if that is not possible."""
-        problem, status = None, 2
-        self.replaced: str | None = None  # the new name of the report that was there
-        if self.args.dry_run and self.args.resume:
-            with contextlib.suppress(ValueError):  # there is none, or no report
-                self.report.cases = load(self.args.json).cases
-        if self.report.path:
-            self.phase(f"opens {self.report.path}", ahead=0)
-            try:
-                self.replaced = self.report.start(self.args.resume, since=restarted_after())
-            except OSError as error:
-                problem = f"--json {self.args.json}: {error.strerror}"
-                status = 1 if error.errno in DISK_FAILED else 2
-            except ValueError as error:
-                problem = f"--json: {error}"
-        problem, status = share((problem, status))
-        if problem:
-            self.refuse(problem, status)
+        self.replaced = self.prepare("--json", self.open_report)
         if self.replaced:
             self.print(f"# the report that was there is now {self.replaced}")
         for remark in self.report.remarks:
             self.print(f"# {remark}")
+        self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
+
+    def open_report(self) -> str | None:
+        """Begin the report or go on with it, on rank 0. The new name of one that was there."""
+        if self.args.dry_run and self.args.resume and self.is_first:
+            with contextlib.suppress(ValueError):  # there is none, or no report
+                self.report.cases = load(self.args.json).cases
+        return self.report.start(self.args.resume, since=restarted_after())
 
     def prepare(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns. All ranks call it. Where it raises OSError or ValueError on any of
-        them, the run ends with `what: the first rank's reason`."""
+        them, the run ends with `what: the first rank's reason`: status 1 for a full disk, else 2.
+        """
         self.phase(f"prepares {what}")
-        result, reason = None, None
+        result, problem = None, None
         try:
             result = make()
         except OSError as error:
-            reason = f"{what}: {error.filename or ''}: {error.strerror}".replace(": :", ":")
+            status = 1 if error.errno in DISK_FAILED else 2
+            file = f" {error.filename}" if error.filename else ""
+            problem = (f"{what}{file}: {error.strerror}", status)
         except ValueError as error:
-            reason = f"{what}: {error}"
-        reasons = [given for given in gather(reason) or [] if given]
-        if first := share(reasons[0] if reasons else None):
-            self.refuse(first)
+            problem = (f"{what}: {error}", 2)
+        problems = [given for given in gather(problem) or [] if given]
+        if first := share(problems[0] if problems else None):
+            self.refuse(*first)
         return result  # type: ignore[return-value]
 
     def phase(self, what: str, ahead: int = 1) -> None:
@@ -285,20 +275,12 @@ class Benchmark:
             self.phase("check")
             facts = work.facts()
         timing.samples_s = rounded(timing.samples_s)
-        return timing, facts, [self.look(key, work, timing, group, o) for o in self.observers]
+        seen = [guarded(o, o.after, key, work, timing, group) for o in self.observers]
+        return timing, facts, seen
 
     def before_block(self, phase: str) -> None:
         self.turn()
         self.phase(phase)
-
-    def look(
-        self, key: Key, work: Workload | Measured, timing: Timing, group: Group, observer: Observer
-    ) -> Any:
-        """What an observer sees of a case on this rank; an error of its own is a text."""
-        try:
-            return observer.after(key, work, timing, group)
-        except Exception as error:
-            return f"{type(observer).__name__}: {describe(error)}"
 
     def keep(
         self, case: Case, derive: Derive, results: list[Any], lines: list[str]
@@ -314,7 +296,10 @@ class Benchmark:
                 of_ranks = [results[rank] for rank in case.ranks]
                 self.complete(case, derive, of_ranks)
                 for number, observer in enumerate(self.observers):
-                    lines += say(observer, case, [seen[number] for _, _, seen in of_ranks])
+                    seen = [row[2][number] for row in of_ranks]
+                    failed = [text for text in seen if isinstance(text, str)]
+                    said = failed[0] if failed else guarded(observer, observer.row, case, seen)
+                    lines += [said] if isinstance(said, str) else said
                 reason = not_json("metric", case.metrics)
             except Exception as error:
                 reason = describe(error)
@@ -463,13 +448,12 @@ class Benchmark:
             tell_torchrun(reason)
 
 
-def say(observer: Observer, case: Case, seen: list[Any]) -> list[str]:
-    """What an observer says of a case. An error of its own is a line."""
-    errors = [text for text in seen if isinstance(text, str)]
+def guarded(observer: Observer, call: Callable[..., Any], *given: Any) -> Any:
+    """What a call of an observer returns; for an error of its own a text about it."""
     try:
-        return errors[:1] or observer.row(case, seen)
+        return call(*given)
     except Exception as error:
-        return [f"{type(observer).__name__}: {describe(error)}"]
+        return f"{type(observer).__name__}: {describe(error)}"
 
 
 def report_lines(path: str | None, replaced: str | None) -> list[str]:

@@ -361,7 +361,7 @@ class Report:
             try:
                 self.write(encoded(line))
             except OSError as error:
-                raise OSError(error.errno, f"{error.strerror}; {left}") from None
+                raise OSError(error.errno, f"{error.strerror}; {left}", self.path) from None
 
     def write(self, content: bytes) -> None:
         file = self.files[-1]

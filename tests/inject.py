@@ -251,13 +251,6 @@ def stdout_closed() -> None:
 
 
 @fault
-def stderr_closed() -> None:
-    """Stderr is closed, as by `2>&-`."""
-    os.close(2)
-    sys.stderr = None  # type: ignore[assignment]
-
-
-@fault
 def disk_hangs() -> None:
     """Rank 0's second line of the report waits for the disk for ever."""
     in_call(os, "fsync", 2, partial(time.sleep, 600), rank=0)
@@ -276,27 +269,6 @@ def full_disk() -> None:
 
 
 # -- DDP: gradients and replicas -------------------------------------------------------------------
-
-
-@fault
-def wrong_average() -> None:
-    """DDP's gradients are summed over the ranks and divided by one too many."""
-    from torch.nn.parallel import DistributedDataParallel as DDP
-
-    real = DDP.__init__
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        size = dist.get_world_size(kwargs.get("process_group"))
-
-        def shrink(parameter: torch.Tensor) -> None:
-            if size > 1 and parameter.grad is not None:
-                parameter.grad.mul_(size / (size + 1))
-
-        for parameter in self.parameters():
-            parameter.register_post_accumulate_grad_hook(shrink)
-
-    DDP.__init__ = init  # type: ignore[method-assign]
 
 
 @fault

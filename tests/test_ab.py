@@ -22,7 +22,7 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
     torchrun = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2"
     command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2"]
     command += ["--ignore-key", "world_size"]
-    command += ["--a", f"{torchrun} {SWEEP} all_reduce,barrier"]
+    command += ["--a", f"{torchrun} {SWEEP} all_reduce,broadcast"]
     command += ["--b", f"{python} {SWEEP} all_reduce"]
     done = subprocess.run(
         [*command, "--out", str(tmp_path)],
@@ -35,7 +35,7 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "their blocks took turns" in done.stdout
-    for side, names in (("a", ["all_reduce", "barrier"]), ("b", ["all_reduce"])):
+    for side, names in (("a", ["all_reduce", "broadcast"]), ("b", ["all_reduce"])):
         report = load(str(tmp_path / side / "01.jsonl"))
         assert [case.key["collective"] for case in report.cases] == names
         assert all(len(case.rounds) == 24 for case in report.cases)

@@ -42,7 +42,7 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
     # torchrun's summary has what it sees first: rank 0 that ends, or rank 1 that rank 0 has killed
     assert re.search(r"exitcode  : (3|-9)", run.err)
     assert [line.strip() for line in run.reason.splitlines()[1:]] == [stopped, waiting]
-    assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
+    assert [case.name for case in run.report.cases] == ["no ddp"]
     assert run.report.status == "interrupted"
 
 
@@ -71,7 +71,7 @@ def test_a_restart_by_torchrun_goes_on(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, inject="dies-at-first", PET_MAX_RESTARTS="1")
     assert run.status == 0, run.err
     assert "exitcode: -9" in run.err
-    assert [case.key["label"] for case in run.report.cases] == ["no ddp", "1M/2G"]
+    assert [case.name for case in run.report.cases] == ["no ddp", "1M/2G"]
     lines = [json.loads(line) for line in run.path.read_text().splitlines()]
     assert ["key" in line for line in lines] == [False, True, True, False]
     assert os.listdir(run.path.parent) == ["report.jsonl"]
@@ -81,7 +81,7 @@ def test_a_killed_rank_ends_the_run(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, inject="dies", cold=True)
     assert run.status != 0
     assert "rank      : 1" in run.err  # torchrun's summary
-    assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
+    assert [case.name for case in run.report.cases] == ["no ddp"]
     assert run.report.status == "interrupted"
 
 
@@ -122,7 +122,7 @@ def test_everything_is_killed_and_resume_goes_on(
         file.write('{"key": {"cut": ')  # as a crash leaves it in the middle of a line
     run = bench(SCRIPT, *SHORT, "--resume")
     assert run.status == 0, run.err
-    assert [case.key["label"] for case in run.report.cases] == ["no ddp", "1M/2G"]
+    assert [case.name for case in run.report.cases] == ["no ddp", "1M/2G"]
     assert run.report.status == "complete"
 
 
@@ -185,13 +185,13 @@ def test_a_case_that_fails_on_one_rank_is_a_row(bench: Callable[..., Any]) -> No
     kernel = "failed: RuntimeError: injected: no kernel for this step (rank 1)"
     assert checks == {None: "passed", "none": memory, "allreduce": kernel, "fp16": "passed"}
     assert f"1M/2G none  {memory}" in run.out
-    assert run.reason.startswith("2 of 4 cases failed; mobilenet_v3_small ")
+    assert run.reason.startswith("2 of 4 cases failed; 1M/2G none: failed: OutOfMemoryError")
     assert run.reason.endswith(memory)
     assert run.status != 0
     assert run.report.status == "failed"
     last = run.report.cases[-1]
     assert last.metrics["straggler_rank"] == 1
-    assert last.metrics["late_s"] > 0
+    assert last.metrics["late_s"].value > 0
 
 
 def test_the_case_after_a_failed_one_has_new_groups(bench: Callable[..., Any]) -> None:
@@ -283,16 +283,10 @@ def test_a_failure_between_two_groups_of_a_case_is_a_row(
         assert case.check.startswith(check.format(folder=folder))
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
-        ("wrong-average", "averaged gradients are off by"),
-        ("drifting-replica", "after the steps the parameters of rank 1 differ from rank 0's"),
-    ],
-)
-def test_a_wrong_result_fails_its_case(bench: Callable[..., Any], fault: str, words: str) -> None:
-    run = bench(SCRIPT, *SHORT, "--no-breakdown", inject=fault)
+def test_a_wrong_result_fails_its_case(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, "--no-breakdown", inject="drifting-replica")
     assert run.status != 0
+    words = "after the steps the parameters of rank 1 differ from rank 0's"
     assert words in run.report.cases[-1].check
 
 
@@ -304,7 +298,7 @@ def test_a_full_disk(bench: Callable[..., Any]) -> None:
     assert line.endswith("File too large; it holds the cases before this one")
     assert run.reason == line
     assert "Traceback" not in run.err[: run.err.index(line)]
-    assert [case.key["label"] for case in run.report.cases] == ["no ddp"]
+    assert [case.name for case in run.report.cases] == ["no ddp"]
 
 
 def test_a_disk_that_is_full_before_the_first_case(tmp_path: Path) -> None:
@@ -325,39 +319,30 @@ def test_a_disk_that_is_full_before_the_first_case(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "ranks", "words"),
     [
-        ("reader-gone", 2, "error: stdout: Broken pipe; the run goes on, "),
-        ("log-disk-full", 0, "error: stdout: No space left on device; the run goes on, "),
-        ("stdout-closed", 0, "error: stdout: Bad file descriptor; the run goes on, "),
-        ("stderr-closed", 0, "# error: stderr: Bad file descriptor; warnings may be missing"),
-        ("stdout-closed,stderr-closed", 0, ""),
+        ("reader-gone", 2, "error: stdout: Broken pipe; "),
+        ("log-disk-full", 0, "error: stdout: No space left on device; "),
+        ("stdout-closed", 0, "error: stdout: Bad file descriptor; "),
     ],
 )
-def test_streams_that_are_gone(
+def test_a_stdout_that_is_gone(
     bench: Callable[..., Any], fault: str, ranks: int, words: str
 ) -> None:
-    """The sweep goes on into its report; the exit status and a line on the other stream say so."""
+    """The run ends in order. The report has the cases so far; without one the line says less."""
     run = bench(SCRIPT, *SHORT[:-2], "--no-breakdown", ranks=ranks, inject=fault)
     assert run.status == 1
-    assert words in run.err + run.out
-    assert run.report.status == "complete"
-    assert len(run.report.cases) == 2 + (ranks > 0)
+    assert f"{words}{run.path} has the cases so far" in run.err
     assert "Traceback" not in run.err.partition("torch/distributed/elastic")[0]
-
-
-def test_without_a_report_a_run_ends_with_its_stdout(bench: Callable[..., Any]) -> None:
-    run = bench(SCRIPT, *SHORT[:-2], ranks=0, inject="reader-gone", json=False)
-    assert run.status == 1
-    line = "ddp_sweep.py: error: stdout: Broken pipe; without --json the run ends here"
-    assert run.err.splitlines()[-1] == line
-    assert "Traceback" not in run.err
+    run = bench(SCRIPT, *SHORT[:-2], ranks=0, inject=fault, json=False)
+    assert (run.status, run.err) == (1, f"ddp_sweep.py: {words.rstrip('; ')}\n")
 
 
 def test_closed_streams_of_a_shell(tmp_path: Path) -> None:
     """No file that the run opens gets the numbers 0 to 2, where it would be written into."""
     flags = (*SHORT[:-2], "--no-breakdown", "--world-sizes", "1", "--json", "report.jsonl")
-    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command_of(SCRIPT, *flags, ranks=0)[0]]
-    done = subprocess.run(shell, env=environment(), cwd=tmp_path, timeout=240)
-    assert done.returncode == 1
+    for closed, status in (("<&- >&- 2>&-", 1), ("<&- 2>&-", 0)):
+        words = ["sh", "-c", f'exec "$@" {closed}', "sh", *command_of(SCRIPT, *flags, ranks=0)[0]]
+        done = subprocess.run(words, env=environment(), cwd=tmp_path, timeout=240)
+        assert done.returncode == status, closed
     report = load(str(tmp_path / "report.jsonl"))
     assert report.status == "complete"
     assert report.cases
@@ -379,8 +364,8 @@ def test_worlds_of_one(bench: Callable[..., Any]) -> None:
 def test_two_agents_on_one_host(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT[:-2], "--no-breakdown", ranks=2, nodes=2)
     assert run.status == 0, run.err
-    labels = [case.key["label"] for case in run.report.cases]
-    assert labels == ["no ddp", "1M/1G", "1M/2G", "2M/2G"]
+    names = [case.name for case in run.report.cases]
+    assert names == ["no ddp", "1M/1G", "1M/2G", "2M/2G (4)"]
 
 
 def test_a_read_only_folder_and_python_without_its_path(tmp_path: Path) -> None:

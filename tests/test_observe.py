@@ -5,11 +5,14 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from common import benchmark
 from common.report import Case
+from common.timing import Timing
 from tests.process import ROOT
 
 FLAGS = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
@@ -45,12 +48,24 @@ def test_without_the_folder_the_same_cases_are_written(
 
 
 class Broken(benchmark.Observer):
+    def after(self, *given: Any) -> Any:
+        raise RuntimeError("after")
+
     def row(self, case: Case, seen: list[Any]) -> list[str]:
         raise KeyError("row")
 
 
 def test_an_error_of_who_looks_on_is_a_line() -> None:
-    case = Case({}, [0])
-    broken = Broken.__new__(Broken)
-    assert benchmark.say(broken, case, [None]) == ["Broken: KeyError: 'row'"]
-    assert benchmark.say(broken, case, [None, "Broken: on rank 1"]) == ["Broken: on rank 1"]
+    case, lines = Case({}, [0]), list[str]()
+    bench: Any = benchmark.Benchmark.__new__(benchmark.Benchmark)
+    bench.observers = [Broken.__new__(Broken)]
+    bench.watchdog = Mock(failure=lambda: (None, None))
+    bench.report = Mock(path=None)
+    timed = Timing({"step": np.array([1.0])}, [1], "iters")
+    told = benchmark.guarded(bench.observers[0], bench.observers[0].after, {}, None, timed, None)
+    assert told == "Broken: RuntimeError: after"
+    for seen, line in (([None], "Broken: KeyError: 'row'"), ([told], told)):
+        lines = []
+        assert bench.keep(case, lambda *_: None, [(timed, None, seen)], lines) == (None, None)
+        assert lines == [line]
+        assert case.check == "passed"
