@@ -9,16 +9,14 @@ It times whole training steps (forward, loss, backward, optimizer step, zero_gra
                  knows, and print, which prints the graphs; dynamo's own `eager` is dynamo_eager
 
 The wrapped model is compiled; the loss and the optimizer are not. Caches are cold: each case and
-rank has an empty folder.
+rank has an empty folder. Two more steps are timed in turns with the step of a case:
 
-In turns with whole steps it times forward and backward without the optimizer: `fwd+bwd`.
-
+    fwd+bwd      forward and backward, without the optimizer
+    eager        the whole step of the same parameters, not compiled
+    vs eager   = eager / step, the median over rounds
     first step   the first one, which includes compiling
-    payback      (start of the backend + first three steps - first three steps of eager)
-                 / (step of eager - step), in steps
-    vs eager     fwd+bwd of the same strategy, not compiled / fwd+bwd
-    vs none      step of `none` with the same backend / step: one process, one batch
-    tflops       a decoder's FLOPs in a rank's step / step;  mfu = tflops / the device's peak
+    payback    = (start of the backend + first 3 steps - 3 eager) / (eager - step), in steps
+    tflops     = a decoder's FLOPs in a rank's step / step;  mfu = tflops / the device's peak
 
     torchrun --nproc-per-node 2 benchmarks/compile_sweep.py
     torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --dtype bf16 --json report.jsonl
@@ -27,7 +25,7 @@ In turns with whole steps it times forward and backward without the optimizer: `
 FSDP's units are the model's layers, and --fsdp-checkpoint recomputes the same layers: those of the
 class that the model's longest list of layers holds, or of the classes that --fsdp-units names.
 
-This is new code that does what PyTorch's benchmarks/dynamo/distributed.py did, with its flags.
+It asks what PyTorch's benchmarks/dynamo/distributed.py asks, with its flags, and is written anew.
 BSD-3-Clause.
 """
 
@@ -40,10 +38,10 @@ import sys
 import tempfile
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,26 +56,21 @@ from torch.utils import _pytree  # private, as _dynamo: seen to work with torch 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.answers import Estimate, median_of, ranked, series
+from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
-from common.groups import Group, agree, gather, share
+from common.groups import Group, Job, agree
 from common.memory import peak, reset_peak, start_peak
-from common.old import Benchmark, Workload
 from common.report import Case
-from common.stats import Times, percentiles, step_metrics
-from common.table import Columns, metric, relative, render
-from common.timing import Step, time_block
+from common.stats import Times, percentiles, training_metrics
+from common.table import Columns, Table, ends, metric, relative, render
+from common.timing import Step, Workload, time_block
 from common.workloads.decoder import DECODERS, Decoder, flops_per_token, random_text
 from common.workloads.meshes import forget_groups
 from common.workloads.peaks import peak_flops
 from common.workloads.precision import name_precision, set_precision
 from common.workloads.reference import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
-Key = dict[str, Any]
-LossOf = Callable[[nn.Module, Any], Tensor]  # takes a model and a batch
-Mark = Callable[[str], contextlib.AbstractContextManager[Any]]  # names a range of a trace
 STRATEGIES = ("none", "ddp", "fsdp1", "fsdp2")
-TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; toy has the original's
 # of a loss, relative to the first one; torch's default may be TF32
 TOLERANCES = {"default": 5e-3, "fp32": 2e-3, "tf32": 5e-3, "bf16": 3e-2}
 BATCHES = 8  # different ones. More ranks share them, so that the reference costs no more
@@ -90,57 +83,58 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     models = cli.list_of(str, [*TOYS, *DECODERS])
     strategies = cli.list_of(str, STRATEGIES)
     backends = cli.list_of(str, ["eager", "dynamo_eager", "print", *usable])
+    dtypes = cli.list_of(str, [*TOLERANCES])
+    default = "(default: %(default)s)"
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--models", "--model", type=models, metavar="M", help="decoder-124m, CPU toy-small")
+    model = cli.By(["decoder-124m"], ["toy-small"])
+    add("--models", "--model", type=models, default=model, metavar="M", help=default)
     add("--toy-model", dest="models", action="store_const", const=["toy"])
     add("--torchbench-model", dest="models", nargs=1, metavar="NAME", help="of torchbenchmark")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--strategies", type=strategies, metavar="S", help="(default: all, CPU not fsdp1)")
+    all_here = cli.By([*STRATEGIES], ["none", "ddp", "fsdp2"])
+    add("--strategies", type=strategies, default=all_here, metavar="S", help=default)
     add("--ddp", dest="strategies", action="store_const", const=["ddp"])
     add("--fsdp", dest="strategies", action="store_const", const=["fsdp1"])
     add = parser.add_argument
-    switch = partial(parser.add_argument, action="store_true")
-    add("--backends", "--dynamo", type=backends, metavar="B", help="(default: eager,inductor)")
-    batch = "of a rank (default: 8, CPU 4; torchbenchmark: the model's own)"
+    names = ("--backends", "--dynamo")
+    both, listed = ["eager", "inductor"], "(default: eager,inductor)"
+    add(*names, type=backends, default=both, metavar="B", help=listed)
+    batch = "of a rank (default: 8 on CUDA, 4 on the CPU; torchbenchmark: the model's own)"
     add("--batch-size", type=cli.positive_int, metavar="N", help=batch)
-    dtypes = "default (as torch is: TF32 in convolutions, not in products), fp32, tf32, bf16"
-    kinds = cli.list_of(str, [*TOLERANCES])
-    dtypes += " (default: default)"
-    add("--dtype", type=kinds, default=["default"], metavar="D", help=dtypes)
+    text = "default (as torch is: TF32 in convolutions, not in products), fp32, tf32, bf16 "
+    text += "(default: default)"
+    add("--dtype", type=dtypes, default=["default"], metavar="D", help=text)
     add("--fsdp-wrap", action=BooleanOptionalAction, default=True, help="each layer is a unit")
     units = "their classes, e.g. BertLayer,T5Block (default: that of the longest list of layers)"
     add("--fsdp-units", type=cli.list_of(str), default=[], metavar="CLASS", help=units)
+    switch = partial(add, action="store_true")
     switch("--fsdp-checkpoint", help="recompute each layer's activations, under every strategy")
     switch("--dynamo-no-optimize-ddp", help="do not split graphs at the borders of DDP's buckets")
     switch("--torchviz", help="write each case's autograd graph, of rank 0, to torchviz-*.dot")
     switch("--verbose", help="print the models and turn on dynamo's logs")
     add("--repeat", dest="iters", type=cli.positive_int, default=SUPPRESS, help="see --iters")
-    cli.add_common_flags(parser, max_seconds=4 if torch.cuda.is_available() else 3)
+    cli.add_common_flags(parser, max_seconds=4)
     args = parser.parse_args(argv)
-    cuda = torch.cuda.is_available() and args.device != "cpu"
-    args.models = args.models or ["decoder-124m" if cuda else "toy-small"]
-    args.strategies = args.strategies or (list(STRATEGIES) if cuda else ["none", "ddp", "fsdp2"])
-    args.strategies.sort(key=STRATEGIES.index)  # `none` comes first: others are compared with it
-    args.backends = args.backends or ["eager", "inductor"]
-    args.backends = sorted(args.backends, key=lambda name: name != "eager")  # so does eager
-    if args.models[0] in (*TOYS, *DECODERS):
-        args.batch_size = args.batch_size or (8 if cuda else 4)
-    refuse_what_cannot_run(parser, args, cuda)
-    return args
-
-
-def refuse_what_cannot_run(parser: cli.Parser, args: Namespace, cuda: bool) -> None:
+    cuda = cli.on_cuda(args.device)
     if not cuda and ("tf32" in args.dtype or "cudagraphs" in args.backends):
         parser.error("tf32 and cudagraphs need CUDA; try --dtype fp32 or --backends inductor")
     if args.torchviz and not importlib.util.find_spec("torchviz"):
         parser.error("--torchviz needs the package torchviz; try pip install torchviz")
-    ours = args.models[0] in (*TOYS, *DECODERS)
-    if not ours and not importlib.util.find_spec("torchbenchmark"):
+    if args.models[0] in (*TOYS, *DECODERS):
+        args.batch_size = args.batch_size or (8 if cuda else 4)
+    elif not importlib.util.find_spec("torchbenchmark"):
         where = "docs/compile_sweep.md says how to install it, or try --toy-model"
         parser.error(f"--torchbench-model needs the package torchbenchmark: {where}")
+    return args
 
 
 # -- what is trained, and how: plain torch ---------------------------------------------------------
+# [core]
+
+TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; toy has the original's
+LISTS = (nn.ModuleList, nn.Sequential)
+LossOf = Callable[[nn.Module, Any], Tensor]  # takes a model and a batch
+Mark = Callable[[str], contextlib.AbstractContextManager[Any]]  # names a range of a trace
 
 
 class Layer(nn.Linear):
@@ -176,55 +170,18 @@ def mean_output(model: nn.Module, batch: Any) -> Tensor:
     return tensors[0].float().mean()
 
 
-class Training(NamedTuple):
-    """What is trained. It is the same on every rank."""
-
-    model: nn.Module
-    batches: list[Any]
-    loss_of: LossOf
-    batch_size: int | None  # None where a model of torchbenchmark does not say it
-
-
-def create(name: str, size: int | None, count: int, device: torch.device, bf16: bool) -> Training:
-    """A model, and `count` batches of `size` samples each. bf16: by autocast."""
-    torch.manual_seed(0)
-    loss_of = cross_entropy
-    if name not in (*TOYS, *DECODERS):
-        model, batch, size = load_torchbench(name, size, device)
-        batches, loss_of = [batch] * count, mean_output
-    elif size is None:
-        raise ValueError(f"{name} needs a batch size; try --batch-size 8")
-    elif name in TOYS:
-        with device:
-            model = Toy(*TOYS[name])
-            batches = [(torch.rand(size, 10), torch.randint(5, (size,))) for _ in range(count)]
-    else:
-        with device:
-            model = Decoder(DECODERS[name])
-        texts = [random_text(DECODERS[name], size, seed) for seed in range(count)]
-        batches = [(tokens.to(device), targets.to(device)) for tokens, targets in texts]
-    if bf16:
-        # autocast keeps the weights that it has cast until its end, although a step changes them:
-        # so it begins anew in each call of the loss
-        loss_of = torch.autocast(device.type, torch.bfloat16)(loss_of)
-    return Training(model, batches, loss_of, size)
-
-
 def load_torchbench(
     name: str, size: int | None, device: torch.device
 ) -> tuple[nn.Module, Any, int | None]:
     """A model of github.com/pytorch/benchmark, its only batch, and the size of that batch."""
     loader = importlib.import_module("torchbenchmark").load_model_by_name(name)
     if loader is None:
-        raise ValueError(
-            f"torchbenchmark cannot load {name!r}: no such model, or it lacks packages"
-        )
+        raise ValueError(f"torchbenchmark has no model {name!r}, or that lacks packages")
     benchmark = loader(test="train", device=device.type, batch_size=size)
     model, batch = benchmark.get_module()
-    dtypes = {str(parameter.dtype) for parameter in model.parameters()}
-    others = sorted(dtypes - {"torch.float32"})
-    if others:
-        raise ValueError(f"expected a model with weights in fp32, got {', '.join(others)}")
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes != {torch.float32}:
+        raise ValueError(f"expected a model with weights in fp32, got {dtypes}")
     turn_off_dropout(model)
     return model, batch, getattr(benchmark, "batch_size", size)
 
@@ -239,19 +196,6 @@ def turn_off_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def longest_stack(model: nn.Module) -> list[nn.Module]:
-    """The longest ModuleList or Sequential of at least two layers, all of one class; or []."""
-    longest: list[nn.Module] = []
-    for module in model.modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
-            continue
-        classes = {type(layer) for layer in module}
-        holds_lists = classes & {nn.ModuleList, nn.Sequential}
-        if len(classes) == 1 and not holds_lists and len(module) > len(longest):
-            longest = [*module]
-    return longest
-
-
 def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     """The layers that FSDP wraps or that are recomputed. Layers come before those around them.
 
@@ -259,18 +203,25 @@ def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
     ValueError where the model has no such layers.
     """
     layers = [module for module in model.modules() if module is not model]
-    if not classes:
-        stack = longest_stack(model)
-        if not stack:
-            raise ValueError(
-                "the model has no list of layers; try --fsdp-units CLASS or --no-fsdp-wrap"
-            )
-        classes = [type(stack[0]).__name__]
     known = {type(layer).__name__ for layer in layers}
-    for name in classes:
-        if name not in known:
-            raise ValueError(f"--fsdp-units: the model has no {name}{cli.suggest(name, known)}")
+    if unknown := set(classes) - known:
+        names = ", ".join(sorted(known))
+        raise ValueError(f"expected classes of layers, of {names}, got {', '.join(unknown)}")
+    if not classes:
+        stacks: list[Any] = [
+            layer for layer in layers if isinstance(layer, LISTS) and is_stack(layer)
+        ]
+        if not stacks:
+            instead = "try --fsdp-units CLASS or --no-fsdp-wrap"
+            raise ValueError(f"the model has no list of layers; {instead}")
+        classes = [type(max(stacks, key=len)[0]).__name__]
     return [layer for layer in reversed(layers) if type(layer).__name__ in classes]
+
+
+def is_stack(layers: Iterable[nn.Module]) -> bool:
+    """Whether these are at least two layers, all of one class."""
+    classes = [type(layer) for layer in layers]
+    return len(classes) > 1 and len(set(classes)) == 1 and classes[0] not in LISTS
 
 
 def refuse_tied_units(model: nn.Module, units: list[nn.Module]) -> None:
@@ -282,63 +233,41 @@ def refuse_tied_units(model: nn.Module, units: list[nn.Module]) -> None:
         paths = tuple(f"{path}." for path, module in modules if module is unit)
         mine = {id(weight): path for path, weight in weights if path.startswith(paths)}
         for other, weight in weights:
-            if id(weight) not in mine or other.startswith(paths):
-                continue
-            kind = type(unit).__name__
-            names = {type(unit).__name__: None for unit in reversed(units)}
-            rest = ",".join(name for name in names if name != kind)
-            got = f"got {kind}, whose {mine[id(weight)]} is {other}, too"
-            instead = f"--fsdp-units {rest}" if rest else "--no-fsdp-wrap"
-            raise ValueError(f"FSDP expects units with weights of their own, {got}; try {instead}")
+            if id(weight) in mine and not other.startswith(paths):
+                kind = type(unit).__name__
+                others = dict.fromkeys(type(unit).__name__ for unit in reversed(units))
+                rest = ",".join(name for name in others if name != kind)
+                instead = f"--fsdp-units {rest}" if rest else "--no-fsdp-wrap"
+                tied = f"got {kind}, whose {mine[id(weight)]} is {other}, too; try {instead}"
+                raise ValueError(f"FSDP expects units with weights of their own, {tied}")
 
 
-def prepare_units(model: nn.Module, key: Key) -> list[nn.Module]:
-    """The units for FSDP, none where it wraps the model as one. Recomputes layers if asked to.
-
-    Raises ValueError where the model has no such layers, or where they share a weight with others.
-    """
-    units: list[nn.Module] = []
-    if key["fsdp_wrap"] or key["fsdp_checkpoint"]:
-        classes = key["fsdp_units"]
-        units = find_units(model, [] if classes is None else classes.split(","))
-    if key["fsdp_wrap"]:
-        refuse_tied_units(model, units)
-    if key["fsdp_checkpoint"]:
-        checkpoint_wrapper.apply_activation_checkpointing(
-            model, check_fn=lambda module: module in units
+def wrap(
+    model: nn.Module, strategy: str, mesh: dist.DeviceMesh, units: list[nn.Module], bf16: bool
+) -> nn.Module:
+    """The model under a strategy: what data parallelism needs, and all that it needs."""
+    low, high = (torch.bfloat16, torch.float32) if bf16 else (None, None)
+    if strategy == "ddp":
+        return nn.parallel.DistributedDataParallel(model, process_group=mesh.get_group())
+    if strategy == "fsdp1":
+        return fsdp.FullyShardedDataParallel(
+            model,
+            process_group=mesh.get_group(),
+            auto_wrap_policy=fsdp.wrap.CustomPolicy(lambda module: module in units),
+            mixed_precision=fsdp.MixedPrecision(low, high),
+            device_id=next(model.parameters()).device,
+            use_orig_params=True,  # torch.compile needs it
         )
-        modules = reversed([*model.modules()])
-        units = [module for module in modules if is_recomputed(module)]
-    return units if key["fsdp_wrap"] else []
+    if strategy == "fsdp2":
+        for module in [*units, model]:
+            fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(low, high))
+    return model
 
 
 def is_recomputed(module: nn.Module) -> bool:
     """Whether the backward pass computes this module again. Private, as `_checkpoint` says; seen to
     work with torch 2.11, 2.14 and 2.15."""
     return isinstance(module, checkpoint_wrapper.CheckpointWrapper)
-
-
-def wrap(model: nn.Module, key: Key, device: torch.device, group: dist.ProcessGroup) -> nn.Module:
-    """The model under a strategy: what data parallelism needs, and all that it needs."""
-    units = prepare_units(model, key)
-    low, high = (torch.bfloat16, torch.float32) if key["dtype"] == "bf16" else (None, None)
-    if key["strategy"] == "ddp":
-        return nn.parallel.DistributedDataParallel(model, process_group=group)
-    if key["strategy"] == "fsdp1":
-        return fsdp.FullyShardedDataParallel(
-            model,
-            process_group=group,
-            auto_wrap_policy=fsdp.wrap.CustomPolicy(lambda module: module in units),
-            mixed_precision=fsdp.MixedPrecision(low, high),
-            device_id=device,
-            use_orig_params=True,  # torch.compile needs it
-        )
-    if key["strategy"] == "fsdp2":
-        mesh = dist.DeviceMesh.from_group(group, device.type)
-        forget_groups(mesh)  # or caches would keep the group open where a later case aborts it
-        for module in [*units, model]:
-            fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(low, high))
-    return model
 
 
 def count_units(model: nn.Module) -> dict[str, int]:
@@ -369,17 +298,11 @@ def compile_by(backend: str, model: Any) -> Any:
     return torch.compile(model, backend=chosen)
 
 
-class Steps(NamedTuple):
-    """What is timed. Each takes a Mark if there is a trace."""
-
-    step: Callable[..., Tensor]  # returns the loss
-    without_optimizer: Callable[..., None]
-
-
 def steps_of(
     model: nn.Module, loss_of: LossOf, batch: Any, optimizer: torch.optim.Optimizer
-) -> Steps:
-    """A whole training step on a batch, and the same without the optimizer's part."""
+) -> tuple[Callable[..., Tensor], Callable[..., None]]:
+    """A whole training step on a batch, and the same without the optimizer's part. Each takes a
+    Mark if there is a trace."""
 
     def forward_backward(mark: Mark) -> Tensor:
         with mark("forward"):
@@ -398,10 +321,74 @@ def steps_of(
         forward_backward(mark)
         optimizer.zero_grad()
 
-    return Steps(step, without_optimizer)
+    return step, without_optimizer
 
 
-# -- the check, and what is written for other tools ------------------------------------------------
+def draw(model: nn.Module, loss: Tensor, file: str) -> None:
+    """Write the autograd graph of a loss, in the language of Graphviz."""
+    named = dict(model.named_parameters())
+    viz = importlib.import_module("torchviz")
+    viz.make_dot(loss, named, show_attrs=True, show_saved=True).save(file)
+
+
+# [/core]
+# -- what a case trains, and its check -------------------------------------------------------------
+
+
+def create(
+    name: str, size: Any, count: int, device: torch.device, bf16: bool
+) -> tuple[nn.Module, list[Any], LossOf, int | None]:
+    """A model, `count` batches, the loss, and the size of a batch. A model of torchbenchmark has
+    one batch, and a size of its own if size is None. bf16: by autocast."""
+    torch.manual_seed(0)
+    loss_of = cross_entropy
+    if name in TOYS:
+        with device:
+            model: nn.Module = Toy(*TOYS[name])
+            batches = [(torch.rand(size, 10), torch.randint(5, (size,))) for _ in range(count)]
+    elif name in DECODERS:
+        with device:
+            model = Decoder(DECODERS[name])
+        texts = [random_text(DECODERS[name], size, seed) for seed in range(count)]
+        batches = [(tokens.to(device), targets.to(device)) for tokens, targets in texts]
+    else:
+        model, batch, size = load_torchbench(name, size, device)
+        batches, loss_of = [batch] * count, mean_output
+    if bf16:
+        # autocast keeps the weights that it has cast until its end, although a step changes them:
+        # so it begins anew in each call of the loss
+        loss_of = torch.autocast(device.type, torch.bfloat16)(loss_of)
+    return model, batches, loss_of, size
+
+
+def prepare_units(model: nn.Module, key: Key) -> list[nn.Module]:
+    """The units for FSDP, none where it wraps the model as one. Recomputes layers if asked to.
+
+    Raises ValueError where the model has no such layers, or where they share a weight with others.
+    """
+    units: list[nn.Module] = []
+    if key["fsdp_wrap"] or key["fsdp_checkpoint"]:
+        units = find_units(model, key["fsdp_units"].split(",") if key["fsdp_units"] else [])
+    if key["fsdp_wrap"]:
+        refuse_tied_units(model, units)
+    if key["fsdp_checkpoint"]:
+        checkpoint_wrapper.apply_activation_checkpointing(
+            model, check_fn=lambda module: module in units
+        )
+        units = [module for module in reversed([*model.modules()]) if is_recomputed(module)]
+    return units if key["fsdp_wrap"] else []
+
+
+def check_units(keys: list[Key], device: torch.device) -> None:
+    """Raise ValueError if the layers that --fsdp-units names cannot be units of a model."""
+    # FSDP's key, if there is one, is a model's last
+    for name, key in {key["model"]: key for key in keys if key["fsdp_units"]}.items():
+        place = torch.device("meta") if name in (*TOYS, *DECODERS) else device
+        try:
+            model, *_ = create(name, key["batch_size"], 1, place, False)
+        except Exception:
+            continue  # its cases fail as well, and say why
+        prepare_units(model, key)
 
 
 @cache
@@ -426,13 +413,6 @@ def train_alone_on(
     if abs(means[-1] - means[0]) <= TOLERANCES[dtype] * abs(means[0]):
         return "the losses stay as they are: a wrong gradient would not show"
     return reference
-
-
-def draw(model: nn.Module, loss: Tensor, file: str) -> None:
-    """Write the autograd graph of a loss, in the language of Graphviz."""
-    named = dict(model.named_parameters())
-    viz = importlib.import_module("torchviz")
-    viz.make_dot(loss, named, show_attrs=True, show_saved=True).save(file)
 
 
 def dynamo_counters() -> dict[str, Counter[str]]:
@@ -484,164 +464,122 @@ def check(key: Key, rank: int, losses: list[Tensor], wanted: Reference | str, gr
 # -- a case ----------------------------------------------------------------------------------------
 
 
-class FirstSteps(NamedTuple):
-    """The steps that are checked, of which the first one compiles."""
-
-    losses: list[Tensor]
-    times_s: list[float]
-    graphs: list[int]  # made so far, after each step
-
-
-def take_first_steps(bench: Benchmark, group: Group, step: Callable[[], Tensor]) -> FirstSteps:
-    """All ranks of the case start each step together."""
-    first = FirstSteps([], [], [])
-
-    def kept_step() -> None:
-        first.losses.append(step())
-
-    for number in range(1, CHECKED_STEPS + 1):
-        bench.watchdog.phase(f"step {number} (the first one compiles)")
-        dist.barrier(group.control)
-        times_s, _ = time_block(kept_step, 1, bench.job.device)
-        first.times_s.extend(times_s)
-        first.graphs.append(dynamo_counters()["stats"]["unique_graphs"])
-    return first
-
-
-def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
+def build(bench: Benchmark, args: Namespace, start_s: float, key: Key, group: Group) -> Workload:
     """start_s: what the start of the case's backend took."""
-    args = bench.args
-    device = bench.job.device
-    rank = bench.job.rank
-    ranks = len(group.ranks)
-    dtype = key["dtype"]
+    device, rank, ranks = bench.job.device, bench.job.rank, len(group.ranks)
+    name, size, dtype = key["model"], key["batch_size"], key["dtype"]
     set_precision(dtype)
-    one_process: Reference | str | None = None
-    if rank == 0:
-        one_process = train_alone_on(key["model"], key["batch_size"], dtype, ranks, device)
-    wanted = agree(one_process, group)
+    alone = train_alone_on(name, size, dtype, ranks, device) if rank == 0 else None
+    wanted: Reference | str = agree(alone, group)
     dynamo_counters().clear()
     memory = start_peak(device)
     autocast = dtype == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
-    count = min(ranks, BATCHES)
-    model, batches, loss_of, size = create(key["model"], key["batch_size"], count, device, autocast)
-    model = wrap(model, key, device, group.test)
-    batch = batches[rank % BATCHES]
+    model, batches, loss_of, size = create(name, size, min(ranks, BATCHES), device, autocast)
+    mesh = dist.DeviceMesh.from_group(group.test, device.type)
+    forget_groups(mesh)  # or caches would keep the group open where a later case aborts it
+    model = wrap(model, key["strategy"], mesh, prepare_units(model, key), dtype == "bf16")
     reset_peak(device)  # leaves out the full model, from which FSDP has cut the shards
+    file = "-".join(key[field] for field in ("model", "dtype", "strategy", "compiler"))
     if args.verbose:
-        bench.print(f"# {name_of(key)}\n{model}")
-    compiled = compile_by(key["compiler"], model)
+        bench.print(f"# {file}\n{model}")
+    batch, compiled = batches[rank % BATCHES], compile_by(key["compiler"], model)
     optimizer = sgd(model, wanted.lr if isinstance(wanted, Reference) else 0.0)
-    steps = steps_of(compiled, loss_of, batch, optimizer)
-    first = take_first_steps(bench, group, steps.step)
+    step, without_optimizer = steps_of(compiled, loss_of, batch, optimizer)
+    losses, times_s, graphs = list[Tensor](), list[float](), list[int]()
+    for number in range(1, CHECKED_STEPS + 1):  # all ranks of the case start each step together
+        bench.phase(f"step {number} (the first one compiles)")
+        dist.barrier(group.control)
+        times_s += time_block(lambda: losses.append(step()), 1, device)[0]
+        graphs.append(dynamo_counters()["stats"]["unique_graphs"])
     optimizer.param_groups[0]["lr"] = 0.0  # costs the same, and the weights stay finite
-    memory_metrics = peak(device, memory)
+    found: dict[str, Any] = {
+        "start_s": start_s,
+        "first_step_s": times_s[0],
+        "first_steps_s": sum(times_s),
+    }
+    found |= peak(device, memory)
 
-    def facts() -> Key:
-        metrics: Key = count_graphs(first.graphs[0]) | memory_metrics | count_units(model)
-        metrics["start_s"] = start_s
-        metrics["first_step_s"] = first.times_s[0]
-        metrics["first_steps_s"] = sum(first.times_s)
+    def facts() -> dict[str, Any]:
+        metrics = found | count_graphs(graphs[0]) | count_units(model)
         if args.torchviz:
             loss = loss_of(compiled, batch)  # on all ranks: FSDP gathers weights in it
             if rank == 0:
-                draw(model, loss, f"torchviz-{name_of(key)}-0.dot")
-        return {
-            "max": metrics,
-            "check": check(key, rank, first.losses, wanted, metrics["graphs"]),
-            "batch_size": size,
-            "device_flops": peak_flops(device, dtype),
-        }
+                draw(model, loss, f"torchviz-{file}-0.dot")
+        checked = check(key, rank, losses, wanted, metrics["graphs"])
+        flops = peak_flops(device, dtype)
+        return {"max": metrics, "check": checked, "batch_size": size, "device_flops": flops}
 
-    parts = {"forward+backward": steps.without_optimizer}
+    parts: dict[str, Step] = {"forward+backward": without_optimizer}
+    if key["compiler"] != "eager":  # torch.compile leaves the model's parameters where they are
+        parts["eager"], _ = steps_of(model, loss_of, batch, optimizer)
     with_ranges: dict[str, Step] = {
-        "step": partial(steps.step, record_function),
-        "forward+backward": partial(steps.without_optimizer, record_function),
+        "step": partial(step, record_function),
+        "forward+backward": partial(without_optimizer, record_function),
     }
-    return Workload(steps.step, parts, facts=facts, launches=True, profiled=with_ranges)
+    return Workload(step, parts, facts=facts, launches=True, profiled=with_ranges)
 
 
-def name_of(key: Key) -> str:
-    """`toy-small-fp32-ddp-inductor`, for the names of files."""
-    return "-".join(key[field] for field in ("model", "dtype", "strategy", "compiler"))
-
-
-# -- what rank 0 makes of it -----------------------------------------------------------------------
-
-
-def derive(cases: dict[tuple[str, str], Case], case: Case, times: Times, facts: list[Any]) -> None:
-    """Fill in the metrics and the check.
-
-    cases: those before this one with the same model, by strategy and compiler.
-    """
-    m = case.metrics
-    key = case.key
-    size = facts[0]["batch_size"]
-    samples = 0 if size is None else len(facts) * size
-    m |= step_metrics(times.each(), samples)
-    m["batch_size"] = size
+def derive(case: Case, times: Times, facts: list[Any]) -> None:
+    """Fill in the metrics and the check, on rank 0."""
+    metrics, size = case.metrics, facts[0]["batch_size"]
+    metrics |= training_metrics(times, len(facts) * (size or 0))
+    metrics["batch_size"] = size
     if size is None:
-        m["samples_per_s"] = None
-    without_optimizer = times.slowest("forward+backward")
-    m |= percentiles(without_optimizer, "forward_backward")
-    m["forward_backward_mean_s"] = float(without_optimizer.mean())
+        del metrics["samples_per_s"]
+    metrics |= percentiles(times.slowest("forward+backward"), "forward_backward")
+    metrics["forward_backward_s"] = times.median("forward+backward")
+    del metrics["forward_backward_p50_s"]  # it is forward_backward_s
+    metrics["forward_backward_mean_s"] = float(times.slowest("forward+backward").mean())
     for name in facts[0]["max"]:
-        m[name] = max(fact["max"][name] for fact in facts)
-    if key["model"] in DECODERS:
-        m |= flops_metrics(key["model"], size, m["step_time_p50_s"], facts)
-    if eager := cases.get((key["strategy"], "eager")):
-        m |= against_eager(m, eager.metrics)
-    if none := cases.get(("none", key["compiler"])):
-        m["vs_none"] = none.metrics["step_time_p50_s"] / m["step_time_p50_s"]
+        metrics[name] = max(fact["max"][name] for fact in facts)
+    if config := DECODERS.get(case.key["model"]):
+        flop = size * config.context * flops_per_token(config)
+        metrics["tflops"] = flop / 1e12 / metrics["step_s"]
+        peaks = [fact["device_flops"] for fact in facts]
+        if all(peaks):
+            metrics["mfu"] = flop / float(np.mean(peaks)) / metrics["step_s"]
+    if "eager" in times:
+        metrics |= compare_with_eager(metrics, times)
     case.check = worst([fact["check"] for fact in facts])
 
 
-def flops_metrics(model: str, batch_size: int, step_s: float, facts: list[Any]) -> dict[str, float]:
-    """A rank's TFLOPS; and the MFU, if the peaks of all devices are known."""
-    config = DECODERS[model]
-    flop_per_s = batch_size * config.context * flops_per_token(config) / step_s
-    metrics = {"tflops": flop_per_s / 1e12}
-    device_flops = [fact["device_flops"] for fact in facts]
-    if all(device_flops):
-        metrics["mfu"] = flop_per_s / np.mean(device_flops)
-    return metrics
-
-
-def against_eager(m: dict[str, Any], eager: dict[str, Any]) -> dict[str, Any]:
-    """What compiling gains over the metrics of `eager`, and after how many steps it pays."""
-    gains = {"vs_eager": eager["forward_backward_p50_s"] / m["forward_backward_p50_s"]}
-    gain_s = eager["step_time_p50_s"] - m["step_time_p50_s"]
-    if gain_s > 0:
-        cost_s = m["start_s"] + m["first_steps_s"] - eager["first_steps_s"]
-        gains["payback_steps"] = max(0, int(np.ceil(cost_s / gain_s)))
+def compare_with_eager(metrics: dict[str, Any], times: Times) -> dict[str, Any]:
+    """What compiling gains; after how many steps it pays, if it certainly does."""
+    gains: dict[str, Any] = {"eager_s": times.median("eager"), "vs_eager": times.ratio("eager")}
+    gain_s = 0 - times.longer("eager")
+    if gain_s.value > 0 and not gain_s.may_be(0):
+        cost_s = metrics["start_s"] + metrics["first_steps_s"]
+        gains["payback_steps"] = max(0.0, cost_s - CHECKED_STEPS * gains["eager_s"].value) / gain_s
     return gains
 
 
 def worst(checks: list[str]) -> str:
     """A failure if a rank has one, else why a rank was not checked, else `passed`."""
-    for kind in ("failed", "skipped"):
-        of_kind = [check for check in checks if check.startswith(kind)]
-        if of_kind:
-            return min(of_kind)
-    return "passed"
+    order = ("failed", "skipped", "passed")
+    return min(checks, key=lambda check: order.index(check.partition(":")[0]))
 
+
+# -- what is printed -------------------------------------------------------------------------------
 
 COLUMNS: Columns = {
-    "": lambda case: f"{case.key['strategy']} {case.key['compiler']}",
-    "95% ci\nof p50": relative("step_time_ci95_rel"),
-    "step\nmean (s)": metric("step_time_mean_s", digits=4),
-    **{f"step\np{q} (s)": metric(f"step_time_p{q}_s", digits=4) for q in (50, 75, 90, 95)},
+    "": lambda case: case.name,
+    "95% ci\nof p50": relative("step_s"),
+    "step\nmean (s)": metric("step_mean_s", digits=4),
+    "step\np50 (s)": metric("step_s", digits=4),
+    **{f"step\np{q} (s)": metric(f"step_p{q}_s", digits=4) for q in (75, 90, 95)},
     "samples/s": metric("samples_per_s", digits=1),
     "fwd+bwd\nmean (s)": metric("forward_backward_mean_s", digits=4),
-    "fwd+bwd\np50 (s)": metric("forward_backward_p50_s", digits=4),
+    "fwd+bwd\np50 (s)": metric("forward_backward_s", digits=4),
+    "\n95% ci": relative("forward_backward_s"),
     "vs\neager": metric("vs_eager"),
-    "vs\nnone": metric("vs_none"),
+    "\n95% ci ": ends("vs_eager"),
 }
 COSTS: Columns = {
     "": COLUMNS[""],
     "first\nstep (s)": metric("first_step_s"),
     "start of\nbackend (s)": metric("start_s"),
     "payback\n(steps)": metric("payback_steps", digits=0),
+    "\n95% ci": ends("payback_steps", digits=0),
     "recom-\npiles": metric("recompiles", digits=0),
     "graphs": metric("graphs", digits=0),
     "graph\nbreaks": metric("graph_breaks", digits=0),
@@ -652,45 +590,21 @@ COSTS: Columns = {
 }
 
 
-# cases that agree in these are compared with each other
-WRAPPING = ("strategy", "fsdp_wrap", "fsdp_units")
-
-
 def answer(cases: list[Case]) -> list[str]:
-    """For each strategy and backend: whether compiling pays, and after how many steps."""
-    sentences: list[str] = []
-    varied = (*WRAPPING, "compiler", "world_size", "dynamo_no_optimize_ddp")
-    for name, same in series(cases, varied).items():
-        eager: dict[str, Estimate] = {}
-        for case, step in ranked(same):
-            if case.key["compiler"] == "eager":
-                eager[wrapping_of(case.key)] = step
-        for case in same:
-            case_step = median_of(case)
-            if case.key["compiler"] != "eager" and case_step:
-                sentences.append(name + gain(case, case_step, eager.get(wrapping_of(case.key))))
+    """For each compiled case: `toy, fp32: whole steps of ddp inductor are 1.30 times (1.21 to 1.38)
+    as fast as eager ones; compiling pays after 950 steps (800 to 1,200)`."""
+    sentences = []
+    for case in [case for case in cases if "vs_eager" in case.metrics]:
+        ratio, name = case.metrics["vs_eager"], case.name
+        sentence = f"whole steps of {name} are {ratio.times()} as fast as eager ones"
+        if ratio.may_be(1):
+            sentence = f"{name} and eager cannot be told apart: {ratio.times()} as fast"
+        elif ratio.value < 1:
+            sentence += "; compiling does not pay"
+        elif payback := case.metrics.get("payback_steps"):
+            sentence += f"; compiling pays after {payback.text('steps', digits=0)}"
+        sentences.append(f"{case.key['model']}, {case.key['dtype']}: {sentence}")
     return sentences
-
-
-def wrapping_of(key: Key) -> str:
-    return str([key.get(name) for name in WRAPPING])
-
-
-def gain(case: Case, step: Estimate, eager: Estimate | None) -> str:
-    """`whole steps of ddp inductor are 1.30 times (1.21 to 1.38) as fast as those of eager;
-    compiling pays after 950 steps`"""
-    compiled = f"{case.key['strategy']} {case.key['compiler']}"
-    if not eager:
-        return f"{compiled} takes {step} a step; without eager nobody can tell whether it pays"
-    ratio = eager.over(step)
-    if ratio.may_be(1):
-        return f"{compiled} and eager cannot be told apart: whole steps are {ratio.times()} as fast"
-    sentence = f"whole steps of {compiled} are {ratio.times()} as fast as those of eager"
-    if ratio.value <= 1:
-        return f"{sentence}; compiling does not pay"
-    if "payback_steps" in case.metrics:  # not where eager was measured after it, by --resume
-        sentence += f"; compiling pays after {case.metrics['payback_steps']:,} steps"
-    return sentence
 
 
 def title_of(args: Namespace, model: str, dtype: str, device: torch.device) -> str:
@@ -706,129 +620,88 @@ def title_of(args: Namespace, model: str, dtype: str, device: torch.device) -> s
     return ", ".join(words)
 
 
-def key_of(args: Namespace, model: str, dtype: str, strategy: str, compiler: str) -> Key:
-    """What identifies a case. A flag is true only where it changes what the case does."""
+# -- which cases -----------------------------------------------------------------------------------
+
+
+def plan(args: Namespace, job: Job) -> dict[str, list[Planned]]:
+    """The title of each table (a model and a dtype), and its cases."""
+    tables = {}
+    for model, dtype in itertools.product(args.models, args.dtype):
+        cases: list[Planned] = []
+        for strategy, compiler in itertools.product(args.strategies, args.backends):
+            ranks = 1 if strategy == "none" else job.world_size
+            key = {"model": model, "dtype": dtype, **key_of(args, strategy, compiler)}
+            cases.append((f"{strategy} {compiler}", ranks, key))
+        tables[title_of(args, model, dtype, job.device)] = cases
+    return tables
+
+
+def key_of(args: Namespace, strategy: str, compiler: str) -> Key:
+    """The settings of a case. A flag is true only where it changes what the case does."""
     wrapped = args.fsdp_wrap and strategy.startswith("fsdp")
+    has_units = args.fsdp_units and (wrapped or args.fsdp_checkpoint)
     compiled_ddp = strategy == "ddp" and compiler != "eager"
-    units = None
-    if args.fsdp_units and (wrapped or args.fsdp_checkpoint):
-        units = ",".join(args.fsdp_units)
     return {
-        "model": model,
-        "dtype": dtype,
         "strategy": strategy,
         "compiler": compiler,
         "batch_size": args.batch_size,
         "fsdp_wrap": wrapped,
-        "fsdp_units": units,
+        "fsdp_units": ",".join(args.fsdp_units) if has_units else None,
         "fsdp_checkpoint": args.fsdp_checkpoint,
         "dynamo_no_optimize_ddp": args.dynamo_no_optimize_ddp and compiled_ddp,
     }
 
 
-def plan(args: Namespace, model: str, dtype: str, world_size: int) -> list[Key]:
-    """The key of each case of a table; those that others are compared with come first."""
-    keys = []
-    for strategy, compiler in itertools.product(args.strategies, args.backends):
-        key = key_of(args, model, dtype, strategy, compiler)
-        key["world_size"] = 0 if strategy == "none" else world_size
-        keys.append(key)
-    return keys
-
-
-def unusable_units(keys: list[Key], device: torch.device) -> str | None:
-    """Why the layers that --fsdp-units names cannot be units of a model; None if they can."""
-    # FSDP's key, if there is one, is a model's last
-    keys_by_model = {key["model"]: key for key in keys if key["fsdp_units"]}
-    for name, key in keys_by_model.items():
-        place = torch.device("meta") if name in (*TOYS, *DECODERS) else device
-        try:
-            model = create(name, key["batch_size"], 1, place, False).model
-        except Exception:
-            continue  # its cases fail as well, and say why
-        try:
-            prepare_units(model, key)
-        except ValueError as error:
-            return str(error)
-    return None
-
-
-def unwritable(folder: Path) -> str | None:
-    """Why this rank could not write what --torchviz makes; None if it can."""
-    try:
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return f"--torchviz: cannot write into {folder.resolve()}: {error.strerror}"
-    return None
-
-
-def start(backend: str, device: torch.device) -> tuple[float, str | None]:
-    """Seconds of a process's first compilation, of next to nothing; or why that fails.
+def start(backend: str, job: Job) -> float:
+    """Seconds of a process's first compilation, of next to nothing.
 
     It imports, starts worker processes and looks at the compiler. All ranks do this at once, before
-    the first case.
+    the first case. Raises ValueError if it fails on rank 0; on another rank it fails that rank's
+    cases, which say why.
     """
     if backend in ("eager", "print"):
-        return 0.0, None
-    square = partial(compile_by(backend, torch.square), torch.ones(64, device=device))
+        return 0.0
+    square = partial(compile_by(backend, torch.square), torch.ones(64, device=job.device))
     with fresh_compile_cache():  # an error must not leave it, or it would keep its folder
         try:
-            return time_block(square, 1, device)[0][0], None
+            return time_block(square, 1, job.device)[0][0]
         except Exception as error:
             reason = cli.describe(getattr(error, "inner_exception", error))  # the backend's own
-            return 0.0, f"--backends {backend} cannot compile x * x here: {reason}"
+            if job.rank == 0:
+                raise ValueError(f"{backend} cannot compile x * x here: {reason}") from None
+            return 0.0
         finally:
             torch.compiler.reset()  # or dynamo compiles nothing from the ninth backend on
-
-
-def measure_table(bench: Benchmark, start_s: dict[str, float], title: str, keys: list[Key]) -> None:
-    """Measure the cases of one model and dtype, then print what compiling cost."""
-    cases: dict[tuple[str, str], Case] = {}  # by strategy and compiler; on rank 0
-    for key in keys:
-        begin = partial(build, bench, start_s[key["compiler"]])
-        ranks = range(max(1, key["world_size"]))  # `none` is rank 0
-        with fresh_compile_cache():
-            case = bench.measure(key, begin, partial(derive, cases), ranks)
-            torch.compiler.reset()  # it holds the model
-        if case and not case.failed:
-            cases[key["strategy"], key["compiler"]] = case
-            if case.check != "passed":
-                bench.print(f"# {case.check}")
-    if cases:
-        bench.print(f"\nCost: {title}\n\n{render(COSTS, list(cases.values()))}")
 
 
 def main() -> int:
     args = parse_args()
     configure_compile(not args.dynamo_no_optimize_ddp, args.verbose)
-    with Benchmark("compile_sweep", args, answer=answer) as bench:
-        keys: list[Key] = []
-        for model, dtype in itertools.product(args.models, args.dtype):
-            keys += plan(args, model, dtype, bench.job.world_size)
-        bench.announce(keys)
-        problems = gather(unwritable(Path()) if args.torchviz else None) or []
-        problem = share(next((problem for problem in problems if problem), None))
-        if not problem:
-            is_first = bench.job.rank == 0
-            problem = share(unusable_units(keys, bench.job.device) if is_first else None)
-            gc.collect()  # the models that it has made
-        if problem:
-            bench.refuse(problem)
-        start_s: dict[str, float] = {}
+    with Benchmark("compile_sweep", args) as bench:
+        job = bench.job
+        tables = plan(args, job)
+        bench.announce(tables)
+        if args.torchviz:
+            bench.prepare("--torchviz", partial(tempfile.TemporaryFile, dir=Path()))
+        keys = [key for cases in tables.values() for _, _, key in cases]
+        bench.prepare("--fsdp-units", partial(check_units, keys, job.device))
+        gc.collect()  # the models that it has made
+        start_s = {}
         for backend in args.backends:
-            start_s[backend], problem = start(backend, bench.job.device)
-            problem = share(problem)  # a backend that fails on other ranks only fails its cases
-            if problem:
-                bench.refuse(problem)
+            start_s[backend] = bench.prepare("--backends", partial(start, backend, job))
         gc.freeze()  # what the backends have imported, as `join` does
-        names = [
-            f"{strategy} {backend}" for strategy in args.strategies for backend in args.backends
-        ]
-        widest = [max(names, key=len), "+-10.0%"]
-        for model, dtype in itertools.product(args.models, args.dtype):
-            title = title_of(args, model, dtype, bench.job.device)
-            bench.begin_table(title, COLUMNS, widest)
-            measure_table(bench, start_s, title, plan(args, model, dtype, bench.job.world_size))
+        for title, cases in tables.items():
+            widest = [max((name for name, _, _ in cases), key=len), "+-10.0%"]
+            with bench.begin_table(title, COLUMNS, answer, Table(COLUMNS, widest)) as table:
+                for name, ranks, key in cases:
+                    begin = partial(build, bench, args, start_s[key["compiler"]])
+                    with fresh_compile_cache():
+                        case = bench.measure(key, name, begin, derive, ranks=range(ranks))
+                        torch.compiler.reset()  # it holds the model
+                    if case and case.check.startswith("skipped"):
+                        bench.print(f"# {case.check}")
+            if table.passed:
+                bench.print(f"\nCost: {title}\n\n{render(COSTS, table.passed)}")
     return bench.status
 
 

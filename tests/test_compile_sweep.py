@@ -2,20 +2,21 @@
 
 import gzip
 import json
-import math
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from benchmarks import compile_sweep
-from common.report import Case
+from common.report import Case, Estimate
 from common.stats import Times
 from common.workloads.decoder import DECODERS, flops_per_token
 from common.workloads.reference import Reference
@@ -150,29 +151,27 @@ def torchbenchmark(tmp_path: Path) -> str:
 
 @smoke
 def test_every_strategy_eager_and_compiled(bench: Callable[..., Any]) -> None:
-    flags = ("--strategies", "all", "--backends", "aot_eager,eager", *SHORT)
+    flags = ("--strategies", "all", "--backends", "eager,aot_eager", *SHORT)
     run = bench(SCRIPT, *flags, ranks=2)
     assert run.status == 0, run.err
     cases = {(c.key["strategy"], c.key["compiler"]): c for c in run.report.cases}
     assert list(cases) == [(s, b) for s in compile_sweep.STRATEGIES for b in ("eager", "aot_eager")]
     assert {case.check for case in cases.values()} == {"passed"}
     for (strategy, backend), case in cases.items():
-        m, p50 = case.metrics, case.metrics["step_time_p50_s"]
+        m, p50 = case.metrics, case.metrics["step_s"].value
         ranks = 1 if strategy == "none" else 2
         assert [len(rows) for rows in case.samples_s["step"]] == [6] * ranks
         assert [len(rows) for rows in case.samples_s["forward+backward"]] == [6] * ranks
         assert m["fsdp_units"] == (11 if case.key["fsdp_wrap"] else 0)
         assert case.key["fsdp_wrap"] == strategy.startswith("fsdp")
-        assert m["samples_per_s"] == pytest.approx(4 * ranks / p50)
+        assert m["samples_per_s"].value == pytest.approx(4 * ranks / p50)
         assert m["memory_gib"] > 0
         assert (m["graphs"] > 0) == (m["start_s"] > 0) == (backend == "aot_eager")
         assert m["recompiles"] == 0
-        none = cases["none", backend].metrics["step_time_p50_s"]
-        assert m.get("vs_none", 1) == pytest.approx(none / p50)
-        if backend == "aot_eager":
-            eager = cases[strategy, "eager"].metrics
-            gain = eager["forward_backward_p50_s"] / m["forward_backward_p50_s"]
-            assert m["vs_eager"] == pytest.approx(gain)
+        assert ("eager" in case.samples_s) == ("vs_eager" in m) == (backend == "aot_eager")
+        if backend == "aot_eager":  # a round has one step, so a ratio of its own
+            step, eager = (np.max(case.samples_s[name], axis=0) for name in ("step", "eager"))
+            assert m["vs_eager"].value == pytest.approx(np.median(eager / step))
         assert f"{strategy} {backend}" in run.out.split("Cost: ")[1]
     assert cases["none", "aot_eager"].metrics["graph_breaks"] == 0
     title = "toy-small, batch size 4, torch's default precision, FSDP wraps each layer"
@@ -189,7 +188,7 @@ def test_a_decoder_on_three_ranks_recomputed_and_in_one_unit(bench: Callable[...
     assert {case.check for case in run.report.cases} == {"passed"}
     m = run.report.cases[0].metrics
     flops = 2 * 128 * flops_per_token(DECODERS["decoder-tiny"])
-    assert m["tflops"] * m["step_time_p50_s"] == pytest.approx(flops / 1e12)
+    assert m["tflops"].value * m["step_s"].value == pytest.approx(flops / 1e12)
     assert "mfu" not in m  # nobody knows the peak of a CPU
     assert {case.metrics["recomputed_layers"] for case in run.report.cases} == {8}
     assert {case.metrics["fsdp_units"] for case in run.report.cases} == {0}
@@ -236,7 +235,7 @@ def test_a_model_of_torchbenchmark(bench: Callable[..., Any], torchbenchmark: st
         assert m["graphs"] >= 2
         assert m["recompiles"] >= 1
         assert (case.key["batch_size"], m["batch_size"]) == (None, 6)
-        assert m["samples_per_s"] == pytest.approx(6 * len(case.ranks) / m["step_time_p50_s"])
+        assert m["samples_per_s"].value == pytest.approx(6 * len(case.ranks) / m["step_s"].value)
     assert "hf_Bert, the model's own batch size, torch's default precision, " in run.out
 
 
@@ -343,45 +342,77 @@ def test_flags_of_the_program_it_replaces() -> None:
     assert usual.iters is None
 
 
-def case_of(backend: str, step_s: float, first_s: float, start_s: float, checks: Any) -> Any:
-    key = {"model": "decoder-10m", "dtype": "fp32", "strategy": "ddp", "compiler": backend}
+def derived(step_s: float, eager_s: float | None, *checks: str) -> dict[str, Any]:
+    """The metrics of two ranks, of which the second one is faster, in 12 rounds; and the check."""
     samples = {"step": [[step_s] * 12, [step_s / 2] * 12]}
     # the optimizer takes 5 ms; one step of twelve takes 12 ms longer
     samples["forward+backward"] = [[step_s - 0.005] * 11 + [step_s + 0.007]] * 2
-    found = {"first_step_s": first_s, "first_steps_s": first_s, "start_s": start_s}
+    if eager_s:
+        samples["eager"] = [[eager_s] * 12, [eager_s / 3] * 12]
+    found = {"first_step_s": 3.9, "first_steps_s": 4.06, "start_s": 1.0}
     facts = [
-        {"max": found, "check": check, "device_flops": peak, "batch_size": 8}
+        {"max": found, "check": check, "batch_size": 8, "device_flops": peak}
         for check, peak in zip(checks, (2e12, 1e12), strict=True)
     ]
-    return Case(key | {"batch_size": 8}, [0, 1], samples, [12]), facts
+    case = Case({"model": "decoder-10m"}, [0, 1], samples, [1] * 12)
+    compile_sweep.derive(case, Times(samples, case.rounds), facts)
+    return case.metrics | {"check": case.check}
 
 
 def test_numbers_by_hand() -> None:
     """Two ranks, a batch of 8: the slower one takes 20 ms eager and 15 ms compiled."""
-    cases: dict[Any, Case] = {}
-    eager, facts = case_of("eager", 0.020, 0.1, 0.0, ["passed", "passed"])
-    compile_sweep.derive(cases, eager, Times(eager.samples_s, eager.rounds), facts)
-    cases["ddp", "eager"] = eager
-    case, facts = case_of("inductor", 0.015, 4.1, 1.0, ["passed", "passed"])
-    compile_sweep.derive(cases, case, Times(case.samples_s, case.rounds), facts)
-    m = case.metrics
-    assert m["samples_per_s"] == pytest.approx(16 / 0.015)
-    assert m["step_time_mean_s"] == pytest.approx(0.015)
-    assert m["forward_backward_p50_s"] == pytest.approx(0.010)
+    m = derived(0.015, 0.020, "passed", "passed")
+    assert m["samples_per_s"].value == pytest.approx(16 / 0.015)
+    assert m["step_mean_s"] == pytest.approx(0.015)
+    assert m["forward_backward_s"].value == pytest.approx(0.010)
     assert m["forward_backward_mean_s"] == pytest.approx(0.011)  # (11 * 10 + 22) / 12 ms
-    assert m["vs_eager"] == pytest.approx(15 / 10)  # of whole steps it would be 20 / 15
-    assert m["payback_steps"] == math.ceil((1.0 + 4.1 - 0.1) / 0.005)  # 1000
+    assert m["vs_eager"].value == pytest.approx(20 / 15)
+    assert m["payback_steps"].value == pytest.approx((1.0 + 4.06 - 3 * 0.02) / 0.005)  # 1000
     # of 256 tokens each: 6 FLOPs a weight of a matrix product, and attention's two products
     flops = 8 * 256 * (6 * (8 * 12 * 320**2 + 256 * 320) + 12 * 8 * 320 * 256)
-    assert m["tflops"] == pytest.approx(flops / 0.015 / 1e12)
-    assert m["mfu"] == pytest.approx(2 * flops / 0.015 / 3e12)  # of both ranks, over both peaks
-    assert "vs_none" not in m
-    assert case.check == "passed"
+    assert m["tflops"].value == pytest.approx(flops / 0.015 / 1e12)
+    assert m["mfu"].value == pytest.approx(2 * flops / 0.015 / 3e12)  # of both ranks, over peaks
+    assert m["check"] == "passed"
+    m = derived(0.030, 0.020, "skipped: x", "failed: y")
+    assert "payback_steps" not in m  # it never pays
+    assert m["check"] == "failed: y"
+    m = derived(0.020, None, "skipped: x", "passed")
+    assert {"vs_eager", "payback_steps"}.isdisjoint(m)
+    assert m["check"] == "skipped: x"
 
-    case, facts = case_of("inductor", 0.030, 4.1, 1.0, ["skipped: x", "failed: y"])
-    compile_sweep.derive(cases, case, Times(case.samples_s, case.rounds), facts)
-    assert "payback_steps" not in case.metrics  # it never pays
-    assert case.check == "failed: y"
+
+def test_the_answer() -> None:
+    def answer(*ends: float, **metrics: Any) -> list[str]:
+        key, metrics = {"model": "m", "dtype": "fp32"}, metrics
+        metrics |= {"vs_eager": Estimate(*ends)} if ends else {}
+        return compile_sweep.answer([Case(key, [0], name="ddp inductor", metrics=metrics)])
+
+    assert answer() == []  # eager itself
+    whole = "m, fp32: whole steps of ddp inductor are "
+    assert answer(2, 1.5, 2.75, payback_steps=Estimate(1234, 900, 2000)) == [
+        f"{whole}2.00 times (1.50 to 2.75) as fast as eager ones; "
+        "compiling pays after 1,234 steps (900 to 2,000)"
+    ]
+    assert answer(2, 1.5, 2.75) == [f"{whole}2.00 times (1.50 to 2.75) as fast as eager ones"]
+    assert answer(0.5, 0.4, 0.6) == [
+        f"{whole}0.50 times (0.40 to 0.60) as fast as eager ones; compiling does not pay"
+    ]
+    alike = "m, fp32: ddp inductor and eager cannot be told apart: "
+    assert answer(1.11, 0.9, 1.38) == [f"{alike}1.11 times (0.90 to 1.38) as fast"]
+    assert answer(2) == [f"{alike}2.00 times (no interval) as fast"]
+
+
+def test_the_plan_has_complete_keys() -> None:
+    args = compile_sweep.parse_args(["--device", "cpu", "--dtype", "fp32,bf16"])
+    job: Any = Namespace(world_size=4, device=torch.device("cpu"))
+    tables = compile_sweep.plan(args, job)
+    assert [title.split(", ")[2] for title in tables] == ["fp32", "bf16"]
+    cases = [case for table in tables.values() for case in table]
+    names = ["none eager", "none inductor", "ddp eager", "ddp inductor"]
+    assert [name for name, _, _ in cases[:4]] == names
+    assert [ranks for _, ranks, _ in cases[:4]] == [1, 1, 4, 4]
+    assert len({str(key) for _, _, key in cases}) == len(cases) == 12
+    assert len({tuple(key) for _, _, key in cases}) == 1
 
 
 def test_one_process_alone() -> None:
@@ -476,7 +507,7 @@ def test_inner_units_come_first() -> None:
     ("classes", "line"),
     [
         ([], "the model has no list of layers; try --fsdp-units CLASS or --no-fsdp-wrap"),
-        (["Liner"], "--fsdp-units: the model has no Liner; did you mean Linear"),
+        (["Liner"], "of Layer, Linear, ModuleList, ReLU, Sequential, got Liner"),
     ],
 )
 def test_a_model_without_such_layers(classes: list[str], line: str) -> None:
@@ -487,7 +518,7 @@ def test_a_model_without_such_layers(classes: list[str], line: str) -> None:
 
 def key_of(*flags: str, strategy: str = "ddp", compiler: str = "inductor") -> dict[str, Any]:
     args = compile_sweep.parse_args(["--device", "cpu", *flags])
-    return compile_sweep.key_of(args, "toy-small", "fp32", strategy, compiler)
+    return compile_sweep.key_of(args, strategy, compiler)
 
 
 def test_a_key_claims_what_is_done() -> None:
@@ -512,14 +543,6 @@ def test_what_was_not_compiled_fails() -> None:
     assert compile_sweep.check(eager, 0, losses, wanted, 0).startswith("skipped: ")
 
 
-def test_a_graph_that_cannot_be_written_is_said_before_the_run(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    problem = compile_sweep.unwritable(tmp_path / "file")
-    assert problem == f"--torchviz: cannot write into {tmp_path / 'file'}: Not a directory"
-    assert compile_sweep.unwritable(tmp_path) is None
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_backend_that_cannot_compile_here() -> None:
     """As tvm without its package: one line, before the first case."""
 
@@ -527,12 +550,11 @@ def test_a_backend_that_cannot_compile_here() -> None:
         raise ModuleNotFoundError("No module named 'tvm'")
 
     torch._dynamo.register_backend(no_package, name="no_package")
-    seconds, problem = compile_sweep.start("no_package", torch.device("cpu"))
-    assert seconds == 0
-    assert problem == (
-        "--backends no_package cannot compile x * x here: "
-        "ModuleNotFoundError: No module named 'tvm'"
-    )
+    first, second = (Namespace(rank=rank, device=torch.device("cpu")) for rank in (0, 1))
+    reason = "no_package cannot compile x * x here: ModuleNotFoundError: No module named 'tvm'"
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        compile_sweep.start("no_package", first)
+    assert compile_sweep.start("no_package", second) == 0  # its cases fail, and say why
 
 
 def test_the_tenth_backend_is_started_as_the_first_one() -> None:
@@ -545,5 +567,5 @@ def test_the_tenth_backend_is_started_as_the_first_one() -> None:
             return graph.forward
 
         torch._dynamo.register_backend(compiler, name=f"backend_{number}")
-        compile_sweep.start(f"backend_{number}", torch.device("cpu"))
+        compile_sweep.start(f"backend_{number}", Namespace(rank=0, device=torch.device("cpu")))
     assert started == list(range(10))

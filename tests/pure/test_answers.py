@@ -13,7 +13,6 @@ from benchmarks import (
     batch_update_ps,
     checkpoint_sweep,
     collectives,
-    compile_sweep,
     ddp_rpc,
     input_sweep,
     p2p_matrix,
@@ -135,40 +134,6 @@ def test_collectives() -> None:
     assert collectives.answer(one_rank) == [
         "all_reduce float32 sum: 8 bytes take 3.00 us; one rank alone has no bus bandwidth"
     ]
-
-
-def compiled(strategy: str, compiler: str, ms: float, ci: Interval | None, **metrics: Any) -> Case:
-    key: dict[str, Any] = {"model": "m", "strategy": strategy, "compiler": compiler}
-    key |= {"fsdp_wrap": False, "fsdp_units": None}
-    return timed(key, ms, ci, **metrics)
-
-
-def test_compile_sweep() -> None:
-    eager = compiled("ddp", "eager", 10, (9, 11))
-    quick = compiled("ddp", "inductor", 5, (4, 6), payback_steps=1234)
-    alike = compiled("ddp", "inductor", 9, (8, 10), payback_steps=1234)
-    slow = compiled("ddp", "inductor", 20, (18, 22))
-    assert compile_sweep.answer([eager, quick]) == [
-        "whole steps of ddp inductor are 2.00 times (1.50 to 2.75) as fast as those of eager; "
-        "compiling pays after 1,234 steps"
-    ]
-    assert compile_sweep.answer([eager, alike]) == [
-        "ddp inductor and eager cannot be told apart: "
-        "whole steps are 1.11 times (0.90 to 1.38) as fast"
-    ]
-    assert compile_sweep.answer([eager, slow]) == [
-        "whole steps of ddp inductor are 0.50 times (0.41 to 0.61) as fast as those of eager; "
-        "compiling does not pay"
-    ]
-    assert compile_sweep.answer([quick]) == [
-        "ddp inductor takes 5.00 ms (4.00 to 6.00) a step; "
-        "without eager nobody can tell whether it pays"
-    ]
-    assert compile_sweep.answer([eager]) == []
-    del quick.metrics["payback_steps"]
-    assert compile_sweep.answer([quick, eager])[0].endswith(" as fast as those of eager")
-    other = compiled("none", "eager", 1, None)
-    assert "without eager" in compile_sweep.answer([other, quick])[0]
 
 
 def saved(mode: str, stall_s: float, ci: Interval | None, every_s: float = 600, **key: Any) -> Case:
@@ -392,7 +357,7 @@ def test_an_answer_is_printed_and_kept() -> None:
 # -- every script ----------------------------------------------------------------------------------
 
 PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
-    batch_update_ps, checkpoint_sweep, collectives, compile_sweep, ddp_rpc,
+    batch_update_ps, checkpoint_sweep, collectives, ddp_rpc,
     parameter_server, rpc_latency, traffic,
 )}  # fmt: skip
 GIVEN: dict[str, Answer] = {
