@@ -42,17 +42,16 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.answers import estimate_of, fastest, series
+from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
 from common.environment import count_of
 from common.groups import Group, Job
-from common.old import Benchmark, Key, Workload
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
-from common.stats import Times, median_interval
-from common.table import Columns, interval_ends, metric
-from common.timing import LEAD_IN
+from common.stats import Times, side_by_side
+from common.table import Columns, Table, ends, metric, relative
+from common.timing import LEAD_IN, Workload
 from common.workloads.phases import own_pace
 
 PAYLOADS = ("module", "tensors")
@@ -71,14 +70,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
     for name, (default, text) in SIZES.items():
-        text += f" (default: {default})"
-        add(
-            f"--{name.replace('_', '-')}",
-            type=positive_int,
-            default=default,
-            metavar="N",
-            help=text,
-        )
+        flag, text = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
+        add(flag, type=positive_int, default=default, metavar="N", help=text)
     text = "gradients that make an update (default: one of each trainer)"
     add("--batch-update-size", type=positive_int, metavar="N", help=text)
     payload = """module: a list of gradients there and the pickled module back, as the tutorial
@@ -225,6 +218,7 @@ def send_gradients(trainer: int, gradients: Any, timeout_s: float) -> Any:
 
 
 # [/core]
+# -- a case ----------------------------------------------------------------------------------------
 
 
 def model_of(key: Key) -> nn.Module:
@@ -240,7 +234,7 @@ def build(job: Job, key: Key, group: Group, *, server_device: str, timeout_s: fl
     trainer, device = job.rank, str(job.device)
     wire = "cpu" if server_device == "cpu" else device  # without a device map CUDA cannot travel
     if trainer == 0:
-        names = ("in_features", "out_features", "trainers", "batch_update_size")
+        names = ("in_features", "out_features", "ranks", "batch_update_size")
         sizes = [key[name] for name in names]
         rpc.rpc_sync("server0", start_server, args=(*sizes, server_device))
     batches = batches_of(key, trainer).to(device)
@@ -304,7 +298,7 @@ def replay_updates(key: Key, updates: list[Update]) -> list[Tensor]:
     """The parameters of each trainer after these updates, then the server's, in one process."""
     model = model_of(key)
     optimizer = create_optimizer(model)
-    trainers = range(key["trainers"])
+    trainers = range(key["ranks"])
     batches = [itertools.cycle(batches_of(key, trainer)) for trainer in trainers]
     models = [copy.deepcopy(model) for _ in trainers]
     for update in updates:
@@ -321,22 +315,16 @@ def replay_updates(key: Key, updates: list[Update]) -> list[Tensor]:
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check. facts: of each trainer."""
     key, metrics = case.key, case.metrics
-    trainers = len(facts)
-    step_times, blocks_s = own_pace(times.each(), case.rounds, "step_time")
+    step_times, gradients_per_s = own_pace(times.each(), case.rounds, "step")
     latencies, _ = own_pace(times.returned, case.rounds, "latency")
     metrics |= step_times | latencies
     updates = facts[0]["updates"]
     arrived = sum(len(update["trainers"]) for update in updates)
-    size = arrived / len(updates)
-    metrics["gradients_per_update"] = size
-    metrics["gradients_per_s"] = trainers * sum(case.rounds) / sum(blocks_s)
-    metrics["updates_per_s"] = metrics["gradients_per_s"] / size
-    rates = []
-    for steps, block_s in zip(case.rounds, blocks_s, strict=True):
-        rates.append(trainers * steps / block_s / size)
-    metrics["updates_per_s_ci95"] = median_interval(rates)
+    metrics["gradients_per_update"] = arrived / len(updates)
+    metrics["gradients_per_s"] = gradients_per_s
+    metrics["updates_per_s"] = gradients_per_s / metrics["gradients_per_update"]
     parameters = (key["in_features"] + 1) * key["out_features"]
-    metrics["mb_per_s"] = metrics["gradients_per_s"] * 2 * 4e-6 * parameters
+    metrics["mb_per_s"] = gradients_per_s * 2 * 4e-6 * parameters
     problem = facts[0]["wrong"]
     sent = sum(fact["sent"] for fact in facts)
     if not problem and sent != arrived:
@@ -367,6 +355,24 @@ def name_updates(updates: list[Update], rounds: list[int]) -> None:
         update["kind"] = "timed" if "timed" in of_gradients else of_gradients[0]
 
 
+# -- what is printed -------------------------------------------------------------------------------
+
+COLUMNS: Columns = {
+    "payload": lambda case: case.name,
+    "step\np50 (ms)": metric("step_s", 1e3, 3),
+    "95% ci\nof p50": relative("step_s"),
+    "\nupdates/s": metric("updates_per_s", digits=1),
+    "95% ci\nof updates/s": ends("updates_per_s", digits=1),
+    "\ngradients/s": metric("gradients_per_s", digits=1),
+    "\nMB/s": metric("mb_per_s"),
+    "latency\np50 (ms)": metric("latency_s", 1e3, 3),
+    "95% ci\n(ms)": ends("latency_s", 1e3, 3),
+    "latency\np95 (ms)": metric("latency_p95_s", 1e3, 3),
+    "latency\np99 (ms)": metric("latency_p99_s", 1e3, 3),
+}
+WIDEST = ["tensors", "100.000", "+-10.0%", "10000.0", "1000.0 to 1000.0", "10000.0", "1000.00"]
+
+
 def log_of(case: Case) -> str:
     """The server's log as lines: which gradients came when, and each update."""
     size = case.key["batch_update_size"]
@@ -384,75 +390,51 @@ def log_of(case: Case) -> str:
     return "\n".join(lines)
 
 
-COLUMNS: Columns = {
-    "payload": lambda case: case.key["payload"],
-    "step\np50 (ms)": metric("step_time_p50_s", 1e3, 3),
-    "\nupdates/s": metric("updates_per_s", digits=1),
-    "95% ci\nof updates/s": interval_ends("updates_per_s_ci95", digits=1),
-    "\ngradients/s": metric("gradients_per_s", digits=1),
-    "\nMB/s": metric("mb_per_s"),
-    **{f"latency\np{q} (ms)": metric(f"latency_p{q}_s", 1e3, 3) for q in (50, 95, 99)},
-}
-WIDEST = ["tensors", "100.000", "10000.0", "1000.0 to 1000.0", "10000.0", "1000.00"]
+def answer(cases: list[Case]) -> str:
+    """How many updates a second with each payload."""
+    rates = {f"payload {case.name}": case.metrics["updates_per_s"] for case in cases}
+    return f"the server makes {side_by_side(rates, 'updates/s')}"
 
 
-def answer(cases: list[Case]) -> list[str]:
-    """How many updates a second, and which payload makes more of them."""
-    sentences: list[str] = []
-    for name, same in series(cases, ("payload",)).items():
-        rates = {}
-        for case in same:
-            if rate := estimate_of(case, "updates_per_s", "updates_per_s_ci95"):
-                rates[case.key["payload"]] = rate
-        if not rates:
-            continue
-        best = max(rates, key=lambda payload: rates[payload].value)
-        sentence = f"{name}payload {best} makes {rates[best].text('updates/s')}"
-        if len(rates) > 1:
-            seconds = {payload: rate.inverse() for payload, rate in rates.items()}
-            sentence += f"; {fastest(seconds)}"
-        sentences.append(sentence)
-    return sentences
+# -- which cases -----------------------------------------------------------------------------------
 
 
-def plan(args: argparse.Namespace, roles: Roles) -> list[Key]:
-    """The key of each case, one a payload."""
+def plan(args: argparse.Namespace, roles: Roles) -> list[Planned]:
+    """One case a payload."""
     trainers = len(roles.trainers)
     size = args.batch_update_size or trainers
     if size > trainers:  # each sends one gradient, and waits
         refuse(f"--batch-update-size {size}: there are {trainers} trainers; try {trainers}")
     fixed: Key = {name: getattr(args, name) for name in SIZES}
-    fixed["server_device"] = roles.device(roles.servers[0])
-    fixed["device"] = roles.device(roles.trainers[0])
-    fixed |= {"trainers": trainers, "batch_update_size": size}
-    return [{"payload": payload} | fixed for payload in args.payload]
+    fixed |= {"server_device": roles.device(roles.servers[0]), "batch_update_size": size}
+    return [(payload, trainers, {"payload": payload} | fixed) for payload in args.payload]
 
 
 def main() -> int:
     args = parse_args()
     roles = assign_roles(args, servers=1)
-    keys = plan(args, roles)
+    cases = plan(args, roles)
     timeout_s = args.straggler_timeout or args.timeout / 2
-    logs: list[str] = []
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
-    with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers, answer) as bench:
+    with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
-        keys = [key | options.key() for key in keys]
-        bench.announce(keys)
-        update = f"{count_of(keys[0]['batch_update_size'], 'gradient')} an update"
+        cases = [(name, ranks, key | options.key()) for name, ranks, key in cases]
+        update = f"{count_of(cases[0][2]['batch_update_size'], 'gradient')} an update"
         title = f"Linear({args.in_features}, {args.out_features}), "
         title += f"{count_of(len(roles.trainers), 'trainer')} with batches of {args.batch_size}, "
         title += f"{update}\n{options}"
-        bench.begin_table(title, COLUMNS, WIDEST)
-        with rpc_workers(bench, roles, options) as devices:
+        bench.announce({title: cases})
+        with (
+            rpc_workers(bench, roles, options) as devices,
+            bench.begin_table(title, COLUMNS, answer, Table(COLUMNS, WIDEST)) as table,
+        ):
             server_device = devices[roles.servers[0]]
             build_case = partial(build, bench.job, server_device=server_device, timeout_s=timeout_s)
-            for key in keys:
-                case = bench.measure(key, build_case, derive, roles.trainers)
-                if args.log_updates and case and "log" in case.metrics:
-                    logs.append(log_of(case))
-        for log in logs:  # not between the rows of the table
-            bench.print(f"\n{log}")
+            for name, _, key in cases:
+                bench.measure(key, name, build_case, derive, ranks=roles.trainers)
+        if args.log_updates:
+            for case in table.passed:  # not between the rows of the table
+                bench.print(f"\n{log_of(case)}")
     return bench.status
 
 

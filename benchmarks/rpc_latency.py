@@ -39,7 +39,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
@@ -49,15 +48,15 @@ from torch.futures import Future
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.answers import ranked, series
+from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
-from common.cli import Parser, add_common_flags, cut, list_of, positive_int, show_size, size
+from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
 from common.groups import Group, Job
-from common.old import Benchmark, Key, Workload
-from common.report import Case
+from common.report import Case, Estimate
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
-from common.stats import Times, relative_ci95
-from common.table import Columns, metric, relative
+from common.stats import Times, side_by_side
+from common.table import Columns, Table, metric, relative
+from common.timing import Workload
 from common.workloads import patterns
 from common.workloads.phases import own_pace
 
@@ -156,6 +155,7 @@ def call(
 
 
 # [/core]
+# -- a case ----------------------------------------------------------------------------------------
 
 
 def build(job: Job, key: Key, group: Group, *, callee_device: str) -> Workload:
@@ -195,12 +195,8 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     key, metrics = case.key, case.metrics
     for step, name, directions in (("step", "round_trip", 2), ("one way", "one_way", 1)):
         calls = times.each(step) / key["in_flight"]  # [callers, n]
-        slowest, blocks_s = own_pace(calls, case.rounds, name)
-        slowest_caller = int(np.argmax(np.median(calls, axis=1)))
-        calls_per_s = calls.size / sum(blocks_s)
+        slowest, calls_per_s = own_pace(calls, case.rounds, name)
         metrics |= slowest
-        metrics[f"{name}_slowest_caller"] = slowest_caller
-        metrics[f"{name}_p50_ci95_rel"] = relative_ci95(calls[slowest_caller])
         metrics[f"{name}_calls_per_s"] = calls_per_s
         metrics[f"{name}_gb_per_s"] = calls_per_s * key["size_bytes"] * directions / 1e9
     sent, came = sum(fact["sunk"] for fact in facts), facts[0]["received"]
@@ -215,78 +211,72 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     case.check = verdict(problem)
 
 
-def label_of(key: Key) -> str:
-    many = f" x{key['in_flight']}" if key["in_flight"] > 1 else ""
-    return f"{key['operation']}{many} {show_size(key['size_bytes'])}"
-
+# -- what is printed -------------------------------------------------------------------------------
 
 COLUMNS: Columns = {
-    "": lambda case: label_of(case.key),
-    "p50\n(us)": metric("round_trip_p50_s", 1e6, 1),
-    "95% ci\nof p50": relative("round_trip_p50_ci95_rel"),
+    "": lambda case: case.name,
+    "p50\n(us)": metric("round_trip_s", 1e6, 1),
+    "95% ci\nof p50": relative("round_trip_s"),
     "p95\n(us)": metric("round_trip_p95_s", 1e6, 1),
     "p99\n(us)": metric("round_trip_p99_s", 1e6, 1),
     "\ncalls/s": metric("round_trip_calls_per_s", 1, 1),
+    "95% ci\nof calls/s": relative("round_trip_calls_per_s"),
     "\nGB/s": metric("round_trip_gb_per_s", 1, 3),
-    "one way\np50 (us)": metric("one_way_p50_s", 1e6, 1),
+    "one way\np50 (us)": metric("one_way_s", 1e6, 1),
+    "one way\n95% ci": relative("one_way_s"),
     "one way\ncalls/s": metric("one_way_calls_per_s", 1, 1),
+    "95% ci\nof these": relative("one_way_calls_per_s"),
     "one way\nGB/s": metric("one_way_gb_per_s", 1, 3),
 }
 WIDEST = ["async_execution 64K", "000000.0", "+-10.0%", "000000.0", "000000.0", "00000.0"]
 
 
-def answer(cases: list[Case]) -> list[str]:
-    """The time of the smallest round trip. A rate has no interval, so no sentence has it."""
-    sentences: list[str] = []
-    for name, same in series(cases, ("operation", "in_flight", "size_bytes")).items():
-        timed = ranked(same, "round_trip")
-        if not timed:
-            continue
-        smallest = min(case.key["size_bytes"] for case, _ in timed)
-        of_smallest = [pair for pair in timed if pair[0].key["size_bytes"] == smallest]
-        # a batch of calls has no latency of its own
-        single = [pair for pair in of_smallest if pair[0].key["in_flight"] == 1] or of_smallest
-        (first, fastest), *others = single
-        alike = [case.key["operation"] for case, time in others if time.overlaps(fastest)]
-        sentence = f"{show_size(smallest)} bytes there and back take {fastest} by "
-        sentence += first.key["operation"]
-        if alike:
-            sentence += f"; {cut(alike)} cannot be told apart from it"
-        sentences.append(name + sentence)
-    return sentences
+def answer(cases: list[Case]) -> str:
+    """The times of the smallest round trip."""
+    smallest = min(case.key["size_bytes"] for case in cases)
+    of_smallest = [case for case in cases if case.key["size_bytes"] == smallest]
+    # a batch of calls has no latency of its own
+    single = [case for case in of_smallest if case.key["in_flight"] == 1] or of_smallest
+    times: dict[str, Estimate] = {}
+    for case in single:
+        times[case.key["operation"]] = case.metrics["round_trip_s"]
+    return f"{show_size(smallest)} bytes there and back take {side_by_side(times)}"
 
 
-def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Key]:
-    """The key of each case: every operation with every size, small payloads first."""
-    fixed = rpc_settings | {
-        "callers": len(roles.trainers),
-        "device": roles.device(roles.trainers[0]),
-        "server_device": roles.device(roles.servers[0]),
-    }
-    keys = []
+# -- which cases -----------------------------------------------------------------------------------
+
+
+def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Planned]:
+    """Every operation with every size, small payloads first."""
+    fixed = rpc_settings | {"server_device": roles.device(roles.servers[0])}
+    cases: list[Planned] = []
     for operation, size_bytes in itertools.product(args.ops, sorted(args.sizes)):
         in_flight = 1
         if operation == "rpc_async":
             in_flight = max(1, min(args.in_flight, BATCH_BYTES // max(1, size_bytes)))
-        case = {"operation": operation, "in_flight": in_flight, "size_bytes": size_bytes}
-        keys.append(case | fixed)
-    return keys
+        key = {"operation": operation, "in_flight": in_flight, "size_bytes": size_bytes}
+        many = f" x{in_flight}" if in_flight > 1 else ""
+        name = f"{operation}{many} {show_size(size_bytes)}"
+        cases.append((name, len(roles.trainers), key | fixed))
+    return cases
 
 
 def main() -> int:
     args = parse_args()
     roles = assign_roles(args, servers=1)
     callee = roles.servers[0]
-    with Benchmark("rpc_latency", args_of_rank(args, roles), roles.trainers, answer) as bench:
+    with Benchmark("rpc_latency", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
-        keys = plan(args, roles, options.key())
-        bench.announce(keys)
+        cases = plan(args, roles, options.key())
         title = f"Callers: {len(roles.trainers)}, callee: rank {callee}; {options}"
-        bench.begin_table(title, COLUMNS, WIDEST)
-        with rpc_workers(bench, roles, options) as devices:
+        bench.announce({title: cases})
+        with (
+            rpc_workers(bench, roles, options) as devices,
+            bench.begin_table(title, COLUMNS, answer, Table(COLUMNS, WIDEST)),
+        ):
             build_case = partial(build, bench.job, callee_device=devices[callee])
-            for key in keys:
-                bench.measure(key, build_case, derive, roles.trainers)
+            for name, _, key in cases:
+                bench.measure(key, name, build_case, derive, ranks=roles.trainers)
     return bench.status
 
 

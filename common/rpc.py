@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,16 +18,18 @@ import torch.distributed as dist
 import torch.distributed.rpc as rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 
+from common.benchmark import Benchmark
 from common.cli import checked, list_of, refuse
 from common.environment import count_of
 from common.groups import gather, share
 from common.join import raise_file_limit, world
-from common.old import Benchmark
+from common.old import Benchmark as Old
 
 # at import: the scripts decorate functions with rpc.functions, which is missing then, too
 if not hasattr(rpc, "TensorPipeAgent"):
     refuse("this torch was built without TensorPipe, which torch.distributed.rpc needs")
 
+AnyBenchmark = Benchmark | Old
 SCHEME = "torchrun-bench"  # an init_method of this scheme leads to the store of the job
 TRANSPORTS = ("auto", "shm", "uv", "ibv")
 CHANNELS = ("auto", "basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
@@ -192,7 +195,7 @@ def add_rpc_flags(
         add("--server-device", choices=("auto", "cpu", "cuda"), default=server_device, help=text)
 
 
-def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
+def rpc_options(args: argparse.Namespace, bench: AnyBenchmark) -> RpcOptions:
     """The settings that the flags ask for, the same on all ranks. Rank 0's node has the cores.
 
     TensorPipe's own default is 16 threads on any machine. With 1 thread a function that makes an
@@ -214,18 +217,17 @@ def files_needed(world_size: int, options: RpcOptions) -> int:
     return 150 + world_size * (10 if options.transports == ["uv"] else 60)
 
 
-def refuse_few_files(bench: Benchmark, options: RpcOptions) -> None:
-    """Refuse a limit on open files that is too low: TensorPipe would abort the process."""
-    needed = files_needed(bench.job.world_size, options)
-    limits = gather(raise_file_limit(needed))
-    lowest = share(min(limits) if limits else None)
-    if lowest < needed:
-        limit = f"ulimit -n allows {lowest}; try ulimit -n {needed}"
-        bench.refuse(f"RPC opens up to {needed} files a process, {limit}")
+def need_files(world_size: int, options: RpcOptions) -> None:
+    """Raises ValueError where fewer files may be open: TensorPipe would abort the process."""
+    needed = files_needed(world_size, options)
+    limit = raise_file_limit(needed)
+    if limit < needed:
+        opens = f"RPC opens up to {needed} files a process"
+        raise ValueError(f"{opens}, and {limit} are allowed; try ulimit -n {needed}")
 
 
 def start_rpc(
-    bench: Benchmark, name: str, options: RpcOptions, device_maps: dict[str, Any]
+    bench: AnyBenchmark, name: str, options: RpcOptions, device_maps: dict[str, Any]
 ) -> None:
     """Become the RPC worker of this name. Refuses settings with which RPC does not start."""
     job = bench.job
@@ -256,11 +258,11 @@ def start_rpc(
 
 
 @contextmanager
-def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
+def rpc_workers(bench: AnyBenchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
     """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
     job = bench.job
     devices: list[str] = share(gather(str(job.device)))
-    refuse_few_files(bench, options)
+    bench.prepare("ulimit -n", partial(need_files, job.world_size, options))  # type: ignore[misc]
     start_rpc(bench, roles.name(job.rank), options, roles.device_maps(job.rank, devices))
     graceful = False
     try:

@@ -301,3 +301,13 @@ def fastest(times: Mapping[str, Estimate]) -> str:
         return f"{first} and {cut(alike, 3)} cannot be told apart"
     rank = ", the next" if len(others) > 1 else ""
     return f"{first} is {ratios[others[0]].times()} as fast as {others[0]}{rank}"
+
+
+def side_by_side(estimates: Mapping[str, Estimate], unit: str = "") -> str:
+    """`10.0 ms (9.0 to 11.0) by a, 12.0 ms (11.0 to 13.0) by b`: estimates by the names of cases
+    that were timed one after the other, so no order is told. unit: of a number that is no time."""
+    shown = []
+    for name, estimate in estimates.items():
+        shown.append(f"{estimate.text(unit) if unit else estimate} by {name}")
+    advice = "; timed one after the other, analysis/ab.py takes turns" if len(shown) > 1 else ""
+    return ", ".join(shown) + advice

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import batch_update_ps
-from common.report import Case
+from common.report import Case, Estimate
 from common.stats import Times
 
 SCRIPT = "benchmarks/batch_update_ps.py"
@@ -26,9 +26,10 @@ def test_fewer_gradients_than_trainers(bench: Callable[..., Any]) -> None:
         assert [len(row) for row in case.samples_s["step"]] == [20] * 3
         m = case.metrics
         assert 1 <= m["gradients_per_update"] <= 2
-        assert m["updates_per_s"] == pytest.approx(m["gradients_per_s"] / m["gradients_per_update"])
-        assert m["latency_p50_s"] > 0
-        assert f"{m['updates_per_s']:.1f}" in run.out
+        rate = m["updates_per_s"].value
+        assert rate == pytest.approx(m["gradients_per_s"].value / m["gradients_per_update"])
+        assert m["latency_s"].value > 0
+        assert f"{rate:.1f}" in run.out
         assert m["updates"] == len(m["log"])
         for update in m["log"]:
             assert 1 <= len(update["trainers"]) <= 2
@@ -78,8 +79,8 @@ def test_a_stopped_server_is_named(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *flags, "--straggler-timeout", "60", ranks=3, inject="callee-stops")
     assert run.status != 0
     assert "HANG: no progress for 8 s" in run.err
-    assert re.search(r"rank 2 on .*case 'module .*: does not answer", run.err), run.err
-    assert re.search(r"rank 0 on .*case 'module .*step, block \d+: waits", run.err), run.err
+    assert re.search(r"rank 2 on .*case 'module', .*does not answer", run.err), run.err
+    assert re.search(r"rank 0 on .*case 'module', step, block \d+: waits", run.err), run.err
 
 
 def test_the_log_as_lines() -> None:
@@ -126,13 +127,13 @@ def test_rates_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     facts: list[dict[str, Any]] = [{"wrong": None, "sent": 6, "updates": updates} for _ in range(2)]
     batch_update_ps.derive(case, times, facts)
     m = case.metrics
-    assert m["step_time_p50_s"] == 1.5  # trainer 0's
-    assert m["latency_p50_s"] == m["latency_p95_s"] == 0.75
-    assert m["gradients_per_s"] == pytest.approx(8 / 7)
+    assert m["step_s"].value == 1.5  # trainer 0's
+    assert m["latency_s"].value == m["latency_p95_s"] == 0.75
+    assert m["gradients_per_s"].value == pytest.approx(8 / 7)
     assert m["gradients_per_update"] == pytest.approx(12 / 7)
-    assert m["updates_per_s"] == pytest.approx(8 / 12)
-    assert m["mb_per_s"] == pytest.approx(8 / 7 * 2 * 100 * 4 / 1e6)
-    assert m["updates_per_s_ci95"] is None  # of two blocks
+    assert m["updates_per_s"].value == pytest.approx(8 / 12)
+    assert m["mb_per_s"].value == pytest.approx(8 / 7 * 2 * 100 * 4 / 1e6)
+    assert m["updates_per_s"].low is None  # of two blocks
     assert case.check == "passed"
     assert (m["updates"], m["log"]) == (7, updates)
     monkeypatch.setattr(batch_update_ps, "LOGGED", 3)  # the report keeps the newest ones
@@ -141,3 +142,13 @@ def test_rates_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     facts[1]["sent"] = 7
     batch_update_ps.derive(case, times, facts)
     assert case.check == "failed: the trainers sent 13 gradients, the server's log has 12"
+
+
+def test_the_answer_has_both_payloads_side_by_side() -> None:
+    cases = []
+    for payload, rate in (("module", Estimate(100, 80, 120)), ("tensors", Estimate(50))):
+        cases.append(Case({}, [0], name=payload, metrics={"updates_per_s": rate}))
+    assert batch_update_ps.answer(cases) == (
+        "the server makes 100 updates/s (80 to 120) by payload module, 50.0 updates/s (no "
+        "interval) by payload tensors; timed one after the other, analysis/ab.py takes turns"
+    )

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from common.stats import percentiles
+from common.report import Estimate
+from common.stats import median, median_interval, percentiles
 from common.table import layout
 
 Stamps = list[tuple[str, Any, Any]]  # the phases of a step: name, start and end
@@ -111,14 +112,23 @@ def phase_table(role: str, cases: Iterable[tuple[str, Mapping[str, Any]]]) -> st
 
 def own_pace(
     samples: ArrayLike, rounds: Sequence[int], prefix: str
-) -> tuple[dict[str, float], list[float]]:
+) -> tuple[dict[str, Any], Estimate]:
     """The times of workers [workers, n] that do not wait for each other within a block.
 
-    Returns the percentiles, of the slowest worker for each, and the seconds of each block until its
-    last worker is done. rounds: iterations of each block, n in all.
+    Returns the metrics `{prefix}_s`, the median of the slowest worker, `{prefix}_slowest` (its
+    row) and percentiles, of the slowest worker for each; then the samples of all workers a second:
+    a block lasts until its last worker is done. The rate's interval is that of the blocks' rates.
+    rounds: iterations of each block, n in all.
     """
     x = np.asarray(samples)
+    slowest = int(np.argmax(np.median(x, axis=1)))
+    metrics: dict[str, Any] = {f"{prefix}_s": median(x[slowest]), f"{prefix}_slowest": slowest}
     by_worker = [percentiles(row, prefix) for row in x]
-    slowest = {name: max(worker[name] for worker in by_worker) for name in by_worker[0]}
+    for name in by_worker[0]:
+        metrics[name] = max(worker[name] for worker in by_worker)
+    del metrics[f"{prefix}_p50_s"]  # it is {prefix}_s
     blocks = np.split(x, np.cumsum(rounds)[:-1], axis=1)
-    return slowest, [float(block.sum(axis=1).max()) for block in blocks]
+    blocks_s = [float(block.sum(axis=1).max()) for block in blocks]
+    rates = [block.size / block_s for block, block_s in zip(blocks, blocks_s, strict=True)]
+    low, high = median_interval(rates) or (None, None)
+    return metrics, Estimate(x.size / sum(blocks_s), low, high)

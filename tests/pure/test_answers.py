@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks import (
-    batch_update_ps,
     checkpoint_sweep,
     collectives,
     ddp_rpc,
@@ -18,7 +17,6 @@ from benchmarks import (
     p2p_matrix,
     parameter_server,
     replay,
-    rpc_latency,
     traffic,
 )
 from common.answers import Estimate, digits_of, fastest, median_of, series, show_seconds
@@ -160,51 +158,6 @@ def test_checkpoint_sweep() -> None:
     assert checkpoint_sweep.answer(cases[:1]) == ["no save is on disk within 10 minutes"]
     two = [saved("a", 6, None, path="x"), saved("a", 6, None, path="y")]
     assert [line[:8] for line in checkpoint_sweep.answer(two)] == ["x: a sav", "y: a sav"]
-
-
-def called(operation: str, size: int, us: float, width: float | None, rate: float = 10) -> Case:
-    in_flight = 8 if operation == "rpc_async" else 1
-    key: dict[str, Any] = {"operation": operation, "in_flight": in_flight, "size_bytes": size}
-    metrics: dict[str, Any] = {"round_trip_p50_s": us / 1e6, "round_trip_p50_ci95_rel": width}
-    metrics |= {"round_trip_calls_per_s": rate, "round_trip_gb_per_s": rate * size / 1e9}
-    return Case(key, [0], metrics=metrics)
-
-
-def test_rpc_latency() -> None:
-    """What a call of a batch takes is no latency: rpc_async does not count for it."""
-    cases = [
-        called("rpc_sync", 4, 100, 0.1, rate=9000),
-        called("remote", 4, 150, 0.1),
-        called("rpc_async", 4, 50, 0.1, rate=20000),
-        called("rpc_sync", 2**20, 1000, 0.1, rate=1000),
-    ]
-    assert rpc_latency.answer(cases) == [
-        "4 bytes there and back take 100 us (90 to 110) by rpc_sync"
-    ]
-    cases[1] = called("remote", 4, 115, 0.1)
-    assert rpc_latency.answer(cases)[0].endswith("; remote cannot be told apart from it")
-    assert rpc_latency.answer(cases[2:3]) == [
-        "4 bytes there and back take 50.0 us (45.0 to 55.0) by rpc_async"
-    ]
-
-
-def updated(payload: str, rate: float, ci: Interval | None) -> Case:
-    metrics: dict[str, Any] = {"updates_per_s": rate, "updates_per_s_ci95": ci}
-    return Case({"payload": payload, "trainers": 3}, [0], metrics=metrics)
-
-
-def test_batch_update_ps() -> None:
-    """200 / 100 = 2, from 180 / 120 to 220 / 80."""
-    cases = [updated("module", 100, (80, 120)), updated("tensors", 200, (180, 220))]
-    assert batch_update_ps.answer(cases) == [
-        "payload tensors makes 200 updates/s (180 to 220); "
-        "tensors is 2.00 times (1.50 to 2.75) as fast as module"
-    ]
-    cases[0] = updated("module", 190, (170, 210))
-    assert batch_update_ps.answer(cases)[0].endswith("; tensors and module cannot be told apart")
-    assert batch_update_ps.answer([updated("module", 50, None)]) == [
-        "payload module makes 50.0 updates/s (no interval)"
-    ]
 
 
 def routed(route: str, server: str | None, ms: float, ci: Interval | None) -> Case:
@@ -357,8 +310,7 @@ def test_an_answer_is_printed_and_kept() -> None:
 # -- every script ----------------------------------------------------------------------------------
 
 PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
-    batch_update_ps, checkpoint_sweep, collectives, ddp_rpc,
-    parameter_server, rpc_latency, traffic,
+    checkpoint_sweep, collectives, ddp_rpc, parameter_server, traffic,
 )}  # fmt: skip
 GIVEN: dict[str, Answer] = {
     "input_sweep": partial(input_sweep.answer, Namespace(), 2, 2),

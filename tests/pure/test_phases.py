@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from common.workloads.phases import Phases, phase_table, pool, summaries, summary
+from common.report import Estimate
+from common.workloads.phases import Phases, own_pace, phase_table, pool, summaries, summary
 
 
 def test_durations_by_step_and_phase() -> None:
@@ -81,3 +82,12 @@ def test_a_worker_without_durations_and_many_workers() -> None:
     many = summaries({f"trainer{i}": {"batch": [1.0]} for i in range(11)})
     rows = phase_table("trainers", [("a", many)]).splitlines()[3:]
     assert [row.split()[-11] for row in rows] == [*(f"trainer{i}" for i in range(8)), "all"]
+
+
+def test_workers_at_their_own_pace() -> None:
+    """Blocks of one step: max(1, 2), ..., 5 of 2 s and one of 4 s: 12 samples in 14 s."""
+    metrics, rate = own_pace([[1.0] * 5 + [4.0], [2.0] * 6], [1] * 6, "step")
+    assert metrics["step_s"] == Estimate(2.0, 2.0, 2.0)
+    assert metrics["step_slowest"] == 1
+    assert metrics["step_p95_s"] == pytest.approx(3.25)  # the other worker's
+    assert rate == Estimate(12 / 14, 0.5, 1.0)
