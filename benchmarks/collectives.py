@@ -7,6 +7,7 @@
               all_to_all, gather and scatter; * 1 for the others; among n ranks
     size    = the larger of what a rank sends and receives, in bytes; count = elements of a part
     #wrong  = values that differ from what rank and position say; must be 0
+    +-%     = how far the 95 % interval of the time reaches, the wider one of the two variants
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 4 -e 64M -f 2
     torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all -e 1G --json report.jsonl
@@ -33,14 +34,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.answers import series, show_seconds
-from common.environment import node_of_each
-from common.groups import Group, Job, share
-from common.old import Benchmark, Key, Workload
-from common.report import Case
-from common.stats import Times
+from common.benchmark import Benchmark, Key, Planned
+from common.environment import count_of, node_of_each
+from common.groups import Group, Job
+from common.report import Case, Estimate
+from common.stats import Times, median
 from common.table import Table
-from common.timing import Step, cuda_graph, time_block
+from common.timing import Step, Workload, cuda_graph, time_block
 from common.workloads import operations
 from common.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from common.workloads.ranks import partition
@@ -89,6 +89,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.maxbytes and args.maxbytes < args.minbytes:
         got = f"-b {args.minbytes} and -e {args.maxbytes}"
         parser.error(f"expected -e from -b on, got {got}; e.g. -b 8 -e 64M")
+    if args.cudagraph and not cli.on_cuda(args.device):
+        parser.error("-G replays CUDA graphs, and this run is on the CPU; leave it out")
+    if len(sizes_of(args)) > MAX_SIZES:
+        parser.error(f"-b to -e are over {MAX_SIZES:,} sizes; expected fewer, e.g. -f 2")
     return args
 
 
@@ -155,10 +159,10 @@ def in_turn(call: Callable[[Tensor, Tensor], object], buffers: Buffers) -> Calla
 # [/core]
 
 
-def why_not_measured(key: Key) -> str | None:
+def why_not_measured(key: Key, job: Job) -> str | None:
     """Why a case cannot be measured, as far as is known without a try; None where it can be."""
-    to_itself_or_cuda = key["group_ranks"] == 1 or key["device"] == "cuda"
-    if key["collective"] == "sendrecv" and key["backend"] == "gloo" and to_itself_or_cuda:
+    to_itself_or_cuda = key["group_ranks"] == 1 or job.device.type == "cuda"
+    if key["collective"] == "sendrecv" and job.backend == "gloo" and to_itself_or_cuda:
         return "gloo sends neither to itself nor from CUDA"
     if key["redop"] == "avg" and not getattr(torch, key["dtype"]).is_floating_point:
         return "averages of integers are not defined"
@@ -251,137 +255,168 @@ def derive(
     metrics |= {"wrong": 0, "calls": facts[0]["calls"]}
     for number, variant in enumerate(operation.variants):
         by_rank = times.each(variant if number else "step")
-        group_times = list[float]()
+        group_times: list[Estimate] = []
         for ranks in groups:
             rows = [case.ranks.index(rank) for rank in ranks]
-            slowest_rank = by_rank[rows].max(axis=0)
-            group_times.append(float(np.median(slowest_rank)))
-        algbw = key["size_bytes"] / max(group_times) / 1e9
-        busbw = algbw * operation.bus(key["group_ranks"])
-        metrics[f"{variant}_time_s"] = max(group_times)
+            group_times.append(median(by_rank[rows].max(axis=0)))
+        time = max(group_times, key=lambda estimate: estimate.value)
+        algbw = key["size_bytes"] / time / 1e9
+        metrics[f"{variant}_time_s"] = time
         metrics[f"{variant}_group_times_s"] = group_times
         metrics[f"{variant}_algbw_gb_per_s"] = algbw
-        metrics[f"{variant}_busbw_gb_per_s"] = busbw
-        if args.limit:
-            metrics["efficiency"] = max(metrics.get("efficiency", 0), busbw / args.limit)
+        metrics[f"{variant}_busbw_gb_per_s"] = algbw * operation.bus(key["group_ranks"])
         if args.check:
             metrics[f"{variant}_wrong"] = sum(fact[variant] for fact in facts)
             metrics["wrong"] += metrics[f"{variant}_wrong"]
+    if args.limit:
+        metrics["efficiency"] = best_variant(case).busbw / args.limit
     case.check = "passed" if args.check else "skipped: -c 0"
     if metrics["wrong"]:
         case.check = f"failed: {metrics['wrong']} wrong values"
 
 
-class ScanTable(Table):
-    """As nccl-tests lays it out, since other tools read that."""
-
-    HEADER = f"""\
-#{"":59}out-of-place{"":20}in-place
-#       size        count     type  redop   root{"     time   algbw   busbw #wrong" * 2}
-#        (B)   (elements){"":23}{"     (us)  (GB/s)  (GB/s)       " * 2}"""
-
-    def row(self, case: Case) -> str:
-        metrics = case.metrics
-        line = "{size_bytes:>12} {count:>12} {dtype:>8} {redop:>6} {root:>6}".format(**case.key)
-        for variant in VARIANTS if metrics else ():
-            time_us = metrics.get(f"{variant}_time_s", np.nan) * 1e6
-            algbw = metrics.get(f"{variant}_algbw_gb_per_s", np.nan)
-            busbw = metrics.get(f"{variant}_busbw_gb_per_s", np.nan)
-            wrong = metrics.get(f"{variant}_wrong", "N/A")
-            line += f" {time_us:>8.2f} {algbw:>7.2f} {busbw:>7.2f} {wrong:>6}"
-        line = line.replace("nan", "N/A")
-        if case.failed:
-            line += f"  {case.check}"
-        if "efficiency" in metrics:
-            line += f"  {metrics['efficiency']:.0%} of the limit"
-        if case.key["caches"] == "warm":
-            line += "  warm caches"
-        return line
-
-
-def busbw_by_variant(cases: list[Case]) -> list[list[float]]:
-    """What was measured of each variant, from the smallest size to the largest."""
-    rates = list[list[float]]()
-    for variant in VARIANTS:
-        values = (case.metrics.get(f"{variant}_busbw_gb_per_s") for case in cases)
-        rates.append([value for value in values if value])  # a rank alone has 0
-    return rates
-
-
-def top_quarter(rates: list[float]) -> float:
-    """The mean of the last quarter, rounded up."""
-    return float(np.mean(rates[-len(rates) // 4 :]))
-
-
-def footer(tables: dict[str, list[Key]], min_busbw: float | None, bench: Benchmark) -> None:
-    """A line for each table. Then the lines that nccl-tests ends with, which other tools read."""
-    all_rates: list[float] = []
-    bench.print("#")
-    for title, keys in tables.items():
-        rates = busbw_by_variant([case for case in bench.report.cases if case.key in keys])
-        measured = [values for values in rates if values]
-        if not measured:
-            continue
-        all_rates += itertools.chain(*measured)
-        top = max(top_quarter(values) for values in measured)
-        line = f"{title}: busbw over the top quarter of the sizes {top:.4g} GB/s"
-        bench.print(line)
-        if min_busbw and top < 0.9 * min_busbw:
-            bench.fail(f"{line.removeprefix('# ')}, under 0.9 of --min-busbw {min_busbw:g}")
-    wrong = sum(case.metrics.get("wrong", 0) for case in bench.report.cases)
-    mean = np.mean(all_rates) if all_rates else 0
-    bench.print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
-    bench.print(f"# Avg bus bandwidth    : {mean:g}\n#")
+# -- what is printed -------------------------------------------------------------------------------
 
 
 class Best(NamedTuple):
     """The better variant of a case."""
 
     size_bytes: int
-    time_s: float
-    busbw: float  # GB/s; 0 in a group of one rank
-
-
-def answer(cases: list[Case]) -> list[str]:
-    """For each table its largest bus bandwidth, where half of it is reached, the smallest time."""
-    sentences: list[str] = []
-    for same in series(cases, ("size_bytes", "count", "calls")).values():
-        key = same[0].key
-        name = f"{key['collective']} {key['dtype']} {key['redop']}".replace(" none", "")
-        rows = [best_variant(case) for case in same if "wrong" in case.metrics]
-        if rows:
-            sentences.append(bandwidth_sentence(name, sorted(rows)))
-    return sentences
+    time: Estimate  # seconds
+    busbw: Estimate  # GB/s; 0 in a group of one rank
 
 
 def best_variant(case: Case) -> Best:
     measured = [name for name in VARIANTS if f"{name}_time_s" in case.metrics]
-    time_s = min(case.metrics[f"{name}_time_s"] for name in measured)
-    busbw = max(case.metrics[f"{name}_busbw_gb_per_s"] for name in measured)
-    return Best(case.key["size_bytes"], time_s, busbw)
+    times = [case.metrics[f"{name}_time_s"] for name in measured]
+    rates = [case.metrics[f"{name}_busbw_gb_per_s"] for name in measured]
+    size_bytes = case.key["size_bytes"]
+    return Best(size_bytes, min(times, key=value_of), max(rates, key=value_of))
 
 
-def bandwidth_sentence(name: str, rows: list[Best]) -> str:
-    """`all_reduce: at most 0.796 GB/s bus bandwidth, at 2M bytes; half of it from 64K on; 8 bytes
-    take 583 us`. rows: by size, at least one."""
+def value_of(estimate: Estimate) -> float:
+    return estimate.value
+
+
+class ScanTable(Table):
+    """As nccl-tests lays it out, since other tools read that. Our own column comes last."""
+
+    HEADER = f"""\
+#{"":59}out-of-place{"":20}in-place
+#       size        count     type  redop   root{"     time   algbw   busbw #wrong" * 2}    +-%
+#        (B)   (elements){"":23}{"     (us)  (GB/s)  (GB/s)       " * 2} (time)"""
+
+    def row(self, case: Case) -> str:
+        self.cases.append(case)
+        line = "{size_bytes:>12} {count:>12} {dtype:>8} {redop:>6} {root:>6}".format(**case.key)
+        if "wrong" in case.metrics:  # it was measured
+            line += cells_of(case, "out_of_place") + cells_of(case, "in_place")
+            line += f" {uncertainty(case):>6}"
+        if case.failed:
+            line += f"  {case.check}"
+        if "efficiency" in case.metrics:
+            line += f"  {case.metrics['efficiency'].value:.0%} of the limit"
+        if case.key["caches"] == "warm":
+            line += "  warm caches"
+        return f"{self.HEADER}\n{line}" if len(self.cases) == 1 else line
+
+
+def cells_of(case: Case, variant: str) -> str:
+    """The four columns of a variant."""
+    metrics = case.metrics
+    if f"{variant}_time_s" not in metrics:
+        return f" {'N/A':>8} {'N/A':>7} {'N/A':>7} {'N/A':>6}"
+    time_us = metrics[f"{variant}_time_s"].value * 1e6
+    algbw = metrics[f"{variant}_algbw_gb_per_s"].value
+    busbw = metrics[f"{variant}_busbw_gb_per_s"].value
+    return (
+        f" {time_us:>8.2f} {algbw:>7.2f} {busbw:>7.2f} {metrics.get(f'{variant}_wrong', 'N/A'):>6}"
+    )
+
+
+def uncertainty(case: Case) -> str:
+    """How far the interval of the time reaches from it, in the variant where it is wider."""
+    widths = []
+    for variant in VARIANTS:
+        if f"{variant}_time_s" in case.metrics:
+            widths.append(case.metrics[f"{variant}_time_s"].relative)
+    if None in widths:
+        return "-"
+    return f"{max(widths):.1%}" if max(widths) < 1 else ">100%"
+
+
+def top_quarter(rates: list[Estimate]) -> Estimate:
+    """The mean of the last quarter, rounded up. Its interval holds if all of theirs do."""
+    top = rates[-len(rates) // 4 :]
+    value = float(np.mean([rate.value for rate in top]))
+    if any(rate.relative is None for rate in top):
+        return Estimate(value)
+    lows, highs = [rate.low or 0 for rate in top], [rate.high or 0 for rate in top]
+    return Estimate(value, float(np.mean(lows)), float(np.mean(highs)))
+
+
+def footer(tables: dict[str, list[Case]], min_busbw: float | None, bench: Benchmark) -> None:
+    """A line for each table. Then the lines that nccl-tests ends with, which other tools read."""
+    all_rates: list[Estimate] = []
+    wrong = 0
+    bench.print("#")
+    for title, cases in tables.items():
+        wrong += sum(case.metrics.get("wrong", 0) for case in cases)
+        tops = []
+        for variant in VARIANTS:
+            measured = (case.metrics.get(f"{variant}_busbw_gb_per_s") for case in cases)
+            rates = [rate for rate in measured if rate and rate.value]  # a rank alone has 0
+            all_rates += rates
+            tops += [top_quarter(rates)] if rates else []
+        if not tops:
+            continue
+        top = max(tops, key=value_of)
+        about = title.partition(";")[0]
+        line = f"{about}: busbw over the top quarter of the sizes {top.text('GB/s')}"
+        bench.print(line)
+        if min_busbw and top.value < 0.9 * min_busbw:
+            bench.fail(f"{line.removeprefix('# ')}, under 0.9 of --min-busbw {min_busbw:g}")
+    mean = np.mean([rate.value for rate in all_rates]) if all_rates else 0
+    bench.print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+    bench.print(f"# Avg bus bandwidth    : {mean:g}\n#")
+
+
+def answer(cases: list[Case]) -> str:
+    """The largest bus bandwidth, where half of it is reached, and the smallest time.
+
+    `all_reduce float32 sum: at most 0.796 GB/s (0.780 to 0.810) bus bandwidth, at 2M bytes; about
+    half of it from 64K on; 8 bytes take 583 us (560 to 601)`
+    """
+    name = kind_of(cases[0].key)
+    rows = sorted(map(best_variant, cases), key=lambda row: row.size_bytes)
     smallest, largest = rows[0], rows[-1]
-    shortest = f"{cli.show_size(smallest.size_bytes)} bytes take {show_seconds(smallest.time_s)}"
-    peak = max(rows, key=lambda row: row.busbw)
-    if not peak.busbw:
+    shortest = f"{cli.show_size(smallest.size_bytes)} bytes take {smallest.time}"
+    peak = max(rows, key=lambda row: row.busbw.value)
+    if not peak.busbw.value:
         return f"{name}: {shortest}; one rank alone has no bus bandwidth"
+    rate = f"{peak.busbw.text('GB/s')} bus bandwidth"
     if len(rows) == 1:
-        return f"{name}: {shortest}, {peak.busbw:.3g} GB/s bus bandwidth"
+        return f"{name}: {shortest}, {rate}"
     where = f"at {cli.show_size(peak.size_bytes)} bytes"
     if peak is largest:
         where += ", the largest size"
-    under_half = [number for number, row in enumerate(rows) if row.busbw < peak.busbw / 2]
+    alike = [row for row in rows if row is not peak and row.busbw.overlaps(peak.busbw)]
+    if alike:
+        sizes = cli.cut([cli.show_size(row.size_bytes) for row in alike], 3)
+        where += f" (cannot be told apart: {sizes})"
+    under_half = [n for n, row in enumerate(rows) if row.busbw.value < peak.busbw.value / 2]
     half = rows[max(under_half, default=-1) + 1 :]
     since = f"from {cli.show_size(half[0].size_bytes)} on" if half else "not at the largest size"
-    most = f"{name}: at most {peak.busbw:.3g} GB/s bus bandwidth, {where}"
-    return f"{most}; half of it {since}; {shortest}"
+    return f"{name}: at most {rate}, {where}; about half of it {since}; {shortest}"
 
 
 # -- what is going to be measured ------------------------------------------------------------------
+
+
+def sizes_of(args: argparse.Namespace) -> list[int]:
+    device = "cuda" if cli.on_cuda(args.device) else "cpu"
+    high = args.maxbytes or max(args.minbytes, LARGEST_SIZE[device])
+    return scan(args.minbytes, high, args.stepbytes, args.stepfactor)
 
 
 def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
@@ -398,10 +433,17 @@ def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
     return sizes
 
 
-def plan(
-    args: argparse.Namespace, sizes: list[int], place: Key, ranks: int
-) -> dict[str, list[Key]]:
-    """The title and the keys of each table. place: completes the keys. ranks: of a group."""
+def kind_of(key: Key) -> str:
+    """`all_reduce float32 sum`, `all_gather float32`"""
+    words = [key["collective"], key["dtype"]]
+    if OPERATIONS[key["collective"]].reduces:
+        words.append(key["redop"])
+    return " ".join(words)
+
+
+def plan(args: argparse.Namespace, device: str, groups: Groups) -> dict[str, list[Planned]]:
+    """The title and the cases of each table."""
+    ranks = len(groups[0])
     one_buffer = args.cache_warm or args.cudagraph
     fixed = {
         "cudagraph": args.cudagraph,
@@ -409,22 +451,24 @@ def plan(
         "caches": "warm" if one_buffer else "cold",
         "group_ranks": ranks,
         "exact_calls": bool(args.calls),  # else by time, up to the key's calls
-        **place,
     }
-    tables = dict[str, list[Key]]()
+    tables: dict[str, list[Planned]] = {}
     for name, dtype, redop in itertools.product(args.collective, args.datatype, args.op):
         operation = OPERATIONS[name]
-        table = {
+        table: Key = {
             "collective": name,
             "dtype": dtype,
             "redop": redop if operation.reduces else "none",
             "root": args.root if operation.has_root else -1,
         }
-        kind = f"{name} {dtype} {redop}" if operation.reduces else f"{name} {dtype}"
+        kind = kind_of(table)
         unit = getattr(torch, dtype).itemsize * max(operation.parts(ranks))
-        rows = sizes_and_calls(sizes, unit, args.calls or MOST_CALLS, place["device"])
-        title = f"# {kind}, {args.groups} ({ranks} rank{'s' * (ranks > 1)})"
-        tables[title] = [table | row | fixed for row in rows]
+        cases: list[Planned] = []
+        for row in sizes_and_calls(sizes_of(args), unit, args.calls or MOST_CALLS, device):
+            case_name = f"{kind}, {row['size_bytes']} bytes"
+            cases.append((case_name, ranks * len(groups), table | row | fixed))
+        title = f"# {kind}, {args.groups} ({count_of(ranks, 'rank')}); {settings(args)}"
+        tables[title] = cases  # an operation that does not reduce has the same one for each --op
     return tables
 
 
@@ -451,48 +495,45 @@ def settings(args: argparse.Namespace) -> str:
     return f"{calls}, {'one buffer' if args.cache_warm else 'cold buffers'}"
 
 
-def why_refused(
-    args: argparse.Namespace, sizes: list[int], bench: Benchmark, ranks: int
-) -> str | None:
-    """The mistake in the flags that only the running job shows, or None. All ranks call it."""
+def check_root(args: argparse.Namespace, ranks: int) -> None:
+    """ranks: of a group. Raises ValueError."""
     rooted = [name for name in args.collective if OPERATIONS[name].has_root]
     if rooted and args.root >= ranks:
         within = f"a rank within its group, 0 to {ranks - 1}"
-        return f"--root: {rooted[0]} expected {within}, got {args.root}; e.g. --root 0"
-    if args.cudagraph and bench.job.device.type != "cuda":
-        return "-G replays CUDA graphs, and this run is on the CPU; leave it out"
-    if len(sizes) > MAX_SIZES:
-        return f"-b to -e are over {MAX_SIZES:,} sizes; expected fewer, e.g. -f 2"
-    return share(too_much(2 * sizes[-1], bench.job, bench.report.environment, "-e"))
+        raise ValueError(f"{rooted[0]} expected {within}, got {args.root}; e.g. --root 0")
+
+
+def check_room(bench: Benchmark, largest: int) -> None:
+    """Raises ValueError where the buffers of the largest size find no room."""
+    if problem := too_much(2 * largest, bench.job, bench.report.environment, "-e"):
+        raise ValueError(problem)
 
 
 def main() -> int:
     args = parse_args()
-    with Benchmark("collectives", args, answer=answer) as bench:
-        try:
-            groups = partition(args.groups, node_of_each(bench.report.environment))
-        except ValueError as error:
-            bench.refuse(f"--groups: {error}")
-        ranks = len(groups[0])
-        high = args.maxbytes or max(args.minbytes, LARGEST_SIZE[bench.job.device.type])
-        sizes = scan(args.minbytes, high, args.stepbytes, args.stepfactor)
-        if problem := why_refused(args, sizes, bench, ranks):
-            bench.refuse(problem)
-        tables = plan(args, sizes, bench.place, ranks)
-        measured = [keys for keys in tables.values() if not why_not_measured(keys[0])]
-        bench.announce(list(itertools.chain(*measured)))
+    with Benchmark("collectives", args) as bench:
+        job, nodes = bench.job, node_of_each(bench.report.environment)
+        groups = bench.prepare("--groups", lambda: partition(args.groups, nodes))
+        bench.prepare("--root", lambda: check_root(args, len(groups[0])))
+        bench.prepare("-e", lambda: check_room(bench, sizes_of(args)[-1]))
+        tables = plan(args, job.device.type, groups)
+        reasons = {title: why_not_measured(cases[0][2], job) for title, cases in tables.items()}
+        bench.announce({title: cases for title, cases in tables.items() if not reasons[title]})
         members = sorted(itertools.chain(*groups))
-        for title, keys in tables.items():
-            bench.begin_table(f"{title}; {settings(args)}", {})
-            bench.table = ScanTable({})
-            if reason := why_not_measured(keys[0]):
-                bench.print(f"# n/a: {reason}")
-                continue
-            bench.print(ScanTable.HEADER)
-            for key in keys:
-                prepare, conclude = partial(build, bench.job, args), partial(derive, args, groups)
-                bench.measure(key, prepare, conclude, members, groups)
-        footer(tables, args.min_busbw, bench)
+        measured: dict[str, list[Case]] = {}
+        for title, cases in tables.items():
+            with bench.begin_table(title, {}, answer, ScanTable({})) as table:
+                measured[title] = table.cases
+                if reasons[title]:
+                    bench.print(f"# n/a: {reasons[title]}")
+                    continue
+                for name, _, key in cases:
+                    build_case, derive_case = (
+                        partial(build, job, args),
+                        partial(derive, args, groups),
+                    )
+                    bench.measure(key, name, build_case, derive_case, ranks=members, teams=groups)
+        footer(measured, args.min_busbw, bench)
     return bench.status
 
 

@@ -1,6 +1,7 @@
 """collectives.py as its user runs it; tests/pure/test_collectives.py has its arithmetic."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_every_operation(bench: Callable[..., Any], ranks: int) -> None:
             assert list(case.samples_s) == ["step", *variants[1:]]
             assert [len(rows) for rows in case.samples_s["step"]] == [6] * ranks
             assert all(case.metrics[f"{v}_wrong"] == 0 for v in variants)
-            assert case.metrics[f"{variants[-1]}_time_s"] > 0
+            assert case.metrics[f"{variants[-1]}_time_s"].value > 0
             shared = name in ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
             elements = case.key["count"] * (ranks if shared else 1)
             assert case.key["size_bytes"] == 4 * elements
@@ -41,7 +42,11 @@ def test_every_operation(bench: Callable[..., Any], ranks: int) -> None:
     rows = [line.split() for line in run.out.splitlines() if line[:1] == " "]
     assert rows[0][:5] == ["64", "16", "float32", "sum", "-1"]
     assert [rows[0][i] for i in (8, 12)] == ["0", "0"]  # #wrong
-    assert rows[0][13:] == ["warm", "caches"]
+    assert re.fullmatch(r"\d+\.\d%|>100%", rows[0][13])
+    assert rows[0][14:] == ["warm", "caches"]
+    answers = run.report.end["answer"]
+    assert len(answers) == len(names)
+    assert answers[0].startswith("all_reduce float32 sum: ")
 
 
 @pytest.mark.smoke
@@ -74,7 +79,7 @@ def test_a_limit_and_a_lower_bound_through_cold_buffers(bench: Callable[..., Any
     assert sizes == [(6396, 533, "passed"), (6384, 266, "passed")]
     assert {case.key["caches"] for case in run.report.cases} == {"cold"}
     m = run.report.cases[1].metrics
-    assert m["efficiency"] == pytest.approx(m["out_of_place_busbw_gb_per_s"] / 5)
+    assert m["efficiency"] == m["out_of_place_busbw_gb_per_s"] / 5
     assert "% of the limit" in run.out
     assert run.status == 1
     assert "under 0.9 of --min-busbw 1e+09" in run.err
@@ -130,7 +135,7 @@ def test_a_rank_that_does_not_take_part(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.smoke
-def test_a_launch_bound_row_says_so(bench: Callable[..., Any]) -> None:
+def test_a_launch_bound_run_says_so(bench: Callable[..., Any]) -> None:
     """Which a CPU never is: so it is written into the report, and the run shows its rows again."""
     run = bench(SCRIPT, *SMALL, ranks=0)
     assert "launch-bound" not in run.out
@@ -139,5 +144,4 @@ def test_a_launch_bound_row_says_so(bench: Callable[..., Any]) -> None:
     run.path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     run = bench(SCRIPT, *SMALL, "--resume", ranks=0)
     assert run.status == 0, run.err
-    assert [line.endswith("  launch-bound 93%") for line in run.out.splitlines()].count(True) == 1
     assert "try a larger --batch-size, CUDA graphs (-G) or compile" in run.out

@@ -88,6 +88,7 @@ def test_rows_of_input_sweep() -> None:
         assert single_blanks(" ".join(cells_of(columns, case)[:8])) in LINES
 
 
+@pytest.mark.skip(reason="docs/results is measured anew when all scripts are moved")
 def test_rows_of_collectives() -> None:
     """Without some sizes."""
     table = collectives.ScanTable({})

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import (
     checkpoint_sweep,
-    collectives,
     ddp_rpc,
     input_sweep,
     p2p_matrix,
@@ -100,38 +99,6 @@ def test_the_fastest() -> None:
 
 
 # -- each script -----------------------------------------------------------------------------------
-
-
-def collective_case(size: int, us: float, gb_per_s: float, **changes: Any) -> Case:
-    key: dict[str, Any] = {
-        "collective": "all_reduce",
-        "dtype": "float32",
-        "redop": "sum",
-        "size_bytes": size,
-    }
-    metrics: dict[str, Any] = {"wrong": 0}
-    for variant, factor in (("out_of_place", 0.5), ("in_place", 1.0)):  # the better one counts
-        metrics[f"{variant}_time_s"] = us / factor / 1e6
-        metrics[f"{variant}_busbw_gb_per_s"] = gb_per_s * factor
-    return Case(key | changes, [0], metrics=metrics)
-
-
-def test_collectives() -> None:
-    """Half of 0.8 is reached at 64K, missed at 1M, and reached again at 2M."""
-    rows = [(8, 31, 0.001), (2**16, 50, 0.45), (2**20, 90, 0.3), (2**21, 95, 0.8), (2**22, 99, 0.7)]
-    cases = [collective_case(*row) for row in rows]
-    assert collectives.answer(cases) == [
-        "all_reduce float32 sum: at most 0.8 GB/s bus bandwidth, at 2M bytes; "
-        "half of it from 2M on; 8 bytes take 31.0 us"
-    ]
-    assert "at 2M bytes, the largest size; " in collectives.answer(cases[:4])[0]
-    assert collectives.answer(cases[3:4]) == [
-        "all_reduce float32 sum: 2M bytes take 95.0 us, 0.8 GB/s bus bandwidth"
-    ]
-    one_rank = [collective_case(8, 3, 0.0), collective_case(64, 4, 0.0)]
-    assert collectives.answer(one_rank) == [
-        "all_reduce float32 sum: 8 bytes take 3.00 us; one rank alone has no bus bandwidth"
-    ]
 
 
 def saved(mode: str, stall_s: float, ci: Interval | None, every_s: float = 600, **key: Any) -> Case:
@@ -310,7 +277,7 @@ def test_an_answer_is_printed_and_kept() -> None:
 # -- every script ----------------------------------------------------------------------------------
 
 PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
-    checkpoint_sweep, collectives, ddp_rpc, parameter_server, traffic,
+    checkpoint_sweep, ddp_rpc, parameter_server, traffic,
 )}  # fmt: skip
 GIVEN: dict[str, Answer] = {
     "input_sweep": partial(input_sweep.answer, Namespace(), 2, 2),
@@ -330,7 +297,7 @@ def test_a_case_without_metrics_brings_no_sentence(name: str) -> None:
         "every_s": 600,
         "cache": "warm",
     }
-    key |= {"collective": "c", "dtype": "d", "redop": "r", "size_bytes": 1, "in_flight": 1}
+    key |= {"dtype": "d", "size_bytes": 1, "in_flight": 1}
     key |= {"strategy": "ddp", "compiler": "inductor", "fsdp_wrap": False, "fsdp_units": None}
     key |= {"world_size": 2, "mesh": "dp2", "by": "rank", "members": 2, "server": None}
     assert answer([]) == []

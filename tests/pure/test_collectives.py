@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from benchmarks import collectives
 from common.groups import Group, Job
-from common.report import Case
+from common.report import Case, Estimate
 from common.stats import Times
 
 KEY = {"collective": "all_reduce", "size_bytes": 64_000_000, "group_ranks": 4}
@@ -26,10 +26,11 @@ def test_a_trace_of_graphs_has_whole_ones(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(collectives, "cuda_graph", capture)
     flags = ("-b", "64", "-e", "64", "-n", "20", "-G", "3")
     monkeypatch.setattr("sys.argv", ["collectives.py", *flags])
+    monkeypatch.setattr(collectives.cli, "on_cuda", lambda device: True)
     args = collectives.parse_args()
     store = dist.HashStore()
-    place = {"device": "cpu", "backend": "gloo", "world_size": 1}
-    ((key,),) = collectives.plan(args, [64], place, 1).values()
+    ((planned,),) = collectives.plan(args, "cpu", [[0]]).values()
+    key = planned[2]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         world: Any = dist.group.WORLD
@@ -54,8 +55,10 @@ def derived(
 
 def test_the_top_quarter_is_of_the_largest_sizes() -> None:
     """Rates from the smallest size to the largest; a quarter of five is two."""
-    assert collectives.top_quarter([1.0, 2.0, 3.0, 4.0]) == 4
-    assert collectives.top_quarter([9.0, 1.0, 1.0, 2.0, 4.0]) == 3
+    rates = [Estimate(rate, rate - 1, rate + 2) for rate in (9.0, 1.0, 1.0, 2.0, 4.0)]
+    assert collectives.top_quarter(rates[1:]) == Estimate(4, 3, 6)
+    assert collectives.top_quarter(rates) == Estimate(3, 2, 5)
+    assert collectives.top_quarter([*rates, Estimate(8)]) == Estimate(6)
 
 
 def test_bandwidths() -> None:
@@ -64,14 +67,32 @@ def test_bandwidths() -> None:
     facts = [{"calls": 5, "in_place": 0, "out_of_place": 0}] * 4
     case = Case(KEY, [0, 1, 2, 3], {"step": rows, "out_of_place": [[1.0]] * 4})
     m = derived(case, facts, [[0, 1, 2, 3]], limit=12.0)
-    assert m["in_place_time_s"] == 0.010  # the slowest rank's: 10, 10, 12 ms
-    assert m["in_place_algbw_gb_per_s"] == pytest.approx(6.4)
-    assert m["in_place_busbw_gb_per_s"] == pytest.approx(9.6)
-    assert m["efficiency"] == pytest.approx(0.8)
+    assert m["in_place_time_s"] == Estimate(0.010)  # the slowest rank's: 10, 10, 12 ms
+    assert m["in_place_algbw_gb_per_s"].value == pytest.approx(6.4)
+    assert m["in_place_busbw_gb_per_s"].value == pytest.approx(9.6)
+    assert m["efficiency"].value == pytest.approx(0.8)
     assert case.check == "passed"
     key = {"count": 16_000_000, "dtype": "float32", "redop": "sum", "root": -1, "caches": "cold"}
     case.key |= key
-    assert collectives.ScanTable({}).row(case).endswith(" 0  80% of the limit")
+    row = collectives.ScanTable({}).row(case)
+    assert row.endswith(" 0      -  80% of the limit")  # three samples have no interval
+    m["out_of_place_time_s"] = Estimate(1.0, 0.99, 1.05)
+    m["in_place_time_s"] = Estimate(0.010, 0.008, 0.011)
+    assert collectives.ScanTable({}).row(case).endswith(" 0  20.0%  80% of the limit")
+    m["in_place_time_s"] = Estimate(0.010, 0.008, 0.021)
+    assert collectives.ScanTable({}).row(case).endswith(" 0  >100%  80% of the limit")
+
+
+def test_the_interval_is_that_of_the_time() -> None:
+    """Six samples of the slower rank: 2 to 7 ms, whose median's interval goes from end to end."""
+    rows = [[0.001] * 6, [0.002, 0.007, 0.003, 0.006, 0.004, 0.005]]
+    facts = [{"calls": 1, "in_place": 0, "out_of_place": 0}] * 2
+    case = Case(KEY | {"group_ranks": 2}, [0, 1], {"step": rows, "out_of_place": rows})
+    time = derived(case, facts, [[0, 1]])["in_place_time_s"]
+    assert time == Estimate(pytest.approx(0.0045), 0.002, 0.007)
+    busbw = case.metrics["in_place_busbw_gb_per_s"]
+    assert busbw.low == pytest.approx(64 / 7)
+    assert busbw.high == pytest.approx(64 / 2)
 
 
 def test_of_several_groups_the_slowest_counts() -> None:
@@ -79,8 +100,8 @@ def test_of_several_groups_the_slowest_counts() -> None:
     case = Case(KEY | {"group_ranks": 2}, [0, 1, 2, 3], samples)  # type: ignore[arg-type]
     facts = [{"calls": 1, "in_place": wrong, "out_of_place": 0} for wrong in (0, 0, 2, 1)]
     m = derived(case, facts, [[0, 3], [1, 2]])
-    assert m["in_place_group_times_s"] == [4, 2]
-    assert m["in_place_time_s"] == 4
+    assert m["in_place_group_times_s"] == [Estimate(4), Estimate(2)]
+    assert m["in_place_time_s"] == Estimate(4)
     assert case.check == "failed: 3 wrong values"
 
 
@@ -94,12 +115,11 @@ def test_scan() -> None:
     assert len(collectives.scan(8, 2**26, None, 1.0000001)) == 10_001
 
 
-def planned(ranks: int, *words: str, world_size: int | None = None) -> dict[str, Any]:
-    """The tables of a command on the CPU, with groups of so many ranks."""
+def planned(ranks: int, *words: str) -> dict[str, Any]:
+    """The keys of each table of a command on the CPU, with one group of so many ranks."""
     args = collectives.parse_args(list(words))
-    sizes = collectives.scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
-    place = {"device": "cpu", "backend": "gloo", "world_size": world_size or ranks}
-    return collectives.plan(args, sizes, place, ranks)
+    tables = collectives.plan(args, "cpu", [list(range(ranks))])
+    return {title: [key for _, _, key in cases] for title, cases in tables.items()}
 
 
 def test_counts_are_those_of_nccl_tests() -> None:
@@ -109,14 +129,15 @@ def test_counts_are_those_of_nccl_tests() -> None:
     sizes = [[(key["size_bytes"], key["count"]) for key in keys] for keys in tables.values()]
     assert sizes == [[(16, 1), (96, 6)], [(4, 1), (20, 5), (100, 25)]]
     assert [keys[0]["root"] for keys in tables.values()] == [-1, 1]
-    assert list(tables)[1] == "# reduce float32 sum, world (4 ranks)"
+    title = "# reduce float32 sum, world (4 ranks); at most 20 calls a sample, cold buffers"
+    assert list(tables)[1] == title
 
 
-def test_the_key_tells_worlds_apart() -> None:
-    """One node of two ranks, and two such nodes."""
-    worlds = [planned(2, "--groups", "node", "-e", "8", world_size=size) for size in (2, 4)]
-    of_two, of_four = ([*tables.values()] for tables in worlds)
-    assert of_two != of_four
+def test_the_ranks_of_a_case_are_those_of_all_groups() -> None:
+    """Two groups of two. An operation that does not reduce is measured once, whatever --op."""
+    args = collectives.parse_args(["--collective", "broadcast", "-o", "all", "-b", "8", "-e", "8"])
+    (((name, ranks, key),),) = collectives.plan(args, "cpu", [[0, 2], [1, 3]]).values()
+    assert (name, ranks, key["group_ranks"]) == ("broadcast float32, 8 bytes", 4, 2)
 
 
 def test_the_key_has_the_most_calls_of_a_sample() -> None:
@@ -161,6 +182,8 @@ def test_a_sample_has_as_many_calls_as_take_a_millisecond(
         ("-i 0", "argument -i/--stepbytes: expected a size above 0, got '0'"),
         ("-i 8 -f 3", "argument -f/--stepfactor: not allowed with argument -i/--stepbytes"),
         ("-b 64 -e 8", "expected -e from -b on, got -b 64 and -e 8; e.g. -b 8 -e 64M"),
+        ("-G 3 --device cpu", "-G replays CUDA graphs, and this run is on the CPU; leave it out"),
+        ("-i 1", "-b to -e are over 10,000 sizes; expected fewer, e.g. -f 2"),
     ],
 )
 def test_what_would_be_ignored_is_refused(
@@ -174,8 +197,9 @@ def test_what_would_be_ignored_is_refused(
     assert line in said
 
 
-def test_settings_in_words() -> None:
+def test_settings_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above a table stands what its rows share."""
+    monkeypatch.setattr(collectives.cli, "on_cuda", lambda device: True)
     for flags, said in (
         ("-n 5 --cache-warm", "at most 5 calls a sample, one buffer"),
         ("-n 5 -G 3", "at most 5 calls a sample, 3 replays of a graph (-G), one buffer"),
@@ -205,3 +229,38 @@ def test_large_buffers_are_one() -> None:
     size = collectives.COLD_BYTES
     buffers = collectives.make_buffers(size, size, 0, torch.uint8, torch.device("cpu"), cold=True)
     assert [len(pairs) for pairs in buffers.values()] == [1, 1]
+
+
+def measured(size: int, us: float, gb_per_s: float, width: float = 0.01) -> Case:
+    """The variant in place is the better one. width: of the intervals, as a share."""
+    key = {"collective": "all_reduce", "dtype": "float32", "redop": "sum", "size_bytes": size}
+    case = Case(key, [0])
+    for variant, factor in (("out_of_place", 0.5), ("in_place", 1.0)):
+        for name, value in (
+            (f"{variant}_time_s", us / factor / 1e6),
+            (f"{variant}_busbw_gb_per_s", gb_per_s * factor),
+        ):
+            case.metrics[name] = Estimate(value, value * (1 - width), value * (1 + width))
+    return case
+
+
+def test_answer() -> None:
+    """Half of 0.8 is reached at 64K, missed at 1M, and reached again at 2M."""
+    rows = [(8, 31, 0.001), (2**16, 50, 0.45), (2**20, 90, 0.3), (2**21, 95, 0.8), (2**22, 99, 0.7)]
+    cases = [measured(*row) for row in rows]
+    assert collectives.answer(cases[::-1]) == (
+        "all_reduce float32 sum: at most 0.800 GB/s (0.792 to 0.808) bus bandwidth, at 2M bytes; "
+        "about half of it from 2M on; 8 bytes take 31.0 us (30.7 to 31.3)"
+    )
+    assert "at 2M bytes, the largest size; " in collectives.answer(cases[:4])
+    assert collectives.answer(cases[3:4]) == (
+        "all_reduce float32 sum: 2M bytes take 95.0 us (94.1 to 96.0), "
+        "0.800 GB/s (0.792 to 0.808) bus bandwidth"
+    )
+    wide = [*cases[:4], measured(2**22, 99, 0.7, width=0.2)]
+    assert ", at 2M bytes (cannot be told apart: 4M); " in collectives.answer(wide)
+    one_rank = [measured(8, 3, 0.0), measured(64, 4, 0.0)]
+    assert collectives.answer(one_rank) == (
+        "all_reduce float32 sum: 8 bytes take 3.00 us (2.97 to 3.03); "
+        "one rank alone has no bus bandwidth"
+    )
