@@ -550,7 +550,8 @@ def test_a_backend_that_cannot_compile_here() -> None:
         raise ModuleNotFoundError("No module named 'tvm'")
 
     torch._dynamo.register_backend(no_package, name="no_package")
-    first, second = (Namespace(rank=rank, device=torch.device("cpu")) for rank in (0, 1))
+    jobs: list[Any] = [Namespace(rank=rank, device=torch.device("cpu")) for rank in (0, 1)]
+    first, second = jobs
     reason = "no_package cannot compile x * x here: ModuleNotFoundError: No module named 'tvm'"
     with pytest.raises(ValueError, match=re.escape(reason)):
         compile_sweep.start("no_package", first)
@@ -567,5 +568,6 @@ def test_the_tenth_backend_is_started_as_the_first_one() -> None:
             return graph.forward
 
         torch._dynamo.register_backend(compiler, name=f"backend_{number}")
-        compile_sweep.start(f"backend_{number}", Namespace(rank=0, device=torch.device("cpu")))
+        job: Any = Namespace(rank=0, device=torch.device("cpu"))
+        compile_sweep.start(f"backend_{number}", job)
     assert started == list(range(10))
