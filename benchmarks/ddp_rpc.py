@@ -38,6 +38,7 @@ import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 import torch.distributed.optim
 import torch.distributed.rpc as rpc
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -46,15 +47,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.answers import fastest, ranked, series, show_seconds
+from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
 from common.groups import Group, Job
-from common.old import Benchmark, Key, Workload
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
-from common.stats import Times, percentiles, relative_ci95
-from common.table import Columns, metric, percentile_columns, relative, render
+from common.stats import Times, median, percentiles, side_by_side
+from common.table import Columns, Table, metric, percentile_columns, relative, render
+from common.timing import Workload
 from common.workloads.phases import Phases, Stamps, pool
 
 PHASES = ("lookup", "forward", "backward", "exchange", "step")
@@ -257,6 +258,7 @@ def stamp_exchange(ddp: DistributedDataParallel, mark: Callable[[str], None]) ->
 
 
 # [/core]
+# -- a case ----------------------------------------------------------------------------------------
 
 
 def table_of(key: Key, server: int) -> tuple[Any, ...]:
@@ -337,7 +339,7 @@ def train_in_turn(job: Job, key: Key, group: Group, devices: list[str]) -> dict[
     No trainer changes a table while another one changes it or looks it up.
     """
     training = start_training(job, key, group, devices)
-    barriers = {"backward": job.rank, "step": key["trainers"] - job.rank}
+    barriers = {"backward": job.rank, "step": key["ranks"] - job.rank}
 
     def wait_for_turn(phase: str) -> None:
         for _ in range(barriers.get(phase, 0)):
@@ -366,10 +368,10 @@ def error_of(key: Key, trained: list[Tensor]) -> float:
     model = dense_of(key)
     tables = [bag.weight for bag in bags]
     weights = [*tables, *model.parameters()]
-    average = {"params": model.parameters(), "lr": LR / key["trainers"]}
+    average = {"params": model.parameters(), "lr": LR / key["ranks"]}
     optimizer = torch.optim.SGD([{"params": tables}, average], lr=LR)
     before = [weight.detach().clone() for weight in weights]
-    epochs = [epoch_of(key, trainer) for trainer in range(key["trainers"])]
+    epochs = [epoch_of(key, trainer) for trainer in range(key["ranks"])]
     for batches in zip(*epochs, strict=True):
         optimizer.zero_grad()
         for indices, offsets, targets in batches:
@@ -386,16 +388,12 @@ def error_of(key: Key, trained: list[Tensor]) -> float:
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check. facts: of each trainer."""
     metrics = case.metrics
-    slowest = times.slowest()
-    metrics |= percentiles(slowest, "epoch_time")
-    metrics["epoch_time_ci95_rel"] = relative_ci95(slowest)
-    metrics["trainers"] = []
-    for trainer, epochs in zip(case.ranks, times.each(), strict=True):
+    by_trainer: list[dict[str, Any]] = []
+    for trainer, epochs_s in zip(case.ranks, times.each(), strict=True):
         samples = sum(len(targets) for _, _, targets in epoch_of(case.key, trainer))
-        row = percentiles(epochs, "epoch_time") | {"samples": samples}
-        metrics["trainers"].append(row)
-    metrics["samples"] = sum(row["samples"] for row in metrics["trainers"])
-    metrics["samples_per_s"] = metrics["samples"] / metrics["epoch_time_p50_s"]
+        by_trainer.append(epoch_metrics(epochs_s, samples))
+    metrics |= epoch_metrics(times.slowest(), sum(row["samples"] for row in by_trainer))
+    metrics["trainers"] = by_trainer
     seconds = pool(itertools.chain(*times.returned))  # in the epochs of all trainers
     batches = times.each().size * case.key["batches"]
     for phase in PHASES:
@@ -409,56 +407,65 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     case.check = verdict(problem)
 
 
-def label_of(key: Key) -> str:
-    return f"lookup {key['lookup']}, autograd {key['autograd']}"
+def epoch_metrics(epochs_s: ArrayLike, samples: int) -> dict[str, Any]:
+    """The times of epochs [n], in each of which so many samples are trained."""
+    metrics: dict[str, Any] = {"epoch_s": median(epochs_s), **percentiles(epochs_s, "epoch")}
+    del metrics["epoch_p50_s"]  # it is epoch_s
+    return metrics | {"samples": samples, "samples_per_s": samples / metrics["epoch_s"]}
 
+
+# -- what is printed -------------------------------------------------------------------------------
 
 ROWS: Columns = {  # `All`, and each trainer
-    "": lambda row: row.key.get("name", "All"),
-    "95% ci\nof p50": relative("epoch_time_ci95_rel"),
-    **percentile_columns("epoch_time", "sec/epoch", "samples/s", lambda r: r.metrics["samples"]),
+    "": lambda row: row.name,
+    "95% ci\nof p50": relative("epoch_s"),
+    **percentile_columns("epoch", "sec/epoch", "samples/s", lambda row: row.metrics["samples"]),
 }
 SPLIT: Columns = {
-    "ms a batch": lambda case: label_of(case.key),
+    "ms a batch": lambda case: case.name,
     **{name: metric(f"{name}_s", 1e3, 3) for name in PHASES},
 }
 
 
-def answer(cases: list[Case]) -> list[str]:
-    """Which way of lookup and autograd is the fastest, its rate, and its longest phase."""
-    sentences: list[str] = []
-    for name, same in series(cases, ("lookup", "autograd")).items():
-        epochs = ranked(same, "epoch_time")
-        if not epochs:
-            continue
-        sentences.append(name + fastest({label_of(case.key): epoch for case, epoch in epochs}))
-        metrics = epochs[0][0].metrics
-        sentence = f"the fastest way trains {metrics['samples_per_s']:,.0f} samples/s"
-        phases = {phase: metrics[f"{phase}_s"] for phase in PHASES if f"{phase}_s" in metrics}
-        if phases:
-            longest = max(phases, key=lambda phase: phases[phase])
-            sentence += f"; its longest phase is {longest}, {show_seconds(phases[longest])} a batch"
-        sentences.append(name + sentence)
-    return sentences
+class TrainersTable(Table):
+    """A small table for each case: a row for all of its trainers, and one for each of them."""
+
+    def row(self, case: Case) -> str:
+        self.cases.append(case)
+        if case.failed:
+            return f"{case.name}  {case.check}\n"
+        rows = [Case({}, [], name="All", metrics=case.metrics)]
+        for trainer, metrics in enumerate(case.metrics["trainers"]):
+            rows.append(Case({}, [], name=f"Trainer{trainer}", metrics=metrics))
+        return f"{case.name}\n\n{render(ROWS, rows)}\n"
 
 
-def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Key]:
-    """The key of each case: every way of lookup with every way of autograd."""
+def answer(cases: list[Case]) -> str:
+    """The rate of each way of lookup and autograd."""
+    rates = {case.name: case.metrics["samples_per_s"] for case in cases}
+    return f"the trainers train {side_by_side(rates, 'samples/s')}"
+
+
+# -- which cases -----------------------------------------------------------------------------------
+
+
+def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Planned]:
+    """Every way of lookup with every way of autograd."""
     fixed: Key = {
         "number_embeddings": args.number_embeddings,
         "embedding_dim": args.embedding_dim,
         "sparse": args.sparse,
-        "trainers": len(roles.trainers),
         "servers": len(roles.servers),
         "dtype": "float32",
         "batches": 10,
         "reducer": args.reducer,
-        "device": roles.device(roles.trainers[0]),
         "server_device": roles.device(roles.servers[0]),
     }
-    fixed |= rpc_settings
-    ways = itertools.product(args.lookup, args.autograd)
-    return [{"lookup": lookup, "autograd": autograd} | fixed for lookup, autograd in ways]
+    cases: list[Planned] = []
+    for lookup, autograd in itertools.product(args.lookup, args.autograd):
+        key = {"lookup": lookup, "autograd": autograd} | fixed | rpc_settings
+        cases.append((f"lookup {lookup}, autograd {autograd}", len(roles.trainers), key))
+    return cases
 
 
 def main() -> int:
@@ -467,25 +474,23 @@ def main() -> int:
     # torch 2.15 warns of its own functional optimizers, whatever the filters: not on stderr
     logging.captureWarnings(True)
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
-    with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers, answer) as bench:
+    with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
-        keys = plan(args, roles, options.key())
-        bench.announce(keys)
         kind = "sparse table" if args.sparse else "table"
-        tables = f"a {kind} of {args.number_embeddings} x {args.embedding_dim} each"
-        bench.print(f"\n{roles} with {tables}; reducer {args.reducer}\n{options}")
-        with rpc_workers(bench, roles, options) as devices:
-            servers = [devices[rank] for rank in roles.servers]
-            build_case = partial(build, bench.job, devices=servers)
-            for key in keys:
-                bench.begin_table(label_of(key), ROWS, ["Trainer0"])
-                case = bench.measure(key, build_case, derive, roles.trainers)
-                trainers = case.metrics.get("trainers", []) if case else []
-                for number, metrics in enumerate(trainers):
-                    bench.show(Case({"name": f"Trainer{number}"}, [], metrics=metrics))
-        if bench.report.cases:
-            table = render(SPLIT, bench.report.cases)
-            bench.print(f"\nWhere the time goes: means over all batches and trainers\n\n{table}")
+        title = f"{roles} with a {kind} of {args.number_embeddings} x {args.embedding_dim} each; "
+        title += f"reducer {args.reducer}\n{options}"
+        cases = plan(args, roles, options.key())
+        bench.announce({title: cases})
+        with (
+            rpc_workers(bench, roles, options) as devices,
+            bench.begin_table(title, ROWS, answer, TrainersTable(ROWS)) as table,
+        ):
+            build_case = partial(build, bench.job, devices=[devices[r] for r in roles.servers])
+            for name, _, key in cases:
+                bench.measure(key, name, build_case, derive, ranks=roles.trainers)
+        if table.passed:
+            split = render(SPLIT, table.passed)
+            bench.print(f"Where the time goes: means over all batches and trainers\n\n{split}")
     return bench.status
 
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import ddp_rpc
+from common.report import Case, Estimate
+
 SCRIPT = "benchmarks/ddp_rpc.py"
 SHORT = ("--device", "cpu", "--epochs", "6", "--warmup-cycles", "1")
 PARTS = ("lookup", "forward", "backward", "exchange", "step")
@@ -34,9 +37,9 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
         mean = sum(map(sum, case.samples_s["step"])) / 12
         assert 10 * sum(m[f"{name}_s"] for name in PARTS) == pytest.approx(mean, rel=0.05)
         assert m["samples"] == sum(trainer["samples"] for trainer in m["trainers"]) == 140
-        assert m["samples_per_s"] == pytest.approx(140 / m["epoch_time_p50_s"])
-        slowest = max(trainer["epoch_time_p50_s"] for trainer in m["trainers"])
-        assert m["epoch_time_p50_s"] >= slowest
+        assert m["samples_per_s"].value == pytest.approx(140 / m["epoch_s"].value)
+        slowest = max(trainer["epoch_s"].value for trainer in m["trainers"])
+        assert m["epoch_s"].value >= slowest
     rows = [line.split()[0] for line in run.out.splitlines() if "/s" not in line and line.strip()]
     named = ("All", "Trainer0", "Trainer1")
     assert [row for row in rows if row in named] == [*named * 4]
@@ -94,3 +97,35 @@ def test_a_trainer_that_fails(bench: Callable[..., Any]) -> None:
         "parallel distributed": "passed",
     }
     assert run.report.status == "failed"
+
+
+def test_the_answer_has_every_way_side_by_side() -> None:
+    cases = []
+    for way, rate in (("manual", Estimate(1624.4, 1600, 1700)), ("distributed", Estimate(900.0))):
+        cases.append(Case({}, [0], name=f"autograd {way}", metrics={"samples_per_s": rate}))
+    assert ddp_rpc.answer(cases[:1]) == (
+        "the trainers train 1,624 samples/s (1,600 to 1,700) by autograd manual"
+    )
+    assert ddp_rpc.answer(cases).endswith(
+        "by autograd manual, 900 samples/s (no interval) by autograd distributed; timed one after "
+        "the other, analysis/ab.py takes turns"
+    )
+
+
+def test_a_case_is_a_small_table() -> None:
+    """Epochs of 1, 1, 2, 1, 1, 1 s and of 2, 1, 1, 1, 1, 1 s, of 30 and 10 bags."""
+    epochs_s = [[1.0, 1.0, 2.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0, 1.0, 1.0]]
+    trainers = [ddp_rpc.epoch_metrics(epochs_s[0], 30), ddp_rpc.epoch_metrics(epochs_s[1], 10)]
+    metrics = ddp_rpc.epoch_metrics([2.0, 1.0, 2.0, 1.0, 1.0, 1.0], 40) | {"trainers": trainers}
+    table = ddp_rpc.TrainersTable(ddp_rpc.ROWS)
+    lines = table.row(Case({}, [0, 1], name="a way", metrics=metrics)).splitlines()
+    assert lines[0] == "a way"
+    assert [line.split()[0] for line in lines[-3:]] == ["All", "Trainer0", "Trainer1"]
+    assert [line.split()[2:4] for line in lines[-3:]] == [
+        ["1.0000", "40.0"],
+        ["1.0000", "30.0"],
+        ["1.0000", "10.0"],
+    ]
+    failed = Case({}, [0, 1], name="another way", check="failed: why")
+    assert table.row(failed) == "another way  failed: why\n"
+    assert [case.name for case in table.passed] == ["a way"]

@@ -11,7 +11,6 @@ import pytest
 
 from benchmarks import (
     checkpoint_sweep,
-    ddp_rpc,
     input_sweep,
     p2p_matrix,
     parameter_server,
@@ -147,32 +146,6 @@ def test_parameter_server() -> None:
     assert parameter_server.answer([slow, slower])[0].startswith("rpc batch is 1.50 times (1.27 ")
 
 
-def epoch(autograd: str, ms: float, width: float | None, **phases: float) -> Case:
-    metrics: dict[str, Any] = {
-        "epoch_time_p50_s": ms / 1e3,
-        "epoch_time_ci95_rel": width,
-        "samples_per_s": 1624.4,
-    }
-    return Case({"lookup": "parallel", "autograd": autograd}, [0], metrics=metrics | phases)
-
-
-def test_ddp_rpc() -> None:
-    """At worst 18 / 11, at best 22 / 9."""
-    quick = epoch("manual", 10, 0.1, lookup_s=0.001, step_s=0.00261)
-    assert ddp_rpc.answer([epoch("distributed", 20, 0.1), quick]) == [
-        "lookup parallel, autograd manual is 2.00 times (1.64 to 2.44) as fast as lookup parallel, "
-        "autograd distributed",
-        "the fastest way trains 1,624 samples/s; its longest phase is step, 2.61 ms a batch",
-    ]
-    alike = ddp_rpc.answer([epoch("distributed", 11, 0.1), quick])
-    both = "lookup parallel, autograd manual and lookup parallel, autograd distributed"
-    assert alike[0] == f"{both} cannot be told apart"
-    assert ddp_rpc.answer([epoch("manual", 10, None)]) == [
-        "lookup parallel, autograd manual takes 10.0 ms (no interval)",
-        "the fastest way trains 1,624 samples/s",
-    ]
-
-
 def met(number: int, *links: tuple[int, int, float, float]) -> Case:
     """A round. links: the two ranks, latency, and GB/s each way."""
     rows = [[a, b, us, rate, rate, rate] for a, b, us, rate in links]
@@ -277,7 +250,7 @@ def test_an_answer_is_printed_and_kept() -> None:
 # -- every script ----------------------------------------------------------------------------------
 
 PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
-    checkpoint_sweep, ddp_rpc, parameter_server, traffic,
+    checkpoint_sweep, parameter_server, traffic,
 )}  # fmt: skip
 GIVEN: dict[str, Answer] = {
     "input_sweep": partial(input_sweep.answer, Namespace(), 2, 2),
