@@ -53,17 +53,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.answers import fastest, ranked, series, show_seconds
+from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, relative_error, verdict
-from common.cli import Parser, add_common_flags, checked, list_of, number, refuse
+from common.cli import By, Parser, add_common_flags, checked, list_of, number, refuse
 from common.environment import count_of
 from common.groups import Group, Job
 from common.join import world
-from common.old import Benchmark, Key, Workload
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
-from common.stats import Times, step_metrics
-from common.table import Columns, metric, percentile_columns, relative
+from common.stats import Times, median, side_by_side, training_metrics
+from common.table import Columns, Table, metric, percentile_columns, relative
+from common.timing import Workload
 from common.workloads.phases import Durations, Phases, Stamps, phase_table, pool, summaries
 
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
@@ -76,7 +76,6 @@ ROLES = {
     "nserver": "servers on the CPU; without any, one rank in four is one",
     "ncudaserver": "servers on CUDA",
 }
-MODEL_SIZES = ("num_embeddings", "embedding_dim", "dense_layers", "dense_size")
 CHECK_STEPS = 4  # DDP rebuilds its buckets after the first step
 # relative to the largest value of a tensor: the routes add fp32 in different orders
 TOLERANCE = 1e-4
@@ -88,18 +87,18 @@ def whole_number(low: int, high: int) -> Any:
 
 
 POSITIVE, SEED = number(int, 1), whole_number(0, 2**32 - 1)
-SETTINGS = {  # the type of a flag, its default if trainers are on CUDA, and on the CPU, its help
-    "num_embeddings": (POSITIVE, 1024, 256, "rows of the embedding"),
-    "embedding_dim": (POSITIVE, 1024, 256, "columns of the embedding"),
-    "dense_layers": (whole_number(1, 10_000), 8, 4, "linear layers after the embedding"),
-    "dense_size": (POSITIVE, 1024, 256, "features of each; the last one's are the classes"),
-    "sample_count": (whole_number(1, 10_000_000), 1024, 1024, "samples of an epoch"),
-    "sample_length": (POSITIVE, 1024, 16, "rows that a sample looks up"),
-    "sparsity_percentage": (whole_number(0, 100), 20, 20, "percentage of rows never looked up"),
-    "batch_size": (POSITIVE, 32, 8, "samples of a trainer's step"),
-    "bucket_size": (number(float, 0, above=True), 25, 0.25, "DDP's bucket_cap_mb"),
-    "torch_seed": (SEED, 0, 0, "seed of the model, and of a CPU trainer's data"),
-    "cuda_seed": (SEED, 0, 0, "seed of a CUDA trainer's data"),
+SETTINGS = {  # the type of a flag, its default, its help
+    "num_embeddings": (POSITIVE, By(1024, 256), "rows of the embedding"),
+    "embedding_dim": (POSITIVE, By(1024, 256), "columns of the embedding"),
+    "dense_layers": (whole_number(1, 10_000), By(8, 4), "linear layers after the embedding"),
+    "dense_size": (POSITIVE, By(1024, 256), "features of each; the last one's are the classes"),
+    "sample_count": (whole_number(1, 10_000_000), 1024, "samples of an epoch"),
+    "sample_length": (POSITIVE, By(1024, 16), "rows that a sample looks up"),
+    "sparsity_percentage": (whole_number(0, 100), 20, "percentage of rows never looked up"),
+    "batch_size": (POSITIVE, By(32, 8), "samples of a trainer's step"),
+    "bucket_size": (number(float, 0, above=True), By(25, 0.25), "DDP's bucket_cap_mb"),
+    "torch_seed": (SEED, 0, "seed of the model, and of a CPU trainer's data"),
+    "cuda_seed": (SEED, 0, "seed of a CUDA trainer's data"),
 }
 
 
@@ -120,10 +119,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--wire", choices=("cpu", "cuda"), help=text)
     for name, text in ROLES.items():
         add(f"--{name}", type=number(int), default=0, metavar="N", help=text)
-    for name, (kind, on_cuda, on_cpu, text) in SETTINGS.items():
-        default = f"{on_cuda}, CPU {on_cpu}" if on_cuda != on_cpu else str(on_cpu)
-        text += f" (default: {default})"
-        add(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
+    for name, (kind, default, text) in SETTINGS.items():
+        flag, text = f"--{name.replace('_', '-')}", f"{text} (default: %(default)s)"
+        add(flag, type=kind, default=default, metavar="N", help=text)
     text = "a dense gradient of the embedding: EmbeddingBag's sparse=False"
     add("--dense-embedding", action="store_true", help=text)
     text = "time N passes through the data; --iters counts steps instead"
@@ -132,6 +130,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     multi = "multi (nccl, and gloo for the sparse buckets of hybrid; nccl means the same)"
     add_common_flags(parser, backends=f"gloo, nccl, {multi}, ucc or mpi")
     args = parser.parse_args(argv)
+    if args.dense_embedding and {"hybrid", "sparse_rpc"} & set(args.routes):
+        parser.error("--dense-embedding: no bucket is sparse; try --routes allreduce,rpc")
     args.backend = "nccl" if args.backend == "multi" else args.backend
     return args
 
@@ -329,11 +329,12 @@ def wrap(
 
 
 # [/core]
+# -- a case ----------------------------------------------------------------------------------------
 
 
-def steps_of_epoch(key: Key) -> int:
+def steps_of_epoch(samples: int, trainers: int, batch_size: int) -> int:
     """The same number for each trainer: DDP hangs where one stops early."""
-    return math.ceil(key["sample_count"] / key["samples_per_step"])
+    return math.ceil(samples / (trainers * batch_size))
 
 
 def batches_of(key: Key, trainer: int, device: torch.device) -> Iterator[Batch]:
@@ -348,8 +349,8 @@ def batches_of(key: Key, trainer: int, device: torch.device) -> Iterator[Batch]:
     rows = torch.randperm(row_count, generator=generator, device=device)[:looked_up]
     generator.manual_seed((seed + 1) * 1_000_003 + trainer)
     size = (key["batch_size"], key["sample_length"])
-    batches = create_batches(steps_of_epoch(key), size, rows, key["dense_size"], generator)
-    return itertools.cycle(batches)
+    steps = steps_of_epoch(key["sample_count"], key["ranks"], key["batch_size"])
+    return itertools.cycle(create_batches(steps, size, rows, key["dense_size"], generator))
 
 
 def stamped(hook: Hook, phases: Phases) -> Hook:
@@ -393,9 +394,7 @@ def build(
     trainers_by_server = trainers_of(key["placement"], roles)
     names = {server: roles.name(server) for server in trainers_by_server}
     if job.rank == 0 and names:
-        servers = []
-        for server, ranks in trainers_by_server.items():
-            servers.append((names[server], len(ranks), devices[server]))
+        servers = [(names[s], len(ranks), devices[s]) for s, ranks in trainers_by_server.items()]
         rpc.rpc_sync("master", start_servers, args=(key["server"], servers))
     dist.barrier(group.control)  # the servers have started
     my_servers = [server for server, ranks in trainers_by_server.items() if job.rank in ranks]
@@ -409,9 +408,9 @@ def build(
     # the one workload that a control group carries: it is over gloo, and idle within a block
     sparse_group = group.control if key["route"] == "hybrid" else group.test
     hook = hook_of(key["route"], through_server, group.test, sparse_group)
-    sizes = [key[name] for name in MODEL_SIZES]
-    sparse = not key["dense_embedding"]
-    model = create_model(*sizes, sparse=sparse, seed=key["torch_seed"]).to(job.device)
+    sizes = (key["num_embeddings"], key["embedding_dim"], key["dense_layers"], key["dense_size"])
+    sparse, seed = not key["dense_embedding"], key["torch_seed"]
+    model = create_model(*sizes, sparse=sparse, seed=seed).to(job.device)
     ddp = wrap(model, group.test, key["bucket_size"], stamped(hook, phases))
     batches = batches_of(key, job.rank, job.device)
     averaged_over = averaging_ranks(key["route"], job.rank, roles, trainers_by_server)
@@ -514,14 +513,14 @@ def compare_with_means(
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check. facts: of each trainer."""
     metrics = case.metrics
-    metrics |= step_metrics(times.each(), case.key["samples_per_step"])
+    metrics |= training_metrics(times, samples_per_step(case))
     trainers, hooks = {}, []
     for trainer, timed in enumerate(times.returned):
         hooks.append([max(step["hook"]) for step in timed.durations])
         phases = pool(timed.durations)
         del phases["hook"]  # its durations within a step overlap
         trainers[f"trainer{trainer}"] = phases
-    metrics["hook_p50_s"] = float(np.median(np.max(hooks, axis=0)))
+    metrics["hook_s"] = median(np.max(hooks, axis=0))
     metrics["trainers"] = summaries(trainers)
     servers = {}
     for name, times_by_step in facts[0]["servers"].items():
@@ -549,75 +548,51 @@ def replicas_that_differ(facts: list[dict[str, Any]]) -> list[str]:
     return problems
 
 
-def carriers(route: str, backend: str, dense_embedding: bool) -> Key:
-    """What a case's key says about its process groups and its embedding.
-
-    backend: of the trainers' group. `multi` is nccl, with gloo for sparse buckets: nccl has no
-    sparse all-reduce. So over nccl `allreduce` trains a dense embedding, as PyTorch's runs did.
-    """
-    dense = dense_embedding or (backend == "nccl" and route == "allreduce")
-    multi = backend == "nccl" and not dense
-    return {"dense_embedding": dense, "backend": "multi" if multi else backend}
+def samples_per_step(case: Case) -> int:
+    """Of all trainers together."""
+    return int(len(case.ranks) * case.key["batch_size"])
 
 
-def label_of(key: Key) -> str:
-    """A route and what carries it, e.g. `allreduce (nccl)`, `hybrid (gloo + nccl)`, `rpc batch`."""
-    dense = "nccl" if key["backend"] == "multi" else key["backend"]
-    groups = {"rpc": "", "hybrid": f" (gloo + {dense})"}.get(key["route"], f" ({dense})")
-    ways = [key[name] for name in ("server", "placement", "wire") if key.get(name)]
-    return " ".join([key["route"] + groups, *ways])
-
+# -- what is printed -------------------------------------------------------------------------------
 
 COLUMNS: Columns = {
-    "": lambda case: label_of(case.key),
-    "95% ci\nof p50": relative("step_time_ci95_rel"),
-    **percentile_columns("step_time", "sec/step", "samples/s", lambda c: c.key["samples_per_step"]),
-    "hook\n(ms)": metric("hook_p50_s", 1e3),
+    "": lambda case: case.name,
+    "95% ci\nof p50": relative("step_s"),
+    **percentile_columns("step", "sec/step", "samples/s", samples_per_step),
+    "hook\n(ms)": metric("hook_s", 1e3),
+    "95% ci\nof hook": relative("hook_s"),
 }
-# what the routes of one run do not share
-OF_A_ROUTE = ["route", "server", "placement", "wire", "backend", "dense_embedding"]
-OF_A_ROUTE += ["rpc_threads", "rpc_transports", "rpc_channels"]
 
 
-def answer(cases: list[Case]) -> list[str]:
-    """How much longer a step takes through a server than by an all-reduce."""
-    sentences: list[str] = []
-    for name, same in series(cases, OF_A_ROUTE).items():
-        steps = ranked(same)
-        by_server = [pair for pair in steps if pair[0].key["server"]]
-        by_all_reduce = [pair for pair in steps if not pair[0].key["server"]]
-        if by_server and by_all_reduce:
-            (first, step), (other, other_step) = by_server[0], by_all_reduce[0]
-            ratio = step.over(other_step)
-            sentence = f"a step through a server takes {ratio.times()} as long as by all-reduce"
-            if ratio.may_be(1):
-                sentence = "a step through a server and one by all-reduce cannot be told apart: "
-                sentence += f"{ratio.times()} as long"
-            sentence += f": {show_seconds(step.value)} ({label_of(first.key)})"
-            sentence += f" against {show_seconds(other_step.value)} ({label_of(other.key)})"
-            sentences.append(name + sentence)
-        elif steps:
-            sentences.append(name + fastest({label_of(case.key): step for case, step in steps}))
-    return sentences
+def answer(cases: list[Case]) -> str:
+    """How long a step takes through a server and by all-reduce, by the quickest route of each."""
+    times = {}
+    for by_server in (True, False):
+        of_kind = [case for case in cases if bool(case.key["server"]) == by_server]
+        if of_kind:
+            first = min(of_kind, key=lambda case: case.metrics["step_s"].value)
+            means = "through a server" if by_server else "all-reduce"
+            times[f"{first.name}, {means}"] = first.metrics["step_s"]
+    return f"a step takes {side_by_side(times)}"
 
 
-def set_up(args: argparse.Namespace) -> tuple[Roles, Key]:
-    """The roles of the ranks, and what the keys of all cases share. Refuses what cannot run."""
-    roles = choose_roles(args)
-    if args.dense_embedding and {"hybrid", "sparse_rpc"} & set(args.routes):
-        refuse("--dense-embedding: no bucket is sparse; try --routes allreduce,rpc")
-    trainers, servers = len(roles.trainers), len(roles.servers)
-    cuda_trainers = len(roles.cuda.intersection(roles.trainers))
-    cuda_servers = len(roles.cuda.intersection(roles.servers))
-    settings: Key = {"ntrainer": trainers - cuda_trainers, "ncudatrainer": cuda_trainers}
-    settings |= {"nserver": servers - cuda_servers, "ncudaserver": cuda_servers}
-    for name, (_, on_cuda, on_cpu, _) in SETTINGS.items():
-        given = getattr(args, name)
-        default = on_cuda if cuda_trainers else on_cpu
-        settings[name] = default if given is None else given
-    settings |= {"trainers": trainers, "server_count": servers}
-    settings["samples_per_step"] = trainers * settings["batch_size"]
-    return roles, settings
+def title_of(args: argparse.Namespace, roles: Roles) -> str:
+    """What all cases share."""
+    steps = steps_of_epoch(args.sample_count, len(roles.trainers), args.batch_size)
+    epoch = f"an epoch is {count_of(steps, 'step')} of {count_of(args.batch_size, 'sample')}"
+    table = f"embedding {args.num_embeddings} x {args.embedding_dim}"
+    rows = f"{args.sample_length} rows a sample, {args.sparsity_percentage} % never looked up"
+    dense = f"{args.dense_layers} dense layers of {args.dense_size}"
+    title = f"{roles}, {len(roles.cuda)} of them on CUDA; {epoch}\n"
+    return title + f"{table}, {rows}; {dense}; buckets of {args.bucket_size:g} MB"
+
+
+# -- which cases -----------------------------------------------------------------------------------
+
+
+def through_servers(args: argparse.Namespace) -> list[str]:
+    """The routes that need servers."""
+    return [route for route in args.routes if "rpc" in route]
 
 
 def choose_roles(args: argparse.Namespace) -> Roles:
@@ -639,70 +614,79 @@ def choose_roles(args: argparse.Namespace) -> Roles:
     return replace(roles, cuda_wire=args.wire != "cpu" or not pairs_on_cuda)
 
 
-def through_servers(args: argparse.Namespace) -> list[str]:
-    """The routes that need servers."""
-    return [route for route in args.routes if "rpc" in route]
+def counts_of(roles: Roles) -> Key:
+    """How many ranks there are of each role, by the names of their flags."""
+    counts: Key = {}
+    for name, ranks in (("trainer", roles.trainers), ("server", roles.servers)):
+        on_cuda = len(roles.cuda.intersection(ranks))
+        counts |= {f"n{name}": len(ranks) - on_cuda, f"ncuda{name}": on_cuda}
+    return counts
 
 
-def plan(args: argparse.Namespace, roles: Roles, settings: Key, rpc_settings: Key) -> list[Key]:
-    """The key of each case: first those without servers."""
+def carriers(route: str, backend: str, dense_embedding: bool) -> Key:
+    """What a case's key says about its process groups and its embedding.
+
+    backend: of the trainers' group. `multi` is nccl, with gloo for sparse buckets: nccl has no
+    sparse all-reduce. So over nccl `allreduce` trains a dense embedding, as PyTorch's runs did.
+    """
+    dense = dense_embedding or (backend == "nccl" and route == "allreduce")
+    multi = backend == "nccl" and not dense
+    return {"dense_embedding": dense, "backend": "multi" if multi else backend}
+
+
+def name_of(key: Key) -> str:
+    """A route and what carries it, e.g. `allreduce (nccl)`, `hybrid (gloo + nccl)`, `rpc batch`."""
+    dense = "nccl" if key["backend"] == "multi" else key["backend"]
+    groups = {"rpc": "", "hybrid": f" (gloo + {dense})"}.get(key["route"], f" ({dense})")
+    ways = [key[name] for name in ("server", "placement", "wire") if key[name]]
+    return " ".join([key["route"] + groups, *ways])
+
+
+def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Planned]:
+    """The cases: first those without servers."""
     by_server = through_servers(args)
     ways: list[Any] = [(route, None, None) for route in args.routes if route not in by_server]
     # with one server both placements are the same
     placements = args.placement if len(roles.servers) > 1 else args.placement[:1]
     ways += itertools.product(by_server, args.servers, placements)
-    keys = []
+    fixed = counts_of(roles) | {name: getattr(args, name) for name in SETTINGS}
+    cases: list[Planned] = []
     for route, server, placement in ways:
-        key = {"route": route, "server": server, "placement": placement} | settings
+        key = {"route": route, "server": server, "placement": placement} | fixed
         key |= carriers(route, roles.backend, args.dense_embedding)
-        if server:
-            key |= rpc_settings
-            key |= {} if roles.cuda_wire else {"wire": "cpu"}
-        keys.append(key)
-    return keys
-
-
-def title_of(key: Key, roles: Roles) -> str:
-    """What all cases share."""
-    steps, samples = count_of(steps_of_epoch(key), "step"), count_of(key["batch_size"], "sample")
-    epoch = f"an epoch is {steps} of {samples}"
-    table = f"embedding {key['num_embeddings']} x {key['embedding_dim']}"
-    rows = f"{key['sample_length']} rows a sample, {key['sparsity_percentage']} % never looked up"
-    dense = f"{key['dense_layers']} dense layers of {key['dense_size']}"
-    lines = [f"{roles}, {len(roles.cuda)} of them on CUDA; {epoch}", f"{table}, {rows}; {dense}; "]
-    return "\n".join(lines) + f"buckets of {key['bucket_size']:g} MB"
+        key["wire"] = "cpu" if server and not roles.cuda_wire else None
+        key |= rpc_settings if server else dict.fromkeys(rpc_settings)
+        cases.append((name_of(key), len(roles.trainers), key))
+    return cases
 
 
 def main() -> int:
     args = parse_args()
-    roles, settings = set_up(args)
-    iters = args.epochs * steps_of_epoch(settings) if args.epochs else args.iters
-    rank_args = args_of_rank(args, roles, iters=iters)
+    roles = choose_roles(args)
+    steps = steps_of_epoch(args.sample_count, len(roles.trainers), args.batch_size)
+    rank_args = args_of_rank(args, roles, iters=args.epochs * steps if args.epochs else args.iters)
     timeout_s = args.straggler_timeout or args.timeout / 2
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default; said, it does not warn
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     devices: list[str] = []
-    with (
-        Benchmark("parameter_server", rank_args, roles.trainers, answer) as bench,
-        ExitStack() as stack,
-    ):
+    with Benchmark("parameter_server", rank_args, roles.trainers) as bench, ExitStack() as stack:
         options = rpc_options(args, bench)
-        keys = plan(args, roles, settings, options.key())
-        bench.announce(keys)
-        title = title_of(settings, roles)
+        cases = plan(args, roles, options.key())
+        title = title_of(args, roles)
         title += f"\n{options}" if through_servers(args) else ""
-        bench.begin_table(title, COLUMNS, ["sparse_rpc (gloo) running grouped", "+-10.0%"])
-        for key in keys:
-            if key["server"] and not devices:  # not before: the threads of RPC may poll
-                devices = stack.enter_context(rpc_workers(bench, roles, options))
-            build_case = partial(
-                build, bench.job, roles=roles, devices=devices, timeout_s=timeout_s
-            )
-            bench.measure(key, build_case, derive, roles.trainers)
+        bench.announce({title: cases})
+        form = Table(COLUMNS, [max((name for name, _, _ in cases), key=len)])
+        with bench.begin_table(title, COLUMNS, answer, form) as table:
+            for name, _, key in cases:
+                if key["server"] and not devices:  # not before: the threads of RPC may poll
+                    devices = stack.enter_context(rpc_workers(bench, roles, options))
+                build_case = partial(
+                    build, bench.job, roles=roles, devices=devices, timeout_s=timeout_s
+                )
+                bench.measure(key, name, build_case, derive, ranks=roles.trainers)
         for role in ("trainers", "servers"):
-            cases = [case for case in bench.report.cases if role in case.metrics]
-            if cases:
-                rows = [(label_of(case.key), case.metrics[role]) for case in cases]
+            rows = [(c.name, c.metrics[role]) for c in table.passed if role in c.metrics]
+            if rows:
                 bench.print(f"\n{phase_table(role, rows)}")
     return bench.status
 

@@ -23,13 +23,11 @@ from common.cli import checked, list_of, refuse
 from common.environment import count_of
 from common.groups import gather, share
 from common.join import raise_file_limit, world
-from common.old import Benchmark as Old
 
 # at import: the scripts decorate functions with rpc.functions, which is missing then, too
 if not hasattr(rpc, "TensorPipeAgent"):
     refuse("this torch was built without TensorPipe, which torch.distributed.rpc needs")
 
-AnyBenchmark = Benchmark | Old
 SCHEME = "torchrun-bench"  # an init_method of this scheme leads to the store of the job
 TRANSPORTS = ("auto", "shm", "uv", "ibv")
 CHANNELS = ("auto", "basic", "cma", "mpt_uv", "cuda_basic", "cuda_ipc", "cuda_gdr", "cuda_xth")
@@ -195,7 +193,7 @@ def add_rpc_flags(
         add("--server-device", choices=("auto", "cpu", "cuda"), default=server_device, help=text)
 
 
-def rpc_options(args: argparse.Namespace, bench: AnyBenchmark) -> RpcOptions:
+def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     """The settings that the flags ask for, the same on all ranks. Rank 0's node has the cores.
 
     TensorPipe's own default is 16 threads on any machine. With 1 thread a function that makes an
@@ -227,7 +225,7 @@ def need_files(world_size: int, options: RpcOptions) -> None:
 
 
 def start_rpc(
-    bench: AnyBenchmark, name: str, options: RpcOptions, device_maps: dict[str, Any]
+    bench: Benchmark, name: str, options: RpcOptions, device_maps: dict[str, Any]
 ) -> None:
     """Become the RPC worker of this name. Refuses settings with which RPC does not start."""
     job = bench.job
@@ -258,11 +256,11 @@ def start_rpc(
 
 
 @contextmanager
-def rpc_workers(bench: AnyBenchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
+def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator[list[str]]:
     """All ranks are RPC workers, named by their roles, until all leave. Yields their devices."""
     job = bench.job
     devices: list[str] = share(gather(str(job.device)))
-    bench.prepare("ulimit -n", partial(need_files, job.world_size, options))  # type: ignore[misc]
+    bench.prepare("ulimit -n", partial(need_files, job.world_size, options))
     start_rpc(bench, roles.name(job.rank), options, roles.device_maps(job.rank, devices))
     graceful = False
     try:

@@ -7,6 +7,9 @@ from typing import Any
 import psutil
 import pytest
 
+from benchmarks import parameter_server
+from common.report import Case, Estimate
+
 SCRIPT = "benchmarks/parameter_server.py"
 SMALL = "--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16"
 # buckets of a layer each, and 5 batches that no number of trainers but 1 and 5 shares out evenly
@@ -56,11 +59,10 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
         # within a step: no trainer's longest bucket takes longer than its longest backward
         longest = {name: found["max_s"] for name, found in trainers["all"].items()}
         assert 0 < longest["hook dense"] <= longest["backward"] <= longest["batch"]
-        assert 0 < case.metrics["hook_p50_s"] <= longest["backward"]
+        assert 0 < case.metrics["hook_s"].value <= longest["backward"]
         assert ("servers" in case.metrics) == (name in through)
-        assert case.metrics["samples_per_s"] == pytest.approx(
-            2 * 4 / case.metrics["step_time_p50_s"]
-        )
+        step_s = case.metrics["step_s"].value
+        assert case.metrics["samples_per_s"].value == pytest.approx(2 * 4 / step_s)
     # a bucket for each layer and the embedding of each of 9 steps; of sparse_rpc the embedding's
     dense = cases["allreduce"].metrics["trainers"]["trainer0"]["hook dense"]["count"]
     counts = [cases[name].metrics["servers"]["all"]["straggler"]["count"] for name in through]
@@ -74,7 +76,7 @@ def test_trainers_alone(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *flags, ranks=3)
     assert run.status == 0, run.err
     assert checks(run) == {"allreduce": "passed"}
-    assert run.report.cases[0].key["server_count"] == 0
+    assert run.report.cases[0].key["nserver"] == 0
     title = run.out[run.out.index("3 trainers, 0 servers") :].splitlines()[:2]
     assert title == [
         "3 trainers, 0 servers, 0 of them on CUDA; an epoch is 2 steps of 4 samples",
@@ -163,3 +165,20 @@ def test_a_server_that_is_gone(start: Callable[..., Any], fault: str) -> None:
         assert "exitcode  : -9" in process.err
     _, alive = psutil.wait_procs(ranks.values(), timeout=5)
     assert not alive
+
+
+def routed(name: str, server: str | None, ms: float) -> Case:
+    step = Estimate(ms / 1e3, ms * 0.9e-3, ms * 1.1e-3)
+    return Case({"server": server}, [0], name=name, metrics={"step_s": step})
+
+
+def test_the_answer_has_both_ways_side_by_side() -> None:
+    plain, slow = routed("allreduce (gloo)", None, 10), routed("rpc batch", "batch", 20)
+    assert parameter_server.answer([plain, routed("rpc running", "running", 30), slow]) == (
+        "a step takes 20.0 ms (18.0 to 22.0) by rpc batch, through a server, "
+        "10.0 ms (9.0 to 11.0) by allreduce (gloo), all-reduce; "
+        "timed one after the other, analysis/ab.py takes turns"
+    )
+    assert parameter_server.answer([plain]) == (
+        "a step takes 10.0 ms (9.0 to 11.0) by allreduce (gloo), all-reduce"
+    )

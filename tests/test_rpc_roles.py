@@ -120,12 +120,12 @@ def test_no_server_where_no_route_needs_one(
     for name, value in {**world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     args = parameter_server.parse_args(["--device", "cpu", *flags.split()])
-    assigned, settings = parameter_server.set_up(args)
+    assigned = parameter_server.choose_roles(args)
     assert (assigned.trainers, assigned.servers, assigned.master) == roles
     # the key says what there is, not which flags have led to it
-    assert settings["ntrainer"] == len(assigned.trainers)
-    assert settings["nserver"] == len(assigned.servers)
-    assert (settings["ncudatrainer"], settings["ncudaserver"]) == (0, 0)
+    servers, trainers = len(assigned.servers), len(assigned.trainers)
+    counts = {"ntrainer": trainers, "ncudatrainer": 0, "nserver": servers, "ncudaserver": 0}
+    assert parameter_server.counts_of(assigned) == counts
 
 
 def test_servers_by_pytorchs_names() -> None:
@@ -212,23 +212,23 @@ def test_what_carries_a_route(
     """nccl has no sparse all-reduce: its baseline is a dense embedding, nothing is left to gloo."""
     found = parameter_server.carriers(route, backend, dense)
     assert (found["backend"], found["dense_embedding"]) == says
-    servers = {"server": "batch", "placement": "grouped"} if "rpc" in route else {"server": None}
-    key = {"route": route, "placement": None} | servers | found
-    assert parameter_server.label_of(key) == label
+    key = {"route": route, "server": None, "placement": None, "wire": None} | found
     if "rpc" in route:
-        assert parameter_server.label_of(key | {"wire": "cpu"}) == f"{label} cpu"
+        key |= {"server": "batch", "placement": "grouped"}
+        assert parameter_server.name_of(key | {"wire": "cpu"}) == f"{label} cpu"
+    assert parameter_server.name_of(key) == label
 
 
 def test_cases_of_a_run() -> None:
     """Those without servers come first; a copy on the CPU between two GPUs is in name and key."""
     roles = replace(split_roles(6, 3, 2, master=True), cuda=frozenset({2, 4}))
     args = parameter_server.parse_args(["--routes", "rpc,allreduce", "--servers", "batch"])
-    copied = parameter_server.plan(args, replace(roles, cuda_wire=False), {}, {"rpc_threads": 2})
-    labels = [parameter_server.label_of(key) for key in copied]
-    assert labels == ["allreduce (gloo)", "rpc batch grouped cpu", "rpc batch sharded cpu"]
-    assert [key.get("rpc_threads") for key in copied] == [None, 2, 2]
-    keys = parameter_server.plan(args, roles, {}, {})
-    assert [key.get("wire") for key in keys] == [None] * 3
+    copied = parameter_server.plan(args, replace(roles, cuda_wire=False), {"rpc_threads": 2})
+    names = ["allreduce (gloo)", "rpc batch grouped cpu", "rpc batch sharded cpu"]
+    assert [name for name, _, _ in copied] == names
+    assert [key["rpc_threads"] for _, _, key in copied] == [None, 2, 2]
+    assert [key["wire"] for _, _, key in copied] == [None, "cpu", "cpu"]
+    assert [key["wire"] for _, _, key in parameter_server.plan(args, roles, {})] == [None] * 3
 
 
 @pytest.mark.parametrize(

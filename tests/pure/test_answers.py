@@ -13,7 +13,6 @@ from benchmarks import (
     checkpoint_sweep,
     input_sweep,
     p2p_matrix,
-    parameter_server,
     replay,
     traffic,
 )
@@ -126,26 +125,6 @@ def test_checkpoint_sweep() -> None:
     assert [line[:8] for line in checkpoint_sweep.answer(two)] == ["x: a sav", "y: a sav"]
 
 
-def routed(route: str, server: str | None, ms: float, ci: Interval | None) -> Case:
-    return timed({"route": route, "server": server, "placement": None, "backend": "gloo"}, ms, ci)
-
-
-def test_parameter_server() -> None:
-    plain = routed("allreduce", None, 10, (9, 11))
-    slow, slower = routed("rpc", "batch", 20, (18, 22)), routed("rpc", "running", 30, (28, 32))
-    assert parameter_server.answer([plain, slower, slow]) == [
-        "a step through a server takes 2.00 times (1.64 to 2.44) as long as by all-reduce: "
-        "20.0 ms (rpc batch) against 10.0 ms (allreduce (gloo))"
-    ]
-    alike = routed("rpc", "batch", 11, (10, 12))
-    assert parameter_server.answer([plain, alike]) == [
-        "a step through a server and one by all-reduce cannot be told apart: "
-        "1.10 times (0.91 to 1.33) as long: 11.0 ms (rpc batch) against 10.0 ms (allreduce (gloo))"
-    ]
-    assert parameter_server.answer([plain]) == ["allreduce (gloo) takes 10.0 ms (9.0 to 11.0)"]
-    assert parameter_server.answer([slow, slower])[0].startswith("rpc batch is 1.50 times (1.27 ")
-
-
 def met(number: int, *links: tuple[int, int, float, float]) -> Case:
     """A round. links: the two ranks, latency, and GB/s each way."""
     rows = [[a, b, us, rate, rate, rate] for a, b, us, rate in links]
@@ -250,7 +229,7 @@ def test_an_answer_is_printed_and_kept() -> None:
 # -- every script ----------------------------------------------------------------------------------
 
 PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
-    checkpoint_sweep, parameter_server, traffic,
+    checkpoint_sweep, traffic,
 )}  # fmt: skip
 GIVEN: dict[str, Answer] = {
     "input_sweep": partial(input_sweep.answer, Namespace(), 2, 2),
