@@ -504,7 +504,10 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
 
     def meet(number: int, pairs: list[links.Pair], key: Key) -> None:
         key = key | {"round": number, "size": messages.size}
-        links.measure_round(bench, key, pairs, teams["rank"], messages)
+        ranks, build, derive = links.round_of(pairs, teams["rank"], messages, job)
+        case = bench.measure(key, build, derive, ranks)
+        if case and case.failed:
+            bench.print(f"# round {number}: {case.check}")
 
     rows = partial(split, bench.report, teams, cluster.kinds)
 

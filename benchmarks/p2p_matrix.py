@@ -7,7 +7,8 @@ one after the other (--serial).
     latency         = time of a ping-pong of --latency-size bytes / 2
     a -> b          = size * n / (time of n sends and b's word that all have come)
     bidirectional   = 2 * size * n / time of n exchanges
-    The fastest sample counts: what disturbs a link only adds time.
+    The fastest sample counts: what disturbs a link only adds time. It has no interval, so +-% is
+    that of the median sample: how steady the link is.
     slow            = costs 10 % and --sigmas median absolute deviations more than its like
     --by node       = rank i of one node with rank i of the other, all at once; bandwidths added
     The calls that are measured are in common/workloads/links.py.
@@ -26,6 +27,7 @@ import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -34,20 +36,16 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.answers import series
+from common.benchmark import Benchmark, Key
 from common.environment import count_of, node_of_each
-from common.groups import share
-from common.old import Benchmark
-from common.report import Case
 from common.workloads.links import (
     KINDS,
-    Key,
     Link,
     Messages,
     Pair,
     directed,
     links_of,
-    measure_round,
+    round_of,
     rounds_of,
     slow_links,
 )
@@ -76,8 +74,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--plot", type=drawn, metavar="PATH", help=f"draw a heat map: {PLOT}; needs matplotlib")
     cli.add_common_flags(parser, min_iters=6, max_seconds=0.5)
     args = parser.parse_args(argv)
-    wants_cuda = args.device != "cpu" and torch.cuda.is_available()
-    args.moved_to_cpu = args.backend == "gloo" and wants_cuda  # gloo sends no CUDA tensors
+    # gloo sends no CUDA tensors
+    args.moved_to_cpu = args.backend == "gloo" and cli.on_cuda(args.device)
     if args.moved_to_cpu:
         args.device = "cpu"
     return args
@@ -86,13 +84,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def tables(links: list[Link], n: int, by: str) -> str:
     """The matrices of n members; if there are many, the worst links."""
     lines = []
-    for kind, quantity in KINDS.items():
-        lines.append(f"\n{kind} ({quantity.unit}), by {by}\n")
-        values = directed(links, kind)
+    shown = [(f"{k} ({q.unit})", q.less_is_better, directed(links, k)) for k, q in KINDS.items()]
+    spreads = {(link.a, link.b): link.spread * 100 for link in links if link.spread is not None}
+    shown.append(("+-% of the median sample", True, spreads))
+    for title, less_is_better, values in shown:
+        lines.append(f"\n{title}, by {by}\n")
         if n <= LARGEST_MATRIX:
             lines += matrix_lines(matrix_of(values, n))
             continue
-        ranked = sorted(values, key=lambda pair: values[pair], reverse=quantity.less_is_better)
+        ranked = sorted(values, key=lambda pair: values[pair], reverse=less_is_better)
         worst = ranked[:WORST]
         lines.append(f"worst {len(worst)} of {len(values)} links:")
         for a, b in worst:
@@ -123,30 +123,21 @@ def matrix_lines(matrix: np.ndarray) -> list[str]:
     return lines
 
 
-def answer(node_of_member: list[int], by: str, sigmas: float, cases: list[Case]) -> list[str]:
+def answer(links: list[Link], node_of_member: list[int], by: str, sigmas: float) -> list[str]:
     """Who is slow, and the range of the links. node_of_member: the node of each rank or node."""
-    members = len(node_of_member)
-    among_these = []
-    for case in cases:  # a resumed report may also have the rounds of others
-        if case.key["by"] == by and case.key.get("members", members) == members:
-            among_these.append(case)
-    lines: list[str] = []
-    for name, rounds in series(among_these, ("round",)).items():
-        links = [link for case in rounds for link in links_of(case)]
-        if not links:
-            continue
-        slow = sentences(slow_links(links, node_of_member, by, sigmas))
-        if len(links) < FEW_LINKS:
-            slow = [f"with {count_of(len(links), 'link')} nobody can tell what is slow"]
-        healthy = "no link, rank or node is slow beyond noise"
-        lines += [name + line for line in slow or [healthy]]
-        latencies = [link.latency_us for link in links]
-        rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a)]
-        latency = f"{min(latencies):.4g} to {max(latencies):.4g} us"
-        lines.append(
-            f"{name}latency {latency}, bandwidth {min(rates):.4g} to {max(rates):.4g} GB/s"
-        )
-    return lines
+    lines = sentences(slow_links(links, node_of_member, by, sigmas))
+    if len(links) < FEW_LINKS:
+        lines = [f"with {count_of(len(links), 'link')} nobody can tell what is slow"]
+    lines = lines or ["no link, rank or node is slow beyond noise"]
+    latencies = [link.latency_us for link in links]
+    rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a)]
+    latency = f"latency {min(latencies):.4g} to {max(latencies):.4g} us"
+    bandwidth = f"bandwidth {min(rates):.4g} to {max(rates):.4g} GB/s"
+    spreads = [link.spread for link in links if link.spread is not None]
+    steady = "no interval"
+    if len(spreads) == len(links):
+        steady = f"+-{median(spreads):.1%}, +-{max(spreads):.1%} at most"
+    return [*lines, f"{latency}, {bandwidth} (the median sample of a link: {steady})"]
 
 
 def draw(links: list[Link], members: int, path: str) -> None:
@@ -171,8 +162,8 @@ def messages_of(args: argparse.Namespace, device: torch.device) -> Messages:
 
 def plan(
     args: argparse.Namespace, messages: Messages, members: int
-) -> list[tuple[Key, list[Pair]]]:
-    """The key of each round, and the pairs of members that meet in it."""
+) -> list[tuple[str, list[Pair], Key]]:
+    """Each round: its name, the pairs of members that meet in it, and its key."""
     rounds = rounds_of(members)
     if args.serial:
         rounds = [[pair] for pairs in rounds for pair in pairs]
@@ -186,7 +177,7 @@ def plan(
         "rounds": len(rounds),
         "members": members,
     }
-    return [({"round": number} | fixed, pairs) for number, pairs in enumerate(rounds, 1)]
+    return [(f"round {n}", pairs, {"round": n} | fixed) for n, pairs in enumerate(rounds, 1)]
 
 
 def settings(args: argparse.Namespace, messages: Messages) -> str:
@@ -196,27 +187,23 @@ def settings(args: argparse.Namespace, messages: Messages) -> str:
     return f"{how}; messages of {size} bytes (latency: {latency_size}), {messages.calls} a sample"
 
 
-def members_of(args: argparse.Namespace, nodes: list[int]) -> list[list[int]]:
+def members_of(by: str, nodes: list[int]) -> list[list[int]]:
     """The ranks of each rank or node, as --by says. Raises ValueError. nodes: of each rank."""
-    try:
-        members = partition(args.by, nodes)
-    except ValueError as error:
-        raise ValueError(f"--by {args.by}: {error}") from error
+    members = partition(by, nodes)
     if len(members) < 2:
-        raise ValueError(f"a link needs two {args.by}s, and there is 1; e.g. --nproc-per-node 2")
+        raise ValueError(f"a link needs two {by}s, and there is 1; e.g. --nproc-per-node 2")
     return members
 
 
-def why_no_plot(path: str) -> str | None:
-    """Why no heat map could be written, as is known before anything is measured; else None."""
+def check_plot(path: str) -> None:
+    """Raises ValueError where no heat map could be written, before anything is measured."""
     if find_spec("matplotlib") is None:
-        return "it needs matplotlib, which is not installed; try pip install matplotlib"
+        raise ValueError("it needs matplotlib, which is not installed; try pip install matplotlib")
     if Path(path).is_dir():
-        return f"expected {PLOT}, and this is a folder"
+        raise ValueError(f"expected {PLOT}, and this is a folder")
     folder = Path(path).parent
     if not os.access(folder, os.W_OK):
-        return f"expected a folder that can be written, got {folder}"
-    return None
+        raise ValueError(f"expected a folder that can be written, got {folder}")
 
 
 def main() -> int:
@@ -225,23 +212,27 @@ def main() -> int:
         job, nodes = bench.job, node_of_each(bench.report.environment)
         if args.moved_to_cpu:
             bench.print("# gloo sends no CUDA tensors: these are the links of the CPU")
-        if args.plot and (problem := share(why_no_plot(args.plot) if job.rank == 0 else None)):
-            bench.refuse(f"--plot {args.plot}: {problem}")
-        try:
-            members = members_of(args, nodes)
-        except ValueError as error:
-            bench.refuse(str(error))
+        if args.plot:  # rank 0 writes it
+            check = partial(check_plot, args.plot) if job.rank == 0 else lambda: None
+            bench.prepare(f"--plot {args.plot}", check)
+        members = bench.prepare(f"--by {args.by}", lambda: members_of(args.by, nodes))
         messages = messages_of(args, job.device)
         rounds = plan(args, messages, len(members))
-        bench.announce([key for key, _ in rounds])
-        bench.print(f"\n# {len(rounds)} rounds, {settings(args, messages)}")
-        node_of_member = [nodes[ranks[0]] for ranks in members]
-        bench.answer = partial(answer, node_of_member, args.by, args.sigmas)
-        links = list[Link]()  # on rank 0
-        for key, pairs in rounds:
-            links += measure_round(bench, key, pairs, members, messages)
+        title = f"{len(rounds)} rounds, {settings(args, messages)}"
+        planned = [(name, 2 * len(pairs) * len(members[0]), key) for name, pairs, key in rounds]
+        bench.announce({title: planned})
+        bench.print(f"\n# {title}")
+        links: list[Link] = []  # on rank 0
+        for name, pairs, key in rounds:
+            ranks, build, derive = round_of(pairs, members, messages, job)
+            case = bench.measure(key, name, build, derive, ranks=ranks)
+            if case and case.failed:
+                bench.print(f"# {name}: {case.check}")
+            links += links_of(case) if case else []
         if links:
             bench.print(tables(links, len(members), args.by))
+            node_of_member = [nodes[ranks[0]] for ranks in members]
+            bench.conclude(answer(links, node_of_member, args.by, args.sigmas))
             if args.plot:
                 try:
                     draw(links, len(members), args.plot)

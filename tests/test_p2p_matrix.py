@@ -36,7 +36,8 @@ def test_every_pair_and_a_heat_map(bench: Callable[..., Any], tmp_path: Path) ->
     assert all(value > 0 for link in links(run) for value in link[2:])
     for case in run.report.cases:
         assert [len(rows) for rows in case.samples_s["latency"]] == [6] * len(case.ranks)
-    assert run.out.count(", by rank") == 3
+    assert run.out.count(", by rank") == 4
+    assert "+-% of the median sample, by rank" in run.out
     assert "; messages of 4K bytes (latency: 8), 2 a sample\n" in run.out
     assert path.read_bytes().startswith(b"\x89PNG")
 

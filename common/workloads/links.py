@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from common.benchmark import Build, Derive, Key
 from common.groups import Group, Job
-from common.old import Benchmark, Key, Workload
 from common.report import Case
-from common.stats import Times
-from common.timing import Step, cuda_graph
+from common.stats import Times, median
+from common.timing import Step, Workload, cuda_graph
 from common.workloads import patterns
 from common.workloads.outliers import MARGIN, Costs, Findings, accuse
 
@@ -20,7 +20,8 @@ Meetings = dict[Pair, list[Pair]]  # of two members -> which of their ranks meet
 
 
 class Link(NamedTuple):
-    """What two members have measured. A report has it as a list, in this order."""
+    """What two members have measured. A report has it as a list, in this order, but for `spread`:
+    that is in another list, for all links of a round."""
 
     a: int
     b: int
@@ -28,6 +29,9 @@ class Link(NamedTuple):
     a_to_b: float  # GB/s, as the next two
     b_to_a: float
     both: float  # directions at the same time, added
+    # How far the 95 % interval of the median sample reaches from it, as a share, where this is
+    # widest among the four times. None for too few samples. The fastest sample has no interval.
+    spread: float | None = None
 
 
 class Quantity(NamedTuple):
@@ -72,22 +76,19 @@ def rounds_of(n: int) -> list[list[Pair]]:
     return rounds
 
 
-def measure_round(
-    bench: Benchmark, key: Key, pairs: list[Pair], members: list[list[int]], messages: Messages
-) -> list[Link]:
-    """A case in which the pairs of members meet. Its links on rank 0, none elsewhere."""
+def round_of(
+    pairs: list[Pair], members: list[list[int]], messages: Messages, job: Job
+) -> tuple[list[int], Build, Derive]:
+    """A case in which the pairs of members meet: its ranks, and what measures it."""
     meetings = {(a, b): list(zip(members[a], members[b], strict=True)) for a, b in pairs}
     ranks = sorted(rank for a, b in pairs for rank in members[a] + members[b])
-    prepare = partial(build, meetings, messages, bench.job)
-    case = bench.measure(key, prepare, partial(derive, meetings, messages), ranks)
-    if case and case.failed:
-        bench.print(f"# round {key['round']}: {case.check}")
-    return links_of(case) if case else []
+    return ranks, partial(build, meetings, messages, job), partial(derive, meetings, messages)
 
 
 def links_of(case: Case) -> list[Link]:
     """The links that a round has measured."""
-    return [Link(*row) for row in case.metrics.get("links", [])]
+    rows, spreads = case.metrics.get("links", []), case.metrics.get("links_spread", [])
+    return [Link(*row)._replace(spread=s) for row, s in zip(rows, spreads, strict=True)]
 
 
 def build(meetings: Meetings, messages: Messages, job: Job, key: Key, group: Group) -> Workload:
@@ -137,11 +138,14 @@ def derive(
     meetings: Meetings, messages: Messages, case: Case, times: Times, facts: list[int]
 ) -> None:
     """The links of a round, and whether all data came as it was sent."""
-    links = list[list[Any]]()
+    rows: list[list[Any]] = []
+    spreads: list[float | None] = []
     for (a, b), ranks in meetings.items():
-        measured = link_of(a, b, ranks, messages, case, times)
-        links.append([a, b, *(float(f"{value:.4g}") for value in measured[2:])])
-    case.metrics["links"] = links
+        link = link_of(a, b, ranks, messages, case, times)
+        values = (link.latency_us, link.a_to_b, link.b_to_a, link.both)
+        rows.append([a, b, *(float(f"{value:.4g}") for value in values)])
+        spreads.append(link.spread)
+    case.metrics |= {"links": rows, "links_spread": spreads}
     wrong = [rank for rank, count in zip(case.ranks, facts, strict=True) if count]
     if wrong:
         case.check = f"failed: wrong data came to rank {wrong[0]}"
@@ -157,6 +161,7 @@ def link_of(
     nodes meet at the same time: the largest latency counts, and their bandwidths add up.
     """
     latency_us = a_to_b = b_to_a = both = 0.0
+    spreads: list[float | None] = []
     bytes_sent = messages.size * messages.calls
     for pair in ranks:
         rows = [case.ranks.index(rank) for rank in pair]
@@ -164,11 +169,14 @@ def link_of(
         for name in ("there", "back", "step", "latency"):
             slower_rank = times.each(name)[rows].max(axis=0)
             fastest[name] = float(slower_rank.min())
+            spreads.append(median(slower_rank).relative)
         latency_us = max(latency_us, fastest["latency"] / messages.calls / 2 * 1e6)
         a_to_b += bytes_sent / fastest["there"] / 1e9
         b_to_a += bytes_sent / fastest["back"] / 1e9
         both += bytes_sent / (fastest["step"] / 2) / 1e9
-    return Link(a, b, latency_us, a_to_b, b_to_a, both)
+    known = [spread for spread in spreads if spread is not None]
+    spread = max(known) if len(known) == len(spreads) else None
+    return Link(a, b, latency_us, a_to_b, b_to_a, both, spread)
 
 
 def directed(links: Sequence[Link], kind: str) -> dict[Pair, float]:

@@ -12,7 +12,6 @@ import pytest
 from benchmarks import (
     checkpoint_sweep,
     input_sweep,
-    p2p_matrix,
     replay,
     traffic,
 )
@@ -125,33 +124,6 @@ def test_checkpoint_sweep() -> None:
     assert [line[:8] for line in checkpoint_sweep.answer(two)] == ["x: a sav", "y: a sav"]
 
 
-def met(number: int, *links: tuple[int, int, float, float]) -> Case:
-    """A round. links: the two ranks, latency, and GB/s each way."""
-    rows = [[a, b, us, rate, rate, rate] for a, b, us, rate in links]
-    key: dict[str, Any] = {"round": number, "by": "rank", "members": 4, "size": 8}
-    return Case(key, [0], metrics={"links": rows})
-
-
-def test_p2p_matrix() -> None:
-    """A slow link: 60 us, and the median of 20, 20, 20, 21, 22 and 60 is 20.5."""
-    alike = [
-        met(1, (0, 1, 20, 1.0), (2, 3, 21, 1.1)),
-        met(2, (0, 2, 20, 1.0), (1, 3, 22, 1.0)),
-        met(3, (0, 3, 20, 1.05), (1, 2, 20, 1.0)),
-    ]
-    say = partial(p2p_matrix.answer, [0] * 4, "rank", 5.0)
-    assert say(alike) == [
-        "no link, rank or node is slow beyond noise",
-        "latency 20 to 22 us, bandwidth 1 to 1.1 GB/s",
-    ]
-    alike[2] = met(3, (0, 3, 20, 1.05), (1, 2, 60, 1.0))
-    assert say(alike)[0].startswith(
-        "slow link 1 -> 2: latency within nodes 2.93x the median's time"
-    )
-    assert say([met(1, (0, 1, 20, 1.0))])[0] == "with 1 link nobody can tell what is slow"
-    assert p2p_matrix.answer([0] * 3, "rank", 5.0, alike) == []  # a resumed report has other ranks
-
-
 def replayed(back_to_back: float, ci: Interval | None) -> Case:
     metrics: dict[str, Any] = {
         "back_to_back_p50_s": back_to_back,
@@ -233,7 +205,6 @@ PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
 )}  # fmt: skip
 GIVEN: dict[str, Answer] = {
     "input_sweep": partial(input_sweep.answer, Namespace(), 2, 2),
-    "p2p_matrix": partial(p2p_matrix.answer, [0, 0], "rank", 5.0),
     "replay": partial(replay.answer, Namespace(lines=[])),  # type: ignore[arg-type]
 }
 
@@ -277,7 +248,6 @@ def test_a_page_shows_what_its_report_answers(path: Path) -> None:
     ranks = report.environment["world_size"]
     given: dict[str, Answer] = {
         "input_sweep": partial(input_sweep.answer, input_sweep.parse_args([]), ranks, 2),
-        "p2p_matrix": partial(p2p_matrix.answer, [0] * ranks, "rank", 5.0),
     }
     sentences = (PLAIN | given)[name](report.cases)
     assert sentences

@@ -14,8 +14,9 @@ def test_the_key_of_a_round_says_who_meets() -> None:
     messages = links.Messages(2**20, 8, 10)
     three, four = (p2p_matrix.plan(args, messages, nodes) for nodes in (3, 4))
     assert len(three) == len(four) == 3
+    assert three[0][0] == four[0][0] == "round 1"
     assert three[0][1] != four[0][1]
-    assert three[0][0] != four[0][0]
+    assert three[0][2] != four[0][2]
 
 
 @pytest.mark.parametrize(
@@ -43,14 +44,49 @@ def test_mistakes_of_p2p_matrix(
 def test_where_no_plot_can_be_written(tmp_path: Path) -> None:
     """matplotlib would write folder.png.png, and say the rest after all was measured."""
     (tmp_path / "folder.png").mkdir()
-    assert "this is a folder" in (p2p_matrix.why_no_plot(str(tmp_path / "folder.png")) or "")
-    nowhere = str(tmp_path / "nowhere" / "links.png")
-    assert "expected a folder that can be written" in (p2p_matrix.why_no_plot(nowhere) or "")
-    assert p2p_matrix.why_no_plot(str(tmp_path / "links.svg")) is None
+    with pytest.raises(ValueError, match="this is a folder"):
+        p2p_matrix.check_plot(str(tmp_path / "folder.png"))
+    with pytest.raises(ValueError, match="expected a folder that can be written"):
+        p2p_matrix.check_plot(str(tmp_path / "nowhere" / "links.png"))
+    p2p_matrix.check_plot(str(tmp_path / "links.svg"))
 
 
 def test_many_links_are_listed_by_the_worst() -> None:
     pairs = [(a, b) for a in range(40) for b in range(a + 1, 40)]
     rows = [links.Link(a, b, 30 if (a, b) == (2, 5) else 10, 5, 5, 9) for a, b in pairs]
-    _, latency, *_ = p2p_matrix.tables(rows, 40, "rank").split("\n\n")
+    _, latency, *_, spread = p2p_matrix.tables(rows, 40, "rank").split("\n\n")
+    assert spread == "worst 0 of 0 links:"  # they have no interval
     assert latency.splitlines()[:2] == ["worst 20 of 780 links:", "      2 -> 5     30"]
+
+
+def met(a: int, b: int, us: float, rate: float, spread: float | None = 0.1) -> links.Link:
+    return links.Link(a, b, us, rate, rate, rate, spread)
+
+
+def test_answer() -> None:
+    """A slow link: 60 us, and the median of 20, 20, 20, 21, 22 and 60 is 20.5."""
+    alike = [met(0, 1, 20, 1.0, 0.2), met(2, 3, 21, 1.1), met(0, 2, 20, 1.0), met(1, 3, 22, 1.0)]
+    alike += [met(0, 3, 20, 1.05), met(1, 2, 20, 1.0, 0.05)]
+    where = ([0] * 4, "rank", 5.0)
+    assert p2p_matrix.answer(alike, *where) == [
+        "no link, rank or node is slow beyond noise",
+        "latency 20 to 22 us, bandwidth 1 to 1.1 GB/s "
+        "(the median sample of a link: +-10.0%, +-20.0% at most)",
+    ]
+    alike[-1] = met(1, 2, 60, 1.0, None)
+    first, last = p2p_matrix.answer(alike, *where)
+    assert first.startswith("slow link 1 -> 2: latency within nodes 2.93x the median's time")
+    assert last.endswith("(the median sample of a link: no interval)")
+    few = p2p_matrix.answer(alike[:1], *where)
+    assert few[0] == "with 1 link nobody can tell what is slow"
+
+
+def test_how_steady_the_links_are_is_a_matrix() -> None:
+    """In percent, in both halves."""
+    rows = [met(0, 1, 20, 1.0, 0.025)]
+    *_, spread = p2p_matrix.tables(rows, 2, "rank").split("\n\n")
+    assert [line.split() for line in spread.splitlines()] == [
+        ["0", "1"],
+        ["0", "-", "2.5"],
+        ["1", "2.5", "-"],
+    ]
