@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks import (
-    checkpoint_sweep,
-    input_sweep,
-    replay,
     traffic,
 )
 from common.answers import Estimate, digits_of, fastest, median_of, series, show_seconds
@@ -98,51 +95,6 @@ def test_the_fastest() -> None:
 # -- each script -----------------------------------------------------------------------------------
 
 
-def saved(mode: str, stall_s: float, ci: Interval | None, every_s: float = 600, **key: Any) -> Case:
-    metrics: dict[str, Any] = {"stall_s": stall_s, "stall_ci95_s": ci, "cost": stall_s / every_s}
-    return Case({"mode": mode, "every_s": every_s} | key, [0], metrics=metrics)
-
-
-def test_checkpoint_sweep() -> None:
-    """6 s of 600 are 1 %."""
-    cases = [saved("a", 12, (10.8, 13.2)), saved("b", 6, (5.4, 6.6)), saved("c", 9, None)]
-    assert checkpoint_sweep.answer(cases) == [
-        "a save every 10 minutes costs 1.00 % (0.90 to 1.10) of the training with b, "
-        "2.00 % (1.80 to 2.20) with a"
-    ]
-    alike = [cases[1], saved("d", 6.5, (6, 7))]
-    assert checkpoint_sweep.answer(alike) == [
-        "a save every 10 minutes costs 1.00 % (0.90 to 1.10) of the training with b; "
-        "d cannot be told apart from it"
-    ]
-    assert checkpoint_sweep.answer([saved("a", 0.3, None, every_s=30)]) == [
-        "a save every 30 s costs 1.00 % (no interval) of the training with a"
-    ]
-    cases[0].metrics["cost"] = None
-    assert checkpoint_sweep.answer(cases[:1]) == ["no save is on disk within 10 minutes"]
-    two = [saved("a", 6, None, path="x"), saved("a", 6, None, path="y")]
-    assert [line[:8] for line in checkpoint_sweep.answer(two)] == ["x: a sav", "y: a sav"]
-
-
-def replayed(back_to_back: float, ci: Interval | None) -> Case:
-    metrics: dict[str, Any] = {
-        "back_to_back_p50_s": back_to_back,
-        "back_to_back_ci95_s": ci,
-        "job_step_s": 0.1,
-    }
-    metrics |= {"with_gaps_p50_s": 0.101, "with_gaps_ci95_s": (0.1, 0.104)}
-    return Case({"recording": "r"}, [0], metrics=metrics)
-
-
-def test_replay() -> None:
-    plan: Any = Namespace(lines=["not replayed: 0 of 8"])
-    assert replay.answer(plan, [replayed(0.025, (0.02, 0.03))]) == [
-        "a step: 25.0 ms (20.0 to 30.0) back to back, 25% of the job's 100 ms; "
-        "101 ms (100 to 104) with its gaps",
-        "not replayed: 0 of 8",
-    ]
-    assert "25.0 ms (no interval) back" in replay.answer(plan, [replayed(0.025, None)])[0]
-    assert replay.answer(plan, []) == ["not replayed: 0 of 8"]
 
 
 def played(mesh: str, ring_gib: float, rank: int = 0) -> Case:
@@ -201,11 +153,6 @@ def test_an_answer_is_printed_and_kept() -> None:
 # -- every script ----------------------------------------------------------------------------------
 
 PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
-    checkpoint_sweep, traffic,
-)}  # fmt: skip
-GIVEN: dict[str, Answer] = {
-    "input_sweep": partial(input_sweep.answer, Namespace(), 2, 2),
-    "replay": partial(replay.answer, Namespace(lines=[])),  # type: ignore[arg-type]
 }
 
 
@@ -216,8 +163,6 @@ def test_a_case_without_metrics_brings_no_sentence(name: str) -> None:
         return
     answer = (PLAIN | GIVEN)[name]
     key: dict[str, Any] = {
-        "mode": "m",
-        "every_s": 600,
         "cache": "warm",
     }
     key |= {"dtype": "d", "size_bytes": 1, "in_flight": 1}
