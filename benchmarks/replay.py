@@ -48,14 +48,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.answers import median_of, series, show_seconds
+from common.benchmark import Benchmark, Key
 from common.environment import count_of
 from common.groups import Group, Job, connect, gather, rendezvous, share
-from common.old import Benchmark, Key, Workload
-from common.report import Case
-from common.stats import Times, median_interval, percentiles
-from common.table import Columns, interval_ends, metric, render
-from common.timing import STEP, Step
+from common.report import Case, show_seconds
+from common.stats import Times, median, percentiles
+from common.table import Columns, ends, metric, relative, render
+from common.timing import STEP, Step, Workload
+from common.workloads import operations
+from common.workloads.operations import Member, Operation
 from common.workloads.room import too_much
 
 # fr_0.json, nccl_trace_rank_0, rank-0.Apr_03.json.gz; nccl_trace_rank_node2_5 is rank 5 on node2
@@ -66,30 +67,14 @@ MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
 DTYPES |= {"Long": "int64", "Int": "int32", "Char": "int8", "Byte": "uint8", "Bool": "uint8"}
 DTYPES |= {"Float8_e4m3fn": "uint8", "Float8_e5m2": "uint8"}  # the recorder's names -> torch's
-# torch 2.14 warns of the older names in each call
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-# output, input, group=, async_op=. Neither the reduction nor the root is recorded: it sums, and the
-# root is the group's first rank
-CALLS: dict[str, Callable[..., Any]] = {
-    "all_reduce": lambda dst, src, **more: dist.all_reduce(dst, **more),
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
-    "all_to_all": dist.all_to_all_single,
-    "broadcast": lambda dst, src, **more: dist.broadcast(dst, group_src=0, **more),
-    "reduce": lambda dst, src, **more: dist.reduce(dst, group_dst=0, **more),
-    "barrier": lambda dst, src, **more: dist.barrier(**more),
-}
-SENDS_ALL = ("reduce_scatter", "all_to_all")  # a rank sends a part to each rank
-RECEIVES_ALL = ("all_gather", "all_to_all")
-BUS = {"broadcast": 1.0, "reduce": 1.0, "barrier": 0.0}  # busbw / algbw
-
-
-def bus_factor(op: str, n: int) -> float:
-    """busbw / algbw of n ranks. A rank has one of the n parts already."""
-    share_of_others = (n - 1) / n
-    return 2 * share_of_others if op == "all_reduce" else BUS.get(op, share_of_others)
+# gather, scatter and sends are not replayed
+REPLAYED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
+OPERATIONS = {name: operations.OPERATIONS[name] for name in REPLAYED}
+OPERATIONS["barrier"] = Operation(
+    call=lambda src, dst, at, **more: dist.barrier(at.group, **more),
+    expected=lambda at: [],
+    bus=lambda n: 0,
+)
 
 
 def parse_args() -> argparse.Namespace:
@@ -120,8 +105,7 @@ class Kind(NamedTuple):
 
     def counts(self) -> tuple[int, int, int]:
         """Elements of a part, and of all that a rank sends and receives."""
-        sends = self.group_ranks if self.op in SENDS_ALL else 1
-        receives = self.group_ranks if self.op in RECEIVES_ALL else 1
+        sends, receives = OPERATIONS[self.op].parts(self.group_ranks)
         part = self.size_bytes // itemsize(self.dtype) // max(sends, receives)
         return part, sends * part, receives * part
 
@@ -161,7 +145,7 @@ def collective(
         if type(value) is not int or value < 0:
             raise ValueError(f"{str(value)[:40]!r} where a whole number from 0 on belongs")
     letters = name.replace("_", "").lower()  # all_gather is also _allgather_base
-    known = [op for op in CALLS if letters.startswith(op.replace("_", ""))]
+    known = [op for op in OPERATIONS if letters.startswith(op.replace("_", ""))]
     plain = DTYPES.get(dtype, "uint8")
     kind = Kind((*known, name)[0], group, len(ranks), plain, max(sizes) * itemsize(plain))
     problem = ""
@@ -258,32 +242,33 @@ class NoClasses(pickle.Unpickler):
         raise ValueError(f"it asks for the class {module}.{name}, and a recording has none")
 
 
-def read(folder: str, rank: int, world_size: int) -> Recording | str:
-    """A rank's recording, or in one line what is wrong with it."""
-    path = Path(folder)
+def read(folder: str, rank: int, world_size: int) -> Recording:
+    """A rank's recording. Raises ValueError, in one line, if there is none that can be read."""
+    files = []
+    for file in Path(folder).iterdir():
+        if match := FILE.search(file.name):
+            files.append((int(match[1]), file))
+    files.sort()
+    ranks = [number for number, _ in files]
+    if not files:
+        expected = "one of each rank, e.g. fr_0.json, as examples/record_collectives.py writes them"
+        raise ValueError(f"{folder} has no recordings; expected {expected}")
+    if ranks != list(range(world_size)):
+        launch = f"torchrun --nproc-per-node {max(ranks) + 1} {sys.argv[0]} {folder}"
+        has = f"{folder} has recordings of ranks {ranks}, and this job has {world_size}"
+        raise ValueError(f"{has}; e.g. {launch}")
+    _, path = files[rank]
     try:
-        matches = [(FILE.search(file.name), file) for file in path.iterdir()]
-        files = sorted((int(match[1]), file) for match, file in matches if match)
-        ranks = [number for number, _ in files]
-        if not files:
-            expected = (
-                "one of each rank, e.g. fr_0.json, as examples/record_collectives.py writes them"
-            )
-            return f"{folder} has no recordings; expected {expected}"
-        if ranks != list(range(world_size)):
-            launch = f"torchrun --nproc-per-node {max(ranks) + 1} {sys.argv[0]} {folder}"
-            has = f"{folder} has recordings of ranks {ranks}, and this job has {world_size}"
-            return f"{has}; e.g. {launch}"
-        path = files[rank][1]
         recording = parse(path, world_size)
         last_s = max((call.begin_s for call in recording.calls), default=0.0)
         if not 0 <= last_s <= recording.time_s < math.inf:
             took = f"steps that took {recording.time_s:g} s"
             raise ValueError(f"{took}, and an operation after {last_s:g} s")
-        return recording
     except Exception as error:  # a damaged pickle raises anything
         kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        return f"{path}: expected a rank's recording, got {kind}{error}"
+        expected = "expected a rank's recording, got"
+        raise ValueError(f"{path}: {expected} {kind}{error}") from None
+    return recording
 
 
 def parse(path: Path, world_size: int) -> Recording:
@@ -489,18 +474,20 @@ def means(replays: list[Replay]) -> list[dict[Kind, float]]:
 
 
 def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
-    """What starts an operation. Raises ValueError where not what was sent arrives."""
-    is_first = job.rank == min(ranks)
+    """What starts an operation. It sums, and its root is the group's first rank, since neither the
+    reduction nor the root is recorded. Raises ValueError if other values arrive than were sent."""
+    operation = OPERATIONS[kind.op]
     part, to_send, to_receive = kind.counts()
-    full: Any = partial(torch.full, dtype=getattr(torch, kind.dtype), device=job.device)
-    sent = full((to_send,), is_first)  # the first rank sends ones, the others zeros
-    received = full((to_receive,), is_first)
-    start = partial(CALLS[kind.op], received, sent, group=group, async_op=True)
+    redop = "sum" if operation.reduces else "none"
+    member = Member(group, sorted(ranks).index(job.rank), len(ranks), part, redop)
+    zeros: Any = partial(torch.zeros, dtype=getattr(torch, kind.dtype), device=job.device)
+    received = zeros(to_receive)
+    in_place = operation.variants[0] == "in_place"
+    sent = received if in_place else zeros(to_send)
+    start = partial(operation.call, sent, received, member, async_op=True)
+    operations.fill(sent, received, member)
     wait(start())
-    expected = torch.zeros_like(received)
-    expected[:part] = 1
-    has_result = is_first or kind.op != "reduce"
-    if has_result and not torch.equal(received, expected):
+    if operations.count_wrong(operation, received, member):
         raise ValueError(f"{kind.op} of {kind.group} brought wrong values")
     sent.zero_()
     received.zero_()
@@ -512,12 +499,13 @@ def derive(plan: Plan, case: Case, times: Times, facts: list[None]) -> None:
     metrics = case.metrics
     for name, prefix in (("step", "with_gaps"), ("back to back", "back_to_back")):
         step = times.slowest(name) / plan.steps
+        metrics[f"{prefix}_s"] = median(step)
         metrics |= percentiles(step, prefix)
-        metrics[f"{prefix}_ci95_s"] = median_interval(step)
+        del metrics[f"{prefix}_p50_s"]
     rows = [row_of(kind, plan, times) for kind in plan.kinds]
-    total_s = sum(row["calls"] * row["replayed_p50_s"] for row in rows)
+    total_s = sum(row["calls"] * row["replayed_s"].value for row in rows)
     for row in rows:
-        row["share"] = row["calls"] * row["replayed_p50_s"] / total_s
+        row["share"] = row["replayed_s"] * row["calls"] / total_s
     metrics["step_bytes"] = sum(row["calls"] * row["size_bytes"] for row in rows)
     metrics["job_step_s"] = plan.time_s / plan.steps
     metrics["operations"] = rows
@@ -530,19 +518,17 @@ def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
     for replays in times.returned:
         if kind in replays[0]:
             by_rank.append([replay[kind] for replay in replays])
-    replayed_s = np.max(by_rank, axis=0)
-    seconds: dict[str, Any] = {"replayed": replayed_s, "alone": times.slowest(str(kind))}
+    seconds = {"replayed": median(np.max(by_rank, axis=0)), "alone": times.median(str(kind))}
     job_s = [call.job_s for call in calls if call.job_s]
     if job_s:
-        seconds["job"] = job_s
+        seconds["job"] = median(job_s)
     row: dict[str, Any] = kind._asdict()
     row["calls"] = len(calls) / len(by_rank) / plan.steps
-    row["replayed_ci95_s"] = median_interval(replayed_s)
-    bus_bytes = bus_factor(kind.op, kind.group_ranks) * kind.size_bytes
-    for name, values in seconds.items():
-        row[f"{name}_p50_s"] = float(np.median(values))
-        row[f"{name}_busbw_gb_per_s"] = bus_bytes / row[f"{name}_p50_s"] / 1e9
-    row["replayed_over_alone"] = row["replayed_p50_s"] / row["alone_p50_s"]
+    bus_bytes = OPERATIONS[kind.op].bus(kind.group_ranks) * kind.size_bytes
+    for name, estimate in seconds.items():
+        row[f"{name}_s"] = estimate
+        row[f"{name}_busbw_gb_per_s"] = bus_bytes / estimate / 1e9
+    row["replayed_over_alone"] = seconds["replayed"] / seconds["alone"]
     return row
 
 
@@ -551,47 +537,46 @@ COLUMNS: Columns = {  # GB/s: busbw
     "group": lambda row: row.key["group"],
     "bytes": lambda row: cli.show_size(row.key["size_bytes"]),
     "calls": metric("calls", digits=1),
-    "job\n(ms)": metric("job_p50_s", 1e3, 3),
+    "job\n(ms)": metric("job_s", 1e3, 3),
     "job\n(GB/s)": metric("job_busbw_gb_per_s"),
-    "replayed\n(ms)": metric("replayed_p50_s", 1e3, 3),
-    "95% ci\n(ms)": interval_ends("replayed_ci95_s", 1e3, 3),
+    "replayed\n(ms)": metric("replayed_s", 1e3, 3),
+    "95% ci\n(ms)": ends("replayed_s", 1e3, 3),
     "replayed\n(GB/s)": metric("replayed_busbw_gb_per_s"),
-    "alone\n(ms)": metric("alone_p50_s", 1e3, 3),
+    "alone\n(ms)": metric("alone_s", 1e3, 3),
+    "95% ci": relative("alone_s"),
     "alone\n(GB/s)": metric("alone_busbw_gb_per_s"),
     "replayed\n/ alone": metric("replayed_over_alone"),
     "share\n(%)": metric("share", 100, 0),
 }
 
 
-def answer(plan: Plan, cases: list[Case]) -> list[str]:
-    """How much of the job's step its communication takes, and what was not replayed."""
-    sentences: list[str] = []
-    for name, same in series(cases, ()).items():
-        metrics = same[0].metrics
-        alone, with_gaps = median_of(same[0], "back_to_back"), median_of(same[0], "with_gaps")
-        if alone and with_gaps and metrics.get("job_step_s"):
-            job_s = metrics["job_step_s"]
-            job = f"{alone.value / job_s:.0%} of the job's {show_seconds(job_s)}"
-            step = f"a step: {alone} back to back, {job}; {with_gaps} with its gaps"
-            sentences.append(name + step)
-    return [*sentences, *plan.lines]
+def answer(metrics: dict[str, Any]) -> str:
+    """How much of the job's step its communication takes."""
+    alone, job_s = metrics["back_to_back_s"], metrics["job_step_s"]
+    sentence = f"a step: {alone} back to back"
+    if job_s:
+        part = (alone / job_s).text("%", 100, 0)
+        sentence += f", {part} of the job's {show_seconds(job_s)}"
+    return f"{sentence}; {metrics['with_gaps_s']} with its gaps"
 
 
-def why_refused(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) -> str | None:
-    """Why this rank cannot replay the plan; None where it can."""
+def check_plan(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) -> None:
+    """Raises ValueError if this rank cannot replay the plan."""
     if not plan.kinds:
         recorded = {call.kind.group for recording in recordings for call in recording.calls}
         groups = ", ".join(sorted(recorded))
-        return f"nothing is left of the groups {groups}; {'; '.join(plan.lines)}"
+        raise ValueError(f"nothing is left of the groups {groups}; {'; '.join(plan.lines)}")
     # one replay starts a block untimed, so a block is two of them at least
     if 2 * plan.time_s > bench.args.timeout:
         took = f"the recorded steps took {plan.time_s:g} s, and a replay takes as long"
-        return f"{took}; record fewer, or give --timeout {3 * plan.time_s:.0f}"
+        raise ValueError(f"{took}; record fewer, or give --timeout {3 * plan.time_s:.0f}")
     needed_bytes = 0  # an operation of a team uses the same two tensors in every call
     for kind, _ in {(call.kind, call.team) for call in plan.calls[bench.job.rank]}:
         _, to_send, to_receive = kind.counts()
         needed_bytes += (to_send + to_receive) * itemsize(kind.dtype)
-    return too_much(needed_bytes, bench.job, bench.report.environment, "--scale-size")
+    problem = too_much(needed_bytes, bench.job, bench.report.environment, "--scale-size")
+    if problem:
+        raise ValueError(problem)
 
 
 def main() -> int:
@@ -599,26 +584,23 @@ def main() -> int:
     only = ",".join(args.only) or "all"
     with Benchmark("replay", args) as bench:
         job = bench.job
-        bench.announce([{"only": only, "scale_size": args.scale_size}])
-        recordings = share(gather(read(args.trace, job.rank, job.world_size)))
-        for problem in recordings:
-            if isinstance(problem, str):
-                bench.refuse(problem)
+        name = f"{args.trace}, groups {only}, sizes x {args.scale_size:g}"
+        key: Key = {"only": only, "scale_size": args.scale_size}
+        bench.announce({"A recorded job again": [(name, job.world_size, key)]})
+        mine = bench.prepare("FOLDER", lambda: read(args.trace, job.rank, job.world_size))
+        recordings = share(gather(mine))
         plan = choose(recordings, args.only, args.scale_size)
-        for problem in share(gather(why_refused(plan, recordings, bench))):
-            if problem:
-                bench.refuse(problem)
-        # of plain tuples, so that reports of before have the same digest
+        bench.prepare("FOLDER", lambda: check_plan(plan, recordings, bench))
         content = repr([tuple(recording) for recording in recordings])
-        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-        key: Key = {"recording": digest, "only": only, "scale_size": args.scale_size}
-        bench.answer = partial(answer, plan)
+        key["recording"] = hashlib.sha256(content.encode()).hexdigest()[:12]
         steps = f"{count_of(plan.steps, 'step')} in {plan.time_s * 1e3:.1f} ms"
         groups = f"--only {only}" if args.only else "all groups"
-        bench.print(f"\n# recording {digest}: {steps}; {groups}, sizes x {args.scale_size:g}")
-        if case := bench.measure(key, partial(build, plan, job), partial(derive, plan)):
+        scale = f"sizes x {args.scale_size:g}"
+        bench.print(f"\n# recording {key['recording']}: {steps}; {groups}, {scale}")
+        if case := bench.measure(key, name, partial(build, plan, job), partial(derive, plan)):
             rows = [Case(row, [], metrics=row) for row in case.metrics.get("operations", [])]
             bench.print(f"# {case.check}" if case.failed else f"\n{render(COLUMNS, rows)}")
+            bench.conclude(plan.lines if case.failed else [answer(case.metrics), *plan.lines])
     return bench.status
 
 

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import replay
 from benchmarks.replay import Collective, Kind, Recording
-from common.report import Case
+from common.report import Case, Estimate
 from common.stats import Times
 from examples import record_collectives
 from tests.process import ROOT
@@ -284,7 +284,9 @@ class Evil:
 def test_bad_files_are_one_line(
     tmp_path: Path, content: Any, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = read(tmp_path, content)
+    with pytest.raises(ValueError, match="expected a rank's recording") as caught:
+        read(tmp_path, content)
+    said = str(caught.value)
     assert said.startswith(f"{tmp_path / 'fr_0.json'}: expected a rank's recording, got ")
     assert text in said
     assert "\n" not in said
@@ -297,15 +299,18 @@ def test_bad_files_are_one_line(
 def test_files_that_are_not_one_a_rank(tmp_path: Path, files: str, ranks: str) -> None:
     for number in files.split():
         (tmp_path / f"fr_{number}.json").touch()
-    said = replay.read(str(tmp_path), 0, 2)
+    with pytest.raises(ValueError, match="has recordings of ranks") as caught:
+        replay.read(str(tmp_path), 0, 2)
+    said = str(caught.value)
     assert f"has recordings of ranks {ranks}, and this job has 2" in said
     assert "e.g. torchrun --nproc-per-node 4 " in said
 
 
 def test_a_folder_without_recordings(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    said = replay.read(str(tmp_path), 0, 1)
-    assert said == (
+    with pytest.raises(ValueError, match="has no recordings") as caught:
+        replay.read(str(tmp_path), 0, 1)
+    assert str(caught.value) == (
         f"{tmp_path} has no recordings; expected one of each rank, e.g. fr_0.json, as "
         "examples/record_collectives.py writes them"
     )
@@ -435,7 +440,7 @@ def test_scaled_sizes_have_no_time_of_the_job() -> None:
     ],
 )
 def test_bus_factor(name: str, ranks: int, factor: float) -> None:
-    assert replay.bus_factor(name, ranks) == pytest.approx(factor)
+    assert replay.OPERATIONS[name].bus(ranks) == pytest.approx(factor)
 
 
 def test_the_table_by_hand() -> None:
@@ -455,15 +460,33 @@ def test_the_table_by_hand() -> None:
     returned = [[{big: s, other: 2 * s}] * 8 for s in (0.010, 0.005)]
     replay.derive(plan, case, Times(case.samples_s, case.rounds, returned), [None, None])
     m, (row, last) = case.metrics, case.metrics["operations"]
-    assert (m["with_gaps_p50_s"], m["back_to_back_p50_s"]) == (0.1, 0.04)
+    assert (m["with_gaps_s"].value, m["back_to_back_s"].value) == (0.1, 0.04)
     assert (m["job_step_s"], m["step_bytes"]) == (0.1, 2 * 8_000_000 + 4_000_000)
     assert (row["calls"], last["calls"]) == (2, 1)
-    assert row["replayed_p50_s"] == pytest.approx(0.010)
-    assert row["replayed_ci95_s"] == pytest.approx([0.010, 0.010])
-    assert row["job_p50_s"] == pytest.approx(0.020)
-    assert row["replayed_busbw_gb_per_s"] == pytest.approx(1.2)
-    assert row["alone_busbw_gb_per_s"] == pytest.approx(2.4)
-    assert row["job_busbw_gb_per_s"] == pytest.approx(0.6)
-    assert row["replayed_over_alone"] == pytest.approx(2)
-    assert (row["share"], last["share"]) == pytest.approx((0.5, 0.5))
-    assert "job_p50_s" not in last
+    expected = {
+        "replayed_s": 0.010,
+        "job_s": 0.020,
+        "replayed_busbw_gb_per_s": 1.2,
+        "alone_busbw_gb_per_s": 2.4,
+        "job_busbw_gb_per_s": 0.6,
+        "replayed_over_alone": 2,
+        "share": 0.5,
+    }
+    assert {name: row[name].value for name in expected} == pytest.approx(expected)
+    assert row["replayed_s"].low == row["replayed_s"].high == pytest.approx(0.010)
+    assert last["share"].value == pytest.approx(0.5)
+    assert "job_s" not in last
+
+
+def test_the_answer() -> None:
+    metrics = {
+        "back_to_back_s": Estimate(0.025, 0.020, 0.030),
+        "with_gaps_s": Estimate(0.101, 0.100, 0.104),
+        "job_step_s": 0.1,
+    }
+    assert replay.answer(metrics) == (
+        "a step: 25.0 ms (20.0 to 30.0) back to back, 25 % (20 to 30) of the job's 100 ms; "
+        "101 ms (100 to 104) with its gaps"
+    )
+    metrics["back_to_back_s"] = Estimate(0.025)
+    assert "25.0 ms (no interval) back to back, 25 % (no interval)" in replay.answer(metrics)
