@@ -1,22 +1,14 @@
 """The sentences that end a run, worked out by hand."""
 
-import importlib
 from argparse import Namespace
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-import pytest
-
-from benchmarks import (
-    traffic,
-)
+from benchmarks import input_sweep, traffic
 from common.answers import Estimate, digits_of, fastest, median_of, series, show_seconds
 from common.old import Benchmark
-from common.report import Case, load
+from common.report import Case
 from common.stats import Interval
-from tests.process import ROOT
 
 Answer = Callable[[list[Case]], list[str]]
 
@@ -95,8 +87,6 @@ def test_the_fastest() -> None:
 # -- each script -----------------------------------------------------------------------------------
 
 
-
-
 def played(mesh: str, ring_gib: float, rank: int = 0) -> Case:
     metrics = {"ring_bytes": ring_gib * 2**30, "all_bytes": 2**31}
     return Case({"mesh": mesh, "rank": rank}, [0], metrics=metrics)
@@ -148,53 +138,3 @@ def test_an_answer_is_printed_and_kept() -> None:
     bench.answer = lambda cases: []
     assert Benchmark.print_answer(bench) == []
     assert len(printed) == 3
-
-
-# -- every script ----------------------------------------------------------------------------------
-
-PLAIN = {module.__name__.split(".")[1]: module.answer for module in (
-}
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py")))
-def test_a_case_without_metrics_brings_no_sentence(name: str) -> None:
-    """A resumed report may hold it. node_check concludes from what it has judged."""
-    if name not in PLAIN | GIVEN:
-        return
-    answer = (PLAIN | GIVEN)[name]
-    key: dict[str, Any] = {
-        "cache": "warm",
-    }
-    key |= {"dtype": "d", "size_bytes": 1, "in_flight": 1}
-    key |= {"strategy": "ddp", "compiler": "inductor", "fsdp_wrap": False, "fsdp_units": None}
-    key |= {"world_size": 2, "mesh": "dp2", "by": "rank", "members": 2, "server": None}
-    assert answer([]) == []
-    assert answer([Case(key, [0])]) == []
-    assert "answer" in dir(importlib.import_module(f"benchmarks.{name}"))
-
-
-def shown(page: str) -> str:
-    """The lines of a page that are an output's `# ` lines, joined."""
-    lines = [line.strip().removeprefix("# ") for line in page.splitlines() if line[:6] == "    # "]
-    return " ".join(lines)
-
-
-REPORTS = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
-
-
-@pytest.mark.parametrize("path", REPORTS, ids=lambda path: path.stem)
-def test_a_page_shows_what_its_report_answers(path: Path) -> None:
-    report = load(str(path))
-    name = report.benchmark
-    if name == "node_check":  # what it judged is not in the report
-        return
-    if name not in PLAIN | GIVEN:
-        pytest.skip("docs/results is measured anew when all scripts are moved")
-    ranks = report.environment["world_size"]
-    given: dict[str, Answer] = {
-        "input_sweep": partial(input_sweep.answer, input_sweep.parse_args([]), ranks, 2),
-    }
-    sentences = (PLAIN | given)[name](report.cases)
-    assert sentences
-    for sentence in sentences:
-        assert sentence in shown((ROOT / "docs" / f"{name}.md").read_text())

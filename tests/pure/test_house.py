@@ -105,7 +105,7 @@ def test_a_module_of_common_has_two_users() -> None:
         "common.join",
         "common.watchdog",
     }
-    core |= {"common.remarks", "common.turns"}
+    core |= {"common.remarks", "common.turns", "common.answers"}
     lookers_on = {module for module in alone if module.startswith("common.observe.")}
     assert set(alone) - core - lookers_on == set()
 
