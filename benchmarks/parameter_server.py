@@ -426,8 +426,8 @@ def build(
         return phases.count, phases.step
 
     def timed(steps: list[tuple[int, Stamps]]) -> Timed:
-        numbers = [number for number, _ in steps]
-        return Timed(numbers, phases.durations([stamps for _, stamps in steps]))
+        numbers, stamps = zip(*steps, strict=True)
+        return Timed(list(numbers), phases.durations(stamps))
 
     def facts() -> dict[str, Any]:
         asked = names.values() if job.rank == 0 else []
@@ -445,25 +445,22 @@ def build(
 def trainers_of(placement: str | None, roles: Roles) -> dict[int, list[int]]:
     """The trainers that each server averages over; no servers where there is no placement.
 
-    `grouped`: where both kinds of device have trainers and servers, trainers on CUDA have servers
-    on CUDA, and those on the CPU have servers on the CPU. Servers of a kind differ by one trainer
-    at most.
+    `grouped`: where trainers and servers are on the same kinds of device, each trainer has a server
+    of its kind. Servers of a kind differ by one trainer at most.
     """
     if placement is None:
         return {}
     if placement == "sharded":
         return {server: list(roles.trainers) for server in roles.servers}
-    everyone = {*roles.trainers, *roles.servers}
-    kinds = [everyone - roles.cuda, everyone & roles.cuda]
-    for role in (roles.trainers, roles.servers):
-        if any(kind.isdisjoint(role) for kind in kinds):
-            kinds = [everyone]
+    kinds = {roles.device(rank) for rank in roles.trainers}
+    by_kind = kinds == {roles.device(rank) for rank in roles.servers}
     trainers_by_server: dict[int, list[int]] = {server: [] for server in roles.servers}
-    for kind in kinds:
-        trainers = [rank for rank in roles.trainers if rank in kind]
-        servers = [rank for rank in roles.servers if rank in kind]
-        for i, trainer in enumerate(trainers):
-            trainers_by_server[servers[i * len(servers) // len(trainers)]].append(trainer)
+    for trainer in roles.trainers:
+        alike = {roles.device(trainer)} if by_kind else {"cpu", "cuda"}
+        trainers = [rank for rank in roles.trainers if roles.device(rank) in alike]
+        servers = [rank for rank in roles.servers if roles.device(rank) in alike]
+        number = trainers.index(trainer) * len(servers) // len(trainers)
+        trainers_by_server[servers[number]].append(trainer)
     return trainers_by_server
 
 
@@ -576,9 +573,8 @@ def answer(cases: list[Case]) -> str:
     return f"a step takes {side_by_side(times)}"
 
 
-def title_of(args: argparse.Namespace, roles: Roles) -> str:
-    """What all cases share."""
-    steps = steps_of_epoch(args.sample_count, len(roles.trainers), args.batch_size)
+def title_of(args: argparse.Namespace, roles: Roles, steps: int) -> str:
+    """What all cases share. steps: of an epoch."""
     epoch = f"an epoch is {count_of(steps, 'step')} of {count_of(args.batch_size, 'sample')}"
     table = f"embedding {args.num_embeddings} x {args.embedding_dim}"
     rows = f"{args.sample_length} rows a sample, {args.sparsity_percentage} % never looked up"
@@ -614,15 +610,6 @@ def choose_roles(args: argparse.Namespace) -> Roles:
     return replace(roles, cuda_wire=args.wire != "cpu" or not pairs_on_cuda)
 
 
-def counts_of(roles: Roles) -> Key:
-    """How many ranks there are of each role, by the names of their flags."""
-    counts: Key = {}
-    for name, ranks in (("trainer", roles.trainers), ("server", roles.servers)):
-        on_cuda = len(roles.cuda.intersection(ranks))
-        counts |= {f"n{name}": len(ranks) - on_cuda, f"ncuda{name}": on_cuda}
-    return counts
-
-
 def carriers(route: str, backend: str, dense_embedding: bool) -> Key:
     """What a case's key says about its process groups and its embedding.
 
@@ -649,7 +636,10 @@ def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Plan
     # with one server both placements are the same
     placements = args.placement if len(roles.servers) > 1 else args.placement[:1]
     ways += itertools.product(by_server, args.servers, placements)
-    fixed = counts_of(roles) | {name: getattr(args, name) for name in SETTINGS}
+    fixed: Key = {name: getattr(args, name) for name in SETTINGS}
+    fixed["servers"] = len(roles.servers)
+    fixed["ncudatrainer"] = len(roles.cuda.intersection(roles.trainers))
+    fixed["ncudaserver"] = len(roles.cuda.intersection(roles.servers))
     cases: list[Planned] = []
     for route, server, placement in ways:
         key = {"route": route, "server": server, "placement": placement} | fixed
@@ -672,7 +662,7 @@ def main() -> int:
     with Benchmark("parameter_server", rank_args, roles.trainers) as bench, ExitStack() as stack:
         options = rpc_options(args, bench)
         cases = plan(args, roles, options.key())
-        title = title_of(args, roles)
+        title = title_of(args, roles, steps)
         title += f"\n{options}" if through_servers(args) else ""
         bench.announce({title: cases})
         form = Table(COLUMNS, [max((name for name, _, _ in cases), key=len)])

@@ -8,7 +8,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -206,18 +206,14 @@ def rpc_options(args: argparse.Namespace, bench: Benchmark) -> RpcOptions:
     return share(RpcOptions(threads, timeout_s, transports, args.rpc_channels or ["auto"]))
 
 
-def files_needed(world_size: int, options: RpcOptions) -> int:
-    """How many files (sockets, pipes, shared memory) TensorPipe may open in a process.
-
-    Counted with torch 2.15 on the CPU: 205 for one peer and 56 more for each further one. Over uv
-    only: 158, and 8 more. A rank may have all others as peers.
-    """
-    return 150 + world_size * (10 if options.transports == ["uv"] else 60)
-
-
 def need_files(world_size: int, options: RpcOptions) -> None:
-    """Raises ValueError where fewer files may be open: TensorPipe would abort the process."""
-    needed = files_needed(world_size, options)
+    """Raise the limit on open files (sockets, pipes, shared memory) as far as TensorPipe may need.
+
+    Raises ValueError where that is not allowed: TensorPipe would abort the process. Counted with
+    torch 2.15 on the CPU: 205 files for one peer and 56 more for each further one. Over uv only:
+    158, and 8 more. A rank may have all others as peers.
+    """
+    needed = 150 + world_size * (10 if options.transports == ["uv"] else 60)
     limit = raise_file_limit(needed)
     if limit < needed:
         opens = f"RPC opens up to {needed} files a process"
@@ -233,8 +229,7 @@ def start_rpc(
     def handler(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
         yield job.store.clone(), job.rank, job.world_size  # no further port is opened
 
-    with suppress(RuntimeError):  # registered by an earlier start in this process
-        register_rendezvous_handler(SCHEME, handler)
+    register_rendezvous_handler(SCHEME, handler)
     settings = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=options.threads,
         rpc_timeout=options.timeout_s,

@@ -76,7 +76,7 @@ def test_trainers_alone(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *flags, ranks=3)
     assert run.status == 0, run.err
     assert checks(run) == {"allreduce": "passed"}
-    assert run.report.cases[0].key["nserver"] == 0
+    assert run.report.cases[0].key["servers"] == 0
     title = run.out[run.out.index("3 trainers, 0 servers") :].splitlines()[:2]
     assert title == [
         "3 trainers, 0 servers, 0 of them on CUDA; an epoch is 2 steps of 4 samples",

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import batch_update_ps, ddp_rpc, parameter_server, rpc_latency
 from common.join import raise_file_limit
-from common.rpc import RpcOptions, files_needed, rpc_options, split_roles
+from common.rpc import RpcOptions, need_files, rpc_options, split_roles
 from tests.process import ROOT
 
 
@@ -123,9 +123,9 @@ def test_no_server_where_no_route_needs_one(
     assigned = parameter_server.choose_roles(args)
     assert (assigned.trainers, assigned.servers, assigned.master) == roles
     # the key says what there is, not which flags have led to it
-    servers, trainers = len(assigned.servers), len(assigned.trainers)
-    counts = {"ntrainer": trainers, "ncudatrainer": 0, "nserver": servers, "ncudaserver": 0}
-    assert parameter_server.counts_of(assigned) == counts
+    ((_, ranks, key), *_) = parameter_server.plan(args, assigned, {})
+    counts = (ranks, key["servers"], key["ncudatrainer"], key["ncudaserver"])
+    assert counts == (len(assigned.trainers), len(assigned.servers), 0, 0)
 
 
 def test_servers_by_pytorchs_names() -> None:
@@ -157,10 +157,15 @@ def test_threads_and_transports_that_are_not_asked_for(
 
 
 def test_files_that_rpc_opens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The soft limit is raised as far as needed; more than the hard limit cannot be had."""
+    """The soft limit is raised as far as needed; more than the hard limit cannot be had. 17 ranks
+    need 150 + 17 * 60 files, over uv 150 + 17 * 10."""
     auto = RpcOptions(2, 60, ["auto"], ["auto"])
-    assert files_needed(17, auto) == 150 + 17 * 60
-    assert files_needed(17, replace(auto, transports=["uv"])) == 150 + 17 * 10
+    with monkeypatch.context() as patch:
+        patch.setattr("common.rpc.raise_file_limit", lambda needed: min(needed, 1024))
+        need_files(14, auto)
+        need_files(17, replace(auto, transports=["uv"]))
+        with pytest.raises(ValueError, match="up to 1170 files a process, and 1024 are allowed"):
+            need_files(17, auto)
     limits, calls = [(64, 64), (64, -1), (1024, 4096), (-1, -1)], []
     monkeypatch.setattr("resource.getrlimit", lambda kind: limits.pop(0))
     monkeypatch.setattr("resource.setrlimit", lambda kind, limit: calls.append(limit))
