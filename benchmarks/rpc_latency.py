@@ -223,9 +223,9 @@ COLUMNS: Columns = {
     "95% ci\nof calls/s": relative("round_trip_calls_per_s"),
     "\nGB/s": metric("round_trip_gb_per_s", 1, 3),
     "one way\np50 (us)": metric("one_way_s", 1e6, 1),
-    "one way\n95% ci": relative("one_way_s"),
+    "one way\nci of p50": relative("one_way_s"),
     "one way\ncalls/s": metric("one_way_calls_per_s", 1, 1),
-    "95% ci\nof these": relative("one_way_calls_per_s"),
+    "one way\nci of rate": relative("one_way_calls_per_s"),
     "one way\nGB/s": metric("one_way_gb_per_s", 1, 3),
 }
 WIDEST = ["async_execution 64K", "000000.0", "+-10.0%", "000000.0", "000000.0", "00000.0"]
