@@ -10,7 +10,7 @@ batch that stays on the device. A third block takes batches from the loader and 
     loader          taking the next batch, without training
     loader brings   ranks * batch size / loader, in samples/s
     training takes  ranks * batch size / resident, in samples/s
-    workers needed  workers * loader / resident, rounded up, if each one has a core
+    workers needed  workers * loader / resident, if each one has a core
 
 Workers fetch ahead. So before a resident block everything that they have fetched is thrown away,
 and they get no more work: a block with the loader begins with an empty queue.
@@ -34,7 +34,6 @@ import shutil
 import sys
 import tempfile
 import time
-import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import get_all_start_methods, set_forkserver_preload
@@ -42,42 +41,37 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import PIL.Image
 import torch
 import torch.distributed as dist
 import torchvision
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision.datasets.folder import pil_loader
 from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.answers import Estimate, ranked, series
+from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, verdict
-from common.groups import Group, Job, gather, share
+from common.groups import Group, Job, share
 from common.memory import GIB
-from common.old import Benchmark, Key, Workload
 from common.report import Case
-from common.stats import Interval, Times, median_interval, step_metrics, straggler
-from common.table import Columns, interval_ends, metric
+from common.stats import Times, median, straggler, training_metrics
+from common.table import Columns, Table, ends, metric
+from common.timing import Workload
 from common.workloads.decoder import DECODERS, Decoder, next_token_loss
 from common.workloads.folders import remove_at_end
-from common.workloads.room import free_on_host
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, on the device
 # What a dataset reads: the path and the class of each image, or the path of the file of tokens.
 Source = list[tuple[str, int]] | str
 
 CLASSES = 10  # of the images that are made
-NOT_CHECKED = -1  # in place of a checksum
-EPOCH_REST = 2000  # samples that a rank loads at most after the timing, to complete an epoch
-WORKER_BYTES = 64 * 2**20  # that a worker has for itself at least (docs/input_sweep.md)
+FILE_PIXELS = 400  # of a side of the images that are made
 SMALL_WAIT = 0.05  # of a resident step: a shorter wait is not worth a change
-PIXELS_MEAN, PIXELS_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-LISTS = ("workers", "cache", "prefetch", "pin_memory", "persistent_workers", "start_method")
+LISTS = ("workers", "cache", "prefetch", "start_method")
 COUNTED_BYTES = 0.9  # a case is cold if so much of what workers read came from the device
 
 
@@ -89,8 +83,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--data", metavar="PATH", help=data)
     made = "files, or sequences of tokens, that are made (default: 256)"
     add("--samples", type=positive_int, default=256, metavar="N", help=made)
-    add("--file-size", type=positive_int, default=400, metavar="PX", help="of them (default: 400)")
-    add("--seed", type=cli.number(int), default=0, metavar="N", help="of data and order (0)")
     workers = "worker processes of a rank; 0 loads in the rank itself (default: 2)"
     add("--workers", type=list_of(cli.number(int)), default=[2], metavar="N", help=workers)
     cache = "warm, cold or both: files from the page cache, or from the device (default: both)"
@@ -98,34 +90,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--cache", type=caches, default=["warm", "cold"], metavar="C", help=cache)
     ahead = "batches that a worker may fetch ahead (default: 2)"
     add("--prefetch", type=list_of(positive_int), default=[2], metavar="N", help=ahead)
-    on_off, methods = list_of(str, ("on", "off")), tuple(get_all_start_methods())
-    add("--pin-memory", type=on_off, metavar="on|off", help="(default: on with CUDA)")
-    keep = "on: workers live for all epochs; off: each epoch starts new ones (default: on)"
-    add("--persistent-workers", type=on_off, default=["on"], metavar="on|off", help=keep)
+    methods = tuple(get_all_start_methods())
     how = f"of workers: {', '.join(methods)} (default: forkserver)"
     start_methods = list_of(str, methods)
     add("--start-method", type=start_methods, default=["forkserver"], metavar="M", help=how)
-    where = "where JPEG files are decoded (default: cpu)"
-    add("--decode", choices=("cpu", "cuda"), default="cpu", help=where)
     model = "(default: resnet50, CPU mobilenet_v3_small; tokens: decoder-124m, CPU decoder-nano)"
     add("--model", metavar="NAME", help=model)
-    batch = "samples of a rank in a step (default: 32, CPU 8)"
-    add("--batch-size", type=positive_int, metavar="N", help=batch)
-    add("--image-size", type=positive_int, metavar="PX", help="after a crop (default: 224, CPU 64)")
+    batch = "samples of a rank in a step (default: %(default)s)"
+    add("--batch-size", type=positive_int, default=cli.By(32, 8), metavar="N", help=batch)
+    pixels = "after a crop (default: %(default)s)"
+    add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=pixels)
     cli.add_common_flags(parser, max_seconds=10)
     args = parser.parse_args(argv)
-    cuda = torch.cuda.is_available() and args.device != "cpu"
-    if args.kind == "images":
-        args.model = args.model or ("resnet50" if cuda else "mobilenet_v3_small")
+    defaults, known = ("resnet50", "mobilenet_v3_small"), list(DECODERS)
+    if args.kind == "tokens":
+        defaults = ("decoder-124m", "decoder-nano")
     else:
-        args.model = args.model or ("decoder-124m" if cuda else "decoder-nano")
-    args.batch_size = args.batch_size or (32 if cuda else 8)
-    args.image_size = args.image_size or (224 if cuda else 64)
-    args.pin_memory = args.pin_memory or ["on" if cuda else "off"]
-    if not cuda and ("on" in args.pin_memory or args.decode == "cuda"):
-        parser.error("--pin-memory on and --decode cuda need a GPU; try off and cpu")
-    images = torchvision.models.list_models(module=torchvision.models)
-    known = images if args.kind == "images" else list(DECODERS)
+        known = torchvision.models.list_models(module=torchvision.models)
+    args.model = args.model or defaults[0 if cli.on_cuda(args.device) else 1]
     if args.model not in known:
         hint = cli.suggest(args.model, known) or f"; e.g. {known[0]}"
         parser.error(f"--model: unknown model '{args.model}' for {args.kind}{hint}")
@@ -133,35 +115,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 # -- the data: what runs in the workers ------------------------------------------------------------
+# [core]
+
+Batch = tuple[Tensor, Tensor]  # inputs and targets, on the device
+EPOCH_REST = 2000  # samples that a rank loads at most after the timing, to complete an epoch
+PIXELS_MEAN, PIXELS_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
 
 
-class Samples(Dataset[Any]):
-    """A sample is its input, its target and a ticket. `content` is in the classes below."""
-
-    checked = False  # whether this process has made a checksum
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-    def content(self, index: int) -> Tensor:
-        """The decoded pixels or tokens of a sample, before augmentation."""
-        raise NotImplementedError
-
-    def ticket(self, index: int, content: Tensor, size: int) -> Tensor:
-        """Which sample this is, who made it, a checksum of its first one, and the bytes read."""
-        checksum = NOT_CHECKED if self.checked else checksum_of(content)
-        self.checked = True
-        return torch.tensor([index, os.getpid(), checksum, size])
+def ticket(index: int, size: int) -> Tensor:
+    """Stands in a sample beside its input and target: which it is, who made it, the bytes read."""
+    return torch.tensor([index, os.getpid(), size])
 
 
-class Images(Samples):
+class Images(Dataset[Any]):
     """JPEG or other images, decoded and augmented as for training on ImageNet."""
 
-    def __init__(self, files: list[tuple[str, int]], key: Key) -> None:
-        self.files = files
-        self.cold = key["cache"] == "cold"
-        self.encoded = key["decode"] == "cuda"  # the rank decodes, not the worker
-        self.augment = augmentation(key["image_size"])
+    def __init__(self, files: list[tuple[str, int]], pixels: int, cold: bool = False) -> None:
+        self.files, self.cold = files, cold
+        self.augment = augmentation(pixels)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -169,30 +140,26 @@ class Images(Samples):
     def __getitem__(self, index: int) -> tuple[Tensor, int, Tensor]:
         path, target = self.files[index]
         content = self.content(index)
-        ticket = self.ticket(index, content, os.path.getsize(path))
-        return content if self.encoded else self.augment(content), target, ticket
+        return self.augment(content), target, ticket(index, os.path.getsize(path))
 
     def content(self, index: int) -> Tensor:
+        """The pixels, uint8 [3, H, W], before augmentation."""
         path, _ = self.files[index]
-        with open(path, "rb") as file:
-            if self.cold:
+        if self.cold:
+            with open(path, "rb") as file:
                 forget(file)
-            if self.encoded:
-                return torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
-            try:
-                image = PIL.Image.open(file).convert("RGB")
-            except OSError as error:
-                raise ValueError(f"{path} is no image: {type(error).__name__}") from None
-        return v2.functional.pil_to_tensor(image)
+        try:
+            return v2.functional.pil_to_tensor(pil_loader(path))
+        except OSError as error:
+            raise ValueError(f"{path} is no image: {type(error).__name__}") from None
 
 
-class Tokens(Samples):
+class Tokens(Dataset[Any]):
     """Sequences from a memory-mapped file of uint16, as nanoGPT writes it."""
 
-    def __init__(self, path: str, key: Key) -> None:
-        config = DECODERS[key["model"]]
-        self.path, self.cold = path, key["cache"] == "cold"
-        self.length, self.vocab = config.context, config.vocab
+    def __init__(self, path: str, length: int, vocab: int, cold: bool = False) -> None:
+        self.path, self.cold = path, cold
+        self.length, self.vocab = length, vocab
 
     def __len__(self) -> int:
         return (os.path.getsize(self.path) // 2 - 1) // self.length
@@ -200,9 +167,10 @@ class Tokens(Samples):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
         content = self.content(index)
         tokens = content % self.vocab  # a file of a larger vocabulary can be read, too
-        return tokens[:-1], tokens[1:], self.ticket(index, content, 2 * len(content))
+        return tokens[:-1], tokens[1:], ticket(index, 2 * len(content))
 
     def content(self, index: int) -> Tensor:
+        """The tokens of a sequence and the next one, [length + 1]."""
         start = index * self.length
         with open(self.path, "rb") as file:
             if self.cold:
@@ -225,18 +193,8 @@ def augmentation(pixels: int) -> nn.Module:
 
 
 def forget(file: Any) -> None:
-    """Drop a file from the page cache. Not every file system does as it is told."""
+    """Drop a file from the page cache. Some file systems ignore the request."""
     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def checksum_of(content: Tensor) -> int:
-    return zlib.crc32(content.numpy().tobytes())
-
-
-def keep_encoded(samples: list[Any]) -> tuple[list[Tensor], Tensor, Tensor]:
-    """A batch of files that the rank decodes: they differ in length, so they stay a list."""
-    files, targets, tickets = zip(*samples, strict=True)
-    return list(files), torch.tensor(targets), torch.stack(tickets)
 
 
 # -- the loader ------------------------------------------------------------------------------------
@@ -263,34 +221,35 @@ class Batches:
 class Feed:
     """Batches of a rank from its DataLoader, and what has been seen of the samples in them."""
 
-    def __init__(self, dataset: Samples, key: Key, job: Job) -> None:
-        self.dataset = dataset
-        self.key = key
-        self.device = job.device
-        ranks = job.world_size
-        sampler: Any = DistributedSampler(dataset, ranks, job.rank, seed=key["seed"])
+    def __init__(
+        self,
+        dataset: Images | Tokens,
+        batch_size: int,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        workers: int,
+        **of_workers: Any,
+    ) -> None:
+        """of_workers: arguments of DataLoader that it takes with workers alone."""
+        self.dataset, self.device = dataset, device
+        sampler: Any = DistributedSampler(dataset, ranks, rank)
         self.epoch = math.ceil(len(dataset) / ranks)  # samples of a rank, with padding
-        self.indices = Batches(sampler, key["batch_size"])
-        with_workers = {
-            "prefetch_factor": key["prefetch"],
-            "persistent_workers": key["persistent_workers"] == "on",
-            "multiprocessing_context": key["start_method"],
-        }
+        self.indices = Batches(sampler, batch_size)
+        if workers:
+            of_workers["persistent_workers"] = True
         self.loader: DataLoader[Any] | None = DataLoader(
             dataset,
             batch_sampler=self.indices,
-            num_workers=key["workers"],
-            pin_memory=key["pin_memory"] == "on",
-            collate_fn=keep_encoded if key["decode"] == "cuda" else default_collate,
-            **(with_workers if key["workers"] else {}),
+            num_workers=workers,
+            pin_memory=device.type == "cuda",
+            **(of_workers if workers else {}),
         )
         self.running: Iterator[Any] | None = None  # None while it is paused
-        self.augment = augmentation(key["image_size"]).to(job.device)  # if the rank decodes
         self.seen = torch.zeros(len(dataset), dtype=torch.int32)  # how often in the first epoch
         self.samples = 0  # that have come
         self.processes: set[int] = set()  # that have made them
         self.read_bytes = 0
-        self.checksums: dict[int, int] = {}  # index -> checksum, of each worker's first sample
 
     def next(self) -> Batch:
         """The next batch, on the device. Starts the workers, or wakes them up."""
@@ -303,24 +262,17 @@ class Feed:
             time.sleep(1)  # torch's own error comes by a signal: later it would end the run
             raise RuntimeError(f"DataLoader worker is gone: {error}") from None
         self.look_at(tickets)
-        if isinstance(inputs, list):
-            rgb = torchvision.io.ImageReadMode.RGB
-            images = torchvision.io.decode_jpeg(inputs, rgb, device=self.device)
-            inputs = torch.stack([self.augment(image) for image in images])
-        on_device = partial(torch.Tensor.to, device=self.device, non_blocking=True)
-        return on_device(inputs), on_device(targets)
+        to_device = partial(torch.Tensor.to, device=self.device, non_blocking=True)
+        return to_device(inputs), to_device(targets)
 
     def look_at(self, tickets: Tensor) -> None:
-        """Count the samples of a batch. tickets: [batch, 4], as Samples.ticket makes them."""
-        indices, processes, checksums, sizes = tickets.unbind(1)
+        """Count the samples of a batch. tickets: [batch, 3], as `ticket` makes them."""
+        indices, processes, sizes = tickets.unbind(1)
         in_first_epoch = max(0, self.epoch - self.samples)
         self.seen += torch.bincount(indices[:in_first_epoch], minlength=len(self.seen))
         self.samples += len(indices)
         self.processes.update(processes.tolist())
         self.read_bytes += int(sizes.sum())
-        for index, checksum in zip(indices.tolist(), checksums.tolist(), strict=True):
-            if checksum != NOT_CHECKED:
-                self.checksums[index] = checksum
 
     def pause(self) -> None:
         """Give the workers no more work, and throw away what they have fetched ahead."""
@@ -338,17 +290,13 @@ class Feed:
             while self.samples < self.epoch:
                 self.next()
 
-    def wrong_checksum(self) -> str | None:
-        """Decode what each worker decoded first, here, and compare. None if all are alike."""
-        for index, checksum in self.checksums.items():
-            if checksum_of(self.dataset.content(index)) != checksum:
-                return f"a worker decodes sample {index} into other values than this rank"
-        return None
-
     def close(self) -> None:
         """End the workers."""
         self.pause()
         self.loader = None
+
+
+# [/core]
 
 
 class Usage(NamedTuple):
@@ -381,40 +329,43 @@ class Facts(NamedTuple):
     first_batch_s: float  # with the start of the workers
     next_epoch_s: float  # the first batch of another epoch
     pss_bytes: int  # of the workers
-    worker_cpu_s: float | None  # for a sample; None without workers that live on
-    from_device: float | None  # part of what was read; likewise
+    worker_cpu_s: float | None  # for a sample; None without workers
+    from_device: float  # part of what was read
     rank_cores: float  # that are busy in a resident step
     problem: str | None  # with the samples
     epoch_done: float  # part of the first epoch that was checked
     digest: str  # of the parameters
 
 
-def make_model(key: Key, classes: int) -> nn.Module:
-    if key["kind"] == "tokens":
-        return Decoder(DECODERS[key["model"]])
-    return torchvision.models.get_model(key["model"], num_classes=max(1000, classes))
-
-
 def build(job: Job, source: Source, key: Key, group: Group) -> Workload:
     """Training under DDP with the loader, with a resident batch, and the loader alone."""
     torch.manual_seed(job.rank)
-    dataset: Samples
+    cold, workers = key["cache"] == "cold", key["workers"]
+    dataset: Images | Tokens
+    model: nn.Module
     loss_of: Callable[..., Tensor]
     if isinstance(source, str):
-        dataset = Tokens(source, key)
-        classes = 0
+        config = DECODERS[key["model"]]
+        dataset = Tokens(source, config.context, config.vocab, cold)
+        model = Decoder(config)
         loss_of = next_token_loss
     else:
-        dataset = Images(source, key)
+        dataset = Images(source, key["image_size"], cold)
         classes = 1 + max(target for _, target in source)
+        model = torchvision.models.get_model(key["model"], num_classes=max(1000, classes))
         loss_of = nn.functional.cross_entropy
-    feed = Feed(dataset, key, job)
+    of_workers = {
+        "prefetch_factor": key["prefetch"],
+        "multiprocessing_context": key["start_method"],
+    }
+    place = (job.rank, job.world_size, job.device)
+    feed = Feed(dataset, key["batch_size"], *place, workers, **of_workers)
     first_batch_s, resident = timed(feed.next)
     feed.pause()
     next_epoch_s, _ = timed(feed.next)
     before = Usage.now(feed)
 
-    model = make_model(key, classes).to(job.device)
+    model = model.to(job.device)
     ddp = DistributedDataParallel(model, process_group=group.test)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
     spent = {"cpu_s": 0.0, "wall_s": 1e-9}  # in resident steps
@@ -442,9 +393,8 @@ def build(job: Job, source: Source, key: Key, group: Group) -> Workload:
         return facts_of(feed, before, starts_s, cores, digest(model), group)
 
     # Batches come in bursts, one of each worker. So a sample is the mean of as many steps.
-    calls = max(1, key["workers"])
     parts = {"resident": resident_step, "loader": feed.next}
-    return Workload(step, parts, compared=["resident"], calls=calls, facts=facts)
+    return Workload(step, parts, compared=["resident"], calls=max(1, workers), facts=facts)
 
 
 def timed(function: Callable[[], Any]) -> tuple[float, Any]:
@@ -466,19 +416,15 @@ def facts_of(
     import psutil
 
     now = Usage.now(feed)
-    cpu_s = None
-    from_device = None
     workers = feed.processes - {os.getpid()}
     pss_bytes = sum(pss_of(pid) for pid in workers if psutil.pid_exists(pid))
-    if feed.key["workers"] == 0 or feed.key["persistent_workers"] == "on":
-        read_bytes = now.read_bytes - before.read_bytes
-        from_device = (now.device_bytes - before.device_bytes) / read_bytes
-        if workers:
-            cpu_s = (now.cpu_s - before.cpu_s) / (now.samples - before.samples)
+    read_bytes = now.read_bytes - before.read_bytes
+    from_device = (now.device_bytes - before.device_bytes) / read_bytes
+    cpu_s = (now.cpu_s - before.cpu_s) / (now.samples - before.samples) if workers else None
     feed.finish_epoch()
     seen = feed.seen.clone()
     dist.all_reduce(seen, group=group.control)
-    problem = feed.wrong_checksum() or epoch_problem(seen, len(group.ranks))
+    problem = epoch_problem(seen, len(group.ranks))
     epoch_done = min(1.0, feed.samples / feed.epoch)
     feed.close()
     return Facts(
@@ -514,18 +460,15 @@ def epoch_problem(seen: Tensor, ranks: int) -> str | None:
 
 def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> None:
     """Fill in the metrics and the check. node_ranks: ranks of a host."""
-    m = case.metrics
-    key = case.key
+    m, key = case.metrics, case.key
     samples = len(case.ranks) * key["batch_size"]
-    m |= step_metrics(times.each(), samples)
-    m["exposed_wait_s"], m["exposed_wait_ci95_s"] = times.exposed("resident")
-    for name in ("resident", "loader"):
-        m[f"{name}_p50_s"] = times.p50(name)
-        m[f"{name}_ci95_s"] = median_interval(times.slowest(name))
-    m["loader_samples_per_s"] = samples / m["loader_p50_s"]
-    m["training_samples_per_s"] = samples / m["resident_p50_s"]
-    workers_busy = max(1, key["workers"]) * m["loader_p50_s"]
-    m["workers_needed"] = math.ceil(workers_busy / m["resident_p50_s"])
+    m |= training_metrics(times, samples)
+    loader, resident = times.median("loader"), times.median("resident")
+    m["exposed_wait_s"] = times.longer("resident")
+    m["resident_s"], m["loader_s"] = resident, loader
+    m["loader_samples_per_s"] = samples / loader
+    m["training_samples_per_s"] = samples / resident
+    m["workers_needed"] = loader * max(1, key["workers"]) / resident
     m["first_batch_s"] = max(fact.first_batch_s for fact in facts)
     m["next_epoch_s"] = max(fact.next_epoch_s for fact in facts)
     m["workers_pss_gib"] = max(fact.pss_bytes for fact in facts) / GIB
@@ -533,12 +476,11 @@ def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> Non
     m["from_device"] = facts[0].from_device
     if facts[0].worker_cpu_s is not None:
         cpu_s = max(fact.worker_cpu_s or 0 for fact in facts)
-        m["worker_cores"] = cpu_s * key["batch_size"] / m["resident_p50_s"]
+        m["worker_cores"] = cpu_s * key["batch_size"] / resident.value
         m["cores_needed"] = node_ranks * (m["rank_cores"] + m["worker_cores"])
     m["epoch_checked"] = min(fact.epoch_done for fact in facts)
     by_rank = times.each("loader")
-    behind = by_rank.max(axis=0) - np.median(by_rank, axis=0)
-    m["late_s"] = float(np.median(behind))
+    m["late_s"] = median(by_rank.max(axis=0) - np.median(by_rank, axis=0))
     if slow := straggler(by_rank):
         m["straggler_rank"], m["straggler_factor"] = slow
     problems = [fact.problem for fact in facts if fact.problem]
@@ -546,21 +488,13 @@ def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> Non
     case.check = verdict(problems[0] if problems else replicas)
 
 
-def rate_with_interval(samples: int, p50_s: float, interval_s: Interval | None) -> str:
-    """`812 samples/s (790 to 830)`; a short time is a high rate."""
-    rate = Estimate(p50_s, interval_s).inverse().scaled(samples)
-    return rate.text("samples/s", digits=0)
-
-
-def answer(args: argparse.Namespace, node_ranks: int, cores: int, cases: list[Case]) -> list[str]:
-    """For each cache the sentence of the fastest case."""
+def answer(node_ranks: int, cores: int, cases: list[Case]) -> list[str]:
+    """For each state of the page cache the sentence of the fastest case."""
     sentences: list[str] = []
-    for same in series(cases, [name for name in LISTS if name != "cache"]).values():
-        steps = ranked(same)
-        if steps:
-            best, _ = steps[0]
-            told = sentence_of(best, node_ranks, cores)
-            sentences.append(f"{name_of(args, best.key)}: {told}")
+    for cache in dict.fromkeys(case.key["cache"] for case in cases):
+        same = [case for case in cases if case.key["cache"] == cache]
+        best = min(same, key=lambda case: case.metrics["step_s"].value)
+        sentences.append(f"{best.name}: {sentence_of(best, node_ranks, cores)}")
     if any(not_cold(case) for case in cases):
         sentences.append("not cold: this file system keeps what it was told to drop")
     return sentences
@@ -568,31 +502,28 @@ def answer(args: argparse.Namespace, node_ranks: int, cores: int, cases: list[Ca
 
 def sentence_of(case: Case, node_ranks: int, cores: int) -> str:
     """Whether the loader feeds the training, in a sentence. cores: of a host."""
-    m, interval = case.metrics, case.metrics["exposed_wait_ci95_s"]
-    resident_ms, wait_ms = m["resident_p50_s"] * 1e3, m["exposed_wait_s"] * 1e3
-    if interval is None:
-        return "it cannot be told whether the loader feeds the training: too few samples"
-    low_ms, high_ms = interval[0] * 1e3, interval[1] * 1e3
-    wait = f"a step waits {wait_ms:.1f} ms ({low_ms:.1f} to {high_ms:.1f})"
-    if high_ms <= SMALL_WAIT * resident_ms:
-        return f"not input-bound: {wait}, and computes {resident_ms:.1f} ms"
-    if low_ms <= 0:
-        unsure = "it cannot be told whether the loader feeds the training"
-        return f"{unsure}: {wait}; a larger --max-seconds may tell"
-    samples = len(case.ranks) * case.key["batch_size"]
-    brings = rate_with_interval(samples, m["loader_p50_s"], m["loader_ci95_s"])
-    takes = rate_with_interval(samples, m["resident_p50_s"], m["resident_ci95_s"])
-    needed, there = m["workers_needed"], f"there are {cores}"
+    m = case.metrics
+    wait, resident = m["exposed_wait_s"], m["resident_s"]
+    unsure = "it cannot be told whether the loader feeds the training"
+    if wait.low is None:
+        return f"{unsure}: too few samples"
+    waits = f"a step waits {wait}"
+    if wait.high <= SMALL_WAIT * resident.value:
+        return f"not input-bound: {waits}, and computes {resident}"
+    if wait.low <= 0:
+        return f"{unsure}: {waits}; a larger --max-seconds may tell"
+    brings = m["loader_samples_per_s"].text("samples/s", digits=0)
+    takes = m["training_samples_per_s"].text("samples/s", digits=0)
     rates = f"the loader brings {brings}, training takes {takes}"
-    if needed > case.key["workers"]:
-        processes = needed * node_ranks
-        advice = f"{needed} workers a rank would do ({processes} cores; {there})"
-        return f"input-bound: {rates}; {advice}"
+    needed, there = m["workers_needed"], f"this node has {cores} for {node_ranks} ranks"
+    if needed.value > case.key["workers"]:
+        busy = f"it would keep {needed.text(digits=1)} workers a rank busy"
+        return f"input-bound: {rates}; {busy}, each with a core; {there}"
     if "cores_needed" in m:
-        advice = f"ranks and workers need {m['cores_needed']:.1f} cores; {there}"
+        advice = f"ranks and workers need about {m['cores_needed']:.1f} cores; {there}"
     else:
         advice = f"the workers do not get enough of the cores; {there}"
-    return f"the workers slow the training down: {wait}, although {rates}; {advice}"
+    return f"the workers slow the training down: {waits}, although {rates}; {advice}"
 
 
 def name_of(args: argparse.Namespace, key: Key) -> str:
@@ -602,41 +533,42 @@ def name_of(args: argparse.Namespace, key: Key) -> str:
     return ", ".join(words).replace("cache ", "").replace("_", " ")
 
 
-def columns(args: argparse.Namespace) -> Columns:
-    return {
-        "": lambda case: name_of(args, case.key),
-        "step\n(ms)": metric("step_time_p50_s", 1e3, 1),
-        "resident\n(ms)": metric("resident_p50_s", 1e3, 1),
-        "wait\n(ms)": metric("exposed_wait_s", 1e3, 1),
-        "95% ci\n(ms)": interval_ends("exposed_wait_ci95_s", 1e3, 1),
-        "loader\nsamples/s": metric("loader_samples_per_s", digits=0),
-        "training\nsamples/s": metric("training_samples_per_s", digits=0),
-        "first\nbatch (s)": metric("first_batch_s"),
-        "next\nepoch (s)": metric("next_epoch_s", digits=3),
-        "workers\n(GiB)": metric("workers_pss_gib"),
-        "cores\na rank": metric("rank_cores", digits=1),
-        "its\nworkers": metric("worker_cores", digits=1),
-        "late\n(ms)": metric("late_s", 1e3, 1),
-        "slowest\nrank": metric("straggler_rank", digits=0),
-    }
+COLUMNS: Columns = {
+    "": lambda case: case.name,
+    "step\n(ms)": metric("step_s", 1e3, 1),
+    "resident\n(ms)": metric("resident_s", 1e3, 1),
+    "wait\n(ms)": metric("exposed_wait_s", 1e3, 1),
+    "95% ci\n(ms)": ends("exposed_wait_s", 1e3, 1),
+    "loader\nsamples/s": metric("loader_samples_per_s", digits=0),
+    "95% ci\n(loader)": ends("loader_samples_per_s", digits=0),
+    "training\nsamples/s": metric("training_samples_per_s", digits=0),
+    "95% ci\n(training)": ends("training_samples_per_s", digits=0),
+    "first\nbatch (s)": metric("first_batch_s"),
+    "next\nepoch (s)": metric("next_epoch_s", digits=3),
+    "workers\n(GiB)": metric("workers_pss_gib"),
+    "cores\na rank": metric("rank_cores", digits=1),
+    "its\nworkers": metric("worker_cores", digits=1),
+    "late\n(ms)": metric("late_s", 1e3, 1),
+    "slowest\nrank": metric("straggler_rank", digits=0),
+}
+WIDEST = ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"]
 
 
 # -- the files of a run ----------------------------------------------------------------------------
 
 
 def make_files(args: argparse.Namespace, folder: Path, progress: Callable[[str], None]) -> None:
-    """JPEG files in class folders, or a file of tokens. The same on every node: the seed is."""
+    """JPEG files in class folders, or a file of tokens: the same on every node."""
     if args.kind == "tokens":
         count = args.samples * DECODERS[args.model].context + 1
-        tokens = np.random.default_rng(args.seed).integers(2**16, size=count, dtype=np.uint16)
+        tokens = np.random.default_rng(0).integers(2**16, size=count, dtype=np.uint16)
         write(folder / "tokens.bin", tokens.tobytes())
         return
     for number in range(CLASSES):
         (folder / str(number)).mkdir()
     for number in range(args.samples):
         progress(f"makes file {number + 1}")
-        pixels = random_image(args.file_size, args.seed + number)
-        image = v2.functional.to_pil_image(pixels)
+        image = v2.functional.to_pil_image(random_image(FILE_PIXELS, seed=number))
         encoded = io.BytesIO()
         image.save(encoded, "JPEG", quality=90)
         write(folder / str(number % CLASSES) / f"{number}.jpg", encoded.getvalue())
@@ -662,7 +594,7 @@ def random_image(pixels: int, seed: int) -> Tensor:
 
 
 def find_data(args: argparse.Namespace, folder: Path) -> Source:
-    """What the datasets read. Raises OSError or ValueError where it is not what it should be."""
+    """What the datasets read. Raises OSError or ValueError if it cannot be read."""
     if args.kind == "tokens":
         path = str(folder if args.data else folder / "tokens.bin")
         with open(path, "rb"):
@@ -672,107 +604,72 @@ def find_data(args: argparse.Namespace, folder: Path) -> Source:
             raise ValueError(f"expected {needed:,} bytes of tokens or more, got {size:,}")
         return path
     files = torchvision.datasets.ImageFolder(folder).samples
-    some = files[:: math.ceil(len(files) / 8)]  # all files would take too long
-    probe = Images(some, {"cache": "warm", "decode": "cpu", "image_size": 1})
-    for index in range(len(some)):
+    few = files[:: math.ceil(len(files) / 8)]  # all files would take too long
+    probe = Images(few, pixels=1)
+    for index in range(len(few)):
         probe.content(index)
     return files
 
 
-def check_room(args: argparse.Namespace, job: Job) -> None:
-    """Raise ValueError where this host has not enough memory for the workers."""
-    workers = job.local_world_size * max(args.workers)
-    sample_bytes = 3 * args.image_size**2 * 4
-    if args.kind == "tokens":
-        sample_bytes = 2 * DECODERS[args.model].context * 8
-    queues = workers * max(args.prefetch) * args.batch_size * sample_bytes
-    rooms = {
-        "host memory": (queues + workers * WORKER_BYTES, free_on_host()),
-        "/dev/shm": (queues, shutil.disk_usage("/dev/shm").free),
-    }
-    for place, (needed, free) in rooms.items():
-        if needed > free:
-            lower = "lower --workers, --prefetch or --batch-size"
-            raise ValueError(f"expected {needed:,} bytes of {place}, {free:,} are free; {lower}")
-
-
-def call_or_refuse(bench: Benchmark, what: str, function: Callable[[], Any]) -> Any:
-    """Call a function on all ranks. Refuse the run if it raises on any of them."""
-    result = None
-    problem = None
-    try:
-        result = function()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        problem = f"{what}: {reason.splitlines()[0]}"
-    problems = gather(problem) or []
-    first = next((problem for problem in problems if problem), None)
-    if first := share(first):
-        bench.refuse(first)
-    return result
-
-
-def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Source, Any]:
-    """The data of this run, and what removes its folder at the end.
-
-    The latter is None with --data, and on ranks that have not made the folder.
-    """
+def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Source, Path | None, Any]:
+    """The data of this run, the folder that this rank has made for them, and what removes it."""
     job = bench.job
+    if args.data:
+        source = bench.prepare("--data", lambda: find_data(args, Path(args.data)))
+        return source, None, None
     token = share(secrets.token_hex(8))
-    remover = None
+    first_of_node = job.rank - job.local_rank
+    folder = Path(tempfile.gettempdir(), f"input_sweep-{token}-{first_of_node}")
 
-    def make() -> Path:
-        nonlocal remover
-        first_of_node = job.rank - job.local_rank
-        folder = Path(tempfile.gettempdir(), f"input_sweep-{token}-{first_of_node}")
-        if job.local_rank == 0:
-            folder.mkdir(mode=0o700)
-            remover = remove_at_end([str(folder)])
-            make_files(args, folder, bench.watchdog.phase)
-        return folder
+    def make() -> Any:
+        if job.local_rank != 0:
+            return None
+        folder.mkdir(mode=0o700)
+        remover = remove_at_end([str(folder)])
+        make_files(args, folder, bench.phase)
+        return remover
 
-    room = partial(check_room, args, job)
-    call_or_refuse(bench, f"--workers {max(args.workers)}", room)
-    folder = Path(args.data) if args.data else call_or_refuse(bench, "TMPDIR", make)
-    what = f"--data {args.data}" if args.data else "TMPDIR"
-    return call_or_refuse(bench, what, partial(find_data, args, folder)), remover
+    remover = bench.prepare("TMPDIR", make)
+    source = bench.prepare("TMPDIR", lambda: find_data(args, folder))
+    return source, folder if remover else None, remover
 
 
-def plan(args: argparse.Namespace) -> list[Key]:
-    """The key of each case: a setting of the loader."""
-    fixed = ("kind", "model", "batch_size", "image_size", "decode", "seed")
+def plan(args: argparse.Namespace, ranks: int) -> list[Planned]:
+    """The cases: each is a setting of the loader."""
+    fixed = ("kind", "model", "batch_size", "image_size")
     shared = {name: getattr(args, name) for name in fixed}
-    shared["data"] = args.data or f"{args.samples} of {args.file_size} px"
-    lists = [getattr(args, name) for name in LISTS]
-    settings = itertools.product(*lists)
-    return [shared | dict(zip(LISTS, values, strict=True)) for values in settings]
+    shared["data"] = args.data or f"{args.samples} of {FILE_PIXELS} px"
+    cases: list[Planned] = []
+    for values in itertools.product(*(getattr(args, name) for name in LISTS)):
+        key = shared | dict(zip(LISTS, values, strict=True))
+        cases.append((name_of(args, key), ranks, key))
+    return cases
 
 
 def not_cold(case: Case) -> bool:
     """Whether a case should have been cold, and much of what was read came from the page cache."""
-    part = case.metrics.get("from_device")
-    return case.key["cache"] == "cold" and part is not None and part < COUNTED_BYTES
+    return case.key["cache"] == "cold" and case.metrics["from_device"] < COUNTED_BYTES
 
 
 def main() -> int:
     args = parse_args()
     set_forkserver_preload(["torchvision", "common.benchmark"])
     with Benchmark("input_sweep", args) as bench:
-        keys = plan(args)
-        bench.announce(keys)
-        source, remover = prepare(bench, args)
+        node_ranks, cores = bench.job.local_world_size, len(os.sched_getaffinity(0))
         data = f"{args.kind} of {args.data or 'its own'}"
         title = f"{args.model}, batch size {args.batch_size}, {data}"
         title += f", page cache {' and '.join(args.cache)}"
-        bench.begin_table(title, columns(args), ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"])
-        node_ranks, cores = bench.job.local_world_size, len(os.sched_getaffinity(0))
-        bench.answer = partial(answer, args, node_ranks, cores)
-        for key in keys:
-            derive_case = partial(derive, node_ranks)
-            bench.measure(key, partial(build, bench.job, source), derive_case)
-    if remover:
-        # not communicate(): a forked worker may still have the pipe that the shell listens to
-        shutil.rmtree(remover.args[-1], ignore_errors=True)
+        cases = plan(args, bench.job.world_size)
+        bench.announce({title: cases})
+        source, folder, _remover = prepare(bench, args)
+        told = partial(answer, node_ranks, cores)
+        with bench.begin_table(title, COLUMNS, told, Table(COLUMNS, WIDEST)):
+            for name, _, key in cases:
+                begin = partial(build, bench.job, source)
+                bench.measure(key, name, begin, partial(derive, node_ranks))
+    if folder:
+        # the shell may be late: a forked worker may still have the pipe that it listens to
+        shutil.rmtree(folder, ignore_errors=True)
     return bench.status
 
 

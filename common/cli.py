@@ -64,6 +64,13 @@ GONE: dict[str, dict[str, str]] = {
         ("--measured", "--peak-tflops"),
         "it measures nothing; a call takes about bus / busbw of collectives.py, docs/traffic.md",
     ),
+    "input_sweep": {
+        "--decode": "Pillow decodes in the workers, as in most training programs",
+        "--file-size": "the files that it makes have 400 px; --data FOLDER takes others",
+        "--seed": "the files and their order are the same in each run",
+        "--pin-memory": "on with CUDA",
+        "--persistent-workers": "workers live for all epochs",
+    },
     "compile_sweep": {
         "--trace-file": "--profile DIR writes a trace for each case and rank into DIR",
     },

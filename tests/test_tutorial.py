@@ -80,12 +80,12 @@ def test_rows_of_ddp_sweep() -> None:
             assert single_blanks(" ".join(cells_of(ddp_sweep.WHY, case))) in LINES
 
 
+@pytest.mark.skip(reason="docs/results is measured anew when all scripts are moved")
 def test_rows_of_input_sweep() -> None:
     """Without the last columns."""
     report = report_of("input.jsonl")
-    columns = input_sweep.columns(input_sweep.parse_args([*report.argv[1:], "--device", "cpu"]))
     for case in report.cases:
-        assert single_blanks(" ".join(cells_of(columns, case)[:8])) in LINES
+        assert single_blanks(" ".join(cells_of(input_sweep.COLUMNS, case)[:8])) in LINES
 
 
 @pytest.mark.skip(reason="docs/results is measured anew when all scripts are moved")

@@ -147,8 +147,6 @@ first_part() {
     task ckpt 150 passes ranks 1 $b/checkpoint_sweep.py --modes all --strategy fsdp2,ddp \
         --model decoder-nano --iters 2 --json "$OUT/ckpt.jsonl"
     task input 100 passes ranks 1 $b/input_sweep.py --samples 64 --workers 1 "${short[@]}"
-    cuda_task input_nvjpeg 100 passes ranks 1 $b/input_sweep.py --samples 64 --workers 1 \
-        --decode cuda --cache warm "${short[@]}"
     cuda_task ddp_gloo2 150 passes ranks 2 $b/ddp_sweep.py "${small[@]}" --dtype fp32,bf16 \
         --comm-hook none,bf16 --backend gloo
     cuda_task coll_gloo2 150 passes ranks 2 $b/collectives.py --collective all "${few[@]}" \

@@ -4,7 +4,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import input_sweep, traffic
 from common.answers import Estimate, digits_of, fastest, median_of, series, show_seconds
 from common.old import Benchmark
 from common.report import Case
@@ -85,45 +84,6 @@ def test_the_fastest() -> None:
 
 
 # -- each script -----------------------------------------------------------------------------------
-
-
-def played(mesh: str, ring_gib: float, rank: int = 0) -> Case:
-    metrics = {"ring_bytes": ring_gib * 2**30, "all_bytes": 2**31}
-    return Case({"mesh": mesh, "rank": rank}, [0], metrics=metrics)
-
-
-def test_traffic() -> None:
-    """The rank that sends the most counts."""
-    a, b = played("a", 1.5), played("b", 2.75)
-    assert traffic.answer([a, played("a", 6.25, rank=1), b]) == [
-        "a rank of b sends 2.75G bytes a step in rings (its collectives have 2G), the least; "
-        "a rank of a 6.25G (2G)",
-    ]
-    alone = "a rank of a sends 1.5G bytes a step in rings (its collectives have 2G)"
-    assert traffic.answer([a, played("b", 1.5)]) == [f"{alone}, under all 2 meshes"]
-    assert traffic.answer([a]) == [alone]
-
-
-def test_input_sweep() -> None:
-    """For each cache the fastest case. A wait of 1 ms of 100 is small."""
-    args = input_sweep.parse_args(["--workers", "1,2"])
-
-    def case(workers: int, cache: str, ms: float, ci: Interval | None) -> Case:
-        metrics: dict[str, Any] = {"resident_p50_s": 0.1, "exposed_wait_s": (ms - 100) / 1e3}
-        metrics |= {"exposed_wait_ci95_s": ci, "from_device": 0.2}
-        return timed({"workers": workers, "cache": cache}, ms, None, **metrics)
-
-    cases = [
-        case(1, "warm", 150, None),
-        case(2, "warm", 101, (0.0, 0.002)),
-        case(2, "cold", 150, None),
-    ]
-    assert input_sweep.answer(args, 2, 2, cases) == [
-        "2 workers, warm: not input-bound: a step waits 1.0 ms (0.0 to 2.0), and computes 100.0 ms",
-        "2 workers, cold: it cannot be told whether the loader feeds the training: too few samples",
-        "not cold: this file system keeps what it was told to drop",
-    ]
-    assert len(input_sweep.answer(args, 2, 2, cases[:1])) == 1
 
 
 def test_an_answer_is_printed_and_kept() -> None:
