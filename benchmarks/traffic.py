@@ -46,14 +46,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
+from common.benchmark import report_lines
 from common.environment import count_of
 from common.groups import Group, Job
-from common.remarks import report_lines
 from common.report import Case, Report
 from common.table import Columns, cell, metric, render
 from common.workloads.axes import DTYPES, Trainer, train
 from common.workloads.decoder import DECODERS, flops_per_token
 from common.workloads.meshes import EXPERTS, Key, config_of, misfit, open_meshes, parse_mesh
+from common.workloads.operations import OPERATIONS
 from common.workloads.reference import sgd
 from common.workloads.room import free_on_host
 
@@ -70,12 +71,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     whole = partial(add, type=cli.positive_int, metavar="N")
     whole("--ranks", required=True, help="of the job that is played, e.g. 1024")
-    add(
-        "--mesh",
-        type=cli.list_of(parse_mesh),
-        required=True,
-        help="as parallel_sweep.py takes them",
-    )
+    meshes, as_there = cli.list_of(parse_mesh), "as parallel_sweep.py takes them"
+    add("--mesh", type=meshes, required=True, help=as_there)
     ranks = "the ranks to play (default: 0); those of a pipeline differ"
     add("--rank", type=cli.list_of(cli.number(int, 0)), default=[0], metavar="N,...", help=ranks)
     whole("--gpus-per-node", default=8, help="ranks of a node, one after the other (default: 8)")
@@ -318,11 +315,12 @@ def signs_of_life(what: str) -> Iterator[None]:
         over.set()
 
 
-def case_of(key: Key) -> Case:
+def case_of(key: Key, title: str) -> Case:
     """A mesh that this torch cannot play fails; the others go on."""
-    case = Case(key, [key["rank"]], check=NOT_RUN)
+    name = f"{key['mesh']}, rank {key['rank']}"
+    case = Case(key, [key["rank"]], check=NOT_RUN, name=name, table=title)
     try:
-        with signs_of_life(f"{key['mesh']}, rank {key['rank']}"):
+        with signs_of_life(name):
             case.metrics = derive(key, play(key))
     except Exception as error:
         case.check = f"failed: {cli.describe(error)}"
@@ -331,9 +329,7 @@ def case_of(key: Key) -> Case:
 
 def bus_factor(collective: str, ranks: int) -> float:
     """busbw / algbw, as in nccl-tests' doc/PERFORMANCE.md."""
-    if collective == "all_reduce":
-        return 2 * (ranks - 1) / ranks
-    return 1.0 if collective in ("broadcast", *MESSAGES) else (ranks - 1) / ranks
+    return 1.0 if collective in MESSAGES else OPERATIONS[collective].bus(ranks)
 
 
 def derive(key: Key, step: Step) -> dict[str, Any]:
@@ -392,20 +388,18 @@ def axis_line(case: Case, axis: str) -> str:
             bus = cli.show_size(size * bus_factor(collective, m[f"{axis}_ranks"]))
             parts.append(f"{collective} {calls:,} x, {cli.show_size(size)} (bus {bus})")
     nodes = count_of(m[f"{axis}_nodes"], "node")
-    where = f"{case.key['mesh']}, rank {case.key['rank']}: {axis}, {m[f'{axis}_ranks']} ranks"
-    return f"# {where} on {nodes}: {'; '.join(parts)}"
+    return f"# {case.name}: {axis}, {m[f'{axis}_ranks']} ranks on {nodes}: {'; '.join(parts)}"
 
 
-def answer(cases: list[Case]) -> list[str]:
-    """Which mesh sends the least."""
+def answer(cases: list[Case]) -> str | None:
+    """Which mesh sends the least. Bytes are counted, so the answer is sure."""
     sent: dict[str, tuple[float, int]] = {}  # by mesh: of the rank that sends the most
     for case in cases:
-        if "ring_bytes" in case.metrics:
-            mine = (case.metrics["ring_bytes"], case.metrics["all_bytes"])
-            mesh = case.key["mesh"]
-            sent[mesh] = max(sent.get(mesh, mine), mine)
+        mine = (case.metrics["ring_bytes"], case.metrics["all_bytes"])
+        mesh = case.key["mesh"]
+        sent[mesh] = max(sent.get(mesh, mine), mine)
     if not sent:
-        return []
+        return None
     least, *others = sorted(sent, key=lambda mesh: sent[mesh])
     ring, size = map(cli.show_size, sent[least])
     sentence = f"a rank of {least} sends {ring} bytes a step in rings (its collectives have {size})"
@@ -414,7 +408,7 @@ def answer(cases: list[Case]) -> list[str]:
     elif others:
         ring, size = map(cli.show_size, sent[others[-1]])
         sentence += f", the least; a rank of {others[-1]} {ring} ({size})"
-    return [sentence]
+    return sentence
 
 
 def plan(args: argparse.Namespace) -> list[Key]:
@@ -431,6 +425,7 @@ def plan(args: argparse.Namespace) -> list[Key]:
         "experts": EXPERTS if any(mesh.ep > 1 for mesh in args.mesh) else 0,
         "gpus_per_node": args.gpus_per_node,
         "world_size": args.ranks,
+        "ranks": args.ranks,
         "device": "none",
         "backend": "fake",
     }
@@ -475,24 +470,27 @@ def main() -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     print(cli.first_lines())
     print(f"# PyTorch {torch.__version__}; {args.ranks:,} ranks are played, none is there")
-    print("\na rank's step: {model}, {sequence_length} tokens, ".format(**keys[0]), end="")
-    print("global batch {global_batch}, {dtype}, {optimizer}\n".format(**keys[0]))
+    title = "a rank's step: {model}, {sequence_length} tokens, global batch {global_batch}, "
+    title = (title + "{dtype}, {optimizer}").format(**keys[0])
+    print(f"\n{title}\n")
     for key in keys:
-        report.add(case_of(key))
+        report.add(case_of(key, title))
     played = [case for case in report.cases if not case.failed]
     axes = axes_of(played)
     print(render(columns_of(axes), played), end="\n\n")
     for case in report.cases:
         if case.failed:
-            print(f"# {case.key['mesh']}, rank {case.key['rank']}: {case.check}")
+            print(f"# {case.name}: {case.check}")
         for axis in axes:
             if f"{axis}_ranks" in case.metrics:
                 print(axis_line(case, axis))
     for line in report_lines(report.path, replaced):
         print(f"# {line}")
-    sentences = answer(played)
-    print("", *sentences, sep="\n# ")
-    report.finish("complete" if len(played) == len(keys) else "failed", answer=sentences)
+    sentence = answer(played)
+    if sentence:
+        print(f"\n# {sentence}")
+    status = "complete" if len(played) == len(keys) else "failed"
+    report.finish(status, answer=[sentence] if sentence else [])
     return int(len(played) < len(keys))
 
 

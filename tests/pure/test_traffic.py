@@ -19,7 +19,7 @@ from analysis import report as page
 from analysis.load import load as load_runs
 from analysis.load import numbers
 from benchmarks import traffic
-from common.report import load
+from common.report import Case, load
 from common.workloads.decoder import DECODERS, Decoder
 from common.workloads.operations import all_gather, reduce_scatter
 
@@ -129,6 +129,24 @@ def test_the_metrics_by_hand() -> None:
     assert metrics["flops"] == 2 * 64 * (6 * (4 * 12 * 64**2 + 256 * 64) + 12 * 4 * 64 * 64)
 
 
+def played(mesh: str, ring_gib: float, rank: int = 0) -> Case:
+    metrics = {"ring_bytes": ring_gib * 2**30, "all_bytes": 2**31}
+    return Case({"mesh": mesh, "rank": rank}, [0], metrics=metrics)
+
+
+def test_the_answer() -> None:
+    """The rank that sends the most counts."""
+    a, b = played("a", 1.5), played("b", 2.75)
+    assert traffic.answer([a, played("a", 6.25, rank=1), b]) == (
+        "a rank of b sends 2.75G bytes a step in rings (its collectives have 2G), the least; "
+        "a rank of a 6.25G (2G)"
+    )
+    alone = "a rank of a sends 1.5G bytes a step in rings (its collectives have 2G)"
+    assert traffic.answer([a, played("b", 1.5)]) == f"{alone}, under all 2 meshes"
+    assert traffic.answer([a]) == alone
+    assert traffic.answer([]) is None
+
+
 def test_factors_are_those_of_nccl_tests() -> None:
     assert traffic.bus_factor("all_reduce", 4) == 1.5
     assert traffic.bus_factor("all_gather", 4) == traffic.bus_factor("reduce_scatter", 4) == 0.75
@@ -228,7 +246,7 @@ def test_ten_seconds_of_silence_get_a_line(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("sys.stderr", Mock(write=write))
     monkeypatch.setattr(traffic, "play", play)
     (key,) = traffic.plan(traffic.parse_args(["--ranks", "8", "--mesh", "dp8", *NANO]))
-    assert not traffic.case_of(key).failed
+    assert not traffic.case_of(key, "").failed
     assert "".join(said).startswith("# dp8, rank 0: 0 s so far\n")
 
 
