@@ -14,6 +14,7 @@
     times     two are judged: the fastest sample, and the mean of a block (`sustained`). That is
               the median block on CUDA, where heat counts, and the best one on the CPU, where
               neighbours do
+    +-%       how steady a rank was: the 95 % interval of its median sample, the widest of its steps
     busbw     2(n-1)/n * bytes / time
 
 Exit status: 0 fit; 1 slow or wrong, named in the last lines; 2 a mistake; 3 a hang; 4 nothing is
@@ -28,12 +29,10 @@ Asks what Megatron-LM's gpu_sniff_test.py asks; written anew. BSD-3-Clause. docs
 
 import argparse
 import os
-import re
-import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,20 +47,19 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
+from common.benchmark import Benchmark, Build, Derive, Key, Planned
 from common.check import digest, verdict
 from common.environment import Others, count_of, lacking, node_of_each
 from common.groups import Group, Job, connect, rendezvous, share
-from common.old import Benchmark, Workload
 from common.report import Case, Report
-from common.stats import Times
-from common.table import Columns, cell, launch_mark, metric, render
-from common.timing import STEP, Step, StopRule
+from common.stats import Times, in_rounds, median
+from common.table import Columns, cell, metric, relative, render
+from common.timing import STEP, Step, StopRule, Workload
 from common.workloads import links, operations
 from common.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.workloads.operations import Member
 from common.workloads.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
 
-Key = dict[str, Any]
 Teams = list[list[int]]  # ranks of nodes, or of rails
 
 
@@ -85,6 +83,10 @@ class Measure(NamedTuple):
     unit: str
     head: str
     scale: float
+
+    def rate(self, step: str) -> str:
+        """The name of the metric."""
+        return f"{step}_{self.unit}_per_s"
 
 
 SYS = Path("/sys")  # what Linux says of PCI devices
@@ -110,19 +112,18 @@ FIRST_CASE_FRACTION = 0.1  # a guess: what the first case of a phase will take, 
 # --margin by default. CPUs have neighbours, and links and collectives cross their cores
 MARGIN_ALONE = {"cpu": 0.4, "cuda": 0.1}
 MARGIN_TOGETHER = {"cpu": 2.0, "cuda": 0.1}
-LONGEST_REASON = 100  # characters of the reason that a drained node gets
-NEVER = 1e-9  # a --target-ci that is not reached: a case uses all of its time
 COLUMNS: Columns = {
     "rank": lambda case: str(case.key["rank"]),
     "host": lambda case: str(case.key["host"]),
     "pci": cell("pci", str),
     "network": cell("network", str),
+    **{
+        f"{step.replace('_', ' ')}\n{how.head}": metric(how.rate(step), how.scale, 3)
+        for step, how in STEPS.items()
+    },
+    "+-%": relative("spread"),
+    "bits": cell("bits", str),
 }
-for step_name, how_shown in STEPS.items():
-    rate_name = f"{step_name}_{how_shown.unit}_per_s"
-    head_of_rate = f"{step_name.replace('_', ' ')}\n{how_shown.head}"
-    COLUMNS[head_of_rate] = metric(rate_name, how_shown.scale, 3)
-COLUMNS["bits"] = cell("bits", str)
 
 
 def parse_args() -> argparse.Namespace:
@@ -174,11 +175,9 @@ def probes(device: torch.device) -> dict[str, Probe]:
         return on_both
     return {
         "matmul_bf16": Probe(product(torch.bfloat16), 2 * n**3),
-        "matmul_fp32": on_both["matmul_fp32"],
-        "copy": on_both["copy"],
+        **on_both,
         "to_device": Probe(lambda: x.copy_(host, non_blocking=True), size),
         "to_host": Probe(lambda: host.copy_(x, non_blocking=True), size),
-        "launch": on_both["launch"],
     }
 
 
@@ -186,8 +185,8 @@ def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
     """While a rank has its turn, the others of its node wait in a barrier, which does not spin."""
     my_probes = probes(job.device)
     my_turn = job.local_rank % turns
-    steps = dict[str, Step]()
-    did = dict[str, Did]()
+    steps: dict[str, Step] = {}
+    did: dict[str, Did] = {}
     for turn in range(turns):
         for name, probe in my_probes.items():
             part = f"{name}, turn {turn}" if steps else STEP
@@ -212,7 +211,7 @@ def open_teams(teams: dict[str, Teams], job: Job, group: Group) -> dict[str, Any
 
     A step whose teams are of one rank is left out.
     """
-    team_groups = dict[str, Any]()
+    team_groups: dict[str, Any] = {}
     for name in ("all_reduce_inside", "all_reduce_between"):
         all_teams = teams[STEPS[name].level]
         if min(len(team) for team in all_teams) > 1:
@@ -243,10 +242,11 @@ def build_together(
         next_token_loss(model(tokens), targets).backward()
         optimizer.step()
 
-    parts = dict[str, Step]()
+    parts: dict[str, Step] = {}
     did = {"training_step": Did(STEP, BATCH * job.world_size)}
     x = torch.zeros(size // 4, device=job.device)
-    all_reduce, members = operations.OPERATIONS["all_reduce"], dict[str, Member]()
+    all_reduce = operations.OPERATIONS["all_reduce"]
+    members: dict[str, Member] = {}
     for name, mine in team_groups.items():
         if mine is None:  # there is no rank like this one on other nodes
             parts[name] = lambda: None
@@ -274,15 +274,15 @@ def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
     Each two ranks of a node meet once, all nodes at the same time. Then each two nodes meet once:
     the i-th rank of one and the i-th of the other, for all i at the same time.
     """
-    rounds = list[list[links.Pair]]()
+    rounds: list[list[links.Pair]] = []
     largest_node = max(len(ranks) for ranks in members)
     for places in links.rounds_of(largest_node):
-        inside = list[links.Pair]()
+        inside: list[links.Pair] = []
         for ranks in members:  # a smaller node lacks the last places
             inside += [(ranks[a], ranks[b]) for a, b in places if b < len(ranks)]
         rounds.append(inside)
     for nodes in links.rounds_of(len(members)):
-        between = list[links.Pair]()
+        between: list[links.Pair] = []
         for a, b in nodes:
             between += zip(members[a], members[b], strict=False)
         rounds.append(between)
@@ -292,11 +292,28 @@ def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
 # -- judge -----------------------------------------------------------------------------------------
 
 
+class Cluster(NamedTuple):
+    """What is judged, and how."""
+
+    cpu: bool
+    nodes: list[int]  # of each rank
+    teams: dict[str, Teams]  # the ranks of each rank, node and rail, and of the job
+    kinds: list[str]  # of each rank: ranks of a kind are compared
+    margins: dict[str, float]  # by level
+    limits: dict[tuple[str, str], float]  # by level and unit, of a rate
+    sigmas: float
+
+    @property
+    def members(self) -> Teams:
+        """The ranks of each node."""
+        return self.teams["node"]
+
+
 def odd_results(bits: list[str], kinds: list[str]) -> dict[int, str]:
     """Whose results are not those of most ranks of its kind, or not finite: rank -> why."""
     alike = Counter(zip(kinds, bits, strict=True))
     ranks_of_kind = Counter(kinds)
-    odd = dict[int, str]()
+    odd: dict[int, str] = {}
     for rank, mine in enumerate(bits):
         kind = kinds[rank]
         same = alike[kind, mine]
@@ -318,8 +335,9 @@ def split(
     odd = odd_results([fact["bits"] for fact in facts], kinds)
     for rank, fact in enumerate(facts):
         samples = {}
-        place = report.environment["ranks"][rank]
-        metrics = {"pci": place["pci"], "network": place["network"], "bits": fact["bits"]}
+        spreads: list[float | None] = []
+        machine = report.environment["ranks"][rank]
+        metrics = {"pci": machine["pci"], "network": machine["network"], "bits": fact["bits"]}
         for step, (part, amount) in fact["did"].items():
             how = STEPS[step]
             times_s = times.each(part)  # [ranks, iterations]
@@ -328,11 +346,15 @@ def split(
             sustained_s = sustained(slowest, case)
             metrics[f"{step}_s"] = float(slowest.min())
             metrics[f"{step}_sustained_s"] = sustained_s
-            metrics[f"{step}_{how.unit}_per_s"] = amount / sustained_s
+            metrics[how.rate(step)] = amount / sustained_s
+            spreads.append(median(slowest).relative)
             samples[step] = [times_s[rank].tolist()]
-        key = case.key | {"rank": rank, "host": place["host"]}
-        check = verdict(fact.get("wrong") or odd.get(rank))
-        of_rank = Case(key, [rank], samples, case.rounds, case.stop, metrics, check)
+        known = [spread for spread in spreads if spread is not None]
+        metrics["spread"] = max(known) if len(known) == len(spreads) else None
+        key = case.key | {"rank": rank, "host": machine["host"]}
+        of_rank = Case(key, [rank], samples, case.rounds, case.stop, metrics)
+        of_rank.name, of_rank.table = f"rank {rank}", case.name
+        of_rank.check = verdict(fact.get("wrong") or odd.get(rank))
         report.add(of_rank)
     case.samples_s = {}
 
@@ -343,46 +365,32 @@ def sustained(times_s: Any, case: Case) -> float:
     Heat slows all blocks of a GPU down: the median counts. Neighbours slow only some of a CPU's:
     the fastest counts.
     """
-    ends = np.cumsum(case.rounds)
-    blocks = np.split(times_s, ends[:-1])
-    means = [block.mean() for block in blocks]
+    means = [block.mean() for block in in_rounds(times_s, case.rounds)]
     if case.key["device"] == "cuda":
         return float(np.median(means))
     return float(np.min(means))
 
 
-def judge(
-    cases: list[Case],
-    teams: dict[str, Teams],
-    kinds: list[str],
-    limits: dict[tuple[str, str], float],
-    sigmas: float,
-    margins: dict[str, float],
-) -> Findings:
+def judge(cases: list[Case], cluster: Cluster) -> Findings:
     """Who takes longer than the others of its kind, or has a rate below the limit of its unit.
 
     All ranks of a node or of a rail have the same numbers: those of its first rank count.
     """
-    findings = Findings()
+    findings: Findings = {}
     by_rank = {case.key["rank"]: case.metrics for case in cases}
-    node_of = dict[int, int]()
-    for number, ranks in enumerate(teams["node"]):
-        node_of |= dict.fromkeys(ranks, number)
-    node_of_rank = [node_of[rank] for rank in by_rank]
     for step, (level, unit, *_) in STEPS.items():
-        measured = dict[int, dict[str, Any]]()
-        kind_of = dict[int, str]()
-        for number, (first, *_) in enumerate(teams[level]):
+        measured: dict[int, dict[str, Any]] = {}
+        kind_of: dict[int, str] = {}
+        for number, (first, *_) in enumerate(cluster.teams[level]):
             if f"{step}_s" in by_rank[first]:
                 measured[number] = by_rank[first]
-                kind_of[number] = kinds[first]
-        least = limits.get((level, unit), 0)
-        findings |= below_limit(step, measured, least)
-        levels = {"node": node_of_rank} if level == "rank" else {}
-        margin = margins[level]
+                kind_of[number] = cluster.kinds[first]
+        findings |= below_limit(step, measured, cluster.limits.get((level, unit), 0))
+        levels = {"node": cluster.nodes} if level == "rank" else {}
+        sigmas, margin = cluster.sigmas, cluster.margins[level]
         for name in (step, f"{step}_sustained"):
             what = name.replace("_", " ")
-            for kind in dict.fromkeys(kinds):
+            for kind in dict.fromkeys(cluster.kinds):
                 costs = Costs()
                 for number, metrics in measured.items():
                     if kind_of[number] == kind:
@@ -393,9 +401,8 @@ def judge(
 
 def below_limit(step: str, measured: dict[int, dict[str, Any]], least: float) -> Findings:
     """Who has a rate under the user's limit. measured: metrics by the number of rank or node."""
-    level, unit, *_ = STEPS[step]
-    rate = f"{step}_{unit}_per_s"
-    findings = Findings()
+    level, rate = STEPS[step].level, STEPS[step].rate(step)
+    findings: Findings = {}
     what = rate.replace("_", " ")
     for number, metrics in measured.items():
         if metrics[rate] < least:
@@ -407,21 +414,14 @@ def below_limit(step: str, measured: dict[int, dict[str, Any]], least: float) ->
 # -- measure, and measure again --------------------------------------------------------------------
 
 
-class Cluster(NamedTuple):
-    """What is judged, and how."""
+class Part(NamedTuple):
+    """A case of a phase. key: what it has beside the phase's."""
 
-    cpu: bool
-    nodes: list[int]  # of each rank
-    teams: dict[str, Teams]  # the ranks of each rank, node and rail, and of the job
-    kinds: list[str]  # of each rank: ranks of a kind are compared
-    margins: dict[str, float]  # by level
-    limits: dict[tuple[str, str], float]  # by level and unit, of a rate
-    sigmas: float
-
-    @property
-    def members(self) -> Teams:
-        """The ranks of each node."""
-        return self.teams["node"]
+    name: str
+    key: Key
+    ranks: list[int]
+    build: Build
+    derive: Derive
 
 
 class Phase(NamedTuple):
@@ -429,7 +429,7 @@ class Phase(NamedTuple):
 
     name: str
     fraction: float
-    cases: Sequence[Callable[[Key], object]]
+    parts: Sequence[Part]
     judge: Callable[[list[Case]], Findings]
 
 
@@ -463,23 +463,18 @@ def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
     rows = [case for case in cases if "rank" in case.key]
     if not rows:
         return {}
-    shown = {head: text for head, text in COLUMNS.items() if text(rows[0]) != "-"}
-    probe = rows[0].key["probe"]
-    bench.print(f"\n{probe}\n\n{render(shown, rows)}\n")
-    for case in cases:  # one of them has the times of all ranks
-        if mark := launch_mark(case):
-            bench.print(f"# {probe}: {mark.strip()}")
-    limits, margins = cluster.limits, cluster.margins
-    return judge(rows, cluster.teams, cluster.kinds, limits, cluster.sigmas, margins)
+    # what no rank has is left out, but for how steady they are
+    shown = {head: text for head, text in COLUMNS.items() if head == "+-%" or text(rows[0]) != "-"}
+    bench.print(f"\n{render(shown, rows)}\n")
+    return judge(rows, cluster)
 
 
 def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findings:
     """Print how many rounds were measured, and judge their links."""
     if cases:
-        noun = "rounds" if len(cases) > 1 else "round"
         size = cases[0].key["size"]
-        bench.print(f"\nlinks: {len(cases)} {noun}, messages of {size:,} bytes")
-    judged = list[links.Link]()
+        bench.print(f"\n{count_of(len(cases), 'round')}, messages of {size:,} bytes")
+    judged: list[links.Link] = []
     for case in cases:
         for link in links.links_of(case):
             # inside a node of CPUs all share the cores: their data counts, not their times
@@ -497,34 +492,28 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
     if cluster.cpu:  # the ranks of a node share its cores
         turns = max(len(ranks) for ranks in cluster.members)
         size = 2**20
-    rounds = list[list[links.Pair]]()
+    rounds: list[list[links.Pair]] = []
     if cluster.cpu or job.backend != "gloo":  # gloo sends no CUDA tensors
         rounds = rounds_by_node(cluster.members)
     messages = links.Messages(size // 8, 8, 1)
 
-    def meet(number: int, pairs: list[links.Pair], key: Key) -> None:
-        key = key | {"round": number, "size": messages.size}
-        ranks, build, derive = links.round_of(pairs, teams["rank"], messages, job)
-        case = bench.measure(key, build, derive, ranks)
-        if case and case.failed:
-            bench.print(f"# round {number}: {case.check}")
-
+    everyone = list(range(job.world_size))
     rows = partial(split, bench.report, teams, cluster.kinds)
-
-    def alone(key: Key) -> None:
-        bench.measure(key, partial(build_alone, turns, job), rows)
-
-    def together(key: Key) -> None:
-        bench.measure(key, partial(build_together, size, teams, job), rows)
-
-    meetings = [partial(meet, number, pairs) for number, pairs in enumerate(rounds, 1)]
+    alone = Part("each rank alone", {}, everyone, partial(build_alone, turns, job), rows)
+    meetings = []
+    for number, pairs in enumerate(rounds, 1):
+        key = {"round": number, "size": messages.size}
+        meeting = links.round_of(pairs, teams["rank"], messages, job)
+        meetings.append(Part(f"links, round {number}", key, *meeting))
+    train = partial(build_together, size, teams, job)
+    together = Part("all ranks together", {}, everyone, train, rows)
     alone_fraction = ALONE_FRACTION * min(1, 2 / turns)
     of_ranks = partial(judge_ranks, bench, cluster)
     of_links = partial(judge_links, bench, cluster)
     return [
-        Phase("each rank alone", alone_fraction, [alone], of_ranks),
+        Phase(alone.name, alone_fraction, [alone], of_ranks),
         Phase("links", LINKS_FRACTION, meetings, of_links),
-        Phase("all ranks together", TOGETHER_FRACTION, [together], of_ranks),
+        Phase(together.name, TOGETHER_FRACTION, [together], of_ranks),
     ]
 
 
@@ -538,13 +527,29 @@ def seconds_left(budget: float) -> float:
 def rule_of(bench: Benchmark, phase: Phase) -> StopRule:
     """A case of the phase takes its fraction of the budget, no less; two samples warm it up."""
     seconds = min(bench.args.max_seconds, phase.fraction * bench.args.budget)
-    rule = replace(bench.rule, target_ci=NEVER, max_seconds=seconds, patience=1)
+    # no interval is so narrow that it ends a case
+    rule = replace(bench.rule, target_ci=0.0, max_seconds=seconds, patience=1)
     if rule.full_warmup:
         return rule
     return replace(rule, warmup_iters=2)
 
 
-def measure_first(bench: Benchmark, phase: Phase, key: Key) -> int:
+def key_of(bench: Benchmark, phase: Phase, attempt: int) -> Key:
+    """What all cases of a phase have in their keys. With the ranks it says who meets."""
+    nodes = bench.report.environment["num_nodes"]
+    return {"probe": phase.name, "attempt": attempt, "nodes": nodes}
+
+
+def measure_part(bench: Benchmark, phase: Phase, part: Part, attempt: int) -> None:
+    key = key_of(bench, phase, attempt) | part.key
+    name = part.name if attempt == 1 else f"{part.name}, again"
+    rule = rule_of(bench, phase)
+    case = bench.measure(key, name, part.build, part.derive, ranks=part.ranks, rule=rule)
+    if case and case.failed:
+        bench.print(f"# {name}: {case.check}")
+
+
+def measure_first(bench: Benchmark, phase: Phase) -> int:
     """Measure what fits of a phase. How many of its cases did.
 
     A case begins only if it is expected to end within half of what is left of the budget when the
@@ -554,17 +559,17 @@ def measure_first(bench: Benchmark, phase: Phase, key: Key) -> int:
     left = seconds_left(budget)
     reserve = left / 2
     expected = FIRST_CASE_FRACTION * budget
-    for number, measure in enumerate(phase.cases):
+    for number, part in enumerate(phase.parts):
         if left - expected < reserve:
-            cases = len(phase.cases)
-            rounds = f"{cases - number} of {cases} rounds of " if number else ""
+            parts = len(phase.parts)
+            rounds = f"{parts - number} of {parts} rounds of " if number else ""
             bench.print(f"# left out, for --budget {budget:g}: {rounds}{phase.name}")
             return number
-        measure(key)
+        measure_part(bench, phase, part, attempt=1)
         before = left
         left = seconds_left(budget)
         expected = before - left
-    return len(phase.cases)
+    return len(phase.parts)
 
 
 def measure_twice(bench: Benchmark, phase: Phase) -> tuple[Findings, Findings]:
@@ -573,25 +578,27 @@ def measure_twice(bench: Benchmark, phase: Phase) -> tuple[Findings, Findings]:
     The second one is only for a phase that has suspects, and its time is the reserve that the first
     one has left.
     """
-    bench.rule = rule_of(bench, phase)
-    nodes = 1 + max(node_of_each(bench.report.environment))  # with the ranks it says who meets
 
-    def suspects_of(key: Key) -> Findings:
-        """Rank 0's judgement of the cases with this key."""
+    def suspects_in(attempt: int) -> Findings:
+        """Rank 0's judgement of the cases of a measurement."""
+        key = key_of(bench, phase, attempt)
         measured = [case for case in bench.report.cases if key.items() <= case.key.items()]
         return share(phase.judge(measured))
 
-    key = {"probe": phase.name, "attempt": 1, "nodes": nodes}
-    measured = measure_first(bench, phase, key)
-    suspects = suspects_of(key)
+    bench.print(f"\n{phase.name}")
+    measured = measure_first(bench, phase)
+    suspects = suspects_in(attempt=1)
     if not suspects:
         return {}, {}
-    names = cli.cut(list(dict.fromkeys(who.name() for who, _ in suspects)))
+    names = cli.cut(unique(who.name() for who, _ in suspects))
     bench.print(f"# {phase.name} again, for {names}")
-    key = key | {"attempt": 2}
-    for measure in phase.cases[:measured]:
-        measure(key)
-    return both_times(suspects, suspects_of(key))
+    for part in phase.parts[:measured]:
+        measure_part(bench, phase, part, attempt=2)
+    return both_times(suspects, suspects_in(attempt=2))
+
+
+def unique(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(names))
 
 
 def both_times(first: Findings, second: Findings) -> tuple[Findings, Findings]:
@@ -609,91 +616,57 @@ def both_times(first: Findings, second: Findings) -> tuple[Findings, Findings]:
 # -- the last lines --------------------------------------------------------------------------------
 
 
-class Accused(NamedTuple):
+class Wrong(NamedTuple):
+    """Who has a wrong result, or lacks something, and why it counts."""
+
     name: str
     why: str
-    host: str | None  # None where it may be one of several
-
-
-class Verdict(NamedTuple):
-    status: int  # of the run
-    lines: list[str]  # the last one is the verdict itself
-    accused: list[Accused]  # who makes the nodes unfit
 
 
 def conclude(
     slow: Findings,
     once: Findings,
     others: Others | None,
-    wrong: list[Accused],
+    wrong: list[Wrong],
     fail_on: str,
     hosts: Hosts,
     ran: str,
-) -> Verdict:
-    """slow, once: who is slow both times, and in one of two measurements. others: what other
-    programs took, if it was much. ran: what was measured, and how long that took, in words."""
+) -> tuple[int, list[str]]:
+    """The status of the run and the last lines; the very last one is the verdict.
+
+    slow, once: who is slow both times, and in one of two measurements. others: what other programs
+    took, if it was much. ran: what was measured, and how long that took, in words.
+    """
     lines = sentences(slow | once, hosts) + [f"wrong {one.name}: {one.why}" for one in wrong]
-    accused, doubt = list(wrong), ""
+    accused, doubt = [one.name for one in wrong], ""
     if fail_on == "slow" and (slow or once):
         if others:
             doubt = f"other programs took {others.busy:.1f} of {others.cores} cores"
         elif not slow:
-            names = cli.cut(list(dict.fromkeys(who.name(hosts) for who, _ in once)))
+            names = cli.cut(unique(who.name(hosts) for who, _ in once))
             doubt = f"only one of two measurements found this slow: {names}"
         else:
-            for (who, what), how in slow.items():
-                accused.append(Accused(who.name(hosts), f"{what} {how}", only_host(who, hosts)))
+            accused += [who.name(hosts) for who, _ in slow]
     if accused:
-        return Verdict(1, [*lines, problem_of(accused)], accused)
+        return 1, [*lines, f"not fit: {cli.cut(unique(accused))}"]
     if doubt:
-        return Verdict(cli.NO_VERDICT, [*lines, f"cannot be told: {doubt}"], [])
-    return Verdict(0, [*lines, f"{'fit, though slow' if slow or once else 'fit'}: {ran}"], [])
+        return cli.NO_VERDICT, [*lines, f"cannot be told: {doubt}"]
+    return 0, [*lines, f"{'fit, though slow' if slow or once else 'fit'}: {ran}"]
 
 
-def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> list[Accused]:
+def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> list[Wrong]:
     """The nodes that lack something, and who has a wrong result or none."""
-    wrong: list[Accused] = []
-    for node, why in lacks.items():
-        wrong.append(Accused(Who("node", ((node,),)).name(hosts), why, hosts["node"][node]))
+    wrong = [Wrong(Who("node", ((node,),)).name(hosts), why) for node, why in lacks.items()]
     for case in cases:
         if not case.failed:
             continue
-        why, name, host = case.check.removeprefix("failed: "), case.key["probe"], None
+        why, name = case.check.removeprefix("failed: "), case.key["probe"]
         if "failed_rank" in case.metrics:  # it noticed the failure: another one may be its cause
             why += f" on {hosts['rank'][case.metrics['failed_rank']]}"
         if "rank" in case.key:
-            who = Who("rank", ((case.key["rank"],),))
-            name, host = who.name(hosts), only_host(who, hosts)
-        wrong.append(Accused(name, why, host))
+            name = Who("rank", ((case.key["rank"],),)).name(hosts)
+        wrong.append(Wrong(name, why))
     return list(dict.fromkeys(wrong))
-
-
-def problem_of(accused: list[Accused]) -> str:
-    return f"not fit: {cli.cut(list(dict.fromkeys(one.name for one in accused)))}"
-
-
-def only_host(who: Who, hosts: Hosts) -> str | None:
-    """The host of all that are meant, or None. A rail has no host of its own."""
-    places = hosts.get(who.level)
-    if places is None:
-        return None
-    meant = {places[member] for members in who.suspects for member in members}
-    return meant.pop() if len(meant) == 1 else None
-
-
-def drain_lines(accused: list[Accused]) -> list[str]:
-    """Slurm's command for each host that is accused. Slurm calls a node by its short name."""
-    reasons: dict[str, str] = {}
-    for one in accused:
-        if one.host:
-            # an error's text must not end the quotes, or the shell would run the rest
-            reason = re.sub(r"[^\w .,:;%()/+=-]", "", f"{one.name}: {one.why}")
-            reasons.setdefault(one.host.partition(".")[0], reason[:LONGEST_REASON])
-    lines: list[str] = []
-    for host, reason in reasons.items():
-        node = shlex.quote(host)
-        lines.append(f'scontrol update nodename={node} state=drain reason="node_check: {reason}"')
-    return lines
 
 
 def hosts_of(environment: dict[str, Any]) -> dict[str, list[str]]:
@@ -722,12 +695,16 @@ def main() -> int:
         # the verdict is about now: nobody knows who took the cores in the run that is resumed
         bench.done, bench.report.cases = [], []
         stay_near(bench.job.device)  # or healthy ranks' copies to the host differ by the socket
-        environment, slow, once = bench.report.environment, Findings(), Findings()
+        environment = bench.report.environment
+        slow: Findings = {}
+        once: Findings = {}
         phases = plan(bench, cluster_of(bench))
-        planned: list[Key] = []
+        planned: dict[str, list[Planned]] = {}
         for phase in phases:
-            planned += [{"probe": phase.name, "part": part + 1} for part in range(len(phase.cases))]
-        bench.announce(planned, lambda key: None, args.budget)
+            key = key_of(bench, phase, attempt=1)
+            parts = [(part.name, len(part.ranks), key | part.key) for part in phase.parts]
+            planned[phase.name] = parts
+        bench.announce(planned)
         for phase in phases:
             twice, one_time = measure_twice(bench, phase)
             slow, once = slow | twice, once | one_time
@@ -740,12 +717,10 @@ def main() -> int:
             ran = f"{nodes}, {ranks}, {seconds:.0f} s of {args.budget:g}"
             hosts = hosts_of(environment)
             wrong = wrong_results(lacking(environment, args.gpus), bench.report.cases, hosts)
-            status, lines, accused = conclude(slow, once, others, wrong, args.fail_on, hosts, ran)
+            status, lines = conclude(slow, once, others, wrong, args.fail_on, hosts, ran)
             if status:
                 bench.fail(lines[-1], status)
-            if accused and "SLURM_JOB_ID" in os.environ:
-                lines = [*drain_lines(accused), *lines]
-            bench.answer = lambda passed: lines
+            bench.conclude(lines)
     return bench.status
 
 

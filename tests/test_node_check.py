@@ -43,7 +43,8 @@ def test_fit(bench: Callable[..., Any]) -> None:
     a, b, c, d = (case.metrics["all_reduce_between_s"] for case in together)
     assert (a, b) == (c, d)
     assert {case.key["nodes"] for case in run.report.cases} == {2}
-    assert "\nlinks: 2 rounds, messages of 131,072 bytes\n" in run.out
+    assert "\nlinks\n\n2 rounds, messages of 131,072 bytes\n" in run.out
+    assert run.out.count("+-%") == 2  # alone and together
     first = [case for case in run.report.cases if case.key["attempt"] == 1]
     links = [link for case in first for link in case.metrics.get("links", [])]
     assert [link[:2] for link in links] == [[0, 1], [2, 3], [0, 2], [1, 3]]
@@ -150,4 +151,4 @@ def test_a_rank_that_hangs_is_named(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SURE, "--timeout", "6", inject="stuck-product")
     assert run.status != 0
     assert "HANG: no progress for 6 s\nrank 1 on " in run.err
-    assert "case 'each rank alone " in run.err
+    assert "case 'each rank alone'" in run.err

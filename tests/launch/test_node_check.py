@@ -68,4 +68,3 @@ def test_the_slow_node_is_named(lab: Lab, tmp_path: Path, fault: Callable[[Lab],
     text = output.read_text()
     named = re.findall(r"# not fit: (.*)", text)
     assert named == ["node 1 on node2"], text
-    assert '# scontrol update nodename=node2 state=drain reason="node_check: node 1 on' in text

@@ -15,7 +15,6 @@ from benchmarks.node_check import (
     conclude,
     hosts_of,
     judge,
-    judge_ranks,
     odd_results,
     rounds_by_node,
     stay_near,
@@ -41,6 +40,13 @@ TEAMS = {"rank": [[0], [1], [2]], "node": [[0, 1], [2]], "rail": [[0, 2]], "job"
 MARGINS = {"rank": 0.1, "node": 1.0, "rail": 1.0, "job": 1.0}
 
 
+def cluster(teams: dict[str, Any], kinds: list[str]) -> node_check.Cluster:
+    """Nodes of CPUs, without limits."""
+    node_of = {rank: node for node, ranks in enumerate(teams["node"]) for rank in ranks}
+    nodes = [node_of[rank] for rank in range(len(kinds))]
+    return node_check.Cluster(True, nodes, teams, kinds, MARGINS, {}, 5)
+
+
 def ranks_with(step: str, *seconds: float) -> list[Case]:
     """A case for each rank; 10 bytes in so many seconds."""
     names = (f"{step}_s", f"{step}_sustained_s", f"{step}_bytes_per_s")
@@ -53,11 +59,14 @@ def test_kinds_and_limits() -> None:
     cases = ranks_with("copy", 1, 1, 1, 2, 2, 5)
     teams = TEAMS | {"rank": [[rank] for rank in range(6)], "node": [list(range(6))]}
     kinds = ["new", "new", "new", "old", "old", "old"]
-    found = judge(cases, teams, kinds, {}, 5, MARGINS)
+    found = judge(cases, cluster(teams, kinds))
     assert names(found) == ["rank 5", "rank 5"]
     assert [what for _, what in found] == ["copy", "copy sustained"]
     assert sentences(found)[0].startswith("slow rank 5: copy 2.50x the median's time")
-    found = judge(cases, teams, kinds, {("rank", "bytes"): 4.0}, 5, MARGINS | {"rank": 9.0})
+    limited = cluster(teams, kinds)._replace(
+        limits={("rank", "bytes"): 4.0}, margins=MARGINS | {"rank": 9.0}
+    )
+    found = judge(cases, limited)
     assert sentences(found) == ["slow rank 5: copy bytes per s 2, under 4"]
 
 
@@ -65,25 +74,9 @@ def test_nodes_are_compared_by_their_all_reduce() -> None:
     """Three nodes of two ranks; the third takes three times as long, its ranks are not named."""
     cases = ranks_with("all_reduce_inside", 1, 1, 1.1, 1.1, 3.3, 3.3)
     teams = TEAMS | {"node": [[0, 1], [2, 3], [4, 5]]}
-    found = judge(cases, teams, ["k"] * 6, {}, 5, MARGINS)
+    found = judge(cases, cluster(teams, ["k"] * 6))
     assert [*dict.fromkeys(names(found))] == ["node 2"]
     assert sentences(found)[0].startswith("slow node 2: all reduce inside 3.00x the median's time")
-
-
-def test_a_launch_bound_training_step_is_said() -> None:
-    said: list[str] = []
-    bench: Any = Mock(print=said.append)
-    cluster: Any = Mock(teams=TEAMS, kinds=["k"] * 3, limits={}, sigmas=5, margins=MARGINS)
-    rows = ranks_with("copy", 1, 1, 1)
-    for row in rows:
-        row.key["probe"] = "all ranks together"
-        row.key["host"] = "a"
-    of_all = Case({"probe": "all ranks together"}, [0, 1, 2])
-    of_all.metrics["launch_share"] = {"step": 0.95, "all_reduce_inside": 0.1}
-    judge_ranks(bench, cluster, [*rows, of_all])
-    assert said[1:] == ["# all ranks together: launch-bound 95%"]
-    judge_ranks(bench, cluster, rows)
-    assert len(said) == 3
 
 
 def test_each_rank_becomes_a_case() -> None:
@@ -91,7 +84,7 @@ def test_each_rank_becomes_a_case() -> None:
     place = {"host": "a", "pci": "", "network": "lo"}
     report = Report("node_check", {"ranks": [place, place | {"host": "b"}]})
     rows = {"copy, turn 0": [[2, 2, 2, 2], [0, 0, 0, 0]], "copy, turn 1": [[0] * 4, [5, 1, 2, 2]]}
-    case = Case({"device": "cpu"}, [0, 1], rows, [2, 2])  # type: ignore[arg-type]
+    case = Case({"device": "cpu"}, [0, 1], rows, [2, 2], name="each rank alone")  # type: ignore[arg-type]
     facts = [{"did": {"copy": (f"copy, turn {r}", 10.0)}, "bits": "x"} for r in (0, 1)]
     times = Times(rows, [2, 2])
     node_check.split(report, {"rank": [[0], [1]]}, ["k", "k"], case, times, facts)
@@ -101,6 +94,8 @@ def test_each_rank_becomes_a_case() -> None:
     assert second.metrics["copy_s"] == 1
     assert second.metrics["copy_sustained_s"] == 2
     assert second.metrics["copy_bytes_per_s"] == 5
+    assert second.metrics["spread"] is None  # four samples have no interval
+    assert (second.name, second.table) == ("rank 1", "each rank alone")
     assert (first.check, second.check) == ("passed", "passed")
     assert case.samples_s == {}
 
@@ -137,15 +132,15 @@ def test_the_last_lines() -> None:
     bad = Case({"probe": "each rank alone", "rank": 2}, [2], check="failed: why")
     hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": host} for host in "aab"]})
     wrong = wrong_results({1: "lacks"}, [bad, bad], hosts)
-    status, lines, accused = conclude(found, {}, None, wrong, "slow", hosts, RAN)
+    status, lines = conclude(found, {}, None, wrong, "slow", hosts, RAN)
     problem = "not fit: node 1 on b, rank 2 on b, rank 1 on a"
-    assert (status, node_check.problem_of(accused)) == (1, problem)
+    assert status == 1
     assert lines[-3:] == ["wrong node 1 on b: lacks", "wrong rank 2 on b: why", problem]
     assert lines[0].startswith("slow rank 1 on a: copy 2.00x")
     slow = [*sentences(found, hosts), f"fit, though slow: {RAN}"]
-    assert conclude(found, {}, None, [], "wrong", hosts, RAN) == (0, slow, [])
-    assert conclude({}, found, Others(1.6, 2), [], "wrong", hosts, RAN) == (0, slow, [])
-    assert conclude({}, {}, None, [], "slow", hosts, RAN) == (0, [f"fit: {RAN}"], [])
+    assert conclude(found, {}, None, [], "wrong", hosts, RAN) == (0, slow)
+    assert conclude({}, found, Others(1.6, 2), [], "wrong", hosts, RAN) == (0, slow)
+    assert conclude({}, {}, None, [], "slow", hosts, RAN) == (0, [f"fit: {RAN}"])
     assert Who("link", ((2, 0),)).name(hosts) == "link 2 on b -> 0 on a"
     assert Who("rail", ((1,),)).name(hosts) == "rail 1"
     assert Who("rank", ((1,), (2,))).name(hosts) == "rank 1 on a or rank 2 on b"
@@ -159,12 +154,12 @@ def test_what_is_only_slow_cannot_always_be_told() -> None:
     others = Others(1.6, 2)
     disturbed = "cannot be told: other programs took 1.6 of 2 cores"
     for slow, once in ((found, {}), ({}, found), (found, other)):
-        verdict = conclude(slow, once, others, [], "slow", hosts, RAN)
-        assert (verdict.status, verdict.lines[-1], verdict.accused) == (4, disturbed, [])
-    assert conclude({}, {}, others, [], "slow", hosts, RAN).status == 0  # nobody is slow
+        status, lines = conclude(slow, once, others, [], "slow", hosts, RAN)
+        assert (status, lines[-1]) == (4, disturbed)
+    assert conclude({}, {}, others, [], "slow", hosts, RAN)[0] == 0  # nobody is slow
     wrong = wrong_results({0: "lacks"}, [], hosts)
-    verdict = conclude(found, {}, others, wrong, "slow", hosts, RAN)
-    assert (verdict.status, verdict.lines[-1]) == (1, "not fit: node 0 on a")
+    status, lines = conclude(found, {}, others, wrong, "slow", hosts, RAN)
+    assert (status, lines[-1]) == (1, "not fit: node 0 on a")
 
     assert both_times(found, found) == (found, {})
     assert both_times(found | other, found)[0] == found
@@ -172,7 +167,7 @@ def test_what_is_only_slow_cannot_always_be_told() -> None:
         twice, once = both_times(first, second)
         assert twice == {}
         assert names(once) == names(first | second)
-        status, lines, _ = conclude(twice, once, None, [], "slow", hosts, RAN)
+        status, lines = conclude(twice, once, None, [], "slow", hosts, RAN)
         assert status == 4
         assert lines[0].endswith(", in one of two measurements")
         assert lines[-1].startswith("cannot be told: only one of two measurements found this slow:")
@@ -188,21 +183,22 @@ def test_who_is_slow_in_one_of_two_measurements_is_no_suspect(
     where nobody is slow."""
     slow: dict[int, tuple[int, ...]] = {1: (1, 2), 2: (1, 3)}  # by attempt
     cases: list[Case] = []
-    report = Mock(cases=cases, environment={"ranks": [{"host": "a"}]})
+    report = Mock(cases=cases, environment={"num_nodes": 1})
     bench: Any = Mock(report=report, args=Mock(budget=100.0))
 
     def suspects(measured: list[Case]) -> node_check.Findings:
         ranks = slow.get(measured[-1].key["attempt"], ())
         return {(Who("rank", ((rank,),)), "copy"): "2x" for rank in ranks}
 
-    def measure(key: dict[str, Any]) -> None:
+    def measure(key: node_check.Key, *given: Any, **more: Any) -> None:
         cases.append(Case(key, [0]))
 
+    bench.measure = measure
     monkeypatch.setattr(node_check, "share", lambda value: value)
     monkeypatch.setattr(node_check, "rule_of", lambda *given: None)
     monkeypatch.setattr(node_check, "seconds_left", lambda budget: budget)
-    monkeypatch.setattr(node_check, "node_of_each", lambda environment: [0])
-    phase = node_check.Phase("each rank alone", 0.1, [measure], suspects)
+    part = node_check.Part("each rank alone", {}, [0], Mock(), Mock())
+    phase = node_check.Phase("each rank alone", 0.1, [part], suspects)
     twice, once = node_check.measure_twice(bench, phase)
     assert names(twice) == ["rank 1"]
     assert sorted(names(once)) == ["rank 2", "rank 3"]
@@ -210,28 +206,6 @@ def test_who_is_slow_in_one_of_two_measurements_is_no_suspect(
     slow.clear()
     assert node_check.measure_twice(bench, phase) == ({}, {})
     assert [case.key["attempt"] for case in cases] == [1, 2, 1]
-
-
-def test_slurm_is_told_which_nodes_to_drain() -> None:
-    """A line for each host that is accused. Two suspects on two hosts, and a rail, name nobody."""
-    hosts = hosts_of({"hosts": ["a.org", "b"], "ranks": [{"host": h} for h in ("a.org", "b", "b")]})
-    found: Any = {
-        (Who("rank", ((1,),)), "copy"): "2.00x the median's time",
-        (Who("rank", ((2,),)), "launch"): "3.00x the median's time",
-        (Who("rank", ((0,), (1,))), "copy"): "2.00x the other's",
-        (Who("rail", ((0,),)), "all reduce between"): "2.00x",
-    }
-    harmful = Case({"probe": "p", "rank": 0}, [0], check='failed: "; rm $(x)`y`\\ \n why!')
-    links = Case({"probe": "links"}, [0, 1], metrics={"failed_rank": 1}, check="failed: reset")
-    wrong = wrong_results({}, [harmful, links], hosts)
-    _, _, accused = conclude(found, {}, None, wrong, "slow", hosts, RAN)
-    assert node_check.drain_lines(accused) == [
-        'scontrol update nodename=a state=drain reason="node_check: rank 0 on a.org: '
-        '; rm (x)y  why"',
-        'scontrol update nodename=b state=drain reason="node_check: rank 1 on b: '
-        'copy 2.00x the medians time"',
-    ]
-    assert node_check.drain_lines([]) == []
 
 
 @pytest.mark.parametrize(
@@ -243,9 +217,8 @@ def test_the_host_of_a_failed_rank_is_named(metrics: dict[str, int], where: str)
     why = "RuntimeError: a tensor of rank 1"
     failed = Case({"probe": "links"}, [0, 1], metrics=metrics, check=f"failed: {why}")
     wrong = wrong_results({}, [failed], hosts)
-    _, lines, accused = conclude({}, {}, None, wrong, "slow", hosts, RAN)
+    _, lines = conclude({}, {}, None, wrong, "slow", hosts, RAN)
     assert lines == [f"wrong links: {why}{where}", "not fit: links"]
-    assert node_check.problem_of(accused) == "not fit: links"
 
 
 @pytest.mark.parametrize("members", [[[0, 1, 2, 3]], [[0], [1], [2]], [[0, 1], [2, 3], [4, 5]]])
@@ -270,10 +243,8 @@ def test_a_long_list_of_the_unfit_is_cut() -> None:
     hosts = {"node": [f"n{node}" for node in range(20)], "rank": [], "link": []}
     lacks = dict.fromkeys(range(20), "lacks a GPU")
     wrong = wrong_results(lacks, [], hosts)
-    _, lines, accused = conclude({}, {}, None, wrong, "slow", hosts, RAN)
-    problem = node_check.problem_of(accused)
-    assert problem is not None
-    assert problem.endswith("node 7 on n7 and 12 more")
+    _, lines = conclude({}, {}, None, wrong, "slow", hosts, RAN)
+    assert lines[-1].endswith("node 7 on n7 and 12 more")
     assert len(lines) == 21  # a line for each stays
 
 
