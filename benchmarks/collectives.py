@@ -181,10 +181,10 @@ def build(job: Job, args: argparse.Namespace, key: Key, group: Group) -> Workloa
     sent, received = (parts * part for parts in operation.parts(n))
     dtype, cold = getattr(torch, key["dtype"]), key["caches"] == "cold"
     buffers = make_buffers(sent, received, rank, dtype, job.device, cold)
-    steps = dict[str, Step]()
+    steps: dict[str, Step] = {}
     for variant in operation.variants:  # in this order on all ranks: a graph is run when it is made
         steps[variant] = step_of(key, member, buffers[variant], key["calls"])
-    profiled = dict[str, Step]()
+    profiled: dict[str, Step] = {}
     if key["cudagraph"]:  # most calls do nothing: a trace has whole graphs
         for variant, call in steps.items():
             profiled[f"{variant}, a graph"] = partial(repeat, call, key["calls"])
@@ -422,7 +422,8 @@ def sizes_of(args: argparse.Namespace) -> list[int]:
 def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
     """Sizes from `low` to `high`, MAX_SIZES and one at most. Each is `step` bytes more than the
     last, or `factor` times it."""
-    sizes, size = list[int](), max(1, low)
+    sizes: list[int] = []
+    size = max(1, low)
     while size <= high and len(sizes) <= MAX_SIZES:
         sizes.append(size)
         if step:
@@ -479,7 +480,7 @@ def sizes_and_calls(sizes: list[int], unit: int, most_calls: int, device: str) -
     what becomes the same by that is measured once.
     """
     counts = dict.fromkeys(max(1, size // unit) for size in sizes)
-    rows = list[Key]()
+    rows: list[Key] = []
     for count in counts:
         size = count * unit
         calls = max(1, min(most_calls, SAMPLE_BYTES[device] // size))
@@ -520,6 +521,7 @@ def main() -> int:
         reasons = {title: why_not_measured(cases[0][2], job) for title, cases in tables.items()}
         bench.announce({title: cases for title, cases in tables.items() if not reasons[title]})
         members = sorted(itertools.chain(*groups))
+        make, fill_in = partial(build, job, args), partial(derive, args, groups)
         measured: dict[str, list[Case]] = {}
         for title, cases in tables.items():
             with bench.begin_table(title, {}, answer, ScanTable({})) as table:
@@ -528,11 +530,7 @@ def main() -> int:
                     bench.print(f"# n/a: {reasons[title]}")
                     continue
                 for name, _, key in cases:
-                    build_case, derive_case = (
-                        partial(build, job, args),
-                        partial(derive, args, groups),
-                    )
-                    bench.measure(key, name, build_case, derive_case, ranks=members, teams=groups)
+                    bench.measure(key, name, make, fill_in, ranks=members, teams=groups)
         footer(measured, args.min_busbw, bench)
     return bench.status
 
