@@ -56,7 +56,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis.commands import Command, ending_all, open_plan, run_round
 from analysis.compare import add_verdict_flags, as_json, conclude, keep, results_of, show_ends
 from analysis.load import Run, load
-from analysis.show import put, show_table
+from analysis.show import one_line, put, show_table
 from analysis.verdicts import Comparison, Design, Result, compare
 from common.cli import Parser, number, positive_int, wrong
 
@@ -187,10 +187,11 @@ def measure(args: argparse.Namespace) -> int:
 
     @functools.cache
     def compared(base: str, test: str, rounds: int) -> Comparison:
-        sides = runs_of([commands[base], commands[test]], rounds, args.ignore_key)
-        base_runs, test_runs = sides
-        keep([*base_runs, *test_runs], args.k)
-        return compare(base_runs, test_runs, design)
+        with one_line([str(args.out)]):
+            sides = runs_of([commands[base], commands[test]], rounds, args.ignore_key)
+            base_runs, test_runs = sides
+            keep([*base_runs, *test_runs], args.k)
+            return compare(base_runs, test_runs, design)
 
     settings = {"interleave": args.interleave, "looks after runs": looks}
     with open_plan(args.out, list(commands.values()), settings, args.anew):

@@ -2,7 +2,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "matplotlib>=3.8"
+#     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9"
 # ]
 # ///
 """Is TEST slower than BASE, faster, the same, or can these reports not tell?
@@ -22,7 +22,7 @@ of a folder is compared with those before it.
 
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower --format markdown
-    python analysis/compare.py --history reports/ --plot history.svg
+    python analysis/compare.py --history reports/
 
 Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 what it names has happened; 4 no verdict: a
 case is undecided, missing or cannot be compared. docs/compare.md derives the numbers. BSD-3-Clause.
@@ -42,7 +42,7 @@ from statistics import fmean
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import Run, by_benchmark, find, load, rows_of
-from analysis.show import check_output, clean, list_once, markdown, put, show_table, show_time
+from analysis.show import clean, list_once, markdown, one_line, put, show_table, show_time
 from analysis.verdicts import (
     MAX_RUNS,
     Comparison,
@@ -269,7 +269,7 @@ def keep(runs: Sequence[Run], text: str | None) -> None:
     names = dict.fromkeys(row.name for row in rows_of(runs))
     for run in runs:
         for form, row in list(run.rows.items()):
-            words = [row.name, *map(str, row.key.values())]
+            words = [row.name, row.table, *map(str, row.key.values())]
             if text.lower() not in " ".join(words).lower():
                 del run.rows[form]
     if not rows_of(runs):
@@ -292,8 +292,6 @@ def two_sides(args: argparse.Namespace) -> Comparison:
 
 def over_time(args: argparse.Namespace) -> list[Comparison]:
     """The newest run of each benchmark against those before it."""
-    if args.plot is not None:
-        check_output(args.plot, (".svg", ".png", ".pdf"), find([args.history]))
     runs = load([args.history], args.measure, args.ignore_key)
     keep(runs, args.k)
     histories = []
@@ -305,10 +303,6 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
     comparisons = []
     for *earlier, newest in histories:
         comparisons.append(compare(earlier[-args.last :], [newest], Design(args.margin)))
-    if args.plot is not None:
-        from analysis.figures import plot_history  # matplotlib takes a second to import
-
-        plot_history(histories, args.plot)
     return comparisons
 
 
@@ -322,8 +316,6 @@ def main() -> int:
     add("--history", metavar="DIR", help=history)
     last = "compare its newest run with the N before (default: 10)"
     add("--last", type=positive_int, default=10, metavar="N", help=last)
-    plot = "with --history: draw each case over time, .svg, .png or .pdf"
-    add("--plot", metavar="PATH", help=plot)
     add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
     add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
     measure = "another step of the cases, or a time or rate of theirs"
@@ -333,11 +325,9 @@ def main() -> int:
     args = parser.parse_args()
     check_sides(args)
     gc.disable()  # a report is millions of numbers without a cycle among them
-    try:
+    with one_line([args.history] if args.history else [*args.base, *args.test]):
         comparisons = over_time(args) if args.history else [two_sides(args)]
-    except (ValueError, OSError) as error:
-        refuse(clean(error, 1000))
-    return conclude(comparisons, args.format, args.fail_on)
+        return conclude(comparisons, args.format, args.fail_on)
 
 
 def check_sides(args: argparse.Namespace) -> None:
@@ -352,8 +342,6 @@ def check_sides(args: argparse.Namespace) -> None:
         return
     if not args.base or not args.test:
         refuse(neither)
-    if args.plot is not None:
-        refuse("--plot draws runs over time: it needs --history, e.g. --history reports/")
 
 
 if __name__ == "__main__":

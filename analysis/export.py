@@ -11,7 +11,7 @@
     pytorch  the report of PyTorch's benchmarks/distributed/ddp: for its diff.py
 
     python analysis/export.py report.jsonl --to csv > report.csv
-    python analysis/export.py report.jsonl --to gha --metric step_time_p50_s > output.json
+    python analysis/export.py report.jsonl --to gha --metric step_s > output.json
 
 gha holds one value of each case, that of the newest run. BSD-3-Clause.
 """
@@ -26,13 +26,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.load import load, numbers, open_report
-from analysis.show import canonical, clean, put, unit_of
+from analysis.show import canonical, one_line, put, unit_of
 from common import report
-from common.cli import Parser, list_of, refuse
+from common.cli import Parser, list_of
 
 Row = dict[str, Any]
 Rows = list[Row]
-PYTORCH_NEEDS = ("model", "dtype", "world_size", "batch_size", "backend", "bucket_size_mb")
+PYTORCH_NEEDS = ("model", "dtype", "ranks", "ddp", "batch_size", "backend", "bucket_size_mb")
 
 
 def to_csv(rows: Rows) -> str:
@@ -40,7 +40,7 @@ def to_csv(rows: Rows) -> str:
 
     table = pd.json_normalize(rows)  # the key as columns key.*
     table = table.map(harmless).astype({"n": "Int64"})
-    last = ["metric", "value", "ci_low", "ci_high", "n"]
+    last = ["metric", "value", "low", "high", "n"]
     first = table.columns.difference(last, sort=False)
     table = table[[*first, *last]]
     return table.to_csv(index=False)
@@ -63,8 +63,8 @@ def to_gha(rows: Rows) -> str:
     for names, row in newest.items():
         unit = unit_of(row["metric"]).name or "1"
         entry = {"name": "/".join(names), "unit": unit, "value": row["value"]}
-        if row["ci_low"] is not None:
-            half = (row["ci_high"] - row["ci_low"]) / 2
+        if row["low"] is not None:
+            half = (row["high"] - row["low"]) / 2
             entry["range"] = f"± {half:.3g}"
         if row["n"] is not None:
             entry["extra"] = f"{row['n']} iterations"
@@ -83,7 +83,7 @@ def to_pytorch(paths: list[str]) -> str:
     with open_report(paths[0]) as file:
         run = report.load(paths[0], lines=file)
     cases = [case for case in run.cases if fits_pytorch(case)]
-    wrapped = [case for case in cases if case.key["world_size"]]
+    wrapped = [case for case in cases if case.key["ddp"]]
     if len(paths) != 1 or run.benchmark != "ddp_sweep" or not wrapped:
         raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
     first = wrapped[0]
@@ -101,13 +101,13 @@ def settings_of(cases: list[report.Case]) -> list[list[report.Case]]:
     """For each bucket size and hook the case without DDP, if there is one, and those with it."""
     without_ddp = {}
     for case in cases:
-        if not case.key["world_size"]:
+        if not case.key["ddp"]:
             without_ddp[model_of(case)] = case
     groups: dict[str, list[report.Case]] = {}
     for case in cases:
-        if not case.key["world_size"]:
+        if not case.key["ddp"]:
             continue
-        setting = case.key | {"label": "", "world_size": 0}
+        setting = case.key | {"ranks": 0}
         group = groups.setdefault(canonical(setting), [])
         model = model_of(case)
         if not group and model in without_ddp:
@@ -143,14 +143,12 @@ def main() -> int:
     metric = "export only these metrics; a list (default: all)"
     add("--metric", type=list_of(str), metavar="NAME", help=metric)
     args = parser.parse_args()
-    try:
+    with one_line(args.reports):
         if args.to == "pytorch":
             text = to_pytorch(args.reports)
         else:
             rows = chosen(numbers(load(args.reports)), args.metric)
             text = FORMATS[args.to](rows)
-    except (ValueError, OSError) as error:
-        refuse(clean(error, 1000))
     put(text.rstrip("\n"))
     return 0
 

@@ -17,8 +17,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from analysis.load import Run, frame, links_of, numbers
-from analysis.show import UNITS, case_names, clean, show_time, time_unit, unit_of
+from analysis.load import Run, links_of, numbers
+from analysis.show import clean, scaled_unit, show_number, show_time, show_value, unit_of
 from common.cli import show_size
 from common.report import Report
 
@@ -54,20 +54,23 @@ def svg(figure: Figure) -> str:
 def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
     """Values over x, a curve for whatever tells cases apart; None where no case has an x above 0.
 
-    The case without DDP has a world size of 0: a dashed line shows what it would scale to.
+    A case without DDP is no point: a dashed line shows what it would scale to.
     """
     rows = rows.assign(x=pd.to_numeric(rows["key"].str.get(x), "coerce"))
-    at_zero = rows[rows["x"] == 0]
-    rows = rows[rows["x"] > 0].sort_values("x", kind="stable")
+    is_alone = rows["key"].str.get("ddp").eq(False)
+    alone = rows[is_alone]
+    rows = rows[~is_alone & (rows["x"] > 0)].sort_values("x", kind="stable")
     if rows.empty:
         return None
     figure = Figure(figsize=(5.6, 3.4), label=name)
     ax = figure.add_subplot(xlabel=x.replace("_", " "), ylabel=title)
     rows["curve"] = names_of_curves(rows, x)
     for label, part in rows.groupby("curve", sort=False):
-        ax.plot(part["x"], part["value"], "o-", ms=4, label=label)
-    if x == "world_size" and len(at_zero):
-        one_rank, ends = at_zero.iloc[0], np.array([1, rows["x"].max()])
+        reach = [part["value"] - part["low"], part["high"] - part["value"]]  # NaN draws nothing
+        ax.errorbar(part["x"], part["value"], yerr=reach, fmt="o-", ms=4, capsize=2, label=label)
+    ax.set_ylim(bottom=0)
+    if x == "ranks" and len(alone):
+        one_rank, ends = alone.iloc[0], np.array([1, rows["x"].max()])
         ideal = f"{one_rank['case']} times ranks"
         ax.plot(ends, ends * one_rank["value"], "k--", lw=1, label=ideal)
     if x.endswith("_bytes"):
@@ -75,7 +78,9 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
         ax.xaxis.set_major_formatter(lambda value, _: show_size(value))
         ax.xaxis.set_minor_locator(NullLocator())
     in_seconds = unit_of(rows["metric"].iloc[0]).name == "s"
-    ax.yaxis.set_major_formatter(lambda value, _: show_time(value) if in_seconds else f"{value:g}")
+    ax.yaxis.set_major_formatter(
+        lambda value, _: show_time(value) if in_seconds else show_number(value)
+    )
     ticks = sorted(set(rows["x"]))
     ax.set_xticks(ticks[:: 1 + len(ticks) // 8])
     _, labels = ax.get_legend_handles_labels()
@@ -86,11 +91,12 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
 
 def names_of_curves(rows: pd.DataFrame, x: str) -> list[str]:
     """For each row what tells its curve apart; nothing where all rows are one curve."""
-    follow = (x, "label", "count", "calls")  # the last two follow from the size
-    keys = []
-    for key in rows["key"]:
-        keys.append({name: value for name, value in key.items() if name not in follow})
-    columns = (rows["series"], case_names(keys), rows["run"])
+    follow = (x, "count", "calls")  # the last two follow from the size
+    columns = [list(rows["series"])]
+    for name in dict.fromkeys(name for key in rows["key"] for name in key):
+        if name not in follow:
+            columns.append([clean(show_value(name, key.get(name)), 60) for key in rows["key"]])
+    columns.append(list(rows["run"]))
     differing = [column for column in columns if len(set(column)) > 1]
     if not differing:
         return [""] * len(rows)
@@ -103,13 +109,13 @@ def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Fi
     if rows["run"].nunique() > 1:
         labels = labels + ", " + rows["run"]
     rows = rows.assign(bar=labels)
-    unit = time_unit(rows["value"].max())
-    columns = ["value", "ci_low", "ci_high"]
+    unit, factor = scaled_unit("s", [rows["value"].max()])
+    columns = ["value", "low", "high"]
     table = rows.pivot_table(columns, "bar", "series", sort=False, dropna=False)[:MAX_BARS]
-    table /= UNITS[unit]
+    table *= factor
     values = table["value"].clip(lower=0)
-    below = (values - table["ci_low"]).clip(lower=0)
-    above = (table["ci_high"] - values).clip(lower=0)
+    below = (values - table["low"]).clip(lower=0)
+    above = (table["high"] - values).clip(lower=0)
     has_intervals = bool(above.notna().any(axis=None))
     figure = Figure((5.6, 1.2 + 0.3 * len(table)), label=name)
     ax = figure.add_subplot()
@@ -117,6 +123,7 @@ def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Fi
     values.plot.barh(ax=ax, stacked=stacked, xerr=errors, width=0.7, ylabel="")
     if stacked:
         draw_intervals(ax, values, below, above)
+    ax.set_xlim(left=0)
     ax.set_xlabel(f"{unit}; the thin lines are 95 % intervals" if has_intervals else unit)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
@@ -145,8 +152,9 @@ def heat(report: Report, label: str = "") -> Figure | None:
     rows = []
     for case in report.cases:
         for link in links_of(case.metrics):
-            rows.append((link.a, link.b, link.latency_us, link.there, link.both))
-            rows.append((link.b, link.a, link.latency_us, link.back, link.both))
+            latency_us, both = link.latency_us.value, link.both.value
+            rows.append((link.a, link.b, latency_us, link.there.value, both))
+            rows.append((link.b, link.a, latency_us, link.back.value, both))
     if not rows:
         return None
     names = ("latency (us)", "bandwidth (GB/s)", "both ways (GB/s)")
@@ -169,12 +177,12 @@ BUSBW = ("busbw (GB/s)", PLACES, over_size)
 Plot = tuple[str, list[str], Callable[..., Figure | None]]  # title, metrics, how they are drawn
 FIGURES: dict[str, list[Plot]] = {  # by benchmark
     "ddp_sweep": [
-        ("samples/s", ["samples_per_s"], partial(curves, x="world_size")),
-        ("Where a step's time goes", ["local_compute_p50_s", "exposed_communication_s"], stacked),
+        ("samples/s", ["samples_per_s"], partial(curves, x="ranks")),
+        ("Where a step's time goes", ["local_compute_s", "exposed_s"], stacked),
     ],
     "collectives": [BUSBW],
     "nccl-tests": [BUSBW],
-    "rpc_latency": [("round trip", ["round_trip_p50_s"], over_size)],
+    "rpc_latency": [("round trip", ["round_trip_s"], over_size)],
     "parallel_sweep": [("Where a step's time goes", ["compute_s", *AXES], stacked)],
     "checkpoint_sweep": [
         ("A save", ["blocked_s", "stall_s", "upload_s"], bars),
@@ -192,12 +200,13 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     rows = pd.DataFrame(numbers(runs))
     if rows.empty:
         return []
-    rows = rows.astype({"ci_low": float, "ci_high": float})
+    rows = rows.astype({"low": float, "high": float})
     rows["series"] = [name_of_series(metric) for metric in rows["metric"]]
     rows["panel"] = [name_of_panel(key) for key in rows["key"]]
     figures = draw_plots(rows, FIGURES.get(runs[0].benchmark, []))
     if not figures:
-        times = rows["metric"][rows["metric"].str.endswith(("_p50_s", "time_s"))]
+        is_time = [unit_of(metric).name == "s" for metric in rows["metric"]]
+        times = rows["metric"][is_time]
         most_frequent = times.value_counts(sort=False).nlargest(1)  # what most cases have
         figures = draw_plots(rows, [("Time", list(most_frequent.index), bars)])
     return figures[:MAX_FIGURES]
@@ -216,24 +225,8 @@ def draw_plots(rows: pd.DataFrame, plots: Sequence[Plot]) -> list[Figure]:
 
 
 def name_of_series(metric: str) -> str:
-    stem = metric.removesuffix(unit_of(metric).ending)
-    return stem.removesuffix("_p50").replace("_", " ")
+    return metric.removesuffix(unit_of(metric).ending).replace("_", " ")
 
 
 def name_of_panel(key: dict[str, Any]) -> str:
     return " ".join(clean(key[name], 40) for name in PANELS if name in key)
-
-
-def plot_history(groups: Sequence[Sequence[Run]], path: str) -> None:
-    """Draw each case over time, relative to its first run; each benchmark has its own axes."""
-    figure = Figure(figsize=(9, 3.6 * len(groups)), layout="constrained")
-    every_axes = np.ravel(figure.subplots(len(groups), 1))
-    for ax, runs in zip(every_axes, groups, strict=True):
-        rows = frame(runs)
-        rows["started"] = pd.to_datetime(rows["started_at"], utc=True, format="ISO8601")
-        times = rows.pivot_table("time_s", "started", "case", sort=False).iloc[:, :20]
-        first = times.bfill().iloc[0]
-        (times / first).plot(ax=ax, marker="o", ms=3, xlabel="")
-        ax.set(title=clean(runs[0].benchmark, 60), ylabel="time / first run's")
-        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=120)

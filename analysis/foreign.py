@@ -14,16 +14,17 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from analysis.show import canonical, clean, is_number
-from common.report import Case, Report
+from common.cli import show_size
+from common.report import Case, Estimate, Report
+from common.stats import median
 
 PYTORCH = "PyTorch's DDP benchmark"
-NO_DDP = "no ddp"
+NOT_IN_PYTORCH = ("world_size", "breakdown")  # fields of ddp_sweep.py's keys
 # What its cases are in the words of ddp_sweep.py's keys.
 PYTORCH_KEY = {
     "dtype": "default",  # it sets no precision, so it has torch's own
@@ -112,13 +113,6 @@ def is_rccl_line(entry: Any) -> bool:
     return isinstance(entry, dict) and {"inPlace", "busBw"} <= entry.keys()
 
 
-def label_of(world_size: Any) -> str:
-    """What PyTorch's DDP benchmark tells about its ranks."""
-    if not world_size:
-        return NO_DDP
-    return "1 rank" if world_size == 1 else f"{world_size} ranks"
-
-
 def foreign_report(benchmark: str, environment: dict[str, Any], path: str) -> Report:
     """A report that tells neither its command nor its start."""
     report = Report(benchmark, environment, path, argv=[], started_at="")
@@ -148,28 +142,25 @@ def pytorch_case(
 ) -> Case:
     """The measurements are the times of the first rank, then those of the second, and so on."""
     ranks = result["ranks"]
-    label = label_of(len(ranks) if is_wrapped else 0)
-    key = {"model": entry["model"], "batch_size": entry["batch_size"], "label": label}
+    key = {"model": entry["model"], "batch_size": entry["batch_size"]}
+    table = f"{key['model']}, batch size {key['batch_size']}"
+    key |= {"ranks": len(ranks), "ddp": is_wrapped}
+    name = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''}" if is_wrapped else "no ddp"
     samples = np.reshape(result["measurements"], (len(ranks), -1))
-    median_s = float(np.median(samples.max(axis=0)))
-    case = Case(key=key | fixed, ranks=ranks, samples_s={"step": samples.tolist()})
-    case.metrics = {"step_time_p50_s": median_s}
+    case = Case(key=key | fixed, name=name, table=table, ranks=ranks)
+    case.samples_s = {"step": samples.tolist()}
+    case.metrics = {"step_s": median(samples.max(axis=0))}
     return case
 
 
 def key_of_ddp_sweep(case: Case) -> dict[str, Any]:
     """The key of ddp_sweep.py for a case of PyTorch's DDP benchmark."""
-    is_wrapped = case.key["label"] != NO_DDP
-    ours = {name: case.key[name] for name in ("model", "batch_size", "label")}
+    ours = {name: case.key[name] for name in ("model", "batch_size", "ranks", "ddp")}
     ours |= PYTORCH_KEY | {"backend": case.key["distributed_backend"]}
-    if not is_wrapped:
-        return ours | {"world_size": 0, "bucket_size_mb": None, "comm_hook": None}
+    if not case.key["ddp"]:
+        return ours | {"bucket_size_mb": None, "comm_hook": None}
     size = case.key["bucket_size"]  # in whole MB, where ours is a float
-    return ours | {
-        "world_size": len(case.ranks),
-        "bucket_size_mb": float(size) if is_number(size) else size,
-        "comm_hook": "none",
-    }
+    return ours | {"bucket_size_mb": float(size) if is_number(size) else size, "comm_hook": "none"}
 
 
 def collective_of(name: str) -> str:
@@ -184,7 +175,7 @@ def key_of_nccl_tests(key: dict[str, Any]) -> dict[str, Any]:
     }
     theirs["collective"] = collective_of(str(key.get("collective")))
     theirs["dtype"] = TYPES.get(str(key.get("dtype")), key.get("dtype"))
-    return theirs | {"root": str(key.get("root")), "ranks": key.get("group_ranks")}
+    return theirs | {"root": str(key.get("root")), "ranks": key.get("ranks")}
 
 
 def json_report(document: dict[str, Any], path: str) -> Report:
@@ -223,14 +214,15 @@ def case_of(result: Result, collective: str, ranks: int | None) -> Case:
         "root": str(result["root"]).strip(),
         "ranks": ranks,
     }
-    case = Case(key=key, ranks=list(range(ranks or 0)))
+    size, table = name_of_case(key)
+    case = Case(key=key, name=size, table=table, ranks=list(range(ranks or 0)))
     for place in PLACES:
         numbers = result.get(place) or {}
         time_us = numbers.get("time", numbers.get("cpu_time"))
         if is_number(time_us):
-            case.metrics[f"{place}_time_s"] = time_us / 1e6
-            case.metrics[f"{place}_algbw_gb_per_s"] = numbers["alg_bw"]
-            case.metrics[f"{place}_busbw_gb_per_s"] = numbers["bus_bw"]
+            case.metrics[f"{place}_time_s"] = Estimate(time_us / 1e6)
+            case.metrics[f"{place}_algbw_gb_per_s"] = Estimate(numbers["alg_bw"])
+            case.metrics[f"{place}_busbw_gb_per_s"] = Estimate(numbers["bus_bw"])
         each = result.get(f"{place}_per_iter")  # of -I 1: the slowest process in each iteration
         if each:
             times_us = each["times_us"][each["skipped_iterations"] :]
@@ -239,6 +231,16 @@ def case_of(result: Result, collective: str, ranks: int | None) -> Case:
         if is_number(wrong) and wrong > 0:
             case.check = f"failed: {wrong:g} wrong values {place.replace('_', ' ')}"
     return case
+
+
+def name_of_case(key: dict[str, Any]) -> tuple[str, str]:
+    """The name of a case and the title of its table: `1K` of `all_reduce float sum (8 ranks)`."""
+    words = [str(key[name]) for name in ("collective", "dtype", "redop") if key.get(name)]
+    if key.get("root", "-1") != "-1":
+        words.append(f"root {key['root']}")
+    if key["ranks"]:
+        words.append(f"({key['ranks']} ranks)")
+    return show_size(key["size_bytes"]), " ".join(words)
 
 
 def merge_repeated(cases: Iterable[Case]) -> list[Case]:
@@ -255,13 +257,15 @@ def merge_repeated(cases: Iterable[Case]) -> list[Case]:
 
 def merge(rows: Sequence[Case]) -> Case:
     """Rows of one case as a case: medians, and the times of all. It fails if one of them does."""
-    case = Case(key=rows[0].key, ranks=rows[0].ranks)
+    first = rows[0]
+    case = Case(key=first.key, name=first.name, table=first.table, ranks=first.ranks)
     for name in rows[0].metrics:
         if not all(name in row.metrics for row in rows):
             continue
-        case.metrics[name] = median(row.metrics[name] for row in rows)
+        values = [row.metrics[name].value for row in rows]
+        case.metrics[name] = median(values)
         if name.endswith("_time_s"):
-            times_s = [row.samples_s.get(name, [[row.metrics[name]]])[0] for row in rows]
+            times_s = [row.samples_s.get(name, [[row.metrics[name].value]])[0] for row in rows]
             case.samples_s[name] = [list(itertools.chain(*times_s))]  # of the slowest rank alone
     case.check = next((row.check for row in rows if row.failed), "passed")
     return case
@@ -424,7 +428,9 @@ def cases_of(
         _, _, reason = row.partition(" failed: ")  # as collectives.py says it
         text = clean(" ".join(row.split()), 80)
         check = f"failed: {reason or f'its row is damaged: {text}'}"
-        cases.append(Case(key=key, ranks=list(range(ranks or 0)), check=check))
+        size, table = name_of_case(key)
+        members = list(range(ranks or 0))
+        cases.append(Case(key=key, name=size, table=table, ranks=members, check=check))
     return merge_repeated(cases)
 
 

@@ -2,10 +2,10 @@
 
     from analysis.load import frame, load
     table = frame(load(["results/", "more/*.jsonl"]))       # a pandas DataFrame, a row a case
-    table.pivot_table("time_s", "case", "run")
+    table.pivot_table("step_s", "case", "run")              # its interval: step_s_low, step_s_high
 
 Reads this project's reports, and by foreign.py those of PyTorch's DDP benchmark, nccl-tests and
-rccl-tests. What the names of metrics and of their intervals mean is said here alone.
+rccl-tests. What metrics and their intervals are is said here alone.
 """
 
 import glob
@@ -26,10 +26,10 @@ import pandas as pd
 from pandas.io.json import ujson_loads  # half the time of json's
 
 from analysis import foreign
-from analysis.show import canonical, case_names, is_number, unit_of
+from analysis.show import DAMAGE, canonical, is_number, unit_of
 from common import report as report_file
 from common.cli import suggest
-from common.report import Case, Report
+from common.report import Case, Estimate, Report
 from common.stats import time_of_iterations
 
 STEP = "step"  # what a case is about, among its samples
@@ -38,20 +38,16 @@ ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")  # of reports in a folder
 GZIP = b"\x1f\x8b"  # how packed files begin
 
 
-class Metric(NamedTuple):
-    name: str
-    value: Any  # a number or a word
-    interval: tuple[float, float] | None  # of 95 %
+Value = str | float | Estimate  # a number that was estimated has its interval
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row(Case):
     """One case of one run, without its samples."""
 
     measure: str = ""  # the step or the metric that its time is taken from
     time_s: float = 0.0  # the case's time in this run; 0 where there is none
     times_s: Sequence[float] = ()  # of each iteration
-    name: str = ""  # tells the case apart from the others of its benchmark
 
 
 @dataclass
@@ -83,11 +79,21 @@ def load(
         let_meet(runs)
     leave_out(runs, ignore)
     for same in by_benchmark(runs).values():
-        rows = rows_of(same)
-        names = case_names([row.key for row in rows])
-        for row, name in zip(rows, names, strict=True):
-            row.name = name
+        tell_apart(same)
     return runs
+
+
+def tell_apart(runs: Sequence[Run]) -> None:
+    """Call cases `table: name` where several tables of a run have a case of that name."""
+    shared = set()
+    for run in runs:
+        tables: dict[str, set[str]] = {}
+        for row in run.rows.values():
+            tables.setdefault(row.name, set()).add(row.table)
+        shared |= {name for name, its_tables in tables.items() if len(its_tables) > 1}
+    for row in rows_of(runs):
+        if row.name in shared:
+            row.name = f"{row.table}: {row.name}"
 
 
 def find(words: Sequence[str]) -> list[str]:
@@ -172,16 +178,16 @@ def let_meet(runs: Sequence[Run]) -> None:
                 run.benchmark, run.synchronized = "ddp_sweep", True
                 for row in rows:
                     row.key = foreign.key_of_ddp_sweep(row)
-            elif run.benchmark == "ddp_sweep":  # PyTorch's labels do not tell the number of nodes
+            elif run.benchmark == "ddp_sweep":
                 for row in rows:
-                    row.key = row.key | {"label": foreign.label_of(row.key.get("world_size"))}
+                    row.key = {n: v for n, v in row.key.items() if n not in foreign.NOT_IN_PYTORCH}
         if {foreign.NCCL_TESTS, "collectives"} <= benchmarks and run.benchmark == "collectives":
             run.benchmark = foreign.NCCL_TESTS
             for row in rows:
                 row.key = foreign.key_of_nccl_tests(row.key)
                 if row.measure == STEP and is_time(foreign.TIME, row.metrics):
                     row.measure, row.times_s = foreign.TIME, ()  # what tables of both show
-                    row.time_s = row.metrics[foreign.TIME]
+                    row.time_s = number_of(row.metrics[foreign.TIME]) or 0
         index(run, rows, f"several cases are one for {run.benchmark}")
 
 
@@ -198,8 +204,11 @@ def read(path: str, measure: str | None) -> list[Run]:
         case.samples_s = {step: [times]} if times else {}
         case.slowest_s, case.quartiles_s = {}, {}
 
-    with open_report(path) as file:
-        reports = parse(path, file, shrink)
+    try:
+        with open_report(path) as file:
+            reports = parse(path, file, shrink)
+    except DAMAGE as error:
+        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     runs = []
     for number, report in enumerate(reports, 1):
         run = Run(**vars(report), label=path if number == 1 else f"run {number} of {path}")
@@ -253,8 +262,7 @@ def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> l
                 each(report, case)
         if reports:
             return reports
-        is_text = content.strip() and content[:2] not in report_file.OTHER_FORMATS
-        if is_text and b'"schema"' not in content[:4096]:
+        if content.strip() and b'"schema"' not in content[:4096]:
             raise ValueError(f"{path} is neither a report nor a log with a table of nccl-tests")
         lines = io.BytesIO(content)
     return [report_file.load(path, each, partial(ujson_loads, precise_float=True), lines)]
@@ -272,18 +280,23 @@ def why_no_time(measure: str, rows: Sequence[Row], steps: Sequence[str]) -> str:
 
 def is_time(name: str, metrics: dict[str, Any]) -> bool:
     """Whether a metric is a time, or a rate from which a time follows."""
-    value = metrics.get(name)
     known_unit = unit_of(name).name in ("s", *RATES)
-    return known_unit and is_number(value) and value > 0
+    return known_unit and (number_of(metrics.get(name)) or 0) > 0
+
+
+def number_of(value: Any) -> float | None:
+    """A number, or that of an estimate; None for anything else."""
+    value = value.value if isinstance(value, Estimate) else value
+    return value if is_number(value) else None
 
 
 def timed(case: Case, measure: str | None) -> Row:
     """A case and its time.
 
     The time is the median of its iterations; of a case without samples it is the first metric in
-    seconds, or the one that `measure` names. A rate gives the time that follows from it.
+    seconds, else the first rate, or the one that `measure` names. A time follows from a rate.
     """
-    row = Row(**vars(case) | {"samples_s": {}})
+    row = Row(**vars(case) | {"samples_s": {}, "name": case.name or canonical(case.key)})
     if row.failed:
         return row
     if case.samples_s:
@@ -291,10 +304,10 @@ def timed(case: Case, measure: str | None) -> Row:
         (row.times_s,) = rows
         row.time_s = float(np.median(row.times_s))
         return row
-    in_seconds = [name for name in row.metrics if unit_of(name).name == "s"]
-    for name in [measure] if measure else in_seconds:
-        if is_time(name, row.metrics):
-            value = row.metrics[name]
+    times_first = sorted(row.metrics, key=lambda name: unit_of(name).name != "s")
+    for name in [measure] if measure else times_first:
+        value = number_of(row.metrics.get(name))
+        if value and is_time(name, row.metrics):
             is_rate = unit_of(name).name in RATES
             row.measure = f"1 / {name}" if is_rate else name
             row.time_s = 1 / value if is_rate else value
@@ -329,16 +342,17 @@ def about(run: Run, row: Row) -> dict[str, Any]:
 def frame(runs: Sequence[Run]) -> pd.DataFrame:
     """A row a case: its run, name, check and time, the key, and the metrics.
 
-    A metric `x` that has a 95 % interval has its ends in `x_low` and `x_high`.
+    An estimated metric `step_s` has the ends of its 95 % interval in `step_s_low`, `step_s_high`.
     """
     rows = []
     for run in runs:
         for row in run.rows.values():
             values: dict[str, Any] = {}
-            for name, value, interval in metrics_of(row.metrics):
+            for name, value in values_of(row.metrics).items():
                 values[name] = value
-                if interval:
-                    values[f"{name}_low"], values[f"{name}_high"] = interval
+                if isinstance(value, Estimate):
+                    ends = {f"{name}_low": value.low, f"{name}_high": value.high}
+                    values |= {name: value.value} | ends
             time = {"check": row.check, "measure": row.measure, "time_s": row.time_s or None}
             rows.append(values | row.key | about(run, row) | time)
     return pd.DataFrame(rows)
@@ -349,32 +363,21 @@ def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         for case in run.rows.values():
-            for name, value, interval in [] if case.failed else metrics_of(case.metrics):
-                if is_number(value):
-                    low, high = interval or (None, None)
-                    values = {"metric": name, "value": value, "ci_low": low, "ci_high": high}
+            for name, value in values_of({} if case.failed else case.metrics).items():
+                if not isinstance(value, str):
+                    number = value if isinstance(value, Estimate) else Estimate(value)
+                    values = {"metric": name} | vars(number)
                     rows.append(about(run, case) | {"key": case.key} | values)
     return rows
 
 
-def metrics_of(metrics: dict[str, Any]) -> list[Metric]:
-    """The numbers and words of a case with their intervals; nothing that is a list or an object.
-
-    The interval of `step_time_p50_s` is `step_time_ci95_s`, the ends of it.
-    """
-    found = []
+def values_of(metrics: dict[str, Any]) -> dict[str, Value]:
+    """The numbers, estimates and words of a case; nothing that is a list or an object."""
+    values: dict[str, Value] = {}
     for name, value in metrics.items():
-        if isinstance(value, str) or is_number(value):
-            stem = name.replace("_p50", "")
-            ends = (f"{stem.removesuffix('_s')}_ci95_s", f"{stem}_ci95")
-            intervals = [metrics[end] for end in ends if is_interval(metrics.get(end))]
-            found.append(Metric(name, value, intervals[0] if intervals else None))
-    return found
-
-
-def is_interval(value: Any) -> bool:
-    is_pair = isinstance(value, (list, tuple)) and len(value) == 2
-    return is_pair and all(is_number(end) for end in value)
+        if isinstance(value, str) or number_of(value) is not None:
+            values[name] = value
+    return values
 
 
 class Link(NamedTuple):
@@ -382,10 +385,10 @@ class Link(NamedTuple):
 
     a: int
     b: int
-    latency_us: float
-    there: float  # GB/s from a to b
-    back: float  # GB/s from b to a
-    both: float  # GB/s, both ways at once
+    latency_us: Estimate
+    there: Estimate  # GB/s from a to b
+    back: Estimate  # GB/s from b to a
+    both: Estimate  # GB/s, both ways at once
 
 
 def links_of(metrics: dict[str, Any]) -> list[Link]:
@@ -393,9 +396,10 @@ def links_of(metrics: dict[str, Any]) -> list[Link]:
     links = []
     rows = metrics.get("links")
     for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, list) and len(row) == 6 and all(map(is_number, row)):
-            link = Link(*row)
-            if min(link.there, link.back, link.both) > 0:
+        if isinstance(row, list) and len(row) == 6 and None not in map(number_of, row):
+            a, b, *costs = row
+            link = Link(a, b, *(x if isinstance(x, Estimate) else Estimate(x) for x in costs))
+            if min(link.there.value, link.back.value, link.both.value) > 0:
                 links.append(link)
     return links
 
@@ -403,20 +407,20 @@ def links_of(metrics: dict[str, Any]) -> list[Link]:
 def split_links(case: Case) -> list[Case]:
     """A round of p2p_matrix.py as four cases a link; another case as it is.
 
-    A link has its latency, and the seconds that 1 GB takes: there, back, and both ways at once.
+    A link has its latency, and its bandwidth there, back, and both ways at once.
     """
     links = [] if case.failed else links_of(case.metrics)
     if not links:
         return [case]
     costs: dict[str, dict[str, Any]] = {}
     for link in links:
-        costs[f"{link.a} - {link.b} latency"] = {"latency_s": link.latency_us / 1e6}
-        costs[f"{link.a} -> {link.b}"] = {"gigabyte_s": 1 / link.there}
-        costs[f"{link.b} -> {link.a}"] = {"gigabyte_s": 1 / link.back}
-        costs[f"{link.a} <-> {link.b}"] = {"gigabyte_s": 1 / link.both}
+        costs[f"{link.a} - {link.b} latency"] = {"latency_s": link.latency_us * 1e-6}
+        costs[f"{link.a} -> {link.b}"] = {"bandwidth_gb_per_s": link.there}
+        costs[f"{link.b} -> {link.a}"] = {"bandwidth_gb_per_s": link.back}
+        costs[f"{link.a} <-> {link.b}"] = {"bandwidth_gb_per_s": link.both}
     key = case.key.copy()
     key.pop("round", None)
     cases = []
     for way, cost in costs.items():
-        cases.append(Case(key={"link": way} | key, ranks=[], metrics=cost))
+        cases.append(Case(key={"link": way} | key, name=way, ranks=[], metrics=cost))
     return cases

@@ -33,13 +33,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from analysis import show
 from analysis.differences import describe_environment, differences
 from analysis.figures import draw, svg
-from analysis.load import Metric, Row, Run, by_benchmark, find, load, metrics_of, rows_of
+from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, rows_of, values_of
 from common.cli import Parser, refuse, show_size
-from common.stats import median_interval
+from common.report import Estimate
+from common.stats import median
 
 OURS = b'<meta name="generator" content="torchrun-bench">'  # at the begin of a page
 FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
-DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s", "_ci95_rel")  # the last columns
+DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s")  # the last columns
+SPREAD = 1000  # a column whose numbers differ by more has a unit in each cell
+BUSY = 0.1  # other programs disturb a run where they use more of a node's cores
 # In pixels, with the widest of the usual fonts: what the page has for a table in a window of 1,300,
 # the space beside a cell, a letter, a bold one, and a column of names at its narrowest and widest.
 PAGE_PX, CELL_PX, LETTER_PX, BOLD_PX, NAME_PX, MOST_NAME_PX = 1240, 24, 9, 10, 176, 360
@@ -60,6 +63,7 @@ class Section:
 
     title: str
     tables: list[Table]
+    answers: list[str] = field(default_factory=list)  # come first
     loud: list[str] = field(default_factory=list)  # warnings above the tables
     quiet: list[str] = field(default_factory=list)  # notes above the tables
     runs: Sequence[Run] = ()  # whose figures are drawn
@@ -69,9 +73,15 @@ class Section:
 def summary(runs: Sequence[Run]) -> Section:
     """What the scripts say, what each report holds, and why cases of it failed."""
     tables = []
-    answers = [[run.label, sentence] for run in runs for sentence in answer_of(run)]
-    if answers:
-        tables.append(Table("Answers", ("report", "what it says"), answers, {}))
+    answers: list[str] = []
+    loud: list[str] = []
+    quiet: list[str] = []
+    for run in runs:
+        where_said = f"{run.label}: " if len(runs) > 1 else ""
+        answers += [f"{where_said}{sentence}" for sentence in answer_of(run)]
+        line, is_disturbed = load_of_others(run)
+        if line:
+            (loud if is_disturbed else quiet).append(f"{where_said}{line}")
     rows, failed_reports = [], {}
     for i, run in enumerate(runs):
         counts = Counter(re.split("[:,]", case.check)[0] for case in run.rows.values())
@@ -89,15 +99,43 @@ def summary(runs: Sequence[Run]) -> Section:
         failed_cases += [[run.label, case.name, case.check] for case in failed]
     if failed_cases:
         tables.append(Table("Failed cases", ("report", "case", "reason"), failed_cases, {}))
-    return Section("Summary", tables, loud=warnings(runs))
+    return Section("Summary", tables, answers, loud + warnings(runs), quiet)
 
 
 def answer_of(run: Run) -> list[str]:
-    """The sentences in the last line of a report. Older reports have none."""
+    """The sentences in the last line of a report. A run that was interrupted has none."""
     sentences = run.end.get("answer")
     if not isinstance(sentences, list):
         return []
     return [sentence for sentence in sentences if isinstance(sentence, str)]
+
+
+def load_of_others(run: Run) -> tuple[str, bool]:
+    """What other programs used of the cores of the busiest node, and whether it disturbs."""
+    loads = run.end.get("others") or []
+    if not loads:
+        return "", False
+    busy, cores = max(loads, key=lambda load: load[0] / load[1])
+    line = f"Other programs used {busy:g} of {cores} cores of a node during the run"
+    if busy <= BUSY * cores:
+        return f"{line}.", False
+    return f"{line}: they disturbed it, and its times may be too long.", True
+
+
+def title_of(runs: Sequence[Run]) -> str:
+    """`ddp_sweep on H100 (2 ranks), 2026-01-01`: the benchmarks, the machines and the days."""
+    benchmarks = show.list_once(run.benchmark for run in runs)
+    machines = show.list_once(machine_of(run) for run in runs)
+    days = show.list_once(run.started_at[:10] for run in runs if run.started_at)
+    return ", ".join(
+        show.clean(part, 120) for part in (f"{benchmarks} on {machines}", days) if part
+    )
+
+
+def machine_of(run: Run) -> str:
+    described = describe_environment(run)
+    hosts, devices = described.get("hosts"), described.get("devices")
+    return " with ".join(part for part in (hosts, devices) if part) or "an unknown machine"
 
 
 def where(run: Run) -> str:
@@ -154,29 +192,24 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 def time_of_step(row: Row) -> dict[str, Any]:
     """The median of a case's step with its interval, where none of its metrics is about it."""
     step = row.measure.replace(" ", "_")
-    numbers = [value for value in row.metrics.values() if show.is_number(value)]
+    numbers = [number_of(value) for value in row.metrics.values()]
     has_name = any(name.startswith(step) for name in row.metrics)
-    has_value = any(math.isclose(number, row.time_s) for number in numbers)
-    if not row.times_s or has_name or has_value:
+    has_value = any(math.isclose(x, row.time_s) for x in numbers if x is not None)
+    if not len(row.times_s) or has_name or has_value:
         return {}
-    interval = median_interval(row.times_s)
-    return {f"{step}_time_p50_s": row.time_s, f"{step}_time_ci95_s": interval}
+    return {f"{step}_s": median(row.times_s)}
 
 
 def benchmark(runs: Sequence[Run]) -> Section:
     """Every number of every case. New metrics, and new scripts, get columns."""
     cases = rows_of(runs)
-    metrics = [metrics_by_name(row) for row in cases]
+    metrics = [values_of({} if row.failed else row.metrics) for row in cases]
     header = ["case"]
-    columns = [[row.name for row in cases]]
+    columns = [[f"{row.name} (failed)" if row.failed else row.name for row in cases]]
     if len(runs) > 1:
         header.append("report")
         columns.append([run.label for run in runs for _ in run.rows])
     words = len(columns)
-    ratios = to_best(cases)
-    if ratios:
-        header.append("time / best")
-        columns.append(ratios)
     for name in names_of_metrics(metrics):
         head, cells = column(name, metrics)
         header.append(head)
@@ -188,25 +221,7 @@ def benchmark(runs: Sequence[Run]) -> Section:
     return Section(runs[0].benchmark, [table], quiet=quiet, runs=runs)
 
 
-def to_best(cases: Sequence[Row]) -> list[str]:
-    """The time of each case by the smallest one, such as `1.31`; empty where they tell nothing.
-
-    That is where the cases are of several sizes: a larger one takes longer, and is no worse.
-    """
-    measures = {row.measure for row in cases if row.time_s}
-    sizes = {row.key.get("size_bytes") for row in cases}
-    times_s = [row.time_s for row in cases if row.time_s]
-    if len(times_s) < 2 or len(measures) > 1 or len(sizes) > 1:
-        return []
-    best_s = min(times_s)
-    return [f"{row.time_s / best_s:.2f}" if row.time_s else "-" for row in cases]
-
-
-def metrics_by_name(row: Row) -> dict[str, Metric]:
-    return {metric.name: metric for metric in metrics_of(row.metrics)}
-
-
-def names_of_metrics(metrics: Sequence[dict[str, Metric]]) -> list[str]:
+def names_of_metrics(metrics: Sequence[dict[str, Value]]) -> list[str]:
     """The metrics that get a column, details last."""
     names = dict.fromkeys(name for of_case in metrics for name in of_case)
     return sorted(names, key=lambda name: name.endswith(DETAILS))
@@ -223,43 +238,52 @@ def alike_in_all(cases: Sequence[Row]) -> str:
     return ", ".join(words)
 
 
-def column(name: str, metrics: Sequence[dict[str, Metric]]) -> tuple[str, list[str]]:
-    """A metric's head, with its unit by the end of its name, and its cells, with intervals."""
+def column(name: str, metrics: Sequence[dict[str, Value]]) -> tuple[str, list[str]]:
+    """A metric's head and its cells, with their intervals. The unit stands in the head; in each
+    cell where a column has small and large numbers, as of messages from 8 bytes to 1 GiB."""
     ending, unit = show.unit_of(name)
-    scale = 1.0
+    values = [of_case.get(name, "-") for of_case in metrics]
+    numbers = [abs(number) for value in values if (number := number_of(value))]
+    factor = 1.0
+    in_cells = unit in show.SIZES and max(numbers, default=1) > SPREAD * min(numbers, default=1)
     if name.endswith(FRACTIONS):
-        unit, scale = "%", 100.0
-    elif unit == "s":
-        values = [of_case[name].value for of_case in metrics if name in of_case]
-        times_s = [abs(value) for value in values if show.is_number(value)]
-        unit = show.time_unit(max(times_s, default=1))
-        scale = 1 / show.UNITS[unit]
-    head = name.replace("_", " ")
-    if unit not in ("", "bytes"):
-        head = f"{name.removesuffix(ending).replace('_', ' ')} ({unit})"
-    cells = []
-    for of_case in metrics:
-        metric = of_case.get(name, Metric(name, "-", None))
-        cells.append(cell(metric.value, metric.interval, unit, scale))
-    return head, cells
+        unit, factor = "%", 100.0
+    elif unit in show.SIZES and not in_cells:
+        unit, factor = show.scaled_unit(unit, numbers)
+    if in_cells:
+        cells = [
+            cell(value, unit, *show.scaled_unit(unit, [number_of(value) or 1])) for value in values
+        ]
+    else:
+        cells = [cell(value, unit, "", factor) for value in values]
+    head = f"_{name}".removesuffix(ending).replace("_", " ").strip()
+    if unit in ("", "bytes"):
+        return name.replace("_", " "), cells
+    if unit == "1/s":
+        return f"{head}/s".strip(), cells
+    return (head if in_cells else f"{head} ({unit})".strip()), cells
 
 
-def cell(value: Any, interval: Any, unit: str, scale: float) -> str:
-    """A value, and the ends of its interval if it has one, both times `scale`."""
-    if not show.is_number(value):
-        return str(value)
+def cell(value: Value, unit: str, shown_unit: str, factor: float) -> str:
+    """A value, and the ends of its interval if it was estimated, all times `factor`."""
+    if isinstance(value, str):
+        return value
     if unit == "bytes":
-        return show_size(value)
-    text = f"{value * scale:.4g}" if isinstance(value, float) else f"{value:,}"
-    if interval is None:
-        return text
-    low, high = interval
-    return f"{text} ({low * scale:.4g} to {high * scale:.4g})"
+        return show_size(number_of(value) or 0)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not isinstance(value, Estimate):
+        return f"{show.show_number(value * factor)} {shown_unit}".strip()
+    text = f"{show.show_number(value.value * factor)} {shown_unit}".strip()
+    if value.low is None or value.high is None:
+        return f"{text} (no interval)"
+    low, high = show.show_number(value.low * factor), show.show_number(value.high * factor)
+    return f"{text} ({low} to {high})"
 
 
 def as_markdown(section: Section) -> str:
     blocks = [f"## {show.markdown(section.title)}"]
-    for line in section.loud + section.quiet:
+    for line in section.answers + section.loud + section.quiet:
         blocks.append(show.markdown(line, 1000))
     for table in section.tables:
         right = range(table.words, len(table.header))
@@ -314,7 +338,7 @@ def part_of(table: Table, numbers: Sequence[int], is_first: bool) -> Table:
     return part._replace(folded=f"{len(heads)} more columns: {', '.join(heads)}")
 
 
-def as_page(sections: Sequence[Section]) -> str:
+def as_page(title: str, sections: Sequence[Section]) -> str:
     """The document. Every string of a report is cleaned and escaped where it is put in."""
     import jinja2  # here: if it is missing, analysis/ has said so
     from markupsafe import Markup
@@ -326,7 +350,7 @@ def as_page(sections: Sequence[Section]) -> str:
     )
     jinja.globals |= {"draw": draw, "fit": fit}
     jinja.filters["svg"] = lambda figure: Markup(svg(figure))  # matplotlib escapes its texts
-    return jinja.get_template("report.html.j2").render(sections=sections)
+    return jinja.get_template("report.html.j2").render(title=title, sections=sections)
 
 
 def name_reports(runs: Sequence[Run]) -> None:
@@ -346,7 +370,7 @@ def main() -> int:
     wanted = args.markdown if args.output is None else args.output.endswith(".html")
     if not wanted:
         refuse("expected a page to write, e.g. -o report.html, or --markdown")
-    try:
+    with show.one_line(args.reports):
         if args.output is not None:
             show.check_output(args.output, (".html",), find(args.reports), OURS)
         runs = load(args.reports)
@@ -358,11 +382,10 @@ def main() -> int:
             sections.append(benchmark(same))
         sections.append(environment(runs))
         if args.output is not None:
-            Path(args.output).write_text(as_page(sections), encoding="utf-8")
-    except (ValueError, OSError) as error:
-        refuse(show.clean(error, 1000))
-    if args.markdown:
-        show.put("\n\n".join(as_markdown(section) for section in sections))
+            Path(args.output).write_text(as_page(title_of(runs), sections), encoding="utf-8")
+        if args.markdown:
+            texts = [as_markdown(section) for section in sections]
+            show.put("\n\n".join([f"# {show.markdown(title_of(runs))}", *texts]))
     return 0
 
 

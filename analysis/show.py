@@ -6,15 +6,20 @@ import math
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeGuard
 
 import tabulate
 
-from common.cli import abandon, refuse, show_size
+from common.cli import abandon, cut, refuse, show_size
 
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+SIZES = {  # of the units of a kind, in the one that metrics have
+    "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
+    "GB/s": {"GB/s": 1.0, "MB/s": 1e-3, "kB/s": 1e-6},
+    "MB/s": {"GB/s": 1e3, "MB/s": 1.0, "kB/s": 1e-3},
+}
+DAMAGE = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # what the name of a metric ends in -> its unit; the first end that fits counts
 UNITS_BY_END = {
     "_gb_per_s": "GB/s",
@@ -119,64 +124,55 @@ class Unit(NamedTuple):
 def unit_of(metric: str) -> Unit:
     """The unit that the end of a metric's name tells; empty where it tells none."""
     for ending, name in UNITS_BY_END.items():
-        if metric.endswith(ending):
+        if f"_{metric}".endswith(ending):
             return Unit(ending, name)
     return Unit("", "")
 
 
-def time_unit(seconds: float) -> str:
-    """The unit in which four digits show a time best."""
-    for unit, size in UNITS.items():
-        if abs(seconds) >= 0.99995 * size:
-            return unit
-    return "ns"
+def scaled_unit(unit: str, values: Iterable[float]) -> tuple[str, float]:
+    """The unit in which the largest value is easily read, and what values in `unit` are times."""
+    sizes = SIZES.get(unit, {unit: 1.0})
+    largest = max(map(abs, values), default=1)
+    for name, size in sizes.items():
+        if largest >= 0.99995 * size:
+            return name, 1 / size
+    return name, 1 / size
+
+
+def show_number(value: float) -> str:
+    """Four digits that count, and no exponent unless there were many zeros."""
+    if abs(value) < 1e4:
+        return f"{value:.4g}" if abs(value) >= 1e-4 else f"{value:.2g}"
+    return f"{value:,.0f}" if abs(value) < 1e15 else f"{value:.4g}"
 
 
 def show_time(seconds: float) -> str:
-    unit = time_unit(seconds)
-    return f"{seconds / UNITS[unit]:.4g} {unit}"
+    unit, factor = scaled_unit("s", [seconds])
+    return f"{seconds * factor:.4g} {unit}"
 
 
 def show_value(name: str, value: Any) -> str:
-    """An entry of a key in a few words."""
+    """An entry of a key with its name: `dtype fp32`, `bucket size 25 MB`, `ddp: no`."""
     words = name.replace("_", " ")
-    if isinstance(value, bool) or value is None:
-        return words if value else f"no {words}"
-    if not is_number(value):
-        return str(value)
-    if name.endswith("_bytes"):
-        return show_size(value)
-    return f"{words.removesuffix(' mb')} {value:.10g}{' MB' if name.endswith('_mb') else ''}"
+    if isinstance(value, bool):
+        return f"{words}: {'yes' if value else 'no'}"
+    if value is None:
+        return f"{words}: none"
+    if is_number(value) and name.endswith("_bytes"):
+        return f"{words.removesuffix(' bytes')} {show_size(value)}"
+    if is_number(value):
+        return f"{words.removesuffix(' mb')} {value:.10g}{' MB' if name.endswith('_mb') else ''}"
+    return f"{words} {value}"
 
 
-def case_names(keys: Sequence[dict[str, Any]]) -> list[str]:
-    """A name for each key: its label, and the entries that tell it apart from others."""
-    names = [clean(key.get("label") or "", 60) for key in keys]
-    entries: dict[str, None] = {}
-    for key in keys:
-        entries |= dict.fromkeys(key)
-    entries.pop("label", None)
-    for entry in entries:
-        values = [show_value(entry, key.get(entry)) for key in keys]
-        words = [clean(value, 60) for value in values]
-        names = tell_apart(names, words)
-    return [name or name_of(key) for name, key in zip(names, keys, strict=True)]
-
-
-def tell_apart(names: Sequence[str], words: Sequence[str]) -> list[str]:
-    """The names, each with its word where cases of the same name have different words."""
-    different = set(zip(names, words, strict=True))
-    words_of_name = Counter(name for name, _ in different)
-    longer = []
-    for name, word in zip(names, words, strict=True):
-        if words_of_name[name] > 1:
-            longer.append(f"{name}, {word}" if name else word)
-        else:
-            longer.append(name)
-    return longer
-
-
-def name_of(key: dict[str, Any]) -> str:
-    """The name of a case that nothing tells apart: the first two texts of its key."""
-    texts = [clean(value, 60) for value in key.values() if isinstance(value, str)]
-    return ", ".join(texts[:2]) or "the case"
+@contextmanager
+def one_line(paths: Sequence[str]) -> Iterator[None]:
+    """End with status 2 and one line for a mistake of the user, or for whatever a damaged report
+    raises. paths: the reports."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        refuse(clean(error, 1000))
+    except DAMAGE as error:
+        what = f"{type(error).__name__}: {clean(error)}"
+        refuse(f"{clean(cut(paths), 500)}: an entry is not what a script writes ({what})")

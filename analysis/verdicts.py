@@ -4,7 +4,6 @@ The run is the unit: only its median counts, on a log scale. The iterations with
 how much two runs differ that were started alike. docs/compare.md derives the formulas.
 """
 
-import itertools
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,6 @@ ALPHA = 0.05  # of error, two-sided
 POWER = 0.9  # the smallest change is shown in so many of all comparisons
 MIN_BLOCKS = 6  # in a pair of runs that took turns; with fewer blocks the runs' medians count
 MAX_RUNS = 1000  # a larger number of runs is never recommended
-NEAR = 40  # so many cases a side are searched for the nearest two, where none joins
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ def results_of_cases(base: Sequence[Run], test: Sequence[Run], design: Design) -
     test_cases = cases_of(test)
     if not base_cases.keys() & test_cases.keys():
         examples = f"BASE has e.g. {first_of(base_cases)}; TEST {first_of(test_cases)}"
-        raise ValueError(f"no case is on both sides{nearest(base_cases, test_cases)}: {examples}")
+        raise ValueError(f"no case is on both sides: {examples}")
     results = []
     for benchmark, form in base_cases | test_cases:
         base_rows = [run.rows.get(form) for run in base if run.benchmark == benchmark]
@@ -156,23 +154,6 @@ def cases_of(runs: Sequence[Run]) -> dict[tuple[str, str], Row]:
 
 def first_of(cases: Cases) -> str:
     return next((f"{benchmark} {form}" for benchmark, form in cases), "none")
-
-
-def nearest(base: Cases, test: Cases) -> str:
-    """`; the nearest differ in dtype (fp32 in BASE, bf16 in TEST)`, or nothing."""
-    differing = []
-    near = (list(cases.items())[:NEAR] for cases in (base, test))
-    for ((ours, _), a), ((theirs, _), b) in itertools.product(*near):
-        if ours == theirs:
-            differing.append(differing_fields(a.key, b.key))
-    fewest = min(differing, key=len, default=[])
-    return f"; the nearest differ in {', '.join(fewest)}" if fewest else ""
-
-
-def differing_fields(base: dict[str, Any], test: dict[str, Any]) -> list[str]:
-    """`dtype (fp32 in BASE, bf16 in TEST)` for each field in which two keys differ."""
-    names = [name for name in base | test if base.get(name) != test.get(name)]
-    return [f"{name} ({base.get(name)} in BASE, {test.get(name)} in TEST)" for name in names]
 
 
 def is_timed(row: Row | None) -> TypeGuard[Row]:

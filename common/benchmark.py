@@ -216,7 +216,10 @@ class Benchmark:
         self.measured.append(key)
         if key in self.done:
             return self.show(self.report.find(key), [])
-        case, member = Case(key, list(ranks), name=name, table=self.title), self.job.rank in ranks
+        case, member = (
+            Case(key=key, ranks=list(ranks), name=name, table=self.title),
+            self.job.rank in ranks,
+        )
         self.watchdog.begin(name, member)
         self.phase("set up" if member else "not part of it", ahead=0)
         result = self.attempt(key, build, ranks, teams, rule or self.rule)

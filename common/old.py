@@ -215,7 +215,7 @@ class Benchmark:
             return None
         if key in self.done:
             return self.show(self.report.find(key))
-        case, member = Case(key, list(ranks)), self.job.rank in ranks
+        case, member = Case(key=key, ranks=list(ranks)), self.job.rank in ranks
         self.watchdog.begin(label_of(key), member)
         self.pace.begin(time.monotonic())
         self.show_progress("set up")

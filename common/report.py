@@ -14,14 +14,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-SCHEMA = "torchrun-bench/2"
-# The cases of these scripts are not aligned, but their reports of version 2.0 do not say so.
-UNALIGNED = ("batch_update_ps", "rpc_latency")
+SCHEMA = "torchrun-bench/3"
 # These fields of a case are written only where it has more samples than a report keeps.
 OF_BOUNDED = ("bounded", "iterations", "slowest_s", "quartiles_s")
 HEADER = ("schema", "benchmark", "argv", "started_at", "environment")  # the first line
@@ -50,21 +48,6 @@ FAMILIES += ("PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32")
 FAMILIES += ("GOMP_", "ATEN_CPU_", "DNNL_", "ONEDNN_", "OPENBLAS_", "MALLOC_", "GLIBC_TUNABLES")
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a mistake of nobody's
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")  # a variable whose name has one of these
-# The shapes of the environment's entries that analysis/ walks through: in words, and as a type.
-# [x] is a list of x.
-SHAPES: dict[str, tuple[str, Any]] = {
-    "hosts": ("a list of names", [str]),
-    "devices": ("a list of names", [str]),
-    "topologies": ("a list of texts", [str]),
-    "differences": ("a list of texts", [str]),
-    "ranks": ("a list of objects", [dict]),
-    "gpus": ("a list of objects for each node", [[dict]]),
-    "variables": ("an object", dict),
-}
-# Files that users have mistaken for a report, by their first two bytes.
-OTHER_FORMATS = {b"\x1f\x8b": "gzip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-
-
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # of a time, in seconds
 
 
@@ -185,22 +168,22 @@ def with_estimates(content: Any) -> Any:
     return {name: with_estimates(entry) for name, entry in content.items()}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Case:
-    """One case. A value of another type or shape raises a ValueError that names the field."""
+    """One case."""
 
     key: dict[str, Any]  # flat, JSON; the same key in two reports is the same case
+    name: str = ""  # of its row; no two cases of a table share one
+    table: str = ""  # the title of its table
     ranks: list[int]
     # The seconds of "step", which the case is about, and of each part: [ranks][iterations].
     samples_s: dict[str, list[list[float]]] = field(default_factory=dict)
     rounds: list[int] = field(default_factory=list)  # iterations of each round, for every step
     stop: str = ""  # the rule that ended the timing
     metrics: dict[str, Any] = field(default_factory=dict)
-    name: str = ""  # of its row; no two cases of a table share one
-    table: str = ""  # the title of its table
     check: str = "passed"  # or `failed: why`; `skipped: why` if it was measured, but not checked
     aligned: bool = True  # False: the ranks did not wait for each other within an iteration
-    # common/samples.py fills the next four where the case has too many samples for a report:
+    # The next four are of a case that has too many samples for a report:
     bounded: str = ""  # the rule by which samples_s has a part of them
     iterations: list[int] = field(default_factory=list)  # those in samples_s, from 0
     slowest_s: dict[str, list[float]] = field(default_factory=dict)  # seconds of all iterations
@@ -210,24 +193,10 @@ class Case:
     def failed(self) -> bool:
         return self.check.startswith("failed")
 
-    def __post_init__(self) -> None:
-        kinds = dict(key=dict, ranks=list, samples_s=dict, rounds=list, metrics=dict, check=str)
-        kinds |= dict(bounded=str, iterations=list, slowest_s=dict, quartiles_s=dict)
-        expect_types(self, **kinds)
-        for step, times in self.slowest_s.items():
-            known_times = isinstance(times, list) and are_seconds(times)
-            expect(known_times, f"slowest_s.{step}", "a list of seconds", times)
-        for step, rows in self.samples_s.items():
-            name = f"samples_s.{step}"
-            expect(len(rows) <= len(self.ranks), name, "at most a list for each rank", rows)
-            for row in rows:
-                expect(are_seconds(row), name, "lists of seconds", row)
-                expect(len(row) == len(rows[0]), name, "lists of one length", len(row))
-
 
 @dataclass
 class Report:
-    """One run. A value of another type or shape raises a ValueError that names the field."""
+    """One run."""
 
     benchmark: str
     environment: dict[str, Any]
@@ -243,12 +212,6 @@ class Report:
     remarks: list[str] = field(default_factory=list)  # what a user must know of a resumed report
     files: list[IO[bytes]] = field(default_factory=list)  # all are locked; the last is written
     size: int = 0  # of the file, after this run's newest line
-
-    def __post_init__(self) -> None:
-        expect_types(self, benchmark=str, environment=dict, argv=list, started_at=str, status=str)
-        for name, (words, shape) in SHAPES.items():
-            value = self.environment.get(name)
-            expect(value is None or fits(value, shape), f"environment.{name}", words, value)
 
     def start(self, resume: bool = False, since: float = math.inf) -> str | None:
         """Write the first line, or go on with the report that exists already.
@@ -412,7 +375,7 @@ def write_through(file: IO[bytes], content: bytes) -> None:
 def line_of(case: Case) -> dict[str, Any]:
     """A case as a line of the report."""
     line = dict(vars(case))  # not asdict: it would copy each of the samples
-    if case.aligned:  # nearly always; version 2.0 does not know the field
+    if case.aligned:  # nearly always
         del line["aligned"]
     if not case.bounded:
         for name in OF_BOUNDED:
@@ -536,9 +499,7 @@ def load(
                     cases[name] = case
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except (ValueError, TypeError, RecursionError) as error:
-        if number == 1 and line[:2] in OTHER_FORMATS:
-            raise ValueError(f"{path} is {OTHER_FORMATS[line[:2]]}, not text in UTF-8") from None
+    except (ValueError, TypeError, RecursionError, AttributeError) as error:
         cut_short = report is not None and not line.endswith(b"\n")
         if not cut_short:
             raise ValueError(f"{path}:{number} is no line of a report: {error}") from None
@@ -552,21 +513,27 @@ def read_header(content: dict[str, Any], path: str) -> Report:
     """The first line: the run, without its cases."""
     schema = content.get("schema")
     if schema != SCHEMA:
-        other = "another version of torchrun-bench may have written it"
-        raise ValueError(f"schema is {schema!r}, not {SCHEMA!r}; {other}")
-    expect_fields(content, "benchmark", "environment")
-    started_at = str(content.get("started_at", now()))
-    expect(is_time(started_at), "started_at", f"a time such as {now()}", started_at)
-    return Report(**{name: content[name] for name in HEADER if name in content}, path=path)
+        raise ValueError(f"its schema is {shown(schema)[:60]}; this version reads {SCHEMA}")
+    for name in ("benchmark", "environment"):
+        expect(name in content, "the line", f"an entry {name}", ", ".join(content))
+    report = Report(**{name: content[name] for name in HEADER if name in content}, path=path)
+    expect(isinstance(report.environment, dict), "environment", "an object", report.environment)
+    datetime.fromisoformat(report.started_at)
+    return report
 
 
 def read_case(report: Report, content: dict[str, Any]) -> Case:
     """A line with a case. A report that was resumed has cases after an earlier run's last line:
     it is interrupted until a last line follows them."""
-    expect_fields(content, "key", "ranks")
-    by_default = {"aligned": report.benchmark not in UNALIGNED}
-    content["metrics"] = with_estimates(content.get("metrics", {}))
-    case = Case(**by_default | known(Case, content))
+    case = Case(**content)
+    case.metrics = with_estimates(case.metrics)
+    for name, kind in dict(key=dict, ranks=list, samples_s=dict, metrics=dict, check=str).items():
+        value = getattr(case, name)
+        expect(isinstance(value, kind), name, kind.__name__, value)
+    for step, rows in case.samples_s.items():
+        expect(all(map(are_seconds, rows)), f"samples_s.{step}", "lists of seconds", rows)
+        expect(len(rows) <= len(case.ranks), f"samples_s.{step}", "at most a list a rank", rows)
+        expect(len({*map(len, rows)}) <= 1, f"samples_s.{step}", "lists of one length", rows)
     report.status = "interrupted"
     return case
 
@@ -574,7 +541,6 @@ def read_case(report: Report, content: dict[str, Any]) -> Case:
 def read_end(report: Report, content: dict[str, Any]) -> None:
     """The last line: how the run ended."""
     report.status = content.pop("status")
-    expect_types(report, status=str)
     report.finished_at = content.pop("finished_at", None)
     report.end = content
 
@@ -590,14 +556,6 @@ def whole(digits: str) -> int:
     if len(digits) > 300:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
-
-
-def is_time(text: str) -> bool:
-    try:
-        datetime.fromisoformat(text)
-    except ValueError:
-        return False
-    return True
 
 
 def is_json(text: bytes) -> bool:
@@ -618,33 +576,9 @@ def not_json(what: str, values: dict[str, Any]) -> str | None:
     return None
 
 
-def fits(value: Any, shape: Any) -> bool:
-    """Whether a value has a shape: a type, or [shape] for a list of entries of that shape."""
-    if isinstance(shape, list):
-        return isinstance(value, list) and all(fits(entry, shape[0]) for entry in value)
-    return isinstance(value, shape)
-
-
-def expect_types(record: Case | Report, **types: type) -> None:
-    for name, kind in types.items():
-        value = getattr(record, name)
-        expect(isinstance(value, kind), name, kind.__name__, value)
-
-
-def expect_fields(content: dict[str, Any], *names: str) -> None:
-    missing = [name for name in names if name not in content]
-    expect(not missing, "the line", f"an entry {' and '.join(missing)}", ", ".join(content))
-
-
 def expect(condition: bool, at: str, expected: str, got: Any) -> None:
     if not condition:
         raise ValueError(f"{at}: expected {expected}, got {str(got)[:60]!r}")
-
-
-def known(kind: type, content: dict[str, Any]) -> dict[str, Any]:
-    """The entries that are fields of a dataclass. A later version may have written others."""
-    names = {entry.name for entry in fields(kind)}
-    return {name: value for name, value in content.items() if name in names}
 
 
 def now() -> str:

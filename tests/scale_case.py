@@ -75,7 +75,7 @@ def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
         start = perf_counter()
         results = [pickle.loads(content) for content in sent]
         unpickled = perf_counter()
-        case = Case({"ranks": ranks}, list(range(ranks)))
+        case = Case(key={"ranks": ranks}, ranks=list(range(ranks)))
         reason, _ = bench.keep(case, derive, results, [])
         kept = perf_counter()
         assert reason is None, reason

@@ -91,7 +91,7 @@ def test_the_log_as_lines() -> None:
     ]
     key = {"payload": "tensors", "batch_update_size": 2}
     metrics = {"log": log, "updates": 12, "updates_by_kind": {"warm-up": 11, "timed": 1}}
-    case = Case(key, [0, 1, 2], metrics=metrics)
+    case = Case(key=key, ranks=[0, 1, 2], metrics=metrics)
     assert batch_update_ps.log_of(case).splitlines() == [
         "log of tensors, 2 of 12 updates; seconds of the server",
         "all updates: 11 warm-up, 1 timed",
@@ -118,7 +118,7 @@ def test_rates_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of two steps: max(1 + 1, 1.5 + 1.5) + max(2 + 2, 1 + 1) = 7 s for 8 gradients."""
     key = {"in_features": 9, "out_features": 10}
     steps = [[1.0, 1.0, 2.0, 2.0], [1.5, 1.5, 1.0, 1.0]]
-    case = Case(key, [0, 1], {"step": steps}, [2, 2])
+    case = Case(key=key, ranks=[0, 1], samples_s={"step": steps}, rounds=[2, 2])
     # each block has an untimed step before it
     times = Times(case.samples_s, case.rounds, [[0.5] * 4, [0.75] * 4])
     members = [[0, 1], [1, 0], [0, 1], [0, 1], [0, 1], [1], [0]]

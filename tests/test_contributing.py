@@ -23,7 +23,7 @@ def test_the_example_by_hand() -> None:
     names: dict[str, Any] = {"__name__": "x", "__file__": str(ROOT / "benchmarks" / "x.py")}
     exec(compile(example(), "CONTRIBUTING.md", "exec"), names)
     seconds = {"step": [[3.0] * 6, [2.5] * 6], "compute": [[1.0] * 6, [2.0] * 6]}
-    case = Case({"size_bytes": 4}, [0, 1])
+    case = Case(key={"size_bytes": 4}, ranks=[0, 1])
     names["derive"](case, Times(seconds, [1] * 6), [[1.0], [1.0]])
     assert case.metrics == {"time_p50_s": 3, "exposed_s": 1, "exposed_ci95_s": (1, 1)}
     assert case.check == "passed"

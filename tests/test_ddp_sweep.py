@@ -183,7 +183,7 @@ def test_the_metrics_of_a_case_by_hand() -> None:
         "no ddp": [[0.006] * 6],
     }
     key = {"batch_size": 5}
-    case = Case(key, [0, 1], rows, [1] * 6)
+    case = Case(key=key, ranks=[0, 1], samples_s=rows, rounds=[1] * 6)
     facts = [ddp_sweep.Facts("abc", {"memory_gib": gib}) for gib in (0.5, 0.75)]
     ddp_sweep.derive(case, Times(rows, case.rounds), facts)
     metrics = case.metrics
@@ -202,7 +202,7 @@ def test_the_metrics_of_a_case_by_hand() -> None:
     assert metrics["memory_gib"] == 0.75
 
     different = [ddp_sweep.Facts(digest, {}) for digest in ("abc", "abd")]
-    alone = Case(key, [0, 1], {"step": rows["step"]}, [1] * 6)
+    alone = Case(key=key, ranks=[0, 1], samples_s={"step": rows["step"]}, rounds=[1] * 6)
     ddp_sweep.derive(alone, Times(alone.samples_s, alone.rounds), different)
     assert alone.check.startswith("failed: ")
     assert {"efficiency", "exposed_s"}.isdisjoint(alone.metrics)
@@ -273,7 +273,7 @@ def test_keys_are_complete_and_differ() -> None:
 def case_of(ranks: int, ms: Estimate, **metrics: Any) -> Case:
     key = {"model": "m", "dtype": "fp32", "ddp": bool(metrics), "comm_hook": "none"}
     key |= {"bucket_size_mb": metrics.pop("mb", 25)}
-    return Case(key, list(range(ranks)), metrics={"step_s": ms * 1e-3, **metrics})
+    return Case(key=key, ranks=list(range(ranks)), metrics={"step_s": ms * 1e-3, **metrics})
 
 
 def test_the_answer() -> None:

@@ -123,7 +123,9 @@ def test_percentiles_of_the_slowest_caller_and_calls_of_all() -> None:
     """Batches of 2 calls: 1, 1, 1, 9 and 2, 2, 2, 2 us; blocks of two: max(2, 4) + max(10, 4)."""
     batches = [[1e-6, 1e-6, 1e-6, 9e-6], [2e-6] * 4]
     key = {"in_flight": 2, "size_bytes": 8}
-    case = Case(key, [0, 1], {"step": batches, "one way": batches}, [2, 2])
+    case = Case(
+        key=key, ranks=[0, 1], samples_s={"step": batches, "one way": batches}, rounds=[2, 2]
+    )
     times = Times(case.samples_s, case.rounds)
     facts: list[dict[str, Any]] = [{"sunk": 8, "wrong": 0, "received": (16, 128)} for _ in range(2)]
     rpc_latency.derive(case, times, facts)

@@ -15,7 +15,7 @@ from tests.launch.lab import PATH, need
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
-REPORT = ROOT / "docs" / "results" / "collectives_cpu_2ranks.jsonl"
+REPORT = ROOT / "tests" / "golden" / "small.jsonl"
 SMALL = "--collective all_reduce -b 64 -e 64 --cache-warm --device cpu --iters 6"
 
 

@@ -16,15 +16,22 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def case(label: str, times: Sequence[Any] = (0.1,), **changes: Any) -> dict[str, Any]:
+def estimate(value: Any, low: Any = None, high: Any = None) -> dict[str, Any]:
+    """An estimated metric, as a report has it."""
+    return {"value": value, "low": low, "high": high}
+
+
+def case(name: str, times: Sequence[Any] = (0.1,), **changes: Any) -> dict[str, Any]:
     """A case of one rank whose step took these seconds."""
     line = {
-        "key": {"label": label, "model": "resnet18", "batch_size": 8},
+        "key": {"setting": name, "model": "resnet18", "batch_size": 8},
+        "name": name,
+        "table": "resnet18, batch size 8",
         "ranks": [0],
         "samples_s": {"step": [list(times)]},
         "rounds": [len(times)],
         "stop": "iters",
-        "metrics": {"step_time_p50_s": sorted(times)[len(times) // 2]},
+        "metrics": {"step_s": estimate(sorted(times)[len(times) // 2])},
         "check": "passed",
     }
     return line | changes
@@ -34,7 +41,7 @@ def write(path: Path, *cases: dict[str, Any], **changes: Any) -> str:
     """A complete report of ddp_sweep at `path`; `changes` of its first line, or its status."""
     status = changes.pop("status", "complete")
     head = {
-        "schema": "torchrun-bench/2",
+        "schema": "torchrun-bench/3",
         "benchmark": "ddp_sweep",
         "argv": ["benchmarks/ddp_sweep.py", "--json", str(path)],
         "started_at": "2026-01-01T00:00:00+00:00",
@@ -48,11 +55,11 @@ def write(path: Path, *cases: dict[str, Any], **changes: Any) -> str:
     return str(path)
 
 
-def runs(folder: Path, times: Sequence[float], label: str = "no ddp", **changes: Any) -> str:
+def runs(folder: Path, times: Sequence[float], name: str = "no ddp", **changes: Any) -> str:
     """A folder of reports, one a time in seconds, started an hour apart."""
     for i, seconds in enumerate(times):
         start = {"started_at": f"2026-01-01T{i:02}:00:00+00:00"}
-        write(folder / f"{i:02}.jsonl", case(label, [seconds] * 5), **(start | changes))
+        write(folder / f"{i:02}.jsonl", case(name, [seconds] * 5), **(start | changes))
     return str(folder)
 
 

@@ -32,7 +32,7 @@ path = sys.argv[sys.argv.index("--json") + 1]
 number = int(os.path.basename(path)[:2])
 folder = os.path.dirname(os.path.abspath(sys.argv[0]))
 lines = [
-    {"schema": "torchrun-bench/2", "benchmark": "fake", "argv": sys.argv,
+    {"schema": "torchrun-bench/3", "benchmark": "fake", "argv": sys.argv,
      "started_at": f"2026-01-01T{number:02}:00:00+00:00",
      "environment": {"variables": {"FAKE": os.environ.get("FAKE", "unset")},
                      "torch": "3" if os.path.exists(f"{folder}/upgraded") else "2"}}]
@@ -63,7 +63,8 @@ for block in range(12 if mode == "short" else 24):
         if not os.read(grant, 1):
             sys.exit("nobody hands out turns")
 rounds = [2] * (len(times) // 2)
-case = {"key": {"label": "x"}, "ranks": [0], "samples_s": {"step": [times]}, "rounds": rounds}
+case = {"key": {"n": 1}, "name": "x", "ranks": [0], "rounds": rounds}
+case["samples_s"] = {"step": [times]}
 lines += [case, {"status": "complete", "finished_at": "2026-01-01"}]
 with open(path, "w") as file:
     file.write("".join(json.dumps(line) + "\\n" for line in lines))

@@ -16,7 +16,7 @@ def timed(key: dict[str, Any], ms: float, ci: Interval | None = None, **metrics:
     """A case whose step takes so many milliseconds."""
     ends = [end / 1e3 for end in ci] if ci else None
     step: dict[str, Any] = {"step_time_p50_s": ms / 1e3, "step_time_ci95_s": ends}
-    return Case(key, [0], metrics=step | metrics)
+    return Case(key=key, ranks=[0], metrics=step | metrics)
 
 
 # -- what they share -------------------------------------------------------------------------------
@@ -47,11 +47,11 @@ def test_numbers_have_three_digits_and_a_unit() -> None:
 def test_the_interval_of_a_median() -> None:
     """Where only the farther end is known, it counts on both sides."""
     assert median_of(timed({}, 10, (9, 12))) == (0.01, (0.009, 0.012))
-    far = Case({}, [0], metrics={"epoch_time_p50_s": 2.0, "epoch_time_ci95_rel": 0.25})
+    far = Case(key={}, ranks=[0], metrics={"epoch_time_p50_s": 2.0, "epoch_time_ci95_rel": 0.25})
     assert median_of(far, "epoch_time") == (2.0, (1.5, 2.5))
     far.metrics["epoch_time_ci95_rel"] = 1.5
     assert median_of(far, "epoch_time") == (2.0, None)
-    assert median_of(Case({}, [0])) is None
+    assert median_of(Case(key={}, ranks=[0])) is None
 
 
 def test_series_are_named_by_what_differs() -> None:
@@ -60,7 +60,7 @@ def test_series_are_named_by_what_differs() -> None:
         {"model": "b", "batch": 8, "mode": "x"},
         {"model": "b", "batch": 8, "mode": "y"},
     ]
-    cases = [Case(key, [0]) for key in keys]
+    cases = [Case(key=key, ranks=[0]) for key in keys]
     assert series(cases, ("mode",)) == {"a: ": cases[:1], "b: ": cases[1:]}
     assert series(cases, ("mode", "model")) == {"": cases}
     cases[0].key["batch"] = 4
@@ -89,8 +89,8 @@ def test_the_fastest() -> None:
 def test_an_answer_is_printed_and_kept() -> None:
     """Benchmark hands the cases over that did not fail, and prints `# ` before each sentence."""
     printed: list[str] = []
-    failed = Case({"n": 2}, [0], check="failed: why")
-    passed = [Case({"n": 1}, [0]), Case({"n": 3}, [0], check="skipped: why")]
+    failed = Case(key={"n": 2}, ranks=[0], check="failed: why")
+    passed = [Case(key={"n": 1}, ranks=[0]), Case(key={"n": 3}, ranks=[0], check="skipped: why")]
     bench: Any = Namespace(report=Namespace(cases=[*passed, failed]), print=printed.append)
     bench.answer = lambda cases: [str(case.key["n"]) for case in cases]
     assert Benchmark.print_answer(bench) == ["1", "3"]

@@ -65,7 +65,7 @@ def test_bandwidths() -> None:
     """64 MB among 4 ranks in 10 ms: 6.4 GB/s, and 1.5 times that on the bus."""
     rows = [[0.008, 0.010, 0.010], [0.010, 0.009, 0.012], [0.001] * 3, [0.002] * 3]
     facts = [{"calls": 5, "in_place": 0, "out_of_place": 0}] * 4
-    case = Case(KEY, [0, 1, 2, 3], {"step": rows, "out_of_place": [[1.0]] * 4})
+    case = Case(key=KEY, ranks=[0, 1, 2, 3], samples_s={"step": rows, "out_of_place": [[1.0]] * 4})
     m = derived(case, facts, [[0, 1, 2, 3]], limit=12.0)
     assert m["in_place_time_s"] == Estimate(0.010)  # the slowest rank's: 10, 10, 12 ms
     assert m["in_place_algbw_gb_per_s"].value == pytest.approx(6.4)
@@ -98,7 +98,7 @@ def test_the_interval_is_that_of_the_time() -> None:
 
 def test_of_several_groups_the_slowest_counts() -> None:
     samples = {"step": [[4], [1], [2], [3]], "out_of_place": [[1]] * 4}
-    case = Case(KEY | {"group_ranks": 2}, [0, 1, 2, 3], samples)  # type: ignore[arg-type]
+    case = Case(key=KEY | {"group_ranks": 2}, ranks=[0, 1, 2, 3], samples_s=samples)  # type: ignore[arg-type]
     facts = [{"calls": 1, "in_place": wrong, "out_of_place": 0} for wrong in (0, 0, 2, 1)]
     m = derived(case, facts, [[0, 3], [1, 2]])
     assert m["in_place_group_times_s"] == [Estimate(4), Estimate(2)]

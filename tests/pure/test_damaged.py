@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from analysis import compare, export, report
-from tests.pure.reports import case
+from tests.pure.reports import case, estimate
 
 MUTATIONS = 240
 EVERY = 20  # a page with its figures takes as long as all other readers
@@ -37,28 +37,27 @@ ENVIRONMENT = {
 
 def whole_report(benchmark: str) -> list[Any]:
     """The lines of a report in which every kind of field stands."""
-    key: dict[str, Any] = {"model": "resnet18", "dtype": "fp32", "label": "1M/2G", "world_size": 2}
+    key: dict[str, Any] = {"model": "resnet18", "dtype": "fp32", "ranks": 2, "ddp": True}
     key |= {"batch_size": 8, "backend": "gloo", "bucket_size_mb": 25.0, "size_bytes": 1024}
     metrics: dict[str, Any] = {
-        "step_time_p50_s": 0.15,
-        "step_time_ci95_s": [0.1, 0.2],
-        "samples_per_s": 53.3,
+        "step_s": estimate(0.15, 0.1, 0.2),
+        "samples_per_s": estimate(53.3),
     }
     metrics |= {"overlap": 0.5, "memory_gib": 1.5, "note": "warm", "moved_bytes": 4096}
-    metrics |= {"links": [[0, 1, 100.0, 2.0, 4.0, 5.0]], "exposed_communication_s": -0.1}
+    metrics |= {"links": [[0, 1, 100.0, 2.0, 4.0, 5.0]], "exposed_s": estimate(-0.1, -0.2, 0.1)}
     samples = {"step": [[0.1, 0.2], [0.3, 0.1]], "local compute": [[0.1, 0.1], [0.1, 0.1]]}
     parts: dict[str, Any] = {"metrics": metrics, "samples_s": samples, "ranks": [0, 1]}
     parts["rounds"] = [1, 1]
     bounded: dict[str, Any] = {"bounded": "a part of the samples", "iterations": [0, 1]}
     bounded["slowest_s"] = {"step": [0.3, 0.2], "local compute": [0.1, 0.1]}
     bounded["quartiles_s"] = {"step": [[0.1, 0.15, 0.2], [0.1, 0.2, 0.3]]}
-    head: dict[str, Any] = {"schema": "torchrun-bench/2", "benchmark": benchmark, "argv": ["x.py"]}
+    head: dict[str, Any] = {"schema": "torchrun-bench/3", "benchmark": benchmark, "argv": ["x.py"]}
     head |= {"started_at": "2026-01-01T00:00:00+00:00", "environment": ENVIRONMENT}
     lines = [
         head,
-        case("", key=key | {"world_size": 0, "label": "no ddp"}, **parts),
-        case("", key=key, **parts, **bounded),
-        {"status": "complete", "finished_at": "2026-01-01T00:01:00+00:00", "gpus": [[]]},
+        case("no ddp", key=key | {"ranks": 1, "ddp": False}, **parts),
+        case("1M/2G", key=key, **parts, **bounded),
+        {"status": "complete", "answer": ["fast"], "others": [[0.4, 2]], "gpus": [[]]},
     ]
     return copy.deepcopy(lines)
 

@@ -55,7 +55,7 @@ def test_a_report_keeps_an_estimate_at_any_depth(tmp_path: Path) -> None:
     metrics = {"step_s": Estimate(1.5, 1, 2), "links": [{"gbps": Estimate(3.0)}], "n": 3}
     report = Report("x", {}, str(path))
     report.start()
-    report.add(Case({"n": 1}, [0], metrics=metrics))
+    report.add(Case(key={"n": 1}, ranks=[0], metrics=metrics))
     line = json.loads(path.read_text().splitlines()[1])
     assert line["metrics"]["step_s"] == {"value": 1.5, "low": 1, "high": 2}
     assert load(str(path)).cases[0].metrics == metrics

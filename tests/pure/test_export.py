@@ -9,21 +9,22 @@ from typing import Any
 
 import pytest
 
-from tests.pure.reports import case, run, write
+from tests.pure.reports import case, estimate, run, write
 
 
 @pytest.fixture
 def report(tmp_path: Path) -> str:
-    def ddp(label: str, ranks: int, **metrics: Any) -> dict[str, Any]:
-        key = {"model": "resnet18", "dtype": "fp32", "label": label, "world_size": ranks}
-        key |= {"batch_size": 8, "backend": "gloo", "bucket_size_mb": 25.0 if ranks else None}
-        rows = [[0.1 + rank, 0.2 + rank] for rank in range(max(1, ranks))]
+    def ddp(name: str, ranks: int, **metrics: Any) -> dict[str, Any]:
+        is_wrapped = ranks > 1
+        key = {"model": "resnet18", "dtype": "fp32", "ranks": ranks, "ddp": is_wrapped}
+        key |= {"batch_size": 8, "backend": "gloo", "bucket_size_mb": 25.0 if is_wrapped else None}
+        rows = [[0.1 + rank, 0.2 + rank] for rank in range(ranks)]
         about = {"ranks": list(range(len(rows))), "rounds": [2]}
-        return case(label, key=key, samples_s={"step": rows}, metrics=metrics, **about)
+        return case(name, key=key, samples_s={"step": rows}, metrics=metrics, **about)
 
-    first = {"step_time_p50_s": 0.15, "step_time_ci95_s": [0.1, 0.2], "samples_per_s": 53.3}
-    cases = ddp("no ddp", 0, **first), ddp('1M/2G "quoted"\n', 2, step_time_p50_s=1.15)
-    failed = ddp("1M/4G", 4, step_time_p50_s=9.0) | {"check": "failed: out of memory"}
+    first = {"step_s": estimate(0.15, 0.1, 0.2), "samples_per_s": estimate(53.3)}
+    cases = ddp("no ddp", 1, **first), ddp('1M/2G "quoted"\n', 2, step_s=estimate(1.15))
+    failed = ddp("1M/4G", 4, step_s=estimate(9.0)) | {"check": "failed: out of memory"}
     return write(tmp_path / "ddp.jsonl", *cases, failed)
 
 
@@ -39,18 +40,18 @@ def test_csv(report: str) -> None:
     row = rows[0]
     assert row["case"] == "no ddp"
     assert row["key.model"] == "resnet18"
-    assert [row[n] for n in ("metric", "value", "ci_low", "ci_high", "n")] == [
-        *("step_time_p50_s", "0.15", "0.1", "0.2", "2")
+    assert [row[n] for n in ("metric", "value", "low", "high", "n")] == [
+        *("step_s", "0.15", "0.1", "0.2", "2")
     ]
 
 
 def test_a_csv_cell_that_a_spreadsheet_would_run_begins_with_a_quote(tmp_path: Path) -> None:
     texts = ['=HYPERLINK("http://x")', "@SUM(1)", "+1+1", "-2+3", "\t=1", "-1", "+2.5", "a=b", "-"]
-    cases = [case(text, key={"label": text, "model": "=m"}) for text in texts]
+    cases = [case(text, key={"setting": text, "model": "=m"}) for text in texts]
     path = write(tmp_path / "=a.jsonl", *cases, environment={"hosts": ["=h"], "torch": "=t"})
     rows = list(csv.DictReader(io.StringIO(export(path, "--to", "csv"))))
     quoted = ["'" + text for text in texts[:5]] + ["-1", "+2.5", "a=b", "'-"]
-    assert [row["key.label"] for row in rows] == quoted
+    assert [row["key.setting"] for row in rows] == quoted
     assert {row[name] for name in ("key.model", "torch", "host") for row in rows} == {
         *("'=m", "'=t", "'=h")
     }
@@ -63,7 +64,7 @@ def test_github_action_benchmark(report: str) -> None:
     """Its extract.ts: name, unit and value, and perhaps range and extra, all in one direction."""
     rows = json.loads(export(report, "--to", "gha"))
     assert rows[0] == {
-        "name": "ddp_sweep/no ddp/step_time_p50_s",
+        "name": "ddp_sweep/no ddp/step_s",
         "unit": "s",
         "value": 0.15,
         "range": "± 0.05",
@@ -95,7 +96,7 @@ def test_refusals(report: str, tmp_path: Path) -> None:
         ([report, "--to", "xml"], "invalid choice: 'xml'"),
         ([other, "--to", "pytorch"], "takes one report, of ddp_sweep.py"),
         ([report, other, "--to", "pytorch"], "takes one report, of ddp_sweep.py"),
-        ([report, "--to", "csv", "--metric", "step"], "there are samples_per_s, step_time_p50_s"),
+        ([report, "--to", "csv", "--metric", "step"], "there are samples_per_s, step_s"),
     ):
         done = run("export.py", *words)
         assert (done.returncode, done.stdout) == (2, ""), words

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from analysis.load import Row, Run, load
-from tests.pure.reports import ROOT, case, run, write
+from common.report import Estimate
+from tests.pure.reports import ROOT, case, estimate, run, write
 
 DEVICES = """\
 # nccl-tests version 2.17.6 nccl-headers=22807 nccl-library=22807
@@ -66,7 +67,7 @@ def test_a_table_of_nccl_tests(tmp_path: Path) -> None:
     assert small.key == key | {"root": "-1", "ranks": 2}
     assert small.measure == "out_of_place_time_s"
     assert small.time_s == pytest.approx(12.5e-6)
-    assert small.metrics["in_place_busbw_gb_per_s"] == 0.09
+    assert small.metrics["in_place_busbw_gb_per_s"] == Estimate(0.09)
     assert small.check == "passed"
     assert large.check == "failed: 3 wrong values out of place"
 
@@ -162,7 +163,7 @@ def test_rows_that_repeat_are_samples(tmp_path: Path) -> None:
     assert [*small.times_s] == pytest.approx([12.5e-6, 16.5e-6, 13.5e-6])
     assert small.measure == "out_of_place_time_s"
     assert small.time_s == pytest.approx(13.5e-6)
-    assert small.metrics["out_of_place_time_s"] == pytest.approx(13.5e-6)
+    assert small.metrics["out_of_place_time_s"].value == pytest.approx(13.5e-6)
     assert large.check == "failed: 3 wrong values out of place"
     (in_place,) = load([str(tmp_path / "x.log")], "in_place_time_s")
     assert len(next(iter(in_place.rows.values())).times_s) == 3
@@ -268,10 +269,10 @@ def test_what_is_neither_says_so(tmp_path: Path, name: str, text: str) -> None:
 
 def test_a_log_meets_a_report_of_collectives(tmp_path: Path) -> None:
     """By the time that the tables of both show, whichever variant the report is about."""
-    times = {"in_place_time_s": 12e-6, "out_of_place_time_s": 25e-6}
+    times = {"in_place_time_s": estimate(12e-6), "out_of_place_time_s": estimate(25e-6)}
     key = {"collective": "all_reduce", "size_bytes": 1024, "dtype": "float32", "redop": "sum"}
-    key |= {"root": -1, "group_ranks": 2, "count": 256, "caches": "cold", "backend": "nccl"}
-    line = case("", [12e-6], key=key, metrics=times)
+    key |= {"root": -1, "ranks": 2, "count": 256, "caches": "cold", "backend": "nccl"}
+    line = case("1K", [12e-6], key=key, metrics=times)
     ours = write(tmp_path / "ours.jsonl", line, benchmark="collectives")
     (tmp_path / "theirs.log").write_text(LOG)
     done = run("compare.py", str(tmp_path / "theirs.log"), "--test", ours)
@@ -281,7 +282,7 @@ def test_a_log_meets_a_report_of_collectives(tmp_path: Path) -> None:
         "compare.py", ours, "--test", str(tmp_path / "theirs.log"), "--measure", "in_place_time_s"
     )
     assert re.search(r"1K +12 us +12 us +1.00x", done.stdout), done.stdout
-    backends = [case("", [1e-5], key=key | {"backend": name}) for name in ("nccl", "gloo")]
+    backends = [case("1K", [1e-5], key=key | {"backend": name}) for name in ("nccl", "gloo")]
     write(tmp_path / "ours.jsonl", *backends, benchmark="collectives")
     done = run("compare.py", ours, "--test", str(tmp_path / "theirs.log"))
     assert "several cases are one for nccl-tests, e.g. " in done.stderr
@@ -329,7 +330,7 @@ def test_json_of_rccl_tests(tmp_path: Path) -> None:
     assert (found.benchmark, found.environment) == ("nccl-tests", {"world_size": 4})
     assert [row.key["size_bytes"] for row in rows] == [1024, 2048]
     assert rows[0].key["collective"] == "all_reduce"
-    assert rows[0].metrics["in_place_time_s"] == pytest.approx(19.9e-6)
+    assert rows[0].metrics["in_place_time_s"].value == pytest.approx(19.9e-6)
     mpi = {"ranks": 2, "gpusPerRank": 8, "nodes": 2, "numCycle": 0, "wrong": "2"}
     _, rows = read(tmp_path, json.dumps([entry(1024, 0, 19.2, **mpi)]), "b.json")
     assert rows[0].key["ranks"] == 16

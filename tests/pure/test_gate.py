@@ -22,9 +22,9 @@ path = sys.argv[sys.argv.index("--json") + 1]
 run = int(path[-7])
 seconds *= 1 + (0.002 + scatter) * (run - 2)
 lines = [
-    {"schema": "torchrun-bench/2", "benchmark": "toy", "argv": sys.argv, "environment": {},
+    {"schema": "torchrun-bench/3", "benchmark": "toy", "argv": sys.argv, "environment": {},
      "started_at": f"2026-01-01T{run:02}:00:00"},
-    {"key": {"label": "x"}, "ranks": [0], "samples_s": {"step": [[seconds]]}, "rounds": [1]},
+    {"key": {"n": 1}, "name": "x", "ranks": [0], "samples_s": {"step": [[seconds]]}, "rounds": [1]},
     {"status": "complete", "finished_at": "2026-01-01"},
 ]
 open(path, "w").write("".join(json.dumps(line) + "\\n" for line in lines))

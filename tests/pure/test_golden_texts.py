@@ -1,4 +1,4 @@
-"""What analysis/ writes of reports in docs/results, word for word: tests/golden/*.txt.
+"""What analysis/ writes of one small report, word for word: tests/golden/*.txt.
 
 Held here: the tables of compare.py, the formats of export.py, and the words of report.py's page
 with its table cells, row by row (not its styles and figures). Whoever changes one of these on
@@ -7,6 +7,7 @@ purpose writes the texts anew, and reads in the diff what has changed for people
     python tests/pure/test_golden_texts.py
 """
 
+import json
 import re
 import sys
 import tempfile
@@ -21,32 +22,14 @@ sys.path.insert(0, str(ROOT))
 from tests.pure.reports import run  # noqa: E402
 
 FOLDER = ROOT / "tests" / "golden"
-A, B = "docs/results/tutorial/change/a", "docs/results/tutorial/change/b"
-DDP, COLLECTIVES, MESHES, LINKS, LOADER = (
-    f"docs/results/{name}.jsonl"
-    for name in (
-        "ddp_sweep_cpu_2ranks",
-        "collectives_cpu_2ranks",
-        "parallel_sweep_cpu_4ranks",
-        "p2p_matrix_cpu_4ranks",
-        "input_sweep_cpu_2ranks",
-    )
-)
-BOTH_BUCKETS = ("--ignore-key", "bucket_size_mb,comm_hook,label")
+SMALL = "tests/golden/small.jsonl"  # ddp_sweep.py --models mobilenet_v3_small --max-seconds 1
 COMMANDS: dict[str, tuple[str, ...]] = {
-    "compare_folders": ("compare.py", A, "--test", B, *BOTH_BUCKETS),
-    "compare_pairs": ("compare.py", A, "--test", B, *BOTH_BUCKETS, "--paired", "--margin", "40%"),
-    "compare_markdown": ("compare.py", A, "--test", B, "--format", "markdown"),
-    "compare_json": ("compare.py", A, "--test", B, "--format", "json"),
-    "export_csv_ddp_sweep": ("export.py", "--to", "csv", DDP),
-    "export_csv_p2p_matrix": ("export.py", "--to", "csv", LINKS),
-    "export_csv_input_sweep": ("export.py", "--to", "csv", LOADER),
-    "export_gha_ddp_sweep": ("export.py", "--to", "gha", DDP, "--metric", "step_time_p50_s"),
-    "export_gha_collectives": ("export.py", "--to", "gha", COLLECTIVES),
-    "report_ddp_sweep": ("report.py", DDP),
-    "report_collectives": ("report.py", COLLECTIVES),
-    "report_parallel_sweep": ("report.py", MESHES),
-    "report_two": ("report.py", f"{A}/01.jsonl", LINKS),
+    "compare": ("compare.py", SMALL, "--test", "{later}"),
+    "compare_markdown": ("compare.py", SMALL, "--test", "{later}", "--format", "markdown"),
+    "compare_json": ("compare.py", SMALL, "--test", "{later}", "--format", "json"),
+    "export_csv": ("export.py", "--to", "csv", SMALL),
+    "export_gha": ("export.py", "--to", "gha", SMALL, "--metric", "step_s"),
+    "report": ("report.py", SMALL),
 }
 SILENT = {"style", "script", "svg", "head"}
 ENDS_A_LINE = {"p", "tr", "h1", "h2", "h3", "li", "caption", "figcaption", "summary", "nav", "pre"}
@@ -83,18 +66,28 @@ def words_of(page: str) -> str:
     return "\n".join(line for line in lines if line) + "\n"
 
 
+def a_day_later(report: str) -> str:
+    """Another run, in which each step took 10 % more time."""
+    lines = [json.loads(line) for line in report.replace("2026-11-25T", "2026-11-26T").splitlines()]
+    for case in lines[1:-1]:
+        rows = case["samples_s"]["step"]
+        case["samples_s"]["step"] = [[round(1.1 * seconds, 9) for seconds in row] for row in rows]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
 def written(name: str) -> str:
     """What the command writes today: stdout, or the words of the page."""
     script, *words = COMMANDS[name]
-    if script != "report.py":
-        done = run(script, *words)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
     with tempfile.TemporaryDirectory() as folder:
+        later = Path(folder) / "later.jsonl"
+        later.write_text(a_day_later(Path(SMALL).read_text()))
+        words = [word.format(later=later) for word in words]
         page = Path(folder) / "page.html"
-        done = run(script, *words, "-o", str(page))
+        done = run(script, *words, *(["-o", str(page)] if script == "report.py" else []))
         assert done.returncode == 0, done.stderr
-        return words_of(page.read_text())
+        if script == "report.py":
+            return words_of(page.read_text())
+        return done.stdout.replace(str(later), "later.jsonl")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -120,7 +120,7 @@ def case_of(
     step: list[float], resident: list[float], loader: list[float], workers: int = 2
 ) -> Case:
     """A case of 2 ranks on one host, 8 samples a step. Seconds of each of 6 rounds."""
-    case = Case({"workers": workers, "batch_size": 8}, [0, 1])
+    case = Case(key={"workers": workers, "batch_size": 8}, ranks=[0, 1])
     times = {"step": [step] * 2, "resident": [resident] * 2, "loader": [loader] * 2}
     fact = Facts(1.0, 0.5, 2**28, 0.01, 1.0, 0.75, None, 1.0, "same")
     derive(2, case, Times(times, [1] * 6), [fact, fact])

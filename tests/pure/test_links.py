@@ -23,7 +23,7 @@ def test_links_of_a_round() -> None:
     messages = links.Messages(1_000_000, 8, 2)
     rows = {"step": [[0.006, 0.009], [0.008, 0.010]], "there": [[0.002, 0.004], [0.001, 0.005]]}
     rows |= {"back": [[0.004], [0.004]], "latency": [[2e-5], [4e-5]]}
-    case = Case({}, [0, 5], rows)
+    case = Case(key={}, ranks=[0, 5], samples_s=rows)
     times = Times(rows, [2])
     links.derive({(0, 1): [(0, 5)]}, messages, case, times, [0, 0])
     assert case.metrics["links"] == [[0, 1, 10.0, 1.0, 0.5, 0.5]]

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from analysis.load import frame, load
-from analysis.show import case_names
-from tests.pure.reports import ROOT, case, write
+from tests.pure.reports import ROOT, case, estimate, write
 
 
 def test_a_row_a_case(tmp_path: Path) -> None:
@@ -29,6 +28,16 @@ def test_a_row_a_case(tmp_path: Path) -> None:
     assert table["model"].tolist() == ["resnet18"] * 2
 
 
+def test_a_name_that_several_tables_have_stands_behind_its_table(tmp_path: Path) -> None:
+    lines = [case("x"), case("x", key={"n": 1}, table="fp16"), case("y", table="fp16")]
+    one = write(tmp_path / "a.jsonl", *lines)
+    names = ["resnet18, batch size 8: x", "fp16: x", "y"]
+    assert frame(load([one]))["case"].tolist() == names
+    # tables of two runs are no reason: their buckets may differ
+    two = write(tmp_path / "b.jsonl", case("y", key={"n": 2}, table="fp8"))
+    assert frame(load([one, two]))["case"].tolist() == [*names, "y"]
+
+
 def test_callers_that_go_their_own_way(tmp_path: Path) -> None:
     samples = {"step": [[1, 1, 1, 9], [2, 2, 2, 2]]}
     rows: dict[str, Any] = {"samples_s": samples, "ranks": [0, 1], "rounds": [4]}
@@ -40,7 +49,9 @@ def test_callers_that_go_their_own_way(tmp_path: Path) -> None:
     ("metrics", "measure", "seconds"),
     [
         ({"calls_per_s": 4.0, "stall_s": -1.0, "first_s": 9.0, "call_s": 2.0}, "first_s", 9.0),
-        ({"calls_per_s": 4.0, "note": "warm"}, "", 0.0),
+        ({"first_s": estimate(9.0, 8.0, 10.0), "call_s": 2.0}, "first_s", 9.0),
+        ({"calls_per_s": estimate(4.0), "note": "warm"}, "1 / calls_per_s", 0.25),
+        ({"memory_gib": 4.0, "note": "warm"}, "", 0.0),
     ],
 )
 def test_a_case_without_samples_has_a_metric(
@@ -63,8 +74,8 @@ def test_measure_and_ignore_key(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a rate above 0 named 'locl'"):
         load([path], "locl")
     two = write(tmp_path / "b.jsonl", case("x"), case("y"))
-    with pytest.raises(ValueError, match="several cases differ in label alone"):
-        load([two], ignore=["label"])
+    with pytest.raises(ValueError, match="several cases differ in setting alone"):
+        load([two], ignore=["setting"])
 
 
 @pytest.mark.parametrize("measure", ["exposed_s", "overlap", "memory_gib", "cal_s"])
@@ -84,39 +95,24 @@ def test_a_measure_that_has_no_time_and_which_have(tmp_path: Path, measure: str)
 
 
 def test_intervals_are_columns_of_the_frame(tmp_path: Path) -> None:
-    metrics = {"step_time_p50_s": 0.2, "step_time_ci95_s": [0.1, 0.3], "rows": [1], "note": "warm"}
+    metrics = {"step_s": estimate(0.2, 0.1, 0.3), "rows": [1], "note": "warm"}
     path = write(tmp_path / "a.jsonl", case("x", metrics=metrics), case("y", metrics={"n": 3}))
     table = frame(load([path]))
-    names = ["step_time_p50_s", "step_time_p50_s_low", "step_time_p50_s_high", "note"]
+    names = ["step_s", "step_s_low", "step_s_high", "note"]
     assert table.loc[0, names].tolist() == [0.2, 0.1, 0.3, "warm"]
     assert table.loc[1, names].isna().all()
     assert "rows" not in table
 
 
 def test_links_are_cases_of_their_own(tmp_path: Path) -> None:
-    links = {"links": [[0, 1, 100.0, 2.0, 4.0, 5.0]]}
+    links = {"links": [[0, 1, 100.0, estimate(2.0, 1.0, 3.0), 4.0, 5.0]]}
     key = {"round": 1, "by": "rank"}
     line = case("", key=key, samples_s={}, metrics=links, rounds=[])
     table = frame(load([write(tmp_path / "a.jsonl", line, benchmark="p2p_matrix")]))
     assert dict(zip(table["link"], table["time_s"], strict=True)) == pytest.approx(
         {"0 - 1 latency": 1e-4, "0 -> 1": 0.5, "1 -> 0": 0.25, "0 <-> 1": 0.2}
     )
-
-
-def test_names_hold_what_tells_cases_apart() -> None:
-    keys: list[dict[str, Any]] = [
-        {"operation": "all_reduce", "size_bytes": 8, "count": 2, "dtype": "fp32"},
-        {"operation": "all_reduce", "size_bytes": 4 << 20, "count": 1 << 20, "dtype": "fp32"},
-        {"operation": "broadcast", "size_bytes": 8, "count": 2, "dtype": "fp32"},
-    ]
-    assert case_names(keys) == ["all_reduce, 8", "all_reduce, 4M", "broadcast"]
-    labelled: list[dict[str, Any]] = [
-        {"label": "no ddp", "bucket_mb": None},
-        {"label": "2G", "bucket_mb": 25.0},
-    ]
-    assert case_names(labelled) == ["no ddp", "2G"]
-    buckets: list[dict[str, Any]] = [{"label": "2G", "bucket_mb": size} for size in (25.0, 100.0)]
-    assert case_names(buckets) == ["2G, bucket 25 MB", "2G, bucket 100 MB"]
+    assert table["bandwidth_gb_per_s_high"].tolist()[1] == 3.0
 
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
@@ -264,26 +260,26 @@ def test_damaged_reports_of_others(tmp_path: Path, make: Any, path: list[Any]) -
         load([str(file)])
 
 
-HEAD = {"schema": "torchrun-bench/2", "benchmark": "x", "argv": [], "environment": {}}
+HEAD = {"schema": "torchrun-bench/3", "benchmark": "x", "argv": [], "environment": {}}
 WHOLE = json.dumps(HEAD) + "\n" + json.dumps(case("x")) + "\n"
 BAD: dict[str, tuple[str, str]] = {
     "empty": ("", "is empty"),
     "foreign": ("a,b\n1,2\n", "is neither a report nor a log"),
     "other JSON": ('{"a": 1}\n', "is neither a report nor a log"),
-    "newer": ('{"schema": "torchrun-bench/3"}\n', "another version of torchrun-bench"),
-    "older": ('{\n "schema": "torchrun-bench/1"\n}\n', "is no line of a report"),
+    "another": ('{"schema": "torchrun-bench/2"}\n', "its schema is torchrun-bench/2; this version"),
+    "a part": ('{\n "schema": "torchrun-bench/1"\n}\n', "is no line of a report"),
     "two in one": (2 * WHOLE, ":3 is no line of a report: another report begins here; each needs"),
     "no start": (
         json.dumps(HEAD | {"started_at": "soon"}),
-        "started_at: expected a time such as 2",
+        "Invalid isoformat string: 'soon'",
     ),
     "no environment": (
         json.dumps(HEAD)[:-19] + "}\n",
-        "expected an entry environment, got 'schema,",
+        "the line: expected an entry environment, got 'schema, ",
     ),
     "no ranks": (
         WHOLE.replace('"ranks"', '"rank"'),
-        "the line: expected an entry ranks, got 'key, ",
+        "unexpected keyword argument 'rank'",
     ),
     "NaN": (json.dumps(case("x", [float("nan")])), "samples_s.step: expected lists of seconds"),
     "negative": (json.dumps(case("x", [-1.0])), "samples_s.step: expected lists of seconds"),
@@ -310,7 +306,7 @@ def test_a_truncated_line_is_left_out(tmp_path: Path) -> None:
     path = Path(write(tmp_path / "a.jsonl", case("x"), case("y"), status=None))
     path.write_text(path.read_text()[:-20])
     (found,) = load([str(path)])
-    assert [row.key["label"] for row in found.rows.values()] == ["x"]
+    assert [row.name for row in found.rows.values()] == ["x"]
     assert found.status == "interrupted"
 
 

@@ -51,7 +51,7 @@ def ranks_with(step: str, *seconds: float) -> list[Case]:
     """A case for each rank; 10 bytes in so many seconds."""
     names = (f"{step}_s", f"{step}_sustained_s", f"{step}_bytes_per_s")
     values = [dict(zip(names, (s, s, 10 / s), strict=True)) for s in seconds]
-    return [Case({"rank": rank}, [rank], metrics=own) for rank, own in enumerate(values)]
+    return [Case(key={"rank": rank}, ranks=[rank], metrics=own) for rank, own in enumerate(values)]
 
 
 def test_kinds_and_limits() -> None:
@@ -104,7 +104,7 @@ def test_the_slowest_rank_of_a_node_counts() -> None:
     """Of each iteration: 3, 4, 3, 2; on CUDA the median of the blocks' 3.5 and 2.5."""
     report = Report("node_check", {"ranks": [{"host": "a", "pci": "", "network": ""}] * 2})
     step, rows = "all_reduce_inside", [[1.0, 4.0, 1.0, 2.0], [3.0, 1.0, 3.0, 1.0]]
-    case = Case({"device": "cuda"}, [0, 1], {step: rows}, [2, 2])
+    case = Case(key={"device": "cuda"}, ranks=[0, 1], samples_s={step: rows}, rounds=[2, 2])
     did = {step: (step, 6.0)}
     facts = [{"did": did, "bits": "x", "wrong": wrong} for wrong in (None, "why")]
     times = Times({step: rows}, [2, 2])
@@ -129,7 +129,7 @@ RAN = "2 nodes, 3 ranks, 41 s of 60"
 
 def test_the_last_lines() -> None:
     found = accuse(costs(1.0, 2.0, 1.0), {}, "rank", "copy")
-    bad = Case({"probe": "each rank alone", "rank": 2}, [2], check="failed: why")
+    bad = Case(key={"probe": "each rank alone", "rank": 2}, ranks=[2], check="failed: why")
     hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": host} for host in "aab"]})
     wrong = wrong_results({1: "lacks"}, [bad, bad], hosts)
     status, lines = conclude(found, {}, None, wrong, "slow", hosts, RAN)
@@ -215,7 +215,7 @@ def test_the_host_of_a_failed_rank_is_named(metrics: dict[str, int], where: str)
     """It comes from the metrics: a number in an error's text need not be a rank."""
     hosts = hosts_of({"hosts": ["a", "b"], "ranks": [{"host": "a"}, {"host": "b"}]})
     why = "RuntimeError: a tensor of rank 1"
-    failed = Case({"probe": "links"}, [0, 1], metrics=metrics, check=f"failed: {why}")
+    failed = Case(key={"probe": "links"}, ranks=[0, 1], metrics=metrics, check=f"failed: {why}")
     wrong = wrong_results({}, [failed], hosts)
     _, lines = conclude({}, {}, None, wrong, "slow", hosts, RAN)
     assert lines == [f"wrong links: {why}{where}", "not fit: links"]

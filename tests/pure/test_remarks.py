@@ -34,7 +34,9 @@ QUIET = Conditions(
 
 
 def case(samples: list[float] | None = None, **metrics: Any) -> Case:
-    return Case({"name": "a"}, [0], {"step": [samples or [0.1] * 30]}, metrics=metrics)
+    return Case(
+        key={"name": "a"}, ranks=[0], samples_s={"step": [samples or [0.1] * 30]}, metrics=metrics
+    )
 
 
 def with_conditions(**changes: Any) -> Conditions:

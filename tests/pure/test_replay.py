@@ -456,7 +456,7 @@ def test_the_table_by_hand() -> None:
     plan = replay.Plan(2, 0.2, [[*bigs, *small]] * 2, [big, other], [])
     samples = {"step": 0.2, "back to back": 0.08, str(big): 0.005, str(other): 0.010}
     rows = {name: [[s] * 8, [s / 2] * 8] for name, s in samples.items()}
-    case = Case({}, [0, 1], rows, [4, 4])
+    case = Case(key={}, ranks=[0, 1], samples_s=rows, rounds=[4, 4])
     returned = [[{big: s, other: 2 * s}] * 8 for s in (0.010, 0.005)]
     replay.derive(plan, case, Times(case.samples_s, case.rounds, returned), [None, None])
     m, (row, last) = case.metrics, case.metrics["operations"]

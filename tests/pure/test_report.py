@@ -1,7 +1,6 @@
 """The report: what a crash leaves, what is refused, what --resume takes over."""
 
 import contextlib
-import gzip
 import io
 import json
 import math
@@ -29,7 +28,13 @@ def report_at(path: Path, cases: int = 2, **environment: Any) -> Report:
     report = Report("ddp_sweep", ENVIRONMENT | environment, str(path))
     report.start()
     for n in range(cases):
-        report.add(Case({"model": "m", "n": n}, [0, 1], {"step": [[0.1, 0.2], [0.3, 0.4]]}))
+        report.add(
+            Case(
+                key={"model": "m", "n": n},
+                ranks=[0, 1],
+                samples_s={"step": [[0.1, 0.2], [0.3, 0.4]]},
+            )
+        )
     return report
 
 
@@ -43,7 +48,7 @@ def test_a_report_on_a_stream() -> None:
     stream = io.BytesIO()
     report = Report("ddp_sweep", ENVIRONMENT, "-", files=[stream])
     assert report.start() is None
-    report.add(Case({"model": "m"}, [0]))
+    report.add(Case(key={"model": "m"}, ranks=[0]))
     report.finish("complete")
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [lines[0]["schema"], lines[1]["key"], lines[2]["status"]] == [
@@ -68,7 +73,7 @@ def test_what_is_written_is_read(path: Path) -> None:
 
 def test_the_last_line_of_a_key_counts(path: Path) -> None:
     report = report_at(path, 1)
-    report.add(Case({"n": 0, "model": "m"}, [0], check="failed: out of memory"))
+    report.add(Case(key={"n": 0, "model": "m"}, ranks=[0], check="failed: out of memory"))
     (case,) = load(str(path)).cases
     assert case.failed
     assert report.find(case.key) is None
@@ -116,7 +121,7 @@ def test_two_runs_cannot_write_one_report(path: Path, tmp_path: Path, resume: bo
     for name in (path, link):
         with pytest.raises(ValueError, match="another run is writing"):
             Report("ddp_sweep", ENVIRONMENT, str(name)).start(resume)
-    first.add(Case({"n": 7}, [0]))
+    first.add(Case(key={"n": 7}, ranks=[0]))
     assert [case.key["n"] for case in load(str(path)).cases] == [0, 7]
     assert not os.path.exists(f"{path}.bak")
     del first  # as where its process ends
@@ -160,7 +165,7 @@ def test_resume_takes_over_and_cuts_the_line_that_a_crash_left(path: Path) -> No
     assert len(load(str(path)).cases) == 2
     resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
     resumed.start(resume=True)
-    resumed.add(Case({"n": 9}, [0]))
+    resumed.add(Case(key={"n": 9}, ranks=[0]))
     resumed.finish("complete")
     assert [case.key["n"] for case in load(str(path)).cases] == [0, 1, 9]
 
@@ -174,7 +179,7 @@ def test_a_last_line_without_its_newline_counts(path: Path, cases: int) -> None:
     resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
     resumed.start(resume=True)
     assert path.read_bytes() == whole
-    resumed.add(Case({"n": 9}, [0]))
+    resumed.add(Case(key={"n": 9}, ranks=[0]))
     assert len(load(str(path)).cases) == cases + 1
 
 
@@ -195,7 +200,7 @@ def test_a_tail_that_is_no_line_is_no_damage(path: Path, tail: bytes) -> None:
     assert len(load(str(path)).cases) == 2
     resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
     resumed.start(resume=True)
-    resumed.add(Case({"n": 9}, [0]))
+    resumed.add(Case(key={"n": 9}, ranks=[0]))
     assert len(load(str(path)).cases) == 3
 
 
@@ -203,7 +208,7 @@ def test_a_status_in_the_middle_is_of_an_earlier_run(path: Path) -> None:
     report_at(path, 1).finish("failed")
     again = Report("ddp_sweep", ENVIRONMENT, str(path))
     again.start(resume=True)
-    again.add(Case({"n": 5}, [0]))
+    again.add(Case(key={"n": 5}, ranks=[0]))
     assert load(str(path)).status == "interrupted"
 
 
@@ -253,7 +258,7 @@ def test_other_hosts_stand_in_the_report(path: Path) -> None:
     for host in ("node2", "node2", "node3"):
         resumed = Report("ddp_sweep", ENVIRONMENT | {"hosts": [host]}, str(path))
         resumed.start(resume=True)
-        resumed.add(Case({"host": host}, [0]))
+        resumed.add(Case(key={"host": host}, ranks=[0]))
     assert resumed.remarks == ["3 cases were measured on node2, not on node3"]
     resumed.finish("complete")
     read = load(str(path))
@@ -265,7 +270,7 @@ def test_other_hosts_stand_in_the_report(path: Path) -> None:
 
 
 def test_cases_that_were_not_checked_are_told(path: Path) -> None:
-    report_at(path).add(Case({"n": 7}, [0], check="skipped: -c 0"))
+    report_at(path).add(Case(key={"n": 7}, ranks=[0], check="skipped: -c 0"))
     resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
     resumed.start(resume=True)
     (remark,) = resumed.remarks
@@ -318,7 +323,7 @@ def test_a_report_that_is_changed_during_the_run(
     content = path.read_bytes() if path.exists() else None
     said = f"{words} during the run; .*rescued(.1)? has the cases"
     with pytest.raises(OSError, match=said):
-        report.add(Case({"n": 7}, [0]))
+        report.add(Case(key={"n": 7}, ranks=[0]))
     rescued = load(f"{path}.rescued")
     assert [case.key["n"] for case in rescued.cases] == [0, 1, 7]
     with pytest.raises(OSError, match=said):
@@ -336,7 +341,7 @@ def test_a_report_whose_folder_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     shutil.rmtree(folder)
     said = "was removed or replaced during the run; r.jsonl.rescued has the cases"
     with pytest.raises(OSError, match=said):
-        report.add(Case({"n": 7}, [0]))
+        report.add(Case(key={"n": 7}, ranks=[0]))
     assert len(load("r.jsonl.rescued").cases) == 3
 
 
@@ -374,7 +379,7 @@ def test_a_first_line_that_was_cut_short_is_replaced(path: Path, size: int, resu
     assert path.stat().st_size == size
     again = Report("ddp_sweep", ENVIRONMENT, str(path))
     assert again.start(resume) == (f"{path}.bak" if size else None)
-    again.add(Case({"n": 7}, [0]))
+    again.add(Case(key={"n": 7}, ranks=[0]))
     assert len(load(str(path)).cases) == 1
 
 
@@ -383,28 +388,14 @@ HEAD = json.dumps(FIELDS)
 CASE = '{"key": {"n": 1}, "ranks": [0], "samples_s": {"step": %s}}'
 
 
-def test_fields_of_a_later_version_are_skipped(path: Path) -> None:
-    header = json.loads(HEAD) | {"later": 1}
-    path.write_text(json.dumps(header) + '\n{"key": {"a": 1}, "ranks": [0], "later": 2}\n')
-    [case] = load(str(path)).cases
-    assert (case.key, case.aligned) == ({"a": 1}, True)
-
-
-def test_reports_of_before_say_by_their_name_that_cases_are_not_aligned(path: Path) -> None:
-    for name, aligned in (("rpc_latency", False), ("ddp_sweep", True)):
-        header = json.loads(HEAD) | {"benchmark": name}
-        path.write_text(json.dumps(header) + '\n{"key": {}, "ranks": [0]}\n')
-        assert load(str(path)).cases[0].aligned is aligned
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("", "is empty; a report is what a script writes"),
         ("not json\n", ":1 is no line of a report"),
         ("[1]\n", ":1 is no line of a report: the line: expected an object"),
-        ('{"schema": "torchrun-bench/3"}\n', "another version of torchrun-bench"),
-        (f'{{"schema": "{SCHEMA}"}}\n', "expected an entry benchmark and environment"),
+        ('{"schema": "torchrun-bench/2"}\n', "its schema is torchrun-bench/2; this version reads"),
+        (f'{{"schema": "{SCHEMA}"}}\n', "expected an entry benchmark"),
         (HEAD + '\n{"key": [], "ranks": []}\n', "key: expected dict, got '[]'"),
         (HEAD + "\n" + CASE % "[[1e400]]" + "\n", "expected lists of seconds"),
         (
@@ -415,7 +406,10 @@ def test_reports_of_before_say_by_their_name_that_cases_are_not_aligned(path: Pa
         (HEAD + "\n" + CASE % "[[-1]]" + "\n", "expected lists of seconds"),
         (HEAD + "\n" + CASE % "[[NaN]]" + "\n", "expected lists of seconds"),
         (HEAD + "\n" + CASE % '[["1"]]' + "\n", "expected lists of seconds"),
-        (HEAD + "\n" + CASE % "[[1], [2]]" + "\n", "expected at most a list for each rank"),
+        (HEAD + "\n" + CASE % "[[1], [2]]" + "\n", "expected at most a list a rank"),
+        (HEAD + "\n" + CASE % "[[1], [1, 2]]" + "\n", "expected at most a list a rank"),
+        (HEAD + '\n{"key": {}}\n', "missing 1 required keyword-only argument: 'ranks'"),
+        (HEAD + "\n\xff\n", ":2 is no line of a report"),
         (HEAD + "\nhalf\n" + CASE % "[]" + "\n", ":2 is no line of a report"),
     ],
 )
@@ -431,17 +425,10 @@ def test_what_is_no_report_is_one_clear_line(path: Path, text: str, words: str) 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"benchmark": {}}, "benchmark: expected str, got '{}'"),
-        ({"argv": 3}, "argv: expected list, got '3'"),
-        ({"started_at": 3}, "started_at: expected a time such as 20"),
-        ({"environment": None}, "environment: expected dict, got 'None'"),
-        ({"environment": []}, "environment: expected dict"),
-        ({"environment": {"hosts": "vm"}}, "environment.hosts: expected a list of names"),
-        ({"environment": {"hosts": [1]}}, "environment.hosts: expected a list of names"),
-        ({"environment": {"ranks": [3]}}, "environment.ranks: expected a list of objects"),
-        ({"environment": {"gpus": [{}]}}, "environment.gpus: expected a list of objects for each"),
-        ({"environment": {"variables": []}}, "environment.variables: expected an object"),
-        ({"environment": {"differences": 3}}, "environment.differences: expected a list of texts"),
+        ({"started_at": 3}, "argument must be str"),
+        ({"started_at": "soon"}, "Invalid isoformat string: 'soon'"),
+        ({"environment": None}, "environment: expected an object, got 'None'"),
+        ({"environment": []}, "environment: expected an object, got '[]'"),
     ],
 )
 def test_fields_of_another_type_are_named(path: Path, change: dict[str, Any], words: str) -> None:
@@ -449,33 +436,6 @@ def test_fields_of_another_type_are_named(path: Path, change: dict[str, Any], wo
     with pytest.raises(ValueError, match=":1 is no line of a report") as caught:
         load(str(path))
     assert words in str(caught.value)
-
-
-def test_a_status_that_is_no_text(path: Path) -> None:
-    path.write_text(HEAD + '\n{"status": 3}\n')
-    with pytest.raises(ValueError, match=r":2 is no line of a report: status: expected str"):
-        load(str(path))
-
-
-def test_lists_of_one_length() -> None:
-    with pytest.raises(ValueError, match=r"samples_s.step: expected lists of one length, got '1'"):
-        Case({}, [0, 1], {"step": [[1.0, 2.0], [1.0]]})
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (gzip.compress(HEAD.encode(), mtime=0), " is gzip, not text in UTF-8"),
-        (HEAD.encode("utf-16"), " is UTF-16, not text in UTF-8"),
-        (HEAD.encode() + b"\n\xff\n", ":2 is no line of a report: 'utf-8' codec can't decode"),
-    ],
-)
-def test_what_is_no_text_in_utf8(path: Path, content: bytes, words: str) -> None:
-    with pytest.raises(ValueError, match="No such file"):
-        load(str(path))
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"{path}{words}"):
-        load(str(path))
 
 
 def test_what_cannot_be_written_is_named() -> None:

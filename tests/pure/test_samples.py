@@ -28,7 +28,7 @@ def made_up(ranks: int = 8, iterations: int = 100) -> dict[str, Any]:
 
 
 def kept(aligned: bool, seconds: dict[str, Any]) -> Case:
-    case = Case({"n": 1}, list(range(8)), rounds=[50, 50], aligned=aligned)
+    case = Case(key={"n": 1}, ranks=list(range(8)), rounds=[50, 50], aligned=aligned)
     samples.keep_samples(case, seconds)
     return case
 
@@ -47,7 +47,7 @@ def test_a_case_up_to_the_limit_is_written_whole(tmp_path: Path) -> None:
     assert case.samples_s == {name: rows.tolist() for name, rows in seconds.items()}
     path = in_report(tmp_path / "r.jsonl", case)
     line = json.loads(Path(path).read_text().splitlines()[1])
-    fields = ["key", "ranks", "samples_s", "rounds", "stop", "metrics", "name", "table", "check"]
+    fields = ["key", "name", "table", "ranks", "samples_s", "rounds", "stop", "metrics", "check"]
     assert list(line) == fields
 
 
@@ -98,7 +98,7 @@ def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     for rank in range(8):
         of_rank = {name: rows[rank].tolist() for name, rows in seconds.items()}
         timings.append(Timing(samples.rounded(of_rank), [50, 50], "iters"))
-    case = Case({}, list(range(8)))
+    case = Case(key={}, ranks=list(range(8)))
     shapes = []
 
     def derive(case: Case, times: Times, facts: list[Any]) -> None:
@@ -111,13 +111,6 @@ def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(case.samples_s["step"][0]) == 22
     slowest = [rows.max(axis=0).sum() for rows in seconds.values()]
     assert timed_s(case) == pytest.approx(sum(slowest))
-
-
-def test_a_damaged_bounded_case_is_named() -> None:
-    for times in ([-1.0], 3, ["x"]):
-        slowest: dict[str, Any] = {"step": times}
-        with pytest.raises(ValueError, match=r"slowest_s.step: expected a list of seconds"):
-            Case({}, [0], bounded="x", slowest_s=slowest)
 
 
 def test_rank_0_completes_a_case_of_many_ranks() -> None:

@@ -7,7 +7,9 @@ from common.table import Table, interval_ends, layout, metric
 
 
 def case(samples: list[float] | None = None, **metrics: Any) -> Case:
-    return Case({"name": "a"}, [0], {"step": [samples or [0.1]]}, metrics=metrics)
+    return Case(
+        key={"name": "a"}, ranks=[0], samples_s={"step": [samples or [0.1]]}, metrics=metrics
+    )
 
 
 def test_an_interval_is_shown_by_its_ends() -> None:
