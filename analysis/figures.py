@@ -68,7 +68,6 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
     for label, part in rows.groupby("curve", sort=False):
         reach = [part["value"] - part["low"], part["high"] - part["value"]]  # NaN draws nothing
         ax.errorbar(part["x"], part["value"], yerr=reach, fmt="o-", ms=4, capsize=2, label=label)
-    ax.set_ylim(bottom=0)
     if x == "ranks" and len(alone):
         one_rank, ends = alone.iloc[0], np.array([1, rows["x"].max()])
         ideal = f"{one_rank['case']} times ranks"
@@ -77,6 +76,8 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
         ax.set(xscale="log", yscale="log")
         ax.xaxis.set_major_formatter(lambda value, _: show_size(value))
         ax.xaxis.set_minor_locator(NullLocator())
+    else:
+        ax.set_ylim(bottom=0)
     in_seconds = unit_of(rows["metric"].iloc[0]).name == "s"
     ax.yaxis.set_major_formatter(
         lambda value, _: show_time(value) if in_seconds else show_number(value)

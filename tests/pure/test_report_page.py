@@ -97,6 +97,17 @@ def test_figures_tables_and_environment(tmp_path: Path) -> None:
     assert "#000000" not in text
 
 
+def test_a_scaling_curve_begins_at_0_and_has_whiskers(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", ddp(0, 0.1), ddp(1, 0.1), ddp(2, 0.2))
+    figure, *_ = draw(load_runs([path]))
+    (ax,) = figure.axes
+    (points,) = [each for each in ax.containers if isinstance(each, ErrorbarContainer)]
+    ends = [[y for _, y in segment] for segment in points.lines[2][0].get_segments()]
+    assert ends == [pytest.approx([80 * 0.98, 80 * 1.01])] * 2
+    assert ax.get_ylim()[0] == 0
+    assert ax.get_ylim()[1] > 160  # the dashed line: what 2 ranks would do
+
+
 def test_a_script_that_nobody_knows(tmp_path: Path) -> None:
     numbers = metrics(0.002, heat_gib=1.5, queue_s=0.25, moved_bytes=4096, note="warm")
     key = {"mode": "fast", "size_bytes": 1 << 20}
