@@ -87,7 +87,7 @@ def summary(runs: Sequence[Run]) -> Section:
         counts = Counter(re.split("[:,]", case.check)[0] for case in run.rows.values())
         cases = ", ".join(f"{n} {check}" for check, n in counts.items()) or "no case"
         started = run.started_at[:16].replace("T", " ")
-        torch = run.environment.get("torch")
+        torch = run.environment.get("torch") or "-"
         rows.append([run.label, run.benchmark, run.status, cases, where(run), torch, started])
         if run.status != "complete" or counts["failed"]:
             failed_reports[i] = "failed"
@@ -140,10 +140,11 @@ def machine_of(run: Run) -> str:
 
 def where(run: Run) -> str:
     """`ranks: 8, nodes: 1, NVIDIA H100`"""
-    ranks = run.environment.get("world_size", "?")
-    nodes = run.environment.get("num_nodes", "?")
-    devices = describe_environment(run).get("devices", "no device")
-    return f"ranks: {ranks}, nodes: {nodes}, {devices}"
+    described = describe_environment(run)
+    words = {"ranks: ": "world_size", "nodes: ": "num_nodes", "": "devices"}
+    return ", ".join(
+        f"{word}{described[name]}" for word, name in words.items() if name in described
+    )
 
 
 def environment(runs: Sequence[Run]) -> Section:
