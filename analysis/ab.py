@@ -2,7 +2,7 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "matplotlib>=3.8", "psutil>=5.9"
+#     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "psutil>=5.9"
 # ]
 # ///
 """Is B slower than A? Or: which of several commands is the fastest? Runs them in turn.

@@ -434,9 +434,9 @@ class TrainersTable(Table):
         self.cases.append(case)
         if case.failed:
             return f"{case.name}  {case.check}\n"
-        rows = [Case({}, [], name="All", metrics=case.metrics)]
+        rows = [Case(key={}, ranks=[], name="All", metrics=case.metrics)]
         for trainer, metrics in enumerate(case.metrics["trainers"]):
-            rows.append(Case({}, [], name=f"Trainer{trainer}", metrics=metrics))
+            rows.append(Case(key={}, ranks=[], name=f"Trainer{trainer}", metrics=metrics))
         return f"{case.name}\n\n{render(ROWS, rows)}\n"
 
 

@@ -352,7 +352,14 @@ def split(
         known = [spread for spread in spreads if spread is not None]
         metrics["spread"] = max(known) if len(known) == len(spreads) else None
         key = case.key | {"rank": rank, "host": machine["host"]}
-        of_rank = Case(key, [rank], samples, case.rounds, case.stop, metrics)
+        of_rank = Case(
+            key=key,
+            ranks=[rank],
+            samples_s=samples,
+            rounds=case.rounds,
+            stop=case.stop,
+            metrics=metrics,
+        )
         of_rank.name, of_rank.table = f"rank {rank}", case.name
         of_rank.check = verdict(fact.get("wrong") or odd.get(rank))
         report.add(of_rank)

@@ -598,7 +598,9 @@ def main() -> int:
         scale = f"sizes x {args.scale_size:g}"
         bench.print(f"\n# recording {key['recording']}: {steps}; {groups}, {scale}")
         if case := bench.measure(key, name, partial(build, plan, job), partial(derive, plan)):
-            rows = [Case(row, [], metrics=row) for row in case.metrics.get("operations", [])]
+            rows = [
+                Case(key=row, ranks=[], metrics=row) for row in case.metrics.get("operations", [])
+            ]
             bench.print(f"# {case.check}" if case.failed else f"\n{render(COLUMNS, rows)}")
             bench.conclude(plan.lines if case.failed else [answer(case.metrics), *plan.lines])
     return bench.status

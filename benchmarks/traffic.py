@@ -318,7 +318,7 @@ def signs_of_life(what: str) -> Iterator[None]:
 def case_of(key: Key, title: str) -> Case:
     """A mesh that this torch cannot play fails; the others go on."""
     name = f"{key['mesh']}, rank {key['rank']}"
-    case = Case(key, [key["rank"]], check=NOT_RUN, name=name, table=title)
+    case = Case(key=key, ranks=[key["rank"]], check=NOT_RUN, name=name, table=title)
     try:
         with signs_of_life(name):
             case.metrics = derive(key, play(key))

@@ -1,23 +1,18 @@
 """What stands behind the scripts. A map, from the ground up; each line imports those above it.
 
 Ground: needs the standard library only, so that analysis/ can use it.
-    report      the file that --json writes: Case, Report, load
+    report      the file that --json writes: Estimate, Case, Report, load
     cli         command lines: Parser, types of flags, the flags of all scripts, how to say no
-    turns       two commands that measure in turns (analysis/ab.py --interleave)
 
 Core: what stands behind every measuring script.
-    stats       percentiles, the interval of a median, differences, stragglers: numpy
-    samples     how samples reach rank 0, which count, what a report keeps of them
-    table       columns and rows as they come, the progress line
+    stats       medians and differences with intervals, Times, stragglers: numpy
+    table       columns and rows as they come
     groups      Job, Group; process groups of a case; gather, share, agree
     timing      Workload, the timed loop, the rule that ends it; CUDA graphs
     join        how a process joins the job: variables, device, rendezvous, interface
     environment what the numbers were measured on, who else uses the cores; the preamble
-    remarks     the lines around the tables: what is planned, how long still, what was uncertain
     watchdog    who hangs, and where; who failed
     benchmark   Benchmark: cases one after the other, each a row and a line of the report; Observer
-    old         Benchmark for the scripts that are not moved yet
-    answers     the sentences that end a run: intervals, ratios, who is fastest
     check       replicas bit by bit, relative errors
     memory      the largest memory in use
     rpc         roles, device maps, TensorPipe's settings, start and end

@@ -9,6 +9,7 @@ import importlib
 import math
 import os
 import shlex
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from common import environment
 from common.cli import (
     ROOT,
+    TOKEN,
     TURN,
     complain,
     describe,
@@ -36,11 +38,9 @@ from common.environment import BUSY, CpuLoad, Others
 from common.groups import Group, Groups, connect, gather, share
 from common.join import join, world
 from common.report import DISK_FAILED, Case, Report, load, not_json
-from common.samples import keep_samples, rounded, stacked
-from common.stats import Times
+from common.stats import Times, keep_samples, rounded, stacked
 from common.table import Columns, Table
 from common.timing import Measured, StopRule, Timing, Workload, launch_share, time_steps
-from common.turns import turn_taker
 from common.watchdog import Watchdog, end_later
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -516,3 +516,28 @@ def restarted_after() -> float:
     if torchrun is None:  # outside the container of this rank
         return math.inf
     return torchrun.create_time() - 1  # the report has whole seconds
+
+
+def turn_taker(pipes: str) -> Callable[[], None]:
+    """Wait for the first turn of this command. Returns a function that passes the turn on and waits
+    for the next one.
+
+    pipes: two names. The token in the first pipe is this command's turn, in the second the other's.
+    """
+    try:
+        my_name, other_name = pipes.split(":")
+        for name in (my_name, other_name):
+            if not stat.S_ISFIFO(os.stat(name).st_mode):  # a token would overwrite another file
+                raise ValueError(f"{name} is no pipe")
+        my_pipe = os.open(my_name, os.O_RDONLY)
+        other_pipe = os.open(other_name, os.O_WRONLY)
+    except (ValueError, OSError):
+        got = f"got {pipes!r}; only ab.py --interleave sets it"
+        refuse(f"{TURN}: expected two named pipes such as /tmp/a:/tmp/b, {got}")
+    os.read(my_pipe, len(TOKEN))
+
+    def pass_on() -> None:
+        os.write(other_pipe, TOKEN)
+        os.read(my_pipe, len(TOKEN))
+
+    return pass_on

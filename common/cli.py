@@ -274,9 +274,8 @@ class By:
 
 def on_cuda(device: str) -> bool:
     """Whether a script with this --device runs on CUDA."""
-    import torch  # analysis/ uses this file without torch
-
-    return device != "cpu" and torch.cuda.is_available()
+    torch: Any = sys.modules["torch"]  # measuring scripts import it; analysis/ runs without it
+    return device != "cpu" and bool(torch.cuda.is_available())
 
 
 class Parser(argparse.ArgumentParser):

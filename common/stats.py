@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from common.cli import cut
-from common.report import Estimate
+from common.report import Case, Estimate
 
 Interval = tuple[float, float]
+Samples = NDArray[np.float64]
 
 
 def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
@@ -81,35 +82,20 @@ def time_of_iterations(samples: ArrayLike, aligned: bool) -> NDArray[np.float64]
     return np.asarray(x[slowest])
 
 
-def relative_ci95(samples: ArrayLike) -> float | None:
-    """How far the 95 % interval reaches from its median, over the median; None without interval.
-
-    The farther end counts: all of the interval lies within +- this of the median.
-    """
-    interval = median_interval(samples)
-    if interval is None:
-        return None
-    low, high = interval
-    median = float(np.median(np.asarray(samples)))
-    return max(high - median, median - low) / max(median, 1e-12)
-
-
 def gap(a: ArrayLike, b: ArrayLike) -> float:
     """How much longer `a` takes than `b` in one round: the difference of their medians."""
     return float(np.median(np.asarray(a)) - np.median(np.asarray(b)))
 
 
-def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> tuple[float, Interval | None]:
+def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> Estimate:
     """How much longer `a` takes than `b`, timed in the same rounds, with its 95 % interval.
 
-    Each round gives one `gap`, so that a drift of the machine cancels. The result is
-    the median of these gaps. a, b: [n]; rounds: iterations of each round, n in all. There is
-    no interval under 6 rounds.
+    Each round gives one `gap`, so that a drift of the machine cancels. The result is the median of
+    these gaps. a, b: [n]; rounds: iterations of each round, n in all. There is no interval under 6
+    rounds.
     """
-    ends = np.cumsum(rounds)[:-1]
-    pairs = zip(np.split(np.asarray(a), ends), np.split(np.asarray(b), ends), strict=True)
-    gaps = [gap(x, y) for x, y in pairs]
-    return float(np.median(gaps)), median_interval(gaps)
+    pairs = zip(in_rounds(a, rounds), in_rounds(b, rounds), strict=True)
+    return median([gap(x, y) for x, y in pairs])
 
 
 def in_rounds(samples: ArrayLike, rounds: Sequence[int]) -> list[NDArray[np.float64]]:
@@ -164,19 +150,6 @@ class Times:
 
         The slowest rank counts on both sides, so that a late rank cancels out.
         """
-        value, interval = difference(self.slowest(), self.slowest(part), self.rounds)
-        low, high = interval or (None, None)
-        return Estimate(value, low, high)
-
-    def p50(self, name: str = "step") -> float:
-        """The median over the iterations of the slowest rank's seconds."""
-        return float(np.median(self.slowest(name)))
-
-    def exposed(self, part: str) -> tuple[float, Interval | None]:
-        """How much longer the step takes than the part, with the 95 % interval: `difference`.
-
-        The slowest rank counts on both sides, so that a late rank cancels out.
-        """
         return difference(self.slowest(), self.slowest(part), self.rounds)
 
 
@@ -204,50 +177,6 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
         if interval and interval[0] > 1 + margin:
             return int(row), float(factors[row])
     return None
-
-
-def step_metrics(step: ArrayLike, samples_per_step: float) -> dict[str, Any]:
-    """The metrics of a training step, [ranks, n]. The slowest rank counts in each iteration.
-
-    samples_per_step: how many samples all ranks together train on in a step.
-    """
-    slowest = np.asarray(step).max(axis=0)
-    return {
-        **percentiles(slowest, "step_time"),
-        "step_time_mean_s": float(slowest.mean()),
-        "step_time_ci95_s": median_interval(slowest),
-        "step_time_ci95_rel": relative_ci95(slowest),
-        "samples_per_s": samples_per_step / float(np.median(slowest)),
-    }
-
-
-def breakdown_metrics(times: Times, local: str, alone: str | None = None) -> dict[str, Any]:
-    """Where a step's time goes: docs/measuring.md.
-
-    The names of the metrics are those of a data-parallel training step. Where the parts are
-    something else, make metrics of your own by `times.exposed` and `times.p50`.
-    local: the name of the part that is the step without communication. alone: the name of the part
-    that is the communication by itself, if it was timed.
-    exposed = step - local compute, the slowest rank on both sides: a late rank cancels out.
-    overlap = 1 - exposed / alone; None where the interval of exposed holds 0 or there is none.
-    """
-    by_rank = times.each(local)
-    slowest = times.slowest(local)
-    exposed, interval = times.exposed(local)
-    metrics: dict[str, Any] = {
-        "local_compute_p50_s": times.p50(local),
-        "exposed_communication_s": exposed,
-        "exposed_communication_ci95_s": interval,
-        "late_s": float(np.median(slowest - np.median(by_rank, axis=0))),
-    }
-    if alone is not None:
-        p50 = times.p50(alone)
-        metrics["communication_p50_s"] = p50
-        certain = interval is not None and not interval[0] <= 0 <= interval[1]
-        metrics["overlap"] = 1 - exposed / p50 if certain and p50 > 0 else None
-    if slow := straggler(by_rank):
-        metrics["straggler_rank"], metrics["straggler_factor"] = slow
-    return metrics
 
 
 def training_metrics(times: Times, samples_per_step: float) -> dict[str, Any]:
@@ -311,3 +240,58 @@ def side_by_side(estimates: Mapping[str, Estimate], unit: str = "") -> str:
         shown.append(f"{estimate.text(unit) if unit else estimate} by {name}")
     advice = "; timed one after the other, analysis/ab.py takes turns" if len(shown) > 1 else ""
     return ", ".join(shown) + advice
+
+
+# -- how samples reach rank 0, and what a report keeps of them -------------------------------------
+
+LIMIT = 2**18  # a case of more samples is not written whole: its line would have megabytes
+FEWEST = 12  # iterations of which all samples are written, however many ranks there are
+RULE = (
+    "samples_s: all ranks in {kept} evenly spread iterations of {all}, listed in iterations; "
+    "slowest_s: the time of every iteration; quartiles_s: of all samples of each rank"
+)
+
+
+def rounded(samples_s: Mapping[str, Sequence[float]]) -> dict[str, Samples]:
+    """The seconds of each step, [iterations], rounded to the nanosecond.
+
+    Each rank does this for itself. Rank 0 then gathers arrays: they take fewer bytes and less time
+    than lists.
+    """
+    arrays = {}
+    for step, seconds in samples_s.items():
+        arrays[step] = np.array([round(second, 9) for second in seconds], dtype=np.float64)
+    return arrays
+
+
+def stacked(by_rank: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
+    """The samples of all ranks that timed a step, [ranks, iterations] of each.
+
+    by_rank: [iterations] of each step that the rank has timed.
+    """
+    samples_s = {}
+    for step in dict.fromkeys(step for samples in by_rank for step in samples):
+        samples_s[step] = np.stack([samples[step] for samples in by_rank if step in samples])
+    return samples_s
+
+
+def keep_samples(case: Case, samples_s: Mapping[str, Samples]) -> None:
+    """Put the samples into the case: all of them, or what docs/measuring.md says above LIMIT.
+
+    samples_s: [ranks, iterations] of each step, all of one shape. case.aligned must be right.
+    """
+    ranks, iterations = samples_s["step"].shape
+    steps = len(samples_s)
+    chosen = np.arange(iterations)
+    if steps * ranks * iterations > LIMIT:
+        left = LIMIT - steps * (iterations + 3 * ranks)  # beside slowest_s and quartiles_s
+        count = min(iterations, max(FEWEST, left // (steps * ranks)))
+        chosen = np.arange(count) * iterations // count
+        case.bounded = RULE.format(kept=count, all=iterations)
+        case.iterations = chosen.tolist()
+    for step, samples in samples_s.items():
+        case.samples_s[step] = samples[:, chosen].tolist()
+        if case.bounded:
+            case.slowest_s[step] = time_of_iterations(samples, case.aligned).tolist()
+            quartiles = np.percentile(samples, [25, 50, 75], axis=1).T
+            case.quartiles_s[step] = quartiles.round(9).tolist()

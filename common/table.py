@@ -1,20 +1,14 @@
-"""Tables, printed row by row as the cases come, and a progress line on a terminal."""
+"""Tables, printed row by row as the cases come."""
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import tabulate
-from tqdm import tqdm
 
 from common.report import Case, Estimate
 
 Columns = dict[str, Callable[[Case], str]]  # a column's header -> a case's cell
-LAUNCH_BOUND = 0.9  # a case is launch-bound if launching takes more of the device's time
-LAUNCH_HINT = """
-# launch-bound: the host takes over 90 % of the time to launch the kernels, so this measures
-# Python; try a larger --batch-size, CUDA graphs (-G) or compile"""
 
 
 def render(columns: Columns, cases: Sequence[Case]) -> str:
@@ -91,16 +85,11 @@ def ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
     return cell(name, text)
 
 
-def interval_ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
-    """A cell that shows the two ends of an interval of the case, such as `-5.8 to 93.4`."""
-    return cell(name, lambda ends: " to ".join(f"{end * scale:.{digits}f}" for end in ends))
-
-
 def relative(name: str) -> Callable[[Case], str]:
     """A cell that shows how far an estimate's interval reaches from its value, as +-percent."""
 
-    def text(value: Any) -> str:
-        width = value.relative if isinstance(value, Estimate) else value
+    def text(estimate: Estimate) -> str:
+        width = estimate.relative
         if width is None:
             return "-"
         return f"+-{width:.1%}" if width < 1 else ">100%"
@@ -113,7 +102,7 @@ def percentile_columns(
 ) -> Columns:
     """p50, p75, p90 and p95 of a time in seconds, each with the rate that follows from it.
 
-    prefix: the metrics are `{prefix}_p50_s` and so on, as stats.percentiles makes them. amount:
+    prefix: the metrics are `{prefix}_s`, `{prefix}_p75_s` and so on. amount:
     what is done in that time, such as the samples of a step; the rate is amount / time.
     """
 
@@ -123,37 +112,7 @@ def percentile_columns(
 
     columns: Columns = {}
     for q in (50, 75, 90, 95):
-        name = f"{prefix}_p{q}_s"
-        if q == 50 and not prefix.endswith("_time"):
-            name = f"{prefix}_s"
+        name = f"{prefix}_s" if q == 50 else f"{prefix}_p{q}_s"
         columns |= {f"p{q}\n{unit}": metric(name, digits=4)}
         columns |= {f"p{q}\n{rate_unit}": partial(rate, name)}
     return columns
-
-
-def launch_bound(case: Case) -> bool:
-    """Whether the host takes too long to launch the kernels of one of the case's steps."""
-    return largest_launch_share(case) > LAUNCH_BOUND
-
-
-def launch_mark(case: Case) -> str:
-    """What stands behind the row of a launch-bound case; "" for any other case."""
-    return f"  launch-bound {largest_launch_share(case):.0%}" if launch_bound(case) else ""
-
-
-def largest_launch_share(case: Case) -> float:
-    """Launching over the device's time, where this is largest among the steps; 0 if unknown."""
-    by_step = case.metrics.get("launch_share", {})
-    return max(by_step.values(), default=0.0)
-
-
-class ProgressLine(tqdm):
-    """tqdm without the thread that it would start beside those that are timed."""
-
-    monitor_interval = 0
-
-
-def progress_line(enabled: bool) -> ProgressLine:
-    """A line on stderr with the case that is being measured. It shows only on a terminal."""
-    shown = enabled and sys.stderr.isatty()
-    return ProgressLine(bar_format="{desc} [{elapsed}]", disable=not shown, leave=False)

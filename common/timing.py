@@ -14,8 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from common import stats
 from common.groups import Group, agree
-from common.stats import gap, median_interval, relative_ci95
+from common.stats import gap, median_interval
 
 Step = Callable[[], object]
 STEP = "step"  # the name of the step that a case is about, beside the names of its parts
@@ -89,15 +90,6 @@ class StopRule:
             longest_block_s=args.timeout / 4,
             full_warmup=asked,
         )
-
-    @property
-    def longest_s(self) -> float | None:
-        """The most seconds that a case is warmed up and timed, if its rounds fit into them; None
-        where a count ends the case, not time."""
-        if self.iters or self.rounds:
-            return None
-        warm_up = 0 if self.full_warmup else 1 / 4
-        return self.max_seconds * (warm_up + self.patience)
 
 
 @dataclass
@@ -341,7 +333,7 @@ def rule_reached(
     short = not gaps and spent_s >= rule.max_seconds and len(slowest) >= MIN_SAMPLES
     if rounds < MIN_ROUNDS and not short:
         return ""
-    ci = relative_ci95(slowest)
+    ci = stats.median(slowest).relative
     unsure = ci is None or any(median_interval(differences) is None for differences in gaps)
     if unsure and spent_s < rule.patience * rule.max_seconds:
         return ""

@@ -96,14 +96,13 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     built, timed or sent."""
     from unittest import mock
 
-    from common import benchmark, environment, old, rpc
+    from common import benchmark, environment, rpc
     from common import groups as dist
     from common.observe import hints, node  # noqa: F401 - with the real gather
 
     size = recording["world_size"]
     left, gathered = list(recording["cases"]), map(rebuilt, recording["gathered"])
     real_join, real_keep = benchmark.join, benchmark.Benchmark.keep
-    old_keep = old.Benchmark.keep
 
     def join(device: str, backend: str, timeout_s: float) -> Any:
         with mock.patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}):
@@ -114,9 +113,6 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
         taken = next(entry for entry in left if is_same(entry, case))
         left.remove(taken)
         return rebuilt(taken["results"])
-
-    def keep_as_before(self: Any, case: Any, derive: Any, results: Any) -> Any:
-        return old_keep(self, case, derive, take(case))
 
     def keep(self: Any, case: Any, derive: Any, results: Any, lines: list[str]) -> Any:
         seen = [None] * len(self.observers)
@@ -132,16 +128,12 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     with (
         mock.patch.dict(os.environ, launcher),
         mock.patch.object(benchmark, "join", join),
-        mock.patch.object(old, "join", join),
         mock.patch.object(environment, "collect", return_value=recording["environment"]),
         mock.patch.object(dist.Groups, "take", return_value=(None, False)),
         mock.patch.object(dist.Groups, "give_back"),
         mock.patch.object(benchmark.Benchmark, "attempt", return_value=None),
         mock.patch.object(benchmark.Benchmark, "keep", keep),
         mock.patch.object(benchmark.Benchmark, "load_of_others", return_value=[]),
-        mock.patch.object(old.Benchmark, "attempt", return_value=None),
-        mock.patch.object(old.Benchmark, "keep", keep_as_before),
-        mock.patch.object(old.Benchmark, "load_of_others", return_value=[]),
         mock.patch.object(dist, "gather", side_effect=gathered),
         mock.patch.object(rpc, "rpc_workers", rpc_workers),
     ):

@@ -147,7 +147,7 @@ def test_rates_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_answer_has_both_payloads_side_by_side() -> None:
     cases = []
     for payload, rate in (("module", Estimate(100, 80, 120)), ("tensors", Estimate(50))):
-        cases.append(Case({}, [0], name=payload, metrics={"updates_per_s": rate}))
+        cases.append(Case(key={}, ranks=[0], name=payload, metrics={"updates_per_s": rate}))
     assert batch_update_ps.answer(cases) == (
         "the server makes 100 updates/s (80 to 120) by payload module, 50.0 updates/s (no "
         "interval) by payload tensors; timed one after the other, analysis/ab.py takes turns"

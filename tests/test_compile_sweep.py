@@ -354,7 +354,7 @@ def derived(step_s: float, eager_s: float | None, *checks: str) -> dict[str, Any
         {"max": found, "check": check, "batch_size": 8, "device_flops": peak}
         for check, peak in zip(checks, (2e12, 1e12), strict=True)
     ]
-    case = Case({"model": "decoder-10m"}, [0, 1], samples, [1] * 12)
+    case = Case(key={"model": "decoder-10m"}, ranks=[0, 1], samples_s=samples, rounds=[1] * 12)
     compile_sweep.derive(case, Times(samples, case.rounds), facts)
     return case.metrics | {"check": case.check}
 
@@ -385,7 +385,9 @@ def test_the_answer() -> None:
     def answer(*ends: float, **metrics: Any) -> list[str]:
         key, metrics = {"model": "m", "dtype": "fp32"}, metrics
         metrics |= {"vs_eager": Estimate(*ends)} if ends else {}
-        return compile_sweep.answer([Case(key, [0], name="ddp inductor", metrics=metrics)])
+        return compile_sweep.answer(
+            [Case(key=key, ranks=[0], name="ddp inductor", metrics=metrics)]
+        )
 
     assert answer() == []  # eager itself
     whole = "m, fp32: whole steps of ddp inductor are "

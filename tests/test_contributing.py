@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from common.report import Case
+from common.report import Case, Estimate
 from common.stats import Times
 from tests.process import ROOT
 
@@ -25,7 +25,7 @@ def test_the_example_by_hand() -> None:
     seconds = {"step": [[3.0] * 6, [2.5] * 6], "compute": [[1.0] * 6, [2.0] * 6]}
     case = Case(key={"size_bytes": 4}, ranks=[0, 1])
     names["derive"](case, Times(seconds, [1] * 6), [[1.0], [1.0]])
-    assert case.metrics == {"time_p50_s": 3, "exposed_s": 1, "exposed_ci95_s": (1, 1)}
+    assert case.metrics == {"time_s": Estimate(3, 3, 3), "exposed_s": Estimate(1, 1, 1)}
     assert case.check == "passed"
     names["derive"](case, Times(seconds, [1] * 6), [[1.0], [0.0]])
     assert case.failed
@@ -42,5 +42,5 @@ def test_the_example_runs(bench: Callable[..., Any], tmp_path: Path) -> None:
     too_small, measured = run.report.cases
     assert too_small.check.startswith("failed: ValueError: 2 bytes hold no float32")
     assert measured.check == "passed"
-    assert measured.metrics["time_p50_s"] > 0
-    assert "exposed_ci95_s" in measured.metrics
+    assert measured.metrics["time_s"].value > 0
+    assert "64K bytes expose most: " in run.out

@@ -102,7 +102,9 @@ def test_a_trainer_that_fails(bench: Callable[..., Any]) -> None:
 def test_the_answer_has_every_way_side_by_side() -> None:
     cases = []
     for way, rate in (("manual", Estimate(1624.4, 1600, 1700)), ("distributed", Estimate(900.0))):
-        cases.append(Case({}, [0], name=f"autograd {way}", metrics={"samples_per_s": rate}))
+        cases.append(
+            Case(key={}, ranks=[0], name=f"autograd {way}", metrics={"samples_per_s": rate})
+        )
     assert ddp_rpc.answer(cases[:1]) == (
         "the trainers train 1,624 samples/s (1,600 to 1,700) by autograd manual"
     )
@@ -118,7 +120,7 @@ def test_a_case_is_a_small_table() -> None:
     trainers = [ddp_rpc.epoch_metrics(epochs_s[0], 30), ddp_rpc.epoch_metrics(epochs_s[1], 10)]
     metrics = ddp_rpc.epoch_metrics([2.0, 1.0, 2.0, 1.0, 1.0, 1.0], 40) | {"trainers": trainers}
     table = ddp_rpc.TrainersTable(ddp_rpc.ROWS)
-    lines = table.row(Case({}, [0, 1], name="a way", metrics=metrics)).splitlines()
+    lines = table.row(Case(key={}, ranks=[0, 1], name="a way", metrics=metrics)).splitlines()
     assert lines[0] == "a way"
     assert [line.split()[0] for line in lines[-3:]] == ["All", "Trainer0", "Trainer1"]
     assert [line.split()[2:4] for line in lines[-3:]] == [
@@ -126,6 +128,6 @@ def test_a_case_is_a_small_table() -> None:
         ["1.0000", "30.0"],
         ["1.0000", "10.0"],
     ]
-    failed = Case({}, [0, 1], name="another way", check="failed: why")
+    failed = Case(key={}, ranks=[0, 1], name="another way", check="failed: why")
     assert table.row(failed) == "another way  failed: why\n"
     assert [case.name for case in table.passed] == ["a way"]

@@ -56,7 +56,7 @@ class Broken(benchmark.Observer):
 
 
 def test_an_error_of_who_looks_on_is_a_line() -> None:
-    case, lines = Case({}, [0]), list[str]()
+    case, lines = Case(key={}, ranks=[0]), list[str]()
     bench: Any = benchmark.Benchmark.__new__(benchmark.Benchmark)
     bench.observers = [Broken.__new__(Broken)]
     bench.watchdog = Mock(failure=lambda: (None, None))

@@ -169,7 +169,7 @@ def test_a_server_that_is_gone(start: Callable[..., Any], fault: str) -> None:
 
 def routed(name: str, server: str | None, ms: float) -> Case:
     step = Estimate(ms / 1e3, ms * 0.9e-3, ms * 1.1e-3)
-    return Case({"server": server}, [0], name=name, metrics={"step_s": step})
+    return Case(key={"server": server}, ranks=[0], name=name, metrics={"step_s": step})
 
 
 def test_the_answer_has_both_ways_side_by_side() -> None:

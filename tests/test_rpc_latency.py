@@ -146,7 +146,7 @@ def called(operation: str, size: int, us: float) -> Case:
     in_flight = 8 if operation == "rpc_async" else 1
     key = {"operation": operation, "in_flight": in_flight, "size_bytes": size}
     time = Estimate(us / 1e6, us * 0.9e-6, us * 1.1e-6)
-    return Case(key, [0], metrics={"round_trip_s": time})
+    return Case(key=key, ranks=[0], metrics={"round_trip_s": time})
 
 
 def test_the_answer_has_all_operations_side_by_side() -> None:

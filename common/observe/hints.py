@@ -56,9 +56,10 @@ def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes:
 
 
 def estimates_of(case: Case) -> Iterator[tuple[str, Estimate]]:
-    """The estimated numbers of a case, in words: `exposed_s` is `exposed`."""
+    """The estimated numbers of a case, in words: `exposed_s` is `exposed`. Rates are left out: they
+    follow from times."""
     for name, value in case.metrics.items():
-        if isinstance(value, Estimate):
+        if isinstance(value, Estimate) and "_per_" not in name:
             yield name.removesuffix("_s").replace("_", " "), value
 
 

@@ -61,7 +61,8 @@ class Progress(Observer):
             return
         now = time.monotonic()
         self.pace.cases = self.bench.planned
-        if self.bench.watchdog.case != self.number:
+        # what comes before the first case, such as `prepare`, is none
+        if self.bench.measured and self.bench.watchdog.case != self.number:
             self.number = self.bench.watchdog.case
             self.pace.begin(now)
         text = f"{self.pace.text(now)}: {what}: {self.bench.watchdog.label}"

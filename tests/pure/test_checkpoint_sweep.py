@@ -48,7 +48,7 @@ def facts(**other: Any) -> dict[str, Any]:
 
 def derived(ranks: list[Any], every: float = 600, strategy: str = "fsdp2") -> Case:
     key = {"mode": "async-thread", "strategy": strategy, "every_s": every}
-    case = Case(key, list(range(len(ranks))))
+    case = Case(key=key, ranks=list(range(len(ranks))))
     samples = {
         name: column([rank["saves"] for rank in ranks], name)
         for name in ("alone", "blocked", "upload")
@@ -95,7 +95,7 @@ def test_the_check() -> None:
 
 def saved(mode: str, *cost: float | None, every_s: float = 600) -> Case:
     key = {"mode": mode, "every_s": every_s, "path": "/x", "strategy": "ddp"}
-    return Case(key, [0], metrics={"cost": Estimate(*cost) if cost else None}, name=mode)  # type: ignore[arg-type]
+    return Case(key=key, ranks=[0], metrics={"cost": Estimate(*cost) if cost else None}, name=mode)  # type: ignore[arg-type]
 
 
 def test_the_answer_tells_no_order_of_modes() -> None:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from common import cli, turns
+from common import benchmark, cli
 from common.benchmark import Benchmark
 from tests.process import ROOT
 
@@ -260,7 +260,7 @@ def test_a_restart_is_told_by_the_age_of_torchrun() -> None:
 def test_a_wrong_turn_is_one_line(pipes: str, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SystemExit) as caught:
-        turns.turn_taker(pipes)
+        benchmark.turn_taker(pipes)
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "TORCHRUN_BENCH_TURN: expected two named pipes such as /tmp/a:/tmp/b, got '" in line
@@ -275,7 +275,7 @@ def test_turns_overwrite_no_file(names: str, tmp_path: Path, monkeypatch: Any) -
     pipe = os.open("pipe", os.O_RDWR)
     os.write(pipe, b".")  # so that nobody would wait for a turn
     with pytest.raises(SystemExit):
-        turns.turn_taker(names)
+        benchmark.turn_taker(names)
     os.close(pipe)
     assert [Path(name).read_text() for name in ("a", "b")] == ["precious"] * 2
 

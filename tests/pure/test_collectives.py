@@ -87,7 +87,9 @@ def test_the_interval_is_that_of_the_time() -> None:
     """Six samples of the slower rank: 2 to 7 ms, whose median's interval goes from end to end."""
     rows = [[0.001] * 6, [0.002, 0.007, 0.003, 0.006, 0.004, 0.005]]
     facts = [{"calls": 1, "in_place": 0, "out_of_place": 0}] * 2
-    case = Case(KEY | {"group_ranks": 2}, [0, 1], {"step": rows, "out_of_place": rows})
+    case = Case(
+        key=KEY | {"group_ranks": 2}, ranks=[0, 1], samples_s={"step": rows, "out_of_place": rows}
+    )
     time = derived(case, facts, [[0, 1]])["in_place_time_s"]
     assert (time.low, time.high) == (0.002, 0.007)
     assert time.value == pytest.approx(0.0045)
@@ -235,7 +237,7 @@ def test_large_buffers_are_one() -> None:
 def measured(size: int, us: float, gb_per_s: float, width: float = 0.01) -> Case:
     """The variant in place is the better one. width: of the intervals, as a share."""
     key = {"collective": "all_reduce", "dtype": "float32", "redop": "sum", "size_bytes": size}
-    case = Case(key, [0])
+    case = Case(key=key, ranks=[0])
     for variant, factor in (("out_of_place", 0.5), ("in_place", 1.0)):
         for name, value in (
             (f"{variant}_time_s", us / factor / 1e6),

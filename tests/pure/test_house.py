@@ -101,11 +101,9 @@ def test_a_module_of_common_has_two_users() -> None:
         "common.__init__",
         "common.workloads.__init__",
         "common.benchmark",
-        "common.old",
         "common.join",
         "common.watchdog",
     }
-    core |= {"common.remarks", "common.turns", "common.answers"}
     lookers_on = {module for module in alone if module.startswith("common.observe.")}
     assert set(alone) - core - lookers_on == set()
 

@@ -169,7 +169,7 @@ def test_the_answer_is_of_the_fastest_case_of_each_cache() -> None:
         case_of([0.2] * 6, [0.1] * 6, [0.02] * 6),
         case_of([0.1002] * 6, [0.1] * 6, [0.02] * 6),
     ]
-    cases.append(Case({"workers": 1, "batch_size": 8}, [0]))
+    cases.append(Case(key={"workers": 1, "batch_size": 8}, ranks=[0]))
     derive(2, cases[2], few, [fact])
     for case, name, cache in zip(cases, "abc", ("warm", "warm", "cold"), strict=True):
         case.name = name

@@ -37,7 +37,7 @@ def test_how_steady_a_link_is() -> None:
     steady = [[0.004] * 6] * 2
     rows = dict.fromkeys(("step", "there", "latency"), steady)
     rows["back"] = [[0.003, 0.009, 0.0035, 0.006, 0.002, 0.0045], [0.001] * 6]
-    case = Case({}, [0, 5], rows)
+    case = Case(key={}, ranks=[0, 5], samples_s=rows)
     links.derive({(0, 1): [(0, 5)]}, links.Messages(8, 8, 1), case, Times(rows, [6]), [0, 0])
     (link,) = links.links_of(case)
     assert link.spread == pytest.approx(1.25)

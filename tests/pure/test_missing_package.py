@@ -58,7 +58,7 @@ def test_common_comes_before_packages(path: Path) -> None:
 def test_it_is_one_line(program: str, missing: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HIDE)
     path = f"{tmp_path}{os.pathsep}{ROOT}"
-    results = str(ROOT / "docs" / "results" / "collectives_cpu_2ranks.jsonl")
+    results = str(ROOT / "tests" / "golden" / "small.jsonl")
     words = [results, "-o", str(tmp_path / "page.html")] if "report.py" in program else []
     done = subprocess.run(
         [sys.executable, str(ROOT / program), *words],

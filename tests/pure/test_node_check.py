@@ -83,8 +83,13 @@ def test_each_rank_becomes_a_case() -> None:
     """Two turns of two rounds of two samples. Rank 1: blocks of 3 and 2 s, the fastest 1 s."""
     place = {"host": "a", "pci": "", "network": "lo"}
     report = Report("node_check", {"ranks": [place, place | {"host": "b"}]})
-    rows = {"copy, turn 0": [[2, 2, 2, 2], [0, 0, 0, 0]], "copy, turn 1": [[0] * 4, [5, 1, 2, 2]]}
-    case = Case({"device": "cpu"}, [0, 1], rows, [2, 2], name="each rank alone")  # type: ignore[arg-type]
+    rows: Any = {
+        "copy, turn 0": [[2, 2, 2, 2], [0, 0, 0, 0]],
+        "copy, turn 1": [[0] * 4, [5, 1, 2, 2]],
+    }
+    case = Case(
+        key={"device": "cpu"}, ranks=[0, 1], samples_s=rows, rounds=[2, 2], name="each rank alone"
+    )
     facts = [{"did": {"copy": (f"copy, turn {r}", 10.0)}, "bits": "x"} for r in (0, 1)]
     times = Times(rows, [2, 2])
     node_check.split(report, {"rank": [[0], [1]]}, ["k", "k"], case, times, facts)
@@ -191,7 +196,7 @@ def test_who_is_slow_in_one_of_two_measurements_is_no_suspect(
         return {(Who("rank", ((rank,),)), "copy"): "2x" for rank in ranks}
 
     def measure(key: node_check.Key, *given: Any, **more: Any) -> None:
-        cases.append(Case(key, [0]))
+        cases.append(Case(key=key, ranks=[0]))
 
     bench.measure = measure
     monkeypatch.setattr(node_check, "share", lambda value: value)

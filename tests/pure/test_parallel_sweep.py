@@ -249,7 +249,7 @@ def test_training_is_compared_with_one_process() -> None:
 
 
 def case_of(mesh: str, ms: Estimate, **metrics: Any) -> Case:
-    return Case({"mesh": mesh}, [0], name=mesh, metrics={"step_s": ms * 1e-3, **metrics})
+    return Case(key={"mesh": mesh}, ranks=[0], name=mesh, metrics={"step_s": ms * 1e-3, **metrics})
 
 
 def test_the_answer_tells_no_order() -> None:

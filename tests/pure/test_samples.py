@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from analysis.load import load
-from common import samples
-from common.old import Benchmark
-from common.remarks import timed_s
+from common import stats as samples
+from common.benchmark import Benchmark
+from common.observe.hints import timed_s
 from common.report import Case, Report
 from common.report import load as load_report
 from common.stats import Times
@@ -105,8 +105,8 @@ def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         shapes.append(times.each("compute").shape)
         assert np.array_equal(times.slowest(), seconds["step"].max(axis=0))
 
-    bench: Any = SimpleNamespace(tracer=SimpleNamespace(row=lambda *_: []))
-    Benchmark.complete(bench, case, derive, timings, [None] * 8)
+    bench: Any = SimpleNamespace()
+    Benchmark.complete(bench, case, derive, [(timing, None, []) for timing in timings])
     assert shapes == [(8, 100)]
     assert len(case.samples_s["step"][0]) == 22
     slowest = [rows.max(axis=0).sum() for rows in seconds.values()]

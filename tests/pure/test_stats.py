@@ -8,6 +8,7 @@ import pytest
 from numpy.typing import ArrayLike
 
 from common import stats
+from common.report import Estimate
 
 
 def test_percentiles_and_p99_from_100_samples_on() -> None:
@@ -53,27 +54,22 @@ def test_the_interval_covers_the_median_also_of_correlated_samples() -> None:
         assert 0.90 <= hits / 400 <= 0.99
 
 
-def test_relative_ci95() -> None:
-    assert stats.relative_ci95([1, 2]) is None
+def test_how_far_an_interval_reaches() -> None:
+    assert stats.median([1, 2]).relative is None
     swing = [1, 16, 2, 15, 3, 14, 4, 13, 5, 12, 6, 11, 7, 10, 8, 9]
-    assert stats.relative_ci95(swing) == pytest.approx(4.5 / 8.5)
+    assert stats.median(swing).relative == pytest.approx(4.5 / 8.5)
     # the interval is 1 to 3 and the median 1.5: its farther end is 1.5 above, half its width is 1
-    skewed = [1, 3, 1, 2, 1, 2]
-    assert stats.median_interval(skewed) == (1, 3)
-    assert stats.relative_ci95(skewed) == pytest.approx(1.5 / 1.5)
+    assert stats.median([1, 3, 1, 2, 1, 2]) == Estimate(1.5, 1, 3)
 
 
 def test_difference_within_rounds_takes_a_drift_off() -> None:
     # three rounds of 2, 2 and 1 iterations; the machine is 10 s slower in the last one
     a = [3, 5, 4, 6, 17]
     b = [1, 3, 3, 3, 12]
-    shift, interval = stats.difference(a, b, [2, 2, 1])
-    assert shift == 2  # of 2, 2, 5
-    assert interval is None
+    assert stats.difference(a, b, [2, 2, 1]) == Estimate(2)  # of 2, 2, 5
     # 1, 2 and 1 s in the rounds: over all samples the medians are 5 and 3, 2 s apart
-    assert stats.difference([1, 1, 5, 5, 6], [0, 0, 3, 3, 5], [2, 2, 1])[0] == 1
-    many, interval = stats.difference([2.0] * 8, [1.0] * 8, [1] * 8)
-    assert (many, interval) == (1, (1, 1))
+    assert stats.difference([1, 1, 5, 5, 6], [0, 0, 3, 3, 5], [2, 2, 1]).value == 1
+    assert stats.difference([2.0] * 8, [1.0] * 8, [1] * 8) == Estimate(1, 1, 1)
 
 
 def test_straggler() -> None:
@@ -109,11 +105,10 @@ def test_straggler() -> None:
     assert stats.straggler(near) is None
 
 
-def test_step_metrics() -> None:
-    m = stats.step_metrics([[1, 2, 3], [2, 1, 5]], 8)  # the slowest: 2, 2, 5
-    assert m["step_time_p50_s"] == 2
-    assert m["samples_per_s"] == 4
-    assert m["step_time_ci95_s"] is None
+def test_training_metrics() -> None:
+    times = stats.Times({"step": [[1, 2, 3], [2, 1, 5]]}, [1] * 3)  # the slowest: 2, 2, 5
+    metrics = stats.training_metrics(times, 8)
+    assert (metrics["step_s"], metrics["samples_per_s"]) == (Estimate(2), Estimate(4))
 
 
 def breakdown(
@@ -121,21 +116,20 @@ def breakdown(
 ) -> dict[str, Any]:
     samples_s = {"step": step, "compute": compute} | ({} if send is None else {"send": send})
     times = stats.Times(samples_s, rounds)
-    return stats.breakdown_metrics(times, "compute", None if send is None else "send")
+    return stats.breakdown(times, "compute", None if send is None else "send")
 
 
 def test_a_late_rank_cancels_out_of_exposed_and_shows_as_late() -> None:
     # rank 1 computes for 4 s instead of 3 s; the step waits for it and communicates for 1 s
     step, local = [[5.0] * 9, [5.0] * 9], [[3.0] * 9, [4.0] * 9]
     m = breakdown(step, local, [[1.0] * 9, [2.0] * 9], [1] * 9)
-    assert m["exposed_communication_s"] == 1
-    assert m["exposed_communication_ci95_s"] == (1, 1)
-    assert m["overlap"] == 0.5
-    assert m["late_s"] == 0.5  # above the median of 3 and 4
+    assert m["exposed_s"] == Estimate(1, 1, 1)
+    assert m["overlap"].value == 0.5
+    assert m["late_s"].value == 0.5  # above the median of 3 and 4
     assert (m["straggler_rank"], m["straggler_factor"]) == (1, pytest.approx(4 / 3))
     alone = breakdown(step[:1], local[:1], None, [1] * 9)
     assert "overlap" not in alone
-    assert alone["late_s"] == 0
+    assert alone["late_s"].value == 0
     free = breakdown(step, local, [[0.0] * 9] * 2, [1] * 9)
     assert free["overlap"] is None
 
@@ -144,11 +138,26 @@ def test_there_is_no_overlap_where_exposed_may_be_nothing() -> None:
     # exposed is 1 or 3 s, then -1 or 3 s, of 0.5 s alone: the 1 - 3 / 0.5 = -500 % are noise
     local, alone = [[1.0] * 8], [[0.5] * 8]
     surely = breakdown([[2.0, 4.0] * 4], local, alone, [1] * 8)
-    assert surely["exposed_communication_ci95_s"] == (1, 3)
-    assert surely["overlap"] == pytest.approx(1 - 2 / 0.5)
+    assert surely["exposed_s"] == Estimate(2, 1, 3)
+    assert surely["overlap"].value == pytest.approx(1 - 2 / 0.5)
     noise = breakdown([[0.0, 4.0] * 4], local, alone, [1] * 8)
-    assert noise["exposed_communication_ci95_s"] == (-1, 3)
+    assert (noise["exposed_s"].low, noise["exposed_s"].high) == (-1, 3)
     assert noise["overlap"] is None
     few = breakdown([[2.0, 4.0]], [[1.0] * 2], [[0.5] * 2], [1] * 2)
-    assert few["exposed_communication_ci95_s"] is None
+    assert few["exposed_s"].relative is None
     assert few["overlap"] is None
+
+
+def test_the_fastest() -> None:
+    """At worst 0.111 / 0.101 = 1.10, at best 0.113 / 0.099 = 1.14."""
+    times = {
+        "slow": Estimate(0.150, 0.140, 0.160),
+        "b": Estimate(0.112, 0.111, 0.113),
+        "a": Estimate(0.100, 0.099, 0.101),
+    }
+    assert stats.fastest(times) == "a is 1.12 times (1.10 to 1.14) as fast as b, the next"
+    times["b"] = Estimate(0.112, 0.101, 0.113)
+    assert stats.fastest(times) == "a and b cannot be told apart"
+    times["b"] = Estimate(0.112)  # without an interval nothing is sure
+    assert stats.fastest(times) == "a and b cannot be told apart"
+    assert stats.fastest({"a": times["a"]}) == "a takes 100 ms (99 to 101)"

@@ -131,7 +131,7 @@ def test_the_metrics_by_hand() -> None:
 
 def played(mesh: str, ring_gib: float, rank: int = 0) -> Case:
     metrics = {"ring_bytes": ring_gib * 2**30, "all_bytes": 2**31}
-    return Case({"mesh": mesh, "rank": rank}, [0], metrics=metrics)
+    return Case(key={"mesh": mesh, "rank": rank}, ranks=[0], metrics=metrics)
 
 
 def test_the_answer() -> None:
@@ -259,11 +259,11 @@ def test_the_analysis_takes_its_report(
     assert traffic.main() == 0
     runs = load_runs([path])
     values = {(row["case"], row["metric"]): row["value"] for row in numbers(runs)}
-    assert values["dp2", "dp_all_gather_bytes"] == 2 * 4 * WEIGHTS
-    assert page.where(runs[0]) == "ranks: 2, nodes: 1, no device"
+    assert values["dp2, rank 0", "dp_all_gather_bytes"] == 2 * 4 * WEIGHTS
+    assert page.where(runs[0]) == "ranks: 2, nodes: 1"
     (table,) = page.benchmark(runs).tables
     rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
-    assert [row["case"] for row in rows] == ["ddp2", "dp2"]
+    assert [row["case"] for row in rows] == ["ddp2, rank 0", "dp2, rank 0"]
     assert [row["dp all gather bytes"] for row in rows] == ["-", "1.754M"]
 
 

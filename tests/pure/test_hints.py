@@ -1,46 +1,35 @@
-"""The lines around the tables, by hand."""
+"""The lines around the tables, by hand: common/observe/hints.py, progress.py."""
 
 import os
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from common.cli import ROOT
+from common.benchmark import report_lines
+from common.cli import ROOT, duration
 from common.environment import Others
-from common.remarks import (
-    Conditions,
-    Pace,
+from common.observe.hints import (
+    Hints,
     crowded_text,
     drifts,
-    duration,
     hints,
-    planned_lines,
-    report_lines,
+    launch_bound,
     with_wide_interval,
     without_interval,
 )
-from common.report import Case
-from common.timing import StopRule
+from common.observe.progress import Pace
+from common.report import Case, Estimate
 
-QUIET = Conditions(
-    iters=None,
-    min_iters=20,
-    max_seconds=5,
-    others="",
-    crowded="",
-)
+FLAGS = SimpleNamespace(iters=None, min_iters=20, max_seconds=5)
+SURE, WIDE, NONE = Estimate(1, 0.95, 1.05), Estimate(1, 0.9, 1.2), Estimate(1)
 
 
 def case(samples: list[float] | None = None, **metrics: Any) -> Case:
-    return Case(
-        key={"name": "a"}, ranks=[0], samples_s={"step": [samples or [0.1] * 30]}, metrics=metrics
-    )
-
-
-def with_conditions(**changes: Any) -> Conditions:
-    return Conditions(**vars(QUIET) | changes)
+    step = {"step": [samples or [0.1] * 30]}
+    return Case(key={"name": "a"}, ranks=[0], samples_s=step, metrics=metrics)
 
 
 @pytest.mark.parametrize(
@@ -59,35 +48,12 @@ def test_a_duration_in_words(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_the_longest_time_of_a_case() -> None:
-    """A quarter of the budget to warm up, 1.25 of it where an interval is awaited."""
-    assert StopRule(max_seconds=12).longest_s == 3 + 15
-    assert StopRule(max_seconds=12, full_warmup=True).longest_s == 15
-    assert StopRule(max_seconds=12, patience=1).longest_s == 3 + 12
-    assert StopRule(iters=10).longest_s is None
-    assert StopRule(rounds=24).longest_s is None
-
-
-def test_a_plan_has_a_line_for_each_case() -> None:
-    keys = [{"model": "a", "ranks": 1, "hook": None}, {"model": "a", "ranks": 2, "hook": "bf16"}]
-    assert planned_lines(keys).splitlines() == [
-        "",
-        "# a 1",
-        "# a 2 bf16",
-        "# 2 cases, nothing was measured",
-    ]
-    assert planned_lines([]) == "\n# 0 cases, nothing was measured"
-
-
 def test_how_long_still() -> None:
     """Cases that begin at 100 s, 120 s and 160 s; two are over, after 30 s on average."""
-    pace = Pace(12, 95)
+    pace = Pace(12)
     pace.begin(100)
-    assert Pace(12).text(101) == "case 1 of 12"
-    assert pace.text(101) == "case 1 of 12, 95 s at most"
-    pace.end(120)
+    assert pace.text(101) == "case 1 of 12"
     pace.begin(120)
-    pace.end(160)
     pace.begin(160)
     assert pace.text(170) == "case 3 of 12, about 5 min left"  # 9 cases, and 20 s of this one
     pace.cases = 3
@@ -98,52 +64,62 @@ def test_how_long_still() -> None:
 
 
 def test_which_intervals_are_doubtful() -> None:
-    none = case(step_time_ci95_s=None, step_time_ci95_rel=None, exposed_ci95_s=(1, 2))
-    wide = case(step_time_ci95_s=(1, 2), step_time_ci95_rel=0.11)
-    full = case(step_time_ci95_s=(1, 2), step_time_ci95_rel=0.1)
-    bare = case(samples_per_s=1.0)  # nothing of which an interval is shown
-    assert without_interval(none) == with_wide_interval(wide) == {"step time"}
+    """A difference that may be 0 is as small as it can be told."""
+    none = case(step_s=NONE, exposed_s=SURE, samples_per_s=NONE)
+    wide = case(step_s=WIDE)
+    full = case(step_s=SURE, exposed_s=Estimate(0.1, -1, 1))
+    bare = case(samples_per_s=1.0)  # nothing that is estimated
+    assert without_interval(none) == with_wide_interval(wide) == {"step"}
     assert without_interval(wide) == without_interval(full) == without_interval(bare) == set()
     assert with_wide_interval(none) == with_wide_interval(full) == set()
-    assert hints([full, bare], QUIET) == []
-    first, _ = hints([full, none, wide, bare], QUIET)
-    assert first == (
-        "95 % interval of step time: missing (-) in 1, wider than +-10% in 1 of 4 cases"
-    )
+    assert hints([full, bare], FLAGS, "", "") == []
+    first, _ = hints([full, none, wide, bare], FLAGS, "", "")
+    assert first == "95 % interval of step: missing (-) in 1, wider than +-10% in 1 of 4 cases"
 
 
 def test_few_samples_get_more_time() -> None:
-    few = case([2.0] * 6, step_time_ci95_rel=None, exposed_communication_ci95_s=None)
-    first, cause = hints([few], QUIET)
-    assert "interval of exposed communication, step time: missing" in first
+    few = case([2.0] * 6, step_s=NONE, exposed_s=NONE)
+
+    def cause(**flags: Any) -> str:
+        given = SimpleNamespace(**vars(FLAGS) | flags)
+        first, line = hints([few], given, "", "")
+        assert "interval of exposed, step: missing" in first
+        return line
+
     # 12 s of samples, with the untimed iterations up to 24 s: twice that
-    assert cause == "  few samples, 6 in one of them: --max-seconds 48"
-    (_, cause) = hints([few], with_conditions(max_seconds=20))
-    assert cause.endswith("--max-seconds 80")
-    (_, cause) = hints([few], with_conditions(iters=6))
-    assert cause.endswith("--iters 12")
+    assert cause() == "  few samples, 6 in one of them: --max-seconds 48"
+    assert cause(max_seconds=20).endswith("--max-seconds 80")
+    assert cause(iters=6).endswith("--iters 12")
 
 
 def test_each_cause_that_is_seen_has_a_line_and_what_helps() -> None:
-    wide = case([0.125, 0.25] * 20, step_time_ci95_rel=0.2)
+    wide = case([0.125, 0.25] * 20, step_s=WIDE)
     others = "other programs take 1.0 of 2 cores of vm"
     crowded = "4 ranks share 2 cores of vm"
-    _, *causes = hints([wide], with_conditions(others=others, crowded=crowded))
+    _, *causes = hints([wide], FLAGS, others, crowded)
     assert causes == [
         f"  {crowded}: start fewer ranks",
         f"  {others}: wait for their end, or compare by analysis/ab.py --interleave",
     ]
-    _, cause = hints([wide], QUIET)
+    _, cause = hints([wide], FLAGS, "", "")
     assert cause == "  no cause is seen; what helps often: --max-seconds 30"
+
+
+def test_a_launch_bound_case_has_a_line() -> None:
+    bound = case(launch_share={"step": 0.97, "local": 0.2})
+    assert launch_bound(bound) == 0.97
+    assert launch_bound(case(launch_share={"step": 0.9})) is None
+    assert launch_bound(case()) is None
+    assert Hints.row(Hints.__new__(Hints), bound, []) == ["launch-bound 97%"]
 
 
 def test_samples_that_drift_are_said_to() -> None:
     """30 samples that grow all the time tell as much as a few."""
-    growing = case([0.1 + 0.01 * i for i in range(30)], step_time_ci95_rel=None)
+    growing = case([0.1 + 0.01 * i for i in range(30)], step_s=NONE)
     assert drifts(growing)
     assert not drifts(case([0.1, 0.2] * 15))
     assert not drifts(case([0.1, 0.2]))
-    _, cause = hints([growing], QUIET)
+    _, cause = hints([growing], FLAGS, "", "")
     assert cause.startswith("  the samples of 1 drift, so they count as fewer: --max-seconds ")
 
 
