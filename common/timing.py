@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from common import stats
 from common.groups import Group, agree
-from common.stats import gap, median_interval
+from common.stats import gap, interval_of_rounds
 
 Step = Callable[[], object]
 STEP = "step"  # the name of the step that a case is about, beside the names of its parts
@@ -334,9 +334,11 @@ def rule_reached(
     if rounds < MIN_ROUNDS and not short:
         return ""
     ci = stats.median(slowest).relative
-    unsure = ci is None or any(median_interval(differences) is None for differences in gaps)
+    unsure = ci is None or any(interval_of_rounds(differences) is None for differences in gaps)
     if unsure and spent_s < rule.patience * rule.max_seconds:
         return ""
-    if len(slowest) >= rule.min_iters and ci is not None and ci <= rule.target_ci:
+    # looked at after 6, 12, 18, ... rounds only: who looks often stops at a lucky moment
+    looks = rounds % MIN_ROUNDS == 0
+    if looks and len(slowest) >= rule.min_iters and ci is not None and ci <= rule.target_ci:
         return "target-ci"
     return "max-seconds" if spent_s >= rule.max_seconds else ""

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike
 
 from common.report import Estimate
-from common.stats import median, median_interval, percentiles
+from common.stats import interval_of_rounds, median, percentiles
 from common.table import layout
 
 Stamps = list[tuple[str, Any, Any]]  # the phases of a step: name, start and end
@@ -130,5 +130,5 @@ def own_pace(
     blocks = np.split(x, np.cumsum(rounds)[:-1], axis=1)
     blocks_s = [float(block.sum(axis=1).max()) for block in blocks]
     rates = [block.size / block_s for block, block_s in zip(blocks, blocks_s, strict=True)]
-    low, high = median_interval(rates) or (None, None)
+    low, high = interval_of_rounds(rates) or (None, None)
     return metrics, Estimate(x.size / sum(blocks_s), low, high)

@@ -43,6 +43,25 @@ def test_median_interval() -> None:
     assert (low, high) == (7, 10)
 
 
+def test_the_level_of_a_batch_widens_the_interval() -> None:
+    """24 samples in 6 batches: their mean signs are 1, -1, 1, -1, 0, 0, whose standard deviation is
+    0.894. With t = 2.57 that is 2.57 * 0.894 * 24 / sqrt(6) / 2 = 11.27, and 12 - 11.27 is the
+    first one. In a swing of samples it is 12 - 1.96 * sqrt(24) / 2, the 7th."""
+    assert stats.student(0.95, 5) == pytest.approx(2.571, rel=0.002)
+    up, down, both = [13.0, 14, 15, 16], [1.0, 2, 3, 4], [0.0, 17, -1, 18]
+    samples = [*up, *down, *up, *down, *both, *both]
+    assert stats.median_interval(samples) == (-1, 18)
+    swing = [float(x * (-1) ** x) for x in range(24)]
+    assert stats.median_interval(swing) == (sorted(swing)[6], sorted(swing)[17])
+
+
+def test_six_rounds_always_have_an_interval() -> None:
+    """Up to 8 values, each of a round, count as independent; more show whether they are."""
+    assert stats.interval_of_rounds([1, 1, 1, 2, 2, 2]) == (1, 2)
+    assert stats.interval_of_rounds([1, 2, 3, 4, 5]) is None
+    assert stats.interval_of_rounds([1.0] * 5 + [2.0] * 5) is None
+
+
 def test_the_interval_covers_the_median_also_of_correlated_samples() -> None:
     rng = np.random.default_rng(1)
     for repeat in (1, 4):
@@ -51,7 +70,7 @@ def test_the_interval_covers_the_median_also_of_correlated_samples() -> None:
             found = stats.median_interval(np.repeat(rng.exponential(size=60), repeat))
             assert found is not None
             hits += found[0] <= math.log(2) <= found[1]
-        assert 0.90 <= hits / 400 <= 0.99
+        assert hits / 400 >= 0.93
 
 
 def test_how_far_an_interval_reaches() -> None:

@@ -74,7 +74,9 @@ SAME = [1.0] * 20
     ("slowest", "rounds", "spent", "rule", "expected"),
     [
         (SAME, 5, 4.9, StopRule(), ""),  # 6 rounds at least
-        (SAME, 2, 5, StopRule(), "target-ci"),  # or --max-seconds, and 6 samples
+        (SAME, 2, 5, StopRule(), "max-seconds"),  # or --max-seconds, and 6 samples
+        (SAME, 7, 0, StopRule(), ""),  # the interval is looked at after 6, 12, 18, ... rounds
+        (SAME, 12, 0, StopRule(), "target-ci"),
         (SAME[:6], 2, 5, StopRule(), "max-seconds"),
         (SAME[:5], 2, 5, StopRule(), ""),
         (SAME, 6, 0, StopRule(), "target-ci"),
@@ -97,6 +99,7 @@ def test_decide(
 
 
 DRIFT = [1.0] * 3 + [2.0] * 3  # its signs about the median stay alike: no interval of 6
+LONG_DRIFT = [1.0] * 5 + [2.0] * 5  # of up to 8 rounds the order does not count
 SWINGING = [1.0, 2.0] * 3
 
 
@@ -107,11 +110,11 @@ SWINGING = [1.0, 2.0] * 3
         (DRIFT, [], 5, ""),  # on to 1.25 times --max-seconds
         (DRIFT, [], 6.2, ""),
         (DRIFT, [], 6.25, "max-seconds"),
-        (SAME, [DRIFT], 0, ""),  # the step is narrow enough, but `exposed` has no interval
-        (SAME, [DRIFT], 10, "target-ci"),
+        (SAME, [LONG_DRIFT], 0, ""),  # the step is narrow enough, but `exposed` has no interval
+        (SAME, [LONG_DRIFT], 10, "target-ci"),
         (SAME, [SWINGING], 0, "target-ci"),
-        (SWINGING, [SWINGING, DRIFT], 6.2, ""),
-        (SWINGING, [SWINGING, DRIFT], 6.25, "max-seconds"),
+        (SWINGING, [SWINGING, LONG_DRIFT], 6.2, ""),
+        (SWINGING, [SWINGING, LONG_DRIFT], 6.25, "max-seconds"),
     ],
 )
 def test_a_case_goes_on_until_it_has_its_intervals(

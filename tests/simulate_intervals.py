@@ -1,0 +1,96 @@
+"""How often do the 95 % intervals hold? Simulated series with a known median, by the functions that
+scripts use.
+
+    python tests/simulate_intervals.py          the table of docs/measuring.md, a minute
+
+independent   lognormal samples
+AR .6         neighbours that are correlated by 0.6: normal, and then e^x
+levels        a third of the variance is the level of a block, the rest is of each sample; levels of
+              neighbouring blocks are correlated by 0.2
+difference    two steps in 12 rounds of 2; the machine drifts by 30 % over the run, for both alike
+ratio         the same, of which the ratio is taken
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.stats import Interval, Times, median_interval
+
+SPREAD = 0.1  # standard deviation of the logarithm of a sample
+Series = NDArray[np.float64]
+
+
+def correlated(rng: np.random.Generator, n: int, rho: float) -> Series:
+    """n normal values of variance 1; neighbours are correlated by rho."""
+    x = rng.normal(size=n)
+    for i in range(1, n):
+        x[i] = rho * x[i - 1] + np.sqrt(1 - rho**2) * x[i]
+    return x
+
+
+def levels(rng: np.random.Generator, blocks: int, size: int) -> Series:
+    of_blocks = np.repeat(correlated(rng, blocks, 0.2), size)
+    return of_blocks * np.sqrt(1 / 3) + rng.normal(size=blocks * size) * np.sqrt(2 / 3)
+
+
+def two_steps(rng: np.random.Generator) -> Times:
+    """A step of 2 s and a part of 1 s, 12 rounds of 2, on a machine that slows down."""
+    drift = np.linspace(1, 1.3, 24)
+    step, part = (np.exp(rng.normal(size=24) * SPREAD) * drift for _ in range(2))
+    return Times({"step": [2 * step], "part": [part]}, [2] * 12)
+
+
+def of_median(make: Callable[[np.random.Generator], Series]) -> Callable[..., Interval | None]:
+    return lambda rng: median_interval(np.exp(make(rng) * SPREAD))
+
+
+def of_ratio(rng: np.random.Generator) -> Interval | None:
+    ratio = two_steps(rng).ratio("part")
+    return None if ratio.low is None or ratio.high is None else (ratio.low, ratio.high)
+
+
+def of_difference(rng: np.random.Generator) -> Interval | None:
+    """Against the difference in the middle of the run, where the machine is 15 % slower."""
+    longer = two_steps(rng).longer("part")
+    return None if longer.low is None or longer.high is None else (longer.low, longer.high)
+
+
+# what is simulated -> the true value, what is promised of shown intervals, and how one is made
+CASES: dict[str, tuple[float, float, Any]] = {
+    "independent, 24": (1.0, 0.94, of_median(lambda rng: rng.normal(size=24))),
+    "AR .3, 28": (1.0, 0.94, of_median(lambda rng: correlated(rng, 28, 0.3))),
+    "AR .6, 24": (1.0, 0.93, of_median(lambda rng: correlated(rng, 24, 0.6))),
+    "AR .6, 48": (1.0, 0.93, of_median(lambda rng: correlated(rng, 48, 0.6))),
+    "AR .8, 48": (1.0, 0.90, of_median(lambda rng: correlated(rng, 48, 0.8))),
+    "levels, 12 x 12": (1.0, 0.92, of_median(lambda rng: levels(rng, 12, 12))),
+    "difference": (1.15, 0.94, of_difference),
+    "ratio": (0.5, 0.94, of_ratio),
+}
+
+
+def coverage(name: str, series: int, seed: int = 0) -> tuple[float, float]:
+    """(share of the shown intervals that hold the true value, share of series with one)."""
+    true, _, make = CASES[name]
+    rng = np.random.default_rng(seed)
+    found = [make(rng) for _ in range(series)]
+    shown = [interval for interval in found if interval]
+    hits = sum(low <= true <= high for low, high in shown)
+    return hits / max(1, len(shown)), len(shown) / series
+
+
+def main() -> None:
+    print(f"{'series':18} {'holds':>7} {'promised':>9} {'shown':>7}")
+    for name, (_, promised, _) in CASES.items():
+        holds, shown = coverage(name, 4000)
+        print(f"{name:18} {holds:7.1%} {promised:9.0%} {shown:7.1%}")
+
+
+if __name__ == "__main__":
+    main()
