@@ -52,14 +52,14 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
     larger one of two (docs/measuring.md says how often that holds):
     z sqrt(n tau) / 2: tau is the autocorrelation time of the signs about the median (Campbell and
     Gardner 1988, BMJ 296:1454; Sen 1968).
-    t s n / (2 sqrt(6)), from 12 samples on: s is the standard deviation over 6 batches in time of
+    t s n / (2 sqrt(6)), from 18 samples on: s is the standard deviation over 6 batches in time of
     their mean sign (Schmeiser 1982, Operations Research 30:556; Woodruff 1952, JASA 47:635).
     """
     x = np.asarray(samples, dtype=np.float64)
     n = len(x)
     signs = np.sign(x - np.median(x)) if n else x
     half = half_by_signs(signs, autocorrelation_time(signs), confidence)
-    if n >= 2 * BATCHES:
+    if n >= 3 * BATCHES:
         means = [np.mean(batch) for batch in np.array_split(signs, BATCHES)]
         spread = float(np.std(means, ddof=1)) * n / np.sqrt(BATCHES)
         half = max(half, student(confidence, BATCHES - 1) * spread / 2)

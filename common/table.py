@@ -86,10 +86,11 @@ def ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
 
 
 def relative(name: str) -> Callable[[Case], str]:
-    """A cell that shows how far an estimate's interval reaches from its value, as +-percent."""
+    """A cell that shows how far an estimate's interval reaches from its value, or a metric that is
+    such a share itself, as +-percent."""
 
-    def text(estimate: Estimate) -> str:
-        width = estimate.relative
+    def text(value: Any) -> str:
+        width = value.relative if isinstance(value, Estimate) else value
         if width is None:
             return "-"
         return f"+-{width:.1%}" if width < 1 else ">100%"

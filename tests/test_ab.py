@@ -21,7 +21,7 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
     python = shlex.quote(sys.executable)
     torchrun = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2"
     command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2"]
-    command += ["--ignore-key", "world_size"]
+    command += ["--ignore-key", "world_size,ranks"]
     command += ["--a", f"{torchrun} {SWEEP} all_reduce,broadcast"]
     command += ["--b", f"{python} {SWEEP} all_reduce"]
     done = subprocess.run(

@@ -55,4 +55,4 @@ def test_the_same_command_goes_on_after_ctrl_c(
     assert after[: len(before)] == before  # not measured again
     assert len(load(str(report)).cases) == 4
     assert again.out.splitlines()[-1] == "# suite.sh: status 0"
-    assert "<title>torchrun-bench: collectives</title>" in (out / "report.html").read_text()
+    assert "<title>collectives" in (out / "report.html").read_text()

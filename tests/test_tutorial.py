@@ -122,7 +122,4 @@ def test_a_command_runs(name: str, bench: Callable[..., Any]) -> None:
     assert launcher == ["torchrun", "--nproc-per-node", "2"]
     run = bench(*flags, "--device", "cpu", *SMALL[name], timeout=120)
     assert run.status == 0, run.err
-    measured = report_of(name)
-    assert [case.key["world_size"] for case in run.report.cases] == [
-        case.key["world_size"] for case in measured.cases
-    ]
+    assert {case.check for case in run.report.cases} == {"passed"}
