@@ -22,6 +22,7 @@ from typing import IO, Any, NoReturn, TextIO
 TURN = "TORCHRUN_BENCH_TURN"  # names the two pipes of ab.py --interleave: MINE:THE_OTHERS
 TOKEN = b"."  # what goes round in them
 JSON_FLAGS = ("-J", "--json", "--output-file")
+VERSION = "0.1.0"  # of CHANGELOG.md
 HANG = 3  # the exit status of a run that hung
 NO_VERDICT = 4  # of one that cannot tell what it was asked
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
@@ -255,7 +256,7 @@ class ShowVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         if is_rank_0():
-            print(f"torchrun-bench {version()}")
+            print(f"torchrun-bench {VERSION}, commit {version()}")
         parser.exit()
 
 

@@ -362,7 +362,7 @@ def test_version_is_a_flag_of_every_script(
     with pytest.raises(SystemExit) as end:
         parser.parse_args(["--version"])
     assert end.value.code == 0
-    said = f"torchrun-bench {cli.version()}\n" if rank == "0" else ""
+    said = f"torchrun-bench 0.1.0, commit {cli.version()}\n" if rank == "0" else ""
     assert capsys.readouterr().out == said
 
 
