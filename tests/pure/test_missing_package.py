@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -72,4 +73,4 @@ def test_it_is_one_line(program: str, missing: str, tmp_path: Path) -> None:
     name = Path(program).name
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"{name}: error: {missing.split()[0]} is not installed; try pip install")
-    assert line.endswith(f" -r {folder}/requirements.txt")
+    assert line.endswith(f" -r {shlex.quote(str(folder / 'requirements.txt'))}")
