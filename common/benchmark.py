@@ -58,7 +58,8 @@ Answer = Callable[[list[Case]], str | list[str] | None]
 class Observer:
     """Looks on from outside the timed code. Without it a run measures the same.
 
-    What it raises becomes a line: a looker-on never fails a case.
+    What `row` and `end` raise becomes a line. An error in `after` fails the case: the other ranks
+    may be waiting within it, and would wait for ever.
     """
 
     def __init__(self, bench: "Benchmark") -> None:
@@ -69,15 +70,16 @@ class Observer:
         """What comes next, never within a block; "" before a line is printed."""
 
     def after(self, key: Key, work: Workload | Measured, timing: Timing, group: Group) -> Any:
-        """On each rank of a case, once it is timed. `row` gets what the ranks return."""
+        """On each rank of a case, once it is timed: it may use the case's groups. `row` gets what
+        the ranks return."""
 
     def row(self, case: Case, seen: list[Any]) -> list[str]:
         """On rank 0, before the case is written: lines below its row. May add to case.metrics."""
         return []
 
     def end(self, last_line: dict[str, Any]) -> list[str]:
-        """On all ranks: lines to print. May add to the report's last line, which has what the
-        observers before it have found."""
+        """On all ranks, so that it may gather. The lines that rank 0 returns are printed, and what
+        it adds to `last_line` is in the report's last line."""
         return []
 
 
@@ -153,7 +155,7 @@ class Benchmark:
         except OSError as error:
             status = 1 if error.errno in DISK_FAILED else 2
             file = f" {error.filename}" if error.filename else ""
-            problem = (f"{what}{file}: {error.strerror}", status)
+            problem = (f"{what}{file}: {error.strerror or error}", status)
         except ValueError as error:
             problem = (f"{what}: {error}", 2)
         problems = [given for given in gather(problem) or [] if given]
@@ -278,8 +280,7 @@ class Benchmark:
             self.phase("check")
             facts = work.facts()
         timing.samples_s = rounded(timing.samples_s)
-        seen = [guarded(o, o.after, key, work, timing, group) for o in self.observers]
-        return timing, facts, seen
+        return timing, facts, [o.after(key, work, timing, group) for o in self.observers]
 
     def before_block(self, phase: str) -> None:
         self.turn()
@@ -300,9 +301,7 @@ class Benchmark:
                 self.complete(case, derive, of_ranks)
                 for number, observer in enumerate(self.observers):
                     seen = [row[2][number] for row in of_ranks]
-                    failed = [text for text in seen if isinstance(text, str)]
-                    said = failed[0] if failed else guarded(observer, observer.row, case, seen)
-                    lines += [said] if isinstance(said, str) else said
+                    lines += guarded(observer, observer.row, case, seen)
                 reason = not_json("metric", case.metrics)
             except Exception as error:
                 reason = describe(error)
@@ -428,7 +427,9 @@ class Benchmark:
     def finish(self) -> None:
         """Print remarks about the run as a whole, write the report's last line, and set status."""
         last_line: dict[str, Any] = {}
-        remarks = [line for observer in self.observers for line in observer.end(last_line)]
+        remarks: list[str] = []
+        for observer in self.observers:
+            remarks += guarded(observer, observer.end, last_line)
         remarks += report_lines(self.report.path, self.replaced)
         remarks.append(f"elapsed {duration(time.time() - psutil.Process().create_time())}")
         self.print("\n" + "\n".join(f"# {remark}" for remark in remarks))
@@ -451,12 +452,12 @@ class Benchmark:
             tell_torchrun(reason)
 
 
-def guarded(observer: Observer, call: Callable[..., Any], *given: Any) -> Any:
-    """What a call of an observer returns; for an error of its own a text about it."""
+def guarded(observer: Observer, call: Callable[..., list[str]], *given: Any) -> list[str]:
+    """The lines that an observer returns; for an error of its own a line about it."""
     try:
         return call(*given)
     except Exception as error:
-        return f"{type(observer).__name__}: {describe(error)}"
+        return [f"{type(observer).__name__}: {describe(error)}"]
 
 
 def report_lines(path: str | None, replaced: str | None) -> list[str]:

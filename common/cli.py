@@ -487,7 +487,8 @@ def add_common_flags(
     backends = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
     names = ("--distributed-backend", "--backend")
     add(*names, dest="backend", type=one_backend, metavar="NAME", help=backends)
-    warm = "untimed iterations of each step (default: 5, fewer if all take --max-seconds / 4)"
+    warm = "untimed iterations of each step, 1 or more "
+    warm += "(default: 5, fewer if all take --max-seconds / 4)"
     add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
     exactly = "time exactly N iterations, whatever the next three say"
     add("--iters", type=positive_int, metavar="N", help=exactly)
@@ -495,7 +496,8 @@ def add_common_flags(
     add("--min-iters", type=positive_int, default=min_iters, metavar="N", help=least)
     target = "stop once all of the 95%% interval of the step's median is within +-P (default: 2%%)"
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
-    most = f"or after S seconds of a case, 1.25 S without an interval (default: {max_seconds:g})"
+    most = "or after S seconds of a case and 6 rounds, 1.25 S without an interval "
+    most += f"(default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
     add("--dry-run", action="store_true", help="list the cases; measure nothing")
     report = """append every finished case to this report; an older one becomes PATH.bak, .bak.1,

@@ -212,6 +212,7 @@ class Report:
     remarks: list[str] = field(default_factory=list)  # what a user must know of a resumed report
     files: list[IO[bytes]] = field(default_factory=list)  # all are locked; the last is written
     size: int = 0  # of the file, after this run's newest line
+    first_line: dict[str, Any] = field(default_factory=dict)  # of a report that is resumed
 
     def start(self, resume: bool = False, since: float = math.inf) -> str | None:
         """Write the first line, or go on with the report that exists already.
@@ -256,7 +257,7 @@ class Report:
         return backup
 
     def header(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in HEADER}
+        return self.first_line or {name: getattr(self, name) for name in HEADER}
 
     def append_header(self) -> None:
         self.append(self.header(), "nothing was measured, and what was there stays")
@@ -273,7 +274,7 @@ class Report:
                 f"{self.path} has {differing}: numbers that do not belong together; "
                 "give another path"
             )
-        self.cases, self.resumed = old.cases, old.resumed
+        self.cases, self.resumed, self.first_line = old.cases, old.resumed, old.header()
         self.end_last_line()
         unchecked = [case for case in self.cases if case.check.startswith("skipped")]
         if unchecked:

@@ -71,7 +71,7 @@ class StopRule:
     min_iters: int = 20
     target_ci: float = 0.02
     max_seconds: float = 5.0
-    rounds: int | None = None  # if given, exactly so many
+    rounds: int | None = None  # if given, exactly so many, unless iters is given
     longest_block_s: float = 75.0  # the watchdog takes a block for one phase, which must end
     full_warmup: bool = False  # True: all warm-up iterations, however long they take
     patience: float = 1.25  # a case that lacks an interval may take so many times max_seconds
@@ -322,9 +322,9 @@ def rule_reached(
     """The rule that ends the case now: iters, rounds, target-ci or max-seconds; "" to go on.
 
     slowest: the samples of the step so far, the slowest rank's in each iteration. gaps: for each
-    compared part, its difference from the step in each round. While the step or one of these has no
-    interval the case goes on, as long as the rule's patience lasts. Without compared parts a case
-    that has spent its budget needs MIN_SAMPLES, not MIN_ROUNDS.
+    compared part, its difference from the step in each round. A case has MIN_ROUNDS at least,
+    however long they take; without compared parts MIN_SAMPLES are enough once its budget is spent.
+    While the step or a difference has no interval, it goes on as long as the rule's patience lasts.
     """
     if rule.iters:
         return "iters" if len(slowest) >= rule.iters else ""

@@ -268,6 +268,17 @@ def full_disk() -> None:
     in_step(25, limit, rank=0)
 
 
+@fault
+def profiler_raises() -> None:
+    """Rank 1 cannot begin a range of the profiler."""
+    if os.environ["RANK"] == "1":
+
+        def raises(self: Any) -> None:
+            raise RuntimeError("injected: no profiler")
+
+        torch.profiler.record_function.__enter__ = raises  # type: ignore[method-assign]
+
+
 # -- DDP: gradients and replicas -------------------------------------------------------------------
 
 

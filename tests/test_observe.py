@@ -48,24 +48,33 @@ def test_without_the_folder_the_same_cases_are_written(
 
 
 class Broken(benchmark.Observer):
-    def after(self, *given: Any) -> Any:
-        raise RuntimeError("after")
-
     def row(self, case: Case, seen: list[Any]) -> list[str]:
         raise KeyError("row")
+
+    def end(self, last_line: dict[str, Any]) -> list[str]:
+        raise RuntimeError("end")
 
 
 def test_an_error_of_who_looks_on_is_a_line() -> None:
     case, lines = Case(key={}, ranks=[0]), list[str]()
+    broken = Broken.__new__(Broken)
     bench: Any = benchmark.Benchmark.__new__(benchmark.Benchmark)
-    bench.observers = [Broken.__new__(Broken)]
+    bench.observers, bench.report = [broken], Mock(path=None)
     bench.watchdog = Mock(failure=lambda: (None, None))
-    bench.report = Mock(path=None)
     timed = Timing({"step": np.array([1.0])}, [1], "iters")
-    told = benchmark.guarded(bench.observers[0], bench.observers[0].after, {}, None, timed, None)
-    assert told == "Broken: RuntimeError: after"
-    for seen, line in (([None], "Broken: KeyError: 'row'"), ([told], told)):
-        lines = []
-        assert bench.keep(case, lambda *_: None, [(timed, None, seen)], lines) == (None, None)
-        assert lines == [line]
-        assert case.check == "passed"
+    assert bench.keep(case, lambda *_: None, [(timed, None, [None])], lines) == (None, None)
+    assert lines == ["Broken: KeyError: 'row'"]
+    assert case.check == "passed"
+    assert benchmark.guarded(broken, broken.end, {}) == ["Broken: RuntimeError: end"]
+
+
+@pytest.mark.smoke
+def test_an_error_while_a_trace_is_made_fails_the_case(
+    bench: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The other rank waits within it, so nothing else would end that."""
+    flags = (*SHORT, "--profile", str(tmp_path / "traces"))
+    run = bench("benchmarks/ddp_sweep.py", *flags, ranks=2, inject="profiler-raises")
+    assert run.status == 1
+    assert [case.name for case in run.report.cases] == ["no ddp", "1M/2G"]
+    assert run.report.cases[1].check == "failed: RuntimeError: injected: no profiler (rank 1)"

@@ -7,7 +7,7 @@ from typing import Any
 from common.benchmark import Observer
 from common.environment import Others, node_of_each, others_text
 from common.report import Case, Estimate
-from common.stats import autocorrelation_time
+from common.stats import autocorrelation_time, time_of_iterations
 from common.timing import MIN_SAMPLES
 
 WIDE = 0.1  # an interval that reaches farther from its value, as a share of it, gets a hint
@@ -77,15 +77,17 @@ def with_wide_interval(case: Case) -> set[str]:
 
 
 def slowest_s(case: Case) -> list[float]:
-    """The samples of the step, the slowest rank's in each iteration."""
+    """The time of the step in each iteration."""
     if case.bounded:
         return case.slowest_s.get("step", [])
-    return [max(times) for times in zip(*case.samples_s.get("step", []), strict=True)]
+    if not case.samples_s.get("step"):
+        return []
+    return [float(x) for x in time_of_iterations(case.samples_s["step"], case.aligned)]
 
 
 def timed_s(case: Case) -> float:
-    """The seconds of all samples of the first rank, the step's and the parts' together. Of the
-    slowest rank where the case has only a part of the others' samples."""
+    """The seconds of all samples of the first rank, the step's and the parts' together; where the
+    case is bounded, of the slowest rank in each iteration."""
     if case.bounded:
         return sum(sum(times) for times in case.slowest_s.values())
     return sum(sum(rows[0]) for rows in case.samples_s.values() if rows)
@@ -142,10 +144,8 @@ def causes(doubtful: Sequence[Case], args: Any, busy: str, crowded: str) -> list
 
 
 def flag_for_more(doubtful: Sequence[Case], args: Any) -> str:
-    """The flag that gives such cases more samples: twice as many, or twice as long.
-
-    A case took up to twice the time of its samples: each block starts with an untimed iteration.
-    """
+    """The flag that gives such cases more samples: twice as many iterations, or four times as
+    long as their samples took, since each block starts with an untimed iteration."""
     if args.iters:
         return f"--iters {2 * args.iters}"
     seconds = 4 * max(args.max_seconds, *(timed_s(case) for case in doubtful))

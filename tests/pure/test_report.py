@@ -450,3 +450,17 @@ def test_what_is_no_report_is_not_replaced(path: Path) -> None:
         report_at(path)
     assert path.read_text() == "my thesis\n"
     assert not os.path.exists(f"{path}.bak")
+
+
+def test_what_is_rescued_begins_with_the_first_line_that_was_resumed(path: Path) -> None:
+    """The hosts and the command of the cases are those of the run that measured them."""
+    report_at(path, 1)
+    before = json.loads(path.read_text().splitlines()[0])
+    resumed = Report("ddp_sweep", ENVIRONMENT | {"hosts": ["new"]}, str(path), argv=["again"])
+    resumed.start(resume=True)
+    path.unlink()
+    with pytest.raises(OSError, match="was removed"):
+        resumed.add(Case(key={"n": 9}, ranks=[0]))
+    rescued = Path(f"{path}.rescued").read_text().splitlines()
+    assert json.loads(rescued[0]) == before
+    assert json.loads(rescued[1])["hosts"] == ["new"]
