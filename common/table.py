@@ -24,10 +24,12 @@ class Table:
     """A table that is printed row by row. Its columns may get wider on the way."""
 
     def __init__(self, columns: Columns, widest: Sequence[str] = ()) -> None:
-        """widest: a wide cell for each of the first columns; the others have room for `0.0000`."""
+        """widest: a wide cell for each of the first columns; the others have room for `0.0000`, or
+        for `+-00.0%`."""
         self.columns = columns
         self.cases: list[Case] = []
-        self.widest = [*widest, *["0.0000"] * (len(columns) - len(widest))]
+        usual = ["+-00.0%" if "95% ci" in header else "0.0000" for header in columns]
+        self.widest = [*widest, *usual[len(widest) :]]
 
     @property
     def passed(self) -> list[Case]:
