@@ -455,7 +455,7 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     shards = np.array([fact["shard_bytes"] for fact in facts])
     is_sharded = case.key["strategy"] == "fsdp2"
     size = int(shards.sum() if is_sharded else shards.max())
-    upload, stall = times.median("upload"), times.longer("alone")
+    upload, stall = times.median("upload"), times.beyond("alone")
     first_save = max(fact["first"].save for fact in facts)
     first_alone = max(fact["first"].alone for fact in facts)
     unsynced = column([fact["unsynced"] for fact in facts], "upload").max(axis=0)

@@ -546,7 +546,7 @@ def derive(case: Case, times: Times, facts: list[Any]) -> None:
 def compare_with_eager(metrics: dict[str, Any], times: Times) -> dict[str, Any]:
     """What compiling gains; after how many steps it pays, if it certainly does."""
     gains: dict[str, Any] = {"eager_s": times.median("eager"), "vs_eager": times.ratio("eager")}
-    gain_s = 0 - times.longer("eager")
+    gain_s = 0 - times.beyond("eager")
     if gain_s.value > 0 and not gain_s.may_be(0):
         cost_s = metrics["start_s"] + metrics["first_steps_s"]
         gains["payback_steps"] = max(0.0, cost_s - CHECKED_STEPS * gains["eager_s"].value) / gain_s

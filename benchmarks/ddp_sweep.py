@@ -340,7 +340,7 @@ STEPS: Columns = {
     "95% ci\nof p50": relative("step_s"),
     **percentile_columns("step", "sec/iter", "ex/sec/dev", lambda case: case.key["batch_size"]),
 }
-WHY: Columns = {
+BREAKDOWN: Columns = {
     "": lambda case: case.name,
     "samples/s": metric("samples_per_s", digits=1),
     "efficiency\n(%)": metric("efficiency", 100, 1),
@@ -474,7 +474,7 @@ def main() -> int:
                 for name, ranks, key in cases:
                     bench.measure(key, name, partial(build, job), derive, ranks=range(ranks))
             if table.passed:
-                bench.print(f"\nWhere the time goes: {title}\n\n{render(WHY, table.passed)}")
+                bench.print(f"\nWhere the time goes: {title}\n\n{render(BREAKDOWN, table.passed)}")
         if not args.no_breakdown:
             bench.print(FOOTER)
     return bench.status

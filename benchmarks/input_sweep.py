@@ -464,7 +464,7 @@ def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> Non
     samples = len(case.ranks) * key["batch_size"]
     m |= training_metrics(times, samples)
     loader, resident = times.median("loader"), times.median("resident")
-    m["exposed_wait_s"] = times.longer("resident")
+    m["exposed_wait_s"] = times.beyond("resident")
     m["resident_s"], m["loader_s"] = resident, loader
     m["loader_samples_per_s"] = samples / loader
     m["training_samples_per_s"] = samples / resident

@@ -225,7 +225,7 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
     """
     metrics: dict[str, Any] = {"compute_s": times.median("compute")}
     for axis in mesh.axes:
-        metrics[f"exposed_{axis}_s"] = times.longer(without(mesh, axis))
+        metrics[f"exposed_{axis}_s"] = times.beyond(without(mesh, axis))
     if slow := straggler(times.each("compute")):
         metrics["straggler_rank"], metrics["straggler_factor"] = slow
     if mesh.pp == 1:

@@ -187,7 +187,7 @@ class Times:
         )
         return median_of_rounds([float(np.median(a) / np.median(b)) for a, b in pairs])
 
-    def longer(self, part: str) -> Estimate:
+    def beyond(self, part: str) -> Estimate:
         """How much longer the step takes than the part: `difference`.
 
         The slowest rank counts on both sides, so that a late rank cancels out.
@@ -247,7 +247,7 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     late = local compute of the slowest rank - of the median rank, in each iteration.
     """
     by_rank = times.each(local)
-    exposed = times.longer(local)
+    exposed = times.beyond(local)
     metrics: dict[str, Any] = {
         "local_compute_s": times.median(local),
         "exposed_s": exposed,

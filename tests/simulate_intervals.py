@@ -58,8 +58,8 @@ def of_ratio(rng: np.random.Generator) -> Interval | None:
 
 def of_difference(rng: np.random.Generator) -> Interval | None:
     """Against the difference in the middle of the run, where the machine is 15 % slower."""
-    longer = two_steps(rng).longer("part")
-    return None if longer.low is None or longer.high is None else (longer.low, longer.high)
+    beyond = two_steps(rng).beyond("part")
+    return None if beyond.low is None or beyond.high is None else (beyond.low, beyond.high)
 
 
 # what is simulated -> the true value, what is promised of shown intervals, and how one is made

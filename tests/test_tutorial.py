@@ -79,7 +79,7 @@ def test_rows_of_node_check() -> None:
 def test_rows_of_ddp_sweep() -> None:
     for name in ("ddp.jsonl", "settings.jsonl"):
         for case in report_of(name).cases:
-            assert single_blanks(" ".join(cells_of(ddp_sweep.WHY, case))) in LINES
+            assert single_blanks(" ".join(cells_of(ddp_sweep.BREAKDOWN, case))) in LINES
 
 
 @pytest.mark.skip(reason="docs/results is measured anew when all scripts are moved")

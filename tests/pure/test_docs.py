@@ -89,7 +89,7 @@ def test_readme_shows_its_report() -> None:
     report = load(str(ROOT / "docs" / "results" / "ddp_sweep_cpu_2ranks.jsonl"))
     cases = [case for case in report.cases if case.key["model"] == "mobilenet_v3_small"]
     readme = (ROOT / "README.md").read_text()
-    for table in (ddp_sweep.STEPS, ddp_sweep.WHY):
+    for table in (ddp_sweep.STEPS, ddp_sweep.BREAKDOWN):
         for row in render(table, cases).splitlines()[-len(cases) :]:
             assert re.sub(r" +", " ", row.strip()) in re.sub(r" +", " ", readme)
 

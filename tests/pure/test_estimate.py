@@ -74,7 +74,7 @@ def test_a_ratio_of_parts_is_taken_within_rounds() -> None:
     assert timed.ratio("one") == Estimate(0.75, 0.75, 0.75)
     assert "one" in timed
     assert "two" not in timed
-    assert timed.longer("one").value == 1.5  # the median of eight gaps of 1 or 2
+    assert timed.beyond("one").value == 1.5  # the median of eight gaps of 1 or 2
 
 
 def test_the_median_of_a_training_step() -> None:
