@@ -185,10 +185,7 @@ FIGURES: dict[str, list[Plot]] = {  # by benchmark
     "nccl-tests": [BUSBW],
     "rpc_latency": [("round trip", ["round_trip_s"], over_size)],
     "parallel_sweep": [("Where a step's time goes", ["compute_s", *AXES], stacked)],
-    "checkpoint_sweep": [
-        ("A save", ["blocked_s", "stall_s", "upload_s"], bars),
-        ("A load", ["load_cold_s", "load_warm_s"], bars),
-    ],
+    "checkpoint_sweep": [("A checkpoint", ["blocked_s", "stall_s", "upload_s"], bars)],
 }
 PANELS = ("model", "dtype", "collective", "operation")  # a figure for each value of them
 

@@ -693,28 +693,6 @@ def wrong_load() -> None:
     filesystem.narrow_tensor_by_index = narrow  # type: ignore[assignment]
 
 
-@fault
-def late_reader() -> None:
-    """Rank 1 reads each file of torch.save half a second later than the others."""
-    real = torch.load
-
-    def load(file: Any, **kwargs: Any) -> Any:
-        time.sleep(0.5 * (RANK == 1 and isinstance(file, Path)))
-        return real(file, **kwargs)
-
-    torch.load = load  # type: ignore[assignment]
-
-
-@fault
-def late_copies() -> None:
-    """Copies to the device take 0.3 s: so long does synchronizing wait for them."""
-
-    def synchronize(device: Any = None) -> None:
-        time.sleep(0.3)
-
-    torch.cpu.synchronize = synchronize
-
-
 # -- input: loaders and what they read -------------------------------------------------------------
 # A worker has these faults if it is forked: --start-method fork.
 
