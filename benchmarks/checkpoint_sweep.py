@@ -26,7 +26,6 @@ import itertools
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -427,12 +426,12 @@ def state_bytes(model: str) -> int:
     return 3 * 4 * parameters
 
 
-def claim(paths: list[str] | None, needed: int) -> dict[str, subprocess.Popen[bytes]]:
-    """A new folder in each path, with the process that removes it. needed: bytes in each of them.
+def make_folders(paths: list[str] | None, needed: int) -> list[str]:
+    """A new folder in each path. needed: bytes in each of them.
 
     Raises ValueError for a path with files, or without room.
     """
-    folders = {}
+    folders = []
     for path in paths or [tempfile.gettempdir()]:
         os.makedirs(path, exist_ok=True)
         if paths and os.listdir(path):
@@ -441,7 +440,8 @@ def claim(paths: list[str] | None, needed: int) -> dict[str, subprocess.Popen[by
         if free < needed:
             raise ValueError(f"{path}: expected {needed:,} bytes free, got {free:,}")
         folder = tempfile.mkdtemp(prefix="checkpoint_sweep-", dir=os.path.abspath(path))
-        folders[folder] = remove_at_end([folder])
+        folders.append(folder)
+        remove_at_end(folder)
     return folders
 
 
@@ -472,16 +472,18 @@ def main() -> int:
         bench.announce(tables)
         # the newest checkpoint stays until the next one is complete
         needed = 2 * state_bytes(args.model)
-        claimed = bench.prepare("--paths", lambda: claim(args.paths, needed) if is_first else {})
-        folders = dict(zip(args.paths or ["TMPDIR"], share([*claimed]), strict=True))
+        made = bench.prepare(
+            "--paths", lambda: make_folders(args.paths, needed) if is_first else []
+        )
+        folders = dict(zip(args.paths or ["TMPDIR"], share(made), strict=True))
         for title, cases in tables.items():
             with bench.begin_table(title, COLUMNS, answer, Table(COLUMNS, WIDEST)):
                 for name, _, key in cases:
                     bench.measure(key, name, partial(build, bench, folders), derive)
                     if is_first:
                         shutil.rmtree(folder_of(folders, key), ignore_errors=True)
-    for remover in claimed.values():
-        remover.communicate()
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
     return bench.status
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Does the loader feed the training, or does the training wait for its batches?
+"""Does the loader feed the training, and how many workers are enough?
 
-It trains a model under DDP, in alternating blocks: with batches from a DataLoader, and with one
-batch that stays on the device. A third block takes batches from the loader and does not train.
+It trains a model on images under DDP in alternating blocks: with batches from a DataLoader, and
+with one batch that stays on the device. A third block takes batches and does not train.
 
     step            a training step with the next batch from the loader
     resident        the same step with the resident batch. The workers rest meanwhile
@@ -18,10 +18,9 @@ and they get no more work: a block with the loader begins with an empty queue.
     torchrun --nproc-per-node 2 benchmarks/input_sweep.py
     torchrun --nproc-per-node 8 benchmarks/input_sweep.py --data /scratch/imagenet/train \\
         --workers 2,4,8,16 --json report.jsonl
-    torchrun --nproc-per-node 2 benchmarks/input_sweep.py --kind tokens --data train.bin
 
 Without --data it makes files in TMPDIR, and removes them at the end. docs/input_sweep.md says how
-to read the table. BSD-3-Clause.
+to read the table. Written for this project, BSD-3-Clause.
 """
 
 import argparse
@@ -40,7 +39,6 @@ from multiprocessing import get_all_start_methods, set_forkserver_preload
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torchvision
@@ -56,32 +54,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, verdict
+from common.environment import count_of
 from common.groups import Group, Job, share
-from common.memory import GIB
 from common.report import Case
-from common.stats import Times, median, straggler, training_metrics
-from common.table import Columns, Table, ends, metric
+from common.stats import Times, straggler, training_metrics
+from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
-from common.workloads.decoder import DECODERS, Decoder, next_token_loss
 from common.workloads.folders import remove_at_end
-
-# What a dataset reads: the path and the class of each image, or the path of the file of tokens.
-Source = list[tuple[str, int]] | str
 
 CLASSES = 10  # of the images that are made
 FILE_PIXELS = 400  # of a side of the images that are made
 SMALL_WAIT = 0.05  # of a resident step: a shorter wait is not worth a change
 LISTS = ("workers", "cache", "prefetch", "start_method")
-COUNTED_BYTES = 0.9  # a case is cold if so much of what workers read came from the device
+FROM_DEVICE = 0.9  # a case is cold if so much of what was read came from the device
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
-    add("--kind", choices=("images", "tokens"), default="images", help="(default: images)")
-    data = "folder of class folders with images; for tokens a file of uint16 (default: made anew)"
-    add("--data", metavar="PATH", help=data)
-    made = "files, or sequences of tokens, that are made (default: 256)"
+    add("--data", metavar="PATH", help="folder of class folders with images (default: made anew)")
+    made = "how many images to make (default: 256)"
     add("--samples", type=positive_int, default=256, metavar="N", help=made)
     workers = "worker processes of a rank; 0 loads in the rank itself (default: 2)"
     add("--workers", type=list_of(cli.number(int)), default=[2], metavar="N", help=workers)
@@ -94,37 +86,27 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     how = f"of workers: {', '.join(methods)} (default: forkserver)"
     start_methods = list_of(str, methods)
     add("--start-method", type=start_methods, default=["forkserver"], metavar="M", help=how)
-    model = "(default: resnet50, CPU mobilenet_v3_small; tokens: decoder-124m, CPU decoder-nano)"
-    add("--model", metavar="NAME", help=model)
+    model = "of torchvision (default: %(default)s)"
+    add("--model", default=cli.By("resnet50", "mobilenet_v3_small"), metavar="NAME", help=model)
     batch = "samples of a rank in a step (default: %(default)s)"
     add("--batch-size", type=positive_int, default=cli.By(32, 8), metavar="N", help=batch)
     pixels = "after a crop (default: %(default)s)"
     add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=pixels)
     cli.add_common_flags(parser, max_seconds=10)
     args = parser.parse_args(argv)
-    defaults, known = ("resnet50", "mobilenet_v3_small"), list(DECODERS)
-    if args.kind == "tokens":
-        defaults = ("decoder-124m", "decoder-nano")
-    else:
-        known = torchvision.models.list_models(module=torchvision.models)
-    args.model = args.model or defaults[0 if cli.on_cuda(args.device) else 1]
+    known = torchvision.models.list_models(module=torchvision.models)
     if args.model not in known:
         hint = cli.suggest(args.model, known) or f"; e.g. {known[0]}"
-        parser.error(f"--model: unknown model '{args.model}' for {args.kind}{hint}")
+        parser.error(f"--model: unknown model '{args.model}'{hint}")
     return args
 
 
 # -- the data: what runs in the workers ------------------------------------------------------------
 # [core]
 
-Batch = tuple[Tensor, Tensor]  # inputs and targets, on the device
-EPOCH_REST = 2000  # samples that a rank loads at most after the timing, to complete an epoch
+Files = list[tuple[str, int]]  # the path and the class of each image
+Batch = tuple[Tensor, Tensor]  # images and classes, on the device
 PIXELS_MEAN, PIXELS_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-
-
-def ticket(index: int, size: int) -> Tensor:
-    """Stands in a sample beside its input and target: which it is, who made it, the bytes read."""
-    return torch.tensor([index, os.getpid(), size])
 
 
 class Images(Dataset[Any]):
@@ -132,69 +114,35 @@ class Images(Dataset[Any]):
 
     def __init__(self, files: list[tuple[str, int]], pixels: int, cold: bool = False) -> None:
         self.files, self.cold = files, cold
-        self.augment = augmentation(pixels)
+        self.augment = v2.Compose(  # as torchvision's references train
+            [
+                v2.RandomResizedCrop(pixels, antialias=True),
+                v2.RandomHorizontalFlip(),
+                v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(PIXELS_MEAN, PIXELS_STD),
+            ]
+        )
 
     def __len__(self) -> int:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, Tensor]:
         path, target = self.files[index]
-        content = self.content(index)
-        return self.augment(content), target, ticket(index, os.path.getsize(path))
+        # which sample it is, who has made it, and the bytes read for it
+        ticket = torch.tensor([index, os.getpid(), os.path.getsize(path)])
+        return self.augment(self.content(index)), target, ticket
 
     def content(self, index: int) -> Tensor:
         """The pixels, uint8 [3, H, W], before augmentation."""
         path, _ = self.files[index]
         if self.cold:
             with open(path, "rb") as file:
-                forget(file)
+                # dropped from the page cache; some file systems ignore it
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         try:
             return v2.functional.pil_to_tensor(pil_loader(path))
         except OSError as error:
             raise ValueError(f"{path} is no image: {type(error).__name__}") from None
-
-
-class Tokens(Dataset[Any]):
-    """Sequences from a memory-mapped file of uint16, as nanoGPT writes it."""
-
-    def __init__(self, path: str, length: int, vocab: int, cold: bool = False) -> None:
-        self.path, self.cold = path, cold
-        self.length, self.vocab = length, vocab
-
-    def __len__(self) -> int:
-        return (os.path.getsize(self.path) // 2 - 1) // self.length
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
-        content = self.content(index)
-        tokens = content % self.vocab  # a file of a larger vocabulary can be read, too
-        return tokens[:-1], tokens[1:], ticket(index, 2 * len(content))
-
-    def content(self, index: int) -> Tensor:
-        """The tokens of a sequence and the next one, [length + 1]."""
-        start = index * self.length
-        with open(self.path, "rb") as file:
-            if self.cold:
-                forget(file)
-            tokens = np.memmap(file, dtype=np.uint16, mode="r")
-            sample = tokens[start : start + self.length + 1]
-            return torch.from_numpy(sample.astype(np.int64))
-
-
-def augmentation(pixels: int) -> nn.Module:
-    """ImageNet's, as torchvision's references train with it: [3, H, W] -> [3, pixels, pixels]."""
-    return v2.Compose(
-        [
-            v2.RandomResizedCrop(pixels, antialias=True),
-            v2.RandomHorizontalFlip(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(PIXELS_MEAN, PIXELS_STD),
-        ]
-    )
-
-
-def forget(file: Any) -> None:
-    """Drop a file from the page cache. Some file systems ignore the request."""
-    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # -- the loader ------------------------------------------------------------------------------------
@@ -223,27 +171,20 @@ class Feed:
 
     def __init__(
         self,
-        dataset: Images | Tokens,
+        dataset: Images,
         batch_size: int,
         rank: int,
         ranks: int,
         device: torch.device,
-        workers: int,
-        **of_workers: Any,
+        **options: Any,
     ) -> None:
-        """of_workers: arguments of DataLoader that it takes with workers alone."""
-        self.dataset, self.device = dataset, device
+        """options: of the DataLoader, such as num_workers."""
+        self.device = device
         sampler: Any = DistributedSampler(dataset, ranks, rank)
         self.epoch = math.ceil(len(dataset) / ranks)  # samples of a rank, with padding
         self.indices = Batches(sampler, batch_size)
-        if workers:
-            of_workers["persistent_workers"] = True
         self.loader: DataLoader[Any] | None = DataLoader(
-            dataset,
-            batch_sampler=self.indices,
-            num_workers=workers,
-            pin_memory=device.type == "cuda",
-            **(of_workers if workers else {}),
+            dataset, batch_sampler=self.indices, pin_memory=device.type == "cuda", **options
         )
         self.running: Iterator[Any] | None = None  # None while it is paused
         self.seen = torch.zeros(len(dataset), dtype=torch.int32)  # how often in the first epoch
@@ -284,12 +225,6 @@ class Feed:
         self.indices.paused = False
         self.running = None
 
-    def finish_epoch(self) -> None:
-        """Load the rest of the first epoch, if it is short."""
-        if self.epoch - self.samples <= EPOCH_REST:
-            while self.samples < self.epoch:
-                self.next()
-
     def close(self) -> None:
         """End the workers."""
         self.pause()
@@ -299,81 +234,41 @@ class Feed:
 # [/core]
 
 
-class Usage(NamedTuple):
-    """What the processes that load for a rank have used so far."""
-
-    samples: int
-    cpu_s: float
-    device_bytes: int  # read from the device
-    read_bytes: int  # read from the device or the page cache
-
-    @classmethod
-    def now(cls, feed: Feed) -> "Usage":
-        import psutil  # here: if it is missing, common/ has said so
-
-        cpu_s, device_bytes = 0.0, 0
-        for pid in filter(psutil.pid_exists, feed.processes):
-            process = psutil.Process(pid)
-            times = process.cpu_times()
-            cpu_s += times.user + times.system
-            device_bytes += process.io_counters().read_bytes
-        return cls(feed.samples, cpu_s, device_bytes, feed.read_bytes)
-
-
 # -- a case ----------------------------------------------------------------------------------------
 
 
 class Facts(NamedTuple):
     """What a rank says of a case after the timing."""
 
-    first_batch_s: float  # with the start of the workers
-    next_epoch_s: float  # the first batch of another epoch
-    pss_bytes: int  # of the workers
-    worker_cpu_s: float | None  # for a sample; None without workers
-    from_device: float  # part of what was read
-    rank_cores: float  # that are busy in a resident step
+    from_device: float  # share of what was read
     problem: str | None  # with the samples
-    epoch_done: float  # part of the first epoch that was checked
     digest: str  # of the parameters
 
 
-def build(job: Job, source: Source, key: Key, group: Group) -> Workload:
+def build(job: Job, files: Files, key: Key, group: Group) -> Workload:
     """Training under DDP with the loader, with a resident batch, and the loader alone."""
     torch.manual_seed(job.rank)
-    cold, workers = key["cache"] == "cold", key["workers"]
-    dataset: Images | Tokens
-    model: nn.Module
-    loss_of: Callable[..., Tensor]
-    if isinstance(source, str):
-        config = DECODERS[key["model"]]
-        dataset = Tokens(source, config.context, config.vocab, cold)
-        model = Decoder(config)
-        loss_of = next_token_loss
-    else:
-        dataset = Images(source, key["image_size"], cold)
-        classes = 1 + max(target for _, target in source)
-        model = torchvision.models.get_model(key["model"], num_classes=max(1000, classes))
-        loss_of = nn.functional.cross_entropy
-    of_workers = {
-        "prefetch_factor": key["prefetch"],
-        "multiprocessing_context": key["start_method"],
-    }
-    place = (job.rank, job.world_size, job.device)
-    feed = Feed(dataset, key["batch_size"], *place, workers, **of_workers)
-    first_batch_s, resident = timed(feed.next)
+    workers = key["workers"]
+    dataset = Images(files, key["image_size"], cold=key["cache"] == "cold")
+    options: dict[str, Any] = {"num_workers": workers}
+    if workers:  # without them DataLoader refuses the others
+        options["persistent_workers"] = True
+        options["prefetch_factor"] = key["prefetch"]
+        options["multiprocessing_context"] = key["start_method"]
+    feed = Feed(dataset, key["batch_size"], job.rank, job.world_size, job.device, **options)
+    resident = feed.next()
     feed.pause()
-    next_epoch_s, _ = timed(feed.next)
-    before = Usage.now(feed)
+    before = bytes_read(feed)
 
-    model = model.to(job.device)
-    ddp = DistributedDataParallel(model, process_group=group.test)
+    classes = 1 + max(target for _, target in files)
+    model = torchvision.models.get_model(key["model"], num_classes=max(1000, classes))
+    ddp = DistributedDataParallel(model.to(job.device), process_group=group.test)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3, momentum=0.9)
-    spent = {"cpu_s": 0.0, "wall_s": 1e-9}  # in resident steps
 
     def train(batch: Batch) -> None:
-        inputs, targets = batch
+        images, targets = batch
         optimizer.zero_grad()
-        loss_of(ddp(inputs), targets).backward()
+        nn.functional.cross_entropy(ddp(images), targets).backward()
         optimizer.step()
 
     def step() -> None:
@@ -381,62 +276,36 @@ def build(job: Job, source: Source, key: Key, group: Group) -> Workload:
 
     def resident_step() -> None:
         feed.pause()  # does nothing but in the untimed step that begins a block
-        cpu_s = time.process_time()
-        wall_s = time.perf_counter()
         train(resident)
-        spent["cpu_s"] += time.process_time() - cpu_s
-        spent["wall_s"] += time.perf_counter() - wall_s
 
     def facts() -> Facts:
-        starts_s = (first_batch_s, next_epoch_s)
-        cores = spent["cpu_s"] / spent["wall_s"]
-        return facts_of(feed, before, starts_s, cores, digest(model), group)
+        return facts_of(feed, before, digest(model), group)
 
     # Batches come in bursts, one of each worker. So a sample is the mean of as many steps.
     parts = {"resident": resident_step, "loader": feed.next}
     return Workload(step, parts, compared=["resident"], calls=max(1, workers), facts=facts)
 
 
-def timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """The seconds that a call takes, and what it returns."""
-    start = time.perf_counter()
-    result = function()
-    return time.perf_counter() - start, result
+def bytes_read(feed: Feed) -> tuple[int, int]:
+    """Bytes that the processes that load for a rank have read so far: in all, from the device."""
+    import psutil  # here: if it is missing, common/ has said so
+
+    from_device = 0
+    for pid in filter(psutil.pid_exists, feed.processes):
+        from_device += psutil.Process(pid).io_counters().read_bytes
+    return feed.read_bytes, from_device
 
 
-def facts_of(
-    feed: Feed,
-    before: Usage,
-    starts_s: tuple[float, float],
-    rank_cores: float,
-    parameters: str,
-    group: Group,
-) -> Facts:
-    """Look at the workers, check the samples and end the workers. All ranks call it together."""
-    import psutil
-
-    now = Usage.now(feed)
-    workers = feed.processes - {os.getpid()}
-    pss_bytes = sum(pss_of(pid) for pid in workers if psutil.pid_exists(pid))
-    read_bytes = now.read_bytes - before.read_bytes
-    from_device = (now.device_bytes - before.device_bytes) / read_bytes
-    cpu_s = (now.cpu_s - before.cpu_s) / (now.samples - before.samples) if workers else None
-    feed.finish_epoch()
+def facts_of(feed: Feed, before: tuple[int, int], parameters: str, group: Group) -> Facts:
+    """Check the samples and end the workers. All ranks call it together."""
+    in_all, from_device = bytes_read(feed)
+    in_all_before, from_device_before = before
+    cold_share = (from_device - from_device_before) / (in_all - in_all_before)
+    feed.close()
     seen = feed.seen.clone()
     dist.all_reduce(seen, group=group.control)
     problem = epoch_problem(seen, len(group.ranks))
-    epoch_done = min(1.0, feed.samples / feed.epoch)
-    feed.close()
-    return Facts(
-        *starts_s, pss_bytes, cpu_s, from_device, rank_cores, problem, epoch_done, parameters
-    )
-
-
-def pss_of(pid: int) -> int:
-    """Bytes of a process. A page that n processes share counts 1/n."""
-    import psutil
-
-    return psutil.Process(pid).memory_full_info().pss
+    return Facts(cold_share, problem, parameters)
 
 
 def epoch_problem(seen: Tensor, ranks: int) -> str | None:
@@ -458,8 +327,8 @@ def epoch_problem(seen: Tensor, ranks: int) -> str | None:
 # -- what rank 0 makes of it -----------------------------------------------------------------------
 
 
-def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> None:
-    """Fill in the metrics and the check. node_ranks: ranks of a host."""
+def derive(case: Case, times: Times, facts: list[Facts]) -> None:
+    """Fill in the metrics and the check."""
     m, key = case.metrics, case.key
     samples = len(case.ranks) * key["batch_size"]
     m |= training_metrics(times, samples)
@@ -469,19 +338,8 @@ def derive(node_ranks: int, case: Case, times: Times, facts: list[Facts]) -> Non
     m["loader_samples_per_s"] = samples / loader
     m["training_samples_per_s"] = samples / resident
     m["workers_needed"] = loader * max(1, key["workers"]) / resident
-    m["first_batch_s"] = max(fact.first_batch_s for fact in facts)
-    m["next_epoch_s"] = max(fact.next_epoch_s for fact in facts)
-    m["workers_pss_gib"] = max(fact.pss_bytes for fact in facts) / GIB
-    m["rank_cores"] = max(fact.rank_cores for fact in facts)
     m["from_device"] = facts[0].from_device
-    if facts[0].worker_cpu_s is not None:
-        cpu_s = max(fact.worker_cpu_s or 0 for fact in facts)
-        m["worker_cores"] = cpu_s * key["batch_size"] / resident.value
-        m["cores_needed"] = node_ranks * (m["rank_cores"] + m["worker_cores"])
-    m["epoch_checked"] = min(fact.epoch_done for fact in facts)
-    by_rank = times.each("loader")
-    m["late_s"] = median(by_rank.max(axis=0) - np.median(by_rank, axis=0))
-    if slow := straggler(by_rank):
+    if slow := straggler(times.each("loader")):
         m["straggler_rank"], m["straggler_factor"] = slow
     problems = [fact.problem for fact in facts if fact.problem]
     replicas = compare_replicas([fact.digest for fact in facts], case.ranks)
@@ -495,7 +353,8 @@ def answer(node_ranks: int, cores: int, cases: list[Case]) -> list[str]:
         same = [case for case in cases if case.key["cache"] == cache]
         best = min(same, key=lambda case: case.metrics["step_s"].value)
         sentences.append(f"{best.name}: {sentence_of(best, node_ranks, cores)}")
-    if any(not_cold(case) for case in cases):
+    cold = [case for case in cases if case.key["cache"] == "cold"]
+    if any(case.metrics["from_device"] < FROM_DEVICE for case in cold):
         sentences.append("not cold: this file system keeps what it was told to drop")
     return sentences
 
@@ -519,16 +378,13 @@ def sentence_of(case: Case, node_ranks: int, cores: int) -> str:
     if needed.value > case.key["workers"]:
         busy = f"it would keep {needed.text(digits=1)} workers a rank busy"
         return f"input-bound: {rates}; {busy}, each with a core; {there}"
-    if "cores_needed" in m:
-        advice = f"ranks and workers need about {m['cores_needed']:.1f} cores; {there}"
-    else:
-        advice = f"the workers do not get enough of the cores; {there}"
+    advice = f"they and the ranks share the cores; {there}"
     return f"the workers slow the training down: {waits}, although {rates}; {advice}"
 
 
 def name_of(args: argparse.Namespace, key: Key) -> str:
     """What tells a case from the others: the number of workers, and settings that vary."""
-    words = [f"{key['workers']} workers"]
+    words = [count_of(key["workers"], "worker")]
     words += [f"{name} {key[name]}" for name in LISTS[1:] if len(getattr(args, name)) > 1]
     return ", ".join(words).replace("cache ", "").replace("_", " ")
 
@@ -539,16 +395,12 @@ COLUMNS: Columns = {
     "resident\n(ms)": metric("resident_s", 1e3, 1),
     "wait\n(ms)": metric("exposed_wait_s", 1e3, 1),
     "95% ci\n(ms)": ends("exposed_wait_s", 1e3, 1),
+    "workers\nneeded": metric("workers_needed", digits=1),
+    "95% ci": relative("workers_needed"),
     "loader\nsamples/s": metric("loader_samples_per_s", digits=0),
     "95% ci\n(loader)": ends("loader_samples_per_s", digits=0),
     "training\nsamples/s": metric("training_samples_per_s", digits=0),
     "95% ci\n(training)": ends("training_samples_per_s", digits=0),
-    "first\nbatch (s)": metric("first_batch_s"),
-    "next\nepoch (s)": metric("next_epoch_s", digits=3),
-    "workers\n(GiB)": metric("workers_pss_gib"),
-    "cores\na rank": metric("rank_cores", digits=1),
-    "its\nworkers": metric("worker_cores", digits=1),
-    "late\n(ms)": metric("late_s", 1e3, 1),
     "slowest\nrank": metric("straggler_rank", digits=0),
 }
 WIDEST = ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"]
@@ -557,29 +409,19 @@ WIDEST = ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"]
 # -- the files of a run ----------------------------------------------------------------------------
 
 
-def make_files(args: argparse.Namespace, folder: Path, progress: Callable[[str], None]) -> None:
-    """JPEG files in class folders, or a file of tokens: the same on every node."""
-    if args.kind == "tokens":
-        count = args.samples * DECODERS[args.model].context + 1
-        tokens = np.random.default_rng(0).integers(2**16, size=count, dtype=np.uint16)
-        write(folder / "tokens.bin", tokens.tobytes())
-        return
+def make_files(count: int, folder: Path, progress: Callable[[str], None]) -> None:
+    """JPEG files in class folders: the same on every node."""
     for number in range(CLASSES):
         (folder / str(number)).mkdir()
-    for number in range(args.samples):
+    for number in range(count):
         progress(f"makes file {number + 1}")
         image = v2.functional.to_pil_image(random_image(FILE_PIXELS, seed=number))
         encoded = io.BytesIO()
         image.save(encoded, "JPEG", quality=90)
-        write(folder / str(number % CLASSES) / f"{number}.jpg", encoded.getvalue())
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write a file and sync it: only what is on the device can be dropped from the page cache."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        with open(folder / str(number % CLASSES) / f"{number}.jpg", "wb") as file:
+            file.write(encoded.getvalue())
+            file.flush()
+            os.fsync(file.fileno())  # only what is on the device can be dropped from the page cache
 
 
 def random_image(pixels: int, seed: int) -> Tensor:
@@ -593,16 +435,8 @@ def random_image(pixels: int, seed: int) -> Tensor:
     return (image * 255).to(torch.uint8)
 
 
-def find_data(args: argparse.Namespace, folder: Path) -> Source:
-    """What the datasets read. Raises OSError or ValueError if it cannot be read."""
-    if args.kind == "tokens":
-        path = str(folder if args.data else folder / "tokens.bin")
-        with open(path, "rb"):
-            needed = 2 * (DECODERS[args.model].context + 1)
-            size = os.path.getsize(path)
-        if size < needed:
-            raise ValueError(f"expected {needed:,} bytes of tokens or more, got {size:,}")
-        return path
+def find_files(folder: Path) -> Files:
+    """The images in class folders. Raises OSError or ValueError if they cannot be read."""
     files = torchvision.datasets.ImageFolder(folder).samples
     few = files[:: math.ceil(len(files) / 8)]  # all files would take too long
     probe = Images(few, pixels=1)
@@ -611,32 +445,28 @@ def find_data(args: argparse.Namespace, folder: Path) -> Source:
     return files
 
 
-def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Source, Path | None, Any]:
-    """The data of this run, the folder that this rank has made for them, and what removes it."""
+def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Files, str]:
+    """The images of this run, and the folder that was made for them; "" for those of the user."""
     job = bench.job
     if args.data:
-        source = bench.prepare("--data", lambda: find_data(args, Path(args.data)))
-        return source, None, None
-    token = share(secrets.token_hex(8))
+        return bench.prepare("--data", lambda: find_files(Path(args.data))), ""
     first_of_node = job.rank - job.local_rank
-    folder = Path(tempfile.gettempdir(), f"input_sweep-{token}-{first_of_node}")
+    name = f"input_sweep-{share(secrets.token_hex(8))}-{first_of_node}"
+    folder = Path(tempfile.gettempdir(), name)
 
-    def make() -> Any:
-        if job.local_rank != 0:
-            return None
-        folder.mkdir(mode=0o700)
-        remover = remove_at_end([str(folder)])
-        make_files(args, folder, bench.phase)
-        return remover
+    def make() -> None:
+        if job.local_rank == 0:
+            folder.mkdir(mode=0o700)
+            remove_at_end(str(folder))
+            make_files(args.samples, folder, bench.phase)
 
-    remover = bench.prepare("TMPDIR", make)
-    source = bench.prepare("TMPDIR", lambda: find_data(args, folder))
-    return source, folder if remover else None, remover
+    bench.prepare("TMPDIR", make)
+    return bench.prepare("TMPDIR", lambda: find_files(folder)), str(folder)
 
 
 def plan(args: argparse.Namespace, ranks: int) -> list[Planned]:
     """The cases: each is a setting of the loader."""
-    fixed = ("kind", "model", "batch_size", "image_size")
+    fixed = ("model", "batch_size", "image_size")
     shared = {name: getattr(args, name) for name in fixed}
     shared["data"] = args.data or f"{args.samples} of {FILE_PIXELS} px"
     cases: list[Planned] = []
@@ -646,30 +476,22 @@ def plan(args: argparse.Namespace, ranks: int) -> list[Planned]:
     return cases
 
 
-def not_cold(case: Case) -> bool:
-    """Whether a case should have been cold, and much of what was read came from the page cache."""
-    return case.key["cache"] == "cold" and case.metrics["from_device"] < COUNTED_BYTES
-
-
 def main() -> int:
     args = parse_args()
     set_forkserver_preload(["torchvision", "common.benchmark"])
     with Benchmark("input_sweep", args) as bench:
-        node_ranks, cores = bench.job.local_world_size, len(os.sched_getaffinity(0))
-        data = f"{args.kind} of {args.data or 'its own'}"
-        title = f"{args.model}, batch size {args.batch_size}, {data}"
+        title = f"{args.model}, batch size {args.batch_size}, images of {args.data or 'its own'}"
         title += f", page cache {' and '.join(args.cache)}"
         cases = plan(args, bench.job.world_size)
         bench.announce({title: cases})
-        source, folder, _remover = prepare(bench, args)
-        told = partial(answer, node_ranks, cores)
+        files, folder = prepare(bench, args)
+        cores = len(os.sched_getaffinity(0))
+        told = partial(answer, bench.job.local_world_size, cores)
         with bench.begin_table(title, COLUMNS, told, Table(COLUMNS, WIDEST)):
             for name, _, key in cases:
-                begin = partial(build, bench.job, source)
-                bench.measure(key, name, begin, partial(derive, node_ranks))
-    if folder:
-        # the shell may be late: a forked worker may still have the pipe that it listens to
-        shutil.rmtree(folder, ignore_errors=True)
+                bench.measure(key, name, partial(build, bench.job, files), derive)
+        if folder and bench.job.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
     return bench.status
 
 

@@ -14,31 +14,25 @@ To record a job, paste record() of examples/record_collectives.py into it; all r
 their last steps.
 
     torchrun --nproc-per-node 4 benchmarks/replay.py trace/
-    torchrun --nproc-per-node 8 benchmarks/replay.py kineto_traces/ --only dp
-    torchrun --nproc-per-node 4 benchmarks/replay.py trace/ --scale-size 0.5 --json report.jsonl
+    torchrun --nproc-per-node 8 benchmarks/replay.py trace/ --only dp --json report.jsonl
 
-It reads such files, Kineto traces and NCCL's pickled dumps, one of each rank. Written for this
-project, BSD-3-Clause. docs/replay.md shows how to read the table.
+docs/replay.md says how to read the table. Written for this project, BSD-3-Clause.
 """
 
 import argparse
-import gzip
 import hashlib
-import io
 import json
 import math
-import pickle
-import re
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -54,14 +48,11 @@ from common.groups import Group, Job, connect, gather, rendezvous, share
 from common.report import Case, show_seconds
 from common.stats import Times, median, percentiles
 from common.table import Columns, ends, metric, relative, render
-from common.timing import STEP, Step, Workload
+from common.timing import Step, Workload
 from common.workloads import operations
 from common.workloads.operations import Member, Operation
 from common.workloads.room import too_much
 
-# fr_0.json, nccl_trace_rank_0, rank-0.Apr_03.json.gz; nccl_trace_rank_node2_5 is rank 5 on node2
-HOST = r"(?:\d*[A-Za-z].*|\d+(?:\.\d+){3})"
-FILE = re.compile(rf"(?:fr|rank)(?:[_-]{HOST}[_-](?=\d+(?:\.[A-Za-z.]+)?$)|[_-]?)(\d+)")
 SIDES = ("input", "output")  # of an entry of the flight recorder
 MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
@@ -81,12 +72,9 @@ def parse_args() -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     folder = cli.checked(str, bool, "a folder of recordings", "e.g. trace/")
-    each = "the recordings: fr_0.json or rank0...json for each rank"
-    add("trace", type=folder, metavar="FOLDER", help=each)
+    add("trace", type=folder, metavar="FOLDER", help="with fr_0.json, fr_1.json, ... of the ranks")
     only = "the operations of these groups, e.g. dp for mesh_dp (default: all)"
     add("--only", type=cli.list_of(str), default=[], metavar="GROUP", help=only)
-    scale = "times the recorded sizes (default: 1)"
-    add("--scale-size", type=cli.positive_float, default=1.0, metavar="F", help=scale)
     cli.add_common_flags(parser, min_iters=12, max_seconds=10)
     return parser.parse_args()
 
@@ -124,7 +112,6 @@ class Collective:
     problem: str  # why it cannot be replayed
     begin_s: float = field(compare=False)  # since the steps began
     job_s: float = field(compare=False, default=0.0)  # 0 if not recorded
-    blocking: bool = field(compare=False, default=False)  # the job waited for it at once
 
 
 class Recording(NamedTuple):
@@ -135,18 +122,53 @@ class Recording(NamedTuple):
     calls: list[Collective]
 
 
+# -- recordings ------------------------------------------------------------------------------------
+
+
+def read(folder: str, rank: int, world_size: int) -> Recording:
+    """A rank's recording. Raises OSError or ValueError if there is none that can be read."""
+    path = Path(folder, f"fr_{rank}.json")
+    text = path.read_text()
+    try:
+        content = json.loads(text)
+        recorded_ranks = content["world_size"]
+        recording = parse(content)
+    except Exception as error:  # a damaged file raises anything
+        expected = "expected what record() of examples/record_collectives.py writes"
+        raise ValueError(f"{path}: {expected}, got {cli.describe(error)}") from None
+    if recorded_ranks != world_size:
+        launch = f"torchrun --nproc-per-node {recorded_ranks} {sys.argv[0]} {folder}"
+        has = f"{path} is of {recorded_ranks} ranks, and this job has {world_size}"
+        raise ValueError(f"{has}; e.g. {launch}")
+    return recording
+
+
+def parse(content: dict[str, Any]) -> Recording:
+    """The entries of torch's flight recorder between the start and the end of the steps."""
+    start_ns, end_ns = content["started_ns"], content["ended_ns"]
+    calls = []
+    for entry in content["entries"]:
+        name = entry["profiling_name"].rpartition(":")[2].partition(" ")[0]  # of `nccl:send 0->1`
+        if entry["time_created_ns"] >= start_ns and name not in MARKERS:
+            begin_s = (entry["time_created_ns"] - start_ns) / 1e9
+            calls.append(collective(name, entry, content["groups"], begin_s))
+    return Recording(content["steps"], (end_ns - start_ns) / 1e9, calls)
+
+
 def collective(
-    name: str, team: tuple[Any, Any], seq: int, dtype: str, sizes: tuple[int, int], **job: Any
+    name: str, entry: dict[str, Any], ranks_of: dict[str, list[int]], begin_s: float
 ) -> Collective:
-    """What every format has, in torch's words. team: name and ranks of its group. sizes: elements
-    sent and received. job: the fields of Collective that are the job's."""
-    group, ranks = team[0], tuple(team[1])
-    for value in (seq, *sizes, *ranks):
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{str(value)[:40]!r} where a whole number from 0 on belongs")
+    """An entry of the recorder. ranks_of: the ranks of each group, by the group's name."""
+    group, label = map(str, entry["process_group"])
+    ranks = tuple(ranks_of.get(group, ()))
+    if label not in ("", "undefined"):
+        group = label
+    # on some ranks there is no input
+    dtype = [*entry["input_dtypes"], *entry["output_dtypes"], "Byte"][0]
+    plain = DTYPES.get(dtype, "uint8")
+    sizes = tuple(sum(map(math.prod, entry[f"{side}_sizes"])) for side in SIDES)
     letters = name.replace("_", "").lower()  # all_gather is also _allgather_base
     known = [op for op in OPERATIONS if letters.startswith(op.replace("_", ""))]
-    plain = DTYPES.get(dtype, "uint8")
     kind = Kind((*known, name)[0], group, len(ranks), plain, max(sizes) * itemsize(plain))
     problem = ""
     if not known:
@@ -157,136 +179,8 @@ def collective(
         problem = "the ranks of its group are not recorded"
     elif kind.counts()[1:] != sizes:
         problem = "parts differ in size, and only the sum is recorded"
-    return Collective(kind, (group, ranks), seq, problem, **job)
-
-
-# -- recordings: a function a format ---------------------------------------------------------------
-
-
-def flight_recorder(content: dict[str, Any], world_size: int) -> Recording:
-    """From record(), or a backend's own dump, which has the ranks of its groups in pg_config.
-
-    gloo's dump calls a group by another name there, and torch 2.11 leaves its ranks out.
-    """
-    groups = content.get("groups")
-    if not groups:
-        configs = content["pg_config"]
-        groups = {name: json.loads(config["ranks"]) for name, config in configs.items()}
-    created = [entry["time_created_ns"] for entry in content["entries"]]
-    start = content.get("started_ns", min(created))
-    end = content.get("ended_ns", max(created))
-    calls = []
-    for entry in content["entries"]:
-        name = entry["profiling_name"].rpartition(":")[2].partition(" ")[0]  # of `nccl:send 0->1`
-        if entry["time_created_ns"] < start or name in MARKERS:
-            continue
-        group, label = map(str, entry["process_group"])
-        ranks = groups.get(group) or (range(world_size) if label == "default_pg" else ())
-        team = (group if label in ("", "undefined") else label, ranks)
-        # on some ranks there is no input
-        dtype = [*entry["input_dtypes"], *entry["output_dtypes"], "Byte"][0]
-        sent, received = (sum(map(math.prod, entry[f"{side}_sizes"])) for side in SIDES)
-        begin_s = (entry["time_created_ns"] - start) / 1e9
-        job_s = entry.get("duration_ms", 0) / 1e3
-        seq = entry["collective_seq_id"]
-        calls.append(
-            collective(name, team, seq, dtype, (sent, received), begin_s=begin_s, job_s=job_s)
-        )
-    return Recording(int(content.get("steps", 1)), (end - start) / 1e9, calls)
-
-
-def kineto(content: dict[str, Any]) -> Recording:
-    """From torch.profiler: operations by record_param_comms, their times from NCCL's kernels."""
-    configs = content.get("distributedInfo", {}).get("pg_config")
-    if configs is None:
-        raise ValueError("a Kineto trace without process groups: too old, or of one process")
-    groups = {config["pg_name"]: config["ranks"] for config in configs}
-    events = [event for event in content["traceEvents"] if event.get("ph") == "X"]
-    comms = [event for event in events if "Collective name" in event.get("args", {})]
-    if not comms:
-        raise ValueError("a Kineto trace without a collective: too old, or none was called")
-    comms.sort(key=lambda event: event["ts"])
-    kernels = [event for event in comms if event["cat"] == "kernel"]
-    kernels_s = {event["args"]["External id"]: event["dur"] / 1e6 for event in kernels}
-    steps = [event for event in events if is_step(event)]
-    start = min(event["ts"] for event in steps or comms)
-    end = max(event["ts"] + event["dur"] for event in steps or comms)
-    calls = []
-    for event in comms:
-        about = event["args"]
-        name, group = about["Collective name"], about["Process Group Name"]
-        within = start <= event["ts"] <= end
-        if event["cat"] != "cpu_op" or name in MARKERS or not within:
-            continue
-        team = (about.get("Process Group Description") or group, groups.get(group, ()))
-        sizes = (about["In msg nelems"], about["Out msg nelems"])
-        job: dict[str, Any] = {
-            "begin_s": (event["ts"] - start) / 1e6,
-            "job_s": kernels_s.get(about["External id"], 0.0),
-            "blocking": str(about.get("Is asynchronized op", True)).lower() == "false",
-        }
-        calls.append(collective(name, team, about.get("Seq", 0), about["dtype"], sizes, **job))
-    return Recording(len(steps) or 1, (end - start) / 1e6, calls)
-
-
-def is_step(event: dict[str, Any]) -> bool:
-    """A step of the profiler or of --profile, as the CPU saw it: the GPU has copies."""
-    is_named = event["name"] == STEP or event["name"].startswith("ProfilerStep#")
-    return is_named and event["cat"] == "user_annotation"
-
-
-class NoClasses(pickle.Unpickler):
-    """For dicts, lists, strings and numbers: whatever else a pickle asks for could run code."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise ValueError(f"it asks for the class {module}.{name}, and a recording has none")
-
-
-def read(folder: str, rank: int, world_size: int) -> Recording:
-    """A rank's recording. Raises ValueError, in one line, if there is none that can be read."""
-    files = []
-    for file in Path(folder).iterdir():
-        if match := FILE.search(file.name):
-            files.append((int(match[1]), file))
-    files.sort()
-    ranks = [number for number, _ in files]
-    if not files:
-        expected = "one of each rank, e.g. fr_0.json, as examples/record_collectives.py writes them"
-        raise ValueError(f"{folder} has no recordings; expected {expected}")
-    if ranks != list(range(world_size)):
-        launch = f"torchrun --nproc-per-node {max(ranks) + 1} {sys.argv[0]} {folder}"
-        has = f"{folder} has recordings of ranks {ranks}, and this job has {world_size}"
-        raise ValueError(f"{has}; e.g. {launch}")
-    _, path = files[rank]
-    try:
-        recording = parse(path, world_size)
-        last_s = max((call.begin_s for call in recording.calls), default=0.0)
-        if not 0 <= last_s <= recording.time_s < math.inf:
-            took = f"steps that took {recording.time_s:g} s"
-            raise ValueError(f"{took}, and an operation after {last_s:g} s")
-    except Exception as error:  # a damaged pickle raises anything
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-        expected = "expected a rank's recording, got"
-        raise ValueError(f"{path}: {expected} {kind}{error}") from None
-    return recording
-
-
-def parse(path: Path, world_size: int) -> Recording:
-    """A recording of any of the formats."""
-    data = path.read_bytes()
-    if data.startswith(b"\x1f\x8b"):
-        data = gzip.decompress(data)
-    is_json = data[:64].lstrip().startswith((b"{", b"["))  # Kineto begins with a blank or newline
-    content = json.loads(data) if is_json else NoClasses(io.BytesIO(data)).load()
-    fields = content.keys() if isinstance(content, dict) else {}
-    if "traceEvents" in fields:
-        return kineto(content)
-    if "entries" in fields:
-        return flight_recorder(content, world_size)
-    what = (
-        "a Chakra trace" if "nodes" in fields else f"{type(content).__name__} {str(content)[:40]}"
-    )
-    raise ValueError(f"{what}: neither Kineto's trace nor the flight recorder's")
+    job_s = entry.get("duration_ms", 0) / 1e3
+    return Collective(kind, (group, ranks), entry["collective_seq_id"], problem, begin_s, job_s)
 
 
 # -- what is replayed ------------------------------------------------------------------------------
@@ -302,7 +196,7 @@ class Plan(NamedTuple):
     lines: list[str]
 
 
-def choose(recordings: Sequence[Recording], only: Sequence[str] = (), scale: float = 1.0) -> Plan:
+def choose(recordings: Sequence[Recording], only: Sequence[str] = ()) -> Plan:
     """What all ranks of a group have recorded: what one of them lacks would hang."""
     groups = {*only, *(f"mesh_{name}" for name in only)}
     asked: list[list[Collective]] = []  # of each rank
@@ -312,7 +206,7 @@ def choose(recordings: Sequence[Recording], only: Sequence[str] = (), scale: flo
     kept: list[list[Collective]] = []
     lost: Counter[str] = Counter()
     for calls in asked:
-        kept.append([scaled(call, scale) for call in calls if not problems[call]])
+        kept.append([call for call in calls if not problems[call]])
         for call in calls:
             if problems[call]:
                 lost[f"{call.kind.op} of {call.kind.group}: {problems[call]}"] += 1
@@ -343,16 +237,6 @@ def find_problems(calls_by_rank: list[list[Collective]]) -> dict[Collective, str
     return problems
 
 
-def scaled(call: Collective, scale: float) -> Collective:
-    """The same operation with so many times the data, each part rounded up. The job's time is that
-    of the recorded size."""
-    if scale == 1:
-        return call
-    part, *_ = call.kind.counts()
-    size_bytes = call.kind.size_bytes * math.ceil(part * scale) // max(1, part)
-    return replace(call, kind=call.kind._replace(size_bytes=size_bytes), job_s=0.0)
-
-
 # -- replay ----------------------------------------------------------------------------------------
 
 Replay = dict[Kind, list[float]]  # seconds of each call
@@ -361,8 +245,8 @@ Replay = dict[Kind, list[float]]  # seconds of each call
 def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> Replay:
     """Start all operations, with the job's gaps if its end is given. Seconds of each until done.
 
-    An operation is waited for where the next one of its group starts, or at once if the job is
-    known to have waited there. starts: what starts an operation, by kind and team.
+    An operation is waited for where the next one of its group starts. starts: what starts an
+    operation, by kind and team.
     """
     seconds: Replay = defaultdict(list)
     under_way: dict[Any, tuple[Kind, float, Any]] = {}  # one in each team: its start, torch's work
@@ -382,7 +266,7 @@ def play(calls: list[Collective], starts: dict[Any, Any], end_s: float = 0) -> R
             look()
         begun = time.perf_counter()
         under_way[call.team] = (call.kind, begun, starts[call.kind, call.team]())
-        look(call.team if call.blocking else None)
+        look()
     for team in list(under_way):
         look(team)
     while time.perf_counter() - zero < end_s:
@@ -395,9 +279,7 @@ def play_on_streams(
 ) -> Replay:
     """The same over NCCL, as a job does it: operations are queued, and the host waits at the end.
 
-    Two events on a stream of its team take the time of each operation. The caller's stream stands
-    for the job's. What the job has waited for is waited for there, and an operation starts when
-    that stream is done. streams: by team.
+    Two events on a stream of its team take the time of each operation. streams: by team.
     """
     events: list[tuple[Kind, torch.cuda.Event, torch.cuda.Event]] = []
     caller = torch.cuda.current_stream()
@@ -413,8 +295,6 @@ def play_on_streams(
             starts[call.kind, call.team]().wait()  # the stream waits, the host does not
             end.record()
         events.append((call.kind, begin, end))
-        if call.blocking:
-            caller.wait_stream(stream)
     while time.perf_counter() - zero < end_s:
         pass
     for stream in streams.values():
@@ -574,7 +454,7 @@ def check_plan(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) ->
     for kind, _ in {(call.kind, call.team) for call in plan.calls[bench.job.rank]}:
         _, to_send, to_receive = kind.counts()
         needed_bytes += (to_send + to_receive) * itemsize(kind.dtype)
-    problem = too_much(needed_bytes, bench.job, bench.report.environment, "--scale-size")
+    problem = too_much(needed_bytes, bench.job, bench.report.environment, "--only")
     if problem:
         raise ValueError(problem)
 
@@ -584,19 +464,21 @@ def main() -> int:
     only = ",".join(args.only) or "all"
     with Benchmark("replay", args) as bench:
         job = bench.job
-        name = f"{args.trace}, groups {only}, sizes x {args.scale_size:g}"
-        key: Key = {"only": only, "scale_size": args.scale_size}
-        bench.announce({"A recorded job again": [(name, job.world_size, key)]})
+        title, name = "A recorded job again", f"{args.trace}, groups {only}"
+        key: Key = {"only": only}
+        planned = {title: [(name, job.world_size, key)]}
+        if args.dry_run and not share(Path(args.trace).is_dir()):
+            bench.announce(planned)  # there is nothing to read; the dry run ends here
         mine = bench.prepare("FOLDER", lambda: read(args.trace, job.rank, job.world_size))
         recordings = share(gather(mine))
-        plan = choose(recordings, args.only, args.scale_size)
-        bench.prepare("FOLDER", lambda: check_plan(plan, recordings, bench))
         content = repr([tuple(recording) for recording in recordings])
         key["recording"] = hashlib.sha256(content.encode()).hexdigest()[:12]
+        bench.announce(planned)
+        plan = choose(recordings, args.only)
+        bench.prepare("FOLDER", lambda: check_plan(plan, recordings, bench))
         steps = f"{count_of(plan.steps, 'step')} in {plan.time_s * 1e3:.1f} ms"
         groups = f"--only {only}" if args.only else "all groups"
-        scale = f"sizes x {args.scale_size:g}"
-        bench.print(f"\n# recording {key['recording']}: {steps}; {groups}, {scale}")
+        bench.print(f"\n# recording {key['recording']}: {steps}; {groups}")
         if case := bench.measure(key, name, partial(build, plan, job), partial(derive, plan)):
             rows = [
                 Case(key=row, ranks=[], metrics=row) for row in case.metrics.get("operations", [])

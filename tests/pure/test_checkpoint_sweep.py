@@ -14,8 +14,8 @@ from benchmarks.checkpoint_sweep import (
     State,
     answer,
     async_save,
-    claim,
     derive,
+    make_folders,
     state_bytes,
 )
 from common.report import Case, Estimate
@@ -81,7 +81,7 @@ def test_twelve_bytes_a_parameter() -> None:
 
 def test_too_little_space(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="expected 4,611,686,018,427,387,904 bytes free, got "):
-        claim([str(tmp_path / "new")], 2**62)
+        make_folders([str(tmp_path / "new")], 2**62)
     assert [*(tmp_path / "new").iterdir()] == []
 
 
