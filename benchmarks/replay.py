@@ -53,8 +53,7 @@ from common.workloads import operations
 from common.workloads.operations import Member, Operation
 from common.workloads.room import too_much
 
-SIDES = ("input", "output")  # of an entry of the flight recorder
-MARKERS = ("coalesced", "wait", "init")  # entries that move nothing
+MARKERS = ("coalesced", "wait", "init")  # entries of the flight recorder that move nothing
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
 DTYPES |= {"Long": "int64", "Int": "int32", "Char": "int8", "Byte": "uint8", "Bool": "uint8"}
 DTYPES |= {"Float8_e4m3fn": "uint8", "Float8_e5m2": "uint8"}  # the recorder's names -> torch's
@@ -128,9 +127,9 @@ class Recording(NamedTuple):
 def read(folder: str, rank: int, world_size: int) -> Recording:
     """A rank's recording. Raises OSError or ValueError if there is none that can be read."""
     path = Path(folder, f"fr_{rank}.json")
-    text = path.read_text()
+    data = path.read_bytes()
     try:
-        content = json.loads(text)
+        content = json.loads(data)
         recorded_ranks = content["world_size"]
         recording = parse(content)
     except Exception as error:  # a damaged file raises anything
@@ -166,10 +165,11 @@ def collective(
     # on some ranks there is no input
     dtype = [*entry["input_dtypes"], *entry["output_dtypes"], "Byte"][0]
     plain = DTYPES.get(dtype, "uint8")
-    sizes = tuple(sum(map(math.prod, entry[f"{side}_sizes"])) for side in SIDES)
+    sent = sum(math.prod(shape) for shape in entry["input_sizes"])
+    received = sum(math.prod(shape) for shape in entry["output_sizes"])
     letters = name.replace("_", "").lower()  # all_gather is also _allgather_base
     known = [op for op in OPERATIONS if letters.startswith(op.replace("_", ""))]
-    kind = Kind((*known, name)[0], group, len(ranks), plain, max(sizes) * itemsize(plain))
+    kind = Kind((*known, name)[0], group, len(ranks), plain, max(sent, received) * itemsize(plain))
     problem = ""
     if not known:
         problem = "this operation is not known"
@@ -177,7 +177,7 @@ def collective(
         problem = "this dtype is not known"
     elif not ranks:
         problem = "the ranks of its group are not recorded"
-    elif kind.counts()[1:] != sizes:
+    elif kind.counts()[1:] != (sent, received):
         problem = "parts differ in size, and only the sum is recorded"
     job_s = entry.get("duration_ms", 0) / 1e3
     return Collective(kind, (group, ranks), entry["collective_seq_id"], problem, begin_s, job_s)
@@ -320,12 +320,12 @@ def build(plan: Plan, job: Job, key: Key, group: Group) -> Workload:
     for team in sorted({call.team for calls in plan.calls for call in calls}):  # alike on all ranks
         _, ranks = team
         rendezvous(group)
-        opened: Any = dist.new_group(list(ranks), backend=job.backend)
+        team_group: Any = dist.new_group(list(ranks), backend=job.backend)
         if job.rank in ranks:
-            group.more.append(opened)
-            connect(opened, job)
+            group.more.append(team_group)
+            connect(team_group, job)
         for kind in sorted(kind for kind, its_team in mine if its_team == team):
-            starts[kind, team] = tried(kind, ranks, opened, job)
+            starts[kind, team] = prepared(kind, ranks, team_group, job)
 
     replay = partial(play, plan.calls[job.rank], starts)
     wait_alone: Callable[[Any], None] = wait
@@ -353,9 +353,9 @@ def means(replays: list[Replay]) -> list[dict[Kind, float]]:
     return rows
 
 
-def tried(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
-    """What starts an operation. It sums, and its root is the group's first rank, since neither the
-    reduction nor the root is recorded. Raises ValueError if other values arrive than were sent."""
+def prepared(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
+    """What starts an operation, which was called once as a check. It sums, and its root is the
+    group's first rank, since neither is recorded. Raises ValueError if wrong values arrive."""
     operation = OPERATIONS[kind.op]
     part, to_send, to_receive = kind.counts()
     redop = "sum" if operation.reduces else "none"
@@ -426,6 +426,7 @@ COLUMNS: Columns = {  # GB/s: busbw
     "95% ci": relative("alone_s"),
     "alone\n(GB/s)": metric("alone_busbw_gb_per_s"),
     "replayed\n/ alone": metric("replayed_over_alone"),
+    "95% ci\n(ratio)": relative("replayed_over_alone"),
     "share\n(%)": metric("share", 100, 0),
 }
 
@@ -454,7 +455,9 @@ def check_plan(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) ->
     for kind, _ in {(call.kind, call.team) for call in plan.calls[bench.job.rank]}:
         _, to_send, to_receive = kind.counts()
         needed_bytes += (to_send + to_receive) * itemsize(kind.dtype)
-    problem = too_much(needed_bytes, bench.job, bench.report.environment, "--only")
+    problem = too_much(
+        needed_bytes, bench.job, bench.report.environment, "the number of groups, by --only"
+    )
     if problem:
         raise ValueError(problem)
 
