@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """What does a training step send under a mesh, before anybody rents its ranks?
 
-It measures nothing. One process plays one rank of a job of any size: the step of parallel_sweep.py,
-with tensors that have a shape and no memory, and collectives that are counted and return at once.
+It measures nothing. One process plays one rank of a job of any size: the step of parallel_sweep.py
+with AdamW, whose tensors have a shape and no memory, and whose collectives are counted and return
+at once.
 
     bytes     size of a collective as in nccl-tests: what a rank gives or gets, whichever is more
     bus       bytes * factor: for an all_reduce of n ranks 2 (n - 1) / n, for all_gather,
@@ -19,10 +20,7 @@ Written for this project, BSD-3-Clause. docs/traffic.md shows how to read the ta
 import argparse
 import logging
 import sys
-import threading
-import time
 import warnings
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,11 +32,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
+from torch.nn import Module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -55,13 +53,11 @@ from common.workloads.axes import DTYPES, Trainer, train
 from common.workloads.decoder import DECODERS, flops_per_token
 from common.workloads.meshes import EXPERTS, Key, config_of, misfit, open_meshes, parse_mesh
 from common.workloads.operations import OPERATIONS
-from common.workloads.reference import sgd
 from common.workloads.room import free_on_host
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 MESSAGES = ("send", "recv")
 NOT_RUN = "skipped: counted on shapes, nothing was run"
-SILENCE_S = 10.0  # after so long a line says what goes on
 BYTES_A_TOKEN = 24  # of memory here: whole numbers are real, and exist three times
 Calls = Counter[tuple[str, str, int]]  # axis, collective, bytes -> calls
 
@@ -78,7 +74,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     whole("--gpus-per-node", default=8, help="ranks of a node, one after the other (default: 8)")
     add("--model", choices=list(DECODERS), default="decoder-7b", help="(default: decoder-7b)")
     add("--dtype", choices=list(DTYPES), default="bf16", help="of weights (default: bf16)")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="(default: adamw)")
     whole("--global-batch", help="sequences of all ranks together (default: 2 a rank)")
     whole("--sequence-length", help="tokens (default: the model's)")
     whole("--microbatches", help="of a pipeline (default: 2 for each of its ranks)")
@@ -192,28 +187,6 @@ def bytes_of(tree: Any) -> int:
     return sum(local(tensor).nbytes for tensor in tensors_in(tree))
 
 
-class Activations:
-    """What autograd keeps for the backward pass, without weights: bytes now, and at most."""
-
-    def __init__(self) -> None:
-        self.known: Any = weakref.WeakSet()
-        self.now = self.most = 0
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        owner = tensor if tensor._base is None else tensor._base
-        storage = local(tensor).untyped_storage()
-        is_weight = owner.is_leaf and owner.requires_grad
-        if not is_weight and storage not in self.known:
-            self.known.add(storage)
-            self.now += storage.nbytes()
-            self.most = max(self.most, self.now)
-            weakref.finalize(storage, self.free, storage.nbytes())
-        return tensor
-
-    def free(self, size: int) -> None:
-        self.now -= size
-
-
 # [/core]
 
 
@@ -223,7 +196,7 @@ class Step:
 
     calls: Calls
     ranks: dict[str, list[int]]  # of this rank's group, by axis
-    held_bytes: dict[str, int]  # parameters, gradients, optimizer, activations
+    held_bytes: dict[str, int]  # parameters, gradients, optimizer
 
 
 def play(key: Key) -> Step:
@@ -245,26 +218,20 @@ def look_at_a_step(key: Key, job: Job) -> Step:
         heard[operation, group, size] += 1
 
     with ShapesOnly(listen):
-        trainer = train(key, job, meshes, optimizer_of(key))
+        trainer = train(key, job, meshes, adamw)
         for _ in range(2 if mesh.ddp else 1):  # DDP chooses its buckets anew in the second step
             trainer.step()
         heard.clear()
-        activations = Activations()
-        with saved_tensors_hooks(activations.keep, lambda tensor: tensor):
-            trainer.step()
+        trainer.step()
     calls: Calls = Counter()
     for (operation, group, size), count in heard.items():
         axis, _ = groups[group]
         calls[axis, collective_of(operation), size] += count
-    held = held_by(trainer) | {"activations": activations.most}
-    return Step(calls, dict(groups.values()), held)
+    return Step(calls, dict(groups.values()), held_by(trainer))
 
 
-def optimizer_of(key: Key) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """Makes the optimizer of a model."""
-    if key["optimizer"] == "sgd":
-        return partial(sgd, lr=1e-3)
-    return lambda model: torch.optim.AdamW(model.parameters())
+def adamw(model: Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
 
 
 def groups_of(meshes: dict[str, Any]) -> dict[str, tuple[str, list[int]]]:
@@ -299,29 +266,13 @@ def held_by(trainer: Trainer) -> dict[str, int]:
     }
 
 
-@contextmanager
-def signs_of_life(what: str) -> Iterator[None]:
-    """Say on stderr every SILENCE_S that it goes on."""
-    over, start = threading.Event(), time.monotonic()
-
-    def speak() -> None:
-        while not over.wait(SILENCE_S):
-            print(f"# {what}: {time.monotonic() - start:.0f} s so far", file=sys.stderr, flush=True)
-
-    threading.Thread(target=speak, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
 def case_of(key: Key, title: str) -> Case:
     """A mesh that this torch cannot play fails; the others go on."""
     name = f"{key['mesh']}, rank {key['rank']}"
+    print(f"# plays {name}", file=sys.stderr, flush=True)
     case = Case(key=key, ranks=[key["rank"]], check=NOT_RUN, name=name, table=title)
     try:
-        with signs_of_life(name):
-            case.metrics = derive(key, play(key))
+        case.metrics = derive(key, play(key))
     except Exception as error:
         case.check = f"failed: {cli.describe(error)}"
     return case
@@ -362,13 +313,13 @@ def columns_of(axes: list[str]) -> Columns:
         "mesh": lambda case: case.key["mesh"],
         "rank": lambda case: str(case.key["rank"]),
     }
-    for name in ("parameters", "gradients", "optimizer", "activations"):
-        columns[f"{name}\n(bytes)"] = cell(f"{name}_bytes", cli.show_size)
-    columns["TFLOP"] = cell("flops", lambda flops: f"{flops / 1e12:.4g}")
     for axis in axes:
         columns[f"{axis}\ncalls"] = metric(f"{axis}_calls", digits=0)
         columns[f"{axis}\n(bytes)"] = cell(f"{axis}_bytes", cli.show_size)
     columns["across\nnodes"] = lambda case: case.metrics.get("across_nodes") or "-"
+    for name in ("parameters", "gradients", "optimizer"):
+        columns[f"{name}\n(bytes)"] = cell(f"{name}_bytes", cli.show_size)
+    columns["TFLOP"] = cell("flops", lambda flops: f"{flops / 1e12:.4g}")
     return columns
 
 
@@ -419,7 +370,7 @@ def plan(args: argparse.Namespace) -> list[Key]:
     shared = {
         "model": args.model,
         "dtype": args.dtype,
-        "optimizer": args.optimizer,
+        "optimizer": "adamw",
         "sequence_length": args.sequence_length or DECODERS[args.model].context,
         "global_batch": args.global_batch or 2 * args.ranks,
         "experts": EXPERTS if any(mesh.ep > 1 for mesh in args.mesh) else 0,
