@@ -416,18 +416,18 @@ COLUMNS: Columns = {  # GB/s: busbw
     "op": lambda row: row.key["op"],
     "group": lambda row: row.key["group"],
     "bytes": lambda row: cli.show_size(row.key["size_bytes"]),
-    "calls": metric("calls", digits=1),
-    "job\n(ms)": metric("job_s", 1e3, 3),
-    "job\n(GB/s)": metric("job_busbw_gb_per_s"),
     "replayed\n(ms)": metric("replayed_s", 1e3, 3),
     "95% ci\n(ms)": ends("replayed_s", 1e3, 3),
+    "replayed\n/ alone": metric("replayed_over_alone"),
+    "95% ci\n(ratio)": relative("replayed_over_alone"),
+    "calls": metric("calls", digits=1),
+    "share\n(%)": metric("share", 100, 0),
     "replayed\n(GB/s)": metric("replayed_busbw_gb_per_s"),
     "alone\n(ms)": metric("alone_s", 1e3, 3),
     "95% ci": relative("alone_s"),
     "alone\n(GB/s)": metric("alone_busbw_gb_per_s"),
-    "replayed\n/ alone": metric("replayed_over_alone"),
-    "95% ci\n(ratio)": relative("replayed_over_alone"),
-    "share\n(%)": metric("share", 100, 0),
+    "job\n(ms)": metric("job_s", 1e3, 3),
+    "job\n(GB/s)": metric("job_busbw_gb_per_s"),
 }
 
 
@@ -455,10 +455,8 @@ def check_plan(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) ->
     for kind, _ in {(call.kind, call.team) for call in plan.calls[bench.job.rank]}:
         _, to_send, to_receive = kind.counts()
         needed_bytes += (to_send + to_receive) * itemsize(kind.dtype)
-    problem = too_much(
-        needed_bytes, bench.job, bench.report.environment, "the number of groups, by --only"
-    )
-    if problem:
+    advice = "the number of groups, by --only"
+    if problem := too_much(needed_bytes, bench.job, bench.report.environment, advice):
         raise ValueError(problem)
 
 
@@ -467,21 +465,19 @@ def main() -> int:
     only = ",".join(args.only) or "all"
     with Benchmark("replay", args) as bench:
         job = bench.job
-        title, name = "A recorded job again", f"{args.trace}, groups {only}"
-        key: Key = {"only": only}
-        planned = {title: [(name, job.world_size, key)]}
-        if args.dry_run and not share(Path(args.trace).is_dir()):
-            bench.announce(planned)  # there is nothing to read; the dry run ends here
-        mine = bench.prepare("FOLDER", lambda: read(args.trace, job.rank, job.world_size))
-        recordings = share(gather(mine))
+        recordings: list[Recording] = []  # of all ranks; a dry run does without
+        if not args.dry_run or share(Path(args.trace).is_dir()):
+            mine = bench.prepare("FOLDER", lambda: read(args.trace, job.rank, job.world_size))
+            recordings = share(gather(mine))
         content = repr([tuple(recording) for recording in recordings])
-        key["recording"] = hashlib.sha256(content.encode()).hexdigest()[:12]
-        bench.announce(planned)
+        digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+        name, key = f"{args.trace}, groups {only}", {"only": only, "recording": digest}
+        bench.announce({"A recorded job again": [(name, job.world_size, key)]})
         plan = choose(recordings, args.only)
         bench.prepare("FOLDER", lambda: check_plan(plan, recordings, bench))
         steps = f"{count_of(plan.steps, 'step')} in {plan.time_s * 1e3:.1f} ms"
         groups = f"--only {only}" if args.only else "all groups"
-        bench.print(f"\n# recording {key['recording']}: {steps}; {groups}")
+        bench.print(f"\n# recording {digest}: {steps}; {groups}")
         if case := bench.measure(key, name, partial(build, plan, job), partial(derive, plan)):
             rows = [
                 Case(key=row, ranks=[], metrics=row) for row in case.metrics.get("operations", [])
