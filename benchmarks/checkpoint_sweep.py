@@ -270,7 +270,7 @@ class Training:
 
     def write_checkpoint(self) -> Checkpoint:
         """Into a new folder. The checkpoint before stays until this one is complete."""
-        self.bench.turn()
+        self.bench.turn()  # where ab.py runs two commands in turns
         if self.bench.job.rank == 0 and self.count > 1:
             shutil.rmtree(self.path / str(self.count - 1))
         self.count += 1

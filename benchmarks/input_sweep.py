@@ -486,8 +486,8 @@ def main() -> int:
         bench.announce({title: cases})
         files, folder = prepare(bench, args)
         cores = len(os.sched_getaffinity(0))
-        told = partial(answer, bench.job.local_world_size, cores)
-        with bench.begin_table(title, COLUMNS, told, Table(COLUMNS, WIDEST)):
+        answer_here = partial(answer, bench.job.local_world_size, cores)
+        with bench.begin_table(title, COLUMNS, answer_here, Table(COLUMNS, WIDEST)):
             for name, _, key in cases:
                 bench.measure(key, name, partial(build, bench.job, files), derive)
         if folder and bench.job.local_rank == 0:

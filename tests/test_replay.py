@@ -95,34 +95,3 @@ def test_wrong_values_fail_the_case(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, str(RECORDING), *SHORT, ranks=2, inject="wrong-sum")
     assert run.status == 1, run.out + run.err
     assert "all_reduce of default_pg brought wrong values (rank 1)" in run.out
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize(
-    ("more", "text", "flags"),
-    [
-        ({}, "nothing is left of the groups default_pg; not replayed", ("--only", "dp")),
-        (
-            {"started_ns": 0, "ended_ns": 10**19},
-            "the recorded steps took 1e+10 s, and a replay takes as long",
-            (),
-        ),
-        ({"input_sizes": [[2**38]], "output_sizes": [[2**38]]}, "the buffers need 2,199,", ()),
-    ],
-    ids=["no such group", "317 years", "1 TB"],
-)
-def test_what_cannot_be_replayed_is_one_line(
-    more: dict[str, Any],
-    text: str,
-    flags: tuple[str, ...],
-    bench: Callable[..., Any],
-    tmp_path: Any,
-) -> None:
-    """An all-reduce of a world of one."""
-    trace = json.loads((RECORDING / "fr_0.json").read_text())
-    trace |= {"world_size": 1, "groups": {"0": [0]}, "entries": [trace["entries"][-1] | more]}
-    (tmp_path / "fr_0.json").write_text(json.dumps(trace | more))
-    run = bench(SCRIPT, str(tmp_path), *flags, ranks=0)
-    assert run.status == 2
-    assert text in run.err
-    assert run.err.count("\n") == 1

@@ -224,16 +224,6 @@ def test_a_recording_of_other_ranks(tmp_path: Path) -> None:
     assert "fr_0.json is of 4 ranks, and this job has 2" in str(caught.value)
 
 
-def test_no_folder_at_all(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["replay.py", ""])
-    with pytest.raises(SystemExit) as caught:
-        replay.parse_args()
-    assert caught.value.code == 2
-    assert "expected a folder of recordings, got ''; e.g. trace/" in capsys.readouterr().err
-
-
 def call(seq: int = 1, size: int = 400, **more: Any) -> Collective:
     """An all-reduce of mesh_dp of the ranks 0 and 1."""
     fields: dict[str, Any] = {"op": "all_reduce", "group": "mesh_dp", "ranks": (0, 1)} | more
@@ -279,14 +269,25 @@ def test_what_is_left(only: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "factor"),
+    ("calls", "time_s", "text"),
     [
-        *(("all_reduce", 4, 1.5), ("all_gather", 4, 0.75), ("reduce_scatter", 8, 0.875)),
-        *(("all_to_all", 2, 0.5), ("broadcast", 8, 1), ("reduce", 8, 1), ("barrier", 4, 0)),
+        ([], 0.01, "nothing is left of the groups mesh_tp; not replayed: 0 of 0"),
+        ([call()], 1e10, "the recorded steps took 1e\\+10 s, and a replay takes as long; record"),
+        ([call(size=2**40), call(2, 2**40)], 0.01, "the buffers need 2,199,023,255,552 bytes"),
     ],
 )
-def test_bus_factor(name: str, ranks: int, factor: float) -> None:
-    assert replay.OPERATIONS[name].bus(ranks) == pytest.approx(factor)
+def test_what_cannot_be_replayed_is_refused(
+    calls: list[Collective], time_s: float, text: str
+) -> None:
+    """On one rank with --timeout 300. Both all-reduces use the same two buffers."""
+    args, report = SimpleNamespace(timeout=300), SimpleNamespace(environment={})
+    job = SimpleNamespace(rank=0, device=torch.device("cpu"), local_world_size=1)
+    bench: Any = SimpleNamespace(args=args, job=job, report=report)
+    recordings = [Recording(1, time_s, [call(group="mesh_tp")])]
+    kinds = sorted({each.kind for each in calls})
+    plan = replay.Plan(1, time_s, [calls], kinds, ["not replayed: 0 of 0"])
+    with pytest.raises(ValueError, match=text):
+        replay.check_plan(plan, recordings, bench)
 
 
 def test_the_table_by_hand() -> None:

@@ -129,12 +129,6 @@ def test_the_answer() -> None:
     assert traffic.answer([]) is None
 
 
-def test_factors_are_those_of_nccl_tests() -> None:
-    assert traffic.bus_factor("all_reduce", 4) == 1.5
-    assert traffic.bus_factor("all_gather", 4) == traffic.bus_factor("reduce_scatter", 4) == 0.75
-    assert traffic.bus_factor("send", 4) == 1
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
@@ -210,16 +204,6 @@ def fake_world() -> Iterator[dist.Store]:
         yield store
 
 
-def test_one_process_is_a_rank_of_a_world_that_does_not_exist(fake_world: dist.Store) -> None:
-    assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (5, RANKS, "fake")
-    group: Any = dist.new_group([4, 5, 9])
-    assert dist.get_process_group_ranks(group) == [4, 5, 9]
-    assert dist.get_rank(group) == 1
-    tensor = torch.ones(2)
-    dist.all_reduce(tensor)  # nobody else comes to it
-    assert tensor.tolist() == [1, 1]
-
-
 def test_with_shapes_only_floats_have_no_memory_and_whole_numbers_are_real() -> None:
     with traffic.ShapesOnly(lambda *told: None):
         matrix = torch.ones(2**24, 2**20)  # 64 TiB
@@ -271,16 +255,6 @@ def test_shapes_only_tells_the_larger_side_of_a_collective(
         whole = torch.ones(3 * RANKS, dtype=torch.bfloat16)
         COLLECTIVES[operation](part, whole)
     assert told == [(operation, world_group().group_name, 2 * 3 * RANKS)]
-
-
-def test_shapes_only_tells_which_group_it_was(fake_world: dist.Store) -> None:
-    told: list[tuple[str, str, int]] = []
-    with traffic.ShapesOnly(lambda *values: told.append(values)):
-        groups: list[Any] = [dist.new_group([4, 5]), dist.new_group([5, 6])]
-        for group in groups:
-            dist.all_reduce(torch.ones(1), group=group)
-    assert [name for _, name, _ in told] == [group.group_name for group in groups]
-    assert len(set(told)) == 2
 
 
 def test_a_weight_is_cut_as_torch_cuts_it() -> None:
