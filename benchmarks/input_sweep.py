@@ -181,7 +181,7 @@ class Feed:
         """options: of the DataLoader, such as num_workers."""
         self.device = device
         sampler: Any = DistributedSampler(dataset, ranks, rank)
-        self.epoch = math.ceil(len(dataset) / ranks)  # samples of a rank, with padding
+        self.epoch_samples = math.ceil(len(dataset) / ranks)  # of a rank, with padding
         self.indices = Batches(sampler, batch_size)
         self.loader: DataLoader[Any] | None = DataLoader(
             dataset, batch_sampler=self.indices, pin_memory=device.type == "cuda", **options
@@ -198,18 +198,18 @@ class Feed:
             assert self.loader is not None
             self.running = iter(self.loader)
         try:
-            inputs, targets, tickets = next(self.running)
+            images, targets, tickets = next(self.running)
         except (ConnectionError, EOFError) as error:  # it was handing over the memory of a batch
             time.sleep(1)  # torch's own error comes by a signal: later it would end the run
             raise RuntimeError(f"DataLoader worker is gone: {error}") from None
         self.look_at(tickets)
-        to_device = partial(torch.Tensor.to, device=self.device, non_blocking=True)
-        return to_device(inputs), to_device(targets)
+        images = images.to(self.device, non_blocking=True)
+        return images, targets.to(self.device, non_blocking=True)
 
     def look_at(self, tickets: Tensor) -> None:
         """Count the samples of a batch. tickets: [batch, 3], as `ticket` makes them."""
         indices, processes, sizes = tickets.unbind(1)
-        in_first_epoch = max(0, self.epoch - self.samples)
+        in_first_epoch = max(0, self.epoch_samples - self.samples)
         self.seen += torch.bincount(indices[:in_first_epoch], minlength=len(self.seen))
         self.samples += len(indices)
         self.processes.update(processes.tolist())
@@ -232,8 +232,6 @@ class Feed:
 
 
 # [/core]
-
-
 # -- a case ----------------------------------------------------------------------------------------
 
 

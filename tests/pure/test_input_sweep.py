@@ -49,7 +49,7 @@ def test_every_sample_comes_once_in_an_epoch() -> None:
         feed.next()
         feed.next()
         assert feed.samples == 6
-        assert int(feed.seen.sum()) == feed.epoch == 4
+        assert int(feed.seen.sum()) == feed.epoch_samples == 4
         seen += feed.seen
     assert epoch_problem(seen, 3) is None
     assert sorted(seen.tolist()) == [1] * 8 + [2] * 2
