@@ -23,29 +23,21 @@ SCHEMA = "torchrun-bench/3"
 # These fields of a case are written only where it has more samples than a report keeps.
 OF_BOUNDED = ("bounded", "iterations", "slowest_s", "quartiles_s")
 HEADER = ("schema", "benchmark", "argv", "started_at", "environment")  # the first line
-BEGINNING = b'{"schema": "torchrun-bench/'  # as it is written
 # A report is resumed only where these entries of the environment are the same as before, these of
 # each rank, and the user's variables but for those of a job and of a place.
-SAME: tuple[str, ...] = ("version", "torch", "cuda", "nccl", "nccl_backend", "python", "backend")
-SAME += ("world_size", "local_world_size", "devices")
+SAME = (
+    *("version", "torch", "cuda", "nccl", "nccl_backend", "python"),
+    *("backend", "world_size", "local_world_size", "devices"),
+)
 SAME_OF_RANKS = ("device", "cores", "threads")
 OF_A_JOB = ("SLURM_JOB_", "TORCHELASTIC_", "CUDA_VISIBLE_DEVICES")
 OF_A_PLACE = ("_DIR", "_DIRECTORY")  # such as caches: often a folder of the job's own
 # Variables that change what is measured begin with one of these.
-FAMILIES: tuple[str, ...] = (
-    "NCCL_",
-    "NVSHMEM_",
-    "GLOO_",
-    "UCX_",
-    "FI_",
-    "TP_",
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "TORCH",
+FAMILIES = (
+    *("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "TP_", "TORCH", "PYTORCH_", "TRITON_"),
+    *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32", "ATEN_CPU_", "DNNL_", "ONEDNN_"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_TUNABLES"),
 )
-FAMILIES += ("PYTORCH_", "TRITON_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32")
-FAMILIES += ("GOMP_", "ATEN_CPU_", "DNNL_", "ONEDNN_", "OPENBLAS_", "MALLOC_", "GLIBC_TUNABLES")
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a mistake of nobody's
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")  # a variable whose name has one of these
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # of a time, in seconds
@@ -210,9 +202,7 @@ class Report:
     cases: list[Case] = field(default_factory=list)
     resumed: list[dict[str, Any]] = field(default_factory=list)  # where it went on elsewhere
     remarks: list[str] = field(default_factory=list)  # what a user must know of a resumed report
-    files: list[IO[bytes]] = field(default_factory=list)  # all are locked; the last is written
-    size: int = 0  # of the file, after this run's newest line
-    first_line: dict[str, Any] = field(default_factory=dict)  # of a report that is resumed
+    files: list[IO[bytes]] = field(default_factory=list)  # the last one is written
 
     def start(self, resume: bool = False, since: float = math.inf) -> str | None:
         """Write the first line, or go on with the report that exists already.
@@ -225,42 +215,42 @@ class Report:
         """
         if not self.path:
             return None
-        if self.path == "-":
-            self.append_header()
-            return None
-        self.files.append(open_alone(self.path))
-        path = os.path.realpath(self.path)  # a link stays a link
-        if not os.path.getsize(path):
-            self.append_header()
-            return None
-        if not is_cut_header(path):
-            try:
-                old = load(self.path)
-            except ValueError as error:
-                raise ValueError(f"it would replace what is there: {error}") from None
-            if resume or datetime.fromisoformat(old.started_at).timestamp() > since:
-                self.take_over(old)
-                return None
-        return self.replace(path)
+        if self.path != "-":
+            self.files.append(open_alone(self.path))
+            path = os.path.realpath(self.path)  # a link stays a link
+            if os.path.getsize(path):
+                try:
+                    old = load(self.path)
+                except ValueError as error:
+                    raise ValueError(f"it would replace what is there: {error}") from None
+                if resume or datetime.fromisoformat(old.started_at).timestamp() > since:
+                    self.take_over(old)
+                    return None
+                return self.replace(path)
+        self.append_header()
+        return None
 
     def replace(self, path: str) -> str:
-        """Move the report that is there once the new first line is on disk. Its new name."""
-        new, backup = unused(f"{path}.new"), unused(f"{path}.bak")
-        self.files.append(open_alone(new))
+        """Move the report that is there. Its new name; its old one where this one cannot begin."""
+        backup = unused(f"{path}.bak")
+        os.rename(path, backup)
         try:
+            self.files.append(open_alone(path))
             self.append_header()
-            os.rename(path, backup)
         except OSError:
-            os.unlink(new)
+            os.replace(backup, path)
             raise
-        os.rename(new, path)
         return backup
 
-    def header(self) -> dict[str, Any]:
-        return self.first_line or {name: getattr(self, name) for name in HEADER}
-
     def append_header(self) -> None:
-        self.append(self.header(), "nothing was measured, and what was there stays")
+        """Where there is no room for the first line, the file stays empty."""
+        try:
+            header = {name: getattr(self, name) for name in HEADER}
+            self.append(header, "nothing was measured, and what was there stays")
+        except OSError:
+            if self.path != "-":
+                self.files[-1].truncate(0)
+            raise
 
     def take_over(self, old: "Report") -> None:
         """Go on with an older report of the same benchmark in the same environment. Other hosts of
@@ -274,43 +264,31 @@ class Report:
                 f"{self.path} has {differing}: numbers that do not belong together; "
                 "give another path"
             )
-        self.cases, self.resumed, self.first_line = old.cases, old.resumed, old.header()
-        self.end_last_line()
-        unchecked = [case for case in self.cases if case.check.startswith("skipped")]
-        if unchecked:
-            stay = f"{len(unchecked)} of {len(self.cases)} cases were measured unchecked"
-            again = "they stay so; another --json measures them again"
-            self.remarks.append(f"{stay} ({unchecked[0].check}): {again}")
+        self.cases, self.resumed = old.cases, old.resumed
+        content = Path(self.path or "").read_bytes()
+        self.files[-1].truncate(content.rfind(b"\n") + 1)  # without what `load` left out
         hosts = self.environment.get("hosts")
         before = [old.environment, *old.resumed][-1].get("hosts")
         if hosts != before and self.cases:
             line = {"resumed_at": now(), "hosts": hosts, "cases_before": len(self.cases)}
             self.resumed.append(line)
             self.append(line, "it holds the cases of before")
-            here, there = shown(hosts)[:100], shown(before)[:100]
-            self.remarks.append(f"{len(self.cases)} cases were measured on {there}, not on {here}")
-
-    def end_last_line(self) -> None:
-        """Give the last line its end, or remove it where a crash has cut it short."""
-        content = Path(self.path or "").read_bytes()
-        self.size = len(content)
-        if content.endswith(b"\n"):
-            return
-        start_of_last_line = content.rfind(b"\n") + 1
-        if is_json(content[start_of_last_line:]):
-            self.write(b"\n")
-        else:
-            self.size = self.files[-1].truncate(start_of_last_line)
+            measured = f"{len(self.cases)} cases were measured on {shown(before)}"
+            self.remarks.append(f"{measured}, not on {shown(hosts)}")
 
     def add(self, case: Case) -> None:
         """Append a case. A later one of the same key replaces an earlier one."""
         self.cases = [old for old in self.cases if old.key != case.key] + [case]
-        self.check_file()
-        self.append(line_of(case), "it holds the cases before this one")
+        line = dict(vars(case))  # not asdict: it would copy each of the samples
+        if case.aligned:  # nearly always
+            del line["aligned"]
+        if not case.bounded:
+            for name in OF_BOUNDED:
+                del line[name]
+        self.append(line, "it holds the cases before this one")
 
     def finish(self, status: str, **end: Any) -> None:
         self.status, self.finished_at = status, now()
-        self.check_file()
         line = {"status": status, "finished_at": self.finished_at, **end}
         self.append(line, "every case is in it")
 
@@ -319,69 +297,21 @@ class Report:
         return next((c for c in self.cases if c.key == key and not c.failed), None)
 
     def append(self, line: dict[str, Any], left: str) -> None:
-        """Write a line. Raises OSError, e.g. on a full disk; readers skip a line cut short. left:
-        what the report holds then, as words for the error."""
-        if self.path:
-            try:
-                self.write(encoded(line))
-            except OSError as error:
-                raise OSError(error.errno, f"{error.strerror}; {left}", self.path) from None
-
-    def write(self, content: bytes) -> None:
+        """Write a line until it is on the disk. Raises OSError, e.g. on a full disk; readers skip a
+        line cut short. left: what the report holds then, as words for the error."""
+        if not self.path:
+            return
         file = self.files[-1]
-        if self.path == "-":
-            file.write(content)
-            file.flush()
-        else:
-            write_through(file, content)
-            self.size = os.fstat(file.fileno()).st_size
-
-    def check_file(self) -> None:
-        """Raise OSError where the path is no more the file that this run has written. All that was
-        measured is then in a new file, which the error names."""
-        if not self.path or self.path == "-":
-            return
-        mine = os.fstat(self.files[-1].fileno())
+        content = json.dumps(line, allow_nan=False, default=vars).encode() + b"\n"
         try:
-            is_there = os.path.samestat(mine, os.stat(self.path))
-        except OSError:
-            is_there = False
-        if is_there and mine.st_size == self.size:
-            return
-        what = "was changed" if is_there else "was removed or replaced"
-        # where the folder is gone as well, the working folder takes the copy
-        has_folder = os.path.isdir(os.path.dirname(os.path.abspath(self.path)))
-        copy = unused(f"{self.path if has_folder else os.path.basename(self.path)}.rescued")
-        try:
-            with open_alone(copy) as file:
-                for line in (self.header(), *self.resumed, *map(line_of, self.cases)):
-                    write_through(file, encoded(line))
-            left = f"{copy} has the cases that were measured"
+            while content:
+                content = content[file.write(content) :]  # a disk that is full takes a part
+            if self.path == "-":
+                file.flush()
+            else:
+                os.fsync(file.fileno())
         except OSError as error:
-            left = f"{copy}: {error.strerror}"
-        raise OSError(errno.ESTALE, f"it {what} during the run; {left}")
-
-
-def encoded(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, allow_nan=False, default=vars).encode() + b"\n"
-
-
-def write_through(file: IO[bytes], content: bytes) -> None:
-    """Write to a file of `open_alone` until it is on the disk. Raises OSError."""
-    while content:
-        content = content[file.write(content) :]  # a disk that is full takes a part
-    os.fsync(file.fileno())
-
-
-def line_of(case: Case) -> dict[str, Any]:
-    """A case as a line of the report."""
-    line = dict(vars(case))  # not asdict: it would copy each of the samples
-    if case.aligned:  # nearly always
-        del line["aligned"]
-    if not case.bounded:
-        for name in OF_BOUNDED:
-            del line[name]
-    return line
+            raise OSError(error.errno, f"{error.strerror}; {left}", self.path) from None
 
 
 def identity(environment: dict[str, Any]) -> dict[str, Any]:
@@ -399,15 +329,9 @@ def identity(environment: dict[str, Any]) -> dict[str, Any]:
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """`torch 2.14, this run 2.15; ...`; "" where all is the same. The first three are named."""
     names = [name for name in before | now if before.get(name) != now.get(name)]
-    parts = []
-    for name in names[:3]:
-        old, new = shown(before.get(name)), shown(now.get(name))
-        alike = len(os.path.commonprefix([old, new]))  # noqa: RUF071
-        if alike > 40:  # a command or a path: what differs is at the end
-            old, new = f"...{old[alike - 20 :]}", f"...{new[alike - 20 :]}"
-        parts.append(f"{name} {old[:100]}, this run {new[:100]}")
-    if more := len(names[3:]):
-        parts.append(f"and {more} more")
+    parts = [f"{n} {shown(before.get(n))}, this run {shown(now.get(n))}" for n in names[:3]]
+    if len(names) > 3:
+        parts.append(f"and {len(names) - 3} more")
     return "; ".join(parts)
 
 
@@ -415,7 +339,7 @@ def shown(value: Any) -> str:
     """A value of the environment in a message."""
     if isinstance(value, list):
         value = ", ".join(map(str, value))
-    text = "unset" if value is None else str(value)
+    text = "unset" if value is None else str(value)[:300]
     return text if text.isprintable() else ascii(text)  # a report may hold a terminal's codes
 
 
@@ -426,14 +350,6 @@ def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
         is_secret = any(word in name.upper() for word in SECRETS)
         public[name] = "(not shown)" if is_secret else value
     return public
-
-
-def is_cut_header(path: str) -> bool:
-    """Whether the file is a report whose first line a crash or a full disk has cut short."""
-    with open(path, "rb") as file:
-        line = file.readline()
-    is_ours = line.startswith(BEGINNING) or BEGINNING.startswith(line)
-    return is_ours and not line.endswith(b"\n") and not is_json(line)
 
 
 def open_alone(path: str) -> IO[bytes]:
@@ -463,49 +379,53 @@ def unused(path: str) -> str:
 def load(
     path: str,
     each: Callable[[Report, Case], None] = lambda report, case: None,
-    parse: Callable[[str], Any] = lambda text: json.loads(text, parse_int=whole),
+    parse: Callable[[str], Any] = json.loads,
     lines: Iterable[bytes] | None = None,
 ) -> Report:
     """The report at `path`. If it is no report, a ValueError names the file and the line.
 
-    A crash may have cut the last line short: such a line does not count. each: is called with every
-    case as soon as it is read, e.g. to drop samples of which only a median is needed. lines: the
-    lines of a file that is open already. A later case replaces an earlier one with the same key.
+    A line without its end does not count: a crash has cut it short. each: is called with every case
+    as soon as it is read, e.g. to drop samples of which only a median is needed. lines: the lines
+    of a file that is open already. A later case replaces an earlier one with the same key.
     """
     report: Report | None = None
     cases: dict[str, Case] = {}  # by key, as text
-    number, line = 0, b""
+    number = 0
     try:
         with open(path, "rb") if lines is None else nullcontext(lines) as file:
             for line in file:
                 number += 1
+                if not line.endswith(b"\n"):
+                    break
                 if line.isspace():
                     continue
                 content = parse(line.decode())
-                expect(isinstance(content, dict), "the line", "an object", content)
                 if report is None:
                     report = read_header(content, path)
                 elif "schema" in content:
                     raise ValueError("another report begins here; each needs a file of its own")
                 elif "status" in content:
-                    read_end(report, content)
-                elif "resumed_at" in content:
-                    report.resumed.append(content)
-                    report.status = "interrupted"
+                    report.status = content.pop("status")
+                    report.finished_at = content.pop("finished_at", None)
+                    report.end = content
                 else:
-                    case = read_case(report, content)
+                    report.status = "interrupted"  # until a last line follows
+                    if "resumed_at" in content:
+                        report.resumed.append(content)
+                        continue
+                    case = Case(**content)
+                    case.metrics = with_estimates(case.metrics)
                     each(report, case)
                     name = json.dumps(case.key, sort_keys=True)
                     cases.pop(name, None)
                     cases[name] = case
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
-    except (ValueError, TypeError, RecursionError, AttributeError) as error:
-        cut_short = report is not None and not line.endswith(b"\n")
-        if not cut_short:
-            raise ValueError(f"{path}:{number} is no line of a report: {error}") from None
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path}:{number} is no line of a report: {error}") from None
     if report is None:
-        raise ValueError(f"{path} is empty; a report is what a script writes with --json PATH")
+        what = "is empty or cut short; a report is what a script writes with --json PATH"
+        raise ValueError(f"{path} {what}")
     report.cases = list(cases.values())
     return report
 
@@ -515,56 +435,7 @@ def read_header(content: dict[str, Any], path: str) -> Report:
     schema = content.get("schema")
     if schema != SCHEMA:
         raise ValueError(f"its schema is {shown(schema)[:60]}; this version reads {SCHEMA}")
-    for name in ("benchmark", "environment"):
-        expect(name in content, "the line", f"an entry {name}", ", ".join(content))
-    report = Report(**{name: content[name] for name in HEADER if name in content}, path=path)
-    expect(isinstance(report.environment, dict), "environment", "an object", report.environment)
-    datetime.fromisoformat(report.started_at)
-    return report
-
-
-def read_case(report: Report, content: dict[str, Any]) -> Case:
-    """A line with a case. A report that was resumed has cases after an earlier run's last line:
-    it is interrupted until a last line follows them."""
-    case = Case(**content)
-    case.metrics = with_estimates(case.metrics)
-    for name, kind in dict(key=dict, ranks=list, samples_s=dict, metrics=dict, check=str).items():
-        value = getattr(case, name)
-        expect(isinstance(value, kind), name, kind.__name__, value)
-    for step, rows in case.samples_s.items():
-        expect(all(map(are_seconds, rows)), f"samples_s.{step}", "lists of seconds", rows)
-        expect(len(rows) <= len(case.ranks), f"samples_s.{step}", "at most a list a rank", rows)
-        expect(len({*map(len, rows)}) <= 1, f"samples_s.{step}", "lists of one length", rows)
-    report.status = "interrupted"
-    return case
-
-
-def read_end(report: Report, content: dict[str, Any]) -> None:
-    """The last line: how the run ended."""
-    report.status = content.pop("status")
-    report.finished_at = content.pop("finished_at", None)
-    report.end = content
-
-
-def are_seconds(row: list[Any]) -> bool:
-    """Whether all entries are finite numbers from 0 on. Built-ins only: there may be millions."""
-    only_numbers = set(map(type, row)) <= {int, float}
-    return only_numbers and min(row, default=0) >= 0 and math.isfinite(sum(row))
-
-
-def whole(digits: str) -> int:
-    """An integer of a report. Raises ValueError where no float could hold it."""
-    if len(digits) > 300:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
-
-
-def is_json(text: bytes) -> bool:
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    return Report(**{name: content[name] for name in HEADER if name in content}, path=path)
 
 
 def not_json(what: str, values: dict[str, Any]) -> str | None:
@@ -575,11 +446,6 @@ def not_json(what: str, values: dict[str, Any]) -> str | None:
         except (TypeError, ValueError):
             return f"{what} '{name}' is not JSON: {str(value)[:60]!r}"
     return None
-
-
-def expect(condition: bool, at: str, expected: str, got: Any) -> None:
-    if not condition:
-        raise ValueError(f"{at}: expected {expected}, got {str(got)[:60]!r}")
 
 
 def now() -> str:

@@ -98,7 +98,7 @@ def test_abba_and_resume(sides: Path) -> None:
     assert len((sides / "out" / "order").read_text().split()[0::2]) == 288 + 48
     other = run("ab.py", *words(sides, "0.1 x", "0.12 x", *more))
     assert other.returncode == 2
-    assert "fake.py 0.11 x, this run ..." in other.stderr
+    assert "fake.py 0.11 x, this run " in other.stderr
     assert "give another --out, or --anew" in other.stderr
 
 

@@ -7,10 +7,9 @@ import math
 import os
 import re
 import resource
-import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,32 +157,7 @@ def test_a_read_only_report_is_said_at_once(resume: bool) -> None:
         assert os.listdir(folder) == ["r.jsonl"]
 
 
-def test_resume_takes_over_and_cuts_the_line_that_a_crash_left(path: Path) -> None:
-    report_at(path, 2)
-    with path.open("a") as file:
-        file.write('{"key": {"model": ')
-    assert len(load(str(path)).cases) == 2
-    resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
-    resumed.start(resume=True)
-    resumed.add(Case(key={"n": 9}, ranks=[0]))
-    resumed.finish("complete")
-    assert [case.key["n"] for case in load(str(path)).cases] == [0, 1, 9]
-
-
-@pytest.mark.parametrize("cases", [0, 2])
-def test_a_last_line_without_its_newline_counts(path: Path, cases: int) -> None:
-    report_at(path, cases)
-    whole = path.read_bytes()
-    path.write_bytes(whole.rstrip())
-    assert len(load(str(path)).cases) == cases
-    resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
-    resumed.start(resume=True)
-    assert path.read_bytes() == whole
-    resumed.add(Case(key={"n": 9}, ranks=[0]))
-    assert len(load(str(path)).cases) == cases + 1
-
-
-@pytest.mark.parametrize("text", ["{ 1", '{"schema": 3', '{"schema": "mine/1"', "my thesis"])
+@pytest.mark.parametrize("text", ['{"schema": "mine/1"}\n', '{"schema": 3', "my thesis"])
 def test_a_line_that_is_not_ours_stays(path: Path, text: str) -> None:
     path.write_text(text)
     for resume in (False, True):
@@ -192,8 +166,8 @@ def test_a_line_that_is_not_ours_stays(path: Path, text: str) -> None:
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("tail", [b"\n", b"\r\n", b"  ", b"\0\0\0", b"[" * 100_000])
-def test_a_tail_that_is_no_line_is_no_damage(path: Path, tail: bytes) -> None:
+@pytest.mark.parametrize("tail", [b"\n", b'{"key": {"model": ', b'{"key": {}, "ranks": []}'])
+def test_resume_takes_over_and_cuts_the_line_that_a_crash_left(path: Path, tail: bytes) -> None:
     report_at(path, 2)
     with path.open("ab") as file:
         file.write(tail)
@@ -201,7 +175,8 @@ def test_a_tail_that_is_no_line_is_no_damage(path: Path, tail: bytes) -> None:
     resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
     resumed.start(resume=True)
     resumed.add(Case(key={"n": 9}, ranks=[0]))
-    assert len(load(str(path)).cases) == 3
+    resumed.finish("complete")
+    assert [case.key["n"] for case in load(str(path)).cases] == [0, 1, 9]
 
 
 def test_a_status_in_the_middle_is_of_an_earlier_run(path: Path) -> None:
@@ -269,82 +244,6 @@ def test_other_hosts_stand_in_the_report(path: Path) -> None:
     assert (len(read.cases), read.status) == (4, "complete")
 
 
-def test_cases_that_were_not_checked_are_told(path: Path) -> None:
-    report_at(path).add(Case(key={"n": 7}, ranks=[0], check="skipped: -c 0"))
-    resumed = Report("ddp_sweep", ENVIRONMENT, str(path))
-    resumed.start(resume=True)
-    (remark,) = resumed.remarks
-    assert remark.startswith("1 of 3 cases were measured unchecked (skipped: -c 0)")
-
-
-def rewrite(path: Path) -> None:
-    """As an editor does: a new file takes the name."""
-    copy = path.with_name("copy")
-    copy.write_bytes(path.read_bytes())
-    copy.rename(path)
-
-
-def link_elsewhere(path: Path) -> None:
-    other = path.with_name("folder") / "other"
-    other.parent.mkdir()
-    other.write_text("of somebody else")
-    path.unlink()
-    path.symlink_to(other)
-
-
-def append(path: Path) -> None:
-    with path.open("a") as file:
-        file.write("a note\n")
-
-
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (os.unlink, "was removed or replaced"),
-        (rewrite, "was removed or replaced"),
-        (lambda path: path.rename(f"{path}.old"), "was removed or replaced"),
-        (link_elsewhere, "was removed or replaced"),
-        (lambda path: os.truncate(path, 0), "was changed"),
-        (lambda path: os.truncate(path, 10), "was changed"),
-        (append, "was changed"),
-    ],
-)
-def test_a_report_that_is_changed_during_the_run(
-    path: Path, change: Callable[[Path], None], words: str, resume: bool
-) -> None:
-    """The next case tells, and so does the last line. What was measured is in a file beside it."""
-    report = report_at(path)
-    if resume:
-        del report
-        report = Report("ddp_sweep", ENVIRONMENT, str(path))
-        report.start(resume=True)
-    change(path)
-    content = path.read_bytes() if path.exists() else None
-    said = f"{words} during the run; .*rescued(.1)? has the cases"
-    with pytest.raises(OSError, match=said):
-        report.add(Case(key={"n": 7}, ranks=[0]))
-    rescued = load(f"{path}.rescued")
-    assert [case.key["n"] for case in rescued.cases] == [0, 1, 7]
-    with pytest.raises(OSError, match=said):
-        report.finish("complete")
-    assert rescued.status == "interrupted"
-    assert (path.read_bytes() if path.exists() else None) == content
-
-
-def test_a_report_whose_folder_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The working folder gets what was measured."""
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "results"
-    folder.mkdir()
-    report = report_at(folder / "r.jsonl")
-    shutil.rmtree(folder)
-    said = "was removed or replaced during the run; r.jsonl.rescued has the cases"
-    with pytest.raises(OSError, match=said):
-        report.add(Case(key={"n": 7}, ranks=[0]))
-    assert len(load("r.jsonl.rescued").cases) == 3
-
-
 @contextlib.contextmanager
 def full_disk(size: int) -> Iterator[None]:
     """No file can grow beyond `size` bytes."""
@@ -357,60 +256,37 @@ def full_disk(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("size", [0, 10, 100])
-def test_an_older_report_stays_where_the_new_first_line_cannot_be_written(
-    path: Path, size: int
-) -> None:
-    report_at(path)
-    content = path.read_bytes()
-    report = Report("ddp_sweep", ENVIRONMENT, str(path))
-    with full_disk(size), pytest.raises(OSError, match="nothing was measured, and what was there"):
-        report.start()
-    assert path.read_bytes() == content
-    assert os.listdir(path.parent) == [path.name]
+def test_a_disk_that_is_full_at_the_first_line(path: Path, size: int) -> None:
+    """An older report stays where it is; without one the file is empty, and the next run takes
+    it."""
+    for cases in (0, 2):
+        if cases:
+            report_at(path, cases)
+        content = path.read_bytes() if cases else b""
+        report = Report("ddp_sweep", ENVIRONMENT, str(path))
+        with full_disk(size), pytest.raises(OSError, match="nothing was measured, and what was"):
+            report.start()
+        del report
+        assert path.read_bytes() == content
+        assert os.listdir(path.parent) == [path.name]
 
 
-@pytest.mark.parametrize("resume", [False, True])
-@pytest.mark.parametrize("size", [0, 1, 10, 100])
-def test_a_first_line_that_was_cut_short_is_replaced(path: Path, size: int, resume: bool) -> None:
-    report = Report("ddp_sweep", ENVIRONMENT, str(path))
-    with full_disk(size), pytest.raises(OSError, match="nothing was measured"):
-        report.start()
-    del report
-    assert path.stat().st_size == size
-    again = Report("ddp_sweep", ENVIRONMENT, str(path))
-    assert again.start(resume) == (f"{path}.bak" if size else None)
-    again.add(Case(key={"n": 7}, ranks=[0]))
-    assert len(load(str(path)).cases) == 1
-
-
-FIELDS = {"schema": SCHEMA, "benchmark": "x", "argv": [], "environment": {}}
-HEAD = json.dumps(FIELDS)
-CASE = '{"key": {"n": 1}, "ranks": [0], "samples_s": {"step": %s}}'
+HEAD = json.dumps({"schema": SCHEMA, "benchmark": "x", "argv": [], "environment": {}})
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "is empty; a report is what a script writes"),
+        ("", "is empty or cut short; a report is what a script writes"),
+        (HEAD, "is empty or cut short; a report is what a script writes"),
         ("not json\n", ":1 is no line of a report"),
-        ("[1]\n", ":1 is no line of a report: the line: expected an object"),
+        ("[1]\n", ":1 is no line of a report"),
         ('{"schema": "torchrun-bench/2"}\n', "its schema is torchrun-bench/2; this version reads"),
-        (f'{{"schema": "{SCHEMA}"}}\n', "expected an entry benchmark"),
-        (HEAD + '\n{"key": [], "ranks": []}\n', "key: expected dict, got '[]'"),
-        (HEAD + "\n" + CASE % "[[1e400]]" + "\n", "expected lists of seconds"),
-        (
-            HEAD + "\n" + CASE % f"[[{10**400}]]" + "\n",
-            ":2 is no line of a report: a number of 401",
-        ),
-        (f'{HEAD}\n{{"key": {{}}, "metrics": {{"x": {10**400}}}}}\n', "a number of 401 digits"),
-        (HEAD + "\n" + CASE % "[[-1]]" + "\n", "expected lists of seconds"),
-        (HEAD + "\n" + CASE % "[[NaN]]" + "\n", "expected lists of seconds"),
-        (HEAD + "\n" + CASE % '[["1"]]' + "\n", "expected lists of seconds"),
-        (HEAD + "\n" + CASE % "[[1], [2]]" + "\n", "expected at most a list a rank"),
-        (HEAD + "\n" + CASE % "[[1], [1, 2]]" + "\n", "expected at most a list a rank"),
+        (f'{{"schema": "{SCHEMA}"}}\n', "missing 2 required positional arguments: 'benchmark'"),
+        (f"{HEAD}\n{HEAD}\n", ":2 is no line of a report: another report begins here"),
         (HEAD + '\n{"key": {}}\n', "missing 1 required keyword-only argument: 'ranks'"),
         (HEAD + "\n\xff\n", ":2 is no line of a report"),
-        (HEAD + "\nhalf\n" + CASE % "[]" + "\n", ":2 is no line of a report"),
+        (HEAD + '\nhalf\n{"key": {}, "ranks": []}\n', ":2 is no line of a report"),
     ],
 )
 def test_what_is_no_report_is_one_clear_line(path: Path, text: str, words: str) -> None:
@@ -422,45 +298,7 @@ def test_what_is_no_report_is_one_clear_line(path: Path, text: str, words: str) 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"started_at": 3}, "argument must be str"),
-        ({"started_at": "soon"}, "Invalid isoformat string: 'soon'"),
-        ({"environment": None}, "environment: expected an object, got 'None'"),
-        ({"environment": []}, "environment: expected an object, got '[]'"),
-    ],
-)
-def test_fields_of_another_type_are_named(path: Path, change: dict[str, Any], words: str) -> None:
-    path.write_text(json.dumps(FIELDS | change) + "\n")
-    with pytest.raises(ValueError, match=":1 is no line of a report") as caught:
-        load(str(path))
-    assert words in str(caught.value)
-
-
 def test_what_cannot_be_written_is_named() -> None:
     assert not_json("key", {"a": 1, "b": None}) is None
     assert not_json("key", {"a": 1, "b": {2}}) == "key 'b' is not JSON: '{2}'"
     assert not_json("metric", {"x_s": math.nan}) == "metric 'x_s' is not JSON: 'nan'"
-
-
-def test_what_is_no_report_is_not_replaced(path: Path) -> None:
-    path.write_text("my thesis\n")
-    with pytest.raises(ValueError, match="is no line of a report"):
-        report_at(path)
-    assert path.read_text() == "my thesis\n"
-    assert not os.path.exists(f"{path}.bak")
-
-
-def test_what_is_rescued_begins_with_the_first_line_that_was_resumed(path: Path) -> None:
-    """The hosts and the command of the cases are those of the run that measured them."""
-    report_at(path, 1)
-    before = json.loads(path.read_text().splitlines()[0])
-    resumed = Report("ddp_sweep", ENVIRONMENT | {"hosts": ["new"]}, str(path), argv=["again"])
-    resumed.start(resume=True)
-    path.unlink()
-    with pytest.raises(OSError, match="was removed"):
-        resumed.add(Case(key={"n": 9}, ranks=[0]))
-    rescued = Path(f"{path}.rescued").read_text().splitlines()
-    assert json.loads(rescued[0]) == before
-    assert json.loads(rescued[1])["hosts"] == ["new"]
