@@ -21,26 +21,21 @@ from typing import IO, Any, NoReturn, TextIO
 
 TURN = "TORCHRUN_BENCH_TURN"  # names the two pipes of ab.py --interleave: MINE:THE_OTHERS
 TOKEN = b"."  # what goes round in them
-JSON_FLAGS = ("-J", "--json", "--output-file")
 VERSION = "0.1.0"  # of CHANGELOG.md
 HANG = 3  # the exit status of a run that hung
 NO_VERDICT = 4  # of one that cannot tell what it was asked
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
-MOST_CASES = 10_000  # the most cases that the lists of a command line may give
 ROOT = Path(__file__).resolve().parents[1]  # the folder of all these scripts
 BEFORE = "torchrun's flags stand before the script"
 # Flags of the five source programs, of launchers and of nccl-tests that a script does not have, and
 # what serves instead; by script, "" for all of them
 GONE: dict[str, dict[str, str]] = {
     "": {
+        **dict.fromkeys(("--nnodes", "--node-rank", "--nproc-per-node", "--standalone"), BEFORE),
         "--rank": "torchrun sets RANK; by hand set RANK and WORLD_SIZE",
         "--local-rank": "torchrun sets LOCAL_RANK; start the script with torchrun",
         "--master-addr": f"{BEFORE}; by hand set MASTER_ADDR",
         "--master-port": f"{BEFORE}; by hand set MASTER_PORT",
-        "--nnodes": BEFORE,
-        "--node-rank": BEFORE,
-        "--nproc-per-node": BEFORE,
-        "--standalone": BEFORE,
         "--world-size": "the launcher sets it, e.g. torchrun --nproc-per-node 8",
         "--filestore": "the ranks meet in the store of torchrun",
     },
@@ -58,41 +53,14 @@ GONE: dict[str, dict[str, str]] = {
         "--hook-state": "--ddp-hook brings its own state",
         "--iteration-step": "each step is forward, backward and SGD",
     },
-    "ddp_sweep": {
-        "--bind-cores": "on GPUs torchrun's --numa-binding, on CPUs launch/bind_cores.sh",
-    },
-    "traffic": dict.fromkeys(
-        ("--measured", "--peak-tflops"),
-        "it measures nothing; a call takes about bus / busbw of collectives.py, docs/traffic.md",
-    ),
-    "input_sweep": {
-        "--decode": "Pillow decodes in the workers, as in most training programs",
-        "--file-size": "the files that it makes have 400 px; --data FOLDER takes others",
-        "--seed": "the files and their order are the same in each run",
-        "--pin-memory": "on with CUDA",
-        "--persistent-workers": "workers live for all epochs",
-    },
     "compile_sweep": {
         "--trace-file": "--profile DIR writes a trace for each case and rank into DIR",
     },
     "collectives": {
-        **dict.fromkeys(
-            ("-g", "--ngpus", "-t", "--nthreads"),
-            "each GPU has a process of its own, e.g. torchrun --nproc-per-node 8",
-        ),
-        **dict.fromkeys(
-            ("--matrix", "--skew", "--counts"),
-            "all_to_all has equal parts; nccl-tests' alltoallv takes a matrix",
-        ),
+        **dict.fromkeys(("-g", "--ngpus", "-t", "--nthreads"), "each GPU has its own process"),
         **dict.fromkeys(("-a", "--average"), "the maximum over ranks counts; --json keeps all"),
         **dict.fromkeys(("-u", "--unalign"), "every buffer begins at a multiple of 64 elements"),
-        **dict.fromkeys(
-            ("-z", "--blocking"), "with CUDA_LAUNCH_BLOCKING=1 the host waits for each call"
-        ),
-        "--expected": "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING shows what NCCL chooses",
-    },
-    "compare": {
-        "--control": "measure six runs a side; ab.py without --b tells what so many can show",
+        **dict.fromkeys(("-z", "--blocking"), "CUDA_LAUNCH_BLOCKING=1 waits for each call"),
     },
 }
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -104,20 +72,20 @@ def refuse(message: str, status: int = 2, speaks: bool | None = None) -> NoRetur
     speaks: whether this process prints the line; by default rank 0 does.
     """
     line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
+    tell_torchrun(line)
     if is_rank_0() if speaks is None else speaks:
         complain(line)
     else:
-        time.sleep(10)  # if this rank ended first, the launcher would kill rank 0 before it spoke
-    tell_torchrun(line)
+        # If this rank ended first, the launcher would kill rank 0 before it spoke: there is no
+        # store yet to wait in. The launcher ends this rank as soon as rank 0 has spoken.
+        time.sleep(10)
     sys.exit(status)
 
 
 def is_rank_0() -> bool:
     """Whether this process speaks for the job. One whose RANK is no number speaks, too."""
-    try:
-        return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) == 0
-    except ValueError:
-        return True
+    rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
+    return not rank.isdigit() or int(rank) == 0
 
 
 def tell_torchrun(reason: str, error_file: str | None = None) -> None:
@@ -286,6 +254,7 @@ class Parser(argparse.ArgumentParser):
         fill_streams()
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
+        self.measures = False  # it has the flags of the scripts that measure
         text = "print the version of these scripts, and end"
         self.add_argument("--version", action=ShowVersion, nargs=0, help=text)
 
@@ -308,35 +277,12 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             self.error(f"unknown argument '{name}'{suggest(name, flags)}")
-        values = [getattr(parsed, a.dest, None) for a in self._actions if a.nargs is None]
-        lists = [value for value in values if isinstance(value, list) and value]
-        cases = math.prod(len(value) for value in lists)
-        if cases > MOST_CASES:
-            self.error(f"expected lists for at most {MOST_CASES:,} cases, got {cases:,} cases")
         for name, value in vars(parsed).items():
             if isinstance(value, By):
                 setattr(parsed, name, value.cuda if on_cuda(parsed.device) else value.cpu)
-        # a script that measures, and the command line of this process
-        if hasattr(parsed, "dry_run") and args is None:
+        if self.measures and args is None:  # the command line of this process
             begin_output(sys.stderr if parsed.json == "-" else sys.stdout)
         return parsed
-
-
-def shared_words() -> list[str]:
-    """The command line without what each rank may have of its own: --json, and the folder of
-    --profile."""
-    words, rest = [Path(sys.argv[0]).name], list(map(with_hyphens, sys.argv[1:]))
-    while rest:
-        word = rest.pop(0)
-        name = "-J" if word.startswith("-J") else word.partition("=")[0]
-        if name not in (*JSON_FLAGS, "--profile"):
-            words.append(word)
-            continue
-        if word == name:  # the value is the next word
-            del rest[:1]
-        if name == "--profile":
-            words.append(name)
-    return words
 
 
 def first_lines() -> str:
@@ -405,15 +351,7 @@ def number(kind: type[int] | type[float], minimum: float = 0, above: bool = Fals
     noun = "a whole number" if kind is int else "a number"
     limit = f"above {minimum:g}" if above else f"of at least {minimum:g}"
     lowest = math.nextafter(minimum, math.inf) if above else minimum
-    parse_finite = checked(kind, lambda value: lowest <= value < math.inf, f"{noun} {limit}")
-
-    def parse(text: str) -> Any:
-        value = parse_finite(text)
-        if value > MOST:
-            wrong(f"{noun} of at most {MOST:,.0f}", repr(text))
-        return value
-
-    return parse
+    return checked(kind, lambda x: lowest <= x <= MOST, f"{noun} {limit}", f"at most {MOST:,.0f}")
 
 
 def to_bytes(text: str) -> int:
@@ -465,28 +403,21 @@ def wrong(expected: str, got: str, example: str = "") -> NoReturn:
     raise argparse.ArgumentTypeError(f"{message}; {example}" if example else message)
 
 
-one_backend = checked(
-    str.lower,  # as torch takes it; `cpu:gloo,cuda:nccl` names one for each device
-    lambda text: text != "" and ("," not in text or ":" in text),
-    "the name of a backend",
-    "e.g. gloo",
-)
-
-
 def add_common_flags(
-    parser: argparse.ArgumentParser,
+    parser: Parser,
     min_iters: int = 20,
     max_seconds: float = 5,
     timeout: float = 300,
     backends: str = "gloo, nccl, ucc or mpi",
 ) -> None:
     """Add the flags of all measuring scripts. -w, -J, --output-file and -T are as in nccl-tests."""
+    parser.measures = True
     add = parser.add_argument_group("flags of all scripts").add_argument
     devices = "CUDA and CPUs are measured today (default: auto)"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
     backends = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
     names = ("--distributed-backend", "--backend")
-    add(*names, dest="backend", type=one_backend, metavar="NAME", help=backends)
+    add(*names, dest="backend", type=str.lower, metavar="NAME", help=backends)
     warm = "untimed iterations of each step, 1 or more "
     warm += "(default: 5, fewer if all take --max-seconds / 4)"
     add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
@@ -502,7 +433,7 @@ def add_common_flags(
     add("--dry-run", action="store_true", help="list the cases; measure nothing")
     report = """append every finished case to this report; an older one becomes PATH.bak, .bak.1,
         ...; - is stdout, and everything else goes to stderr"""
-    add(*JSON_FLAGS, metavar="PATH", help=report)
+    add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report holds already")
     traces = "then profile 5 more iterations of each step; write traces into DIR (docs/profile.md)"
     folder = checked(str, bool, "a folder", "e.g. traces")

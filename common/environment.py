@@ -34,10 +34,10 @@ LAUNCHERS = {
     "FLUX_TASK_RANK": "flux",
     "SLURM_PROCID": "srun",
 }
-GPU_STATE = (  # what nvidia-smi is asked about each GPU
-    "index,uuid,pci.bus_id,name,driver_version,mig.mode.current,ecc.mode.current,"
-    "ecc.errors.uncorrected.volatile.total,power.limit,clocks.current.sm,clocks.max.sm,"
-    "clocks.current.memory,temperature.gpu,clocks_event_reasons.active"
+UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
+GPU_STATE = (  # what nvidia-smi is asked about each GPU, beside its index
+    f"uuid,name,driver_version,mig.mode.current,ecc.mode.current,{UNCORRECTED},"
+    "power.limit,clocks.max.sm,temperature.gpu,clocks_event_reasons.active"
 )
 SHELLS = ("bash", "dash", "sh", "zsh")  # a wrapper of each rank, such as launch/mpi_env.sh, is one
 LEAST_S = 0.1  # Linux counts CPU time in hundredths of a second
@@ -242,9 +242,10 @@ def run(command: list[str]) -> str:
 
 
 def gpu_state(query: str = GPU_STATE) -> list[dict[str, str]]:
-    """What nvidia-smi says about each GPU of this node; [] where it says nothing."""
-    fields = query.split(",")
-    text = run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"])
+    """What nvidia-smi says about each GPU of this node, its `index` first: rows of two questions
+    belong together by it. [] where it says nothing."""
+    fields = ["index", *query.split(",")]
+    text = run(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"])
     rows = [line.split(", ") for line in text.splitlines()]
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
@@ -305,10 +306,9 @@ def lacking(environment: dict[str, Any], wanted: int | None = None) -> dict[int,
     wanted = wanted or max(map(len, environment["gpus"]))
     why = {}
     for node, gpus in enumerate(environment["gpus"]):
-        for i, gpu in enumerate(gpus):
-            errors = gpu["ecc.errors.uncorrected.volatile.total"]
-            if errors.isdigit() and int(errors):
-                why[node] = f"GPU {i} has uncorrected errors of its memory"
+        for gpu in gpus:
+            if gpu[UNCORRECTED].strip("0").isdigit():  # also "[N/A]"
+                why[node] = f"GPU {gpu['index']} has uncorrected errors of its memory"
         if len(gpus) < wanted:
             why[node] = f"it has {len(gpus)} of {wanted} GPUs"
     return why

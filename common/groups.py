@@ -233,6 +233,7 @@ def gather(value: Any) -> list[Any] | None:
         dist.barrier()
         lengths = gather_rows(torch.tensor(len(pickled)))
         longest = int(share(max(lengths) if lengths else None))
+        # pickle ignores what follows the end of a value
         rows = gather_rows(as_tensor(bytearray(pickled.ljust(longest))))
     return [pickle.loads(row.numpy().tobytes()) for row in rows] if rows else None
 
@@ -265,7 +266,8 @@ def broadcast(value: Any, group: Any) -> Any:
     broadcast_object_list always sends two, the length and the value."""
     is_first = dist.get_rank(group) == 0
     pickled = pickle.dumps(value) if is_first else b""
-    message = bytearray((len(pickled).to_bytes(8) + pickled).ljust(SMALL_MESSAGE)[:SMALL_MESSAGE])
+    begin = len(pickled).to_bytes(8) + pickled[: SMALL_MESSAGE - 8]
+    message = bytearray(begin.ljust(SMALL_MESSAGE))
     dist.broadcast(as_tensor(message), group_src=0, group=group)
     length, content = int.from_bytes(message[:8]), message[8:]
     if length > len(content):

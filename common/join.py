@@ -11,6 +11,7 @@ import os
 import resource
 import shlex
 import socket
+import sys
 import time
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -19,7 +20,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, cut, refuse, shared_words, tell_torchrun
+from common.cli import HANG, cut, end, refuse
 from common.groups import FOREVER, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
@@ -45,8 +46,7 @@ def join(device: str, backend: str | None, timeout_s: float) -> Job:
     """Join the job, or be a world of one, and take a device. Ends the run if not all ranks arrive
     within `timeout_s`. device, backend: the flags; backend None for the device's usual one."""
     rank, on_node, world_size, local_world_size = world()
-    check_network(world_size)
-    check_file_limit(world_size)
+    raise_file_limit(64 + 16 * world_size)
     chosen = choose_device(device, on_node)
     cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
@@ -87,9 +87,6 @@ def join(device: str, backend: str | None, timeout_s: float) -> Job:
 
 def choose_device(wanted: str, on_node: int) -> torch.device:
     """The GPU of this rank, or the CPU. wanted: --device. on_node: its number on its node."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if wanted == "auto" and accelerator and accelerator.type != "cuda":
-        refuse(f"torch sees {accelerator.type}; measured today are CUDA and CPUs: try --device cpu")
     count = torch.cuda.device_count()
     if wanted == "cuda" and not count:
         refuse("--device cuda: torch sees no CUDA device here; try --device cpu")
@@ -102,8 +99,6 @@ def check_backend(backend: str, cuda: bool) -> None:
     """Refuse a backend that cannot work here. A name may list devices: cpu:gloo,cuda:nccl."""
     if "nccl" in backend and not cuda:  # nccl2, nccl-legacy and nccl-lazy as well
         refuse(f"--backend {backend} needs CUDA devices, this run is on the CPU; try gloo")
-    if "fake" in backend:
-        refuse("--backend fake sends nothing, so there is nothing to measure; try gloo")
     try:
         available = dist.is_backend_available(backend)
     except ValueError:
@@ -188,49 +183,12 @@ def variable(name: str, least: int, most: int = 2**31) -> int:
     refuse_here(name, f"a whole number {limits}", text)
 
 
-def refuse_here(
-    name: str, expected: str, text: str | None, example: str = BY_HAND, each: bool = True
-) -> NoReturn:
-    """Refuse the value of a variable. On other nodes it may be right, so not rank 0 speaks, but
-    each rank or, unless `each`, the first rank of this node."""
+def refuse_here(name: str, expected: str, text: str | None) -> NoReturn:
+    """Refuse the value of a variable. Elsewhere it may be right: so this rank speaks, whichever it
+    is."""
     got = "but it is not set" if text is None else f"got {text!r}"
-    line = f"{name} on {socket.gethostname()}: expected {expected}, {got}; {example}"
-    refuse(line, speaks=each or local_rank() == 0)
-
-
-def check_network(world_size: int) -> None:
-    """Refuse an interface, an address or a port that cannot work."""
-    interfaces = set(psutil.net_if_addrs())
-    for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
-        text = os.environ.get(name)
-        if text and not interfaces.issuperset(text.split(",")):
-            known = f"one of {', '.join(sorted(interfaces))}"
-            refuse_here(name, known, text, "e.g. as `ip -br address` shows them", each=False)
-    lo = psutil.net_if_stats().get("lo")
-    if lo and not lo.isup:
-        up = "the loopback interface up"
-        refuse_here("lo", up, "down", "try ip link set lo up", each=False)
-    if world_size > 1:
-        address = os.environ.get("MASTER_ADDR")
-        try:
-            socket.getaddrinfo(address or "no address", None)
-        except (OSError, UnicodeError):
-            refuse_here("MASTER_ADDR", "the name or address of rank 0's host", address)
-        variable("MASTER_PORT", 1, 65535)
-
-
-def check_file_limit(world_size: int) -> None:
-    """Raise the soft limit on open files. Refuse one that is too low for any script.
-
-    Counted with torch 2.15 on the CPU: rank 0 of 2 ranks has 35 open, of 6 ranks 55. It has two
-    fewer for each rank if torchrun's agent has the store.
-    """
-    needed = 25 + (3 if agent_has_store() else 5) * world_size
-    limit = raise_file_limit(64 + 16 * world_size)
-    if limit < needed:
-        example = f"raise the hard limit, e.g. ulimit -Hn {needed} as root"
-        files = f"at least {needed} open files"
-        refuse_here("ulimit -n", files, str(limit), example, each=False)
+    line = f"{name} on {socket.gethostname()}: expected {expected}, {got}; {BY_HAND}"
+    refuse(line, speaks=True)
 
 
 def raise_file_limit(needed: int) -> int:
@@ -244,9 +202,13 @@ def raise_file_limit(needed: int) -> int:
 
 def meets_on_loopback(world_size: int, local_world_size: int) -> bool:
     """Whether all ranks are on this host for certain, before they have met."""
+    address = os.environ.get("MASTER_ADDR")
+    try:
+        found = socket.getaddrinfo(address or "no address", None)  # a name may lead there, too
+    except (OSError, UnicodeError):
+        refuse_here("MASTER_ADDR", "the name or address of rank 0's host", address)
     if has_local_variables():
         return local_world_size == world_size
-    found = socket.getaddrinfo(os.environ["MASTER_ADDR"], None)  # a name may lead there, too
     return all(ipaddress.ip_address(row[4][0]).is_loopback for row in found)
 
 
@@ -262,7 +224,7 @@ def connect_to_store(
 
     on_loopback: it listens on the loopback alone. By itself it would listen on all interfaces.
     """
-    port, served, listener = int(os.environ["MASTER_PORT"]), agent_has_store(), None
+    port, served, listener = variable("MASTER_PORT", 1, 65535), agent_has_store(), None
     is_master = rank == 0 and not served
     if on_loopback and not served:
         # also for the processes of checkpoint_sweep's async-process, which meet there, too
@@ -287,7 +249,7 @@ def connect_to_store(
             refuse_here("MASTER_PORT", f"a free port ({why})", str(port))
         name = "rank 0 on loopback" if on_loopback else "MASTER_ADDR"
         unreached = f"{socket.gethostname()} cannot reach {name} {address}:{port}: {reason}"
-        give_up(unreached, say=local_rank() == 0)
+        end(HANG, unreached, say=local_rank() == 0)
 
 
 def meet(
@@ -299,41 +261,40 @@ def meet(
     after the other (pytorch/pytorch#159007). If all ranks connected at once, a name server might
     drop requests, and the store would serve nobody until they time out, 5 s each.
     """
-    end = time.monotonic() + timeout_s
+    until = time.monotonic() + timeout_s
     tcp, second_tcp = connect_to_store(rank, timeout_s, on_loopback)
     # torchrun's store outlives a restart of the ranks. Without a prefix of their own the new ranks
     # would dial the ports of the dead ones (pytorch/pytorch#135712).
     prefix = f"torchrun-bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store = dist.PrefixStore(prefix, tcp)
     here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
-    store.set(f"here/{rank}", json.dumps([here, address_towards(address), shared_words()]))
+    words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+    store.set(f"here/{rank}", json.dumps([here, address_towards(address), words]))
     if rank == 0:
         signs = [f"here/{other}" for other in range(world_size)]
-        if not wait_for(store, signs, end):
+        if not wait_for(store, signs, until):
             missing = cut([rank for rank, sign in enumerate(signs) if not store.check([sign])])
             hint = "" if has_local_variables() else f"; on several hosts {ADVICE}"
-            give_up(f"HANG: no sign of rank {missing} in {timeout_s:g} s{hint}")
+            end(HANG, f"HANG: no sign of rank {missing} in {timeout_s:g} s{hint}")
         store.set("all here", misfit(rows_of(store, world_size)) or "")
     try:
-        if not wait_for(store, ["all here"], end + 10):  # rank 0 speaks first
-            give_up(f"HANG: not all ranks came within {timeout_s:g} s", say=False)
+        if not wait_for(store, ["all here"], until + 10):  # rank 0 speaks first
+            end(HANG, f"HANG: not all ranks came within {timeout_s:g} s", say=False)
         if problem := store.get("all here").decode():
-            store.set(f"told/{rank}", "")
-            if rank == 0:  # it may hold the store
-                told = [f"told/{other}" for other in range(world_size)]
-                wait_for(store, told, time.monotonic() + 10)
+            if rank == 0:  # it may hold the store, in which the others look every 0.05 s
+                time.sleep(1)
             refuse(problem)
     except RuntimeError:  # rank 0 has ended, and the store with it
         port = os.environ["MASTER_PORT"]
         lost = f"{here} lost rank 0 at {address}:{port} before all had met"
-        give_up(lost, say=local_rank() == 0)
+        end(HANG, lost, say=local_rank() == 0)
     return store, dist.PrefixStore(prefix, second_tcp)
 
 
-def wait_for(store: dist.Store, keys: list[str], end: float) -> bool:
-    """Wait until the store has all keys; False if it lacks some at `end`. Ctrl-C ends the wait."""
+def wait_for(store: dist.Store, keys: list[str], until: float) -> bool:
+    """Wait for all keys in the store; False if it lacks some at `until`. Ctrl-C ends the wait."""
     while not store.check(keys):
-        if time.monotonic() > end:
+        if time.monotonic() > until:
             return False
         time.sleep(0.05)
     return True
@@ -356,14 +317,6 @@ def misfit(rows: list[Any]) -> str | None:
         got = f"got `{shlex.join(rows[others[0]][2])}` on rank {cut(others)}"
         return f"expected the same arguments on all ranks, {got}, `{shlex.join(first)}` on rank 0"
     return None
-
-
-def give_up(reason: str, say: bool = True) -> NoReturn:
-    """End the run because not all ranks meet. say: print why."""
-    tell_torchrun(reason)
-    if say:
-        print(reason, flush=True)
-    raise SystemExit(HANG) from None
 
 
 def find_interface(store: dist.Store, world_size: int) -> str:

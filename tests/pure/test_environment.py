@@ -4,7 +4,6 @@ use of a node."""
 import json
 import os
 import platform
-import re
 import socket
 import subprocess
 import sys
@@ -22,7 +21,6 @@ import torch
 
 from common import groups as dist
 from common.benchmark import Benchmark
-from common.cli import shared_words
 from common.environment import (
     CpuLoad,
     Others,
@@ -40,9 +38,7 @@ from common.environment import (
 )
 from common.join import (
     check_backend,
-    check_file_limit,
-    check_network,
-    join,
+    connect_to_store,
     meet,
     meets_on_loopback,
     misfit,
@@ -60,9 +56,6 @@ def rank(number: int, **more: str) -> dict[str, Any]:
     ("cpuinfo", "name"),
     [
         (b"processor\t: 0\nmodel name\t: AMD EPYC \nflags\t: x\n", "AMD EPYC"),
-        (b"processor\t: 0\nCPU part\t: 0xd0c\n", platform.machine()),  # ARM
-        (b"model name\t: \xff\xfe\n", platform.machine()),
-        (b"", platform.machine()),
         (None, platform.machine()),
     ],
 )
@@ -90,13 +83,20 @@ def test_what_must_not_be_measured() -> None:
     assert problem(shared | {"variables": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}) is None
     mixed = shared | {"ranks": [rank(0), rank(1), rank(2, host="b", torch="1")]}
     assert problem(mixed) == "torch is 1 on b, 2 elsewhere"
+    for backend in ("nccl2", "nccl-legacy", "cpu:gloo,cuda:nccl"):
+        assert "ranks 0 and 1 share a GPU on a" in (problem(shared | {"backend": backend}) or "")
 
 
-def test_a_node_that_differs_is_named() -> None:
-    nodes = [{"host": h, "device": "D", "cores": 8, "topology": "t"} for h in "abc"]
+def test_nodes_that_differ_are_named_and_counted() -> None:
+    nodes = [{"host": f"n{i}", "device": "D", "cores": 8, "topology": "t"} for i in range(1024)]
     assert differences(nodes) == []
-    nodes[1] |= {"cores": 4}
-    assert differences(nodes) == ["cores of b is not that of other nodes"]
+    nodes[1] |= {"topology": "u"}
+    assert differences(nodes) == ["topology of n1 is not that of other nodes"]
+    nodes[1] |= {"topology": "t"}
+    for node in nodes[:400]:
+        node["cores"] = 4
+    (line,) = differences(nodes)
+    assert line == "cores of n0, n1, n2, n3, n4, n5, n6, n7 and 392 more is not that of other nodes"
 
 
 def test_what_the_first_lines_say_and_warn_of() -> None:
@@ -147,10 +147,8 @@ NVIDIA_SMI = """\
 #!/bin/sh
 case "$1" in *memory.total*) echo "Field \\"x\\" is not a valid field to query."; exit 2; esac
 cat <<'END'
-0, GPU-5e9f2c, 00000000:1B:00.0, NVIDIA H100 80GB HBM3, 580.65.06, Disabled, Enabled, 0, \
-700.00 W, 1980 MHz, 1980 MHz, 2619 MHz, 34, 0x0000000000000001
-1, GPU-5e9f2d, 00000000:43:00.0, NVIDIA H100 80GB HBM3, 580.65.06, Disabled, Enabled, 0, \
-700.00 W, 1980 MHz, 1980 MHz, 2619 MHz, 34, 0x0000000000000001
+3, GPU-5e9f2c, NVIDIA H100 80GB HBM3, 580.65.06, Disabled, Enabled, 0, 700.00 W, 1980 MHz, 34, 0x1
+1, GPU-5e9f2d, NVIDIA H100 80GB HBM3, 580.65.06, Disabled, Enabled, 0, 650.00 W, 1980 MHz, 34, 0x1
 END
 """
 
@@ -160,23 +158,23 @@ def test_the_state_of_gpus_is_what_nvidia_smi_says(
 ) -> None:
     tool = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    tool.write_text(NVIDIA_SMI.replace("\\\n", ""))
+    tool.write_text(NVIDIA_SMI)
     tool.chmod(0o755)
     first, second = gpu_state()
-    assert (first["index"], second["pci.bus_id"]) == ("0", "00000000:43:00.0")
-    assert (first["power.limit"], first["clocks.max.sm"]) == ("700.00 W", "1980 MHz")
-    assert gpu_state("index,memory.total") == []  # a field that this driver does not know
+    assert (first["index"], second["index"]) == ("3", "1")
+    assert (first["power.limit"], second["power.limit"]) == ("700.00 W", "650.00 W")
+    assert first["clocks_event_reasons.active"] == "0x1"
+    assert gpu_state("memory.total") == []  # a field that this driver does not know
     tool.write_text("#!/bin/sh\nexit 9\n")  # no driver
     assert gpu_state() == []
 
 
 def test_lacking() -> None:
-    healthy = {"ecc.errors.uncorrected.volatile.total": "0"}
-    broken = {"ecc.errors.uncorrected.volatile.total": "3"}
-    without = {"ecc.errors.uncorrected.volatile.total": "[N/A]"}
+    errors = "ecc.errors.uncorrected.volatile.total"
+    healthy, broken, unknown = ({"index": "7", errors: text} for text in ("0", "30", "[N/A]"))
     assert lacking({"gpus": [[healthy] * 8, [healthy] * 7]}) == {1: "it has 7 of 8 GPUs"}
-    assert lacking({"gpus": [[healthy, broken], [without, healthy]]}) == {
-        0: "GPU 1 has uncorrected errors of its memory"
+    assert lacking({"gpus": [[healthy, broken], [unknown, healthy]]}) == {
+        0: "GPU 7 has uncorrected errors of its memory"
     }
     assert lacking({"gpus": [[]]}) == {}
     assert lacking({"gpus": [[]]}, 8) == {0: "it has 0 of 8 GPUs"}
@@ -225,7 +223,8 @@ BY_HAND = {
 
 
 def start() -> None:
-    check_network(world()[2])
+    _, _, *sizes = world()
+    connect_to_store(0, 20, meets_on_loopback(*sizes))
 
 
 @pytest.fixture
@@ -258,22 +257,13 @@ def refused(
     ("name", "value", "expected"),
     [
         ("RANK", None, "a whole number from 0 to 1, but it is not set"),
-        ("RANK", "", "a whole number from 0 to 1, got ''"),
         ("RANK", "x", "a whole number from 0 to 1, got 'x'"),
         ("RANK", "5", "a whole number from 0 to 1, got '5'"),
-        ("RANK", "-1", "a whole number from 0 to 1, got '-1'"),
-        ("WORLD_SIZE", None, "a whole number of at least 1, but it is not set"),
-        ("WORLD_SIZE", "abc", "a whole number of at least 1, got 'abc'"),
         ("WORLD_SIZE", "-2", "a whole number of at least 1, got '-2'"),
-        ("LOCAL_WORLD_SIZE", None, "a whole number from 1 to 2, but it is not set"),
         ("LOCAL_WORLD_SIZE", "0", "a whole number from 1 to 2, got '0'"),
         ("LOCAL_RANK", None, "a whole number from 0 to 1, but it is not set"),
-        ("LOCAL_RANK", "2", "a whole number from 0 to 1, got '2'"),
         ("MASTER_ADDR", None, "the name or address of rank 0's host, but it is not set"),
-        ("MASTER_ADDR", "", "the name or address of rank 0's host, got ''"),
         ("MASTER_ADDR", "no..host", "the name or address of rank 0's host, got 'no..host'"),
-        ("MASTER_PORT", None, "a whole number from 1 to 65535, but it is not set"),
-        ("MASTER_PORT", "abc", "a whole number from 1 to 65535, got 'abc'"),
         ("MASTER_PORT", "99999", "a whole number from 1 to 65535, got '99999'"),
     ],
 )
@@ -285,38 +275,14 @@ def test_a_wrong_variable_of_the_launcher(
     assert "e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=" in line
 
 
-def test_a_wrong_interface_and_a_port_in_use(refused: Callable[..., str]) -> None:
-    line = refused(start, GLOO_SOCKET_IFNAME="nope0")
-    assert re.search(r"GLOO_SOCKET_IFNAME on .*: expected one of .*lo.*, got 'nope0'; e.g.", line)
+def test_a_port_in_use(refused: Callable[..., str]) -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        line = refused(lambda: meet(0, 2, 20), MASTER_PORT=port)
-        assert f"expected a free port (Address already in use), got '{port}'" in line
-        line = refused(lambda: meet(0, 2, 20, on_loopback=True), MASTER_PORT=port)
-    assert f"expected a free port (Address already in use), got '{port}'" in line
-
-
-def test_loopback_that_is_down_and_too_few_files(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("psutil.net_if_stats", lambda: {"lo": SimpleNamespace(isup=False)})
-        line = refused(lambda: check_network(1))
-        assert "expected the loopback interface up, got 'down'; try ip link set lo up" in line
-    limits = {20: 20, 34: 34, 35: 35, 1024: 4096}  # soft, hard
-    monkeypatch.setattr("resource.setrlimit", lambda kind, limit: None)
-    for soft, hard in limits.items():
-        monkeypatch.setattr("resource.getrlimit", lambda kind, pair=(soft, hard): pair)
-        if hard < 35:
-            line = refused(lambda: check_file_limit(2))
-            assert f"expected at least 35 open files, got '{hard}'; raise the hard limit" in line
-        else:
-            check_file_limit(2)
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 4096))
-    check_file_limit(1024)  # torchrun's agent has the store
+        for on_loopback in (False, True):
+            line = refused(lambda there=on_loopback: meet(0, 2, 20, there), MASTER_PORT=port)
+            assert f"expected a free port (Address already in use), got '{port}'" in line
 
 
 @pytest.mark.parametrize(
@@ -326,10 +292,8 @@ def test_loopback_that_is_down_and_too_few_files(
         ({"LOCAL_RANK": "0"}, (4, 2), False),
         ({"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (4, 2), False),
         ({}, (2, 2), False),
-        ({"MASTER_ADDR": "127.0.1.1"}, (2, 2), True),
         ({"MASTER_ADDR": "localhost"}, (2, 2), True),
         ({"MASTER_ADDR": "::1"}, (2, 2), True),
-        ({"MASTER_ADDR": "LocalHost"}, (2, 2), True),
         ({"MASTER_ADDR": "0.0.0.0"}, (2, 2), False),
     ],
 )
@@ -385,7 +349,8 @@ def test_the_second_connection_does_not_wait_for_the_first(monkeypatch: pytest.M
     """The watchdog looks for other ranks while the main thread waits for one of them."""
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     of_the_run = torch.distributed.PrefixStore("torchrun-bench/0", server)
-    of_the_run.set("here/1", json.dumps([socket.gethostname(), "127.0.0.1", shared_words()]))
+    words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+    of_the_run.set("here/1", json.dumps([socket.gethostname(), "127.0.0.1", words]))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(server.port))
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -431,12 +396,10 @@ def test_the_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("nccl", "needs CUDA devices, this run is on the CPU; try gloo"),
-        ("nccl2", "needs CUDA devices"),
-        ("nccl-legacy", "needs CUDA devices"),
+        ("nccl2", "needs CUDA devices, this run is on the CPU; try gloo"),
         ("cpu:gloo,cuda:nccl", "needs CUDA devices"),
-        ("fake", "sends nothing, so there is nothing to measure"),
         ("cpu:gloo,", "expected a name such as gloo or cpu:gloo,cuda:nccl, got 'cpu:gloo,'"),
+        ("gloo,ucc", "this torch was built without it"),
         ("mpx", "this torch was built without it"),
     ],
 )
@@ -474,35 +437,7 @@ def test_which_nccl_this_torch_makes(value: str, monkeypatch: pytest.MonkeyPatch
     assert nccl_backend("nccl") == ("nccl2" if has_nccl2 and value == "1" else "legacy")
 
 
-def test_ranks_that_share_a_gpu_under_each_name_of_nccl() -> None:
-    for backend in ("nccl2", "nccl-legacy", "cpu:gloo,cuda:nccl"):
-        shared: dict[str, Any] = {"backend": backend, "variables": {}}
-        shared["ranks"] = [rank(0), rank(1, uuid="G0")]
-        assert "ranks 0 and 1 share a GPU on a" in (problem(shared) or "")
-
-
-def test_many_nodes_and_ranks_are_counted() -> None:
-    nodes = [{"host": f"n{i}", "device": "D", "cores": 8, "topology": "t"} for i in range(1024)]
-    for node in nodes[:400]:
-        node["cores"] = 4
-    (line,) = differences(nodes)
-    assert line == "cores of n0, n1, n2, n3, n4, n5, n6, n7 and 392 more is not that of other nodes"
-
-
-def test_another_accelerator_is_not_measured_as_a_cpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    device = torch.device("xpu", 0)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
-    with pytest.raises(SystemExit, match="2"):
-        join("auto", None, 1)
-    said = capsys.readouterr().err
-    assert "error: torch sees xpu; measured today are CUDA and CPUs: try --device cpu" in said
-
-
-@pytest.mark.parametrize(
-    "name", ["TORCH_TOKEN", "NCCL_API_KEY", "UCX_PASSWORD_FILE", "TORCH_secret", "OMP_APIKEYS"]
-)
+@pytest.mark.parametrize("name", ["TORCH_TOKEN", "TORCH_secret"])
 def test_secrets_stay_out_of_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "hunter2")
     monkeypatch.setenv("NCCL_ALGO", "Ring")

@@ -1,0 +1,166 @@
+"""A mistake in a command is one line: what was expected, what it got, an example. Status 2.
+
+The scripts run in this process, and end before they meet anybody.
+"""
+
+import importlib
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.process import ROOT
+from tests.pure.reports import case, write
+
+# script, flags, words of the line. What all measuring scripts refuse is asked of p2p_matrix.
+MISTAKES = [
+    ("p2p_matrix", "--szie 3", "unknown argument '--szie'; did you mean --size"),
+    ("p2p_matrix", "--dev cpu", "unknown argument '--dev'"),  # no abbreviations
+    ("p2p_matrix", "--local_rank=0", "unknown argument '--local-rank': torchrun sets LOCAL_RANK"),
+    ("p2p_matrix", "--iters x", "argument --iters: expected a whole number of at least 1, got 'x'"),
+    ("p2p_matrix", "--target-ci 2", "argument --target-ci: expected a share between 0 and 1"),
+    ("p2p_matrix", "--timeout 1e10", "expected a number above 0, got '1e10'; at most 1,000,000,0"),
+    ("p2p_matrix", "--device tpu", "argument --device: invalid choice: 'tpu'"),
+    ("p2p_matrix", "--profile=", "expected a folder, got ''; e.g. traces"),
+    ("p2p_matrix", "--resume", "expected --json PATH, the report to write or resume"),
+    ("p2p_matrix", "--json=", "expected --json PATH, the report to write or resume"),
+    ("p2p_matrix", "--profile-ranks 0", "--profile-ranks needs the folder of the traces"),
+    ("p2p_matrix", "--plot links", "ends in .png, .svg or .pdf, got 'links'; e.g. links.png"),
+    ("p2p_matrix", "--plot .png", "expected a file that ends in .png, .svg or .pdf, got '.png'"),
+    ("p2p_matrix", "--size 0", "expected a size above 0, got '0'"),
+    ("batch_update_ps", "--straggler-timeout 1e300", "seconds from 0.001 to 1e8, got '1e300'"),
+    ("checkpoint_sweep", "--modes dcp", "expected some of torch.save, dcp.save, "),
+    ("collectives", "--collective allreduce", "got 'allreduce'; did you mean all_reduce"),
+    ("collectives", "-e 0", "argument -e/--maxbytes: expected a size above 0, got '0'; e.g. 8, 64"),
+    ("collectives", "-i 0", "argument -i/--stepbytes: expected a size above 0, got '0'"),
+    ("collectives", "-i 8 -f 3", "-f/--stepfactor: not allowed with argument -i/--stepbytes"),
+    ("collectives", "-b 64 -e 8", "expected -e from -b on, got -b 64 and -e 8; e.g. -b 8 -e 64M"),
+    ("collectives", "-G 3 --device cpu", "-G replays CUDA graphs, and this run is on the CPU"),
+    ("collectives", "-i 1", "-b to -e are over 10,000 sizes; expected fewer, e.g. -f 2"),
+    ("compile_sweep", "--models decoder-10k", "got 'decoder-10k'; did you mean decoder-10m"),
+    ("compile_sweep", "--backends eager,inducter", "got 'inducter'; did you mean inductor?"),
+    ("compile_sweep", "--strategies dpp", "got 'dpp'; did you mean ddp"),
+    ("compile_sweep", "--ddp --fsdp", "argument --fsdp: not allowed with argument --ddp"),
+    ("compile_sweep", "--device cpu --dtype tf32", "tf32 and cudagraphs need CUDA; try"),
+    ("compile_sweep", "--dtype fp16", "expected some of default, fp32, tf32, bf16"),
+    ("compile_sweep", "--torchbench-model hf_Bert", "needs the package torchbenchmark: docs/comp"),
+    ("compile_sweep", "--backends relu_compile_error", "expected some of eager, dynamo_eager"),
+    ("ddp_sweep", "--model resnet5", "unknown model 'resnet5'; did you mean resnet50"),
+    ("ddp_sweep", "--model fcn_resnet50", "unknown model 'fcn_resnet50'"),  # no classifier
+    ("ddp_sweep", "--bucket-size 25,x", "--bucket-size: expected a number above 0, got 'x'"),
+    ("ddp_sweep", "--comm-hook bf61", "got 'bf61'; did you mean bf16?"),
+    ("ddp_sweep", "--world-sizes 2,node", "--world-sizes: expected a whole number of at least 1"),
+    ("ddp_sweep", "--model inception_v3 --image-size 224", "--image-size 299 or more, got 224"),
+    ("ddp_sweep", "--dtype tf32 --device cpu", "tf32 is a mode of CUDA's tensor cores; try"),
+    ("input_sweep", "--model resnet19", "unknown model 'resnet19' for images; did you mean resnet"),
+    ("input_sweep", "--kind tokens --model gpt", "for tokens; e.g. decoder-nano"),
+    ("input_sweep", "--cache hot", "expected some of warm, cold"),
+    ("node_check", "--budget 0", "--budget: expected a number above 0, got '0'"),
+    ("parallel_sweep", "--mesh dp2dp2", "expected a mesh, got 'dp2dp2'; e.g. dp8, dp2x4"),
+    ("replay", "''", "expected a folder of recordings, got ''; e.g. trace/"),
+    ("rpc_latency", "--rpc-transports smh", "did you mean shm"),
+    ("rpc_latency", "--rpc-timeout 1e-9", "a number of seconds from 0.001 to 1e8"),
+    ("rpc_latency", "--rpc-threads 99999999999", "a whole number from 1 to 1024"),
+    ("parameter_server", "--server AverageServer", "expected some of running, batch"),
+    ("parameter_server", "--nserver -1", "expected a whole number of at least 0, got '-1'"),
+    ("parameter_server", "--sparsity-percentage 101", "a whole number from 0 to 100, got '101'"),
+    ("parameter_server", "--dense-layers 99999999999", "a whole number from 1 to 10000"),
+    ("parameter_server", "--torch-seed 99999999999", "a whole number from 0 to 4294967295"),
+    ("parameter_server", "--dense-embedding --routes hybrid_hook", "no bucket is sparse"),
+    ("traffic", "--ranks 8 --mesh tp4", "mesh tp4 has 4 ranks, this job 8; e.g. dp8"),
+    ("traffic", "--ranks 2 --mesh dp2 --rank 2", "--rank: expected 0 to 1, got 2; e.g. --rank 0"),
+    ("traffic", "--ranks 4 --mesh cp4:ring", "ring attention needs CUDA; try cp4"),
+    ("traffic", "--ranks 48 --mesh tp48 --model decoder-nano", "tp = 48 does not divide 8, heads"),
+    (
+        "traffic",
+        "--ranks 1000 --mesh dp125pp8:1f1b --model decoder-nano",
+        "stages = 8 does not divide 4",
+    ),
+    ("traffic", "--ranks 4 --mesh pp4:1f1", "after a pipeline, got 'pp4:1f1'; e.g. pp4:1f1b"),
+    ("traffic", "--ranks 3 --mesh dp3 --global-batch 4", "does not divide 4, --global-batch"),
+    ("traffic", "--ranks 4 --mesh pp4:1f1b --microbatches 2", "e.g. --microbatches 4"),
+    ("traffic", "--ranks 1", "required: --mesh"),
+    ("traffic", "--ranks 9 --mesh dp9 --sequence-length 1000000000", "of 18 sequences of 1,000,"),
+    ("traffic", "--ranks 8 --mesh dp8 --global-batch 1000000000", "bytes of memory here, and "),
+    ("traffic", "--ranks 1 --mesh dp1 --json no/r.jsonl", "No such file or directory"),
+    ("traffic", "--ranks 1 --mesh dp1 --json=", "--json: expected a report, got ''"),
+    ("compare", "a.jsonl", "expected reports of two sides, or a history; e.g."),
+    ("compare", "a.jsonl --test a.jsonl", "is the same file as"),
+    ("compare", "a.jsonl --test other.jsonl", "BASE has e.g. ddp_sweep {"),
+    ("compare", "a.jsonl --test empty.jsonl", "TEST none"),
+    ("compare", "a.jsonl --test other.jsonl --margin 200%", "expected a share between 0 and 1"),
+    ("compare", "a.jsonl --tset b.jsonl", "did you mean --test"),
+    ("compare", "--history . --test a.jsonl", "or a history"),
+    ("compare", "a.jsonl --test b.jsonl --measure=", "--measure: expected a name, got ''"),
+    ("compare", "a.jsonl --test b.jsonl --ignore-key modle", "no case has a field 'modle' to ign"),
+    ("compare", "a.jsonl --test b.jsonl -k alexnet", "no case has 'alexnet' in its name or key"),
+    ("export", "a.jsonl --to xml", "invalid choice: 'xml'"),
+    ("export", "other.jsonl --to pytorch", "takes one report, of ddp_sweep.py"),
+    ("export", "a.jsonl other.jsonl --to pytorch", "takes one report, of ddp_sweep.py"),
+    ("export", "a.jsonl --to csv --metric step", "there are step_s"),
+    ("report", "a.jsonl", "expected a page to write, e.g. -o report.html"),
+    ("report", "a.jsonl -o a.jsonl --markdown", "expected a page to write, e.g. -o report.html"),
+    ("report", "a.jsonl -o no/where.html", "No such file"),
+    ("report", "absent.jsonl --markdown", "No such file"),
+    ("trace", "absent.json", "No such file"),
+    ("trace", "a.jsonl", "expected a trace of torch.profiler"),
+    ("ab", "--a '' --out ab", "expected a command, got ''; e.g. --a 'torchrun x.py'"),
+    ("ab", "--a x --out=", "expected a folder, got ''; e.g. --out"),
+    ("ab", "--a x --a-env X --out ab", "expected NAME=VALUE, got 'X'"),
+]
+# ... and the number of ranks: what the roles of a world refuse
+ROLES = [
+    ("rpc_latency", 1, "", "are 2 processes, and there are 1; e.g. torchrun"),
+    ("rpc_latency", 2, "--rpc-channels cuda_xth", "are for CUDA alone, and no rank is on it"),
+    ("batch_update_ps", 3, "--batch-update-size 3", "there are 2 trainers; try 2"),
+    ("ddp_rpc", 2, "", "1 trainer, 1 server and a master are 3 processes, and there are 2"),
+    ("ddp_rpc", 6, "--number_ps 1 --number-trainers 2", "are 4 processes, and there are 6"),
+    ("ddp_rpc", 4, "--server-device cuda", "torch sees no CUDA device"),
+    ("parameter_server", 4, "--ntrainer 4 --nserver 2", "are 7 processes, and there are 4"),
+    ("parameter_server", 5, "--ncudaserver 1", "torch sees no CUDA device"),
+    ("parameter_server", 5, "--wire cuda", "needs trainers and servers on CUDA, e.g. --ncud"),
+    ("parameter_server", 4, "--ntrainer 3 --nserver 0", "3 trainers, 1 server and a master are 5"),
+]
+
+
+def test_every_command_is_here() -> None:
+    commands = [path.stem for path in (ROOT / "benchmarks").glob("*.py")]
+    commands += ["compare", "export", "report", "trace", "ab"]
+    assert {name for name, *_ in ROLES} | {name for name, *_ in MISTAKES} == set(commands)
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "flags", "words"),
+    [(script, 1, flags, words) for script, flags, words in MISTAKES] + ROLES,
+)
+def test_a_mistake_is_one_line(
+    script: str,
+    ranks: int,
+    flags: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", case("x"))
+    write(tmp_path / "b.jsonl", case("x", [0.2]))
+    write(tmp_path / "other.jsonl", case("x"), benchmark="collectives")
+    write(tmp_path / "empty.jsonl")
+    (folder,) = [f for f in ("benchmarks", "analysis") if (ROOT / f / f"{script}.py").exists()]
+    world = {"RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
+    world |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setattr("sys.argv", [f"{script}.py", *shlex.split(flags)])
+    with pytest.raises(SystemExit) as refused:
+        importlib.import_module(f"{folder}.{script}").main()
+    assert refused.value.code == 2
+    out, err = capsys.readouterr()
+    # a mistake that the parser finds comes before the first two lines
+    assert not out or re.fullmatch("# torchrun-bench .*\n# command: .*\n", out)
+    (line,) = err.splitlines()
+    assert line.startswith(f"{script}.py: error: ")
+    assert words in line
