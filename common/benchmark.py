@@ -223,7 +223,7 @@ class Benchmark:
             self.job.rank in ranks,
         )
         self.watchdog.begin(name, member)
-        self.phase("set up" if member else "not part of it", ahead=0)
+        self.phase("set up" if member else "not part of it")
         result = self.attempt(key, build, ranks, teams, rule or self.rule)
         if member:  # a rank outside of it is not behind the others
             self.phase("waits for all ranks")

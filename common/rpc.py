@@ -239,7 +239,8 @@ def start_rpc(
         _channels=None if "auto" in options.channels else options.channels,
     )
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
-    bench.watchdog.begin("RPC start")
+    bench.watchdog.begin("RPC")
+    bench.phase("start")
     try:
         rpc.init_rpc(name, None, job.rank, job.world_size, settings)
     except RuntimeError as error:
@@ -260,7 +261,8 @@ def rpc_workers(bench: Benchmark, roles: Roles, options: RpcOptions) -> Iterator
     graceful = False
     try:
         yield devices
-        bench.watchdog.begin("RPC end")
+        bench.watchdog.begin("RPC")
+        bench.phase("end")
         # a failed case may have left calls that nobody answers: nobody waits for them
         graceful = not share(any(case.failed for case in bench.report.cases))
     finally:

@@ -32,7 +32,7 @@ from common.report import Report
 
 GRACE_S = 2.0  # how long a roll call waits for answers, beyond the time between two looks
 RANKS_A_LOOK = 500  # so many ranks may look into the store each second
-MOST_STACKS = 64  # in a larger job a rank that waits prints no stack
+MOST_STACKS = 64  # in a larger job few ranks print their stack
 MOST_NAMED = 16  # ranks of one fate, a line each
 SILENT = "does not answer (stopped, dead or out of reach)"
 LATE = "did not arrive"
@@ -57,19 +57,20 @@ class Watchdog:
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self.store.set(f"answer/{job.rank}", "")
         self.begin("start")
+        self.phase("set up")
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
         self._end_on_signals()
 
     def begin(self, label: str, member: bool = True) -> None:
-        """Begin a new case. A rank outside it waits, and is never behind the case's ranks."""
+        """Begin a new case; its first phase tells the others. A rank outside it waits, and is never
+        behind the case's ranks."""
         self.label = label
         # The group is aborted when a rank of the case fails. It goes before the case's number
         # changes, so that the watching thread never takes it for a group of the next case.
         self.group: Group | None = None
         self.case += 1
         self.order = 0 if member else -1  # so that ranks outside the case stay in phase number 0
-        self.phase("set up" if member else "not part of it")
 
     def phase(self, what: str, ahead: int = 1) -> None:
         """Say what comes next. This calls the store: keep it out of timed code.
@@ -77,13 +78,13 @@ class Watchdog:
         ahead: 0 for what only this rank does, so that the others do not count as behind it.
         """
         self.order += ahead
-        host = socket.gethostname()
-        self.where = f"rank {self.job.rank} on {host}, case '{self.label}', {what}"
-        order = [self.case, self.order]
-        state = {"where": self.where, "order": order, "host": host, "pid": os.getpid()}
+        rank, host = self.job.rank, socket.gethostname()
+        self.where = f"rank {rank} on {host}, case '{self.label}', {what}"
+        state: State = {"rank": rank, "where": self.where, "order": [self.case, self.order]}
+        state |= {"host": host, "pid": os.getpid()}
         state["error_file"] = os.environ.get("TORCHELASTIC_ERROR_FILE")
         with peers():
-            self.store.set(f"phase/{self.job.rank}", json.dumps(state))
+            self.store.set(f"phase/{rank}", json.dumps(state))
             self.store.add("changes", 1)
         end_later(self.timeout_s)
 
@@ -139,23 +140,25 @@ class Watchdog:
         stack = "".join(traceback.format_stack(frame)).rstrip()
         group, number, text = newest_collective()
         newest = f"newest collective {text}, number {number} of group {group}"
-        said = f"{self.where}; {newest}\n{stack}"
-        if self.job.world_size <= MOST_STACKS:
-            write(said)
-            said = ""
-        answer = {"newest": [group, number], "said": said}
+        answer = {"newest": [group, number]}
         self.watched.set(f"answer/{self.job.rank}", json.dumps(answer))
         time.sleep(GRACE_S + self.poll_s)  # the last rank looks so much later than the first
-        reason, silent = f"HANG: no progress for {self.timeout_s:g} s", []
+        headline = f"HANG: no progress for {self.timeout_s:g} s"
+        reason, silent, with_stack = headline, [], []
         if self.watched.add("speaker", 1) == 1:
             places = ranks_by_fate(self._states_of_all())
-            reason += f"\n{fates(places)}"
-            write(reason)
-            for state in places[LATE][:MOST_NAMED] + places[WAITS][:1]:
-                write(state["said"])
-            self.watched.set("said", json.dumps([reason, places[SILENT]]))
+            lines = fates(places)
+            reason = f"{headline}; {lines[0]}"
+            write("\n".join([headline, *lines]))
+            late, waiting = places[LATE], places[WAITS]
+            if self.job.world_size > MOST_STACKS:
+                late, waiting = late[:MOST_NAMED], waiting[:1]
+            with_stack = [state["rank"] for state in late + waiting]
+            self.watched.set("said", json.dumps([reason, places[SILENT], with_stack]))
         with contextlib.suppress(RuntimeError):  # no rank ends before one has spoken
-            reason, silent = json.loads(self.watched.get("said"))
+            reason, silent, with_stack = json.loads(self.watched.get("said"))
+        if self.job.rank in with_stack:
+            write(f"{self.where}; {newest}\n{stack}")
         for state in silent:
             if state["host"] == socket.gethostname():
                 tell_torchrun(reason, state["error_file"])
@@ -236,14 +239,14 @@ def ranks_by_fate(states: list[State]) -> dict[str, list[State]]:
     return places
 
 
-def fates(places: dict[str, list[State]]) -> str:
+def fates(places: dict[str, list[State]]) -> list[str]:
     """What `ranks_by_fate` returned -> a line for each rank. Long lists are cut and counted."""
     lines: list[str] = []
     for fate, states in places.items():
         lines += [f"{state['where']}: {fate}" for state in states[:MOST_NAMED]]
         if len(states) > MOST_NAMED:
             lines.append(f"and {len(states) - MOST_NAMED:,} more ranks: {fate}")
-    return "\n".join(lines)
+    return lines
 
 
 def newest_collective() -> tuple[str, int, str]:
