@@ -11,7 +11,7 @@ Without --b it runs A against A, and tells the smallest change that so many runs
 
 The order is A B, B A, A B: a drift of the machine hits both alike, and neighbours make a pair.
 Every run writes its report to OUT/a or OUT/b: `--json` is added to the command. The same call goes
-on where it was interrupted, as long as commands, their files and variables are the same.
+on where it was interrupted: a run whose report is complete is not run again.
 
 With several commands, each with a NAME, each runs once a round, in a random order. After some
 rounds there is a look: a command that is slower than the fastest with confidence is dropped. The
@@ -39,17 +39,14 @@ verdict, with --fail-on; 130 after Ctrl-C. BSD-3-Clause.
 
 import argparse
 import functools
+import itertools
 import math
 import random
 import re
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__":  # until main(): Ctrl-C while pandas is imported is no traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -57,7 +54,7 @@ from analysis.commands import Command, ending_all, open_plan, run_round
 from analysis.compare import add_verdict_flags, as_json, conclude, keep, results_of, show_ends
 from analysis.load import Run, load
 from analysis.show import one_line, put, show_table
-from analysis.verdicts import Comparison, Design, Result, compare
+from analysis.verdicts import Comparison, Design, Result, compare, persists
 from common.cli import Parser, number, positive_int, wrong
 
 Compared = Callable[[str, str, int], Comparison]  # the first rounds of two commands, by their names
@@ -162,15 +159,9 @@ def design_of(names: Sequence[str], looks: Sequence[int], args: argparse.Namespa
 def runs_of(commands: Sequence[Command], rounds: int, ignore: Sequence[str]) -> list[list[Run]]:
     """The runs of each command, in the order of the rounds, which count from 1."""
     numbers = range(1, rounds + 1)
-    paths = [command.report(number) for command in commands for number in numbers]
-    for path in paths:
-        if not commands[0].plan.holds(path):
-            raise ValueError(f"{path} has changed since its run; move it away to measure again")
-    run_of_path = {run.label: run for run in load(list(map(str, paths)), ignore=ignore)}
-    sides = []
-    for command in commands:
-        sides.append([run_of_path[str(command.report(number))] for number in numbers])
-    return sides
+    paths = [[str(command.report(number)) for number in numbers] for command in commands]
+    run_of_path = {run.label: run for run in load([*itertools.chain(*paths)], ignore=ignore)}
+    return [[run_of_path[path] for path in of_command] for of_command in paths]
 
 
 def measure(args: argparse.Namespace) -> int:
@@ -194,7 +185,7 @@ def measure(args: argparse.Namespace) -> int:
             return compare(base_runs, test_runs, design)
 
     settings = {"interleave": args.interleave, "looks after runs": looks}
-    with open_plan(args.out, list(commands.values()), settings, args.anew):
+    with open_plan(args.out, list(commands.values()), settings):
         if is_race:
             race = run_race(commands, looks, args.interleave, compared)
             show_race(race, compared, args)
@@ -228,6 +219,12 @@ def show_race(race: Race, compared: Compared, args: argparse.Namespace) -> None:
     put(f"{mark} torchrun-bench ab: {len(race.rounds)} commands, {runs} runs{how}\n")
     put(show_table(header, rows, (1, 3), args.format))
     put(f"\n{mark} {sentence(race, results, args.margin)}")
+    persistent = [name for name, result in results.items() if persists(result.pair_ratios)]
+    if persistent:
+        put(
+            f"{mark} warning: {', '.join(persistent)} against {race.best}: a level that persists "
+            "over rounds; it is not in the interval, and such orders err more often than 5 %"
+        )
 
 
 def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
@@ -295,8 +292,6 @@ def add_flags(parser: Parser) -> None:
     add("--b", type=command, metavar="[NAME=]COMMAND", help=b, **lists)
     add("--b-env", type=variable, help="NAME=VALUE, variables of the runs of --b", **lists)
     add("--out", required=True, type=folder, metavar="DIR", help="keep plan, reports and logs here")
-    anew = "keep the runs of another plan in DIR.bak, and begin anew"
-    add("--anew", action="store_true", help=anew)
     runs = "runs a side; of several commands: before the first look (default: 6)"
     add("--runs", type=number(int, 2), default=6, metavar="N", help=runs)
     add("--interleave", action="store_true", help="the runs of a round at once, block by block")

@@ -18,7 +18,7 @@ the runs' times. The verdicts:
 
 Cases are joined by their keys. Files, folders and patterns are read: reports of this project and of
 PyTorch's DDP benchmark, JSON and logs of nccl-tests and rccl-tests. With --history the newest run
-of a folder is compared with those before it.
+of a folder is compared with the ten before it.
 
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower --format markdown
@@ -51,10 +51,11 @@ from analysis.verdicts import (
     compare,
     warning_of_order,
 )
-from common.cli import Parser, checked, cut, fraction, list_of, positive_int, refuse
+from common.cli import Parser, checked, cut, fraction, list_of, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
 NO_VERDICT = ("undecided", "missing", "not compared")  # a case that nobody could judge
+HISTORY = 10  # with so many runs before it the newest one is compared
 MARKS = {"table": "#", "markdown": "-"}  # what a line beside a table begins with
 STATUSES = {"pass": 0, "failed": 1, "no verdict": 4}  # the exit status of an outcome
 
@@ -113,18 +114,19 @@ def show(
     for result in results_of(comparison):
         row = cells(result)
         if is_like_with_like:
-            row[-1] = show_change(result.smallest_change)
+            change = result.smallest_change
+            row[-1] = "-" if change is None else f"{100 * change:.2g} %"
         rows.append(row)
     table = show_table(header, rows, (1, 2), style).splitlines()
     if comparison.mean and style == "table":
         rule = table[1]
         table.insert(-1, rule)  # above the mean
     notes = below_like_with_like(comparison) if is_like_with_like else below(comparison)
-    lines = [*as_notes(above(comparison), style), "", *table, "", *as_notes(notes, style)]
     if fail_on:
         outcome, why = outcome_of(comparison, fail_on)
         reason = f" ({why})" if why else ""
-        lines.append(f"{MARKS[style]} --fail-on {','.join(fail_on)}: {outcome}{reason}")
+        notes.append(f"--fail-on {','.join(fail_on)}: {outcome}{reason}")
+    lines = [*as_notes(above(comparison), style), "", *table, "", *as_notes(notes, style)]
     return "\n".join(lines)
 
 
@@ -132,10 +134,6 @@ def as_notes(lines: Sequence[str], style: str) -> list[str]:
     """Lines above or below a table: comments, or in Markdown a list."""
     escape = markdown if style == "markdown" else clean
     return [f"{MARKS[style]} {escape(line, 500)}" for line in lines]
-
-
-def show_change(change: float | None) -> str:
-    return "-" if change is None else f"{100 * change:.2g} %"
 
 
 def above(comparison: Comparison) -> list[str]:
@@ -302,7 +300,7 @@ def over_time(args: argparse.Namespace) -> list[Comparison]:
         raise ValueError(f"--history {args.history}: no benchmark has two reports with times")
     comparisons = []
     for *earlier, newest in histories:
-        comparisons.append(compare(earlier[-args.last :], [newest], Design(args.margin)))
+        comparisons.append(compare(earlier[-HISTORY:], [newest], Design(args.margin)))
     return comparisons
 
 
@@ -314,8 +312,6 @@ def main() -> int:
     add("--test", nargs="+", metavar="TEST", help=test)
     history = "a folder of reports over time, instead of BASE and TEST"
     add("--history", metavar="DIR", help=history)
-    last = "compare its newest run with the N before (default: 10)"
-    add("--last", type=positive_int, default=10, metavar="N", help=last)
     add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
     add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
     measure = "another step of the cases, or a time or rate of theirs"
@@ -323,25 +319,16 @@ def main() -> int:
     add("-k", metavar="TEXT", help="only the cases with TEXT in their name or key, e.g. resnet18")
     add_verdict_flags(parser)
     args = parser.parse_args()
-    check_sides(args)
+    has_sides = bool(args.base and args.test)
+    if has_sides == bool(args.history) or (args.history and (args.base or args.test)):
+        what = "compare.py base.jsonl --test test.jsonl, or compare.py --history reports/"
+        refuse(f"expected reports of two sides, or a history; e.g. {what}")
+    if args.history and (args.paired or args.interleaved):
+        refuse("--paired and --interleaved are about BASE and --test: a history has no pairs")
     gc.disable()  # a report is millions of numbers without a cycle among them
     with one_line([args.history] if args.history else [*args.base, *args.test]):
         comparisons = over_time(args) if args.history else [two_sides(args)]
         return conclude(comparisons, args.format, args.fail_on)
-
-
-def check_sides(args: argparse.Namespace) -> None:
-    """Refuse what is neither two sides nor a history, and flags that only the other one has."""
-    what = "compare.py base.jsonl --test test.jsonl, or compare.py --history reports/"
-    neither = f"expected reports of two sides, or a history; e.g. {what}"
-    if args.history:
-        if args.base or args.test:
-            refuse(neither)
-        if args.paired or args.interleaved:
-            refuse("--paired and --interleaved are about BASE and --test: a history has no pairs")
-        return
-    if not args.base or not args.test:
-        refuse(neither)
 
 
 if __name__ == "__main__":

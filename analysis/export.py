@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import load, numbers, open_report
+from analysis.load import load, numbers
 from analysis.show import canonical, one_line, put, unit_of
 from common import report
 from common.cli import Parser, list_of
@@ -80,8 +80,7 @@ def model_of(case: report.Case) -> str:
 
 def to_pytorch(paths: list[str]) -> str:
     """The report of benchmarks/distributed/ddp/benchmark.py: no ddp first, then by ranks."""
-    with open_report(paths[0]) as file:
-        run = report.load(paths[0], lines=file)
+    run = report.load(paths[0])
     cases = [case for case in run.cases if fits_pytorch(case)]
     wrapped = [case for case in cases if case.key["ddp"]]
     if len(paths) != 1 or run.benchmark != "ddp_sweep" or not wrapped:

@@ -9,6 +9,7 @@ Launchers put names, times and colours before each line of a log, and NCCL write
 between them, or into them. So a line is known by what stands in it, wherever that begins.
 """
 
+import contextlib
 import itertools
 import json
 import re
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from analysis.show import canonical, clean, is_number
+from analysis.show import canonical, is_number
 from common.cli import show_size
 from common.report import Case, Estimate, Report
 from common.stats import median
@@ -52,8 +53,6 @@ HEADER = re.compile(r"\bsize\s+count\s+type\s.*time\b.*\bbusbw\b.*")
 ROW = re.compile(
     r"(?<![\w.+/-])([1-9]\d{0,17}\s+\d+\s+(?:u?int|u?char|half|b?float|double|fp?8)\w*\s.*)"
 )
-# A row up to its size or count, where NCCL has written a line into it.
-TORN_ROW = re.compile(r"(?:^|\s\s)([1-9]\d{0,17}\s\s+\S.*\bNCCL (?:INFO|WARN|TRACE)\b.*)")
 RANK = re.compile(r"\bRank\s+(\d+)\s.*\bon\s+(\S+)\s+device\s+\d+(?:\s+\[\S+\]\s+(.+))?")
 END = "Avg bus bandwidth"
 OUR_TITLE = re.compile(r"\b(\w+) \w+(?: \w+)?, \S+ \((\d+) ranks?\)")  # above our own tables
@@ -244,15 +243,11 @@ def name_of_case(key: dict[str, Any]) -> tuple[str, str]:
 
 
 def merge_repeated(cases: Iterable[Case]) -> list[Case]:
-    """Each case once. Rows that repeat, as by -N, are its samples; a damaged row is none."""
+    """Each case once. Rows that repeat, as by -N, are its samples."""
     rows_of_case: dict[str, list[Case]] = {}
     for case in cases:
         rows_of_case.setdefault(canonical(case.key), []).append(case)
-    merged = []
-    for rows in rows_of_case.values():
-        measured = [row for row in rows if row.metrics] or rows[:1]
-        merged.append(merge(measured) if len(measured) > 1 else measured[0])
-    return merged
+    return [merge(rows) if len(rows) > 1 else rows[0] for rows in rows_of_case.values()]
 
 
 def merge(rows: Sequence[Case]) -> Case:
@@ -260,8 +255,6 @@ def merge(rows: Sequence[Case]) -> Case:
     first = rows[0]
     case = Case(key=first.key, name=first.name, table=first.table, ranks=first.ranks)
     for name in rows[0].metrics:
-        if not all(name in row.metrics for row in rows):
-            continue
         values = [row.metrics[name].value for row in rows]
         case.metrics[name] = median(values)
         if name.endswith("_time_s"):
@@ -311,16 +304,10 @@ def number_of(word: str) -> float | None:
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines that may tell something, without colours and tabs, and without what Ansible,
-    Docker, Markdown and Python's lists put behind them."""
+    """The lines without colours and tabs, and without what Ansible, Docker, Markdown and Python's
+    lists put behind them."""
     plain = DOCKER.sub("", COLOUR.sub("", text)).translate({ord("\t"): " ", ord("\xa0"): " "})
-    return [line.rstrip("\"'`, |") for line in plain.splitlines() if not is_noise(line)]
-
-
-def is_noise(line: str) -> bool:
-    """Whether a line is NCCL's alone, as most are under NCCL_DEBUG=INFO."""
-    is_of_nccl = " NCCL INFO " in line and "#" not in line and "version" not in line
-    return is_of_nccl and not ROW.search(line) and not TORN_ROW.search(line)
+    return [line.rstrip("\"'`, |") for line in plain.splitlines()]
 
 
 def table_reports(text: str, path: str) -> list[Report]:
@@ -333,22 +320,23 @@ def table_reports(text: str, path: str) -> list[Report]:
         return []
     lines = lines_of(text)
     heads = [number for number, line in enumerate(lines) if HEADER.search(line)]
-    refuse_worlds(lines, path)
     environment = environment_of(lines)
     collective, ranks = collective_of_file(path), environment["world_size"]
     reports: list[Report] = []
     next_report: dict[str, int] = {}  # where a case goes when it stands there again
     begin = 0
     for head, end in itertools.pairwise([*heads, len(lines)]):
-        rows = rows_of(lines[head + 1 : end])
-        if not rows and end < len(lines):  # nothing was measured, or the header stands twice
-            continue
-        above, begin = lines[begin:head], head
-        collective = collective_in(above, collective)
-        ranks = ranks_of(above) or ranks
+        above = lines[begin:head]
+        refuse_worlds(above, path)
         columns = HEADER.findall(lines[head])[0].split()
         in_place_only = not any("out-of-place" in line for line in above)
-        cases = cases_of(rows, columns, in_place_only, collective, ranks)
+        new_collective = collective_in(above, collective)
+        new_ranks = ranks_of(above) or ranks
+        cases = cases_of(lines[head + 1 : end], columns, in_place_only, new_collective, new_ranks)
+        if not cases and end < len(lines):  # nothing was measured, or the header stands twice
+            continue
+        begin, collective, ranks = head, new_collective, new_ranks
+        cases = merge_repeated(cases)
         forms = [canonical(case.key) for case in cases]
         number = max((next_report.get(form, 0) for form in forms), default=0)
         next_report |= dict.fromkeys(forms, number + 1)
@@ -363,75 +351,35 @@ def table_reports(text: str, path: str) -> list[Report]:
     return reports
 
 
-def refuse_worlds(lines: Sequence[str], path: str) -> None:
-    """Raises ValueError where programs did not find each other: they wrote at once, or each has
-    one rank, on a host of its own."""
-    ranks = ranks_of(lines)
-    zeros = {match[0]: match[2] for match in matches_in(lines, RANK) if match[1] == "0"}
-    are_alone = ranks == 1 and len(set(zeros.values())) > 1
-    worlds = zeros if are_alone else written_at_once(lines)
-    if worlds:
-        hosts = list(dict.fromkeys(worlds.values()))
-        count = len(hosts) if len(hosts) > 1 else len(worlds)
-        size = "one rank" if ranks == 1 else f"{ranks} ranks"
+def refuse_worlds(above: Sequence[str], path: str) -> None:
+    """Raises ValueError where several programs have written at once. above: lines before a table,
+    which name each rank of its program."""
+    zeros = {match[0]: match[2] for match in matches_in(above, RANK) if match[1] == "0"}
+    if len(zeros) > 1:
+        hosts = " and on ".join(dict.fromkeys(zeros.values()))
         raise ValueError(
-            f"{path}: Rank 0 stands on {' and on '.join(hosts)}: {count} worlds of {size}, "
-            "not one job; nccl-tests was built without MPI=1, or srun has no --mpi"
+            f"{path}: Rank 0 stands on {hosts}: {len(zeros)} jobs have written at once; nccl-tests "
+            "was built without MPI=1, or srun has no --mpi"
         )
 
 
-def written_at_once(lines: Iterable[str]) -> dict[str, str]:
-    """The lines of several ranks 0 below which two tables begin or end, and their hosts.
-
-    Where a program was interrupted and started again, one table ends. Equal lines are copies.
-    """
-    zeros: dict[str, str] = {}
-    heads = ends = 0  # since the last one
-    for line in lines:
-        match = RANK.search(line)
-        if match and match[1] == "0" and match[0] not in zeros:
-            zeros = {} if ends else zeros
-            zeros[match[0]] = match[2]
-            heads = ends = 0
-        heads += bool(HEADER.search(line))
-        ends += END in line
-        if len(zeros) > 1 and max(heads, ends) > 1:
-            return zeros
-    return {}
-
-
-def rows_of(lines: Iterable[str]) -> list[str]:
-    """The rows of a table, without what stands before them."""
-    matches = (ROW.search(line) or TORN_ROW.search(line) for line in lines)
-    return [match[1] for match in matches if match]
-
-
 def cases_of(
-    rows: Iterable[str],
+    lines: Iterable[str],
     columns: Sequence[str],
     in_place_only: bool,
     collective: str,
     ranks: int | None,
 ) -> list[Case]:
-    """The rows of a table as cases. columns: the words of its header."""
-    cases, damaged = [], []
-    for row in rows:
-        try:
-            result = result_of(row.split(), columns, in_place_only)
-        except ValueError:
-            damaged.append(row)
-            continue
-        cases.append(case_of(result, collective, ranks))
-    about = cases[0].key if cases else {"collective": collective, "ranks": ranks}
-    for row in damaged:
-        key = about | {"size_bytes": int(row.split()[0])}
-        _, _, reason = row.partition(" failed: ")  # as collectives.py says it
-        text = clean(" ".join(row.split()), 80)
-        check = f"failed: {reason or f'its row is damaged: {text}'}"
-        size, table = name_of_case(key)
-        members = list(range(ranks or 0))
-        cases.append(Case(key=key, name=size, table=table, ranks=members, check=check))
-    return merge_repeated(cases)
+    """The rows of a table as cases. columns: the words of its header.
+
+    A row into which NCCL has written a line is none: its case is missing then.
+    """
+    cases = []
+    for match in matches_in(lines, ROW):
+        with contextlib.suppress(ValueError):
+            result = result_of(match[1].split(), columns, in_place_only)
+            cases.append(case_of(result, collective, ranks))
+    return cases
 
 
 def collective_of_file(path: str) -> str:

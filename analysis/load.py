@@ -9,13 +9,10 @@ rccl-tests. What metrics and their intervals are is said here alone.
 """
 
 import glob
-import gzip
 import io
 import itertools
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,10 +31,7 @@ from common.stats import time_of_iterations
 
 STEP = "step"  # what a case is about, among its samples
 RATES = ("1/s", "GB/s", "MB/s")
-ENDINGS = (".json", ".jsonl", ".json.gz", ".jsonl.gz")  # of reports in a folder
-GZIP = b"\x1f\x8b"  # how packed files begin
-
-
+ENDINGS = (".json", ".jsonl")  # of reports in a folder
 Value = str | float | Estimate  # a number that was estimated has its interval
 
 
@@ -74,7 +68,6 @@ def load(
     """
     runs = [run for path in find(words) for run in read(path, measure)]
     runs.sort(key=lambda run: run.started_at)
-    refuse_copies(runs)
     if join_foreign:
         let_meet(runs)
     leave_out(runs, ignore)
@@ -97,22 +90,21 @@ def tell_apart(runs: Sequence[Run]) -> None:
 
 
 def find(words: Sequence[str]) -> list[str]:
-    """The files that the words name, each once. Raises ValueError where a folder has none."""
+    """The files that the words name. Raises ValueError where one is named twice."""
+    paths = [path for word in words for path in paths_of(word)]
     path_of_file: dict[str, str] = {}
-    for word in words:
-        for path in paths_of(word):
-            file = os.path.realpath(path)
-            if file in path_of_file:
-                other = path_of_file[file]
-                raise ValueError(f"{path} is the same file as {other}; give each report once")
-            path_of_file[file] = path
-    return list(path_of_file.values())
+    for path in paths:
+        file = os.path.realpath(path)
+        if file in path_of_file:
+            raise ValueError(f"{path} is the same file as {path_of_file[file]}; give it once")
+        path_of_file[file] = path
+    return paths
 
 
 def paths_of(word: str) -> list[str]:
     """A file, the reports below a folder, or the files that fit a pattern."""
     if os.path.isdir(word):
-        paths = [str(path) for path in Path(word).rglob("*") if path.name.endswith(ENDINGS)]
+        paths = [str(path) for path in Path(word).rglob("*") if path.suffix in ENDINGS]
         if not paths:
             raise ValueError(f"there is no report (*.jsonl) in {word}")
         return sorted(paths)
@@ -121,31 +113,16 @@ def paths_of(word: str) -> list[str]:
     return sorted(glob.glob(word)) or [word]
 
 
-def refuse_copies(runs: Sequence[Run]) -> None:
-    """Raises ValueError where two reports are of the same run, which would count twice."""
-    starts: dict[Any, list[Run]] = {}
-    for run in runs:
-        start = (run.benchmark, run.started_at, str(run.argv))
-        alike = starts.setdefault(start, [])
-        for other in alike:
-            if run.path != other.path and run.rows and run.rows == other.rows:
-                what = f"{run.label} is a copy of {other.label}: a run counts once"
-                raise ValueError(f"{what}; leave one of them out")
-        alike.append(run)
-
-
 def leave_out(runs: Sequence[Run], names: Sequence[str]) -> None:
     """Take these fields out of all keys. Raises ValueError where no case has such a field."""
-    if not names:
-        return
     known: dict[str, None] = {}
     for row in rows_of(runs):
         known |= dict.fromkeys(row.key)
-    unknown = [name for name in names if name not in known]
-    if known and unknown:
-        what = f"no case has a field '{unknown[0]}' to ignore; there are {', '.join(known)}"
-        raise ValueError(what + suggest(unknown[0], known))
-    for run in runs:
+    for name in names:
+        if known and name not in known:
+            what = f"no case has a field '{name}' to ignore; there are {', '.join(known)}"
+            raise ValueError(what + suggest(name, known))
+    for run in runs if names else ():
         rows = list(run.rows.values())
         for name in names:
             values = [str(row.key[name]) for row in rows if name in row.key]
@@ -205,8 +182,10 @@ def read(path: str, measure: str | None) -> list[Run]:
         case.slowest_s, case.quartiles_s = {}, {}
 
     try:
-        with open_report(path) as file:
+        with open(path, "rb") as file:
             reports = parse(path, file, shrink)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
     except DAMAGE as error:
         raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
     runs = []
@@ -232,19 +211,6 @@ def times_of(case: Case, step: str) -> list[float]:
         return []
     times: list[float] = time_of_iterations(samples, case.aligned).tolist()
     return times
-
-
-@contextmanager
-def open_report(path: str) -> Iterator[IO[bytes]]:
-    """The file at a path, unpacked if it is gzip. Raises ValueError where it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            packed = file.peek(2).startswith(GZIP)
-            yield io.BytesIO(gzip.decompress(file.read())) if packed else file
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is damaged gzip: {error}") from None
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from None
 
 
 def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> list[Report]:

@@ -5,7 +5,7 @@ how much two runs differ that were started alike. docs/compare.md derives the fo
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log1p, sqrt
 from typing import Any, TypeGuard
@@ -19,7 +19,6 @@ from analysis.differences import Difference, differences
 from analysis.load import Row, Run
 
 Rows = Sequence[Row | None]  # those of a case, one a run; None where a run lacks the case
-Cases = Mapping[tuple[str, str], Row]  # by benchmark and canonical key
 
 ALPHA = 0.05  # of error, two-sided
 POWER = 0.9  # the smallest change is shown in so many of all comparisons
@@ -127,8 +126,8 @@ def results_of_cases(base: Sequence[Run], test: Sequence[Run], design: Design) -
     base_cases = cases_of(base)
     test_cases = cases_of(test)
     if not base_cases.keys() & test_cases.keys():
-        examples = f"BASE has e.g. {first_of(base_cases)}; TEST {first_of(test_cases)}"
-        raise ValueError(f"no case is on both sides: {examples}")
+        in_base, in_test = (" ".join(next(iter(c), ["none"])) for c in (base_cases, test_cases))
+        raise ValueError(f"no case is on both sides: BASE has e.g. {in_base}; TEST {in_test}")
     results = []
     for benchmark, form in base_cases | test_cases:
         base_rows = [run.rows.get(form) for run in base if run.benchmark == benchmark]
@@ -152,26 +151,8 @@ def cases_of(runs: Sequence[Run]) -> dict[tuple[str, str], Row]:
     return cases
 
 
-def first_of(cases: Cases) -> str:
-    return next((f"{benchmark} {form}" for benchmark, form in cases), "none")
-
-
 def is_timed(row: Row | None) -> TypeGuard[Row]:
     return row is not None and row.time_s > 0
-
-
-def timed(rows: Rows) -> list[Row]:
-    return [row for row in rows if is_timed(row)]
-
-
-def timed_pairs(base: Rows, test: Rows) -> tuple[list[Row], list[Row]]:
-    """The rows of both sides, of the pairs in which both have a time."""
-    timed_base, timed_test = [], []
-    for a, b in zip(base, test, strict=True):
-        if is_timed(a) and is_timed(b):
-            timed_base.append(a)
-            timed_test.append(b)
-    return timed_base, timed_test
 
 
 def is_bare(row: Row | None) -> bool:
@@ -189,19 +170,16 @@ def why_untimed(side: str, rows: Rows) -> str:
     return f"{side}: no time in {len(untimed)} of {len(rows)} runs: {why}"
 
 
-def join_texts(*texts: str) -> str:
-    """Those that say something."""
-    return "; ".join(text for text in texts if text)
-
-
 def times_of_case(benchmark: str, base: Rows, test: Rows, design: Design) -> Result:
     """The times of a case on both sides, or why they cannot be compared."""
     if design.paired and len(base) != len(test):
         raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
     first = next(row for row in (*base, *test) if row)
     result = Result(benchmark, first.key, first.name)
-    result.reason = join_texts(why_untimed("BASE", base), why_untimed("TEST", test))
-    timed_base, timed_test = timed(base), timed(test)
+    reasons = [why_untimed("BASE", base), why_untimed("TEST", test)]
+    result.reason = "; ".join(filter(None, reasons))
+    timed_base = [row for row in base if is_timed(row)]
+    timed_test = [row for row in test if is_timed(row)]
     if not timed_base or not timed_test:
         result.verdict = "new" if timed_test or not any(base) else "missing"
         return result
@@ -210,11 +188,11 @@ def times_of_case(benchmark: str, base: Rows, test: Rows, design: Design) -> Res
         result.reason = f"different times were kept: {', '.join(measures)}"
         return result
     if design.paired:
-        timed_base, timed_test = timed_pairs(base, test)
-        if not timed_base:
+        pairs = [(a, b) for a, b in zip(base, test, strict=True) if is_timed(a) and is_timed(b)]
+        if not pairs:
             return result
-        for a, b in zip(timed_base, timed_test, strict=True):
-            result.pair_ratios.append(ratio_of(a, b, design.interleaved))
+        timed_base, timed_test = [a for a, _ in pairs], [b for _, b in pairs]
+        result.pair_ratios = [ratio_of(a, b, design.interleaved) for a, b in pairs]
     result.measure = measures[0]
     result.base_s = [row.time_s for row in timed_base]
     result.test_s = [row.time_s for row in timed_test]
@@ -243,6 +221,22 @@ def block_medians(row: Row) -> NDArray[np.float64]:
         return np.array([])
     blocks = np.split(np.asarray(row.times_s), np.cumsum(row.rounds)[:-1])
     return np.array([np.median(block) for block in blocks])
+
+
+def persists(ratios: Sequence[float]) -> bool:
+    """Whether the ratios of successive rounds resemble each other more than by chance, 2 to 5 %.
+
+    r > 1.645 / sqrt(n) - 1 / n: r is the autocorrelation of their logarithms at lag 1, which is
+    about normal with these moments if they are independent (Bartlett, J. R. Statist. Soc. B 8,
+    1946). Under 6 rounds nothing can be told.
+    """
+    if len(ratios) < 6:
+        return False
+    x = np.log(ratios)
+    x = x - x.mean()
+    if not x.any():
+        return False
+    return bool(x[1:] @ x[:-1] / (x @ x) > 1.645 / sqrt(len(x)) - 1 / len(x))
 
 
 def mean_of(cases: Sequence[Result]) -> Result | None:
@@ -279,7 +273,7 @@ def judge_all(cases: Sequence[Result], design: Design) -> None:
     for case in cases:
         is_discovery = case.p is not None and next(adjusted) <= design.error_rate
         case.verdict, why = judge(case, is_discovery, design.margin)
-        case.reason = join_texts(why, case.reason)
+        case.reason = "; ".join(filter(None, [why, case.reason]))
 
 
 def estimate(case: Result, design: Design) -> None:

@@ -1,6 +1,5 @@
 """analysis/load.py: reports of three programs as rows, and what is wrong with a file."""
 
-import gzip
 import json
 import os
 import re
@@ -131,21 +130,6 @@ def test_a_path_that_exists_is_no_pattern(tmp_path: Path) -> None:
     write(tmp_path / "g1" / "a.jsonl", case("x"))
     exact = write(tmp_path / "g[1]" / "a.jsonl", case("x"))
     assert [run.label for run in load([exact])] == [exact]
-
-
-def test_gzip(tmp_path: Path) -> None:
-    path = Path(write(tmp_path / "a.jsonl", case("x", [0.5]), case("y")))
-    packed = tmp_path / "b.jsonl.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    path.unlink()
-    (found,) = load([str(tmp_path)])  # in a folder as well
-    assert [row.time_s for row in found.rows.values()] == [0.5, 0.1]
-    packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"b\.jsonl\.gz is damaged gzip: Compressed file ended"):
-        load([str(packed)])
-    other = tmp_path / "torch.json.gz"
-    other.write_bytes(gzip.compress(json.dumps(torch_report()).encode()))
-    assert len(load([str(other)])[0].rows) == 3
 
 
 @pytest.mark.parametrize("make", [None, "torch"])
