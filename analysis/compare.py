@@ -264,7 +264,7 @@ def keep(runs: Sequence[Run], text: str | None) -> None:
     """
     if not text:
         return
-    names = dict.fromkeys(row.name for row in rows_of(runs))
+    names = dict.fromkeys(row.label for row in rows_of(runs))
     for run in runs:
         for form, row in list(run.rows.items()):
             words = [row.name, row.table, *map(str, row.key.values())]

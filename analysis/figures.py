@@ -5,6 +5,7 @@ FIGURES says what a benchmark has; one without an entry gets the time of each ca
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from analysis.load import Run, links_of, numbers
+from analysis.load import Run, links_of, number_of, numbers
 from analysis.show import clean, scaled_unit, show_number, show_time, show_value, unit_of
 from common.cli import show_size
 from common.report import Report
@@ -70,7 +71,7 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
         ax.errorbar(part["x"], part["value"], yerr=reach, fmt="o-", ms=4, capsize=2, label=label)
     if x == "ranks" and len(alone):
         one_rank, ends = alone.iloc[0], np.array([1, rows["x"].max()])
-        ideal = f"{one_rank['case']} times ranks"
+        ideal = "one rank without DDP, times ranks"
         ax.plot(ends, ends * one_rank["value"], "k--", lw=1, label=ideal)
     if x.endswith("_bytes"):
         ax.set(xscale="log", yscale="log")
@@ -106,10 +107,13 @@ def names_of_curves(rows: pd.DataFrame, x: str) -> list[str]:
 
 def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Figure:
     """Seconds of each case with their intervals, series upon series or side by side."""
-    labels = rows["case"].str[:60]
+    names = zip(rows["table"], rows["case"], strict=True)
+    rows = rows.assign(bar=[case.removeprefix(f"{table}: ") for table, case in names])
+    if rows.duplicated(["bar", "run", "series"]).any():  # of several tables
+        rows["bar"] = rows["case"]
     if rows["run"].nunique() > 1:
-        labels = labels + ", " + rows["run"]
-    rows = rows.assign(bar=labels)
+        rows["bar"] += ", " + rows["run"]
+    rows["bar"] = [textwrap.fill(clean(bar, 400), 40) for bar in rows["bar"]]
     unit, factor = scaled_unit("s", [rows["value"].max()])
     columns = ["value", "low", "high"]
     table = rows.pivot_table(columns, "bar", "series", sort=False, dropna=False)[:MAX_BARS]
@@ -120,8 +124,8 @@ def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Fi
     has_intervals = bool(above.notna().any(axis=None))
     figure = Figure((5.6, 1.2 + 0.3 * len(table)), label=name)
     ax = figure.add_subplot()
-    errors = None if stacked else [[below[s].fillna(0), above[s].fillna(0)] for s in values]
-    values.plot.barh(ax=ax, stacked=stacked, xerr=errors, width=0.7, ylabel="")
+    errors = None if stacked else [[below[s], above[s]] for s in values]  # NaN draws nothing
+    values.plot.barh(ax=ax, stacked=stacked, xerr=errors, capsize=2, width=0.7, ylabel="")
     if stacked:
         draw_intervals(ax, values, below, above)
     ax.set_xlim(left=0)
@@ -153,9 +157,9 @@ def heat(report: Report, label: str = "") -> Figure | None:
     rows = []
     for case in report.cases:
         for link in links_of(case.metrics):
-            latency_us, both = link.latency_us.value, link.both.value
-            rows.append((link.a, link.b, latency_us, link.there.value, both))
-            rows.append((link.b, link.a, latency_us, link.back.value, both))
+            latency_us, there, back, both = map(number_of, link[2:])
+            rows.append((link.a, link.b, latency_us, there, both))
+            rows.append((link.b, link.a, latency_us, back, both))
     if not rows:
         return None
     names = ("latency (us)", "bandwidth (GB/s)", "both ways (GB/s)")

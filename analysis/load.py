@@ -39,6 +39,7 @@ Value = str | float | Estimate  # a number that was estimated has its interval
 class Row(Case):
     """One case of one run, without its samples."""
 
+    label: str = ""  # its name; `table: name` where several tables of a run have that name
     measure: str = ""  # the step or the metric that its time is taken from
     time_s: float = 0.0  # the case's time in this run; 0 where there is none
     times_s: Sequence[float] = ()  # of each iteration
@@ -77,7 +78,7 @@ def load(
 
 
 def tell_apart(runs: Sequence[Run]) -> None:
-    """Call cases `table: name` where several tables of a run have a case of that name."""
+    """Give each case its label."""
     shared = set()
     for run in runs:
         tables: dict[str, set[str]] = {}
@@ -85,8 +86,7 @@ def tell_apart(runs: Sequence[Run]) -> None:
             tables.setdefault(row.name, set()).add(row.table)
         shared |= {name for name, its_tables in tables.items() if len(its_tables) > 1}
     for row in rows_of(runs):
-        if row.name in shared:
-            row.name = f"{row.table}: {row.name}"
+        row.label = f"{row.table}: {row.name}" if row.name in shared else row.name
 
 
 def find(words: Sequence[str]) -> list[str]:
@@ -300,7 +300,8 @@ def about(run: Run, row: Row) -> dict[str, Any]:
         "torch": run.environment.get("torch"),
         "host": ", ".join(str(host) for host in run.environment.get("hosts") or []),
         "benchmark": run.benchmark,
-        "case": row.name,
+        "table": row.table,
+        "case": row.label,
         "n": len(row.times_s) or None,
     }
 
@@ -346,15 +347,18 @@ def values_of(metrics: dict[str, Any]) -> dict[str, Value]:
     return values
 
 
+Number = float | Estimate
+
+
 class Link(NamedTuple):
     """What p2p_matrix.py measured between two ranks."""
 
     a: int
     b: int
-    latency_us: Estimate
-    there: Estimate  # GB/s from a to b
-    back: Estimate  # GB/s from b to a
-    both: Estimate  # GB/s, both ways at once
+    latency_us: Number
+    there: Number  # GB/s from a to b
+    back: Number  # GB/s from b to a
+    both: Number  # GB/s, both ways at once
 
 
 def links_of(metrics: dict[str, Any]) -> list[Link]:
@@ -362,28 +366,30 @@ def links_of(metrics: dict[str, Any]) -> list[Link]:
     links = []
     rows = metrics.get("links")
     for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, list) and len(row) == 6 and None not in map(number_of, row):
-            a, b, *costs = row
-            link = Link(a, b, *(x if isinstance(x, Estimate) else Estimate(x) for x in costs))
-            if min(link.there.value, link.back.value, link.both.value) > 0:
-                links.append(link)
+        numbers = [number_of(x) for x in row] if isinstance(row, list) else []
+        if len(numbers) == 6 and None not in numbers and min(x or 0 for x in numbers[3:]) > 0:
+            links.append(Link(*row))
     return links
 
 
 def split_links(case: Case) -> list[Case]:
     """A round of p2p_matrix.py as four cases a link; another case as it is.
 
-    A link has its latency, and its bandwidth there, back, and both ways at once.
+    A link has its latency, and its bandwidth there, back, and both ways at once; and how far its
+    median sample may be off.
     """
     links = [] if case.failed else links_of(case.metrics)
     if not links:
         return [case]
+    spreads = case.metrics.get("links_spread")
+    spreads = spreads if isinstance(spreads, list) and len(spreads) == len(links) else []
     costs: dict[str, dict[str, Any]] = {}
-    for link in links:
-        costs[f"{link.a} - {link.b} latency"] = {"latency_s": link.latency_us * 1e-6}
-        costs[f"{link.a} -> {link.b}"] = {"bandwidth_gb_per_s": link.there}
-        costs[f"{link.b} -> {link.a}"] = {"bandwidth_gb_per_s": link.back}
-        costs[f"{link.a} <-> {link.b}"] = {"bandwidth_gb_per_s": link.both}
+    for link, spread in itertools.zip_longest(links, spreads):
+        about = {"spread": spread}
+        costs[f"{link.a} - {link.b} latency"] = {"latency_s": link.latency_us * 1e-6} | about
+        costs[f"{link.a} -> {link.b}"] = {"bandwidth_gb_per_s": link.there} | about
+        costs[f"{link.b} -> {link.a}"] = {"bandwidth_gb_per_s": link.back} | about
+        costs[f"{link.a} <-> {link.b}"] = {"bandwidth_gb_per_s": link.both} | about
     key = case.key.copy()
     key.pop("round", None)
     cases = []

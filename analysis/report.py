@@ -35,17 +35,13 @@ from analysis.differences import describe_environment, differences
 from analysis.figures import draw, svg
 from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, rows_of, values_of
 from common.cli import Parser, refuse, show_size
-from common.report import Estimate
+from common.report import Estimate, digits_of
 from common.stats import median
 
-OURS = b'<meta name="generator" content="torchrun-bench">'  # at the begin of a page
-FRACTIONS = ("_rel", "efficiency", "overlap", "mfu")
+FRACTIONS = ("_rel", "efficiency", "overlap", "mfu", "spread")
 DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s")  # the last columns
 SPREAD = 1000  # a column whose numbers differ by more has a unit in each cell
 BUSY = 0.1  # other programs disturb a run where they use more of a node's cores
-# In pixels, with the widest of the usual fonts: what the page has for a table in a window of 1,300,
-# the space beside a cell, a letter, a bold one, and a column of names at its narrowest and widest.
-PAGE_PX, CELL_PX, LETTER_PX, BOLD_PX, NAME_PX, MOST_NAME_PX = 1240, 24, 9, 10, 176, 360
 
 
 class Table(NamedTuple):
@@ -54,7 +50,6 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[Any]]
     marks: dict[int, str]  # rows that stand out, by number, and why: failed or differs
     words: int = 100  # so many columns of words stand before those of numbers
-    folded: str = ""  # the line to open it with, where the page does not show it at once
 
 
 @dataclass
@@ -202,30 +197,38 @@ def time_of_step(row: Row) -> dict[str, Any]:
 
 
 def benchmark(runs: Sequence[Run]) -> Section:
-    """Every number of every case. New metrics, and new scripts, get columns."""
-    cases = rows_of(runs)
-    metrics = [values_of({} if row.failed else row.metrics) for row in cases]
-    header = ["case"]
-    columns = [[f"{row.name} (failed)" if row.failed else row.name for row in cases]]
-    if len(runs) > 1:
-        header.append("report")
-        columns.append([run.label for run in runs for _ in run.rows])
-    words = len(columns)
-    for name in names_of_metrics(metrics):
-        head, cells = column(name, metrics)
-        header.append(head)
-        columns.append(cells)
-    rows = list(zip(*columns, strict=True))
-    failed = {i: "failed" for i, row in enumerate(cases) if row.failed}
-    table = Table("Metrics", header, rows, failed, words)
-    quiet = [f"In all cases: {alike_in_all(cases) or 'nothing'}."]
-    return Section(runs[0].benchmark, [table], quiet=quiet, runs=runs)
+    """Every number of every case, a table for each title. New metrics, and new scripts, get
+    columns."""
+    cases: dict[str, list[tuple[Run, Row]]] = {}
+    for run in runs:
+        for row in run.rows.values():
+            cases.setdefault(row.table, []).append((run, row))
+    tables = [table_of(title, of_title, len(runs) > 1) for title, of_title in cases.items()]
+    quiet = [f"In all cases: {alike_in_all(rows_of(runs)) or 'nothing'}."]
+    return Section(runs[0].benchmark, tables, quiet=quiet, runs=runs)
+
+
+def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) -> Table:
+    """The metrics of cases; a row a metric where these are far more than the cases."""
+    names = []
+    for run, row in cases:
+        failed = " (failed)" if row.failed else ""
+        names.append(f"{row.name}{failed}" + (f", {run.label}" if has_reports else ""))
+    metrics = [values_of({} if row.failed else row.metrics) for _, row in cases]
+    columns = [column(name, metrics) for name in names_of_metrics(metrics)]
+    title = title.removeprefix("# ") or "Metrics"  # as collectives.py prints it
+    if len(columns) > 2 * len(cases):
+        return Table(title, ["", *names], [[head, *cells] for head, cells in columns], {}, 1)
+    rows = list(zip(names, *(cells for _, cells in columns), strict=True))
+    failed_rows = {i: "failed" for i, (_, row) in enumerate(cases) if row.failed}
+    return Table(title, ["case", *(head for head, _ in columns)], rows, failed_rows, 1)
 
 
 def names_of_metrics(metrics: Sequence[dict[str, Value]]) -> list[str]:
-    """The metrics that get a column, details last."""
+    """The metrics that get a column: estimates first, details last."""
     names = dict.fromkeys(name for of_case in metrics for name in of_case)
-    return sorted(names, key=lambda name: name.endswith(DETAILS))
+    estimated = {n for of_case in metrics for n, x in of_case.items() if isinstance(x, Estimate)}
+    return sorted(names, key=lambda name: (name.endswith(DETAILS), name not in estimated))
 
 
 def alike_in_all(cases: Sequence[Row]) -> str:
@@ -243,26 +246,24 @@ def column(name: str, metrics: Sequence[dict[str, Value]]) -> tuple[str, list[st
     """A metric's head and its cells, with their intervals. The unit stands in the head; in each
     cell where a column has small and large numbers, as of messages from 8 bytes to 1 GiB."""
     ending, unit = show.unit_of(name)
+    head = f"_{name}".removesuffix(ending).replace("_per_s_", "/s_").replace("_", " ").strip()
     values = [of_case.get(name, "-") for of_case in metrics]
     numbers = [abs(number) for value in values if (number := number_of(value))]
-    factor = 1.0
-    in_cells = unit in show.SIZES and max(numbers, default=1) > SPREAD * min(numbers, default=1)
+    shown, factor = show.scaled_unit(unit, numbers)
     if name.endswith(FRACTIONS):
-        unit, factor = "%", 100.0
-    elif unit in show.SIZES and not in_cells:
-        unit, factor = show.scaled_unit(unit, numbers)
-    if in_cells:
-        cells = [
-            cell(value, unit, *show.scaled_unit(unit, [number_of(value) or 1])) for value in values
-        ]
-    else:
-        cells = [cell(value, unit, "", factor) for value in values]
-    head = f"_{name}".removesuffix(ending).replace("_", " ").strip()
-    if unit in ("", "bytes"):
+        shown, factor = "%", 100
+    has_units = ending in ("_s", "_gb_per_s", "_mb_per_s")
+    if has_units and max(numbers, default=1) > SPREAD * min(numbers, default=1):
+        scales = [show.scaled_unit(unit, [number_of(value) or 1]) for value in values]
+        pairs = zip(values, scales, strict=True)
+        return head or unit, [cell(value, unit, *scale) for value, scale in pairs]
+    cells = [cell(value, unit, "", factor) for value in values]
+    if unit == "bytes":
         return name.replace("_", " "), cells
-    if unit == "1/s":
-        return f"{head}/s".strip(), cells
-    return (head if in_cells else f"{head} ({unit})".strip()), cells
+    if unit == "1/s":  # `samples/s`, `copy Gbytes/s`
+        first, blank, last = head.rpartition(" ")
+        return f"{first}{blank}{shown}{last}/s", cells
+    return f"{head} ({shown})".strip() if shown else head, cells
 
 
 def cell(value: Value, unit: str, shown_unit: str, factor: float) -> str:
@@ -275,11 +276,8 @@ def cell(value: Value, unit: str, shown_unit: str, factor: float) -> str:
         return f"{value:,}"
     if not isinstance(value, Estimate):
         return f"{show.show_number(value * factor)} {shown_unit}".strip()
-    text = f"{show.show_number(value.value * factor)} {shown_unit}".strip()
-    if value.low is None or value.high is None:
-        return f"{text} (no interval)"
-    low, high = show.show_number(value.low * factor), show.show_number(value.high * factor)
-    return f"{text} ({low} to {high})"
+    ends = [abs(x) for x in (value.value, value.low, value.high) if x]
+    return value.text(shown_unit, factor, digits_of(factor * max(ends)) if ends else 0)
 
 
 def as_markdown(section: Section) -> str:
@@ -289,54 +287,8 @@ def as_markdown(section: Section) -> str:
     for table in section.tables:
         right = range(table.words, len(table.header))
         text = show.show_table(table.header, table.rows, right, "markdown")
-        blocks += [f"### {table.title}", text]
+        blocks += [f"### {show.markdown(table.title)}", text]
     return "\n\n".join(blocks)
-
-
-def fit(table: Table) -> list[Table]:
-    """The table, cut where the page would be too narrow for more columns of numbers.
-
-    The other parts are folded. They repeat the columns of words, and the line that is seen of each
-    names its columns.
-    """
-    columns = [list(map(str, cells)) for cells in zip(table.header, *table.rows, strict=True)]
-    room = PAGE_PX - sum(width_of_names(cells) for cells in columns[: table.words])
-    parts: list[list[int]] = [[]]  # the columns of numbers of each part
-    used = 0
-    for i in range(table.words, len(columns)):
-        width = width_of_numbers(columns[i])
-        if parts[-1] and used + width > room:
-            parts.append([])
-            used = 0
-        parts[-1].append(i)
-        used += width
-    return [part_of(table, part, is_first=part is parts[0]) for part in parts]
-
-
-def width_of_numbers(column: Sequence[str]) -> int:
-    """Pixels of a column of numbers, head first. The head is cut between words, a cell nowhere."""
-    head, *values = column
-    longest_word = max(map(len, head.split()), default=0)
-    longest_value = max(map(len, values), default=0)
-    return CELL_PX + max(64, BOLD_PX * longest_word, LETTER_PX * longest_value)
-
-
-def width_of_names(column: Sequence[str]) -> int:
-    """Pixels of a column of words, where its cells are not cut into more lines than need be."""
-    longest = LETTER_PX * max(map(len, column))
-    return CELL_PX + min(max(NAME_PX, longest), MOST_NAME_PX)
-
-
-def part_of(table: Table, numbers: Sequence[int], is_first: bool) -> Table:
-    """The columns of words of a table, and some of those of numbers."""
-    chosen = [*range(table.words), *numbers] if numbers else range(len(table.header))
-    header = [table.header[i] for i in chosen]
-    rows = [[row[i] for i in chosen] for row in table.rows]
-    part = table._replace(header=header, rows=rows)
-    if is_first:
-        return part
-    heads = [str(table.header[i]) for i in numbers]
-    return part._replace(folded=f"{len(heads)} more columns: {', '.join(heads)}")
 
 
 def as_page(title: str, sections: Sequence[Section]) -> str:
@@ -349,7 +301,7 @@ def as_page(title: str, sections: Sequence[Section]) -> str:
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup) else show.clean(value, 500),
     )
-    jinja.globals |= {"draw": draw, "fit": fit}
+    jinja.globals["draw"] = draw
     jinja.filters["svg"] = lambda figure: Markup(svg(figure))  # matplotlib escapes its texts
     return jinja.get_template("report.html.j2").render(title=title, sections=sections)
 
@@ -365,7 +317,7 @@ def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("reports", nargs="+", metavar="REPORT", help="reports, folders of reports, or patterns")
-    add("-o", "--output", metavar="PAGE.html", help="the page to write, or to replace")
+    add("-o", "--output", metavar="PAGE.html", help="the page to write")
     add("--markdown", action="store_true", help="print the tables as Markdown")
     args = parser.parse_args()
     wanted = args.markdown if args.output is None else args.output.endswith(".html")
@@ -373,7 +325,7 @@ def main() -> int:
         refuse("expected a page to write, e.g. -o report.html, or --markdown")
     with show.one_line(args.reports):
         if args.output is not None:
-            show.check_output(args.output, (".html",), find(args.reports), OURS)
+            show.check_output(args.output, (".html",), find(args.reports))
         runs = load(args.reports)
         name_reports(runs)
         for row in rows_of(runs):

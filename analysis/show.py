@@ -18,6 +18,7 @@ SIZES = {  # of the units of a kind, in the one that metrics have
     "s": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
     "GB/s": {"GB/s": 1.0, "MB/s": 1e-3, "kB/s": 1e-6},
     "MB/s": {"GB/s": 1e3, "MB/s": 1.0, "kB/s": 1e-3},
+    "1/s": {"G": 1e9, "M": 1e6, "": 1.0},
 }
 DAMAGE = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 # what the name of a metric ends in -> its unit; the first end that fits counts
@@ -89,31 +90,12 @@ def put(text: str) -> None:
         refuse(f"stdout: {error.strerror}", status=1)
 
 
-def check_output(
-    path: str, endings: tuple[str, ...], inputs: Iterable[str], mark: bytes = b""
-) -> None:
-    """Raises ValueError or OSError where a page or a figure cannot be written there.
-
-    mark: what the begin of a file must hold to be replaced, if it is not empty.
-    """
+def check_output(path: str, endings: tuple[str, ...], inputs: Iterable[str]) -> None:
+    """Raises ValueError where a page or a figure should not be written there."""
     if not path.lower().endswith(endings):
         raise ValueError(f"expected a file that ends in {' or '.join(endings)}, got {path!r}")
-    is_new = not os.path.exists(path)
-    reports = [report for report in inputs if os.path.exists(report)]
-    if not is_new and any(os.path.samefile(report, path) for report in reports):
+    if os.path.realpath(path) in map(os.path.realpath, inputs):
         raise ValueError(f"{path} is one of the reports, which it would overwrite")
-    target = os.path.realpath(path)
-    if not is_new and not os.path.isfile(target):
-        raise ValueError(f"{path} is no regular file")
-    if not is_new:
-        with open(target, "rb") as file:
-            head = file.read(1024)
-        if head and mark not in head:
-            raise ValueError(f"{path} is no page of report.py, which could be replaced")
-    with open(target, "ab"):  # raises OSError where it cannot be written
-        pass
-    if is_new:
-        os.remove(target)
 
 
 class Unit(NamedTuple):

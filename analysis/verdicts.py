@@ -175,7 +175,7 @@ def times_of_case(benchmark: str, base: Rows, test: Rows, design: Design) -> Res
     if design.paired and len(base) != len(test):
         raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
     first = next(row for row in (*base, *test) if row)
-    result = Result(benchmark, first.key, first.name)
+    result = Result(benchmark, first.key, first.label)
     reasons = [why_untimed("BASE", base), why_untimed("TEST", test)]
     result.reason = "; ".join(filter(None, reasons))
     timed_base = [row for row in base if is_timed(row)]

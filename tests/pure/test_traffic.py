@@ -188,9 +188,9 @@ def test_the_table_the_report_and_the_analysis(
     runs = load_runs([path])
     assert page.where(runs[0]) == "ranks: 2, nodes: 1"
     (table,) = page.benchmark(runs).tables
-    rows = [dict(zip(table.header, row, strict=True)) for row in table.rows]
-    assert [row["case"] for row in rows] == ["ddp2, rank 0", "dp2, rank 0"]
-    assert [row["dp all gather bytes"] for row in rows] == ["-", "1.754M"]
+    rows = {row[0]: list(row[1:]) for row in table.rows}
+    assert table.header[1:] == ["ddp2, rank 0", "dp2, rank 0"]
+    assert rows["dp all gather bytes"] == ["-", "1.754M"]
 
 
 # -- the fake world, and tensors without memory ---------------------------------------------------

@@ -1,0 +1,89 @@
+"""report.py's page in a browser: Debian's chromium, headless, at two widths, light and dark."""
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pure.reports import ROOT, case, estimate, run, write
+
+SMALL = ROOT / "tests" / "golden" / "small.jsonl"
+CHROMIUM = shutil.which("chromium")
+# The page in a frame of a given width, since a window of headless chromium is 500 px at least. Once
+# it is there, what was measured takes the place of the document.
+WRAPPER = """<!doctype html><meta charset="utf-8"><body>
+<iframe width="WIDTH" height="HEIGHT" style="border: 0" srcdoc="PAGE"></iframe>
+<script>
+const frame = document.querySelector("iframe");
+frame.onload = () => {
+  const page = frame.contentDocument, window_ = frame.contentWindow;
+  const bottoms = [...page.querySelectorAll(".answer, .loud")].map(
+    (one) => one.getBoundingClientRect().bottom);
+  document.body.textContent = JSON.stringify({
+    width: window_.innerWidth,
+    content: page.documentElement.scrollWidth,
+    bottoms: bottoms,
+    figures: page.querySelectorAll("svg").length,
+    dark: window_.matchMedia("(prefers-color-scheme: dark)").matches,
+    text: window_.getComputedStyle(page.body).color,
+  });
+};
+</script>"""
+
+
+def wide_report(path: Path) -> str:
+    """A disturbed run with long names, twenty metrics and a case that failed."""
+    numbers = {f"time_number_{n}_s": estimate(n / 3, n / 4, n) for n in range(1, 21)}
+    lines = [case("x" * 300 + str(n), key={"n": n}, metrics=numbers) for n in range(12)]
+    lines.append(case("y", check="failed: " + "z" * 300))
+    write(path, *lines, status=None, benchmark="new")
+    end = {"status": "complete", "answer": ["x is fast"], "others": [[1.1, 2]]}
+    path.write_text(f"{path.read_text()}{json.dumps(end)}\n")
+    return str(path)
+
+
+def look(folder: Path, page: str, width: int, height: int, dark: bool) -> tuple[Any, list[str]]:
+    """What the browser has measured of the page, and the messages in its console."""
+    parts = {"WIDTH": str(width), "HEIGHT": str(height), "PAGE": html.escape(page)}
+    text = re.sub("WIDTH|HEIGHT|PAGE", lambda match: parts[match[0]], WRAPPER)
+    path = folder / "wrapper.html"
+    path.write_text(text)
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--hide-scrollbars", "--enable-logging=stderr", "--window-size=1400,1100"]
+    command += [f"--user-data-dir={folder / 'profile'}"]
+    command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", path.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    (found,) = re.findall(r"<body>(\{.*\})</body>", done.stdout, re.S)
+    return json.loads(html.unescape(found)), re.findall(r"CONSOLE.*", done.stderr)
+
+
+@pytest.mark.smoke
+@pytest.mark.skipif(not CHROMIUM and "CI" not in os.environ, reason="no chromium; see .ci/packages")
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    done = run("report.py", str(SMALL), wide_report(tmp_path / "wide.jsonl"), "-o", str(path))
+    assert done.returncode == 0, done.stderr
+    page = path.read_text()
+    for width, height in ((1300, 900), (420, 800)):
+        for dark in (False, True):
+            found, console = look(tmp_path, page, width, height, dark)
+            assert console == []
+            assert (found["width"], found["content"]) == (width, width)
+            assert 0 < min(found["bottoms"]) < max(found["bottoms"]) < height
+            assert found["figures"] == 3
+            assert (found["dark"], found["text"]) == (
+                dark,
+                "rgb(255, 255, 255)" if dark else "rgb(0, 0, 0)",
+            )
+    # what the test would see: a script, and a line that is too wide
+    worse = page.replace("<h1>", "<script>1</script><p style='width: 500px'>wide</p><h1>")
+    found, console = look(tmp_path, worse, 420, 800, False)
+    assert len(console) == 1
+    assert "Content Security Policy" in console[0]
+    assert found["content"] > 420
