@@ -235,6 +235,7 @@ def start_rpc(
         rpc_timeout=options.timeout_s,
         init_method=f"{SCHEME}://",
         device_maps=device_maps,
+        devices=[job.device] if job.device.type == "cuda" else [],  # what futures may hold
         _transports=None if "auto" in options.transports else options.transports,
         _channels=None if "auto" in options.channels else options.channels,
     )
