@@ -9,10 +9,9 @@ and dense layers under DistributedDataParallel. A route says how the gradient bu
     rpc          every bucket through a parameter server, by RPC
     sparse_rpc   sparse buckets through a server, dense ones by all-reduce
 
-A `running` server adds up gradients as they arrive. A `batch` server keeps all of them and then
-reduces. Both answer when the last gradient of a bucket is in. With `grouped`, each server averages
-over trainers of its own, and the replicas of different servers drift apart. With `sharded`, bucket
-i goes to server i modulo the number of servers, which averages it over all trainers.
+Bucket i goes to server i modulo the number of servers. A `running` server adds up gradients as they
+arrive. A `batch` server keeps all of them and then reduces. Both answer when the last trainer's
+gradient of a bucket is in.
 
     step   the slowest trainer counts in each iteration;  samples/s = trainers * batch size / step
     hook   from a step's first bucket launched to its last one averaged, slowest trainer
@@ -20,12 +19,11 @@ i goes to server i modulo the number of servers, which averages it over all trai
     torchrun --nproc-per-node 5 benchmarks/parameter_server.py --nserver 2
     torchrun --nproc-per-node 11 benchmarks/parameter_server.py --ncudatrainer 8 --nserver 2
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-        benchmarks/parameter_server.py --routes allreduce,rpc --placement sharded
+        benchmarks/parameter_server.py --routes allreduce,rpc --nserver 4
 
 The first ranks are trainers, then come servers, and the last rank is the master, which sets up the
-servers. Within a role, ranks on the CPU come before ranks on CUDA. The script does what PyTorch's
-benchmarks/distributed/rpc/parameter_server did, written anew. BSD-3-Clause.
-docs/parameter_server.md shows how to read the tables.
+servers. The script does what PyTorch's benchmarks/distributed/rpc/parameter_server did, written
+anew. BSD-3-Clause. docs/parameter_server.md shows how to read the tables.
 """
 
 import argparse
@@ -39,7 +37,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +53,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, relative_error, verdict
-from common.cli import By, Parser, add_common_flags, checked, list_of, number, refuse
+from common.cli import By, Parser, add_common_flags, checked, list_of, number
 from common.environment import count_of
 from common.groups import Group, Job
 from common.join import world
@@ -68,7 +66,6 @@ from common.workloads.phases import Durations, Phases, Stamps, phase_table, pool
 
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
 SERVERS = ("running", "batch")
-PLACEMENTS = ("grouped", "sharded")
 PYTORCH_SERVERS = {"AverageParameterServer": "running", "AverageBatchParameterServer": "batch"}
 ROLES = {
     "ntrainer": "trainers on the CPU",
@@ -112,11 +109,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = """running, batch or both (default: both). --server takes PyTorch's names as well:
         AverageParameterServer is running, AverageBatchParameterServer is batch"""
     add("--servers", "--server", type=servers, default="all", metavar="NAME", help=text)
-    text = "grouped, sharded or both (default: both)"
-    add("--placement", type=list_of(str, PLACEMENTS), default="all", metavar="NAME", help=text)
-    text = """how tensors travel between a trainer and a server that are both on CUDA: from GPU to
+    text = """how tensors travel between trainers and servers that are both on CUDA: from GPU to
         GPU by device maps (cuda), or as copies on the CPU (cpu) (default: cuda)"""
-    add("--wire", choices=("cpu", "cuda"), help=text)
+    add("--wire", choices=("cpu", "cuda"), default="cuda", help=text)
     for name, text in ROLES.items():
         add(f"--{name}", type=number(int), default=0, metavar="N", help=text)
     for name, (kind, default, text) in SETTINGS.items():
@@ -132,13 +127,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.dense_embedding and {"hybrid", "sparse_rpc"} & set(args.routes):
         parser.error("--dense-embedding: no bucket is sparse; try --routes allreduce,rpc")
+    if (args.ntrainer and args.ncudatrainer) or (args.nserver and args.ncudaserver):
+        parser.error("a role is on the CPU or on CUDA, e.g. --ncudatrainer 8 --nserver 2")
     args.backend = "nccl" if args.backend == "multi" else args.backend
     return args
 
 
 # [core]
 Batch = tuple[Tensor, Tensor]  # row numbers [batch, sample length], classes [batch]
-Packed = list[Tensor]  # a gradient as it travels: [dense], or [indices, values, size]
 BucketTimes = dict[int, list[dict[str, list[float]]]]  # a server's phases by step, bucket by bucket
 LR = 0.01
 
@@ -181,30 +177,16 @@ def train(
     optimizer.step()
 
 
-def pack(gradient: Tensor, device: torch.device) -> Packed:
-    if not gradient.is_sparse:
-        return [gradient.to(device)]
-    gradient = gradient.coalesce()
-    size = torch.tensor(gradient.shape)
-    return [gradient.indices().to(device), gradient.values().to(device), size]
-
-
-def unpack(packed: Packed, device: torch.device) -> Tensor:
-    if len(packed) == 1:
-        return packed[0].to(device)
-    indices, values = packed[0].to(device), packed[1].to(device)
-    return torch.sparse_coo_tensor(indices, values, packed[2].tolist(), is_coalesced=True)
-
-
-def new_future(device: torch.device) -> Future[Any]:
-    return Future(devices=[device] if device.type == "cuda" else None)
+def coalesced(gradient: Tensor) -> Tensor:
+    """A sparse gradient has each row once."""
+    return gradient.coalesce() if gradient.is_sparse else gradient
 
 
 @dataclass
 class Bucket:
     """A bucket of one step whose gradients are coming in."""
 
-    average: Future[Packed]
+    average: Future[Tensor]
     first_s: float  # when the first gradient arrived
     gradients: list[Tensor] = field(default_factory=list)  # or their sum so far
     arrived: int = 0  # how many gradients have arrived
@@ -217,17 +199,19 @@ class Server:
     def __init__(self, kind: str, trainers: int, device: str) -> None:
         """kind: `running` or `batch`. trainers: how many gradients make an average."""
         self.kind, self.trainers, self.device = kind, trainers, torch.device(device)
+        self.cuda: list[Any] = [self.device] if self.device.type == "cuda" else []
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by step and index
         self.times: BucketTimes = {}
         self.lock = threading.Lock()
 
-    def add(self, step: int, index: int, packed: Packed) -> Future[Packed]:
+    def add(self, step: int, index: int, gradient: Tensor) -> Future[Tensor]:
         """Take a trainer's gradient of a bucket, and promise the average. RPC's threads call it."""
-        gradient = unpack(packed, self.device)
+        wire, gradient = gradient.device, gradient.to(self.device)
         self.synchronize()  # a gradient has arrived once it is on this device
         with self.lock:
             start = perf_counter()
-            bucket = self.buckets.setdefault((step, index), Bucket(new_future(self.device), start))
+            new = Bucket(Future(devices=self.cuda), start)
+            bucket = self.buckets.setdefault((step, index), new)
             if self.kind == "running" and bucket.gradients:
                 bucket.gradients[0].add_(gradient)
             else:
@@ -235,7 +219,7 @@ class Server:
             bucket.arrived += 1
             is_last = bucket.arrived == self.trainers
             if is_last:
-                average = pack(reduce(torch.add, bucket.gradients) / self.trainers, self.device)
+                average = coalesced(reduce(torch.add, bucket.gradients) / self.trainers)
                 del self.buckets[step, index]
             self.synchronize()
             end = perf_counter()
@@ -245,12 +229,11 @@ class Server:
             times = waited_s | {"averaging": bucket.averaging_s}
             self.times.setdefault(step, []).append({name: [s] for name, s in times.items()})
             bucket.average.set_result(average)
-        wire = packed[0].device
-        return bucket.average.then(lambda average: [part.to(wire) for part in average.value()])
+        return bucket.average.then(lambda average: average.value().to(wire))
 
     def synchronize(self) -> None:
         """Each call has CUDA streams of its own, which no lock orders."""
-        if self.device.type == "cuda":
+        if self.cuda:
             torch.cuda.current_stream(self.device).synchronize()
 
 
@@ -261,15 +244,15 @@ def start_server(kind: str, trainers: int, device: str) -> None:
     SERVER[:] = [Server(kind, trainers, device)]
 
 
-def start_servers(kind: str, servers: list[tuple[str, int, str]]) -> None:
-    """The master runs this. servers: the name, the number of trainers and the device of each."""
-    for name, trainers, device in servers:
+def start_servers(kind: str, trainers: int, devices: dict[str, str]) -> None:
+    """The master runs this. devices: of the servers, by their names."""
+    for name, device in devices.items():
         rpc.rpc_sync(name, start_server, args=(kind, trainers, device))
 
 
 @rpc.functions.async_execution  # the thread is free while the other gradients come
-def add_gradient(step: int, index: int, packed: Packed) -> Future[Packed]:
-    return SERVER[0].add(step, index, packed)
+def add_gradient(step: int, index: int, gradient: Tensor) -> Future[Tensor]:
+    return SERVER[0].add(step, index, gradient)
 
 
 def bucket_times() -> BucketTimes:
@@ -279,25 +262,14 @@ def bucket_times() -> BucketTimes:
 def send_bucket(
     server: str, step: int, bucket: dist.GradBucket, wire: torch.device, timeout_s: float
 ) -> Future[Tensor]:
-    """Send a bucket's gradient. The future has the average over the server's trainers.
+    """Send a bucket's gradient. The future has the average over all trainers.
 
     wire: where the gradient is while it travels. The average is on the bucket's device.
     """
-    device = bucket.buffer().device
-    gradient = (step, bucket.index(), pack(bucket.buffer(), wire))
-    call = rpc.rpc_async(server, add_gradient, args=gradient, timeout=timeout_s)
-    # not call.then(): where the server is on the CPU, that future may hold no CUDA tensor
-    average = new_future(device)
-
-    def on_average(call: Future[Packed]) -> None:
-        try:  # value() would take a server's exception for an average
-            average.set_result(unpack(call.wait(), device))
-        except Exception as error:
-            reason = f"{error}\n".splitlines()[:2][-1]  # RPC's own line stands before the server's
-            average.set_exception(RuntimeError(f"{server}: {reason}"))
-
-    call.add_done_callback(on_average)
-    return average
+    device, gradient = bucket.buffer().device, coalesced(bucket.buffer()).to(wire)
+    arguments = (step, bucket.index(), gradient)
+    call = rpc.rpc_async(server, add_gradient, args=arguments, timeout=timeout_s)
+    return call.then(lambda call: call.wait().to(device))
 
 
 Hook = Callable[[None, dist.GradBucket], Future[Tensor]]
@@ -338,10 +310,7 @@ def steps_of_epoch(samples: int, trainers: int, batch_size: int) -> int:
 
 
 def batches_of(key: Key, trainer: int, device: torch.device) -> Iterator[Batch]:
-    """A trainer's part of an epoch, over and over.
-
-    All trainers on a kind of device look up the same rows. What each draws depends on its number.
-    """
+    """A trainer's part of an epoch, over and over. All trainers look up the same rows."""
     seed = key["cuda_seed"] if device.type == "cuda" else key["torch_seed"]
     generator = torch.Generator(device).manual_seed(seed)
     row_count = key["num_embeddings"]
@@ -377,13 +346,6 @@ def stamped(hook: Hook, phases: Phases) -> Hook:
     return stamped_hook
 
 
-class Timed(NamedTuple):
-    """A trainer's timed steps."""
-
-    numbers: list[int]  # by which the servers know these steps
-    durations: list[Durations]
-
-
 def build(
     job: Job, key: Key, group: Group, *, roles: Roles, devices: list[str], timeout_s: float
 ) -> Workload:
@@ -391,19 +353,16 @@ def build(
 
     devices: of all ranks. timeout_s: how long it waits for the average of a gradient.
     """
-    trainers_by_server = trainers_of(key["placement"], roles)
-    names = {server: roles.name(server) for server in trainers_by_server}
-    if job.rank == 0 and names:
-        servers = [(names[s], len(ranks), devices[s]) for s, ranks in trainers_by_server.items()]
-        rpc.rpc_sync("master", start_servers, args=(key["server"], servers))
-    dist.barrier(group.control)  # the servers have started
-    my_servers = [server for server, ranks in trainers_by_server.items() if job.rank in ranks]
+    servers = [roles.name(rank) for rank in roles.servers] if key["server"] else []
+    if job.rank == 0 and servers:
+        of_servers = {roles.name(rank): devices[rank] for rank in roles.servers}
+        rpc.rpc_sync("master", start_servers, args=(key["server"], key["ranks"], of_servers))
     phases = Phases(job.device)
+    wire = job.device if key["wire"] == "cuda" else torch.device("cpu")
 
     def through_server(bucket: dist.GradBucket) -> Future[Tensor]:
-        server = my_servers[bucket.index() % len(my_servers)]
-        wire = job.device if roles.wire(job.rank, server) == "cuda" else torch.device("cpu")
-        return send_bucket(names[server], phases.count, bucket, wire, timeout_s)
+        server = servers[bucket.index() % len(servers)]
+        return send_bucket(server, phases.count, bucket, wire, timeout_s)
 
     # the one workload that a control group carries: it is over gloo, and idle within a block
     sparse_group = group.control if key["route"] == "hybrid" else group.test
@@ -412,10 +371,10 @@ def build(
     sparse, seed = not key["dense_embedding"], key["torch_seed"]
     model = create_model(*sizes, sparse=sparse, seed=seed).to(job.device)
     ddp = wrap(model, group.test, key["bucket_size"], stamped(hook, phases))
-    batches = batches_of(key, job.rank, job.device)
-    averaged_over = averaging_ranks(key["route"], job.rank, roles, trainers_by_server)
-    wrong = compare_with_means(ddp, batches, phases, averaged_over, group.control)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    batches = batches_of(key, job.rank, job.device)
+    dist.barrier(group.control)  # the servers have started, and no trainer is late
+    wrong = compare_with_mean(ddp, optimizer, batches, phases, group.control)
 
     def step() -> tuple[int, Stamps]:
         batch = next(batches)
@@ -425,83 +384,46 @@ def build(
         phases.add("batch", start, phases.now())
         return phases.count, phases.step
 
-    def timed(steps: list[tuple[int, Stamps]]) -> Timed:
+    def durations_by_step(steps: list[tuple[int, Stamps]]) -> dict[int, Durations]:
+        """Of the timed steps, by the numbers that servers know them by."""
         numbers, stamps = zip(*steps, strict=True)
-        return Timed(list(numbers), phases.durations(stamps))
+        return dict(zip(numbers, phases.durations(stamps), strict=True))
 
     def facts() -> dict[str, Any]:
-        asked = names.values() if job.rank == 0 else []
+        asked = servers if job.rank == 0 else []
         return {
             "wrong": f"{wrong} (rank {job.rank})" if wrong else None,
-            "digests": {name: digest(child) for name, child in model.named_children()},
-            "averaged_over": averaged_over,
-            "device": job.device.type,
+            "digest": digest(model),
             "servers": {name: rpc.rpc_sync(name, bucket_times) for name in asked},
         }
 
-    return Workload(step, facts=facts, returned=timed)
+    return Workload(step, facts=facts, returned=durations_by_step)
 
 
-def trainers_of(placement: str | None, roles: Roles) -> dict[int, list[int]]:
-    """The trainers that each server averages over; no servers where there is no placement.
-
-    `grouped`: where trainers and servers are on the same kinds of device, each trainer has a server
-    of its kind. Servers of a kind differ by one trainer at most.
-    """
-    if placement is None:
-        return {}
-    if placement == "sharded":
-        return {server: list(roles.trainers) for server in roles.servers}
-    kinds = {roles.device(rank) for rank in roles.trainers}
-    by_kind = kinds == {roles.device(rank) for rank in roles.servers}
-    trainers_by_server: dict[int, list[int]] = {server: [] for server in roles.servers}
-    for trainer in roles.trainers:
-        alike = {roles.device(trainer)} if by_kind else {"cpu", "cuda"}
-        trainers = [rank for rank in roles.trainers if roles.device(rank) in alike]
-        servers = [rank for rank in roles.servers if roles.device(rank) in alike]
-        number = trainers.index(trainer) * len(servers) // len(trainers)
-        trainers_by_server[servers[number]].append(trainer)
-    return trainers_by_server
-
-
-def averaging_ranks(
-    route: str, rank: int, roles: Roles, trainers_by_server: dict[int, list[int]]
-) -> dict[str, list[int]]:
-    """The trainers over which this rank's embedding and dense layers are averaged."""
-    everyone = list(roles.trainers)
-    shares = [trainers for trainers in trainers_by_server.values() if rank in trainers]
-    mine = shares[0] if shares else everyone
-    return {"embedding": mine, "dense": mine if route == "rpc" else everyone}
-
-
-def compare_with_means(
+def compare_with_mean(
     ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
     batches: Iterator[Batch],
     phases: Phases,
-    averaged_over: dict[str, list[int]],
     group: dist.ProcessGroup,
 ) -> str | None:
-    """Train some steps. The first gradient that is not the mean of these trainers' own, or None.
+    """Train some steps. The first gradient that is not the mean of all trainers' own, or None.
 
     Every rank does all steps, whatever differs: the steps hold collectives.
     """
     wrong = None
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    frozen = torch.optim.SGD(ddp.parameters(), lr=0.0)
     for batch in itertools.islice(batches, CHECK_STEPS):
         phases.begin()
         with ddp.no_sync():  # this trainer's own gradients
-            train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.0), batch, phases.mark)
-        own: list[Any] = [parameter.grad for parameter in ddp.parameters()]
+            train(ddp, frozen, batch, phases.mark)
+        gradients: Any = [parameter.grad for parameter in ddp.parameters()]
+        own = [gradient.to_dense() for gradient in gradients]
         phases.begin()
         train(ddp, optimizer, batch, phases.mark)
-        pairs: Any = zip(ddp.module.named_parameters(), own, strict=True)
-        for (name, parameter), gradient in pairs:
-            gradient = gradient.to_dense()
-            gathered = [torch.empty_like(gradient) for _ in range(group.size())]
-            dist.all_gather(gathered, gradient, group=group)
-            ranks = averaged_over[name.split(".")[0]]
-            mean = torch.stack([gathered[rank] for rank in ranks]).mean(0)
-            error = relative_error(parameter.grad, mean)
+        for (name, parameter), gradient in zip(ddp.module.named_parameters(), own, strict=True):
+            dist.all_reduce(gradient, group=group)
+            error = relative_error(parameter.grad, gradient / group.size())
             if not error <= TOLERANCE:  # NaN is an error, too
                 wrong = wrong or f"the gradient of {name} is off the trainers' mean by {error:.2g}"
     return wrong
@@ -510,54 +432,37 @@ def compare_with_means(
 def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check. facts: of each trainer."""
     metrics = case.metrics
-    metrics |= training_metrics(times, samples_per_step(case))
+    metrics["samples"] = len(case.ranks) * case.key["batch_size"]  # of a step
+    metrics |= training_metrics(times, metrics["samples"])
     trainers, hooks = {}, []
-    for trainer, timed in enumerate(times.returned):
-        hooks.append([max(step["hook"]) for step in timed.durations])
-        phases = pool(timed.durations)
+    for trainer, durations in enumerate(times.returned):
+        hooks.append([max(step["hook"]) for step in durations.values()])
+        phases = pool(durations.values())
         del phases["hook"]  # its durations within a step overlap
         trainers[f"trainer{trainer}"] = phases
     metrics["hook_s"] = median(np.max(hooks, axis=0))
     metrics["trainers"] = summaries(trainers)
     servers = {}
     for name, times_by_step in facts[0]["servers"].items():
-        timed_steps = [times_by_step.get(number, []) for number in times.returned[0].numbers]
+        timed_steps = [times_by_step.get(number, []) for number in times.returned[0]]
         servers[name] = pool(itertools.chain(*timed_steps))
     if servers:
         metrics["servers"] = summaries(servers)
     wrong = [fact["wrong"] for fact in facts if fact["wrong"]]
-    wrong += replicas_that_differ(facts)
-    case.check = verdict(wrong[0] if wrong else None)
-
-
-def replicas_that_differ(facts: list[dict[str, Any]]) -> list[str]:
-    """Replicas that are averaged together must be equal bit by bit.
-
-    Only those on the same kind of device: a CPU and a GPU round differently.
-    """
-    problems = []
-    for fact in facts:
-        for part, ranks in fact["averaged_over"].items():
-            alike = [rank for rank in ranks if facts[rank]["device"] == fact["device"]]
-            problem = compare_replicas([facts[rank]["digests"][part] for rank in alike], alike)
-            if problem:
-                problems.append(f"{part}: {problem}")
-    return problems
-
-
-def samples_per_step(case: Case) -> int:
-    """Of all trainers together."""
-    return int(len(case.ranks) * case.key["batch_size"])
+    differ = compare_replicas([fact["digest"] for fact in facts], case.ranks)
+    case.check = verdict(wrong[0] if wrong else differ)
 
 
 # -- what is printed -------------------------------------------------------------------------------
 
 COLUMNS: Columns = {
     "": lambda case: case.name,
-    "95% ci\nof p50": relative("step_s"),
-    **percentile_columns("step", "sec/step", "samples/s", samples_per_step),
+    "step\n(ms)": metric("step_s", 1e3),
+    "95% ci\nof step": relative("step_s"),
+    "\nsamples/s": metric("samples_per_s", digits=1),
     "hook\n(ms)": metric("hook_s", 1e3),
     "95% ci\nof hook": relative("hook_s"),
+    **percentile_columns("step", "sec/step", "samples/s", lambda case: case.metrics["samples"]),
 }
 
 
@@ -593,60 +498,34 @@ def through_servers(args: argparse.Namespace) -> list[str]:
 
 def choose_roles(args: argparse.Namespace) -> Roles:
     """The roles that the flags ask for. By default one rank in four is a server."""
-    trainers = args.ntrainer + args.ncudatrainer
-    servers = args.nserver + args.ncudaserver
+    trainers, servers = args.ntrainer + args.ncudatrainer, args.nserver + args.ncudaserver
     counts = {"trainers": trainers or None, "servers": servers or None, "master": True}
     if trainers and not servers and not through_servers(args):
-        _, _, world_size, _ = world()
         # the trainers by themselves, or with the master that torchrun lines often have
-        if world_size in (trainers, trainers + 1):
-            counts |= {"servers": 0, "master": world_size > trainers}
+        counts |= {"servers": 0, "master": world()[2] > trainers}
     cuda_trainers = args.ncudatrainer if trainers else None
     roles = assign_roles(args, cuda_trainers, args.ncudaserver, per_server=4, **counts)
-    pairs_on_cuda = not any(map(roles.cuda.isdisjoint, (roles.trainers, roles.servers)))
-    if args.wire == "cuda" and not pairs_on_cuda:
-        example = "e.g. --ncudatrainer 2 --ncudaserver 1"
-        refuse(f"--wire cuda needs trainers and servers on CUDA, {example}")
-    return replace(roles, cuda_wire=args.wire != "cpu" or not pairs_on_cuda)
-
-
-def carriers(route: str, backend: str, dense_embedding: bool) -> Key:
-    """What a case's key says about its process groups and its embedding.
-
-    backend: of the trainers' group. `multi` is nccl, with gloo for sparse buckets: nccl has no
-    sparse all-reduce. So over nccl `allreduce` trains a dense embedding, as PyTorch's runs did.
-    """
-    dense = dense_embedding or (backend == "nccl" and route == "allreduce")
-    multi = backend == "nccl" and not dense
-    return {"dense_embedding": dense, "backend": "multi" if multi else backend}
-
-
-def name_of(key: Key) -> str:
-    """A route and what carries it, e.g. `allreduce (nccl)`, `hybrid (gloo + nccl)`, `rpc batch`."""
-    dense = "nccl" if key["backend"] == "multi" else key["backend"]
-    groups = {"rpc": "", "hybrid": f" (gloo + {dense})"}.get(key["route"], f" ({dense})")
-    ways = [key[name] for name in ("server", "placement", "wire") if key[name]]
-    return " ".join([key["route"] + groups, *ways])
+    return replace(roles, cuda_wire=args.wire == "cuda")
 
 
 def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Planned]:
     """The cases: first those without servers."""
     by_server = through_servers(args)
-    ways: list[Any] = [(route, None, None) for route in args.routes if route not in by_server]
-    # with one server both placements are the same
-    placements = args.placement if len(roles.servers) > 1 else args.placement[:1]
-    ways += itertools.product(by_server, args.servers, placements)
+    ways: list[Any] = [(route, None) for route in args.routes if route not in by_server]
+    ways += itertools.product(by_server, args.servers)
     fixed: Key = {name: getattr(args, name) for name in SETTINGS}
     fixed["servers"] = len(roles.servers)
-    fixed["ncudatrainer"] = len(roles.cuda.intersection(roles.trainers))
-    fixed["ncudaserver"] = len(roles.cuda.intersection(roles.servers))
     cases: list[Planned] = []
-    for route, server, placement in ways:
-        key = {"route": route, "server": server, "placement": placement} | fixed
-        key |= carriers(route, roles.backend, args.dense_embedding)
-        key["wire"] = "cpu" if server and not roles.cuda_wire else None
+    for route, server in ways:
+        key = {"route": route, "server": server} | fixed
+        # nccl has no sparse all-reduce: as in PyTorch's runs over nccl, allreduce has a dense one
+        dense = route == "allreduce" and roles.backend == "nccl"
+        key["dense_embedding"] = args.dense_embedding or dense
+        key["server_device"] = roles.device(roles.servers[0]) if server else None
+        key["wire"] = roles.wire(0, roles.servers[0]) if server else None
         key |= rpc_settings if server else dict.fromkeys(rpc_settings)
-        cases.append((name_of(key), len(roles.trainers), key))
+        name = f"{route} {server}" if server else route
+        cases.append((name, len(roles.trainers), key))
     return cases
 
 
@@ -656,14 +535,13 @@ def main() -> int:
     steps = steps_of_epoch(args.sample_count, len(roles.trainers), args.batch_size)
     rank_args = args_of_rank(args, roles, iters=args.epochs * steps if args.epochs else args.iters)
     timeout_s = args.straggler_timeout or args.timeout / 2
-    torch.sparse.check_sparse_tensor_invariants.disable()  # the default; said, it does not warn
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     devices: list[str] = []
     with Benchmark("parameter_server", rank_args, roles.trainers) as bench, ExitStack() as stack:
         options = rpc_options(args, bench)
         cases = plan(args, roles, options.key())
         title = title_of(args, roles, steps)
-        title += f"\n{options}" if through_servers(args) else ""
+        if through_servers(args):
+            title += f"\n{options}, wire {roles.wire(0, roles.servers[0])}"
         bench.announce({title: cases})
         form = Table(COLUMNS, [max((name for name, _, _ in cases), key=len)])
         with bench.begin_table(title, COLUMNS, answer, form) as table:

@@ -106,7 +106,7 @@ def test_trainers_and_servers(bench: Callable[..., Any], script: str, server: st
 
 
 @pytest.mark.parametrize(("trainers", "servers"), [(2, 0), (0, 1), (2, 1)])
-def test_roles_on_cuda_in_any_mix(bench: Callable[..., Any], trainers: int, servers: int) -> None:
+def test_roles_on_cuda(bench: Callable[..., Any], trainers: int, servers: int) -> None:
     flags = ("--ncudatrainer", str(trainers), "--ncudaserver", str(servers), "--backend", "gloo")
     passed(bench("benchmarks/parameter_server.py", *flags, *SHORT, ranks=4))
 
@@ -118,10 +118,7 @@ def test_averaging_over_nccl_and_through_a_server(bench: Callable[..., Any]) -> 
     keys = {case.key["route"]: case.key for case in passed(run)}
     assert keys["allreduce"]["backend"] == "nccl"
     assert keys["allreduce"]["dense_embedding"]
-    assert keys["hybrid"]["backend"] == "multi"
     assert not keys["hybrid"]["dense_embedding"]
-    assert "allreduce (nccl)" in run.out
-    assert "hybrid (gloo + nccl)" in run.out
 
 
 @pytest.mark.parametrize("wire", ["cpu", "cuda"])
@@ -129,7 +126,7 @@ def test_wires_between_roles_on_cuda(bench: Callable[..., Any], wire: str) -> No
     """1 trainer and 1 server share the GPU. Tensors go by a device map, or through the CPU."""
     roles = ("--ncudatrainer", "1", "--ncudaserver", "1", "--routes", "rpc,sparse_rpc")
     run = bench("benchmarks/parameter_server.py", *roles, "--wire", wire, *SHORT, ranks=3)
-    assert {case.key["wire"] or "cuda" for case in passed(run)} == {wire}
+    assert {case.key["wire"] for case in passed(run)} == {wire}
 
 
 def test_out_of_memory_is_a_row_and_the_next_model_is_measured(bench: Callable[..., Any]) -> None:

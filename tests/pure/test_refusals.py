@@ -53,8 +53,7 @@ MISTAKES = [
     ("ddp_sweep", "--world-sizes 2,node", "--world-sizes: expected a whole number of at least 1"),
     ("ddp_sweep", "--model inception_v3 --image-size 224", "--image-size 299 or more, got 224"),
     ("ddp_sweep", "--dtype tf32 --device cpu", "tf32 is a mode of CUDA's tensor cores; try"),
-    ("input_sweep", "--model resnet19", "unknown model 'resnet19' for images; did you mean resnet"),
-    ("input_sweep", "--kind tokens --model gpt", "for tokens; e.g. decoder-nano"),
+    ("input_sweep", "--model resnet19", "unknown model 'resnet19'; did you mean resnet"),
     ("input_sweep", "--cache hot", "expected some of warm, cold"),
     ("node_check", "--budget 0", "--budget: expected a number above 0, got '0'"),
     ("parallel_sweep", "--mesh dp2dp2", "expected a mesh, got 'dp2dp2'; e.g. dp8, dp2x4"),
@@ -119,7 +118,7 @@ ROLES = [
     ("ddp_rpc", 4, "--server-device cuda", "torch sees no CUDA device"),
     ("parameter_server", 4, "--ntrainer 4 --nserver 2", "are 7 processes, and there are 4"),
     ("parameter_server", 5, "--ncudaserver 1", "torch sees no CUDA device"),
-    ("parameter_server", 5, "--wire cuda", "needs trainers and servers on CUDA, e.g. --ncud"),
+    ("parameter_server", 5, "--ntrainer 1 --ncudatrainer 2", "on the CPU or on CUDA, e.g. --ncu"),
     ("parameter_server", 4, "--ntrainer 3 --nserver 0", "3 trainers, 1 server and a master are 5"),
 ]
 
