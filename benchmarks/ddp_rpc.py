@@ -18,8 +18,8 @@ before the timing, and are the same in each epoch.
 
 The first ranks are trainers, then come servers, and the last rank is the master, which sets up the
 servers. The script does what PyTorch's benchmark_ddp_rpc.py did, written anew. The settings of that
-script are `--lookup sequential --autograd distributed --reducer ddp --backend gloo --epochs 100
---rpc-threads 16 --rpc-transports auto`. BSD-3-Clause. How to read the tables: docs/ddp_rpc.md.
+script are `--lookup sequential --autograd distributed --backend gloo --epochs 100 --rpc-threads 16
+--rpc-transports auto`. BSD-3-Clause. How to read the tables: docs/ddp_rpc.md.
 """
 
 import argparse
@@ -27,7 +27,8 @@ import itertools
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,9 +41,7 @@ import torch.distributed.optim
 import torch.distributed.rpc as rpc
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -58,7 +57,7 @@ from common.table import Columns, Table, metric, percentile_columns, relative, r
 from common.timing import Workload
 from common.workloads.phases import Phases, Stamps, pool
 
-PHASES = ("lookup", "forward", "backward", "exchange", "step")
+PHASES = ("lookup", "forward", "backward", "step")
 # the check against one process trains this, in float64: rounding does not hide an error there
 CHECKED = {"number_embeddings": 50, "batches": 3, "dtype": "float64"}
 TOLERANCE = 1e-6  # relative to the largest change in these steps
@@ -83,10 +82,6 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = """distributed: torch's distributed autograd and DistributedOptimizer; manual: a call
         brings the gradient to each server, which applies it (default: both)"""
     add("--autograd", type=how, default="all", metavar="HOW", help=text)
-    text = """who averages the dense gradients: hook, which is DDP's all-reduce as a hook in Python,
-        whose stamps tell the exchange from the backward pass; ddp, which is DDP's own reducer in
-        C++, without stamps (default: hook)"""
-    add("--reducer", choices=("hook", "ddp"), default="hook", help=text)
     add_rpc_flags(parser, server_device="cpu")
     add_common_flags(parser)
     text = "the same as --iters: N timed epochs of 10 batches, the same batches in each epoch"
@@ -181,15 +176,22 @@ def get_weight() -> Tensor:
     return SERVER[0].weight
 
 
-def look_up_all(
-    servers: list[str], indices: Tensor, offsets: Tensor, *, stays: bool, graph: bool, at_once: bool
-) -> list[Tensor]:
-    """What each server looks up. at_once: not one server after the other."""
-    batch = (indices, offsets, stays, graph)
-    if not at_once:
-        return [rpc.rpc_sync(server, look_up, args=batch) for server in servers]
-    calls = [rpc.rpc_async(server, look_up, args=batch) for server in servers]
-    return torch.futures.wait_all(calls)
+@dataclass(frozen=True)
+class Tables:
+    """The servers' tables, as a trainer sees them."""
+
+    servers: list[str]
+    at_once: bool  # all servers are asked at once, not one after the other
+    stays: bool  # what is looked up stays on the servers' device
+    graph: bool  # autograd follows
+
+    def look_up(self, indices: Tensor, offsets: Tensor) -> list[Tensor]:
+        """Each server's part of the rows."""
+        batch = (indices, offsets, self.stays, self.graph)
+        if not self.at_once:
+            return [rpc.rpc_sync(server, look_up, args=batch) for server in self.servers]
+        calls = [rpc.rpc_async(server, look_up, args=batch) for server in self.servers]
+        return torch.futures.wait_all(calls)
 
 
 def distributed_optimizer(servers: list[str], ddp: nn.Module) -> Any:
@@ -198,63 +200,42 @@ def distributed_optimizer(servers: list[str], ddp: nn.Module) -> Any:
     return torch.distributed.optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=LR)
 
 
-# each server's part of the rows that are looked up, by indices and offsets
-LookUp = Callable[[Tensor, Tensor], list[Tensor]]
+Mark = Callable[[str], None]  # is told which phase of a step has just ended
 
 
 def distributed_step(
-    ddp: nn.Module, optimizer: Any, batch: Batch, look_up_batch: LookUp
-) -> Iterator[str]:
-    """Torch brings the gradients to the servers, and runs an optimizer there. Yields each phase."""
+    ddp: nn.Module, optimizer: Any, tables: Tables, batch: Batch, mark: Mark
+) -> None:
+    """Torch brings the gradients to the servers, and runs an optimizer there."""
     indices, offsets, targets = batch
     with dist_autograd.context() as context:
-        looked_up = look_up_batch(indices, offsets)
-        yield "lookup"
+        looked_up = tables.look_up(indices, offsets)
+        mark("lookup")
         loss = loss_of(ddp, looked_up, targets)
-        yield "forward"
+        mark("forward")
         dist_autograd.backward(context, [loss])
-        yield "backward"
+        mark("backward")
         optimizer.step(context)
-    yield "step"
+    mark("step")
 
 
-def manual_step(
-    ddp: nn.Module, optimizer: Any, batch: Batch, look_up_batch: LookUp, servers: list[str]
-) -> Iterator[str]:
+def manual_step(ddp: nn.Module, optimizer: Any, tables: Tables, batch: Batch, mark: Mark) -> None:
     """The same without distributed autograd: a call brings the gradient to each server."""
     indices, offsets, targets = batch
-    looked_up = [part.requires_grad_() for part in look_up_batch(indices, offsets)]
-    yield "lookup"
+    looked_up = [part.requires_grad_() for part in tables.look_up(indices, offsets)]
+    mark("lookup")
     optimizer.zero_grad()
     loss = loss_of(ddp, looked_up, targets)
-    yield "forward"
+    mark("forward")
     loss.backward()
-    yield "backward"
+    mark("backward")
     calls = []
-    for server, part in zip(servers, looked_up, strict=True):
+    for server, part in zip(tables.servers, looked_up, strict=True):
         gradient = (indices, offsets, part.grad)
         calls.append(rpc.rpc_async(server, apply_gradient, args=gradient))
     optimizer.step()
     torch.futures.wait_all(calls)
-    yield "step"
-
-
-def stamp_exchange(ddp: DistributedDataParallel, mark: Callable[[str], None]) -> None:
-    """DDP's own all-reduce as a hook. mark: is told when the last bucket leaves and is averaged."""
-
-    def on_average(future: Future[Tensor]) -> Tensor:
-        # refers to no group: gloo's own thread must not hold the last reference to one
-        mark("exchange")
-        return future.value()
-
-    def hook(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
-        future = allreduce_hook(group, bucket)
-        if bucket.is_last():
-            mark("backward")
-            future = future.then(on_average)
-        return future
-
-    ddp.register_comm_hook(ddp.process_group, hook)
+    mark("step")
 
 
 # [/core]
@@ -286,8 +267,8 @@ class Training(NamedTuple):
 
     dense: nn.Module
     phases: Phases
-    epoch: Callable[..., Stamps]  # trains an epoch; `after` is called with the name of each phase
-    tables: Callable[[], list[Tensor]]  # of the servers, as they are
+    epoch: Callable[..., Stamps]  # trains an epoch; `mark` is told the end of each phase
+    weights: Callable[[], list[Tensor]]  # of the servers' tables, as they are
 
 
 def start_training(job: Job, key: Key, group: Group, devices: list[str]) -> Training:
@@ -298,39 +279,34 @@ def start_training(job: Job, key: Key, group: Group, devices: list[str]) -> Trai
     dense = dense_of(key).to(job.device)
     phases = Phases(job.device)
     ddp = DistributedDataParallel(dense, process_group=group.test)
-    if key["reducer"] == "hook":
-        stamp_exchange(ddp, phases.mark)
     servers = [f"server{server}" for server in range(key["servers"])]
-    look_up_batch: Any = partial(
-        look_up_all,
+    tables = Tables(
         servers,
+        at_once=key["lookup"] == "parallel",
         stays=key["device"] == "cuda",
         graph=key["autograd"] == "distributed",
-        at_once=key["lookup"] == "parallel",
     )
-    step: Any
     if key["autograd"] == "distributed":
-        step = partial(distributed_step, ddp, distributed_optimizer(servers, ddp))
+        step = partial(distributed_step, ddp, distributed_optimizer(servers, ddp), tables)
     else:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
-        step = partial(manual_step, ddp, optimizer, servers=servers)
+        step = partial(manual_step, ddp, optimizer, tables)
     batches = []
     for indices, offsets, targets in epoch_of(key, job.rank):
         # the targets go where the loss is computed; the rest stays on the CPU, to travel
         batches.append((indices, offsets, targets.to(job.device)))
 
-    def epoch(after: Callable[[str], None] = phases.mark) -> Stamps:
+    def epoch(mark: Mark = phases.mark) -> Stamps:
         phases.begin()
         for batch in batches:
-            for phase in step(batch, look_up_batch=look_up_batch):
-                after(phase)
+            step(batch, mark)
         return phases.step
 
-    def tables() -> list[Tensor]:
+    def weights() -> list[Tensor]:
         rows = torch.arange(key["number_embeddings"])  # every row is a bag of its own
-        return look_up_all(servers, rows, rows, stays=False, graph=False, at_once=True)
+        return replace(tables, stays=False, graph=False).look_up(rows, rows)
 
-    return Training(dense, phases, epoch, tables)
+    return Training(dense, phases, epoch, weights)
 
 
 def train_in_turn(job: Job, key: Key, group: Group, devices: list[str]) -> dict[str, Any]:
@@ -348,7 +324,7 @@ def train_in_turn(job: Job, key: Key, group: Group, devices: list[str]) -> dict[
     training.epoch(wait_for_turn)
     facts: dict[str, Any] = {"dense": digest(training.dense)}
     if job.rank == 0:
-        facts["error"] = error_of(key, [*training.tables(), *training.dense.parameters()])
+        facts["error"] = error_of(key, [*training.weights(), *training.dense.parameters()])
     return facts
 
 
@@ -397,8 +373,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     seconds = pool(itertools.chain(*times.returned))  # in the epochs of all trainers
     batches = times.each().size * case.key["batches"]
     for phase in PHASES:
-        if phase in seconds:
-            metrics[f"{phase}_s"] = sum(seconds[phase]) / batches
+        metrics[f"{phase}_s"] = sum(seconds[phase]) / batches
     problem = compare_replicas([fact["dense"] for fact in facts], case.ranks)
     error = facts[0]["error"]
     if not problem and not error <= TOLERANCE:  # NaN is an error, too
@@ -458,7 +433,6 @@ def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Plan
         "servers": len(roles.servers),
         "dtype": "float32",
         "batches": 10,
-        "reducer": args.reducer,
         "server_device": roles.device(roles.servers[0]),
     }
     cases: list[Planned] = []
@@ -473,12 +447,11 @@ def main() -> int:
     roles = assign_roles(args, trainers=args.number_trainers, servers=args.number_ps, master=True)
     # torch 2.15 warns of its own functional optimizers, whatever the filters: not on stderr
     logging.captureWarnings(True)
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("ddp_rpc", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
         kind = "sparse table" if args.sparse else "table"
-        title = f"{roles} with a {kind} of {args.number_embeddings} x {args.embedding_dim} each; "
-        title += f"reducer {args.reducer}\n{options}"
+        title = f"{roles} with a {kind} of {args.number_embeddings} x {args.embedding_dim} each"
+        title += f"\n{options}"
         cases = plan(args, roles, options.key())
         bench.announce({title: cases})
         with (

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from benchmarks import ddp_rpc
-from common.report import Case, Estimate
+from common.report import Case
 
 SCRIPT = "benchmarks/ddp_rpc.py"
 SHORT = ("--device", "cpu", "--epochs", "6", "--warmup-cycles", "1")
-PARTS = ("lookup", "forward", "backward", "exchange", "step")
 BOTH = ("distributed", "manual")
 
 
@@ -25,39 +24,32 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SHORT, "--lookup", "all", ranks=4)
     assert run.status == 0, run.err
     assert run.err == "" or "OMP_NUM_THREADS" in run.err
-    assert "2 trainers, 1 server with a table of 300 x 64 each" in run.out
     ways = [f"{how} {way}" for how in ("parallel", "sequential") for way in BOTH]
     assert checks(run) == dict.fromkeys(ways, "passed")
     for case in run.report.cases:
         m = case.metrics
         assert case.ranks == [0, 1]
         assert [len(row) for row in case.samples_s["step"]] == [6, 6]
-        assert [name for name in m if name.endswith("_s")][-5:] == [f"{p}_s" for p in PARTS]
-        # the parts of a batch add up to a tenth of the mean epoch of a trainer
+        # the phases of a batch add up to a tenth of the mean epoch of a trainer
         mean = sum(map(sum, case.samples_s["step"])) / 12
-        assert 10 * sum(m[f"{name}_s"] for name in PARTS) == pytest.approx(mean, rel=0.05)
+        assert 10 * sum(m[f"{name}_s"] for name in ddp_rpc.PHASES) == pytest.approx(mean, rel=0.05)
         assert m["samples"] == sum(trainer["samples"] for trainer in m["trainers"]) == 140
         assert m["samples_per_s"].value == pytest.approx(140 / m["epoch_s"].value)
         slowest = max(trainer["epoch_s"].value for trainer in m["trainers"])
         assert m["epoch_s"].value >= slowest
-    rows = [line.split()[0] for line in run.out.splitlines() if "/s" not in line and line.strip()]
-    named = ("All", "Trainer0", "Trainer1")
-    assert [row for row in rows if row in named] == [*named * 4]
+    rows = re.findall(r"^(All|Trainer\d) ", run.out, re.MULTILINE)
+    assert rows == ["All", "Trainer0", "Trainer1"] * 4
+    assert "by lookup parallel, autograd distributed, " in run.out
 
 
 @pytest.mark.smoke
 @pytest.mark.oldest
 def test_seven_processes(bench: Callable[..., Any]) -> None:
-    """4 trainers, 2 servers whose sparse tables join to 512 columns: no projection. DDP's own
-    reducer averages, within the backward pass."""
+    """4 trainers, 2 servers whose sparse tables join to 512 columns: no projection."""
     flags = ("--number-trainers", "4", "--number_ps", "2", "--sparse", "--embedding-dim", "256")
-    run = bench(SCRIPT, *SHORT, *flags, "--reducer", "ddp", ranks=7)
+    run = bench(SCRIPT, *SHORT, *flags, ranks=7)
     assert run.status == 0, run.err
-    assert "2 servers with a sparse table of 300 x 256 each; reducer ddp\nrpc threads" in run.out
-    for case in run.report.cases:
-        assert case.key["reducer"] == "ddp"
-        assert "exchange_s" not in case.metrics
-        assert case.metrics["backward_s"] > 0
+    assert "4 trainers, 2 servers with a sparse table of 300 x 256 each\nrpc threads" in run.out
     assert checks(run) == {f"parallel {way}": "passed" for way in BOTH}
 
 
@@ -76,7 +68,6 @@ def test_the_check_sees(bench: Callable[..., Any], fault: str, wrong: tuple[str,
     assert run.status != 0
     for way in BOTH:
         check = checks(run)[f"parallel {way}"]
-        assert check in run.out or way not in wrong
         off = re.fullmatch(
             r"failed: after 3 steps the parameters are (\S+) of their change away from a single "
             r"process \(at most 1e-06\)",
@@ -84,34 +75,20 @@ def test_the_check_sees(bench: Callable[..., Any], fault: str, wrong: tuple[str,
         )
         assert bool(off) == (way in wrong), check
         assert off is None or float(off[1]) > 1e-6
+        assert off is None or check in run.out
 
 
 @pytest.mark.faults
 def test_a_trainer_that_fails(bench: Callable[..., Any]) -> None:
     """The other one does not wait for it, and the next case is measured."""
-    flags = ("--autograd", "manual,distributed", "--epochs", "6", "--timeout", "60")
-    run = bench(SCRIPT, *flags, "--device", "cpu", ranks=4, inject="step-raises")
+    flags = ("--autograd", "manual,distributed", "--timeout", "60")
+    run = bench(SCRIPT, *SHORT, *flags, ranks=4, inject="step-raises")
     assert run.status != 0
     assert checks(run) == {
         "parallel manual": "failed: RuntimeError: injected: no kernel for this step (rank 1)",
         "parallel distributed": "passed",
     }
     assert run.report.status == "failed"
-
-
-def test_the_answer_has_every_way_side_by_side() -> None:
-    cases = []
-    for way, rate in (("manual", Estimate(1624.4, 1600, 1700)), ("distributed", Estimate(900.0))):
-        cases.append(
-            Case(key={}, ranks=[0], name=f"autograd {way}", metrics={"samples_per_s": rate})
-        )
-    assert ddp_rpc.answer(cases[:1]) == (
-        "the trainers train 1,624 samples/s (1,600 to 1,700) by autograd manual"
-    )
-    assert ddp_rpc.answer(cases).endswith(
-        "by autograd manual, 900 samples/s (no interval) by autograd distributed; timed one after "
-        "the other, analysis/ab.py takes turns"
-    )
 
 
 def test_a_case_is_a_small_table() -> None:
@@ -122,12 +99,9 @@ def test_a_case_is_a_small_table() -> None:
     table = ddp_rpc.TrainersTable(ddp_rpc.ROWS)
     lines = table.row(Case(key={}, ranks=[0, 1], name="a way", metrics=metrics)).splitlines()
     assert lines[0] == "a way"
-    assert [line.split()[0] for line in lines[-3:]] == ["All", "Trainer0", "Trainer1"]
-    assert [line.split()[2:4] for line in lines[-3:]] == [
-        ["1.0000", "40.0"],
-        ["1.0000", "30.0"],
-        ["1.0000", "10.0"],
-    ]
+    rows = [line.split() for line in lines[-3:]]
+    assert [row[0] for row in rows] == ["All", "Trainer0", "Trainer1"]
+    assert [[float(value) for value in row[2:4]] for row in rows] == [[1, 40], [1, 30], [1, 10]]
     failed = Case(key={}, ranks=[0, 1], name="another way", check="failed: why")
     assert table.row(failed) == "another way  failed: why\n"
     assert [case.name for case in table.passed] == ["a way"]
