@@ -26,7 +26,6 @@ import copy
 import itertools
 import sys
 import threading
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -51,7 +50,7 @@ from common.report import Case
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
 from common.stats import Times, side_by_side
 from common.table import Columns, Table, ends, metric, relative
-from common.timing import LEAD_IN, Workload
+from common.timing import Workload
 from common.workloads.phases import own_pace
 
 PAYLOADS = ("module", "tensors")
@@ -330,29 +329,8 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     if not problem and sent != arrived:
         problem = f"the trainers sent {sent} gradients, the server's log has {arrived}"
     case.check = verdict(problem)
-    name_updates(updates, case.rounds)
     metrics["updates"] = len(updates)
-    metrics["updates_by_kind"] = Counter(update["kind"] for update in updates)
     metrics["log"] = updates[-LOGGED:]
-
-
-def name_updates(updates: list[Update], rounds: list[int]) -> None:
-    """Say of each update what it was for; with a gradient of a timed step it is `timed`.
-
-    rounds: the timed steps of each block.
-    """
-    members = [trainer for update in updates for trainer in update["trainers"]]
-    steps = max(Counter(members).values())  # of a trainer: all make as many
-    blocks: list[str] = []
-    for timed in rounds:
-        blocks += ["warm-up"] * LEAD_IN + ["timed"] * timed
-    kinds = ["check"] * CHECKED_STEPS
-    kinds += ["warm-up"] * (steps - len(kinds) - len(blocks)) + blocks
-    sent: Counter[int] = Counter()  # by trainer
-    for update in updates:
-        of_gradients = [kinds[sent[trainer]] for trainer in update["trainers"]]
-        sent.update(update["trainers"])
-        update["kind"] = "timed" if "timed" in of_gradients else of_gradients[0]
 
 
 # -- what is printed -------------------------------------------------------------------------------
@@ -363,14 +341,14 @@ COLUMNS: Columns = {
     "95% ci\nof p50": relative("step_s"),
     "\nupdates/s": metric("updates_per_s", digits=1),
     "95% ci\nof updates/s": ends("updates_per_s", digits=1),
-    "\ngradients/s": metric("gradients_per_s", digits=1),
-    "\nMB/s": metric("mb_per_s"),
     "latency\np50 (ms)": metric("latency_s", 1e3, 3),
     "95% ci\n(ms)": ends("latency_s", 1e3, 3),
+    "\ngradients/s": metric("gradients_per_s", digits=1),
+    "\nMB/s": metric("mb_per_s"),
     "latency\np95 (ms)": metric("latency_p95_s", 1e3, 3),
     "latency\np99 (ms)": metric("latency_p99_s", 1e3, 3),
 }
-WIDEST = ["tensors", "100.000", "+-10.0%", "10000.0", "1000.0 to 1000.0", "10000.0", "1000.00"]
+WIDEST = ["tensors", "100.000", "+-10.0%", "10000.0", "1000.0 to 1000.0", "100.000"]
 
 
 def log_of(case: Case) -> str:
@@ -378,15 +356,12 @@ def log_of(case: Case) -> str:
     size = case.key["batch_update_size"]
     log = case.metrics["log"]
     total = case.metrics["updates"]
-    by_kind = [f"{count} {kind}" for kind, count in case.metrics["updates_by_kind"].items()]
     lines = [f"log of {case.key['payload']}, {len(log)} of {total} updates; seconds of the server"]
-    lines.append(f"all updates: {', '.join(by_kind)}")
     for number, update in enumerate(log, total - len(log) + 1):
         arrivals = zip(update["trainers"], update["came_s"], strict=True)
         for count, (trainer, came_s) in enumerate(arrivals, 1):
             lines.append(f"{came_s:12.6f}  got trainer{trainer}, {count} of {size}")
-        name = f"update {number}, {update['kind']}"
-        lines.append(f"{update['updated_s']:12.6f}  {name}: the model is new")
+        lines.append(f"{update['updated_s']:12.6f}  update {number}: the model is new")
     return "\n".join(lines)
 
 
@@ -415,7 +390,6 @@ def main() -> int:
     roles = assign_roles(args, servers=1)
     cases = plan(args, roles)
     timeout_s = args.straggler_timeout or args.timeout / 2
-    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch._dynamo: for seconds
     with Benchmark("batch_update_ps", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
         cases = [(name, ranks, key | options.key()) for name, ranks, key in cases]

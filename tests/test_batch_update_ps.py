@@ -1,14 +1,13 @@
 """batch_update_ps.py as its user runs it, its faults, its formulas by hand."""
 
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from benchmarks import batch_update_ps
-from common.report import Case, Estimate
+from common.report import Case
 from common.stats import Times
 
 SCRIPT = "benchmarks/batch_update_ps.py"
@@ -35,11 +34,6 @@ def test_fewer_gradients_than_trainers(bench: Callable[..., Any]) -> None:
             assert 1 <= len(update["trainers"]) <= 2
             assert sorted(update["came_s"]) == update["came_s"]
             assert update["came_s"][-1] <= update["updated_s"]
-        assert m["updates_by_kind"]["timed"] >= 20
-        kinds = [update["kind"] for update in m["log"]]
-        assert dict(Counter(kinds)) == m["updates_by_kind"]
-        assert kinds[:20] == ["check"] * 20
-        assert kinds[-1] == "timed"
         # 3 trainers: 20 checked steps, 1 of warm-up, 20 timed ones and one before each of 12 blocks
         assert sum(len(update["trainers"]) for update in m["log"]) >= 3 * (20 + 1 + 20)
         assert batch_update_ps.log_of(case) in run.out
@@ -86,32 +80,19 @@ def test_a_stopped_server_is_named(bench: Callable[..., Any]) -> None:
 def test_the_log_as_lines() -> None:
     """Who came when, and each update; numbered from the first one, of which the report has none."""
     log = [
-        {"trainers": [2, 0], "came_s": [0.25, 0.5], "updated_s": 0.75, "kind": "warm-up"},
-        {"trainers": [1], "came_s": [1.5], "updated_s": 2.0, "kind": "timed"},
+        {"trainers": [2, 0], "came_s": [0.25, 0.5], "updated_s": 0.75},
+        {"trainers": [1], "came_s": [1.5], "updated_s": 2.0},
     ]
     key = {"payload": "tensors", "batch_update_size": 2}
-    metrics = {"log": log, "updates": 12, "updates_by_kind": {"warm-up": 11, "timed": 1}}
-    case = Case(key=key, ranks=[0, 1, 2], metrics=metrics)
+    case = Case(key=key, ranks=[0, 1, 2], metrics={"log": log, "updates": 12})
     assert batch_update_ps.log_of(case).splitlines() == [
         "log of tensors, 2 of 12 updates; seconds of the server",
-        "all updates: 11 warm-up, 1 timed",
         "    0.250000  got trainer2, 1 of 2",
         "    0.500000  got trainer0, 2 of 2",
-        "    0.750000  update 11, warm-up: the model is new",
+        "    0.750000  update 11: the model is new",
         "    1.500000  got trainer1, 1 of 2",
-        "    2.000000  update 12, timed: the model is new",
+        "    2.000000  update 12: the model is new",
     ]
-
-
-def test_what_each_update_was_for() -> None:
-    """Two trainers: 20 steps of the check, 1 of warm-up, then a block of 2 steps and one of 1, each
-    with an untimed step before it. At the end trainer 1 comes a step later than trainer 0."""
-    members = [[0, 1]] * 20 + [[1, 0]] * 4 + [[0], [0, 1], [1]]
-    updates: list[dict[str, Any]] = [{"trainers": who} for who in members]
-    batch_update_ps.name_updates(updates, [2, 1])
-    kinds = [update["kind"] for update in updates]
-    assert kinds[:20] == ["check"] * 20
-    assert kinds[20:] == ["warm-up", "warm-up", "timed", "timed", "warm-up", "timed", "timed"]
 
 
 def test_rates_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +100,9 @@ def test_rates_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     key = {"in_features": 9, "out_features": 10}
     steps = [[1.0, 1.0, 2.0, 2.0], [1.5, 1.5, 1.0, 1.0]]
     case = Case(key=key, ranks=[0, 1], samples_s={"step": steps}, rounds=[2, 2])
-    # each block has an untimed step before it
     times = Times(case.samples_s, case.rounds, [[0.5] * 4, [0.75] * 4])
     members = [[0, 1], [1, 0], [0, 1], [0, 1], [0, 1], [1], [0]]
     updates = [{"trainers": who, "came_s": [0.5] * len(who), "updated_s": 1.0} for who in members]
-    monkeypatch.setattr(batch_update_ps, "CHECKED_STEPS", 0)
     facts: list[dict[str, Any]] = [{"wrong": None, "sent": 6, "updates": updates} for _ in range(2)]
     batch_update_ps.derive(case, times, facts)
     m = case.metrics
@@ -142,13 +121,3 @@ def test_rates_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     facts[1]["sent"] = 7
     batch_update_ps.derive(case, times, facts)
     assert case.check == "failed: the trainers sent 13 gradients, the server's log has 12"
-
-
-def test_the_answer_has_both_payloads_side_by_side() -> None:
-    cases = []
-    for payload, rate in (("module", Estimate(100, 80, 120)), ("tensors", Estimate(50))):
-        cases.append(Case(key={}, ranks=[0], name=payload, metrics={"updates_per_s": rate}))
-    assert batch_update_ps.answer(cases) == (
-        "the server makes 100 updates/s (80 to 120) by payload module, 50.0 updates/s (no "
-        "interval) by payload tensors; timed one after the other, analysis/ab.py takes turns"
-    )

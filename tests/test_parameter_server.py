@@ -10,12 +10,10 @@ from benchmarks import parameter_server
 from common.report import Case, Estimate
 
 SCRIPT = "benchmarks/parameter_server.py"
+SMALL = "--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16"
 # buckets of a layer each, and 5 batches that no number of trainers but 1 and 5 shares out evenly
-TINY = (
-    *"--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16".split(),
-    *"--sample-count 20 --batch-size 4 --bucket-size 0.001".split(),
-    *"--device cpu --warmup-iters 1".split(),
-)
+FEW = "--sample-count 20 --batch-size 4 --bucket-size 0.001"
+TINY = (*SMALL.split(), *FEW.split(), "--device", "cpu", "--warmup-iters", "1")
 SHORT = (*TINY, "--iters", "6")
 
 
