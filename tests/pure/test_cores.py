@@ -1,6 +1,12 @@
-"""The marked cores of the scripts: what a tutorial pastes needs torch, and nothing of common/."""
+"""The marked cores of the scripts: what a tutorial pastes needs torch, and nothing of common/.
+
+Pages have them between ```python core and ```, below the imports that they need.
+
+    python tests/pure/test_cores.py refresh    # the cores of today into the pages with such fences
+"""
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
@@ -8,26 +14,37 @@ from pathlib import Path
 
 import pytest
 
-from tests.process import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 CORE = re.compile(r"^# \[core\]\n(.*?)^# \[/core\]$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"(?<=^```python core\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
-# each of the source programs has a script with a core
+PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if FENCE.search(page.read_text())]
+# each of the source programs has a script with a core, and a page that shows it
 SOURCES = ("batch_update_ps", "ddp_rpc", "parameter_server")
 OF_A_TUTORIAL = {*sys.stdlib_module_names, "torch", "torchvision", "numpy"}
 
 
 def pasted(path: Path) -> str:
-    """The cores of a script, below those of its imports that a tutorial has, too."""
+    """The cores of a script, below those of its imports that they use and that a tutorial has."""
     source = path.read_text()
+    cores = "\n\n\n".join(core.strip("\n") for core in CORE.findall(source))
     imports = []
     for node in ast.parse(source).body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            names = [node.module or ""]
-        if names and names[0].split(".")[0] in OF_A_TUTORIAL:
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        module = node.module or "" if isinstance(node, ast.ImportFrom) else node.names[0].name
+        names = [(alias.asname or alias.name).split(".")[0] for alias in node.names]
+        used = [bool(re.search(rf"\b{name}\b", cores)) for name in names]
+        node.names = list(itertools.compress(node.names, used))
+        if node.names and module.split(".")[0] in OF_A_TUTORIAL:
             imports.append(ast.unparse(node))
-    return "\n".join([*imports, "", *CORE.findall(source)])
+    return "\n".join([*imports, "", cores, ""])
+
+
+def with_core(page: Path) -> str:
+    """The page's text, with the core of its script in its fence."""
+    core = pasted(ROOT / "benchmarks" / f"{page.stem}.py")
+    return FENCE.sub(lambda match: core, page.read_text())
 
 
 def unknown_names(source: str) -> list[str]:
@@ -47,8 +64,22 @@ def test_a_core_needs_nothing_of_the_project(path: Path) -> None:
     assert not re.search(r"\bkey\[", "\n".join(CORE.findall(source)))
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_shows_the_core_of_today(page: Path) -> None:
+    assert page.read_text() == with_core(page), "python tests/pure/test_cores.py refresh"
+
+
+def test_the_pages_of_the_sources_show_their_cores() -> None:
+    assert set(SOURCES) <= {page.stem for page in PAGES}
+
+
 def test_an_unknown_name_is_found() -> None:
     assert unknown_names("import torch\n\ndef f(x: Job) -> None:\n    torch.sum(x, hosted())") == [
         "Job",
         "hosted",
     ]
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["refresh"]:
+    for page in PAGES:
+        page.write_text(with_core(page))
