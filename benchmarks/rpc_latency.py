@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 """What does a call through PyTorch's RPC (TensorPipe) cost here?
 
-The last rank is the callee. All other ranks are callers, which call it at the same time: with 2
-ranks the script measures the plain latency, with more the fan-in that a parameter server sees. A
-run measures one setting of --rpc-threads, --rpc-transports and --rpc-channels. The operations are:
+The last rank is the server. All other ranks call it at the same time: with 2 ranks the script
+measures the plain latency, with more the fan-in that a parameter server sees. A run measures one
+setting of --rpc-threads, --rpc-transports and --rpc-channels. The operations are:
 
     rpc_sync         one call after the other
-    rpc_async        N calls started, then all waited for (--in-flight); times are batch / N
+    rpc_async        N calls started, then all waited for (--in-flight N); a call's time is 1 / N of
+                     the time of all of them
     remote           rpc.remote and to_here: one request makes the result there, one fetches it
-    async_execution  the callee returns a Future at once, and completes it on another thread
+    async_execution  the server returns a Future at once, and completes it on another thread
 
 Two things are timed for each operation, in alternating blocks. The times include the copies that
 are needed if only one side is on CUDA:
@@ -76,13 +77,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "calls that rpc_async starts at once; fewer if they are over 64M together (default: 8)"
     add("--in-flight", type=positive_int, default=8, metavar="N", help=text)
     add_rpc_flags(parser, server_device="auto")
-    add_common_flags(parser, min_iters=6, max_seconds=0.25)
+    add_common_flags(parser, min_iters=6, max_seconds=1.0)
     parser.set_defaults(backend="gloo")  # callers meet on it; what is timed goes over RPC
     return parser.parse_args(argv)
 
 
 # [core]
-class Callee:
+class Server:
     """Counts what arrives in a case, and has the thread that completes Futures."""
 
     def __init__(self, device: str) -> None:
@@ -93,11 +94,11 @@ class Callee:
         self.completer = ThreadPoolExecutor(1)
 
 
-SERVER: list[Callee] = []  # of this process
+SERVER: list[Server] = []  # of this process
 
 
 def start_server(device: str) -> None:
-    SERVER[:] = [Callee(device)]
+    SERVER[:] = [Server(device)]
 
 
 def echo(payload: Tensor) -> Tensor:
@@ -106,12 +107,12 @@ def echo(payload: Tensor) -> Tensor:
 
 
 def sink(payload: Tensor) -> None:
-    callee = SERVER[0]
-    if payload.to(callee.device).is_cuda:  # it has arrived when the copy is done
-        torch.cuda.current_stream(callee.device).synchronize()
-    with callee.lock:
-        callee.calls += 1
-        callee.bytes += payload.nbytes
+    server = SERVER[0]
+    if payload.to(server.device).is_cuda:  # it has arrived when the copy is done
+        torch.cuda.current_stream(server.device).synchronize()
+    with server.lock:
+        server.calls += 1
+        server.bytes += payload.nbytes
 
 
 @rpc.functions.async_execution
@@ -158,15 +159,15 @@ def call(
 # -- a case ----------------------------------------------------------------------------------------
 
 
-def build(job: Job, key: Key, group: Group, *, callee_device: str) -> Workload:
+def build(job: Job, key: Key, group: Group, *, server_device: str) -> Workload:
     """What a caller measures in a case."""
     device, rank = job.device, job.rank
     if rank == 0:
-        rpc.rpc_sync("server0", start_server, args=(callee_device,))
+        rpc.rpc_sync("server0", start_server, args=(server_device,))
     payload = torch.empty(key["size_bytes"], dtype=torch.uint8, device=device)
     patterns.fill(payload, patterns.tile(rank))
     # without a device map CUDA cannot travel
-    wire = torch.device("cpu") if callee_device == "cpu" else device
+    wire = torch.device("cpu") if server_device == "cpu" else device
     echoed: list[Tensor] = []  # of the last round trip
     sunk = 0
 
@@ -185,7 +186,7 @@ def build(job: Job, key: Key, group: Group, *, callee_device: str) -> Workload:
             "wrong": sum(not torch.equal(result, payload) for result in echoed),
         }
 
-    dist.barrier(group.control)  # the callee counts for this case
+    dist.barrier(group.control)  # the server counts for this case
     # callers do not wait for each other
     return Workload(round_trip, {"one way": one_way}, facts=facts, aligned=False)
 
@@ -203,7 +204,7 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     problem = None
     if came != (sent, sent * key["size_bytes"]):
         what = f"{came[0]} calls with {came[1]} bytes"
-        problem = f"the callee received {what} one way, of {sent} sent"
+        problem = f"the server received {what} one way, of {sent} sent"
     for caller, fact in enumerate(facts):
         if wrong := fact["wrong"]:
             problem = f"{wrong} of the last echoes to caller {caller} are not what it sent"
@@ -217,18 +218,18 @@ COLUMNS: Columns = {
     "": lambda case: case.name,
     "p50\n(us)": metric("round_trip_s", 1e6, 1),
     "95% ci\nof p50": relative("round_trip_s"),
-    "p95\n(us)": metric("round_trip_p95_s", 1e6, 1),
-    "p99\n(us)": metric("round_trip_p99_s", 1e6, 1),
     "\ncalls/s": metric("round_trip_calls_per_s", 1, 1),
     "95% ci\nof calls/s": relative("round_trip_calls_per_s"),
     "\nGB/s": metric("round_trip_gb_per_s", 1, 3),
+    "p95\n(us)": metric("round_trip_p95_s", 1e6, 1),
+    "p99\n(us)": metric("round_trip_p99_s", 1e6, 1),
     "one way\np50 (us)": metric("one_way_s", 1e6, 1),
     "one way\nci of p50": relative("one_way_s"),
     "one way\ncalls/s": metric("one_way_calls_per_s", 1, 1),
     "one way\nci of rate": relative("one_way_calls_per_s"),
     "one way\nGB/s": metric("one_way_gb_per_s", 1, 3),
 }
-WIDEST = ["async_execution 64K", "000000.0", "+-10.0%", "000000.0", "000000.0", "00000.0"]
+WIDEST = ["async_execution 64K", "000000.0", "+-10.0%", "00000.0", "+-10.0%", "0.000", "000000.0"]
 
 
 def answer(cases: list[Case]) -> str:
@@ -264,17 +265,17 @@ def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Plan
 def main() -> int:
     args = parse_args()
     roles = assign_roles(args, servers=1)
-    callee = roles.servers[0]
+    server = roles.servers[0]
     with Benchmark("rpc_latency", args_of_rank(args, roles), roles.trainers) as bench:
         options = rpc_options(args, bench)
         cases = plan(args, roles, options.key())
-        title = f"Callers: {len(roles.trainers)}, callee: rank {callee}; {options}"
+        title = f"Callers: {len(roles.trainers)}, server: rank {server}; {options}"
         bench.announce({title: cases})
         with (
             rpc_workers(bench, roles, options) as devices,
             bench.begin_table(title, COLUMNS, answer, Table(COLUMNS, WIDEST)),
         ):
-            build_case = partial(build, bench.job, callee_device=devices[callee])
+            build_case = partial(build, bench.job, server_device=devices[server])
             for name, _, key in cases:
                 bench.measure(key, name, build_case, derive, ranks=roles.trainers)
     return bench.status
