@@ -327,7 +327,7 @@ def count_by_step(axes: list[str]) -> Counter[str]:
     Rank 0 writes to $CALLS how many calls most of the steps had, by axis. Not all steps have as
     many: around the first ones the check gathers gradients.
     """
-    calls = Counter[str]()
+    calls: Counter[str] = Counter()
     steps_by_calls: dict[str, Counter[int]] = {axis: Counter() for axis in axes}
     real = torch.optim.SGD.step
 

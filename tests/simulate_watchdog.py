@@ -64,7 +64,7 @@ def be_ranks(ranks: range, args: argparse.Namespace, port: int, processes: int) 
     """Be some of the ranks: idle for --seconds, say phases in a row, then let a rank stop."""
     counts: Counter[str] = Counter()
     cpu, report = torch.device("cpu"), Report("simulation", {}, None)
-    dogs = list[watchdog.Watchdog]()
+    dogs: list[watchdog.Watchdog] = []
     store = dist.TCPStore("127.0.0.1", port)
     for rank in ranks:
         own = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
@@ -110,7 +110,7 @@ def simulate(args: argparse.Namespace) -> None:
             time.sleep(1)
         os._exit(0)
     port = int(os.read(port_reader, 16))
-    children = list[int]()
+    children: list[int] = []
     for ranks in parts:
         children.append(os.fork())
         if children[-1] == 0:

@@ -487,7 +487,7 @@ def test_what_the_job_did_not_use_others_did(monkeypatch: pytest.MonkeyPatch) ->
     assert load.of_others().busy == 0.5
     job[0] = 33.0  # both are counted in ticks: never below 0
     assert load.of_others().busy == 0
-    slept = list[float]()
+    slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     clock[0] = 100.0625  # ticks are too coarse for that: it waits until 0.1 s are over
     load.of_others()
