@@ -78,11 +78,6 @@ def test_the_list_has_no_other_files() -> None:
     assert set(PRIVATE) <= {path.relative_to(ROOT).as_posix() for path in FILES}
 
 
-def test_what_counts_as_private() -> None:
-    source = "from a._b import _c, d\nimport e._f\nself._g = h._i.j(_k=1)\nl.__doc__"
-    assert private_names(source) == {"_b", "_c", "_f", "_i", "_k"}
-
-
 # -- what they do ----------------------------------------------------------------------------------
 
 
