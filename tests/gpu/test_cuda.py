@@ -49,7 +49,7 @@ def test_gpus_and_how_they_are_driven_are_in_the_report(bench: Callable[..., Any
     assert environment["nccl_backend"] in ("legacy", "nccl2")
     [gpus] = environment["gpus"]  # of one node
     assert len(gpus) >= GPUS
-    assert all(gpu["power.limit"] and gpu["pci.bus_id"] for gpu in gpus)
+    assert all(gpu["power.limit"] and gpu["uuid"] for gpu in gpus)
     assert end["gpus"][0][0]["temperature.gpu"]
 
 
