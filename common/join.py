@@ -212,11 +212,6 @@ def meets_on_loopback(world_size: int, local_world_size: int) -> bool:
     return all(ipaddress.ip_address(row[4][0]).is_loopback for row in found)
 
 
-def agent_has_store() -> bool:
-    """Whether torchrun's agent serves the store in which the ranks meet, not rank 0."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def connect_to_store(
     rank: int, timeout_s: float, on_loopback: bool
 ) -> tuple[dist.TCPStore, dist.Store]:
@@ -224,7 +219,8 @@ def connect_to_store(
 
     on_loopback: it listens on the loopback alone. By itself it would listen on all interfaces.
     """
-    port, served, listener = variable("MASTER_PORT", 1, 65535), agent_has_store(), None
+    port, listener = variable("MASTER_PORT", 1, 65535), None
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     is_master = rank == 0 and not served
     if on_loopback and not served:
         # also for the processes of checkpoint_sweep's async-process, which meet there, too
