@@ -66,6 +66,10 @@ class Estimate:
         """Whether the interval holds the value; without an interval any value may be true."""
         return self.low is None or self.high is None or self.low <= value <= self.high
 
+    def above(self, bound: float) -> bool:
+        """Whether the whole interval lies above the bound; False without an interval."""
+        return self.low is not None and self.low > bound
+
     def overlaps(self, other: "Estimate") -> bool:
         """Whether the intervals have a value in common; so may numbers without an interval."""
         if self.low is None or self.high is None or other.low is None or other.high is None:
@@ -111,9 +115,12 @@ class Estimate:
             words.append(f"({self.low * scale:,.{digits}f} to {self.high * scale:,.{digits}f})")
         return " ".join(word for word in words if word)
 
-    def times(self) -> str:
-        """`1.24 times (1.10 to 1.39)`"""
-        return self.text("times", digits=2)
+    def times(self, most: float = math.inf) -> str:
+        """`1.24 times (1.10 to 1.39)`; `up to 2 times (1.70 at least)` where the interval reaches
+        beyond the most that can be."""
+        if self.low is None or self.high is None or self.high <= most:
+            return self.text("times", digits=2)
+        return f"up to {most:g} times ({self.low:.2f} at least)"
 
     def __str__(self) -> str:
         """Of seconds: `76.1 ms (70.2 to 80.0)`"""

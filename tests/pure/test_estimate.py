@@ -41,6 +41,16 @@ def test_what_the_interval_holds() -> None:
     assert Estimate(2, 1, 4).relative == 1.0
 
 
+def test_beyond_a_bound() -> None:
+    """Two ranks are at most 2 times as fast as one."""
+    assert Estimate(2.3, 2.1, 2.5).above(2)
+    assert not Estimate(2.3, 2.0, 2.5).above(2)
+    assert not Estimate(2.3).above(2)
+    assert Estimate(1.9, 1.7, 2.2).times(most=2) == "up to 2 times (1.70 at least)"
+    assert Estimate(1.9, 1.7, 2.0).times(most=2) == "1.90 times (1.70 to 2.00)"
+    assert Estimate(2.3).times(most=2) == "2.30 times (no interval)"
+
+
 def test_in_words() -> None:
     assert str(Estimate(0.0761, 0.07, 0.0805)) == "76.1 ms (70.0 to 80.5)"
     assert str(Estimate(2.5e-6, 2e-6, 3e-6)) == "2.50 us (2.00 to 3.00)"
