@@ -430,6 +430,7 @@ def add_common_flags(
     most = "or after S seconds of a case and 6 rounds, 1.25 S without an interval "
     most += f"(default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
+    add("--wide", action="store_true", help="all columns of each table, also on a terminal")
     add("--dry-run", action="store_true", help="list the cases; measure nothing")
     report = """append every finished case to this report; an older one becomes PATH.bak, .bak.1,
         ...; - is stdout, and everything else goes to stderr"""
