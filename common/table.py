@@ -9,11 +9,28 @@ import tabulate
 from common.report import Case, Estimate
 
 Columns = dict[str, Callable[[Case], str]]  # a column's header -> a case's cell
+MOST_COLUMNS = 6  # on a terminal; --wide shows all
 
 
-def render(columns: Columns, cases: Sequence[Case]) -> str:
-    """The cases as a table, a row each."""
-    return layout(columns, [cells_of(columns, case) for case in cases])
+def render(columns: Columns, cases: Sequence[Case], room: int | None = None) -> str:
+    """The cases as a table, a row each. room: letters that a line may have; None: any."""
+    rows = [cells_of(columns, case) for case in cases]
+    count = columns_that_fit(list(columns), rows, room)
+    return layout(list(columns)[:count], [row[:count] for row in rows])
+
+
+def columns_that_fit(headers: list[str], rows: Sequence[Sequence[str]], room: int | None) -> int:
+    """How many columns a line of so many letters has, MOST_COLUMNS at most and 1 at least. Without
+    a limit these are all."""
+    if room is None:
+        return len(headers)
+    count = min(len(headers), MOST_COLUMNS)
+    while count > 1:
+        lines = layout(headers[:count], [row[:count] for row in rows]).splitlines()
+        if max(map(len, lines)) <= room:
+            break
+        count -= 1
+    return count
 
 
 def cells_of(columns: Columns, case: Case) -> list[str]:
@@ -30,6 +47,8 @@ class Table:
         self.cases: list[Case] = []
         usual = ["+-00.0%" if "95% ci" in header else "0.0000" for header in columns]
         self.widest = [*widest, *usual[len(widest) :]]
+        self.room: int | None = None  # letters that a line may have; None: any
+        self.count = len(columns)  # of columns that are shown
 
     @property
     def passed(self) -> list[Case]:
@@ -38,12 +57,15 @@ class Table:
 
     def row(self, case: Case) -> str:
         """The lines for one more case, with the header before the first."""
-        cells = cells_of(self.columns, case)
+        cells, headers = cells_of(self.columns, case), list(self.columns)
         if case.failed:
             cells = [cells[0]] + [""] * (len(cells) - 1)
         self.widest = [max(pair, key=len) for pair in zip(self.widest, cells, strict=True)]
+        if not self.cases:
+            self.count = columns_that_fit(headers, [self.widest], self.room)
         # The row of `widest` only sets the widths. It is laid out with each case and left out.
-        *header, _, line = layout(self.columns, [self.widest, cells]).splitlines()
+        rows = [self.widest[: self.count], cells[: self.count]]
+        *header, _, line = layout(headers[: self.count], rows).splitlines()
         line = f"{cells[0]}  {case.check}" if case.failed else line.rstrip()
         self.cases.append(case)
         return "\n".join([*header, line]) if len(self.cases) == 1 else line
@@ -109,6 +131,11 @@ def percentile_columns(
     what is done in that time, such as the samples of a step; the rate is amount / time.
     """
 
+    def time(name: str, case: Case) -> str:
+        value = case.metrics.get(name)
+        digits = digits_beside(case.metrics.get(f"{prefix}_s"))
+        return "-" if value is None else f"{number_of(value):.{digits}f}"
+
     def rate(name: str, case: Case) -> str:
         value = case.metrics.get(name)
         return f"{amount(case) / number_of(value):.1f}" if value else "-"
@@ -116,6 +143,17 @@ def percentile_columns(
     columns: Columns = {}
     for q in (50, 75, 90, 95):
         name = f"{prefix}_s" if q == 50 else f"{prefix}_p{q}_s"
-        columns |= {f"p{q}\n{unit}": metric(name, digits=4)}
+        columns |= {f"p{q}\n{unit}": partial(time, name)}
         columns |= {f"p{q}\n{rate_unit}": partial(rate, name)}
     return columns
+
+
+def digits_beside(value: Any) -> int:
+    """Digits after the point: two or three count; three if the uncertainty leaves room for it."""
+    size = abs(number_of(value)) if value else 1.0
+    uncertainty = size * ((value.relative if isinstance(value, Estimate) else None) or 0.0)
+    for digits in range(9):
+        last = 10.0**-digits  # what the last digit stands for
+        if size >= 100 * last or (size >= 10 * last and last <= uncertainty / 2):
+            return digits
+    return 9

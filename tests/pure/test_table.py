@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from common.report import Case, Estimate
-from common.table import Table, ends, layout, metric
+from common.table import Table, digits_beside, ends, layout, metric, percentile_columns, render
 
 
 def case(samples: list[float] | None = None, **metrics: Any) -> Case:
@@ -31,3 +33,38 @@ def test_a_column_is_as_wide_as_its_header() -> None:
     """By itself tabulate gives each header two blanks more."""
     lines = layout(["case", "time"], [["a", "1"]]).splitlines()
     assert lines == ["case  time", "----  ----", "a        1"]
+
+
+COLUMNS: Any = {name: metric(name) for name in ("a", "bb", "ccc", "d", "e", "f", "g")}
+NUMBERS = dict.fromkeys(COLUMNS, 1.0)
+
+
+@pytest.mark.parametrize(("room", "count"), [(None, 7), (99, 6), (21, 3), (16, 3), (3, 1)])
+def test_a_narrow_terminal_has_the_first_columns(room: int | None, count: int) -> None:
+    """`1.00` has 4 letters, and 2 are between columns: three columns are 16 wide, four are 22."""
+    lines = render(COLUMNS, [case(**NUMBERS)], room).splitlines()
+    assert lines[0].split() == list(COLUMNS)[:count]
+    assert room is None or count == 1 or max(map(len, lines)) <= room
+
+
+def test_a_row_is_as_narrow_as_the_table() -> None:
+    table = Table(COLUMNS)
+    table.room = 22
+    first = table.row(case(**NUMBERS)).splitlines()
+    assert first[0].split() == ["a", "bb", "ccc"]
+    assert {len(line) for line in [*first[1:], table.row(case(**NUMBERS))]} == {22}
+
+
+def test_digits_follow_the_uncertainty() -> None:
+    assert digits_beside(Estimate(0.00103, 0.00101, 0.00105)) == 5
+    assert digits_beside(Estimate(0.00103, 0.0005, 0.0015)) == 4
+    assert digits_beside(Estimate(41.2, 30, 50)) == 0
+    assert digits_beside(0.0206) == 4
+    columns = percentile_columns("step", "sec/step", "samples/s", lambda case: 8)
+    row = case(step_s=Estimate(0.00103, 0.00101, 0.00105), step_p75_s=0.00112)
+    assert [text(row) for text in columns.values()][:4] == [
+        "0.00103",
+        "7767.0",
+        "0.00112",
+        "7142.9",
+    ]
