@@ -9,12 +9,13 @@ import importlib
 import math
 import os
 import shlex
+import shutil
 import stat
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import torch
@@ -34,13 +35,13 @@ from common.cli import (
     take_stdout,
     tell_torchrun,
 )
-from common.environment import BUSY, CpuLoad, Others
+from common.environment import BUSY, CpuLoad, Others, others_text
 from common.groups import Group, Groups, connect, gather, share
 from common.join import join, world
 from common.report import DISK_FAILED, Case, Report, load, not_json
-from common.stats import Times, keep_samples, rounded, stacked
-from common.table import Columns, Table
-from common.timing import Measured, StopRule, Timing, Workload, launch_share, time_steps
+from common.stats import Disturbed, Times, keep_samples, rounded, stacked
+from common.table import Columns, Table, render
+from common.timing import Measured, RankTimes, StopRule, TimedLoop, Workload, launch_share
 from common.watchdog import Watchdog, end_later
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
@@ -53,6 +54,14 @@ Derive = Callable[[Case, Times, list[Any]], None]
 # Called on rank 0 with the cases of a table that did not fail. Returns the sentence, or sentences,
 # that answer what the script asks; None where the cases do not tell.
 Answer = Callable[[list[Case]], str | list[str] | None]
+
+
+class RankResult(NamedTuple):
+    """What each rank of a case sends to rank 0."""
+
+    times: RankTimes
+    facts: Any  # what Workload.facts returned
+    seen: list[Any]  # by each observer
 
 
 class Observer:
@@ -69,7 +78,7 @@ class Observer:
     def phase(self, what: str) -> None:
         """What comes next, never within a block; "" before a line is printed."""
 
-    def after(self, key: Key, work: Workload | Measured, timing: Timing, group: Group) -> Any:
+    def after(self, key: Key, work: Workload | Measured, times: RankTimes, group: Group) -> Any:
         """On each rank of a case, once it is timed: it may use the case's groups. `row` gets what
         the ranks return."""
 
@@ -100,7 +109,8 @@ class Benchmark:
         """tested: the ranks that groups under test may hold; None for all of them."""
         check_flags(args)
         end_later(args.timeout)
-        self.args, self.status, self.planned = args, 1, 0
+        self.args, self.status = args, 1
+        self.case_count = 0  # that the run is going to measure; 0 if nobody has said so
         self.failure: tuple[int, str] | None = None  # of the run as a whole: status and reason
         self.table: Table | None = None
         self.title = ""
@@ -108,16 +118,18 @@ class Benchmark:
         self.measured: list[Key] = []
         rank, on_node, _, _ = world()
         self.is_first = rank == 0
+        # how wide a table may be, in letters; None: as wide as it is
+        self.room = terminal_width() if self.is_first and not args.wide else None
         turns = os.environ.get(TURN)
         variables = environment.user_variables()  # before `join` sets more of them
         files = [take_stdout()] if args.json == "-" else []
         # while two commands take turns, the one that waits is idle: it disturbs nobody
-        self.load = CpuLoad() if on_node == 0 and not turns else None
+        self.cpu_load = CpuLoad() if on_node == 0 and not turns else None
         self.job = join(args.device, args.backend, args.timeout)
         self.groups = Groups(self.job)
         self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
-        measured_on = share(environment.collect(self.job, variables, self.load))
+        measured_on = share(environment.collect(self.job, variables, self.cpu_load))
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
@@ -183,12 +195,12 @@ class Benchmark:
         for title, cases in tables.items():
             keys = {name: self.complete_key(key, ranks) for name, ranks, key in cases}
             planned[title] = [name for name, key in keys.items() if key not in self.done]
-        self.planned = sum(map(len, planned.values()))
+        self.case_count = sum(map(len, planned.values()))
         if not self.args.dry_run:
             return
         for title, names in planned.items():
             self.print("\n".join(["", title, *(f"  {name}" for name in names)]))
-        self.print(f"\n# {environment.count_of(self.planned, 'case')}; nothing was measured")
+        self.print(f"\n# {environment.count_of(self.case_count, 'case')}; nothing was measured")
         self.leave_job()
         sys.exit(0)
 
@@ -218,17 +230,15 @@ class Benchmark:
         self.measured.append(key)
         if key in self.done:
             return self.show(self.report.find(key), [])
-        case, member = (
-            Case(key=key, ranks=list(ranks), name=name, table=self.title),
-            self.job.rank in ranks,
-        )
+        case = Case(key=key, ranks=list(ranks), name=name, table=self.title)
+        member = self.job.rank in ranks
         self.watchdog.begin(name, member)
         self.phase("set up" if member else "not part of it")
         result = self.attempt(key, build, ranks, teams, rule or self.rule)
         if member:  # a rank outside of it is not behind the others
             self.phase("waits for all ranks")
         results, lines = gather(result), list[str]()
-        reason, unwritten = share(self.keep(case, derive, results, lines) if results else None)
+        reason, unwritten = share(self.write(case, derive, results, lines) if results else None)
         self.watchdog.group = None  # two threads must not abort one group
         self.groups.give_back(ranks, teams, failed=reason is not None)
         if unwritten:  # all ranks know it, so that none waits for a lost peer
@@ -242,11 +252,11 @@ class Benchmark:
         ranks: tuple[int, ...],
         teams: Sequence[Sequence[int]] | None,
         rule: StopRule,
-    ) -> tuple[Timing, Any, list[Any]] | None:
+    ) -> RankResult | None:
         """Take the groups of a case and time it, on this rank.
 
-        Returns what `time` returned; None on ranks outside the case, and where it failed: then the
-        watchdog has the reason, and this rank has closed its groups.
+        None on ranks outside the case, and where it failed: then the watchdog has the reason, and
+        this rank has closed its groups.
         """
         result, error = None, ""
         try:
@@ -267,32 +277,31 @@ class Benchmark:
             self.groups.give_back(ranks, teams, failed=True)
         return result
 
-    def time(
-        self, key: Key, work: Workload | Measured, group: Group, rule: StopRule
-    ) -> tuple[Timing, Any, list[Any]]:
-        """Time what `build` has made, on this rank: the times, this rank's facts, and what those
-        that look on have seen."""
+    def time(self, key: Key, work: Workload | Measured, group: Group, rule: StopRule) -> RankResult:
+        """Time what `build` has made, on this rank."""
         if isinstance(work, Measured):
-            timing = Timing(work.samples_s, work.rounds, work.stop, aligned=work.aligned)
+            times = RankTimes(work.samples_s, work.rounds, work.stop, aligned=work.aligned)
             facts = work.facts
         else:
-            timing = time_steps(work, group, self.job.device, rule, self.before_block)
+            times = TimedLoop(work, group, self.job.device, rule, self.before_block).run()
             self.phase("check")
             facts = work.facts()
-        timing.samples_s = rounded(timing.samples_s)
-        return timing, facts, [o.after(key, work, timing, group) for o in self.observers]
+        times.samples_s = rounded(times.samples_s)
+        seen = [observer.after(key, work, times, group) for observer in self.observers]
+        return RankResult(times, facts, seen)
 
     def before_block(self, phase: str) -> None:
         self.turn()
         self.phase(phase)
 
-    def keep(
-        self, case: Case, derive: Derive, results: list[Any], lines: list[str]
+    def write(
+        self, case: Case, derive: Derive, results: list[RankResult], lines: list[str]
     ) -> tuple[str | None, str | None]:
         """Complete the case and write it, on rank 0.
 
         Returns why it failed and why it could not be written, each None if it did not happen.
-        results: what `time` returned on each rank of the job. lines: gets what observers say.
+        results: of each rank of the job; None on those that have none. lines: gets what observers
+        say.
         """
         reason, failed_rank = self.watchdog.failure()
         if reason is None:
@@ -300,7 +309,7 @@ class Benchmark:
                 of_ranks = [results[rank] for rank in case.ranks]
                 self.complete(case, derive, of_ranks)
                 for number, observer in enumerate(self.observers):
-                    seen = [row[2][number] for row in of_ranks]
+                    seen = [result.seen[number] for result in of_ranks]
                     lines += guarded(observer, observer.row, case, seen)
                 reason = not_json("metric", case.metrics)
             except Exception as error:
@@ -317,20 +326,20 @@ class Benchmark:
             return reason, f"--json {self.args.json}: {error.strerror}"
         return reason, None
 
-    def complete(self, case: Case, derive: Derive, results: list[Any]) -> None:
+    def complete(self, case: Case, derive: Derive, results: list[RankResult]) -> None:
         """Fill in the samples, the metrics and the check. results: of the ranks of the case.
 
         The metrics are of all samples, also where the case keeps a part of them.
         """
-        timings: list[Timing] = [timing for timing, _, _ in results]
-        first = timings[0]
-        samples_s = stacked([timing.samples_s for timing in timings])
+        by_rank = [result.times for result in results]
+        first = by_rank[0]
+        samples_s = stacked([times.samples_s for times in by_rank])
         case.aligned, case.rounds, case.stop = first.aligned, first.rounds, first.stop
         keep_samples(case, samples_s)
         if first.launching_s:
-            case.metrics["launch_share"] = launch_share(timings)
-        returned = [timing.returned for timing in timings]
-        derive(case, Times(samples_s, case.rounds, returned), [facts for _, facts, _ in results])
+            case.metrics["launch_share"] = launch_share(by_rank)
+        times = Times(samples_s, case.rounds, [times.returned for times in by_rank])
+        derive(case, times, [result.facts for result in results])
 
     @contextlib.contextmanager
     def begin_table(
@@ -342,16 +351,24 @@ class Benchmark:
     ) -> Iterator[Table]:
         """The cases that are measured within it are the rows of a table. All ranks call it.
 
-        columns: a header -> a function of a case that makes the cell. answer: makes the sentence
-        that the table answers the script's question with. table: another form than usual.
+        columns: a header -> a function of a case that makes the cell, the most important ones
+        first: a terminal without --wide shows as many as fit. answer: makes the sentence that the
+        table answers the script's question with. table: another form than usual.
         """
         self.title, self.table = title, table or Table(columns)
+        self.table.room = self.room
         self.print(f"\n{title}\n")
         yield self.table
         if self.table.passed and answer:
             sentences = answer(self.table.passed) or []
             self.answers += [sentences] if isinstance(sentences, str) else sentences
         self.title, self.table = "", None
+
+    def print_table(self, columns: Columns, cases: Sequence[Case], title: str = "") -> None:
+        """A table more, of cases that were measured."""
+        self.print(
+            "\n".join(["", *([title, ""] if title else []), render(columns, cases, self.room)])
+        )
 
     def conclude(self, sentences: Sequence[str]) -> None:
         """Sentences that answer what the script asks, for one without tables. Call it on rank 0."""
@@ -415,7 +432,7 @@ class Benchmark:
     def load_of_others(self) -> list[Others]:
         """What other programs took from each node during the run. All ranks call it; [] on all but
         rank 0, and while two commands take turns."""
-        rows = gather(self.load.of_others() if self.load else None) or []
+        rows = gather(self.cpu_load.of_others() if self.cpu_load else None) or []
         return [row for row in rows if row]
 
     def disturbed(self) -> Others | None:
@@ -433,9 +450,11 @@ class Benchmark:
         remarks += report_lines(self.report.path, self.replaced)
         remarks.append(f"elapsed {duration(time.time() - psutil.Process().create_time())}")
         self.print("\n" + "\n".join(f"# {remark}" for remark in remarks))
-        if self.answers:
-            self.print("\n" + "\n".join(f"# {sentence}" for sentence in self.answers))
-            last_line["answer"] = self.answers
+        others = others_text(self.report.environment["hosts"], self.load_of_others())
+        answers = [with_cause(sentence, others) for sentence in self.answers]
+        if answers:
+            self.print("\n" + "\n".join(f"# {sentence}" for sentence in answers))
+            last_line["answer"] = answers
         status, reason = self.failure or (0, "")
         cases = self.report.cases
         if failed := [case for case in cases if case.failed]:
@@ -474,6 +493,19 @@ def report_lines(path: str | None, replaced: str | None) -> list[str]:
         before = short(replaced)
         lines.append(f"before {before}; {command('compare.py', before, '--test', path)}")
     return lines
+
+
+def with_cause(sentence: str, others: str) -> str:
+    """The sentence; one about a number that cannot be says so, and who took the cores. others: what
+    other programs took, "" for nothing."""
+    if not isinstance(sentence, Disturbed):
+        return sentence
+    return f'disturbed: "{sentence}" cannot be; {others or "nobody else took the cores"}'
+
+
+def terminal_width() -> int | None:
+    """In letters; None where stdout is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def short(path: str) -> str:

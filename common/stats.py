@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -13,6 +13,8 @@ from common.report import Case, Estimate
 Interval = tuple[float, float]
 Samples = NDArray[np.float64]
 BATCHES = 6  # in time, for the interval of a median
+MODES_APART = 2.0  # the slow mode takes so many times as long, at least
+FEWEST_OF_MODE = 5  # samples
 
 
 def percentiles(samples: ArrayLike, prefix: str) -> dict[str, float]:
@@ -103,6 +105,53 @@ def median(samples: ArrayLike) -> Estimate:
     """The median of samples [n] in the order of time, with its 95 % interval."""
     low, high = median_interval(samples) or (None, None)
     return Estimate(float(np.median(np.asarray(samples))), low, high)
+
+
+def alike(a: ArrayLike, b: ArrayLike) -> bool:
+    """Whether samples [n] and [m] may come from one distribution, by their rank sum at 5 % (Mann
+    and Whitney 1947)."""
+    x, y = np.asarray(a, dtype=np.float64)[:, None], np.asarray(b, dtype=np.float64)
+    wins = np.sum(x < y) + np.sum(x == y) / 2
+    pairs = len(x) * len(y)
+    deviation = np.sqrt(pairs * (len(x) + len(y) + 1) / 12)
+    return bool(abs(wins - pairs / 2) <= NormalDist().inv_cdf(0.975) * deviation)
+
+
+class Mode(NamedTuple):
+    """One of two modes: the median of its samples, and their share of all."""
+
+    time_s: float
+    share: float
+
+
+def modes(samples: ArrayLike) -> tuple[Mode, Mode] | None:
+    """The fast and the slow mode of times [n]; None where there is one mode.
+
+    The logarithms are cut where the variance between the two sides is largest (Otsu 1979), with a
+    tenth of the samples or more on each side. The sides are modes if their medians are a factor of
+    MODES_APART from each other, and few samples are in the middle third between them. A single mode
+    has no such valley, however wide or skewed it is.
+    """
+    x = np.sort(np.log(np.maximum(samples, 1e-9)))
+    n = len(x)
+    least = max(FEWEST_OF_MODE, -(-n // 10))
+    if n < 2 * least:
+        return None
+    cuts = np.arange(least, n - least + 1)  # how many samples are on the fast side
+    sums = np.cumsum(x)[cuts - 1]
+    means_apart = (x.sum() - sums) / (n - cuts) - sums / cuts
+    cut = int(cuts[np.argmax(cuts * (n - cuts) * means_apart**2)])
+    fast, slow = float(np.median(x[:cut])), float(np.median(x[cut:]))
+    third = (slow - fast) / 3
+    if 3 * third < np.log(MODES_APART):
+        return None
+
+    def near(center: float) -> int:
+        return int(np.sum(np.abs(x - center) <= third / 2))
+
+    if min(near(fast), near(slow)) < FEWEST_OF_MODE + 3 * near((fast + slow) / 2):
+        return None
+    return Mode(float(np.exp(fast)), cut / n), Mode(float(np.exp(slow)), 1 - cut / n)
 
 
 def time_of_iterations(samples: ArrayLike, aligned: bool) -> NDArray[np.float64]:
@@ -260,6 +309,10 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     if slow := straggler(by_rank):
         metrics["straggler_rank"], metrics["straggler_factor"] = slow
     return metrics
+
+
+class Disturbed(str):
+    """A sentence about a number that cannot be. Benchmark adds who took the cores meanwhile."""
 
 
 def fastest(times: Mapping[str, Estimate]) -> str:

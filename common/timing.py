@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -14,9 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from common import stats
 from common.groups import Group, agree
-from common.stats import gap, interval_of_rounds
+from common.stats import alike, gap, interval_of_rounds, median
 
 Step = Callable[[], object]
 STEP = "step"  # the name of the step that a case is about, beside the names of its parts
@@ -25,6 +24,7 @@ ROUNDS = 12  # the budget of a case is planned for so many rounds
 TURN_ROUNDS = 24  # the same where two commands take turns
 MIN_ROUNDS = 6  # fewer give no 95 % interval of a difference between steps
 MIN_SAMPLES = 6  # fewer give no 95 % interval of a median
+LARGEST_BLOCK = 1000  # iterations, of a warm-up's window as well
 SLOW_BLOCK = 3  # iterations of a block where MIN_ROUNDS do not fit into the budget
 AHEAD_S = 5e-3  # a full queue holds about 1,000 launches: the device needs at least this for them
 LEAD_IN = 1  # untimed iterations at the start of a block: caches and queues as the step leaves them
@@ -93,8 +93,8 @@ class StopRule:
 
 
 @dataclass
-class Timing:
-    """The times of one case on this rank."""
+class RankTimes:
+    """The times of one case on one rank. Those of all ranks are a `stats.Times`."""
 
     # The seconds of the step and of each part, [iterations]: a list, or what `rounded` makes of it.
     samples_s: dict[str, Any]
@@ -142,23 +142,12 @@ def time_block(
     return times, 0.0 if never_waited else (launched - start) / calls
 
 
-def time_steps(
-    workload: Workload,
-    group: Group,
-    device: torch.device,
-    rule: StopRule,
-    progress: Callable[[str], None] = lambda phase: None,
-) -> Timing:
-    """Time the step and its parts in alternating blocks, until the rule says that it is enough.
+class TimedLoop:
+    """The rounds of a case on this rank. A round has a block of the step and one of each part.
 
-    All members of the group call it together. progress is called before each block, never within
+    All members of the group run it together. progress is called before each block, never within
     one; it gets the name of the step and the number of the block.
     """
-    return TimedLoop(workload, group, device, rule, progress).run()
-
-
-class TimedLoop:
-    """The rounds of a case on this rank. A round has a block of the step and one of each part."""
 
     def __init__(
         self,
@@ -166,15 +155,16 @@ class TimedLoop:
         group: Group,
         device: torch.device,
         rule: StopRule,
-        progress: Callable[[str], None],
+        progress: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.workload, self.group, self.device = workload, group, device
         self.rule, self.progress = rule, progress
         self.steps: dict[str, Step | None] = {STEP: workload.step, **workload.parts}
         if workload.returned:
             self.steps[STEP] = self.call_and_keep
-        self.kept: list[Any] = []  # what the step has returned since the block began
-        self.spent_s = 0.0  # since the first round began
+        self.returned: list[Any] = []  # by the step since the block began
+        samples_s: dict[str, Any] = {name: [] for name, step in self.steps.items() if step}
+        self.times = RankTimes(samples_s, [], aligned=workload.aligned)
         # The next two are right on the group's first rank, which decides. Elsewhere only their
         # lengths are right. The slowest rank counts in each iteration.
         self.slowest_s: list[float] = []  # of the step, in each iteration
@@ -182,96 +172,90 @@ class TimedLoop:
         for name in workload.compared:
             self.gaps_s[name] = []
 
-    def run(self) -> Timing:
-        warm_s = torch.tensor([self.warm_up(name) for name in self.steps], dtype=torch.float64)
-        dist.reduce(warm_s, group_dst=0, op=dist.ReduceOp.MAX, group=self.group.control)
+    def run(self) -> RankTimes:
+        round_s = sum([self.warm_up(name) for name in self.steps])
         differences = bool(self.workload.compared)
-        block = iterations_per_block(float(warm_s.sum()), self.rule, differences)
-        block = agree(block, self.group)
-        mine: dict[str, Any] = {name: [] for name, step in self.steps.items() if step}
-        timing = Timing(mine, [], aligned=self.workload.aligned)
+        block = agree(iterations_per_block(round_s, self.rule, differences), self.group)
+        times = self.times
         gc.collect()
         gc.disable()  # a collection within one rank's block would stop all ranks
         start = perf_counter()
         try:
-            while not timing.stop:
-                self.time_round(timing, block)
-                self.spent_s = perf_counter() - start
-                timing.stop = self.judge(timing, block)
+            while not times.stop:
+                self.time_round(block)
+                times.stop = self.judge(block, perf_counter() - start)
                 if self.rule.iters:  # the last block may be shorter
                     block = max(1, min(block, self.rule.iters - len(self.slowest_s)))
         finally:
             gc.enable()
         if self.workload.returned:
-            timing.returned = self.workload.returned(timing.returned)
+            times.returned = self.workload.returned(times.returned)
         # over gloo the host waits for the device in each step
         waits = self.device.type != "cuda" or dist.get_backend(self.group.test) == "gloo"
         if waits or not self.workload.launches:
-            timing.launching_s = {}
-        return timing
+            times.launching_s = {}
+        return times
 
     def call_and_keep(self) -> None:
-        self.kept.append(self.workload.step())
+        self.returned.append(self.workload.step())
 
     def warm_up(self, name: str) -> float:
-        """Warm a step up. Returns the seconds of a warm sample; 0 on a rank that waits meanwhile.
-
-        The warm-up of all steps takes a quarter of the budget, unless the user has said how many
-        iterations it has. Each step has an equal share of that. A second iteration is made unless
-        the first took over the whole quarter: that one may include setting something up.
-        """
-        limited = not (self.rule.iters or self.rule.full_warmup)
-        quarter = self.rule.max_seconds / 4
-        times: list[float] = []
-        start, count, more = perf_counter(), 0, True
-        while more:
-            count += 1
-            self.progress(f"{name}, warm-up {count}")
+        """Warm a step up. Returns the seconds of a warm sample on the slowest rank; it is right on
+        the group's first rank."""
+        windows: list[list[float]] = []
+        start, size = perf_counter(), 1
+        while size:
+            self.progress(f"{name}, warm-up {len(windows) + 1}")
             dist.barrier(self.group.control)
-            if step := self.steps[name]:
-                times += time_block(step, 1, self.device, self.workload.calls)[0]
-            most = quarter if count == 1 else quarter / len(self.steps)
-            over = limited and perf_counter() - start > most
-            more = agree(count < self.rule.warmup_iters and not over, self.group)
-        return median(times[1:] or times) * self.workload.calls if times else 0.0
+            step, times = self.steps[name], [0.0] * size
+            if step:
+                times, _ = time_block(step, size, self.device, self.workload.calls)
+            [slowest] = self.slowest_rank([times])
+            windows.append([second * self.workload.calls for second in slowest])
+            spent_s = perf_counter() - start
+            size = agree(next_window(windows, spent_s, len(self.steps), self.rule), self.group)
+        return fmean(windows[-1])
 
-    def time_round(self, timing: Timing, block: int) -> None:
+    def slowest_rank(self, samples_s: list[list[float]]) -> list[list[float]]:
+        """The largest of all ranks, of each sample of each step; right on the first rank."""
+        largest = torch.tensor(samples_s, dtype=torch.float64)
+        dist.reduce(largest, group_dst=0, op=dist.ReduceOp.MAX, group=self.group.control)
+        return [list(row) for row in largest.tolist()]
+
+    def time_round(self, block: int) -> None:
         """Time a block of each step. Every other round goes backwards: a drift of the machine then
         slows all steps alike."""
         names = list(self.steps)
-        if len(timing.rounds) % 2 == 1:
+        if len(self.times.rounds) % 2 == 1:
             names.reverse()
         for name in names:
-            self.progress(f"{name}, block {len(timing.rounds) + 1}")
+            self.progress(f"{name}, block {len(self.times.rounds) + 1}")
             dist.barrier(self.group.control)
             if step := self.steps[name]:  # else this rank goes on to the next barrier, asleep
-                self.time_a_block(name, step, timing, block)
-        timing.rounds.append(block)
+                self.time_a_block(name, step, block)
+        self.times.rounds.append(block)
 
-    def time_a_block(self, name: str, step: Step, timing: Timing, block: int) -> None:
-        calls = self.workload.calls
+    def time_a_block(self, name: str, step: Step, block: int) -> None:
+        times, calls = self.times, self.workload.calls
         for _ in range(LEAD_IN * calls):
             step()
-        self.kept.clear()
-        times, launching = time_block(step, block, self.device, calls)
-        timing.samples_s[name] += times
-        timing.launching_s[name] = timing.launching_s.get(name, 0.0) + launching
-        timing.returned += self.kept
+        self.returned.clear()
+        samples_s, launching_s = time_block(step, block, self.device, calls)
+        times.samples_s[name] += samples_s
+        times.launching_s[name] = times.launching_s.get(name, 0.0) + launching_s
+        times.returned += self.returned
 
-    def judge(self, timing: Timing, block: int) -> str:
+    def judge(self, block: int, spent_s: float) -> str:
         """The rule that ends the case, or "". The group's first rank decides for all."""
         names = (STEP, *self.workload.compared)
-        samples_s = [timing.samples_s[name][-block:] for name in names]
-        newest = torch.tensor(samples_s, dtype=torch.float64)  # [names, block]
-        dist.reduce(newest, group_dst=0, op=dist.ReduceOp.MAX, group=self.group.control)
+        newest = self.slowest_rank([self.times.samples_s[name][-block:] for name in names])
         slowest = dict(zip(names, newest, strict=True))
-        self.slowest_s += slowest[STEP].tolist()
+        self.slowest_s += slowest[STEP]
         for name in self.workload.compared:
             self.gaps_s[name].append(gap(slowest[STEP], slowest[name]))
         gaps_s = list(self.gaps_s.values())
-        rounds = len(timing.rounds)
-        reached = rule_reached(self.slowest_s, rounds, self.spent_s, self.rule, gaps_s)
-        return agree(reached, self.group)
+        rounds = len(self.times.rounds)
+        return agree(rule_reached(self.slowest_s, rounds, spent_s, self.rule, gaps_s), self.group)
 
 
 def cuda_graph(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -285,14 +269,40 @@ def cuda_graph(step: Callable[[], object], device: torch.device) -> Callable[[],
     return graph.replay
 
 
-def launch_share(timings: Sequence[Timing]) -> dict[str, float]:
+def launch_share(ranks: Sequence[RankTimes]) -> dict[str, float]:
     """Launching over the device's time, for each step. The rank where this is largest counts."""
     shares: dict[str, float] = {}
-    for timing in timings:
-        for name, launching_s in timing.launching_s.items():
-            share = round(float(launching_s / np.sum(timing.samples_s[name])), 3)
+    for times in ranks:
+        for name, launching_s in times.launching_s.items():
+            share = round(float(launching_s / np.sum(times.samples_s[name])), 3)
             shares[name] = max(share, shares.get(name, 0.0))
     return shares
+
+
+def next_window(
+    windows: Sequence[Sequence[float]], spent_s: float, steps: int, rule: StopRule
+) -> int:
+    """How many iterations the next window of a step's warm-up has; 0: it is warm, or out of time.
+
+    windows: the seconds of the samples so far. The first window is one iteration, which may include
+    setting something up. A step is warm when two windows in a row are alike. The warm-up of all
+    steps takes a quarter of the budget, of which each has an equal share, unless the user has said
+    how many iterations it has. A second iteration is made unless the first took over the quarter.
+    """
+    done = sum(map(len, windows))
+    sample_s = max(fmean(windows[-1]), 1e-9)
+    longest = max(1, min(int(rule.longest_block_s / sample_s), LARGEST_BLOCK))
+    if rule.iters or rule.full_warmup:
+        return max(0, min(longest, rule.warmup_iters - done))
+    quarter_s = rule.max_seconds / 4
+    share_s = quarter_s / steps
+    if done == 1:
+        affordable = int((share_s - spent_s) / sample_s)
+        return 0 if spent_s > quarter_s else max(1, min(affordable, rule.warmup_iters - 1))
+    if len(windows) > 2 and done >= rule.warmup_iters and alike(*windows[-2:]):
+        return 0
+    usual = max(rule.warmup_iters, int(share_s / 4 / sample_s))
+    return max(0, min(longest, usual, int((share_s - spent_s) / sample_s)))
 
 
 def iterations_per_block(round_s: float, rule: StopRule, differences: bool = True) -> int:
@@ -308,7 +318,7 @@ def iterations_per_block(round_s: float, rule: StopRule, differences: bool = Tru
         return min(longest, math.ceil(rule.iters / rounds))
     if not (differences or rule.rounds) and MIN_ROUNDS * (1 + LEAD_IN) * round_s > rule.max_seconds:
         return min(longest, SLOW_BLOCK)  # fewer rounds, so fewer lead-ins
-    affordable = max(1, min(int(rule.max_seconds / rounds / round_s) - LEAD_IN, 1000))
+    affordable = max(1, min(int(rule.max_seconds / rounds / round_s) - LEAD_IN, LARGEST_BLOCK))
     return min(longest, affordable)  # --max-seconds comes before --min-iters
 
 
@@ -333,7 +343,7 @@ def rule_reached(
     short = not gaps and spent_s >= rule.max_seconds and len(slowest) >= MIN_SAMPLES
     if rounds < MIN_ROUNDS and not short:
         return ""
-    ci = stats.median(slowest).relative
+    ci = median(slowest).relative
     unsure = ci is None or any(interval_of_rounds(differences) is None for differences in gaps)
     if unsure and spent_s < rule.patience * rule.max_seconds:
         return ""

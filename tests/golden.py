@@ -68,8 +68,8 @@ def rebuilt(value: Any) -> Any:
         module, name = value["class"]
         owner = sys.modules["__main__"] if module == "__main__" else importlib.import_module(module)
         fields = {key: rebuilt(item) for key, item in value["fields"].items()}
-        fields.pop("trace", None)  # of Timing: it has none any more
-        return getattr(owner, name)(**fields)
+        fields.pop("trace", None)  # it is gone, and the class has another name
+        return getattr(owner, "RankTimes" if name == "Timing" else name)(**fields)
     if "items" in value:
         return {rebuilt(key): rebuilt(item) for key, item in value["items"]}
     if "array" in value:
@@ -103,7 +103,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
 
     size = recording["world_size"]
     left, gathered = list(recording["cases"]), map(rebuilt, recording["gathered"])
-    real_join, real_keep = benchmark.join, benchmark.Benchmark.keep
+    real_join, real_write = benchmark.join, benchmark.Benchmark.write
 
     def join(device: str, backend: str, timeout_s: float) -> Any:
         with mock.patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}):
@@ -115,10 +115,10 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
         left.remove(taken)
         return rebuilt(taken["results"])
 
-    def keep(self: Any, case: Any, derive: Any, results: Any, lines: list[str]) -> Any:
+    def write(self: Any, case: Any, derive: Any, results: Any, lines: list[str]) -> Any:
         seen = [None] * len(self.observers)
-        rows = [row and (*row, seen) for row in take(case)]
-        return real_keep(self, case, derive, rows, lines)
+        rows = [row and benchmark.RankResult(row[0], row[1], seen) for row in take(case)]
+        return real_write(self, case, derive, rows, lines)
 
     @contextlib.contextmanager
     def rpc_workers(*args: Any) -> Iterator[list[str]]:
@@ -133,7 +133,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
         mock.patch.object(dist.Groups, "take", return_value=(None, False)),
         mock.patch.object(dist.Groups, "give_back"),
         mock.patch.object(benchmark.Benchmark, "attempt", return_value=None),
-        mock.patch.object(benchmark.Benchmark, "keep", keep),
+        mock.patch.object(benchmark.Benchmark, "write", write),
         mock.patch.object(benchmark.Benchmark, "load_of_others", return_value=[]),
         mock.patch.object(dist, "gather", side_effect=gathered),
         mock.patch.object(rpc, "rpc_workers", rpc_workers),

@@ -4,7 +4,7 @@
     python tests/scale_case.py RANKS ITERATIONS
 
 Each rank has a step and two parts. The results are unpickled as `gather` does; what the network
-takes for their bytes comes on top. Then Benchmark.keep completes the case and writes its line.
+takes for their bytes comes on top. Then Benchmark.write completes the case and writes its line.
 """
 
 import pickle
@@ -76,7 +76,7 @@ def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
         results = [pickle.loads(content) for content in sent]
         unpickled = perf_counter()
         case = Case(key={"ranks": ranks}, ranks=list(range(ranks)))
-        reason, _ = bench.keep(case, derive, results, [])
+        reason, _ = bench.write(case, derive, results, [])
         kept = perf_counter()
         assert reason is None, reason
         assert case.metrics["straggler_rank"] == 3

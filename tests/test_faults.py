@@ -36,7 +36,7 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
     assert ", block " in stopped
     assert waiting.startswith("rank 0 on ")
     assert "waits" in waiting
-    headline, stack = run.err.index("HANG"), run.err.index("in time_steps")
+    headline, stack = run.err.index("HANG"), run.err.index("in time_round")
     assert headline < stack
     assert "newest collective gloo:" in run.err
     # torchrun's summary has what it sees first: rank 0 that ends, or rank 1 that rank 0 has killed

@@ -12,7 +12,7 @@ import pytest
 
 from common import benchmark
 from common.report import Case
-from common.timing import Timing
+from common.timing import RankTimes
 from tests.process import ROOT
 
 FLAGS = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
@@ -61,8 +61,10 @@ def test_an_error_of_who_looks_on_is_a_line() -> None:
     bench: Any = benchmark.Benchmark.__new__(benchmark.Benchmark)
     bench.observers, bench.report = [broken], Mock(path=None)
     bench.watchdog = Mock(failure=lambda: (None, None))
-    timed = Timing({"step": np.array([1.0])}, [1], "iters")
-    assert bench.keep(case, lambda *_: None, [(timed, None, [None])], lines) == (None, None)
+    timed = RankTimes({"step": np.array([1.0])}, [1], "iters")
+    assert bench.write(
+        case, lambda *_: None, [benchmark.RankResult(timed, None, [None])], lines
+    ) == (None, None)
     assert lines == ["Broken: KeyError: 'row'"]
     assert case.check == "passed"
     assert benchmark.guarded(broken, broken.end, {}) == ["Broken: RuntimeError: end"]

@@ -60,7 +60,7 @@ class Progress(Observer):
             self.line.clear()
             return
         now = time.monotonic()
-        self.pace.cases = self.bench.planned
+        self.pace.cases = self.bench.case_count
         # what comes before the first case, such as `prepare`, is none
         if self.bench.measured and self.bench.watchdog.case != self.number:
             self.number = self.bench.watchdog.case

@@ -23,7 +23,7 @@ from common.benchmark import Benchmark, Observer
 from common.environment import node_of_each
 from common.groups import Group
 from common.report import Case
-from common.timing import STEP, Measured, Step, Timing, Workload, time_block
+from common.timing import STEP, Measured, RankTimes, Step, Workload, time_block
 
 ITERATIONS = 5
 SLOW = 1.1  # a line says so if a step under the profiler takes more times as long
@@ -48,7 +48,7 @@ class Trace(Observer):
             self.nodes = node_of_each(bench.report.environment)
 
     def after(
-        self, key: Mapping[str, Any], work: Workload | Measured, timing: Timing, group: Group
+        self, key: Mapping[str, Any], work: Workload | Measured, times: RankTimes, group: Group
     ) -> dict[str, Any] | None:
         """Run the steps, and write a trace if this rank is one of those that profile.
 
@@ -60,7 +60,7 @@ class Trace(Observer):
             steps = {STEP: work.step, **work.parts}
         if not (self.bench.args.profile and steps):
             return None
-        own_s = float(median(timing.samples_s[STEP]))
+        own_s = float(median(times.samples_s[STEP]))
         medians_s = [own_s] * len(group.ranks)
         dist.all_gather_object(medians_s, own_s, group=group.control)
         iters = max(1, min(ITERATIONS, int(self.bench.rule.longest_block_s / max(medians_s))))

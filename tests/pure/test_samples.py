@@ -10,12 +10,12 @@ import pytest
 
 from analysis.load import load
 from common import stats as samples
-from common.benchmark import Benchmark
+from common.benchmark import Benchmark, RankResult
 from common.observe.hints import timed_s
 from common.report import Case, Report
 from common.report import load as load_report
 from common.stats import Times
-from common.timing import Timing
+from common.timing import RankTimes
 from tests import scale_case
 
 
@@ -94,10 +94,10 @@ def test_many_ranks_keep_some_iterations(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "LIMIT", 600)
     seconds = made_up()
-    timings = []
+    by_rank = []
     for rank in range(8):
         of_rank = {name: rows[rank].tolist() for name, rows in seconds.items()}
-        timings.append(Timing(samples.rounded(of_rank), [50, 50], "iters"))
+        by_rank.append(RankTimes(samples.rounded(of_rank), [50, 50], "iters"))
     case = Case(key={}, ranks=list(range(8)))
     shapes = []
 
@@ -106,7 +106,7 @@ def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.array_equal(times.slowest(), seconds["step"].max(axis=0))
 
     bench: Any = SimpleNamespace()
-    Benchmark.complete(bench, case, derive, [(timing, None, []) for timing in timings])
+    Benchmark.complete(bench, case, derive, [RankResult(times, None, []) for times in by_rank])
     assert shapes == [(8, 100)]
     assert len(case.samples_s["step"][0]) == 22
     slowest = [rows.max(axis=0).sum() for rows in seconds.values()]

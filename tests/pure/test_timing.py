@@ -1,6 +1,7 @@
 """The stop rule by hand, and the timed loop in a world of one."""
 
 import argparse
+import gc
 import itertools
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,15 +17,16 @@ from common import cli
 from common import timing as timing_module
 from common.groups import Group
 from common.timing import (
+    RankTimes,
     Step,
     StopRule,
-    Timing,
+    TimedLoop,
     Workload,
     iterations_per_block,
     launch_share,
+    next_window,
     rule_reached,
     time_block,
-    time_steps,
 )
 
 CPU = torch.device("cpu")
@@ -35,13 +37,9 @@ CPU = torch.device("cpu")
     [
         (1e-3, StopRule(), 415),  # 5 s / 12 rounds / 1 ms - the lead-in of 1
         (1e-6, StopRule(), 1000),  # at most
-        (1e-3, StopRule(max_seconds=0.05), 3),  # 3.17
-        (0.1, StopRule(), 3),  # 4.17 - 1
-        (0.1, StopRule(min_iters=60), 3),  # --max-seconds comes before --min-iters
-        (0.1, StopRule(min_iters=100_000), 3),
+        (0.1, StopRule(min_iters=60), 3),  # 4.17 - 1: --max-seconds comes before --min-iters
         (1.4, StopRule(), 1),
         (1e-3, StopRule(iters=30), 3),
-        (1e-3, StopRule(iters=5), 1),
         (2.0, StopRule(iters=600, longest_block_s=6), 3),
         (1e-3, StopRule(rounds=24), 207),
     ],
@@ -64,6 +62,39 @@ def test_slow_steps_have_fewer_rounds(round_s: float, rule: StopRule, expected: 
     """Unless the row shows a difference, whose interval needs 6 of them."""
     assert iterations_per_block(round_s, rule, differences=False) == expected
     assert iterations_per_block(round_s, rule, differences=True) <= expected
+
+
+FIXED = StopRule(warmup_iters=7, full_warmup=True)
+ALIKE, LOWER = [1e-3, 3e-3, 2e-3, 4e-3], [0.6e-3] * 4
+
+
+@pytest.mark.parametrize(
+    ("windows", "spent_s", "rule", "expected"),
+    [
+        ([[0.01]], 0.01, StopRule(), 4),  # two steps: each has 0.625 s of 5 s
+        ([[0.2]], 0.2, StopRule(), 2),  # 0.425 / 0.2
+        ([[0.7]], 0.7, StopRule(), 1),  # a second one, which may be faster
+        ([[1.3]], 1.3, StopRule(), 0),  # not if the first took over the whole quarter
+        ([[0.7], [0.6]], 1.3, StopRule(), 0),
+        ([[0.01], ALIKE], 0.02, StopRule(), 62),  # a quarter of 0.625 s / 2.5 ms
+        ([[0.01], ALIKE, ALIKE], 0.03, StopRule(), 0),
+        ([[0.01], ALIKE, LOWER], 0.03, StopRule(), 260),
+        ([[0.01], ALIKE, LOWER], 0.622, StopRule(), 5),  # what is left of it
+        ([[0.01], ALIKE, LOWER], 0.63, StopRule(), 0),
+        ([[0.01], ALIKE, ALIKE], 0.03, StopRule(warmup_iters=10), 62),
+        ([[0.01], [1e-6] * 4], 0.02, StopRule(), 1000),
+        ([[9.0]], 9, FIXED, 6),  # as many as were asked for
+        ([[9.0], [9.0] * 4], 45, FIXED, 2),
+        ([[9.0], [9.0] * 6], 63, FIXED, 0),
+        ([[50.0]], 50, FIXED, 1),  # the watchdog's longest block is 75 s
+        ([[9.0]], 9, StopRule(iters=3), 4),
+        ([[9.0]], 9, StopRule(warmup_iters=0, full_warmup=True), 0),
+    ],
+)
+def test_a_step_is_warm_when_windows_agree_or_its_time_is_over(
+    windows: list[list[float]], spent_s: float, rule: StopRule, expected: int
+) -> None:
+    assert next_window(windows, spent_s, 2, rule) == expected
 
 
 SWING = [1.0, 1.2] * 10  # 20 samples, an interval of 1.0 to 1.2
@@ -107,8 +138,7 @@ SWINGING = [1.0, 2.0] * 3
     ("slowest", "gaps", "spent", "expected"),
     [
         (SWINGING, [], 5, "max-seconds"),
-        (DRIFT, [], 5, ""),  # on to 1.25 times --max-seconds
-        (DRIFT, [], 6.2, ""),
+        (DRIFT, [], 6.2, ""),  # on to 1.25 times --max-seconds
         (DRIFT, [], 6.25, "max-seconds"),
         (SAME, [LONG_DRIFT], 0, ""),  # the step is narrow enough, but `exposed` has no interval
         (SAME, [LONG_DRIFT], 10, "target-ci"),
@@ -137,21 +167,13 @@ def test_a_warm_up_that_was_asked_for_is_done_in_full() -> None:
     assert StopRule.by_flags(flags("-w", "0"), False).warmup_iters == 0
 
 
-def test_a_block_calls_so_often_and_divides_by_calls() -> None:
-    calls: list[int] = []
-    times, launching = time_block(lambda: calls.append(1), 3, CPU, calls=4)
-    assert len(calls) == 12
-    assert len(times) == 3
-    assert launching == 0  # on the CPU
-    assert len(time_block(lambda: calls.append(1), 3, CPU)[0]) == 3
-    assert len(calls) == 15
-
-
 def test_a_sample_is_the_mean_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two samples of 4 calls, which take 8 s and 4 s, begin at 10 s."""
+    calls: list[int] = []
     clock = iter([10.0, 10.0, 18.0, 22.0, 22.0])
     monkeypatch.setattr(timing_module, "perf_counter", lambda: next(clock))
-    assert time_block(lambda: None, 2, CPU, calls=4)[0] == [2.0, 1.0]
+    assert time_block(lambda: calls.append(1), 2, CPU, calls=4) == ([2.0, 1.0], 0)
+    assert len(calls) == 8
 
 
 class Event:
@@ -197,8 +219,8 @@ def test_a_device_with_work_queued_never_waited_for_the_host(
 
 
 def test_launch_share_is_of_the_rank_with_the_most() -> None:
-    slow = Timing({"a": [1.0, 3.0]}, [2], "iters", {"a": 1.0})
-    fast = Timing({"a": [0.5, 0.5]}, [2], "iters", {"a": 0.9})
+    slow = RankTimes({"a": [1.0, 3.0]}, [2], "iters", {"a": 1.0})
+    fast = RankTimes({"a": [0.5, 0.5]}, [2], "iters", {"a": 0.9})
     assert launch_share([slow, fast]) == {"a": 0.9}
     assert launch_share([slow]) == {"a": 0.25}
 
@@ -212,24 +234,9 @@ def group() -> Any:
     dist.destroy_process_group()
 
 
-def test_steps_alternate_and_turn_around(group: Group) -> None:
-    order: list[str] = []
-    steps: dict[str, Step] = {name: partial(order.append, name) for name in "ab"}
-    phases: list[str] = []
-    rule = StopRule(warmup_iters=1, iters=14)
-    work = Workload(steps["a"], {"b": steps["b"]})
-    timing = time_steps(work, group, CPU, rule, progress=phases.append)
-    assert timing.stop == "iters"
-    assert timing.rounds == [2, 2, 2, 2, 2, 2, 2]
-    assert len(timing.samples_s["step"]) == 14
-    assert "".join(order[:2]) == "ab"  # warm-up
-    # a lead-in and two timed, forwards and then backwards
-    assert "".join(order[2:14]) == "aaabbbbbbaaa"
-    assert phases[:2] == ["step, warm-up 1", "b, warm-up 1"]
-    assert phases[2:6] == ["step, block 1", "b, block 1", "b, block 2", "step, block 2"]
-
-
-def test_ranks_meet_before_each_block(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_alternate_and_turn_around_and_ranks_meet_before_each_block(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
     real = dist.barrier
 
@@ -238,9 +245,27 @@ def test_ranks_meet_before_each_block(group: Group, monkeypatch: pytest.MonkeyPa
         real(*given)
 
     monkeypatch.setattr(timing_module.dist, "barrier", barrier)
+    phases: list[str] = []
     work = Workload(partial(order.append, "a"), {"b": partial(order.append, "b")})
-    time_steps(work, group, CPU, StopRule(warmup_iters=1, iters=2))
-    assert "".join(order).startswith("|a|b|aa|bb|bb|aa")  # a warm-up each, then two rounds
+    rule = StopRule(warmup_iters=1, iters=13)
+    times = TimedLoop(work, group, CPU, rule, phases.append).run()
+    assert times.stop == "iters"
+    assert times.rounds == [2] * 6 + [1]  # the last block is cut to the count
+    assert len(times.samples_s["step"]) == 13
+    # a warm-up each; then a lead-in and two timed ones, forwards and then backwards
+    assert "".join(order).startswith("|a|b|aaa|bbb|bbb|aaa|aaa")
+    assert phases[:2] == ["step, warm-up 1", "b, warm-up 1"]
+    assert phases[2:6] == ["step, block 1", "b, block 1", "b, block 2", "step, block 2"]
+
+
+def test_a_window_of_the_warm_up_is_one_block(group: Group) -> None:
+    """Seven samples of 10 calls: one, then six at once."""
+    calls: list[int] = []
+    rule = StopRule(warmup_iters=7, full_warmup=True, rounds=1, max_seconds=1e-9)
+    phases: list[str] = []
+    TimedLoop(Workload(lambda: calls.append(1), calls=10), group, CPU, rule, phases.append).run()
+    assert phases == ["step, warm-up 1", "step, warm-up 2", "step, block 1"]
+    assert len(calls) == 70 + 10 * 2  # the block has a lead-in and a sample
 
 
 def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,79 +274,29 @@ def test_the_slowest_rank_decides(group: Group, monkeypatch: pytest.MonkeyPatch)
     together: dict[Any, Callable[..., torch.Tensor]] = {
         dist.ReduceOp.MAX: torch.maximum,
         dist.ReduceOp.MIN: torch.minimum,
-        dist.ReduceOp.SUM: torch.add,
     }
 
     def reduce(newest: torch.Tensor, group_dst: int, op: Any, group: Any) -> None:
         newest.copy_(together[op](newest, other))
 
     monkeypatch.setattr(timing_module.dist, "reduce", reduce)
-    work = Workload(lambda: None, {"part": lambda: None}, compared=["part"])
-    loop = timing_module.TimedLoop(work, group, CPU, StopRule(), lambda phase: None)
-    assert loop.judge(Timing({"step": [2.0, 3.0], "part": [0.5, 2.0]}, [2]), 2) == ""
+    work = Workload(lambda: None, {"part": lambda: None, "other": None}, compared=["part"])
+    loop = TimedLoop(work, group, CPU, StopRule())
+    loop.times = RankTimes({"step": [9.0, 2.0, 3.0], "part": [9.0, 0.5, 2.0]}, [1, 2])
+    assert loop.judge(2, 0.0) == ""
     assert loop.slowest_s == [4.0, 3.0]
     assert loop.gaps_s == {"part": [2.0]}  # 3.5 - 1.5, medians over the slowest ranks
-
-
-def test_the_last_block_is_cut_to_the_count(group: Group) -> None:
-    timing = time_steps(Workload(lambda: None), group, CPU, StopRule(iters=13, warmup_iters=0))
-    assert timing.rounds == [2] * 6 + [1]
-
-
-@pytest.mark.parametrize(
-    ("rule", "count"),
-    [
-        (StopRule(warmup_iters=3, max_seconds=1e-9, rounds=1), 1),  # a quarter of it is over
-        (StopRule(warmup_iters=3, max_seconds=99, rounds=1, longest_block_s=0), 3),
-        (StopRule(warmup_iters=3, max_seconds=1e-9, iters=1), 3),  # no budget holds
-        (StopRule(warmup_iters=3, max_seconds=1e-9, rounds=1, full_warmup=True), 3),
-    ],
-)
-def test_slow_steps_get_fewer_warm_ups(group: Group, rule: StopRule, count: int) -> None:
-    phases: list[str] = []
-    time_steps(Workload(lambda: None), group, CPU, rule, progress=phases.append)
-    assert phases[:-1] == [f"step, warm-up {i + 1}" for i in range(count)]
-
-
-def test_the_warm_up_of_all_steps_takes_a_quarter(group: Group) -> None:
-    """A quarter of 1.6 s is 0.4 s; each of two steps of 0.11 s has 0.2 s."""
-    phases: list[str] = []
-    slow = partial(sleep, 0.11)
-    rule = StopRule(warmup_iters=5, max_seconds=1.6, rounds=1, longest_block_s=0)
-    time_steps(Workload(slow, {"b": slow}), group, CPU, rule, progress=phases.append)
-    assert phases[:-2] == ["step, warm-up 1", "step, warm-up 2", "b, warm-up 1", "b, warm-up 2"]
-
-
-def test_the_difference_from_a_compared_step_is_judged_by_round(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Any] = []
-
-    def watch(slowest: Any, rounds: int, spent: float, rule: StopRule, gaps: Any) -> str:
-        seen.append([list(each) for each in gaps])
-        return "" if rounds < 2 else "rounds"
-
-    monkeypatch.setattr(timing_module, "rule_reached", watch)
-    parts: dict[str, Step] = {"b": lambda: None, "c": lambda: None}
-    work = Workload(lambda: sleep(0.02), parts, compared=["b"])
-    timing = time_steps(work, group, CPU, StopRule(warmup_iters=1, iters=6))
-    assert [len(gaps) for gaps in seen] == [1, 1]
-    assert [len(gap) for (gap,) in seen] == [1, 2]
-    step, b = timing.samples_s["step"][0], timing.samples_s["b"][0]
-    assert seen[0][0] == pytest.approx([step - b])
 
 
 def test_a_block_is_planned_by_samples_not_by_calls(group: Group) -> None:
     """0.1 s of samples of at least 10 * 1 ms: no more than 10, and the lead-in is one of them."""
     rule = StopRule(warmup_iters=2, min_iters=1, max_seconds=0.1, rounds=1)
-    timing = time_steps(Workload(lambda: sleep(0.001), calls=10), group, CPU, rule)
-    assert timing.stop == "rounds"
-    assert 1 <= timing.rounds[0] <= 9
+    times = TimedLoop(Workload(lambda: sleep(0.001), calls=10), group, CPU, rule).run()
+    assert times.stop == "rounds"
+    assert 1 <= times.rounds[0] <= 9
 
 
 def test_collection_of_garbage_is_off_within_blocks_and_on_after_an_error(group: Group) -> None:
-    import gc
-
     seen: list[bool] = []
 
     def step() -> None:
@@ -330,7 +305,7 @@ def test_collection_of_garbage_is_off_within_blocks_and_on_after_an_error(group:
             raise ValueError("stop")
 
     with pytest.raises(ValueError, match="stop"):
-        time_steps(Workload(step), group, CPU, StopRule(iters=20, warmup_iters=1))
+        TimedLoop(Workload(step), group, CPU, StopRule(iters=20, warmup_iters=1)).run()
     assert seen[0]
     assert not any(seen[1:])
     assert gc.isenabled()
@@ -340,9 +315,9 @@ def test_what_timed_calls_return_stays_with_their_samples(group: Group) -> None:
     """2 warm-ups; then each of 6 blocks has a lead-in, which does not count, and one sample."""
     numbers = itertools.count()
     work = Workload(lambda: next(numbers), {"part": lambda: -1}, returned=list)
-    timing = time_steps(work, group, CPU, StopRule(warmup_iters=2, iters=6))
-    assert timing.rounds == [1] * 6
-    assert timing.returned == [3, 5, 7, 9, 11, 13]
+    times = TimedLoop(work, group, CPU, StopRule(warmup_iters=2, iters=6)).run()
+    assert times.rounds == [1] * 6
+    assert times.returned == [3, 5, 7, 9, 11, 13]
 
 
 def test_over_gloo_no_step_is_called_launch_bound(
@@ -359,16 +334,17 @@ def test_over_gloo_no_step_is_called_launch_bound(
     ):
         monkeypatch.setattr(dist, "get_backend", lambda group, name=backend: name)
         workload = Workload(lambda: None, launches=True)
-        timing = time_steps(workload, group, torch.device(device), rule)
-        assert timing.launching_s == kept, (device, backend)
+        times = TimedLoop(workload, group, torch.device(device), rule).run()
+        assert times.launching_s == kept, (device, backend)
 
 
 def test_a_part_that_this_rank_does_not_do(group: Group) -> None:
     """It waits at the barriers meanwhile, and has no samples of it."""
     phases: list[str] = []
-    work = Workload(lambda: None, {"a": None, "b": lambda: None})
-    timing = time_steps(work, group, CPU, StopRule(iters=2, warmup_iters=1), phases.append)
-    assert list(timing.samples_s) == ["step", "b"]
+    work: Workload = Workload(lambda: None, dict[str, Step | None](a=None, b=lambda: None))
+    rule = StopRule(iters=2, warmup_iters=1)
+    times = TimedLoop(work, group, CPU, rule, phases.append).run()
+    assert list(times.samples_s) == ["step", "b"]
     assert [phase for phase in phases if phase.startswith("a, ")] == [
         "a, warm-up 1",
         "a, block 1",
