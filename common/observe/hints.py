@@ -1,4 +1,4 @@
-"""What was uncertain in a run, why, and which flag helps. What is launch-bound."""
+"""What was uncertain in a run, why, and which flag helps. What is launch-bound or has two modes."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -6,8 +6,8 @@ from typing import Any
 
 from common.benchmark import Observer
 from common.environment import Others, node_of_each, others_text
-from common.report import Case, Estimate
-from common.stats import autocorrelation_time, time_of_iterations
+from common.report import Case, Estimate, show_seconds
+from common.stats import autocorrelation_time, modes, time_of_iterations
 from common.timing import MIN_SAMPLES
 
 WIDE = 0.1  # an interval that reaches farther from its value, as a share of it, gets a hint
@@ -19,11 +19,12 @@ LAUNCH_HINT = (
 
 
 class Hints(Observer):
-    """A line below the row of a launch-bound case; at the end what is uncertain and what helps."""
+    """Lines below the row of a case that is launch-bound, or that has two modes; at the end what is
+    uncertain and what helps."""
 
     def row(self, case: Case, seen: list[Any]) -> list[str]:
         share = launch_bound(case)
-        return [f"launch-bound {share:.0%}"] if share else []
+        return ([f"launch-bound {share:.0%}"] if share else []) + two_modes(case)
 
     def end(self, last_line: dict[str, Any]) -> list[str]:
         others: list[Others] = self.bench.load_of_others()
@@ -43,6 +44,16 @@ def launch_bound(case: Case) -> float | None:
     more than LAUNCH_BOUND."""
     share = max(case.metrics.get("launch_share", {}).values(), default=0.0)
     return float(share) if share > LAUNCH_BOUND else None
+
+
+def two_modes(case: Case) -> list[str]:
+    """A line if the step takes one of two times, such as 0.3 ms or 3.6 ms for a call that waits for
+    a core: the median is the time of neither, or says nothing about the other."""
+    both = modes(slowest_s(case))
+    if case.failed or not both:
+        return []
+    shown = [f"{show_seconds(mode.time_s)} ({mode.share:.0%})" for mode in both]
+    return [f"two modes: {', '.join(shown)}"]
 
 
 def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes: list[int]) -> str:

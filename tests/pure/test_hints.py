@@ -17,6 +17,7 @@ from common.observe.hints import (
     drifts,
     hints,
     launch_bound,
+    two_modes,
     with_wide_interval,
     without_interval,
 )
@@ -111,6 +112,13 @@ def test_a_launch_bound_case_has_a_line() -> None:
     assert launch_bound(case(launch_share={"step": 0.9})) is None
     assert launch_bound(case()) is None
     assert Hints.row(Hints.__new__(Hints), bound, []) == ["launch-bound 97%"]
+
+
+def test_a_case_of_two_modes_has_a_line() -> None:
+    split = case([0.3e-3, 0.32e-3, 0.31e-3, 3.6e-3] * 8)
+    assert Hints.row(Hints.__new__(Hints), split, []) == ["two modes: 310 us (75%), 3.60 ms (25%)"]
+    split.check = "failed: why"
+    assert two_modes(split) == two_modes(case()) == []
 
 
 def test_samples_that_drift_are_said_to() -> None:
