@@ -30,6 +30,7 @@ SLOWED = {
     "clocks_event_reasons_counters.hw_thermal_slowdown": "hardware thermal",
     "clocks_event_reasons_counters.hw_power_brake_slowdown": "power brake",
 }
+COUNTERS = ",".join(["index", *SLOWED])  # what nvidia-smi is asked for
 LEAST_SLOWED_S = 0.1  # shorter slowdowns within a run are not worth a line
 COUNTED = ("errin", "errout", "dropin", "dropout")  # by psutil, for each network interface
 MOST_LINES = 16  # of a kind
@@ -47,7 +48,7 @@ class Node(Observer):
         environment = bench.report.environment
         self.looks = bench.job.local_rank == 0
         self.asks_gpus = self.looks and bool(environment["cuda"])
-        self.slowed_before = gpu_state(",".join(SLOWED)) if self.asks_gpus else []
+        self.slowed_before = gpu_state(COUNTERS) if self.asks_gpus else []
         self.network_before = network_errors() if self.looks else {}
         for line in warnings_at_start(environment):
             bench.print(f"# {line}")
@@ -57,7 +58,7 @@ class Node(Observer):
         row = None
         if self.looks:
             gpus = gpu_state() if self.asks_gpus else []
-            after = gpu_state(",".join(SLOWED)) if self.asks_gpus else []
+            after = gpu_state(COUNTERS) if self.asks_gpus else []
             slowed = slowed_seconds(self.slowed_before, after)
             row = gpus, slowed, growth(self.network_before, network_errors())
         rows = [row for row in gather(row) or [] if row]
@@ -113,13 +114,15 @@ def throttled(hosts: list[str], gpus: list[Gpus]) -> list[str]:
 
 
 def slowed_seconds(before: Gpus, after: Gpus) -> Slowed | None:
-    """How long each GPU was slowed down between two readings of SLOWED. None if the driver does not
-    count it. One moment tells little: after the last case the GPUs are idle."""
+    """How long each GPU was slowed down between two readings of COUNTERS. None if the driver does
+    not count it. One moment tells little: after the last case the GPUs are idle."""
+    starts = {gpu["index"]: gpu for gpu in before}
     slowed, known = Slowed(), False
-    for start, end in zip(before, after, strict=False):
-        seconds = dict[str, float]()
+    for end in after:
+        seconds: dict[str, float] = {}
+        start = starts.get(end["index"], {})
         for counter, reason in SLOWED.items():
-            start_s, end_s = seconds_of(start[counter]), seconds_of(end[counter])
+            start_s, end_s = seconds_of(start.get(counter, "")), seconds_of(end[counter])
             if start_s is None or end_s is None:
                 continue
             known = True

@@ -10,6 +10,9 @@ import pytest
 from common import benchmark
 from common.benchmark import Benchmark
 from common.groups import Group
+from common.report import Case
+from common.stats import Disturbed
+from common.table import metric
 from common.timing import StopRule
 
 
@@ -44,3 +47,23 @@ def test_a_failed_case_has_let_go_of_its_model_when_its_groups_are_closed(
     gc.enable()
     assert alive == [False]
     watchdog.fail.assert_called_once_with("RuntimeError: out of memory (rank 3)")
+
+
+def test_a_number_that_cannot_be_is_disturbed() -> None:
+    """The sentence has no verdict but who took the cores."""
+    sure = "DDP on 2 ranks trains 3.00 times (2.80 to 3.10) as fast as one rank alone"
+    others = "other programs take 0.9 of 2 cores of vm"
+    assert benchmark.with_cause(sure, others) == sure
+    shown = benchmark.with_cause(Disturbed(sure), others)
+    assert shown == f'disturbed: "{sure}" cannot be; {others}'
+    assert benchmark.with_cause(Disturbed(sure), "").endswith("be; nobody else took the cores")
+
+
+@pytest.mark.parametrize(("room", "columns"), [(None, "ab"), (4, "a")])
+def test_a_second_table_is_cut_like_the_first(room: int | None, columns: str) -> None:
+    printed: list[str] = []
+    bench: Any = Mock(room=room, print=printed.append)
+    case = Case(key={}, ranks=[0], metrics={"a": 1.0, "b": 2.0})
+    Benchmark.print_table(bench, {"a": metric("a"), "b": metric("b")}, [case], "Cost")
+    assert printed[0].startswith("\nCost\n\na")
+    assert printed[0].splitlines()[3].split() == list(columns)

@@ -25,9 +25,9 @@ ECC = "ecc.errors.uncorrected.volatile.total"
 REASONS = "clocks_event_reasons.active"
 
 
-def counted(*microseconds: str) -> dict[str, str]:
+def counted(*microseconds: str, index: str = "0") -> dict[str, str]:
     """A GPU's counters: power cap, software thermal, hardware thermal, power brake."""
-    return dict(zip(SLOWED, microseconds, strict=True))
+    return {"index": index, **dict(zip(SLOWED, microseconds, strict=True))}
 
 
 def test_a_throttled_gpu_is_named_with_its_reasons() -> None:
@@ -62,8 +62,8 @@ def test_what_is_wrong_at_the_start() -> None:
 def test_what_slowed_a_gpu_down_within_the_run() -> None:
     """The counters go on from earlier runs, and after the last case the GPUs are idle."""
     zeros = ("0 us",) * 4
-    before = [counted(*zeros), counted(*["6869275397 us"] * 2, "0 us", "0 us")]
-    hot = counted("6881625397 us", "6869280000 us", "250000 us", "0 us")
+    before = [counted(*["6869275397 us"] * 2, "0 us", "0 us", index="1"), counted(*zeros)]
+    hot = counted("6881625397 us", "6869280000 us", "250000 us", "0 us", index="1")
     slowed = slowed_seconds(before, [counted("12300000 us", *zeros[1:]), hot])
     assert slowed == [
         {"power cap": 12.3},
@@ -74,6 +74,7 @@ def test_what_slowed_a_gpu_down_within_the_run() -> None:
         "note: GPU 0 of a was limited by its power: power cap for 12.3 s",
     ]
     assert slowed_seconds(before, before) == [{}, {}]
+    assert slowed_seconds([], before) is None  # a GPU that came meanwhile
     assert slowed_lines(["a"], [[{}, {}]]) == []
 
 
