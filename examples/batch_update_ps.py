@@ -61,24 +61,24 @@ class Server:
         self.parameters = nn.Parameter(parameters_to_vector(model.parameters()).detach().cpu())
         self.optimizer = torch.optim.SGD([self.parameters], lr=0.1, momentum=0.9)
         self.gradients: list[Tensor] = []
-        self.answer: Future[Tensor] = Future()
+        self.updated: Future[Tensor] = Future()
 
 
 SERVER: list[Server] = []  # that of the last rank is used
 
 
-@rpc.functions.async_execution  # the answer is sent when the future has its result
+@rpc.functions.async_execution  # the reply is sent when the future has its result
 def update(gradient: Tensor) -> Future[Tensor]:
     server = SERVER[0]
     with server.lock:  # several threads of RPC run this
-        answer = server.answer
+        updated = server.updated
         server.gradients.append(gradient)
         if len(server.gradients) == server.trainers:
             server.parameters.grad = torch.stack(server.gradients).mean(0)
             server.optimizer.step()
-            server.gradients, server.answer = [], Future()
-            answer.set_result(server.parameters.detach().clone())
-    return answer
+            server.gradients, server.updated = [], Future()
+            updated.set_result(server.parameters.detach().clone())
+    return updated
 
 
 # [/server]

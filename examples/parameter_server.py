@@ -63,16 +63,16 @@ BUCKETS: dict[int, tuple[list[Tensor], Future[Tensor]]] = {}  # on a server: wha
 LOCK = threading.Lock()  # several threads of RPC run `average`
 
 
-@rpc.functions.async_execution  # no thread waits: the answer is sent when the future has a result
+@rpc.functions.async_execution  # no thread waits: the reply is sent when the future has a result
 def average(index: int, gradient: Tensor) -> Future[Tensor]:
     with LOCK:
-        gradients, answer = BUCKETS.setdefault(index, ([], Future()))
+        gradients, mean = BUCKETS.setdefault(index, ([], Future()))
         gradients.append(gradient)
         if is_last := len(gradients) == TRAINERS:
             del BUCKETS[index]
     if is_last:
-        answer.set_result(torch.stack(gradients).mean(0))
-    return answer
+        mean.set_result(torch.stack(gradients).mean(0))
+    return mean
 
 
 # [/server]

@@ -6,9 +6,6 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import parameter_server
-from common.report import Case, Estimate
-
 SCRIPT = "benchmarks/parameter_server.py"
 SMALL = "--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16"
 # buckets of a layer each, and 5 batches that no number of trainers but 1 and 5 shares out evenly
@@ -129,22 +126,3 @@ def test_a_server_that_is_gone(start: Callable[..., Any], fault: str) -> None:
         assert "exitcode  : -9" in process.err
     _, alive = psutil.wait_procs(ranks.values(), timeout=5)
     assert not alive
-
-
-def test_the_answer_has_the_quickest_of_both_ways() -> None:
-    cases = []
-    for name, server, ms in (
-        ("allreduce", None, 10),
-        ("rpc running", "running", 30),
-        ("rpc batch", "batch", 20),
-    ):
-        step = Estimate(ms / 1e3, ms * 0.9e-3, ms * 1.1e-3)
-        cases.append(Case(key={"server": server}, ranks=[0], name=name, metrics={"step_s": step}))
-    assert parameter_server.answer(cases) == (
-        "a step takes 20.0 ms (18.0 to 22.0) by rpc batch, through a server, "
-        "10.0 ms (9.0 to 11.0) by allreduce, all-reduce; "
-        "timed one after the other, analysis/ab.py takes turns"
-    )
-    assert parameter_server.answer(cases[:1]) == (
-        "a step takes 10.0 ms (9.0 to 11.0) by allreduce, all-reduce"
-    )

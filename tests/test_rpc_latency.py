@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from benchmarks import rpc_latency
-from common.report import Case, Estimate
+from common.report import Case
 from common.stats import Times
 
 SCRIPT = "benchmarks/rpc_latency.py"
@@ -136,21 +136,3 @@ def test_percentiles_of_the_slowest_caller_and_calls_of_all() -> None:
     facts[0]["received"] = (15, 120)
     rpc_latency.derive(case, times, facts)
     assert case.check == "failed: the server received 15 calls with 120 bytes one way, of 16 sent"
-
-
-def test_the_answer_has_the_smallest_calls_side_by_side() -> None:
-    """What a call of a batch takes is no latency: rpc_async counts only where nothing else does."""
-    cases = []
-    for operation, in_flight, size, us in (
-        ("rpc_sync", 1, 4, 150),
-        ("remote", 1, 4, 100),
-        ("rpc_async", 8, 4, 50),
-        ("rpc_sync", 1, 2**20, 1000),
-    ):
-        key = {"operation": operation, "in_flight": in_flight, "size_bytes": size}
-        time = Estimate(us / 1e6, us * 0.9e-6, us * 1.1e-6)
-        cases.append(Case(key=key, ranks=[0], metrics={"round_trip_s": time}))
-    assert rpc_latency.answer(cases).startswith(
-        "4 bytes there and back take 150 us (135 to 165) by rpc_sync, 100 us (90 to 110) by remote;"
-    )
-    assert rpc_latency.answer(cases[2:3]).endswith("take 50.0 us (45.0 to 55.0) by rpc_async")
