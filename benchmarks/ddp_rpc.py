@@ -412,7 +412,7 @@ class TrainersTable(Table):
         rows = [Case(key={}, ranks=[], name="All", metrics=case.metrics)]
         for trainer, metrics in enumerate(case.metrics["trainers"]):
             rows.append(Case(key={}, ranks=[], name=f"Trainer{trainer}", metrics=metrics))
-        return f"{case.name}\n\n{render(ROWS, rows)}\n"
+        return f"{case.name}\n\n{render(ROWS, rows, self.room)}\n"
 
 
 def answer(cases: list[Case]) -> str:
@@ -462,8 +462,8 @@ def main() -> int:
             for name, _, key in cases:
                 bench.measure(key, name, build_case, derive, ranks=roles.trainers)
         if table.passed:
-            split = render(SPLIT, table.passed)
-            bench.print(f"Where the time goes: means over all batches and trainers\n\n{split}")
+            what = "Where the time goes: means over all batches and trainers"
+            bench.print_table(SPLIT, table.passed, what)
     return bench.status
 
 

@@ -76,23 +76,17 @@ ROLES = {
 CHECK_STEPS = 4  # DDP rebuilds its buckets after the first step
 # relative to the largest value of a tensor: the routes add fp32 in different orders
 TOLERANCE = 1e-4
-
-
-def whole_number(low: int, high: int) -> Any:
-    """The type of a flag: a whole number within these, both included."""
-    return checked(int, lambda n: low <= n <= high, f"a whole number from {low} to {high}")
-
-
-POSITIVE, SEED = number(int, 1), whole_number(0, 2**32 - 1)
+COUNT, SEED = number(int, 1), number(int)
+PERCENTAGE = checked(int, lambda n: 0 <= n <= 100, "a whole number from 0 to 100")
 SETTINGS = {  # the type of a flag, its default, its help
-    "num_embeddings": (POSITIVE, By(1024, 256), "rows of the embedding"),
-    "embedding_dim": (POSITIVE, By(1024, 256), "columns of the embedding"),
-    "dense_layers": (whole_number(1, 10_000), By(8, 4), "linear layers after the embedding"),
-    "dense_size": (POSITIVE, By(1024, 256), "features of each; the last one's are the classes"),
-    "sample_count": (whole_number(1, 10_000_000), 1024, "samples of an epoch"),
-    "sample_length": (POSITIVE, By(1024, 16), "rows that a sample looks up"),
-    "sparsity_percentage": (whole_number(0, 100), 20, "percentage of rows never looked up"),
-    "batch_size": (POSITIVE, By(32, 8), "samples of a trainer's step"),
+    "num_embeddings": (COUNT, By(1024, 256), "rows of the embedding"),
+    "embedding_dim": (COUNT, By(1024, 256), "columns of the embedding"),
+    "dense_layers": (COUNT, By(8, 4), "linear layers after the embedding"),
+    "dense_size": (COUNT, By(1024, 256), "features of each; the last one's are the classes"),
+    "sample_count": (COUNT, 1024, "samples of an epoch"),
+    "sample_length": (COUNT, By(1024, 16), "rows that a sample looks up"),
+    "sparsity_percentage": (PERCENTAGE, 20, "percentage of rows never looked up"),
+    "batch_size": (COUNT, By(32, 8), "samples of a trainer's step"),
     "bucket_size": (number(float, 0, above=True), By(25, 0.25), "DDP's bucket_cap_mb"),
     "torch_seed": (SEED, 0, "seed of the model, and of a CPU trainer's data"),
     "cuda_seed": (SEED, 0, "seed of a CUDA trainer's data"),
@@ -120,7 +114,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "a dense gradient of the embedding: EmbeddingBag's sparse=False"
     add("--dense-embedding", action="store_true", help=text)
     text = "time N passes through the data; --iters counts steps instead"
-    add("--epochs", type=POSITIVE, metavar="N", help=text)
+    add("--epochs", type=COUNT, metavar="N", help=text)
     add_rpc_flags(parser, stragglers=True)
     multi = "multi (nccl, and gloo for the sparse buckets of hybrid; nccl means the same)"
     add_common_flags(parser, backends=f"gloo, nccl, {multi}, ucc or mpi")
@@ -555,7 +549,7 @@ def main() -> int:
         for role in ("trainers", "servers"):
             rows = [(c.name, c.metrics[role]) for c in table.passed if role in c.metrics]
             if rows:
-                bench.print(f"\n{phase_table(role, rows)}")
+                bench.print_table(*phase_table(role, rows, each_worker=bench.room is None))
     return bench.status
 
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from common.report import Estimate
+from common.report import Case, Estimate
 from common.stats import interval_of_rounds, median, percentiles
-from common.table import layout
+from common.table import Columns, metric
 
 Stamps = list[tuple[str, Any, Any]]  # the phases of a step: name, start and end
 Durations = dict[str, list[float]]  # the seconds of a step by phase
-TIMES = ("min", "max", "mean", "stdev", "p50", "p75", "p90", "p95")
+TIMES = ("p50", "p95", "mean", "stdev", "min", "max", "p75", "p90")  # in a table
 
 
 class Phases:
@@ -93,21 +93,31 @@ def summaries(workers: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str,
     return summarised
 
 
-def phase_table(role: str, cases: Iterable[tuple[str, Mapping[str, Any]]]) -> str:
-    """A row for each case, phase and worker, the first 8 and `all`. cases: name, `summaries`."""
-    rows: list[list[str]] = []
+def phase_table(
+    role: str, cases: Iterable[tuple[str, Mapping[str, Any]]], each_worker: bool
+) -> tuple[Columns, list[Case]]:
+    """A row for each case and phase, over all workers; also one for each of the first 8 workers.
+
+    cases: name, `summaries`. The name stands in the first row of its case.
+    """
+    rows: list[Case] = []
     for name, workers in cases:
-        shown = [worker for worker in workers if worker != "all"][:8]
-        if len(workers) > 2:  # `all` would repeat a single worker
+        shown = [worker for worker in workers if worker != "all"][:8] if each_worker else []
+        if len(workers) > 2 or not shown:  # `all` would repeat a single worker
             shown.append("all")
         for phase, worker in product(workers["all"], shown):
-            if row := workers[worker].get(phase):
-                times = [f"{row[f'{time}_s'] * 1e3:.3f}" for time in TIMES]
-                variance = f"{row['variance_s2'] * 1e6:.3f}"
-                rows.append([name, phase, worker, str(row["count"]), *times, variance])
-                name = ""  # stands in the first row of its case
-    heads = [f"{time}\nms" for time in TIMES]
-    return layout([role, "phase", "", "count", *heads, "variance\nms^2"], rows)
+            if times := workers[worker].get(phase):
+                key = {"phase": phase, "worker": worker}
+                rows.append(Case(key=key, ranks=[], name=name, metrics=times))
+                name = ""
+    columns: Columns = {role: lambda row: row.name, "phase": lambda row: str(row.key["phase"])}
+    if each_worker:
+        columns[""] = lambda row: str(row.key["worker"])
+    columns["count"] = metric("count", digits=0)
+    for time in TIMES:
+        columns[f"{time}\nms"] = metric(f"{time}_s", 1e3, 3)
+    columns["variance\nms^2"] = metric("variance_s2", 1e6, 3)
+    return columns, rows
 
 
 def own_pace(

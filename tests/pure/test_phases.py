@@ -1,9 +1,12 @@
 """common/workloads/phases.py by hand: which steps count, and what is made of their durations."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from common.report import Estimate
+from common.table import render
 from common.workloads.phases import Phases, own_pace, phase_table, pool, summaries, summary
 
 
@@ -54,34 +57,41 @@ def test_summary() -> None:
     assert (one["variance_s2"], one["stdev_s"], one["p95_s"]) == (0, 0, 0.25)
 
 
+def shown(found: list[tuple[str, dict[str, Any]]], each_worker: bool = True) -> list[list[str]]:
+    """The rows of the table, without its heads."""
+    lines = render(*phase_table("servers", found, each_worker)).splitlines()
+    heads = "servers phase count p50 p95 mean stdev min max p75 p90 variance"
+    assert lines[0].split() == heads.split(" ")
+    return [line.split() for line in lines[3:]]
+
+
 def test_summaries_and_their_table() -> None:
     found = summaries({"server0": {"batch": [0.001]}, "server1": {"batch": [0.003, 0.005]}})
     assert list(found) == ["server0", "server1", "all"]
     assert found["all"]["batch"]["mean_s"] == pytest.approx(0.003)
-    lines = phase_table("servers", [("rpc", found)]).splitlines()
-    heads = "servers phase count min max mean stdev p50 p75 p90 p95 variance"
-    assert lines[0].split() == heads.split(" ")
-    assert lines[3].split()[:6] == ["rpc", "batch", "server0", "1", "1.000", "1.000"]
+    rows = shown([("rpc", found)])
+    assert rows[0][:5] == ["rpc", "batch", "server0", "1", "1.000"]
     # of 1, 3 and 5 ms: mean 3, variance 8 / 2
-    assert lines[5].split()[:6] == ["batch", "all", "3", "1.000", "5.000", "3.000"]
-    assert (lines[5].split()[6], lines[5].split()[-1]) == ("2.000", "4.000")
+    assert rows[2][:4] == ["batch", "all", "3", "3.000"]
+    assert rows[2][5:9] == ["3.000", "2.000", "1.000", "5.000"]
+    assert rows[2][-1] == "4.000"
+    assert [row[:4] for row in shown([("rpc", found)], False)] == [["rpc", "batch", "3", "3.000"]]
 
 
 def test_a_worker_without_durations_and_many_workers() -> None:
     found = summaries({"server0": {"batch": [1.0]}, "server1": {}})
     assert found["server1"] == {}
-    rows = phase_table("servers", [("a", found), ("b", found)]).splitlines()[3:]
-    assert [row.split()[:-10] for row in rows] == [
+    assert [row[:-10] for row in shown([("a", found), ("b", found)])] == [
         ["a", "batch", "server0"],
         ["batch", "all"],
         ["b", "batch", "server0"],
         ["batch", "all"],
     ]
     alone = summaries({"server0": {"batch": [1.0]}})
-    assert len(phase_table("servers", [("a", alone)]).splitlines()) == 4
+    assert len(shown([("a", alone)])) == 1
     many = summaries({f"trainer{i}": {"batch": [1.0]} for i in range(11)})
-    rows = phase_table("trainers", [("a", many)]).splitlines()[3:]
-    assert [row.split()[-11] for row in rows] == [*(f"trainer{i}" for i in range(8)), "all"]
+    workers = [row[-11] for row in shown([("a", many)])]
+    assert workers == [*(f"trainer{i}" for i in range(8)), "all"]
 
 
 def test_workers_at_their_own_pace() -> None:
