@@ -20,18 +20,16 @@ docs/compare.md says more.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
         --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py'
-    python analysis/ab.py --out versions --until-decided --max-runs 24 \\
+    python analysis/ab.py --out versions --runs 12 \\
         --a '/opt/torch-2.14/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py' \\
         --b '/opt/torch-2.15/bin/torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py'
-    python analysis/ab.py --out buckets --ignore-key bucket_size_mb -k 1M/2G \\
+    python analysis/ab.py --out buckets --ignore-key bucket_size_mb \\
         --a 25MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
         --b 1MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 1' \\
             5MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 5'
 
 --interleave is for a machine with neighbours: the runs of a round take turns, block by block. It
-needs this project's scripts, and rank 0 on this machine. --until-decided looks after --runs runs a
-side, then after a third more each time, as it is done with several commands; all looks share the
-5 % of error.
+needs this project's scripts, and rank 0 on this machine.
 
 Exit status: 0; 1 where a run or the disk fails, or for what --fail-on names; 2 bad usage; 4 no
 verdict, with --fail-on; 130 after Ctrl-C. BSD-3-Clause.
@@ -51,7 +49,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.commands import Command, ending_all, open_plan, run_round
-from analysis.compare import add_verdict_flags, as_json, conclude, keep, results_of, show_ends
+from analysis.compare import add_verdict_flags, as_json, conclude, results_of, show_ends
 from analysis.load import Run, load
 from analysis.show import one_line, put, show_table
 from analysis.verdicts import Comparison, Design, Result, compare, persists
@@ -99,20 +97,15 @@ def overall(comparison: Comparison) -> Result:
     return comparison.mean or comparison.cases[0]
 
 
-def run_pairs(
-    commands: Commands, looks: Sequence[int], interleave: bool, compared: Compared
-) -> Comparison:
-    """Run what is planned, or until every case has a verdict. Raises RuntimeError."""
+def run_pairs(commands: Commands, pairs: int, interleave: bool, compared: Compared) -> Comparison:
+    """Run so many pairs. Raises RuntimeError where a run fails."""
     a, b = commands.values()
-    for pair in range(1, looks[-1] + 1):
+    for pair in range(1, pairs + 1):
         order = [a, b] if pair % 2 else [b, a]
-        run_round(order, pair, interleave, f"pair {pair} of {looks[-1]}")
-        if pair in (1, *looks):  # after the first: do keys meet?
-            comparison = compared(a.name, b.name, pair)
-        is_decided = all(case.verdict != "undecided" for case in comparison.cases)
-        if pair in looks and is_decided:
-            break
-    return comparison
+        run_round(order, pair, interleave, f"pair {pair} of {pairs}")
+        if pair == 1:  # do keys meet?
+            compared(a.name, b.name, 1)
+    return compared(a.name, b.name, pairs)
 
 
 def run_race(
@@ -172,16 +165,16 @@ def measure(args: argparse.Namespace) -> int:
     if is_race and args.fail_on:
         raise ValueError("--fail-on is for one --b: a verdict is about two commands")
     looks = [args.runs]
-    if args.until_decided or is_race:
+    if is_race:
         looks = planned_looks(args.runs, max(args.runs, args.max_runs or 4 * args.runs))
     design = design_of(names, looks, args)
 
     @functools.cache
     def compared(base: str, test: str, rounds: int) -> Comparison:
         with one_line([str(args.out)]):
-            sides = runs_of([commands[base], commands[test]], rounds, args.ignore_key)
-            base_runs, test_runs = sides
-            keep([*base_runs, *test_runs], args.k)
+            base_runs, test_runs = runs_of(
+                [commands[base], commands[test]], rounds, args.ignore_key
+            )
             return compare(base_runs, test_runs, design)
 
     settings = {"interleave": args.interleave, "looks after runs": looks}
@@ -190,7 +183,7 @@ def measure(args: argparse.Namespace) -> int:
             race = run_race(commands, looks, args.interleave, compared)
             show_race(race, compared, args)
             return 0
-        comparison = run_pairs(commands, looks, args.interleave, compared)
+        comparison = run_pairs(commands, args.runs, args.interleave, compared)
     is_like_with_like = not args.b and not args.b_env
     return conclude([comparison], args.format, args.fail_on, is_like_with_like)
 
@@ -250,9 +243,9 @@ def commands_of(args: argparse.Namespace) -> Commands:
     a_name, a_text = args.a
     rivals = [(name, text, args.b_env) for name, text in args.b]
     if not rivals:
-        rivals = [("", a_text, args.a_env + args.b_env)]
+        rivals = [("", a_text, args.b_env)]
     commands: Commands = {}
-    for name, text, variables in [(a_name or "a", a_text, args.a_env), *rivals]:
+    for name, text, variables in [(a_name or "a", a_text, []), *rivals]:
         if not name and len(rivals) > 1:
             example = "e.g. --b 1MB='torchrun x.py' 5MB='torchrun y.py'"
             raise ValueError(f"several commands need names, {example}")
@@ -287,7 +280,6 @@ def add_flags(parser: Parser) -> None:
     lists: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
     base = "the base, as one word: quote it"
     add("--a", required=True, type=command, metavar="[NAME=]COMMAND", help=base)
-    add("--a-env", type=variable, help="NAME=VALUE, variables of A's runs alone", **lists)
     b = "what is compared with it, one or more (default: A, to see how runs that are alike differ)"
     add("--b", type=command, metavar="[NAME=]COMMAND", help=b, **lists)
     add("--b-env", type=variable, help="NAME=VALUE, variables of the runs of --b", **lists)
@@ -295,10 +287,8 @@ def add_flags(parser: Parser) -> None:
     runs = "runs a side; of several commands: before the first look (default: 6)"
     add("--runs", type=number(int, 2), default=6, metavar="N", help=runs)
     add("--interleave", action="store_true", help="the runs of a round at once, block by block")
-    add("--until-decided", action="store_true", help="stop once every case has a verdict")
-    limit = "at most so many runs a side, where there are looks (default: 4 times --runs)"
+    limit = "of several commands: at most so many runs each (default: 4 times --runs)"
     add("--max-runs", type=positive_int, metavar="N", help=limit)
-    add("-k", metavar="TEXT", help="only the cases with TEXT in their name or key, e.g. resnet18")
     add_verdict_flags(parser)
 
 

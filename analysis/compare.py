@@ -41,7 +41,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import Run, by_benchmark, find, load, rows_of
+from analysis.load import by_benchmark, find, load, rows_of
 from analysis.show import clean, list_once, markdown, one_line, put, show_table, show_time
 from analysis.verdicts import (
     MAX_RUNS,
@@ -51,7 +51,7 @@ from analysis.verdicts import (
     compare,
     warning_of_order,
 )
-from common.cli import Parser, checked, cut, fraction, list_of, refuse
+from common.cli import Parser, checked, fraction, list_of, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
 NO_VERDICT = ("undecided", "missing", "not compared")  # a case that nobody could judge
@@ -257,27 +257,8 @@ def as_json(comparisons: Sequence[Comparison], fail_on: Sequence[str] = ()) -> s
     return json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
 
 
-def keep(runs: Sequence[Run], text: str | None) -> None:
-    """Leave only the cases whose name or key holds the text, in any case of its letters.
-
-    Raises ValueError where there is none.
-    """
-    if not text:
-        return
-    names = dict.fromkeys(row.label for row in rows_of(runs))
-    for run in runs:
-        for form, row in list(run.rows.items()):
-            words = [row.name, row.table, *map(str, row.key.values())]
-            if text.lower() not in " ".join(words).lower():
-                del run.rows[form]
-    if not rows_of(runs):
-        shown = cut(list(names))
-        raise ValueError(f"-k: no case has '{text}' in its name or key; there are {shown}")
-
-
 def two_sides(args: argparse.Namespace) -> Comparison:
     runs = load([*args.base, *args.test], args.measure, args.ignore_key, join_foreign=True)
-    keep(runs, args.k)
     base_paths = find(args.base)
     base = [run for run in runs if run.path in base_paths]
     test = [run for run in runs if run.path not in base_paths]
@@ -291,7 +272,6 @@ def two_sides(args: argparse.Namespace) -> Comparison:
 def over_time(args: argparse.Namespace) -> list[Comparison]:
     """The newest run of each benchmark against those before it."""
     runs = load([args.history], args.measure, args.ignore_key)
-    keep(runs, args.k)
     histories = []
     for history in by_benchmark(runs).values():
         if len(history) > 1 and any(row.time_s for row in rows_of(history)):
@@ -316,7 +296,6 @@ def main() -> int:
     add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
     measure = "another step of the cases, or a time or rate of theirs"
     add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
-    add("-k", metavar="TEXT", help="only the cases with TEXT in their name or key, e.g. resnet18")
     add_verdict_flags(parser)
     args = parser.parse_args()
     has_sides = bool(args.base and args.test)

@@ -31,7 +31,12 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
-from analysis.differences import describe_environment, differences
+from analysis.differences import (
+    describe_environment,
+    differences,
+    is_disturbed,
+    load_of_others,
+)
 from analysis.figures import draw, svg
 from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, rows_of, values_of
 from common.cli import Parser, refuse, show_size
@@ -41,7 +46,6 @@ from common.stats import median
 FRACTIONS = ("_rel", "efficiency", "overlap", "mfu", "spread")
 DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s")  # the last columns
 SPREAD = 1000  # a column whose numbers differ by more has a unit in each cell
-BUSY = 0.1  # other programs disturb a run where they use more of a node's cores
 
 
 class Table(NamedTuple):
@@ -74,9 +78,13 @@ def summary(runs: Sequence[Run]) -> Section:
     for run in runs:
         where_said = f"{run.label}: " if len(runs) > 1 else ""
         answers += [f"{where_said}{sentence}" for sentence in answer_of(run)]
-        line, is_disturbed = load_of_others(run)
-        if line:
-            (loud if is_disturbed else quiet).append(f"{where_said}{line}")
+        if load := load_of_others(run):
+            busy, cores = load
+            line = f"{where_said}Other programs used {busy:g} of {cores} cores of a node during the run"
+            if is_disturbed(load):
+                loud.append(f"{line}: they disturbed it, and its times may be too long.")
+            else:
+                quiet.append(f"{line}.")
     rows, failed_reports = [], {}
     for i, run in enumerate(runs):
         counts = Counter(re.split("[:,]", case.check)[0] for case in run.rows.values())
@@ -103,18 +111,6 @@ def answer_of(run: Run) -> list[str]:
     if not isinstance(sentences, list):
         return []
     return [sentence for sentence in sentences if isinstance(sentence, str)]
-
-
-def load_of_others(run: Run) -> tuple[str, bool]:
-    """What other programs used of the cores of the busiest node, and whether it disturbs."""
-    loads = run.end.get("others") or []
-    if not loads:
-        return "", False
-    busy, cores = max(loads, key=lambda load: load[0] / load[1])
-    line = f"Other programs used {busy:g} of {cores} cores of a node during the run"
-    if busy <= BUSY * cores:
-        return f"{line}.", False
-    return f"{line}: they disturbed it, and its times may be too long.", True
 
 
 def title_of(runs: Sequence[Run]) -> str:

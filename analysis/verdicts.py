@@ -15,7 +15,7 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
-from analysis.differences import Difference, differences
+from analysis.differences import Difference, differences, is_disturbed, load_of_others
 from analysis.load import Row, Run
 
 Rows = Sequence[Row | None]  # those of a case, one a run; None where a run lacks the case
@@ -99,6 +99,12 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
         if run.synchronized:
             what = "PyTorch's script waits for the device in each iteration, ddp_sweep once a block"
             lines.append(f"{run.label}: {what}; that alone may make ddp_sweep's steps shorter")
+    loads = [load_of_others(run) for run in runs]
+    disturbed = [load for load in loads if load and is_disturbed(load)]
+    if disturbed:
+        busy, cores = max(disturbed)
+        what = f"other programs used up to {busy:g} of {cores} cores in {len(disturbed)} of them"
+        lines.append(f"{len(runs)} runs: {what}, and what they did is in the times")
     return lines
 
 

@@ -181,6 +181,16 @@ def test_one_side_after_the_other_is_a_warning(tmp_path: Path) -> None:
     assert "# warning" not in run(*words).stdout
 
 
+def test_runs_that_others_have_disturbed_are_a_warning(tmp_path: Path) -> None:
+    for side, busy in (("a", 0.1), ("b", 1.9)):
+        path = tmp_path / f"{side}.jsonl"
+        write(path, case("x"), status=None)
+        end = {"status": "complete", "others": [[0.0, 2], [busy, 2]]}
+        path.write_text(f"{path.read_text()}{json.dumps(end)}\n")
+    done = run("compare.py", str(tmp_path / "a.jsonl"), "--test", str(tmp_path / "b.jsonl"))
+    assert "# warning: 2 runs: other programs used up to 1.9 of 2 cores in 1 of them" in done.stdout
+
+
 def test_how_many_runs_would_decide(tmp_path: Path) -> None:
     comparison = compared(tmp_path, [1.0, 1.02, 0.98], [1.0, 1.02, 0.98])
     (found,) = comparison.cases
@@ -371,19 +381,6 @@ def test_refusals(tmp_path: Path) -> None:
         assert message in done.stderr, words
         assert done.stderr.count("\n") == 1, done.stderr
         assert done.stdout == ""
-
-
-def test_cases_by_their_names(tmp_path: Path) -> None:
-    for side in "ab":
-        lines = [case("no ddp"), case("1M/1G"), case("1M/1G", key={"model": "vgg"}, table="vgg")]
-        write(tmp_path / f"{side}.jsonl", *lines)
-    words = (str(tmp_path / "a.jsonl"), "--test", str(tmp_path / "b.jsonl"), "-k")
-    assert "# 2 undecided" in run("compare.py", *words, "1m/1g").stdout
-    assert "# 1 undecided" in run("compare.py", *words, "vgg").stdout
-    refused = run("compare.py", *words, "alexnet")
-    assert refused.returncode == 2
-    assert "-k: no case has 'alexnet' in its name or key; there are " in refused.stderr
-    assert refused.stderr.count("\n") == 1
 
 
 def test_pytorchs_ddp_benchmark_meets_ddp_sweep(tmp_path: Path) -> None:

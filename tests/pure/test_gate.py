@@ -1,16 +1,21 @@
-"""Gates: git bisect with the script of docs/compare.md, and the workflow to copy."""
+"""Gates: git bisect with the script of docs/compare.md, the step times of one's own training loop,
+and the workflow to copy."""
 
+import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from tests.pure.reports import ROOT
+from tests.pure.reports import run as run_script
 
 PAGE = (ROOT / "docs" / "compare.md").read_text()
 # What a commit of the toy repository measures: the file `seconds` tells how long a step takes, and
@@ -19,7 +24,7 @@ BENCH = """
 import json, sys
 seconds, scatter = map(float, open("seconds").read().split())
 path = sys.argv[sys.argv.index("--json") + 1]
-run = int(path[-7])
+run = int(path[-7]) if path.endswith(".jsonl") else 0
 seconds *= 1 + (0.002 + scatter) * (run - 2)
 lines = [
     {"schema": "torchrun-bench/3", "benchmark": "toy", "argv": sys.argv, "environment": {},
@@ -47,14 +52,14 @@ def block(first: str) -> str:
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    """16 commits. The 11th is 30 % slower. The runs of the 8th scatter, so nobody can tell."""
+    """6 commits. The 5th is 30 % slower. The runs of the 3rd scatter, so nobody can tell."""
     repository = tmp_path / "a repository"
     repository.mkdir()
     git(repository, "init", "-q")
     (repository / "bench.py").write_text(BENCH)
-    for number in range(1, 17):
-        seconds = 0.13 if number >= 11 else 0.1
-        scatter = 0.5 if number == 8 else number / 1e6
+    for number in range(1, 7):
+        seconds = 0.13 if number >= 5 else 0.1
+        scatter = 0.5 if number == 3 else number / 1e6
         (repository / "seconds").write_text(f"{seconds} {scatter}\n")
         git(repository, "add", ".")
         git(repository, "commit", "-qm", f"commit {number}")
@@ -68,18 +73,15 @@ def program(folder: Path, name: str, text: str) -> None:
 
 
 def test_git_bisect_finds_the_slow_commit(tmp_path: Path, toy: Path) -> None:
-    """git tries the 8th commit first, and skips it."""
+    """git tries the 3rd commit first, and skips it."""
     commits = git(toy, "rev-list", "--reverse", "HEAD").splitlines()
-    script, out = tmp_path / "bisect.sh", tmp_path / "out"
+    script, out, good = tmp_path / "bisect.sh", tmp_path / "out", tmp_path / "good one"
     script.write_text(block("#!/usr/bin/env bash"))
-    (out / "good").mkdir(parents=True)
-    git(toy, "checkout", "-q", commits[0])
-    for run in range(1, 4):
-        path = out / "good" / f"{run}.jsonl"
-        subprocess.run([sys.executable, "bench.py", "--json", str(path)], cwd=toy, check=True)
-    git(toy, "bisect", "start", commits[15], commits[0])
+    git(toy, "worktree", "add", "-q", "--detach", str(good), commits[0])
+    git(toy, "bisect", "start", commits[5], commits[0])
     program(tmp_path, "python", f"exec '{sys.executable}' \"$@\"")
     variables = {"MEASURE": "python bench.py", "TOOLS": str(ROOT), "OUT": str(out), "RUNS": "3"}
+    variables["GOOD"] = str(good)
     variables |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
         ["git", "bisect", "run", "bash", str(script)],
@@ -90,8 +92,35 @@ def test_git_bisect_finds_the_slow_commit(tmp_path: Path, toy: Path) -> None:
         timeout=120,
         check=False,
     )
-    assert f"{commits[10]} is the first bad commit" in done.stdout, done.stdout + done.stderr
-    assert f"git bisect skip {commits[7]}" in git(toy, "bisect", "log")
+    assert f"{commits[4]} is the first bad commit" in done.stdout, done.stdout + done.stderr
+    assert f"git bisect skip {commits[2]}" in git(toy, "bisect", "log")
+
+
+def test_eight_lines_write_a_report_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = block('head = {"schema": "torchrun-bench/3", "benchmark": "my_training"}')
+    assert len(lines.splitlines()) == 8
+    names = {"json": json, "os": os, "sys": sys, "datetime": datetime, "UTC": UTC}
+    names["torch"] = SimpleNamespace(__version__="2.15.0")
+
+    def train(path: Path, seconds: float, rank: str) -> None:
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(sys, "argv", ["train.py", "--json", str(path)])
+        exec(lines, names | {"step_times": [seconds, 1.01 * seconds, 0.99 * seconds]})
+
+    for number in range(6):
+        for side, seconds in (("a", 0.1), ("b", 0.12)):
+            (tmp_path / side).mkdir(exist_ok=True)
+            train(tmp_path / side / f"{number}.jsonl", seconds * (1 + number / 1000), "0")
+    train(tmp_path / "rank1.jsonl", 0.1, "1")
+    assert not (tmp_path / "rank1.jsonl").exists()
+    words = [str(tmp_path / "a"), "--test", str(tmp_path / "b"), "--fail-on", "slower"]
+    done = run_script("compare.py", *words)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"my_training \(step\): 6 of BASE, 6 of TEST", done.stdout)
+    assert re.search(r"^step +100.* ms +120.* ms +1.20x slower", done.stdout, re.M)
+    assert "warning" not in done.stdout
 
 
 def compare_step() -> str:
