@@ -80,7 +80,7 @@ def summary(runs: Sequence[Run]) -> Section:
         answers += [f"{where_said}{sentence}" for sentence in answer_of(run)]
         if load := load_of_others(run):
             busy, cores = load
-            line = f"{where_said}Other programs used {busy:g} of {cores} cores of a node during the run"
+            line = f"{where_said}Other programs used {busy:g} of {cores} cores of a node meanwhile"
             if is_disturbed(load):
                 loud.append(f"{line}: they disturbed it, and its times may be too long.")
             else:

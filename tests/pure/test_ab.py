@@ -145,8 +145,8 @@ def test_processes_that_a_command_leaves_are_ended(sides: Path) -> None:
     try:
         done = run("ab.py", *words_of(sides, "0.1 leave", "0.1 x", "--runs", "2"))
         assert done.returncode == 0, done.stderr
-        left = [p for p in psutil.process_iter(["cmdline"]) if str(sides) in str(p.cmdline())]
-        assert left == []
+        alive = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+        assert not any(str(sides) in str(words) for words in alive)
         assert mine.is_running()  # it was there before
     finally:
         mine.kill()
@@ -194,18 +194,6 @@ def test_several_commands(sides: Path) -> None:
     assert re.search(r"^\| slow +\| +2 \| x ", markdown, re.M)
     documents = json.loads(run("ab.py", *flags, "--format", "json").stdout)
     assert [document["cases"][0]["verdict"] for document in documents] == ["same", "slower"]
-
-
-def test_several_commands_one_of_whose_cases_fail(sides: Path) -> None:
-    """It has no time, so nothing is said of it but that."""
-    code = COMMAND.replace('case = {"key"', 'case = {"check": "failed: no memory", "key"')
-    (sides / "fails.py").write_text(code)
-    flags = several(sides, "--runs", "2", "--max-runs", "2")
-    slow = flags.index("--b") + 1
-    flags[slow] = flags[slow].replace("slow=", "fails=").replace("fake.py", "fails.py")
-    done = run("ab.py", *flags)
-    assert done.returncode == 0, done.stderr
-    assert "; fails has no time to compare" in done.stdout
 
 
 def test_several_commands_that_take_turns(sides: Path) -> None:
@@ -273,16 +261,6 @@ def test_commands_that_take_turns(sides: Path) -> None:
     assert first == ["0.1 begins", "0.1 ends", "0.11 begins", "0.11 ends"] * 24
 
 
-def test_turns_need_a_folder_whose_name_can_be_told(
-    sides: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (sides / "a:b").mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(sides / "a:b"))
-    done = run("ab.py", *words_of(sides, "0.1 x", "0.1 x", "--interleave"))
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "--interleave: expected a TMPDIR without a colon, got '" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
@@ -313,7 +291,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_within_a_run_leaves_no_process(sides: Path, name: str) -> None:
     number = signal.Signals[name]
     process = start(*words_of(sides, "0.1 hang", "0.1 hang", "--interleave"))

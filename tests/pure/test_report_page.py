@@ -194,7 +194,7 @@ def test_a_script_that_has_only_samples_shows_the_time_of_each_case(tmp_path: Pa
 
 
 def test_what_disturbed_a_run_stands_beside_its_answer(tmp_path: Path) -> None:
-    for busy, words in ((0.04, "of a node during the run."), (0.4, "they disturbed it")):
+    for busy, words in ((0.04, "of a node meanwhile."), (0.4, "they disturbed it")):
         path = tmp_path / f"{busy}.jsonl"
         write(path, case("x"), status=None)
         end = {"status": "complete", "answer": ["2 ranks train"], "others": [[0.01, 2], [busy, 2]]}
@@ -305,14 +305,6 @@ def test_exposed_time_has_its_interval(tmp_path: Path) -> None:
     assert ends == [[60, 90], [50, 80]]  # ms: 50 + 10 to 50 + 40; 50 + 20 - 20 to 50 + 20 + 10
     assert "95 % intervals" in ax.get_xlabel()
     assert ax.get_xlim()[0] == 0
-
-
-def test_what_there_is_of_an_unfinished_or_empty_report(tmp_path: Path) -> None:
-    unfinished = write(tmp_path / "a.jsonl", ddp(0, 0.09), status=None)
-    empty = write(tmp_path / "b.jsonl", status="failed")
-    found, _ = page(tmp_path, unfinished, empty)
-    assert "interrupted" in found.text
-    assert "no case" in found.text
 
 
 def test_refusals(tmp_path: Path) -> None:
