@@ -1,29 +1,34 @@
 #!/usr/bin/env python3
 """How fast is each collective, at each size, and are its results right? nccl-tests for torch.
 
-    time    = a sample of n calls (-n) / n; over the ranks the maximum; the median sample
+    time    = the median sample; the slowest rank counts in each sample. A sample is one call on the
+              CPU, the mean of up to 20 calls on CUDA; with -n N it is the mean of N calls
     algbw   = size / time, in GB/s of 10^9 bytes
     busbw   = algbw * 2(n-1)/n for all_reduce; * (n-1)/n for all_gather, reduce_scatter,
               all_to_all, gather and scatter; * 1 for the others; among n ranks
     size    = the larger of what a rank sends and receives, in bytes; count = elements of a part
     #wrong  = values that differ from what rank and position say; must be 0
+    i_...   = with -I 1, of the samples: least, largest, 99th percentile (nearest rank), and the
+              standard deviation in percent of the mean
     +-%     = how far the 95 % interval of the time reaches, the wider one of the two variants
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 4 -e 64M -f 2
     torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all -e 1G --json report.jsonl
     torchrun --nproc-per-node 8 benchmarks/collectives.py -b 1G -e 1G --limit 450 --min-busbw 400
 
-The flags, the table and the formulas are those of NVIDIA's nccl-tests; the code was written anew.
+The flags, the table and the formulas are those of NVIDIA's nccl-tests (-I: README.md and
+src/util.cu of version 2.19.6, a0b82b2); the code was written anew.
 The calls are in common/workloads/operations.py. BSD-3-Clause.
 """
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,10 +43,10 @@ from common.benchmark import Benchmark, Key, Planned
 from common.environment import count_of, node_of_each
 from common.groups import Group, Job
 from common.report import Case, Estimate
-from common.stats import Times, median
+from common.stats import Samples, Times, median
 from common.table import Table
-from common.timing import Step, Workload, cuda_graph, time_block
-from common.workloads import operations
+from common.timing import Step, Workload, cuda_graph
+from common.workloads import operations, start_up
 from common.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from common.workloads.ranks import partition
 from common.workloads.room import too_much
@@ -49,11 +54,9 @@ from common.workloads.room import too_much
 Groups = list[list[int]]  # the ranks of each
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 ALIASES = {"float": "float32", "half": "float16", "double": "float64"}  # nccl-tests' names
-MOST_CALLS = 20  # in a sample, if -n does not say how many
-SAMPLE_S = 1e-3  # without -n a sample has no more calls than take so long
-SAMPLE_BYTES = {"cpu": 2**22, "cuda": 2**32}  # a sample of large sizes has fewer calls than -n
-LARGEST_SIZE = {"cpu": 2**26, "cuda": 2**30}  # -e by default
-MAX_SIZES = 10_000  # of a table
+MOST_CALLS = 20  # in a sample on CUDA, without -n
+SAMPLE_BYTES = 2**32  # a sample of large sizes has fewer
+UNSURE = 0.5  # an interval that reaches farther from the time, as a share of it
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -66,33 +69,37 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     names = f"`all` or a list of {', '.join(OPERATIONS)} (default: all_reduce)"
     add("--collective", type=collectives, default=["all_reduce"], metavar="NAME", help=names)
     add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="e.g. 64K (default: 8)")
-    add("-e", "--maxbytes", type=positive_size, metavar="SIZE", help="(default: 64M, on CUDA 1G)")
+    largest = cli.By(cuda=2**30, cpu=2**26)
+    most = "(default: 1G on CUDA, 64M on the CPU)"
+    add("-e", "--maxbytes", type=positive_size, default=largest, metavar="SIZE", help=most)
     step = parser.add_mutually_exclusive_group().add_argument
     step("-i", "--stepbytes", type=positive_size, metavar="SIZE", help="to each size add this, or")
     factor = cli.number(float, 1, above=True)
     step("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help="multiply (default: 2)")
-    calls = "in a sample (default: as many as take 1 ms, 20 at most)"
+    calls = "in a sample (default: 1 on the CPU and with -I, else 20 where that is under 4 GiB)"
     add("-n", "--calls", type=cli.positive_int, metavar="N", help=calls)
     add("-d", "--datatype", type=types, default=["float32"], metavar="TYPE", help=", ".join(TYPES))
     add("-o", "--op", type=redops, default=["sum"], metavar="OP", help=", ".join(REDOPS))
     add("-r", "--root", type=count, default=0, metavar="R", help="a rank in its group (default: 0)")
     add("-c", "--check", type=count, default=1, metavar="N", help="check N samples (default: 1)")
     add("-G", "--cudagraph", type=count, default=0, metavar="N", help="time N replays of a graph")
+    single = "1: show how the samples spread (default: 0)"
+    add("-I", "--per-iter-timing", type=int, choices=(0, 1), default=0, help=single)
     add("--cache-warm", action="store_true", help="one buffer instead of many")
     add("--groups", default="world", metavar="G", help="world, node, cross, or ranks as 0,1/2-3")
     limit = "the speed of the link: adds busbw in percent of it"
     add("--limit", type=cli.positive_float, metavar="GB/s", help=limit)
-    least = "fail if busbw at large sizes is under 0.9 of this"
-    add("--min-busbw", type=cli.positive_float, metavar="GB/s", help=least)
-    cli.add_common_flags(parser, min_iters=12, max_seconds=0.2)
+    least = "fail if the largest busbw is under 0.9 of this"
+    add("--min-busbw", type=cli.positive_float, default=0, metavar="GB/s", help=least)
+    cli.add_common_flags(parser, min_iters=12, max_seconds=1)
     args = parser.parse_args(argv)
-    if args.maxbytes and args.maxbytes < args.minbytes:
+    if args.maxbytes < args.minbytes:
         got = f"-b {args.minbytes} and -e {args.maxbytes}"
         parser.error(f"expected -e from -b on, got {got}; e.g. -b 8 -e 64M")
     if args.cudagraph and not cli.on_cuda(args.device):
         parser.error("-G replays CUDA graphs, and this run is on the CPU; leave it out")
-    if len(sizes_of(args)) > MAX_SIZES:
-        parser.error(f"-b to -e are over {MAX_SIZES:,} sizes; expected fewer, e.g. -f 2")
+    if args.cudagraph and args.per_iter_timing:
+        parser.error("-I shows single calls, which -G does not time; leave one of them out")
     return args
 
 
@@ -170,12 +177,10 @@ def why_not_measured(key: Key, job: Job) -> str | None:
 
 
 def build(job: Job, args: argparse.Namespace, key: Key, group: Group) -> Workload:
-    """What a rank measures in a case: calls on successive buffers, out of place and in place.
-
-    With -n and in a graph a sample has the calls of the key; else these are the most that it has.
-    """
+    """What a rank measures in a case: calls on successive buffers, out of place and in place. With
+    -G a step is the replay of a graph of as many calls as a sample has else."""
     operation = OPERATIONS[key["collective"]]
-    rank, n, part = dist.get_rank(group.test), key["group_ranks"], key["count"]
+    rank, n, part, calls = dist.get_rank(group.test), key["group_ranks"], key["count"], key["calls"]
     member = Member(group.test, rank, n, part, key["redop"], max(0, key["root"]))
     torch.cuda.empty_cache()  # NCCL has no use for what torch keeps of smaller sizes
     sent, received = (parts * part for parts in operation.parts(n))
@@ -183,41 +188,28 @@ def build(job: Job, args: argparse.Namespace, key: Key, group: Group) -> Workloa
     buffers = make_buffers(sent, received, rank, dtype, job.device, cold)
     steps: dict[str, Step] = {}
     for variant in operation.variants:  # in this order on all ranks: a graph is run when it is made
-        steps[variant] = step_of(key, member, buffers[variant], key["calls"])
-    profiled: dict[str, Step] = {}
-    if key["cudagraph"]:  # most calls do nothing: a trace has whole graphs
-        for variant, call in steps.items():
-            profiled[f"{variant}, a graph"] = partial(repeat, call, key["calls"])
-    step = steps.pop(operation.variants[0])
-    calls = key["calls"]
-    if calls > 1 and not (key["exact_calls"] or key["cudagraph"]):
-        calls = calls_of_a_sample(step, calls, job.device, group)
+        steps[variant] = step_of(key, member, buffers[variant])
 
-    def facts() -> dict[str, int]:
-        """The calls of a sample, and the wrong values of each variant."""
-        counts = {"calls": calls}
+    def facts() -> dict[str, Any]:
+        """The wrong values of each variant, and what the first case tells of the start."""
+        found: dict[str, Any] = {"start_up": start_up.start_up_of(job, group)}
         for variant in operation.variants:
-            checked = buffers[variant][:calls]
-            counts[variant] = 0
+            found[variant] = 0
             for _ in range(args.check):
-                counts[variant] += check(key, member, checked, group)
-        return counts
+                found[variant] += check(key, member, buffers[variant][:calls], group)
+        return found
 
-    timed = calls * max(1, key["cudagraph"])
-    return Workload(step, steps, calls=timed, facts=facts, launches=True, profiled=profiled)
+    step = steps.pop(operation.variants[0])
+    return Workload(step, steps, calls=key["cudagraph"] or calls, facts=facts, launches=True)
 
 
-def step_of(key: Key, member: Member, buffers: Buffers, calls_in_graph: int) -> Step:
-    """A call on the next buffers. With -G every so many calls replay a graph of as many calls, and
-    the other ones do nothing."""
+def step_of(key: Key, member: Member, buffers: Buffers) -> Step:
+    """A call on the next buffers; with -G a graph of as many calls as there are in a sample."""
     call = partial(OPERATIONS[key["collective"]].call, at=member)
     call_next = in_turn(call, buffers)
     if not key["cudagraph"]:
         return call_next
-    device = buffers[0][0].device
-    replay = cuda_graph(partial(repeat, call_next, calls_in_graph), device)
-    counter = itertools.count(1)
-    return lambda: replay() if next(counter) % calls_in_graph == 0 else None
+    return cuda_graph(partial(repeat, call_next, key["calls"]), buffers[0][0].device)
 
 
 def repeat(call: Step, times: int) -> None:
@@ -225,212 +217,194 @@ def repeat(call: Step, times: int) -> None:
         call()
 
 
-def calls_of_a_sample(step: Step, most: int, device: torch.device, group: Group) -> int:
-    """As many calls as take SAMPLE_S on the slowest rank, `most` at most; the same on all ranks."""
-    time_block(step, 1, device)  # untimed: it finds connections and caches as the timed calls will
-    times, _ = time_block(step, 3, device)
-    slowest = torch.tensor(min(times), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group.control)
-    calls = round(SAMPLE_S / slowest.item())
-    return max(1, min(most, calls))
-
-
 def check(key: Key, member: Member, checked: Buffers, group: Group) -> int:
     """Wrong values after a sample of calls like the timed ones, each on buffers of its own."""
-    step = step_of(key, member, checked, len(checked))
+    step = step_of(key | {"calls": len(checked)}, member, checked)
     for src, dst in checked:
         operations.fill(src, dst, member)
     dist.barrier(group.control)
-    repeat(step, len(checked))
+    repeat(step, 1 if key["cudagraph"] else len(checked))
     operation = OPERATIONS[key["collective"]]
     return sum(operations.count_wrong(operation, dst, member) for _, dst in checked)
 
 
 def derive(
-    args: argparse.Namespace, groups: Groups, case: Case, times: Times, facts: list[dict[str, int]]
+    args: argparse.Namespace, groups: Groups, case: Case, times: Times, facts: list[dict[str, Any]]
 ) -> None:
     """Times and bandwidths of both variants. The slowest group counts, if there are several."""
     key, metrics = case.key, case.metrics
     operation = OPERATIONS[key["collective"]]
-    metrics |= {"wrong": 0, "calls": facts[0]["calls"]}
+    calls_of_step = key["calls"] if key["cudagraph"] else 1
+    by_rank = start_up.seconds_by_name([fact["start_up"] for fact in facts])
+    metrics |= {"wrong": 0, "start_up_by_rank": by_rank, **start_up.in_all(by_rank)}
     for number, variant in enumerate(operation.variants):
-        by_rank = times.each(variant if number else "step")
-        group_times: list[Estimate] = []
-        for ranks in groups:
-            rows = [case.ranks.index(rank) for rank in ranks]
-            group_times.append(median(by_rank[rows].max(axis=0)))
-        time = max(group_times, key=lambda estimate: estimate.value)
-        algbw = key["size_bytes"] / time / 1e9
-        metrics[f"{variant}_time_s"] = time
+        seconds = times.each(variant if number else "step") / calls_of_step  # [ranks, iterations]
+        by_group = [seconds[[case.ranks.index(rank) for rank in ranks]] for ranks in groups]
+        slowest = [of_group.max(axis=0) for of_group in by_group]
+        group_times = [median(samples) for samples in slowest]
+        worst = max(range(len(groups)), key=lambda group: group_times[group].value)
+        algbw = key["size_bytes"] / group_times[worst] / 1e9
+        metrics[f"{variant}_time_s"] = group_times[worst]
         metrics[f"{variant}_group_times_s"] = group_times
         metrics[f"{variant}_algbw_gb_per_s"] = algbw
         metrics[f"{variant}_busbw_gb_per_s"] = algbw * operation.bus(key["group_ranks"])
+        for name, value in spread_of(slowest[worst]).items():
+            metrics[f"{variant}_{name}"] = value
         if args.check:
             metrics[f"{variant}_wrong"] = sum(fact[variant] for fact in facts)
             metrics["wrong"] += metrics[f"{variant}_wrong"]
     if args.limit:
-        metrics["efficiency"] = best_variant(case).busbw / args.limit
+        metrics["efficiency"] = best(case, "busbw_gb_per_s") / args.limit
     case.check = "passed" if args.check else "skipped: -c 0"
     if metrics["wrong"]:
         case.check = f"failed: {metrics['wrong']} wrong values"
 
 
+def spread_of(samples: Samples) -> dict[str, float]:
+    """What -I shows of samples [n] in seconds."""
+    ordered = np.sort(samples)
+    nearest = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    cv = samples.std() / samples.mean()
+    return {"min_s": ordered[0], "max_s": ordered[-1], "p99_s": float(nearest), "cv": float(cv)}
+
+
 # -- what is printed -------------------------------------------------------------------------------
 
 
-class Best(NamedTuple):
-    """The better variant of a case."""
-
-    size_bytes: int
-    time: Estimate  # seconds
-    busbw: Estimate  # GB/s; 0 in a group of one rank
-
-
-def best_variant(case: Case) -> Best:
-    measured = [name for name in VARIANTS if f"{name}_time_s" in case.metrics]
-    times = [case.metrics[f"{name}_time_s"] for name in measured]
-    rates = [case.metrics[f"{name}_busbw_gb_per_s"] for name in measured]
-    size_bytes = case.key["size_bytes"]
-    return Best(size_bytes, min(times, key=value_of), max(rates, key=value_of))
+def best(case: Case, name: str) -> Estimate:
+    """The better variant's time, or its rate."""
+    both = [case.metrics[f"{variant}_{name}"] for variant in measured_variants(case)]
+    both.sort(key=lambda estimate: estimate.value)
+    return both[0] if name == "time_s" else both[-1]
 
 
-def value_of(estimate: Estimate) -> float:
-    return estimate.value
+def measured_variants(case: Case) -> list[str]:
+    return [variant for variant in VARIANTS if f"{variant}_time_s" in case.metrics]
 
 
 class ScanTable(Table):
     """As nccl-tests lays it out, since other tools read that. Our own column comes last."""
 
-    HEADER = f"""\
-#{"":59}out-of-place{"":20}in-place
-#       size        count     type  redop   root{"     time   algbw   busbw #wrong" * 2}    +-%
-#        (B)   (elements){"":23}{"     (us)  (GB/s)  (GB/s)       " * 2} (time)"""
+    def __init__(self, per_iter_timing: bool = False) -> None:
+        super().__init__({})
+        self.per_iter_timing = per_iter_timing
+
+    def header(self) -> str:
+        names = "     time   algbw   busbw #wrong"
+        units = "     (us)  (GB/s)  (GB/s)       "
+        if self.per_iter_timing:
+            names += "    i_min    i_max    i_p99    i_cv%"
+            units += " " * 36
+        places = f"{'out-of-place':^{len(names)}}{'in-place':^{len(names)}}"
+        return f"""\
+#{"":47}{places.rstrip()}
+#       size        count     type  redop   root{names}{names}    +-%
+#        (B)   (elements){"":23}{units}{units} (time)"""
 
     def row(self, case: Case) -> str:
         self.cases.append(case)
         line = "{size_bytes:>12} {count:>12} {dtype:>8} {redop:>6} {root:>6}".format(**case.key)
         if "wrong" in case.metrics:  # it was measured
-            line += cells_of(case, "out_of_place") + cells_of(case, "in_place")
-            line += f" {uncertainty(case):>6}"
+            for variant in VARIANTS:
+                line += cells_of(case, variant, self.per_iter_timing)
+            line += f" {uncertainty(case)}"
         if case.failed:
             line += f"  {case.check}"
         if "efficiency" in case.metrics:
             line += f"  {case.metrics['efficiency'].value:.0%} of the limit"
         if case.key["caches"] == "warm":
             line += "  warm caches"
-        return f"{self.HEADER}\n{line}" if len(self.cases) == 1 else line
+        return f"{self.header()}\n{line}" if len(self.cases) == 1 else line
 
 
-def cells_of(case: Case, variant: str) -> str:
-    """The four columns of a variant."""
+def cells_of(case: Case, variant: str, per_iter_timing: bool) -> str:
+    """The columns of a variant."""
     metrics = case.metrics
     if f"{variant}_time_s" not in metrics:
-        return f" {'N/A':>8} {'N/A':>7} {'N/A':>7} {'N/A':>6}"
+        return f" {'N/A':>8} {'N/A':>7} {'N/A':>7} {'N/A':>6}" + f"{'N/A':>9}" * 4 * per_iter_timing
     time_us = metrics[f"{variant}_time_s"].value * 1e6
     algbw = metrics[f"{variant}_algbw_gb_per_s"].value
     busbw = metrics[f"{variant}_busbw_gb_per_s"].value
-    return (
-        f" {time_us:>8.2f} {algbw:>7.2f} {busbw:>7.2f} {metrics.get(f'{variant}_wrong', 'N/A'):>6}"
-    )
+    wrong = metrics.get(f"{variant}_wrong", "N/A")
+    cells = f" {time_us:>8.2f} {algbw:>7.2f} {busbw:>7.2f} {wrong:>6}"
+    if per_iter_timing:
+        for name in ("min_s", "max_s", "p99_s"):
+            cells += f" {metrics[f'{variant}_{name}'] * 1e6:>8.2f}"
+        cells += f" {metrics[f'{variant}_cv'] * 100:>8.2f}"
+    return cells
 
 
 def uncertainty(case: Case) -> str:
-    """How far the interval of the time reaches from it, in the variant where it is wider."""
-    widths = []
-    for variant in VARIANTS:
-        if f"{variant}_time_s" in case.metrics:
-            widths.append(case.metrics[f"{variant}_time_s"].relative)
-    if None in widths:
-        return "-"
-    return f"{max(widths):.1%}" if max(widths) < 1 else ">100%"
+    """How far the interval of the time reaches from it, in the variant where it is wider. A word
+    where the case had too little time to know better."""
+    widths = [case.metrics[f"{variant}_time_s"].relative for variant in measured_variants(case)]
+    width = math.inf if None in widths else max(widths)
+    cell = "-" if width == math.inf else f"{width:.1%}" if width < 1 else ">100%"
+    short = case.stop == "max-seconds" and width > UNSURE
+    return f"{cell:>6}" + ("  unsure: raise --max-seconds" if short else "")
 
 
-def top_quarter(rates: list[Estimate]) -> Estimate:
-    """The mean of the last quarter, rounded up. Its interval holds if all of theirs do."""
-    top = rates[-len(rates) // 4 :]
-    value = float(np.mean([rate.value for rate in top]))
-    if any(rate.relative is None for rate in top):
-        return Estimate(value)
-    lows, highs = [rate.low or 0 for rate in top], [rate.high or 0 for rate in top]
-    return Estimate(value, float(np.mean(lows)), float(np.mean(highs)))
-
-
-def footer(tables: dict[str, list[Case]], min_busbw: float | None, bench: Benchmark) -> None:
-    """A line for each table. Then the lines that nccl-tests ends with, which other tools read."""
-    all_rates: list[Estimate] = []
+def footer(tables: dict[str, list[Case]], min_busbw: float, bench: Benchmark) -> None:
+    """The lines that nccl-tests ends with, which other tools read. Fails the run where the largest
+    bus bandwidth of a table is too small."""
     wrong = 0
-    bench.print("#")
-    for title, cases in tables.items():
+    all_rates: list[float] = []
+    for cases in tables.values():
         wrong += sum(case.metrics.get("wrong", 0) for case in cases)
-        tops = []
-        for variant in VARIANTS:
-            measured = (case.metrics.get(f"{variant}_busbw_gb_per_s") for case in cases)
-            rates = [rate for rate in measured if rate and rate.value]  # a rank alone has 0
-            all_rates += rates
-            tops += [top_quarter(rates)] if rates else []
-        if not tops:
-            continue
-        top = max(tops, key=value_of)
-        about = title.partition(";")[0]
-        line = f"{about}: busbw over the top quarter of the sizes {top.text('GB/s')}"
-        bench.print(line)
-        if min_busbw and top.value < 0.9 * min_busbw:
-            bench.fail(f"{line.removeprefix('# ')}, under 0.9 of --min-busbw {min_busbw:g}")
-    mean = np.mean([rate.value for rate in all_rates]) if all_rates else 0
-    bench.print(f"# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
+        rates: list[float] = []
+        for case in cases:
+            busbw = [case.metrics[f"{name}_busbw_gb_per_s"] for name in measured_variants(case)]
+            rates += [rate.value for rate in busbw if rate.value]  # a rank alone has 0
+        if rates and max(rates) < 0.9 * min_busbw:
+            fastest = f"{kind_of(cases[0].key)}: busbw is {max(rates):.4g} GB/s at most"
+            bench.fail(f"{fastest}, under 0.9 of --min-busbw {min_busbw:g}")
+        all_rates += rates
+    mean = np.mean(all_rates) if all_rates else 0
+    bench.print(f"#\n# Out of bounds values : {wrong} {'FAILED' if wrong else 'OK'}")
     bench.print(f"# Avg bus bandwidth    : {mean:g}\n#")
 
 
-def answer(cases: list[Case]) -> str:
+def answer(limit: float | None, cases: list[Case]) -> str:
     """The largest bus bandwidth, where half of it is reached, and the smallest time.
 
     `all_reduce float32 sum: at most 0.796 GB/s (0.780 to 0.810) bus bandwidth, at 2M bytes; about
     half of it from 64K on; 8 bytes take 583 us (560 to 601)`
     """
     name = kind_of(cases[0].key)
-    rows = sorted(map(best_variant, cases), key=lambda row: row.size_bytes)
-    smallest, largest = rows[0], rows[-1]
-    shortest = f"{cli.show_size(smallest.size_bytes)} bytes take {smallest.time}"
-    peak = max(rows, key=lambda row: row.busbw.value)
-    if not peak.busbw.value:
+    rows = sorted(cases, key=lambda case: int(case.key["size_bytes"]))
+    rates = [best(case, "busbw_gb_per_s") for case in rows]
+    sizes = [cli.show_size(case.key["size_bytes"]) for case in rows]
+    shortest = f"{sizes[0]} bytes take {best(rows[0], 'time_s')}"
+    peak = max(rates, key=lambda rate: rate.value)
+    if not peak.value:
         return f"{name}: {shortest}; one rank alone has no bus bandwidth"
-    rate = f"{peak.busbw.text('GB/s')} bus bandwidth"
+    at = rates.index(peak)
+    rate = f"{peak.text('GB/s')} bus bandwidth"
     if len(rows) == 1:
         return f"{name}: {shortest}, {rate}"
-    where = f"at {cli.show_size(peak.size_bytes)} bytes"
-    if peak is largest:
+    where = f"at {sizes[at]} bytes"
+    if peak is rates[-1]:
         where += ", the largest size"
-    alike = [row for row in rows if row is not peak and row.busbw.overlaps(peak.busbw)]
+    alike = [size for size, other in zip(sizes, rates, strict=True) if other.overlaps(peak)]
+    alike.remove(sizes[at])
     if alike:
-        sizes = cli.cut([cli.show_size(row.size_bytes) for row in alike], 3)
-        where += f" (cannot be told apart: {sizes})"
-    under_half = [n for n, row in enumerate(rows) if row.busbw.value < peak.busbw.value / 2]
-    half = rows[max(under_half, default=-1) + 1 :]
-    since = f"from {cli.show_size(half[0].size_bytes)} on" if half else "not at the largest size"
+        where += f" (cannot be told apart: {cli.cut(alike, 3)})"
+    under_half = [n for n, other in enumerate(rates) if other.value < peak.value / 2]
+    half = sizes[max(under_half, default=-1) + 1 :]
+    since = f"from {half[0]} on" if half else "not at the largest size"
     return f"{name}: at most {rate}, {where}; about half of it {since}; {shortest}"
 
 
 # -- what is going to be measured ------------------------------------------------------------------
 
 
-def sizes_of(args: argparse.Namespace) -> list[int]:
-    device = "cuda" if cli.on_cuda(args.device) else "cpu"
-    high = args.maxbytes or max(args.minbytes, LARGEST_SIZE[device])
-    return scan(args.minbytes, high, args.stepbytes, args.stepfactor)
-
-
 def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
-    """Sizes from `low` to `high`, MAX_SIZES and one at most. Each is `step` bytes more than the
-    last, or `factor` times it."""
+    """Sizes from `low` to `high`. Each is `step` bytes more than the last, or `factor` times it."""
     sizes: list[int] = []
     size = max(1, low)
-    while size <= high and len(sizes) <= MAX_SIZES:
+    while size <= high:
         sizes.append(size)
-        if step:
-            size += step
-        else:
-            product = min(size * factor, high + 1)  # int() of infinity would raise
-            size = max(size + 1, int(product))
+        size = size + step if step else max(size + 1, int(min(size * factor, high + 1)))
     return sizes
 
 
@@ -446,13 +420,9 @@ def plan(args: argparse.Namespace, device: str, groups: Groups) -> dict[str, lis
     """The title and the cases of each table."""
     ranks = len(groups[0])
     one_buffer = args.cache_warm or args.cudagraph
-    fixed = {
-        "cudagraph": args.cudagraph,
-        "groups": args.groups,
-        "caches": "warm" if one_buffer else "cold",
-        "group_ranks": ranks,
-        "exact_calls": bool(args.calls),  # else by time, up to the key's calls
-    }
+    most_calls = args.calls or (1 if device == "cpu" or args.per_iter_timing else MOST_CALLS)
+    most_bytes = math.inf if args.calls else SAMPLE_BYTES
+    sizes = scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
     tables: dict[str, list[Planned]] = {}
     for name, dtype, redop in itertools.product(args.collective, args.datatype, args.op):
         operation = OPERATIONS[name]
@@ -461,39 +431,24 @@ def plan(args: argparse.Namespace, device: str, groups: Groups) -> dict[str, lis
             "dtype": dtype,
             "redop": redop if operation.reduces else "none",
             "root": args.root if operation.has_root else -1,
+            "cudagraph": args.cudagraph,
+            "groups": args.groups,
+            "caches": "warm" if one_buffer else "cold",
+            "group_ranks": ranks,
         }
-        kind = kind_of(table)
-        unit = getattr(torch, dtype).itemsize * max(operation.parts(ranks))
+        unit = getattr(torch, dtype).itemsize * max(operation.parts(ranks))  # bytes of a count
         cases: list[Planned] = []
-        for row in sizes_and_calls(sizes_of(args), unit, args.calls or MOST_CALLS, device):
-            case_name = f"{kind}, {row['size_bytes']} bytes"
-            cases.append((case_name, ranks * len(groups), table | row | fixed))
-        title = f"# {kind}, {args.groups} ({count_of(ranks, 'rank')}); {settings(args)}"
-        tables[title] = cases  # an operation that does not reduce has the same one for each --op
+        for count in dict.fromkeys(max(1, size // unit) for size in sizes):
+            size = count * unit  # a size that is no multiple is cut
+            calls = max(1, int(min(most_calls, most_bytes // size)))
+            key = table | {"size_bytes": size, "count": count, "calls": calls}
+            cases.append((f"{kind_of(table)}, {size} bytes", ranks * len(groups), key))
+        how = f"at most {count_of(most_calls, 'call')} a sample"
+        how += f", {args.cudagraph} replays of a graph (-G)" if args.cudagraph else ""
+        how += ", one buffer" if one_buffer else ", cold buffers"
+        # an operation that does not reduce has the same title for each --op
+        tables[f"# {kind_of(table)}, {args.groups} ({count_of(ranks, 'rank')}); {how}"] = cases
     return tables
-
-
-def sizes_and_calls(sizes: list[int], unit: int, most_calls: int, device: str) -> list[Key]:
-    """The part of the key that differs from row to row.
-
-    unit: bytes by which the size grows with each element. A size that is no multiple is cut, and
-    what becomes the same by that is measured once.
-    """
-    counts = dict.fromkeys(max(1, size // unit) for size in sizes)
-    rows: list[Key] = []
-    for count in counts:
-        size = count * unit
-        calls = max(1, min(most_calls, SAMPLE_BYTES[device] // size))
-        rows.append({"size_bytes": size, "count": count, "calls": calls})
-    return rows
-
-
-def settings(args: argparse.Namespace) -> str:
-    """What all rows of all tables share, in words."""
-    calls = f"at most {args.calls or MOST_CALLS} calls a sample"
-    if args.cudagraph:
-        return f"{calls}, {args.cudagraph} replays of a graph (-G), one buffer"
-    return f"{calls}, {'one buffer' if args.cache_warm else 'cold buffers'}"
 
 
 def check_root(args: argparse.Namespace, ranks: int) -> None:
@@ -513,18 +468,22 @@ def check_room(bench: Benchmark, largest: int) -> None:
 def main() -> int:
     args = parse_args()
     with Benchmark("collectives", args) as bench:
-        job, nodes = bench.job, node_of_each(bench.report.environment)
-        groups = bench.prepare("--groups", lambda: partition(args.groups, nodes))
+        job, environment = bench.job, bench.report.environment
+        groups = bench.prepare(
+            "--groups", lambda: partition(args.groups, node_of_each(environment))
+        )
         bench.prepare("--root", lambda: check_root(args, len(groups[0])))
-        bench.prepare("-e", lambda: check_room(bench, sizes_of(args)[-1]))
+        bench.prepare("-e", lambda: check_room(bench, args.maxbytes))
         tables = plan(args, job.device.type, groups)
         reasons = {title: why_not_measured(cases[0][2], job) for title, cases in tables.items()}
         bench.announce({title: cases for title, cases in tables.items() if not reasons[title]})
         members = sorted(itertools.chain(*groups))
         make, fill_in = partial(build, job, args), partial(derive, args, groups)
         measured: dict[str, list[Case]] = {}
+        answer_of_table = partial(answer, args.limit)
         for title, cases in tables.items():
-            with bench.begin_table(title, {}, answer, ScanTable({})) as table:
+            scan_table = ScanTable(bool(args.per_iter_timing))
+            with bench.begin_table(title, {}, answer_of_table, scan_table) as table:
                 measured[title] = table.cases
                 if reasons[title]:
                     bench.print(f"# n/a: {reasons[title]}")
@@ -532,6 +491,10 @@ def main() -> int:
                 for name, _, key in cases:
                     bench.measure(key, name, make, fill_in, ranks=members, teams=groups)
         footer(measured, args.min_busbw, bench)
+        for case in bench.report.cases:
+            if "group_s" in case.metrics:  # the one that has made the groups
+                by_rank = case.metrics["start_up_by_rank"]
+                bench.conclude([start_up.sentence(by_rank, members, environment)])
     return bench.status
 
 

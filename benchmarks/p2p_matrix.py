@@ -10,6 +10,8 @@ one after the other (--serial).
     The fastest sample counts: what disturbs a link only adds time. It has no interval, so +-% is
     that of the median sample: how steady the link is.
     slow            = costs 10 % and --sigmas median absolute deviations more than its like
+    a group holds   = the bandwidth of its worst link; the largest group that holds the median
+                      link's, less 10 %: exact up to 12 nodes (of one node: ranks), then greedy
     --by node       = rank i of one node with rank i of the other, all at once; bandwidths added
     The calls that are measured are in common/workloads/links.py.
 
@@ -22,8 +24,10 @@ Written for this project. BSD-3-Clause.
 """
 
 import argparse
+import itertools
 import os
 import sys
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -49,12 +53,14 @@ from common.workloads.links import (
     rounds_of,
     slow_links,
 )
-from common.workloads.outliers import SIGMAS, sentences
+from common.workloads.outliers import MARGIN, SIGMAS, sentences
 from common.workloads.ranks import partition
 
 LARGEST_MATRIX = 32  # members; of more only the worst links are printed
 WORST = 20
 FEW_LINKS = 3  # of fewer no median says which one is slow
+EXACT = 12  # nodes or ranks of which all groups are looked at
+UNSURE = 0.5  # an interval that reaches farther from the median sample, as a share of it
 PLOTS = (".png", ".svg", ".pdf")
 PLOT = "a file that ends in .png, .svg or .pdf"
 
@@ -65,20 +71,78 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     size = cli.positive_size
     add("--size", type=size, metavar="SIZE", help="(default: 1M, on CUDA 256M)")
     add("--latency-size", type=size, default=8, metavar="SIZE", help="(default: 8)")
-    calls = "in a sample (default: 10)"
-    add("-n", "--calls", type=cli.positive_int, default=10, metavar="N", help=calls)
+    few = cli.By(cuda=10, cpu=1)
+    calls = f"in a sample (default: {few})"
+    add("-n", "--calls", type=cli.positive_int, default=few, metavar="N", help=calls)
     add("--by", choices=("rank", "node"), default="rank", help="(default: rank)")
     add("--serial", action="store_true", help="one pair at a time, instead of a round's at once")
     add("--sigmas", type=cli.positive_float, default=SIGMAS, metavar="S", help="(default: 5)")
     drawn = cli.checked(str, lambda path: Path(path).suffix in PLOTS, PLOT, "e.g. links.png")
     add("--plot", type=drawn, metavar="PATH", help=f"draw a heat map: {PLOT}; needs matplotlib")
-    cli.add_common_flags(parser, min_iters=6, max_seconds=0.5)
+    cli.add_common_flags(parser, min_iters=6, max_seconds=1)
     args = parser.parse_args(argv)
     # gloo sends no CUDA tensors
     args.moved_to_cpu = args.backend == "gloo" and cli.on_cuda(args.device)
     if args.moved_to_cpu:
         args.device = "cpu"
     return args
+
+
+def rates_between(links: list[Link], owner: list[int]) -> dict[Pair, float]:
+    """The worst bandwidth between each two owners (nodes or ranks), in either direction. owner: of
+    each member."""
+    rates: dict[Pair, float] = {}
+    for link in links:
+        a, b = sorted((owner[link.a], owner[link.b]))
+        if a != b:
+            rate = min(link.a_to_b, link.b_to_a)
+            rates[a, b] = min(rate, rates.get((a, b), rate))
+    return rates
+
+
+def held(group: Sequence[int], rates: dict[Pair, float]) -> float:
+    """The bandwidth of the worst link of a group; 0 where one was not measured."""
+    return min(rates.get(pair, 0.0) for pair in itertools.combinations(group, 2))
+
+
+def good_group(count: int, rates: dict[Pair, float], least: float) -> list[int]:
+    """The largest group of 0 to count - 1 that holds `least`; of several the one that holds most.
+
+    Over EXACT it may be too small: of the worst link always that end goes that has more links under
+    `least`, until there is none.
+    """
+    group = list(range(count))
+    if count <= EXACT:
+        for size in range(count, 2, -1):
+            groups = itertools.combinations(group, size)
+            best = max(groups, key=lambda members: held(members, rates))
+            if held(best, rates) >= least:
+                return list(best)
+        fastest: Pair = max(rates, key=lambda pair: rates[pair])
+        return list(fastest)
+    while len(group) > 2 and held(group, rates) < least:
+        pairs = list(itertools.combinations(group, 2))
+        under = [pair for pair in pairs if rates.get(pair, 0.0) < least]
+        worst = min(under, key=lambda pair: rates.get(pair, 0.0))
+        group.remove(max(worst, key=lambda member: sum(member in pair for pair in under)))
+    return group
+
+
+def leave_out(links: list[Link], node_of_member: list[int]) -> str | None:
+    """`without node 3: 7 nodes hold 380 GB/s, all 8 hold 94`; None for two nodes or ranks."""
+    name, owner = "node", node_of_member
+    if max(node_of_member) == 0:
+        name, owner = "rank", list(range(len(node_of_member)))
+    count, rates = max(owner) + 1, rates_between(links, owner)
+    if count < 3 or not rates:
+        return None
+    group = good_group(count, rates, median(rates.values()) / (1 + MARGIN))
+    rate = f"hold {held(group, rates):.4g} GB/s"
+    if len(group) == count:
+        return f"all {count} {name}s {rate}"
+    left = cli.cut([f"{name} {n}" for n in range(count) if n not in group])
+    of_all = held(range(count), rates)
+    return f"without {left}: {len(group)} {name}s {rate}, all {count} hold {of_all:.4g}"
 
 
 def tables(links: list[Link], n: int, by: str) -> str:
@@ -137,7 +201,11 @@ def answer(links: list[Link], node_of_member: list[int], by: str, sigmas: float)
     steady = "no interval"
     if len(spreads) == len(links):
         steady = f"+-{median(spreads):.1%}, +-{max(spreads):.1%} at most"
-    return [*lines, f"{latency}, {bandwidth} (the median sample of a link: {steady})"]
+    if len(spreads) < len(links) or max(spreads) > UNSURE:
+        steady += "; raise --max-seconds"
+    lines.append(f"{latency}, {bandwidth} (the median sample of a link: {steady})")
+    group = leave_out(links, node_of_member)
+    return [*lines, group] if group else lines
 
 
 def draw(links: list[Link], members: int, path: str) -> None:

@@ -264,7 +264,7 @@ class Benchmark:
             if group:
                 self.watchdog.group = group
                 if is_new:
-                    connect(group.test, self.job)
+                    group.start_up_s["first_collective"] = connect(group.test, self.job)
                 result = self.time(key, build(key, group), group, rule)
         except Exception as raised:
             error = f"{describe(raised)} (rank {self.job.rank})"

@@ -51,6 +51,7 @@ class Job:
     second_store: dist.Store | None = None  # the same by another connection, for the watchdog
     timeout: timedelta = FOREVER  # of the groups under test: torch's own, behind the watchdog
     keeps_memory: bool = False  # glibc keeps what is freed: see `keep_freed_memory` in join.py
+    rendezvous_s: float = 0.0  # until all ranks had met
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class Group:
     # Groups that the workload makes itself, e.g. those of a DeviceMesh. They end with the case.
     more: list[dist.ProcessGroup] = field(default_factory=list)
     aborted: list[dist.ProcessGroup] = field(default_factory=list)  # of all of these
+    # The seconds of this rank to make `test` ("group") and of its first collective
+    # ("first_collective"). Empty in later cases that take the same groups.
+    start_up_s: dict[str, float] = field(default_factory=dict)
 
 
 def local_rank() -> int:
@@ -88,8 +92,10 @@ def open_group(ranks: tuple[int, ...], job: Job, teams: Teams | None = None) -> 
     with peers():
         control: Any = dist.new_group(list(ranks), backend="gloo", timeout=FOREVER)
     parts = [list(team) for team in teams or [ranks]]
+    start = time.perf_counter()
     test: Any = dist.new_subgroups_by_enumeration(parts, backend=job.backend)[0]
-    return Group(ranks, test, control) if job.rank in ranks else None
+    took = {"group": time.perf_counter() - start}
+    return Group(ranks, test, control, start_up_s=took) if job.rank in ranks else None
 
 
 def rendezvous(group: Group) -> None:
@@ -101,14 +107,16 @@ def rendezvous(group: Group) -> None:
     dist.barrier(group.control)
 
 
-def connect(group: dist.ProcessGroup, job: Job) -> None:
+def connect(group: dist.ProcessGroup, job: Job) -> float:
     """Connect a group under test: NCCL does so in the first collective. A group that is not
-    connected could not be aborted if the case fails."""
+    connected could not be aborted if the case fails. Returns the seconds of that collective."""
     with suppress(RuntimeError):  # mpi has no timeout, and in torch 2.11 fake has none
         group.set_timeout(job.timeout)
+    start = time.perf_counter()
     dist.all_reduce(torch.ones(1, device=job.device), group=group)
     if job.device.type == "cuda":
         torch.cuda.synchronize(job.device)
+    return time.perf_counter() - start
 
 
 def abort_process_group(group: dist.ProcessGroup) -> None:
@@ -189,8 +197,10 @@ class Groups:
         """The groups of a case, and whether they are new. All ranks of the job call it together."""
         name = name_of_set(ranks, teams)
         if name in self.kept:
-            self.kept[name] = self.kept.pop(name)
-            return self.kept[name], False
+            group = self.kept[name] = self.kept.pop(name)
+            if group:
+                group.start_up_s.clear()
+            return group, False
         while len(self.kept) >= MOST_KEPT:
             self.close(next(iter(self.kept)))
         self.kept[name] = open_group(ranks, self.job, teams)

@@ -54,6 +54,7 @@ def join(device: str, backend: str | None, timeout_s: float) -> Job:
     if cuda:
         torch.cuda.set_device(chosen)
     set_variables()
+    start = time.perf_counter()
     store: dist.Store = dist.HashStore()
     second_store = store.clone()
     if world_size > 1:
@@ -68,6 +69,7 @@ def join(device: str, backend: str | None, timeout_s: float) -> Job:
     dist.init_process_group(
         "gloo", store=control, rank=rank, world_size=world_size, timeout=FOREVER
     )
+    rendezvous_s = time.perf_counter() - start
     # imported modules are never garbage: collections between cases need not walk through them
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise nanobind reports leaks at the end
@@ -82,6 +84,7 @@ def join(device: str, backend: str | None, timeout_s: float) -> Job:
         second_store=second_store,
         timeout=min(FOREVER, TORCH_WAITS * timedelta(seconds=timeout_s)),
         keeps_memory=keep_freed_memory(),
+        rendezvous_s=rendezvous_s,
     )
 
 

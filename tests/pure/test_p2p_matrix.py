@@ -72,13 +72,50 @@ def test_answer() -> None:
         "no link, rank or node is slow beyond noise",
         "latency 20 to 22 us, bandwidth 1 to 1.1 GB/s "
         "(the median sample of a link: +-10.0%, +-20.0% at most)",
+        "all 4 ranks hold 1 GB/s",
     ]
     alike[-1] = met(1, 2, 60, 1.0, None)
-    first, last = p2p_matrix.answer(alike, *where)
+    first, last, _ = p2p_matrix.answer(alike, *where)
     assert first.startswith("slow link 1 -> 2: latency within nodes 2.93x the median's time")
-    assert last.endswith("(the median sample of a link: no interval)")
-    few = p2p_matrix.answer(alike[:1], *where)
+    assert last.endswith("(the median sample of a link: no interval; raise --max-seconds)")
+    few = p2p_matrix.answer(alike[:1], [0, 0], "rank", 5.0)
     assert few[0] == "with 1 link nobody can tell what is slow"
+    assert len(few) == 2
+
+
+def all_links(members: int, rates: dict[tuple[int, int], float]) -> list[links.Link]:
+    """Of 380 GB/s, but for these."""
+    pairs = [(a, b) for a in range(members) for b in range(a + 1, members)]
+    return [met(a, b, 20, rates.get((a, b), 380)) for a, b in pairs]
+
+
+@pytest.mark.parametrize("members", [8, 14])  # exact, and greedy
+def test_what_to_leave_out(members: int) -> None:
+    """A node with slow links; two; one slow link, of which either end may go; two links that share
+    an end, which goes."""
+    nodes = list(range(members))
+    third = {(min(3, n), max(3, n)): 94.0 for n in nodes if n != 3}
+    line = p2p_matrix.leave_out(all_links(members, third), nodes)
+    rest = f"{members - 1} nodes hold 380 GB/s, all {members} hold 94"
+    assert line == f"without node 3: {rest}"
+    both = third | {(min(5, n), max(5, n)): 50.0 for n in nodes if n != 5}
+    line = p2p_matrix.leave_out(all_links(members, both), nodes)
+    assert (
+        line == f"without node 3, node 5: {members - 2} nodes hold 380 GB/s, all {members} hold 50"
+    )
+    line = p2p_matrix.leave_out(all_links(members, {(1, 2): 94.0}), nodes)
+    assert line in (f"without node 1: {rest}", f"without node 2: {rest}")
+    line = p2p_matrix.leave_out(all_links(members, {(1, 2): 94.0, (2, 6): 200.0}), nodes)
+    assert line == f"without node 2: {rest}"
+    within = p2p_matrix.leave_out(all_links(members, {(1, 2): 350.0}), nodes)
+    assert within == f"all {members} nodes hold 350 GB/s"  # 380 / 1.1 is 345
+
+
+def test_ranks_of_a_node_count_together() -> None:
+    """Three nodes of two ranks. The worst link between two nodes counts, and none within a node."""
+    slow = {(0, 1): 1.0, (2, 4): 100.0, (1, 5): 300.0}
+    line = p2p_matrix.leave_out(all_links(6, slow), [0, 0, 1, 1, 2, 2])
+    assert line == "without node 2: 2 nodes hold 380 GB/s, all 3 hold 100"
 
 
 def test_how_steady_the_links_are_is_a_matrix() -> None:
