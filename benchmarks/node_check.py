@@ -425,18 +425,18 @@ def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
 def conclude(
     slow: Findings,
     others: Others | None,
-    wrong: dict[str, str],
+    wrong: list[tuple[str, str]],
     fail_on: str,
     hosts: Hosts,
     ran: str,
 ) -> tuple[int, list[str]]:
     """The status of the run and the last lines; the very last one is the verdict.
 
-    others: what other programs took, if it was much. wrong: why, by name. ran: what was measured,
+    others: what other programs took, if it was much. wrong: names and why. ran: what was measured,
     and how long that took, in words.
     """
-    lines = sentences(slow, hosts) + [f"wrong {name}: {why}" for name, why in wrong.items()]
-    accused = list(wrong)
+    lines = sentences(slow, hosts) + [f"wrong {name}: {why}" for name, why in wrong]
+    accused = [name for name, _ in wrong]
     if fail_on == "slow" and slow and not others:
         accused += [who.name(hosts) for who, _ in slow]
     if accused:
@@ -447,9 +447,9 @@ def conclude(
     return 0, [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}"]
 
 
-def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> dict[str, str]:
-    """The nodes that lack something, and who has a wrong result or none: name -> why."""
-    wrong = {Who("node", ((node,),)).name(hosts): why for node, why in lacks.items()}
+def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> list[tuple[str, str]]:
+    """The nodes that lack something, and who has a wrong result or none: names, and why."""
+    wrong = [(Who("node", ((node,),)).name(hosts), why) for node, why in lacks.items()]
     for case in cases:
         if not case.failed:
             continue
@@ -458,8 +458,8 @@ def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> dic
             why += f" on {hosts['rank'][case.metrics['failed_rank']]}"
         if "rank" in case.key:
             name = Who("rank", ((case.key["rank"],),)).name(hosts)
-        wrong.setdefault(name, why)
-    return wrong
+        wrong.append((name, why))
+    return list(dict.fromkeys(wrong))
 
 
 # -- measure, and measure again --------------------------------------------------------------------

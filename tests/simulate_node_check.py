@@ -113,7 +113,7 @@ def verdict(rng: np.random.Generator, world: World, slow: float = 1.0) -> str:
     busy = world.neighbours > BUSY
     others = Others(world.neighbours * CORES, CORES) if busy else None
     hosts = {"rank": ["a"] * RANKS, "node": ["a"], "rail": ["a"]}
-    _, lines = node_check.conclude(found, others, {}, "slow", hosts, "")
+    _, lines = node_check.conclude(found, others, [], "slow", hosts, "")
     return lines[-1]
 
 

@@ -15,13 +15,13 @@ from common.environment import Others
 from common.report import Case, Report
 from common.stats import Times
 from common.timing import StopRule
-from common.workloads.outliers import Who, accuse, sentences
+from common.workloads.outliers import Costs, Who, accuse, sentences
 from tests import simulate_node_check as simulation
 
 MARGINS = {"rank": 0.1, "node": 1.0, "rail": 1.0, "link": 1.0}
 HOSTS = {"node": ["a", "b"], "rank": ["a", "a", "b"], "link": ["a", "a", "b"]}
 RAN = "2 nodes, 3 ranks, 41 s of 60"
-ONE_SLOW = {(0,): 1.0, (1,): 2.0, (2,): 1.0}
+ONE_SLOW: Costs = {(0,): 1.0, (1,): 2.0, (2,): 1.0}
 
 
 def names(found: Any) -> list[str]:
@@ -123,10 +123,10 @@ def test_the_last_lines() -> None:
     assert lines[-3:] == ["wrong node 1 on b: lacks", "wrong rank 2 on b: why", problem]
     assert lines[0].startswith("slow rank 1 on a: copy 2.00x")
     though_slow = [*sentences(slow, HOSTS), f"fit, though slow: {RAN}"]
-    assert conclude(slow, None, {}, "wrong", HOSTS, RAN) == (0, though_slow)
-    assert conclude(slow, Others(1.6, 2), {}, "wrong", HOSTS, RAN) == (0, though_slow)
-    assert conclude({}, Others(1.6, 2), {}, "slow", HOSTS, RAN) == (0, [f"fit: {RAN}"])
-    status, lines = conclude(slow, Others(1.6, 2), {}, "slow", HOSTS, RAN)
+    assert conclude(slow, None, [], "wrong", HOSTS, RAN) == (0, though_slow)
+    assert conclude(slow, Others(1.6, 2), [], "wrong", HOSTS, RAN) == (0, though_slow)
+    assert conclude({}, Others(1.6, 2), [], "slow", HOSTS, RAN) == (0, [f"fit: {RAN}"])
+    status, lines = conclude(slow, Others(1.6, 2), [], "slow", HOSTS, RAN)
     assert (status, lines[-1]) == (4, "cannot be told: other programs took 1.6 of 2 cores")
     status, lines = conclude(slow, Others(1.6, 2), wrong, "slow", HOSTS, RAN)
     assert (status, lines[-1]) == (1, "not fit: node 1 on b, rank 2 on b")
