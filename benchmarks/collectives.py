@@ -43,7 +43,7 @@ from common.benchmark import Benchmark, Key, Planned
 from common.environment import count_of, node_of_each
 from common.groups import Group, Job
 from common.report import Case, Estimate
-from common.stats import Samples, Times, median
+from common.stats import Disturbed, Samples, Times, median
 from common.table import Table
 from common.timing import Step, Workload, cuda_graph
 from common.workloads import operations, start_up
@@ -380,6 +380,9 @@ def answer(limit: float | None, cases: list[Case]) -> str:
         return f"{name}: {shortest}; one rank alone has no bus bandwidth"
     at = rates.index(peak)
     rate = f"{peak.text('GB/s')} bus bandwidth"
+    # on GPUs the switch may add up: then a rank sends less than the formula says
+    if limit and rows[0].key["device"] == "cpu" and peak.above(limit):
+        return Disturbed(f"{name}: {rate} at {sizes[at]} bytes, over --limit {limit:g}")
     if len(rows) == 1:
         return f"{name}: {shortest}, {rate}"
     where = f"at {sizes[at]} bytes"

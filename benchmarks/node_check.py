@@ -53,7 +53,7 @@ from common.environment import Others, count_of, lacking, node_of_each
 from common.groups import Group, Job, connect, rendezvous, share
 from common.report import Case, Report
 from common.stats import Times, in_rounds, median
-from common.table import Columns, cell, metric, relative, render
+from common.table import Columns, cell, metric, relative
 from common.timing import STEP, Step, Workload
 from common.workloads import links, operations, start_up
 from common.workloads.operations import Member
@@ -400,7 +400,8 @@ def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
         return {}
     # what no rank has is left out, but for how steady they are
     shown = {head: text for head, text in COLUMNS.items() if head == "+-%" or text(rows[0]) != "-"}
-    bench.print(f"\n{render(shown, rows)}\n")
+    bench.print_table(shown, rows)
+    bench.print("")
     return judge(rows, cluster)
 
 

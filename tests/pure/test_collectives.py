@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks import collectives
 from common.groups import Group, Job
 from common.report import Case, Estimate
-from common.stats import Times
+from common.stats import Disturbed, Times
 
 KEY = {"collective": "all_reduce", "size_bytes": 64_000_000, "group_ranks": 4, "cudagraph": 0}
 ROW = {"count": 16_000_000, "dtype": "float32", "redop": "sum", "root": -1, "caches": "cold"}
@@ -205,7 +205,7 @@ def test_buffers(sent: int, received: int, cold: bool) -> None:
 def measured(size: int, us: float, gb_per_s: float, width: float = 0.01) -> Case:
     """The variant in place is the better one. width: of the intervals, as a share."""
     key = {"collective": "all_reduce", "dtype": "float32", "redop": "sum", "size_bytes": size}
-    case = Case(key=key, ranks=[0])
+    case = Case(key=key | {"device": "cpu"}, ranks=[0])
     for variant, factor in (("out_of_place", 0.5), ("in_place", 1.0)):
         for name, value in (
             (f"{variant}_time_s", us / factor / 1e6),
@@ -228,6 +228,10 @@ def test_answer() -> None:
         "all_reduce float32 sum: 2M bytes take 95.0 us (94.1 to 96.0), "
         "0.800 GB/s (0.792 to 0.808) bus bandwidth"
     )
+    beyond = collectives.answer(0.79, cases)
+    assert isinstance(beyond, Disturbed)  # 0.792 to 0.808
+    assert beyond.endswith("at 2M bytes, over --limit 0.79")
+    assert not isinstance(collectives.answer(0.795, cases), Disturbed)
     wide = [*cases[:4], measured(2**22, 99, 0.7, width=0.2)]
     assert ", at 2M bytes (cannot be told apart: 4M); " in collectives.answer(None, wide)
     one_rank = [measured(8, 3, 0.0), measured(64, 4, 0.0)]
