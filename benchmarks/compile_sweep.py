@@ -3,10 +3,11 @@
 
 It times whole training steps (forward, loss, backward, optimizer step, zero_grad) of one model:
 
-    models       toy (the original's), toy-small, decoder-tiny, -10m, -124m, -1.3b
+    models       toy (the original's), toy-small, decoder-tiny, -10m, -124m, -1.3b, or your own:
+                 package.module:function (docs/compile_sweep.md)
     strategies   none (rank 0 alone), ddp, fsdp1 (FullyShardedDataParallel), fsdp2 (fully_shard)
-    backends     eager (not compiled), inductor, aot_eager, cudagraphs, any other that dynamo
-                 knows, and print, which prints the graphs; dynamo's own `eager` is dynamo_eager
+    backends     eager (not compiled), inductor, aot_eager, cudagraphs and any other that dynamo
+                 knows; dynamo's own `eager` is dynamo_eager
 
 The wrapped model is compiled; the loss and the optimizer are not. Caches are cold: each case and
 rank has an empty folder. Two more steps are timed in turns with the step of a case:
@@ -16,57 +17,48 @@ rank has an empty folder. Two more steps are timed in turns with the step of a c
     vs eager   = eager / step, the median over rounds
     first step   the first one, which includes compiling
     payback    = (start of the backend + first 3 steps - 3 eager) / (eager - step), in steps
-    tflops     = a decoder's FLOPs in a rank's step / step;  mfu = tflops / the device's peak
 
     torchrun --nproc-per-node 2 benchmarks/compile_sweep.py
     torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --dtype bf16 --json report.jsonl
     torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --models decoder-1.3b --strategies fsdp2
-
-FSDP's units are the model's layers, and --fsdp-checkpoint recomputes the same layers: those of the
-class that the model's longest list of layers holds, or of the classes that --fsdp-units names.
 
 It asks what PyTorch's benchmarks/dynamo/distributed.py asks, with its flags, and is written anew.
 BSD-3-Clause.
 """
 
 import contextlib
+import copy
 import gc
-import importlib
-import importlib.util
 import itertools
 import sys
-import tempfile
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from collections import Counter
-from collections.abc import Callable, Iterable
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.profiler import record_function
-from torch.utils import _pytree  # private, as _dynamo: seen to work with torch 2.11, 2.14, 2.15
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
-from common.groups import Group, Job, agree
+from common.groups import Group, Job, agree, share
 from common.memory import peak, reset_peak, start_peak
 from common.report import Case
-from common.stats import Times, percentiles, training_metrics
+from common.stats import Times, training_metrics
 from common.table import Columns, Table, ends, metric, relative, render
-from common.timing import Step, Workload, time_block
-from common.workloads.decoder import DECODERS, Decoder, flops_per_token, random_text
+from common.timing import Workload, time_block
+from common.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.workloads.meshes import forget_groups
-from common.workloads.peaks import peak_flops
+from common.workloads.own_model import is_own, make_own, try_own
 from common.workloads.precision import name_precision, set_precision
 from common.workloads.reference import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
@@ -80,51 +72,44 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = cli.Parser(__doc__)
     known = torch.compiler.list_backends(exclude_tags=())
     usable = [name for name in known if "TESTING" not in name]  # the others fail by design
-    models = cli.list_of(str, [*TOYS, *DECODERS])
     strategies = cli.list_of(str, STRATEGIES)
-    backends = cli.list_of(str, ["eager", "dynamo_eager", "print", *usable])
+    backends = cli.list_of(str, ["eager", "dynamo_eager", *usable])
     dtypes = cli.list_of(str, [*TOLERANCES])
     default = "(default: %(default)s)"
     add = parser.add_mutually_exclusive_group().add_argument
     model = cli.By(["decoder-124m"], ["toy-small"])
-    add("--models", "--model", type=models, default=model, metavar="M", help=default)
+    add("--models", "--model", type=cli.list_of(str), default=model, metavar="M", help=default)
     add("--toy-model", dest="models", action="store_const", const=["toy"])
-    add("--torchbench-model", dest="models", nargs=1, metavar="NAME", help="of torchbenchmark")
     add = parser.add_mutually_exclusive_group().add_argument
     all_here = cli.By([*STRATEGIES], ["none", "ddp", "fsdp2"])
     add("--strategies", type=strategies, default=all_here, metavar="S", help=default)
     add("--ddp", dest="strategies", action="store_const", const=["ddp"])
     add("--fsdp", dest="strategies", action="store_const", const=["fsdp1"])
     add = parser.add_argument
-    names = ("--backends", "--dynamo")
     both, listed = ["eager", "inductor"], "(default: eager,inductor)"
-    add(*names, type=backends, default=both, metavar="B", help=listed)
-    batch = "of a rank (default: 8 on CUDA, 4 on the CPU; torchbenchmark: the model's own)"
+    add("--backends", "--dynamo", type=backends, default=both, metavar="B", help=listed)
+    batch = "of a rank (default: 8 on CUDA, 4 on the CPU)"
     add("--batch-size", type=cli.positive_int, metavar="N", help=batch)
     text = "default (as torch is: TF32 in convolutions, not in products), fp32, tf32, bf16 "
     text += "(default: default)"
     add("--dtype", type=dtypes, default=["default"], metavar="D", help=text)
-    add("--fsdp-wrap", action=BooleanOptionalAction, default=True, help="each layer is a unit")
-    units = "their classes, e.g. BertLayer,T5Block (default: that of the longest list of layers)"
-    add("--fsdp-units", type=cli.list_of(str), default=[], metavar="CLASS", help=units)
-    switch = partial(add, action="store_true")
-    switch("--fsdp-checkpoint", help="recompute each layer's activations, under every strategy")
-    switch("--dynamo-no-optimize-ddp", help="do not split graphs at the borders of DDP's buckets")
-    switch("--torchviz", help="write each case's autograd graph, of rank 0, to torchviz-*.dot")
-    switch("--verbose", help="print the models and turn on dynamo's logs")
+    units = "each layer of the model's lists is a unit (docs/compile_sweep.md)"
+    add("--fsdp-wrap", action=BooleanOptionalAction, default=True, help=units)
+    whole = "do not split graphs at the borders of DDP's buckets"
+    add("--dynamo-no-optimize-ddp", action="store_true", help=whole)
     add("--repeat", dest="iters", type=cli.positive_int, default=SUPPRESS, help="see --iters")
     cli.add_common_flags(parser, max_seconds=4)
     args = parser.parse_args(argv)
+    for name in args.models:
+        if name not in (*TOYS, *DECODERS) and not is_own(name):
+            hint = cli.suggest(name, [*TOYS, *DECODERS]) or "; e.g. toy or package.module:function"
+            parser.error(f"unknown model '{name}'{hint}")
+        if is_own(name) and args.batch_size:
+            parser.error(f"--batch-size: {name} brings its own batch; leave it out")
     cuda = cli.on_cuda(args.device)
     if not cuda and ("tf32" in args.dtype or "cudagraphs" in args.backends):
         parser.error("tf32 and cudagraphs need CUDA; try --dtype fp32 or --backends inductor")
-    if args.torchviz and not importlib.util.find_spec("torchviz"):
-        parser.error("--torchviz needs the package torchviz; try pip install torchviz")
-    if args.models[0] in (*TOYS, *DECODERS):
-        args.batch_size = args.batch_size or (8 if cuda else 4)
-    elif not importlib.util.find_spec("torchbenchmark"):
-        where = "docs/compile_sweep.md says how to install it, or try --toy-model"
-        parser.error(f"--torchbench-model needs the package torchbenchmark: {where}")
+    args.batch_size = args.batch_size or (8 if cuda else 4)
     return args
 
 
@@ -132,9 +117,9 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
 # [core]
 
 TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; toy has the original's
-LISTS = (nn.ModuleList, nn.Sequential)
-LossOf = Callable[[nn.Module, Any], Tensor]  # takes a model and a batch
-Mark = Callable[[str], contextlib.AbstractContextManager[Any]]  # names a range of a trace
+LISTS = (nn.ModuleList, nn.ModuleDict)
+Loss = Callable[[Any], Tensor]  # of a model's output
+Batch = tuple[tuple[Tensor, ...], Loss]  # inputs, and the loss for their targets
 
 
 class Layer(nn.Linear):
@@ -158,88 +143,19 @@ class Toy(nn.Module):
         return self.head(x)
 
 
-def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    x, targets = batch
-    return nn.functional.cross_entropy(model(x).flatten(0, -2).float(), targets.flatten())
+def toy_batch(size: int, device: torch.device) -> Batch:
+    x, targets = torch.rand(size, 10, device=device), torch.randint(5, (size,), device=device)
+    return (x,), partial(nn.functional.cross_entropy, target=targets)
 
 
-def mean_output(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a model of torchbenchmark: the mean of its first output of real numbers."""
-    outputs = _pytree.tree_leaves(model(**batch) if isinstance(batch, dict) else model(*batch))
-    tensors = [x for x in outputs if isinstance(x, Tensor) and x.is_floating_point()]
-    return tensors[0].float().mean()
-
-
-def load_torchbench(
-    name: str, size: int | None, device: torch.device
-) -> tuple[nn.Module, Any, int | None]:
-    """A model of github.com/pytorch/benchmark, its only batch, and the size of that batch."""
-    loader = importlib.import_module("torchbenchmark").load_model_by_name(name)
-    if loader is None:
-        raise ValueError(f"torchbenchmark has no model {name!r}, or that lacks packages")
-    benchmark = loader(test="train", device=device.type, batch_size=size)
-    model, batch = benchmark.get_module()
-    dtypes = {parameter.dtype for parameter in model.parameters()}
-    if dtypes != {torch.float32}:
-        raise ValueError(f"expected a model with weights in fp32, got {dtypes}")
-    turn_off_dropout(model)
-    return model, batch, getattr(benchmark, "batch_size", size)
-
-
-def turn_off_dropout(model: nn.Module) -> None:
-    """With dropout the losses could not be compared. Its probability is a float of a module: `p`
-    in nn.Dropout and its kin; `dropout` or the like where a module calls the function."""
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The layers in the model's lists of at least two of one class. Inner layers come first."""
+    layers: list[nn.Module] = []
     for module in model.modules():
-        is_dropout = "Dropout" in type(module).__name__
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("drop" in name or (is_dropout and name == "p")):
-                setattr(module, name, 0.0)
-
-
-def find_units(model: nn.Module, classes: list[str]) -> list[nn.Module]:
-    """The layers that FSDP wraps or that are recomputed. Layers come before those around them.
-
-    classes: the names of their classes; if empty, the class in the longest list of layers. Raises
-    ValueError where the model has no such layers.
-    """
-    layers = [module for module in model.modules() if module is not model]
-    known = {type(layer).__name__ for layer in layers}
-    if unknown := set(classes) - known:
-        names = ", ".join(sorted(known))
-        raise ValueError(f"expected classes of layers, of {names}, got {', '.join(unknown)}")
-    if not classes:
-        stacks: list[Any] = [
-            layer for layer in layers if isinstance(layer, LISTS) and is_stack(layer)
-        ]
-        if not stacks:
-            instead = "try --fsdp-units CLASS or --no-fsdp-wrap"
-            raise ValueError(f"the model has no list of layers; {instead}")
-        classes = [type(max(stacks, key=len)[0]).__name__]
-    return [layer for layer in reversed(layers) if type(layer).__name__ in classes]
-
-
-def is_stack(layers: Iterable[nn.Module]) -> bool:
-    """Whether these are at least two layers, all of one class."""
-    classes = [type(layer) for layer in layers]
-    return len(classes) > 1 and len(set(classes)) == 1 and classes[0] not in LISTS
-
-
-def refuse_tied_units(model: nn.Module, units: list[nn.Module]) -> None:
-    """Raise ValueError if a unit shares a weight with a module outside of it: FSDP would take the
-    weight away from that module."""
-    weights = [*model.named_parameters(remove_duplicate=False)]
-    modules = [*model.named_modules(remove_duplicate=False)]
-    for unit in units:
-        paths = tuple(f"{path}." for path, module in modules if module is unit)
-        mine = {id(weight): path for path, weight in weights if path.startswith(paths)}
-        for other, weight in weights:
-            if id(weight) in mine and not other.startswith(paths):
-                kind = type(unit).__name__
-                others = dict.fromkeys(type(unit).__name__ for unit in reversed(units))
-                rest = ",".join(name for name in others if name != kind)
-                instead = f"--fsdp-units {rest}" if rest else "--no-fsdp-wrap"
-                tied = f"got {kind}, whose {mine[id(weight)]} is {other}, too; try {instead}"
-                raise ValueError(f"FSDP expects units with weights of their own, {tied}")
+        classes = {type(child) for child in module.children()}
+        if isinstance(module, LISTS) and len(module) > 1 and len(classes) == 1:
+            layers += module.children()
+    return layers[::-1]
 
 
 def wrap(
@@ -264,154 +180,80 @@ def wrap(
     return model
 
 
-def is_recomputed(module: nn.Module) -> bool:
-    """Whether the backward pass computes this module again. Private, as `_checkpoint` says; seen to
-    work with torch 2.11, 2.14 and 2.15."""
-    return isinstance(module, checkpoint_wrapper.CheckpointWrapper)
-
-
-def count_units(model: nn.Module) -> dict[str, int]:
-    """How many layers are FSDP units, and how many are recomputed, as metrics."""
-    sharded = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
-    layers = [module for module in model.modules() if module is not model]
-    return {
-        "fsdp_units": sum(isinstance(layer, sharded) for layer in layers),
-        "recomputed_layers": sum(map(is_recomputed, layers)),
-    }
-
-
-def print_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-    if dist.get_rank() == 0:
-        print(f"# graph of the backend print\n{graph.graph}", flush=True)
-    return graph.forward
-
-
 def compile_by(backend: str, model: Any) -> Any:
     """The compiled model; with the backend eager the model as it is."""
     if backend == "eager":
         return model
-    chosen: Any = backend
-    if backend == "dynamo_eager":
-        chosen = "eager"
-    elif backend == "print":
-        chosen = print_graph
-    return torch.compile(model, backend=chosen)
+    return torch.compile(model, backend="eager" if backend == "dynamo_eager" else backend)
+
+
+def loss_of(model: nn.Module, batch: Batch, bf16: bool = False) -> Tensor:
+    """bf16: by autocast. It keeps the weights that it has cast until its end, although a step
+    changes them: so it begins anew in each call."""
+    inputs, loss = batch
+    with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=bf16):
+        return loss(model(*inputs))
 
 
 def steps_of(
-    model: nn.Module, loss_of: LossOf, batch: Any, optimizer: torch.optim.Optimizer
-) -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    """A whole training step on a batch, and the same without the optimizer's part. Each takes a
-    Mark if there is a trace."""
+    model: nn.Module, batch: Batch, autocast: bool, optimizer: torch.optim.Optimizer
+) -> tuple[Callable[[], Tensor], Callable[[], None]]:
+    """A whole training step on a batch, and the same without the optimizer's part."""
 
-    def forward_backward(mark: Mark) -> Tensor:
-        with mark("forward"):
-            loss = loss_of(model, batch)
-        with mark("backward"):
+    def forward_backward() -> Tensor:
+        with record_function("forward"):  # the name of a range in a trace
+            loss = loss_of(model, batch, autocast)
+        with record_function("backward"):
             loss.backward()
         return loss.detach()
 
-    def step(mark: Mark = contextlib.nullcontext) -> Tensor:
-        loss = forward_backward(mark)
+    def step() -> Tensor:
+        loss = forward_backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
-    def without_optimizer(mark: Mark = contextlib.nullcontext) -> None:
-        forward_backward(mark)
+    def without_optimizer() -> None:
+        forward_backward()
         optimizer.zero_grad()
 
     return step, without_optimizer
-
-
-def draw(model: nn.Module, loss: Tensor, file: str) -> None:
-    """Write the autograd graph of a loss, in the language of Graphviz."""
-    named = dict(model.named_parameters())
-    viz = importlib.import_module("torchviz")
-    viz.make_dot(loss, named, show_attrs=True, show_saved=True).save(file)
 
 
 # [/core]
 # -- what a case trains, and its check -------------------------------------------------------------
 
 
-def create(
-    name: str, size: Any, count: int, device: torch.device, bf16: bool
-) -> tuple[nn.Module, list[Any], LossOf, int | None]:
-    """A model, `count` batches, the loss, and the size of a batch. A model of torchbenchmark has
-    one batch, and a size of its own if size is None. bf16: by autocast."""
+def create(name: str, size: int, count: int, device: torch.device) -> tuple[nn.Module, list[Batch]]:
+    """A model and `count` batches, the same on all ranks. One's own model has one batch."""
     torch.manual_seed(0)
-    loss_of = cross_entropy
+    if is_own(name):
+        model, inputs, loss = make_own(name, device)
+        return model, [(inputs, loss)] * count
     if name in TOYS:
         with device:
-            model: nn.Module = Toy(*TOYS[name])
-            batches = [(torch.rand(size, 10), torch.randint(5, (size,))) for _ in range(count)]
-    elif name in DECODERS:
-        with device:
-            model = Decoder(DECODERS[name])
-        texts = [random_text(DECODERS[name], size, seed) for seed in range(count)]
-        batches = [(tokens.to(device), targets.to(device)) for tokens, targets in texts]
-    else:
-        model, batch, size = load_torchbench(name, size, device)
-        batches, loss_of = [batch] * count, mean_output
-    if bf16:
-        # autocast keeps the weights that it has cast until its end, although a step changes them:
-        # so it begins anew in each call of the loss
-        loss_of = torch.autocast(device.type, torch.bfloat16)(loss_of)
-    return model, batches, loss_of, size
+            return Toy(*TOYS[name]), [toy_batch(size, device) for _ in range(count)]
+    batches: list[Batch] = []
+    for seed in range(count):
+        tokens, targets = random_text(DECODERS[name], size, seed)
+        batches.append(((tokens.to(device),), partial(next_token_loss, targets=targets.to(device))))
+    with device:
+        return Decoder(DECODERS[name]), batches
 
 
-def prepare_units(model: nn.Module, key: Key) -> list[nn.Module]:
-    """The units for FSDP, none where it wraps the model as one. Recomputes layers if asked to.
-
-    Raises ValueError where the model has no such layers, or where they share a weight with others.
-    """
-    units: list[nn.Module] = []
-    if key["fsdp_wrap"] or key["fsdp_checkpoint"]:
-        units = find_units(model, key["fsdp_units"].split(",") if key["fsdp_units"] else [])
-    if key["fsdp_wrap"]:
-        refuse_tied_units(model, units)
-    if key["fsdp_checkpoint"]:
-        checkpoint_wrapper.apply_activation_checkpointing(
-            model, check_fn=lambda module: module in units
-        )
-        units = [module for module in reversed([*model.modules()]) if is_recomputed(module)]
-    return units if key["fsdp_wrap"] else []
-
-
-def check_units(keys: list[Key], device: torch.device) -> None:
-    """Raise ValueError if the layers that --fsdp-units names cannot be units of a model."""
-    # FSDP's key, if there is one, is a model's last
-    for name, key in {key["model"]: key for key in keys if key["fsdp_units"]}.items():
-        place = torch.device("meta") if name in (*TOYS, *DECODERS) else device
-        try:
-            model, *_ = create(name, key["batch_size"], 1, place, False)
-        except Exception:
-            continue  # its cases fail as well, and say why
-        prepare_units(model, key)
-
-
-@cache
-def train_alone_on(
-    name: str, size: int | None, dtype: str, ranks: int, device: torch.device
-) -> Reference | str:
-    """One eager process with the batches of all ranks; or why there is nothing to compare with."""
-    count = min(ranks, BATCHES)
-    ranks_with = [len(range(batch, ranks, BATCHES)) for batch in range(count)]
-    weights = [number / ranks for number in ranks_with]
+def reference_of(model: nn.Module, batches: list[Batch], dtype: str, ranks: int) -> Reference | str:
+    """The same steps in one eager process, with the batches of all ranks; or why there is nothing
+    to compare with."""
+    weights = [len(range(batch, ranks, BATCHES)) / ranks for batch in range(len(batches))]
+    loss = partial(loss_of, bf16=dtype == "bf16")
     try:
-        model, batches, loss_of, _ = create(name, size, count, device, dtype == "bf16")
-        once = float(loss_of(model, batches[0]).detach())
-        reference = train_alone(model, batches, loss_of, weights)
-    except Exception as error:  # if it fails on all ranks as well, the case fails
+        alone = copy.deepcopy(model)
+        once = float(loss(alone, batches[0]).detach())
+        reference = train_alone(alone, batches, loss, weights)
+    except RuntimeError as error:  # if it fails on all ranks as well, the case fails
         return f"one process alone fails: {cli.describe(error)}"
-    again = reference.losses[0][0]
-    if abs(again - once) > TOLERANCES[dtype] / 100 * abs(once):
-        losses = f"the losses {once:.6g} and {again:.6g} for one batch"
-        return f"the model draws random numbers: one process gets {losses}"
-    means = [np.mean(losses) for losses in reference.losses]
-    if abs(means[-1] - means[0]) <= TOLERANCES[dtype] * abs(means[0]):
-        return "the losses stay as they are: a wrong gradient would not show"
+    if abs(reference.losses[0][0] - once) > TOLERANCES[dtype] / 100 * abs(once):
+        return "the model draws random numbers, such as those of dropout"
     return reference
 
 
@@ -429,14 +271,6 @@ def fresh_compile_cache() -> contextlib.AbstractContextManager[Any]:
     return fresh_cache()
 
 
-def configure_compile(split_for_ddp: bool, verbose: bool) -> None:
-    """split_for_ddp: whether dynamo cuts graphs at DDP's buckets, so that communication can begin.
-    verbose: print graph breaks and recompiles."""
-    torch._dynamo.config.optimize_ddp = split_for_ddp
-    if verbose:
-        torch._logging.set_logs(graph_breaks=True, recompiles=True)
-
-
 def count_graphs(in_first_step: int) -> dict[str, int]:
     """The case's graphs and graph breaks, as metrics. in_first_step: graphs made in that step."""
     counters = dynamo_counters()
@@ -449,42 +283,39 @@ def count_graphs(in_first_step: int) -> dict[str, int]:
     return {"graphs": graphs, "recompiles": graphs - in_first_step, "graph_breaks": breaks}
 
 
-def check(key: Key, rank: int, losses: list[Tensor], wanted: Reference | str, graphs: int) -> str:
+def check(key: Key, rank: int, losses: list[float], wanted: Reference | str, graphs: float) -> str:
     """The check of a rank's first steps: was the model compiled, and are the losses right?"""
     if key["compiler"] != "eager" and not graphs:
         return verdict(f"{key['compiler']} compiled nothing: dynamo has made no graph of the model")
     if isinstance(wanted, str):
         return f"skipped: {wanted}"
     want = [losses_of_step[rank % BATCHES] for losses_of_step in wanted.losses]
-    got = [float(loss) for loss in losses]
     what = f"the loss of rank {rank}"
-    return verdict(compare_training(what, got, want, TOLERANCES[key["dtype"]]))
+    return verdict(compare_training(what, losses, want, TOLERANCES[key["dtype"]]))
 
 
 # -- a case ----------------------------------------------------------------------------------------
 
 
-def build(bench: Benchmark, args: Namespace, start_s: float, key: Key, group: Group) -> Workload:
+def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
     """start_s: what the start of the case's backend took."""
     device, rank, ranks = bench.job.device, bench.job.rank, len(group.ranks)
-    name, size, dtype = key["model"], key["batch_size"], key["dtype"]
-    set_precision(dtype)
-    alone = train_alone_on(name, size, dtype, ranks, device) if rank == 0 else None
+    set_precision(key["dtype"])
+    bf16, strategy = key["dtype"] == "bf16", key["strategy"]
+    autocast = bf16 and strategy in ("none", "ddp")  # FSDP casts by itself
+    memory = start_peak(device)
+    model, batches = create(key["model"], key["batch_size"], min(ranks, BATCHES), device)
+    alone = reference_of(model, batches, key["dtype"], ranks) if rank == 0 else None
     wanted: Reference | str = agree(alone, group)
     dynamo_counters().clear()
-    memory = start_peak(device)
-    autocast = dtype == "bf16" and key["strategy"] in ("none", "ddp")  # FSDP casts by itself
-    model, batches, loss_of, size = create(name, size, min(ranks, BATCHES), device, autocast)
     mesh = dist.DeviceMesh.from_group(group.test, device.type)
     forget_groups(mesh)  # or caches would keep the group open where a later case aborts it
-    model = wrap(model, key["strategy"], mesh, prepare_units(model, key), dtype == "bf16")
+    units = layers_of(model) if key["fsdp_wrap"] else []
+    model = wrap(model, strategy, mesh, units, bf16)
     reset_peak(device)  # leaves out the full model, from which FSDP has cut the shards
-    file = "-".join(key[field] for field in ("model", "dtype", "strategy", "compiler"))
-    if args.verbose:
-        bench.print(f"# {file}\n{model}")
-    batch, compiled = batches[rank % BATCHES], compile_by(key["compiler"], model)
+    compiled, batch = compile_by(key["compiler"], model), batches[rank % BATCHES]
     optimizer = sgd(model, wanted.lr if isinstance(wanted, Reference) else 0.0)
-    step, without_optimizer = steps_of(compiled, loss_of, batch, optimizer)
+    step, without_optimizer = steps_of(compiled, batch, autocast, optimizer)
     losses, times_s, graphs = list[Tensor](), list[float](), list[int]()
     for number in range(1, CHECKED_STEPS + 1):  # all ranks of the case start each step together
         bench.phase(f"step {number} (the first one compiles)")
@@ -492,55 +323,32 @@ def build(bench: Benchmark, args: Namespace, start_s: float, key: Key, group: Gr
         times_s += time_block(lambda: losses.append(step()), 1, device)[0]
         graphs.append(dynamo_counters()["stats"]["unique_graphs"])
     optimizer.param_groups[0]["lr"] = 0.0  # costs the same, and the weights stay finite
-    found: dict[str, Any] = {
-        "start_s": start_s,
-        "first_step_s": times_s[0],
-        "first_steps_s": sum(times_s),
-    }
-    found |= peak(device, memory)
+    costs = {"start_s": start_s, "first_step_s": times_s[0], "first_steps_s": sum(times_s)}
+    costs |= peak(device, memory)
+    costs["fsdp_units"] = len(units)
 
-    def facts() -> dict[str, Any]:
-        metrics = found | count_graphs(graphs[0]) | count_units(model)
-        if args.torchviz:
-            loss = loss_of(compiled, batch)  # on all ranks: FSDP gathers weights in it
-            if rank == 0:
-                draw(model, loss, f"torchviz-{file}-0.dot")
-        checked = check(key, rank, losses, wanted, metrics["graphs"])
-        flops = peak_flops(device, dtype)
-        return {"max": metrics, "check": checked, "batch_size": size, "device_flops": flops}
+    def facts() -> tuple[dict[str, float], str]:
+        metrics = costs | count_graphs(graphs[0])
+        return metrics, check(key, rank, [float(x) for x in losses], wanted, metrics["graphs"])
 
-    parts: dict[str, Step] = {"forward+backward": without_optimizer}
+    parts: dict[str, Callable[[], object]] = {"forward+backward": without_optimizer}
     if key["compiler"] != "eager":  # torch.compile leaves the model's parameters where they are
-        parts["eager"], _ = steps_of(model, loss_of, batch, optimizer)
-    with_ranges: dict[str, Step] = {
-        "step": partial(step, record_function),
-        "forward+backward": partial(without_optimizer, record_function),
-    }
-    return Workload(step, parts, facts=facts, launches=True, profiled=with_ranges)
+        parts["eager"], _ = steps_of(model, batch, autocast, optimizer)
+    return Workload(step, parts, facts=facts, launches=True)
 
 
-def derive(case: Case, times: Times, facts: list[Any]) -> None:
+def derive(case: Case, times: Times, facts: list[tuple[dict[str, float], str]]) -> None:
     """Fill in the metrics and the check, on rank 0."""
-    metrics, size = case.metrics, facts[0]["batch_size"]
-    metrics |= training_metrics(times, len(facts) * (size or 0))
-    metrics["batch_size"] = size
-    if size is None:
-        del metrics["samples_per_s"]
-    metrics |= percentiles(times.slowest("forward+backward"), "forward_backward")
+    metrics = case.metrics
+    metrics |= training_metrics(times, len(facts) * case.key["batch_size"])
     metrics["forward_backward_s"] = times.median("forward+backward")
-    del metrics["forward_backward_p50_s"]  # it is forward_backward_s
     metrics["forward_backward_mean_s"] = float(times.slowest("forward+backward").mean())
-    for name in facts[0]["max"]:
-        metrics[name] = max(fact["max"][name] for fact in facts)
-    if config := DECODERS.get(case.key["model"]):
-        flop = size * config.context * flops_per_token(config)
-        metrics["tflops"] = flop / 1e12 / metrics["step_s"]
-        peaks = [fact["device_flops"] for fact in facts]
-        if all(peaks):
-            metrics["mfu"] = flop / float(np.mean(peaks)) / metrics["step_s"]
+    for name in facts[0][0]:
+        metrics[name] = max(costs[name] for costs, _ in facts)
     if "eager" in times:
         metrics |= compare_with_eager(metrics, times)
-    case.check = worst([fact["check"] for fact in facts])
+    checks = [checked for _, checked in facts if checked != "passed"]
+    case.check = min(checks, default="passed")  # `failed` comes before `skipped`
 
 
 def compare_with_eager(metrics: dict[str, Any], times: Times) -> dict[str, Any]:
@@ -551,12 +359,6 @@ def compare_with_eager(metrics: dict[str, Any], times: Times) -> dict[str, Any]:
         cost_s = metrics["start_s"] + metrics["first_steps_s"]
         gains["payback_steps"] = max(0.0, cost_s - CHECKED_STEPS * gains["eager_s"].value) / gain_s
     return gains
-
-
-def worst(checks: list[str]) -> str:
-    """A failure if a rank has one, else why a rank was not checked, else `passed`."""
-    order = ("failed", "skipped", "passed")
-    return min(checks, key=lambda check: order.index(check.partition(":")[0]))
 
 
 # -- what is printed -------------------------------------------------------------------------------
@@ -585,8 +387,6 @@ COSTS: Columns = {
     "graph\nbreaks": metric("graph_breaks", digits=0),
     "FSDP\nunits": metric("fsdp_units", digits=0),
     "memory\n(GiB)": metric("memory_gib"),
-    "tflops": metric("tflops", digits=3),
-    "mfu\n(%)": metric("mfu", 100, 1),
 }
 
 
@@ -607,14 +407,11 @@ def answer(cases: list[Case]) -> list[str]:
     return sentences
 
 
-def title_of(args: Namespace, model: str, dtype: str, device: torch.device) -> str:
+def title_of(args: Namespace, model: str, size: int, dtype: str, device: torch.device) -> str:
     """The settings that all cases of a table share."""
-    size = f"batch size {args.batch_size}" if args.batch_size else "the model's own batch size"
-    words = [model, size, name_precision(dtype, device)]
+    words = [model, f"batch size {size}", name_precision(dtype, device)]
     if any(strategy.startswith("fsdp") for strategy in args.strategies):
-        layer = " and ".join(args.fsdp_units) or "layer"
-        words.append(f"FSDP wraps each {layer}" if args.fsdp_wrap else "FSDP in one unit")
-    words.append("activations recomputed" if args.fsdp_checkpoint else "activations kept")
+        words.append("FSDP wraps each layer" if args.fsdp_wrap else "FSDP in one unit")
     if args.dynamo_no_optimize_ddp:
         words.append("one graph under DDP")
     return ", ".join(words)
@@ -623,43 +420,37 @@ def title_of(args: Namespace, model: str, dtype: str, device: torch.device) -> s
 # -- which cases -----------------------------------------------------------------------------------
 
 
-def plan(args: Namespace, job: Job) -> dict[str, list[Planned]]:
-    """The title of each table (a model and a dtype), and its cases."""
+def plan(args: Namespace, job: Job, own: dict[str, int]) -> dict[str, list[Planned]]:
+    """The title of each table (a model and a dtype), and its cases. own: the batch sizes of the
+    models that bring theirs. A key's flag is true only where it changes what the case does."""
     tables = {}
     for model, dtype in itertools.product(args.models, args.dtype):
+        size = own.get(model, args.batch_size)
         cases: list[Planned] = []
         for strategy, compiler in itertools.product(args.strategies, args.backends):
+            one_graph = args.dynamo_no_optimize_ddp and strategy == "ddp" and compiler != "eager"
+            key = {
+                "model": model,
+                "dtype": dtype,
+                "batch_size": size,
+                "strategy": strategy,
+                "compiler": compiler,
+                "fsdp_wrap": args.fsdp_wrap and strategy.startswith("fsdp"),
+                "dynamo_no_optimize_ddp": one_graph,
+            }
             ranks = 1 if strategy == "none" else job.world_size
-            key = {"model": model, "dtype": dtype, **key_of(args, strategy, compiler)}
             cases.append((f"{strategy} {compiler}", ranks, key))
-        tables[title_of(args, model, dtype, job.device)] = cases
+        tables[title_of(args, model, size, dtype, job.device)] = cases
     return tables
-
-
-def key_of(args: Namespace, strategy: str, compiler: str) -> Key:
-    """The settings of a case. A flag is true only where it changes what the case does."""
-    wrapped = args.fsdp_wrap and strategy.startswith("fsdp")
-    has_units = args.fsdp_units and (wrapped or args.fsdp_checkpoint)
-    compiled_ddp = strategy == "ddp" and compiler != "eager"
-    return {
-        "strategy": strategy,
-        "compiler": compiler,
-        "batch_size": args.batch_size,
-        "fsdp_wrap": wrapped,
-        "fsdp_units": ",".join(args.fsdp_units) if has_units else None,
-        "fsdp_checkpoint": args.fsdp_checkpoint,
-        "dynamo_no_optimize_ddp": args.dynamo_no_optimize_ddp and compiled_ddp,
-    }
 
 
 def start(backend: str, job: Job) -> float:
     """Seconds of a process's first compilation, of next to nothing.
 
     It imports, starts worker processes and looks at the compiler. All ranks do this at once, before
-    the first case. Raises ValueError if it fails on rank 0; on another rank it fails that rank's
-    cases, which say why.
+    the first case. Raises ValueError if it fails.
     """
-    if backend in ("eager", "print"):
+    if backend == "eager":
         return 0.0
     square = partial(compile_by(backend, torch.square), torch.ones(64, device=job.device))
     with fresh_compile_cache():  # an error must not leave it, or it would keep its folder
@@ -667,34 +458,30 @@ def start(backend: str, job: Job) -> float:
             return time_block(square, 1, job.device)[0][0]
         except Exception as error:
             reason = cli.describe(getattr(error, "inner_exception", error))  # the backend's own
-            if job.rank == 0:
-                raise ValueError(f"{backend} cannot compile x * x here: {reason}") from None
-            return 0.0
         finally:
             torch.compiler.reset()  # or dynamo compiles nothing from the ninth backend on
+    raise ValueError(f"{backend} cannot compile x * x on rank {job.rank}: {reason}")
 
 
 def main() -> int:
     args = parse_args()
-    configure_compile(not args.dynamo_no_optimize_ddp, args.verbose)
+    # whether dynamo cuts graphs at DDP's buckets, so that communication can begin
+    torch._dynamo.config.optimize_ddp = not args.dynamo_no_optimize_ddp
     with Benchmark("compile_sweep", args) as bench:
-        job = bench.job
-        tables = plan(args, job)
+        job, own, start_s = bench.job, {}, {}
+        for model in filter(is_own, args.models):
+            own[model] = share(bench.prepare("--model", partial(try_own, model, job.device)))
+        tables = plan(args, job, own)
         bench.announce(tables)
-        if args.torchviz:
-            bench.prepare("--torchviz", partial(tempfile.TemporaryFile, dir=Path()))
-        keys = [key for cases in tables.values() for _, _, key in cases]
-        bench.prepare("--fsdp-units", partial(check_units, keys, job.device))
-        gc.collect()  # the models that it has made
-        start_s = {}
         for backend in args.backends:
             start_s[backend] = bench.prepare("--backends", partial(start, backend, job))
+        gc.collect()
         gc.freeze()  # what the backends have imported, as `join` does
         for title, cases in tables.items():
             widest = [max((name for name, _, _ in cases), key=len), "+-10.0%"]
             with bench.begin_table(title, COLUMNS, answer, Table(COLUMNS, widest)) as table:
                 for name, ranks, key in cases:
-                    begin = partial(build, bench, args, start_s[key["compiler"]])
+                    begin = partial(build, bench, start_s[key["compiler"]])
                     with fresh_compile_cache():
                         case = bench.measure(key, name, begin, derive, ranks=range(ranks))
                         torch.compiler.reset()  # it holds the model

@@ -2,8 +2,8 @@
 """How long does a training step take under DistributedDataParallel, and how far does it scale?
 
 Times whole training steps (zero_grad, forward, loss, backward with gradient averaging, optimizer
-step) of torchvision models on random images: `no ddp`, then 1, 2, 4, ... ranks of a node, then
-whole nodes (`2M/8G`: 2 machines with 8 ranks each).
+step) of torchvision models or of your own: `no ddp`, then 1, 2, 4, ... ranks of a node, then whole
+nodes (`2M/8G`: 2 machines with 8 ranks each).
 
     step            the step; the slowest rank counts in each iteration
     local compute   the same step without averaging gradients (DDP's no_sync)
@@ -13,12 +13,13 @@ whole nodes (`2M/8G`: 2 machines with 8 ranks each).
     late          = local compute of the slowest rank - of the median rank
     overlap       = 1 - exposed / alone
     efficiency    = step of one rank alone / step, timed in turns;   speed-up = ranks * efficiency
-    ex/sec/dev    = batch size / step;     samples/s = ranks * batch size / step
+                    --global-batch: that rank has the whole batch, so speed-up is the ratio
+    ex/sec/dev    = batch size of a rank / step;     samples/s = ranks * ex/sec/dev
 
     torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py
-    torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py --json report.jsonl
+    torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py --model package.module:function
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-        benchmarks/ddp_sweep.py --comm-hook none,bf16 --bucket-size 25,100
+        benchmarks/ddp_sweep.py --comm-hook none,bf16 --bucket-size 25,100 --json report.jsonl
 
 It asks what PyTorch's benchmarks/distributed/ddp/benchmark.py asks, and is written anew.
 BSD-3-Clause.
@@ -32,16 +33,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    default_hooks,
-    powerSGD_hook,
-    quantization_hooks,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,35 +49,33 @@ from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, verdict
 from common.environment import count_of
-from common.groups import Group, Job
+from common.groups import Group, Job, agree, share
 from common.memory import peak, start_peak
 from common.report import Case, show_seconds
-from common.stats import Times, breakdown, fastest, training_metrics
+from common.stats import Times, breakdown, side_by_side, training_metrics
 from common.table import Columns, ends, metric, percentile_columns, relative, render
 from common.timing import Workload
+from common.workloads.own_model import is_own, make_own, try_own
 from common.workloads.precision import PRECISION, name_precision, set_precision
 
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # for a first look on a laptop, at a small size
-SHARED_FLAGS = ("channels_last", "gradient_as_bucket_view", "static_graph")
-# DDP rebuilds its buckets in the second or third step, and logs their sizes after it; PowerSGD
-# compresses from the third step on
+DDP_OPTIONS = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters")
+# DDP rebuilds its buckets in the second or third step, and logs their sizes after it
 SETTLING_STEPS = 4
-FOOTER = """
-# exposed: what DDP adds to a step; a median of differences within rounds, not the difference
-# of the two medians before it. overlap: - where exposed may be 0 (its interval holds 0);
-# below 0: communication costs more inside the step than alone. efficiency: timed in turns within
-# each case. memory: reserved by torch on CUDA, growth of the resident set on the CPU"""
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
-    models = cli.By(CUDA_MODELS, CPU_MODELS)
-    text = "names of torchvision's classifiers (default: %(default)s)"
-    add("--models", "--model", type=list_of(str), default=models, metavar="NAME", help=text)
-    batch = "samples of a rank in a step (default: %(default)s)"
-    add("--batch-size", type=positive_int, default=cli.By(32, 8), metavar="N", help=batch)
+    default = cli.By(CUDA_MODELS, CPU_MODELS)
+    text = "torchvision's classifiers, or package.module:function (default: %(default)s)"
+    add("--models", "--model", type=list_of(str), default=default, metavar="NAME", help=text)
+    one_of = parser.add_mutually_exclusive_group().add_argument
+    batch = "samples of a rank in a step (default: 32 on CUDA, 8 on the CPU)"
+    one_of("--batch-size", type=positive_int, metavar="N", help=batch)
+    whole = "samples of all ranks together, whatever their number: strong scaling"
+    one_of("--global-batch", type=positive_int, metavar="N", help=whole)
     pixels = "(default: %(default)s)"
     add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=pixels)
     sizes = "ranks beside `no ddp` (default: 1, 2, 4, ... of one node, then of nodes, and all)"
@@ -89,28 +85,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--bucket-size", type=list_of(cli.positive_float), default=[25.0], metavar="MB", help=cap)
     hooks = f"{', '.join(HOOKS)} (default: none, DDP's own)"
     add("--comm-hook", type=list_of(str, tuple(HOOKS)), default=["none"], metavar="H", help=hooks)
-    dtypes = "default (as torch is: TF32 in convolutions, not in products), fp32, tf32, autocast "
-    dtypes += "to bf16, or to fp16 with a GradScaler (default: default)"
-    all_dtypes = (*PRECISION, *AUTOCAST)
+    dtypes = "default (as torch is: TF32 in convolutions, not in products), fp32, tf32, bf16 by "
+    dtypes += "autocast (default: default)"
+    all_dtypes = (*PRECISION, "bf16")
     add("--dtype", type=list_of(str, all_dtypes), default=["default"], metavar="D", help=dtypes)
-    add("--channels-last", action="store_true", help="images and weights in NHWC")
-    add("--gradient-as-bucket-view", action="store_true", help="DDP's option")
-    add("--static-graph", action="store_true", help="DDP's option")
+    for option in DDP_OPTIONS:
+        add(f"--{option.replace('_', '-')}", action="store_true", help="DDP's option")
     only = "time the step alone, in a quarter of the time: then there is no efficiency"
     add("--no-breakdown", action="store_true", help=only)
-    add("--strict-topology", action="store_true", help="refuse to run on nodes that differ")
     cli.add_common_flags(parser)
     args = parser.parse_args(argv)
+    cuda = cli.on_cuda(args.device)
+    if "tf32" in args.dtype and not cuda:
+        parser.error("tf32 is a mode of CUDA's tensor cores; try --dtype fp32 or bf16")
     import torchvision  # takes seconds, so it comes after the first lines of output
 
-    if "tf32" in args.dtype and not cli.on_cuda(args.device):
-        parser.error("tf32 is a mode of CUDA's tensor cores; try --dtype fp32 or bf16")
-    classifiers = torchvision.models.list_models(module=torchvision.models)
-    for name in set(args.models).difference(classifiers):
-        hint = cli.suggest(name, classifiers) or "; e.g. resnet50"
-        parser.error(f"unknown model '{name}'{hint}")
-    if "inception_v3" in args.models and args.image_size < 299:
-        parser.error(f"inception_v3 takes --image-size 299 or more, got {args.image_size}")
+    known = set(torchvision.models.list_models(module=torchvision.models))
+    known -= {"googlenet", "inception_v3"}  # they return the outputs of several heads
+    for name in args.models:
+        if is_own(name) and (args.batch_size or args.global_batch):
+            parser.error(f"--batch-size and --global-batch: {name} brings its own batch")
+        if not is_own(name) and name not in known:
+            hint = cli.suggest(name, known) or "; e.g. resnet50 or package.module:function"
+            parser.error(f"unknown model '{name}'{hint}")
+    args.batch_size = args.batch_size or (32 if cuda else 8)
     return args
 
 
@@ -122,146 +120,86 @@ def ranks_or_nodes(text: str) -> int | str:
 # -- the workload: plain torch ---------------------------------------------------------------------
 # [core]
 
-# Their own initialisation draws every weight by scipy, which takes a minute and warns.
-MODEL_OPTIONS = {name: {"init_weights": False} for name in ("googlenet", "inception_v3")}
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HOOKS: dict[str, Any] = {  # how DDP averages gradients
     "none": None,  # DDP's own all-reduce, in C++
     "allreduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
-    "powersgd": powerSGD_hook.powerSGD_hook,
-    "quantize_per_tensor": quantization_hooks.quantization_pertensor_hook,
-    "quantize_per_channel": quantization_hooks.quantization_perchannel_hook,
 }
-# these wait for their communication within the backward pass
-INLINE_WAITS = ("powersgd", "quantize_per_tensor", "quantize_per_channel")
 Step = Callable[[], object]
+Batch = tuple[tuple[Tensor, ...], Callable[[Any], Tensor]]  # inputs; the loss of a model's output
 
 
-def training_step(model: nn.Module, images: Tensor, targets: Tensor, lr: float, dtype: str) -> Step:
-    """One training step. images: [batch, 3, H, W]; targets: [batch]."""
-    device = images.device.type
+def training_step(model: nn.Module, batch: Batch, lr: float, dtype: str) -> Step:
+    """One training step of a model on a batch."""
+    inputs, loss_of = batch
+    device, autocast = inputs[0].device.type, dtype == "bf16"
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
-    scaler = torch.amp.GradScaler(device, enabled=dtype == "fp16")
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device, AUTOCAST.get(dtype), enabled=dtype in AUTOCAST):
-            loss = loss_of(model(images), targets)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+            loss = loss_of(model(*inputs))
+        loss.backward()
+        optimizer.step()
 
     return step
 
 
-def loss_of(outputs: Any, targets: Tensor) -> Tensor:
-    """The loss. googlenet and inception_v3 also return the outputs of auxiliary heads, which count
-    0.3 each (Szegedy et al. 2014, arXiv:1409.4842)."""
-    if isinstance(outputs, Tensor):
-        return nn.functional.cross_entropy(outputs, targets)
-    loss, *auxiliary = [nn.functional.cross_entropy(output, targets) for output in outputs]
-    return loss + 0.3 * torch.stack(auxiliary).sum()
-
-
-def make_model(name: str, device: torch.device, layout: torch.memory_format) -> nn.Module:
+def make_model(name: str, device: torch.device) -> nn.Module:
     import torchvision  # not before: it takes seconds
 
-    model = torchvision.models.get_model(name, **MODEL_OPTIONS.get(name, {}))
-    return model.to(device, memory_format=layout)
+    return torchvision.models.get_model(name).to(device)
 
 
-def make_batch(
-    samples: int, pixels: int, device: torch.device, layout: torch.memory_format
-) -> tuple[Tensor, Tensor]:
-    """Random images, [samples, 3, pixels, pixels], and random targets, [samples]."""
-    images = torch.rand(samples, 3, pixels, pixels, device=device).to(memory_format=layout)
-    return images, torch.randint(1000, (samples,), device=device)
+def make_batch(samples: int, pixels: int, device: torch.device) -> Batch:
+    """Random images, [samples, 3, pixels, pixels], and cross-entropy with random targets."""
+    targets = torch.randint(1000, (samples,), device=device)
+    loss_of = partial(nn.functional.cross_entropy, target=targets)
+    return (torch.rand(samples, 3, pixels, pixels, device=device),), loss_of
 
 
 def wrap(
-    model: nn.Module, group: dist.ProcessGroup, bucket_mb: float, **options: bool
+    model: nn.Module, group: dist.ProcessGroup, bucket_mb: float, hook: str, **options: bool
 ) -> DistributedDataParallel:
-    """The model under DDP. In a step no rank sends its buffers: gradients alone are sent.
-
-    options: static_graph, gradient_as_bucket_view.
-    """
+    """The model under DDP. In a step gradients alone are sent, no buffers. options: of DDP."""
     buffers = "forward_sync_buffers"  # an older torch calls it broadcast_buffers
     if buffers not in inspect.signature(DistributedDataParallel).parameters:
         buffers = "broadcast_buffers"
     settings: dict[str, Any] = {buffers: False, **options}
-    return DistributedDataParallel(model, process_group=group, bucket_cap_mb=bucket_mb, **settings)
+    settings |= {"process_group": group, "bucket_cap_mb": bucket_mb}
+    ddp = DistributedDataParallel(model, **settings)
+    if hook != "none":
+        ddp.register_comm_hook(group, HOOKS[hook])
+    return ddp
 
 
-class BucketHook:
-    """Averages the gradient buckets of DDP: each when DDP hands it over, or all by themselves.
-
-    It must not refer to the model. DDP's C++ part refers to the hook, and the garbage collector
-    does not see a cycle through C++: the model would never be freed.
-    """
-
-    def __init__(self, name: str, group: Any) -> None:
-        self.function = HOOKS[name]
-        self.state = group
-        if name == "powersgd":
-            self.state = powerSGD_hook.PowerSGDState(group, 1, start_powerSGD_iter=2)
-        self.buckets: list[dist.GradBucket] = []  # of the newest backward pass
-
-    def average(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP calls it for each bucket of a backward pass. state: not used."""
-        if bucket.index() == 0:  # a new backward pass
-            self.buckets.clear()
-        self.buckets.append(bucket)
-        return self.function(self.state, bucket)
-
-    def average_alone(self) -> None:
-        """Average the newest buckets again, all at once, and wait."""
-        futures = [self.function(self.state, bucket) for bucket in self.buckets]
-        for future in futures:
-            future.wait()
-
-
-def register_hook(name: str, ddp: DistributedDataParallel) -> BucketHook | None:
-    """Register a hook with DDP. None where DDP averages by itself.
-
-    Raises ValueError for a hook that would hang.
-    """
-    group = ddp.process_group
-    if name in INLINE_WAITS and dist.get_backend(group) == "gloo":
-        raise ValueError(f"hook {name} deadlocks gloo (pytorch/pytorch#48478); it needs nccl")
-    if name == "none":
-        return None
-    hook = BucketHook(name, group)
-    ddp.register_comm_hook(None, hook.average)
-    return hook
-
-
-def all_reduce_alone(ddp: DistributedDataParallel) -> Step:
-    """A step that averages as DDP does without a hook: all-reduces of buckets of the same sizes.
-
-    DDP shows these buckets to nobody, so zeros take their place.
-    """
+def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
+    """A step that averages as DDP does: buckets of the same sizes, all at once, by the same hook.
+    DDP shows its buckets to nobody, so zeros take their place."""
     # private: the text of DDP's log, "1000, 400"; seen to work with torch 2.11, 2.14 and 2.15
     logged = ddp._get_ddp_logging_data()
     sizes = str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]).split(", ")
-    buckets = [torch.zeros(int(size) // 4, device=ddp.device) for size in sizes]
-    group = ddp.process_group
+    dtype = next(ddp.parameters()).dtype
+    counts = [int(size) // dtype.itemsize for size in sizes]
+    buckets = [torch.zeros(count, dtype=dtype, device=ddp.device) for count in counts]
 
-    def average_alone() -> None:
-        reductions = [dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets]
-        for reduction in reductions:
+    def average(bucket: Tensor) -> Any:
+        if hook == "none":
+            return dist.all_reduce(bucket, group=ddp.process_group, async_op=True)
+        return HOOKS[hook](ddp.process_group, SimpleNamespace(buffer=lambda: bucket))
+
+    def average_all() -> None:
+        pending = [average(bucket) for bucket in buckets]
+        for reduction in pending:
             reduction.wait()
 
-    return average_alone
+    return average_all
 
 
-def local_step(ddp: DistributedDataParallel, images: Tensor, targets: Tensor, dtype: str) -> Step:
-    """A training step that averages no gradients.
-
-    Its learning rate of 0 costs the same as another one, and leaves the replicas equal.
-    """
-    step = training_step(ddp, images, targets, 0.0, dtype)
+def local_step(ddp: DistributedDataParallel, batch: Batch, dtype: str) -> Step:
+    """A training step that averages no gradients. A rate of 0 leaves the replicas equal."""
+    step = training_step(ddp, batch, 0.0, dtype)
 
     def local_compute() -> None:
         with ddp.no_sync():
@@ -274,63 +212,75 @@ def local_step(ddp: DistributedDataParallel, images: Tensor, targets: Tensor, dt
 # -- a case ----------------------------------------------------------------------------------------
 
 
-class Facts(NamedTuple):
-    """What a rank says of a case after the timing."""
-
-    digest: str  # of the parameters
-    memory: dict[str, float]  # metrics, in GiB
-
-
-def build(job: Job, key: Key, group: Group) -> Workload:
+def build(bench: Benchmark, key: Key, group: Group) -> Workload:
     """What a rank measures in a case: the step and, for a breakdown, the parts that it is made of.
 
     Memory is read before the breakdown, which needs memory of its own.
     """
-    dtype, device = key["dtype"], job.device
-    layout = torch.channels_last if key["channels_last"] else torch.contiguous_format
+    dtype, device, pixels = key["dtype"], bench.job.device, key["image_size"]
     set_precision(dtype)
     memory_before = start_peak(device)
-    torch.manual_seed(job.rank)
-    model = make_model(key["model"], device, layout)
-    images, targets = make_batch(key["batch_size"], key["image_size"], device, layout)
-    hook = None
+    torch.manual_seed(bench.job.rank)
+    if is_own(key["model"]):
+        model, inputs, loss_of = make_own(key["model"], device)
+        batch: Batch = (inputs, loss_of)
+    else:
+        model = make_model(key["model"], device)
+        batch = make_batch(key["batch_size"], pixels, device)
     if key["ddp"]:
-        options = {name: key[name] for name in ("static_graph", "gradient_as_bucket_view")}
-        model = wrap(model, group.test, key["bucket_size_mb"], **options)
-        hook = register_hook(key["comm_hook"], model)
-    step = training_step(model, images, targets, 1e-3, dtype)
+        options = {name: key[name] for name in DDP_OPTIONS}
+        model = wrap(model, group.test, key["bucket_size_mb"], key["comm_hook"], **options)
+    step = training_step(model, batch, 1e-3, dtype)
     for _ in range(SETTLING_STEPS):
         step()
     memory = peak(device, memory_before)
 
     parts: dict[str, Step | None] = {}  # None: this rank waits while the first one does it
     if isinstance(model, DistributedDataParallel) and key["breakdown"]:
-        parts["local compute"] = local_step(model, images, targets, dtype)
+        parts["local compute"] = local_step(model, batch, dtype)
         if key["ranks"] > 1:
-            parts["alone"] = hook.average_alone if hook else all_reduce_alone(model)
-            # no second model: the one within DDP, at a rate that leaves the replicas equal
-            one_rank = training_step(model.module, images, targets, 0.0, dtype)
-            parts["no ddp"] = one_rank if dist.get_rank(group.test) == 0 else None
+            parts["alone"] = average_alone(model, key["comm_hook"])
+            one_rank = None
+            if dist.get_rank(group.test) == 0:
+                if key["global_batch"]:
+                    batch = make_batch(key["global_batch"], pixels, device)
+                # no second model: the one within DDP, at a rate that leaves the replicas equal
+                one_rank = training_step(model.module, batch, 0.0, dtype)
+            if agree(one_rank and fits(one_rank), group):
+                parts["no ddp"] = one_rank
+            else:
+                bench.print(f"# no efficiency: a batch of {key['global_batch']} fits on no rank")
     return Workload(
         step,
         parts,
         compared=("local compute",) if "local compute" in parts else (),  # exposed's interval
-        facts=lambda: Facts(digest(model), memory),
-        launches=dtype != "fp16",  # fp16's GradScaler waits for the device in each step
+        facts=lambda: (digest(model), memory),
+        launches=True,
     )
 
 
-def derive(case: Case, times: Times, facts: list[Facts]) -> None:
-    """Fill in the metrics and the check, on rank 0."""
-    metrics = case.metrics
-    metrics |= training_metrics(times, len(case.ranks) * case.key["batch_size"])
+def fits(step: Step) -> bool:
+    """Whether the device has the memory for a step."""
+    try:
+        step()
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def derive(case: Case, times: Times, facts: list[tuple[str, dict[str, float]]]) -> None:
+    """Fill in the metrics and the check, on rank 0. facts: digests of parameters, memory."""
+    metrics, ranks = case.metrics, len(case.ranks)
+    metrics |= training_metrics(times, ranks * case.key["batch_size"])
+    metrics["step_cv"] = float(times.slowest().std() / times.slowest().mean())
     if "local compute" in times:
         metrics |= breakdown(times, "local compute", "alone" if "alone" in times else None)
     if "no ddp" in times:
-        metrics["efficiency"] = times.ratio("no ddp")
-    case.check = verdict(compare_replicas([fact.digest for fact in facts], case.ranks))
-    for name in facts[0].memory:
-        metrics[name] = max(fact.memory[name] for fact in facts)
+        # weak scaling: `no ddp` does 1 / ranks of the work; strong scaling: all of it
+        metrics["efficiency"] = times.ratio("no ddp") / (ranks if case.key["global_batch"] else 1)
+    case.check = verdict(compare_replicas([digest for digest, _ in facts], case.ranks))
+    for name in facts[0][1]:
+        metrics[name] = max(memory[name] for _, memory in facts)
 
 
 # -- what is printed -------------------------------------------------------------------------------
@@ -342,13 +292,13 @@ STEPS: Columns = {
 }
 BREAKDOWN: Columns = {
     "": lambda case: case.name,
-    "samples/s": metric("samples_per_s", digits=1),
     "efficiency\n(%)": metric("efficiency", 100, 1),
     "95% ci\n(%)": ends("efficiency", 100, 1),
     "step\n(ms)": metric("step_s", 1e3),
-    "local\ncompute\n(ms)": metric("local_compute_s", 1e3),
     "exposed\ncommun.\n(ms)": metric("exposed_s", 1e3),
     "95% ci\n(ms)": ends("exposed_s", 1e3, 1),
+    "samples/s": metric("samples_per_s", digits=1),
+    "local\ncompute\n(ms)": metric("local_compute_s", 1e3),
     "commun.\nalone\n(ms)": metric("communication_s", 1e3),
     "overlap\n(%)": metric("overlap", 100, 0),
     "late\n(ms)": metric("late_s", 1e3),
@@ -368,13 +318,9 @@ def answer(cases: list[Case]) -> list[str]:
     first = min(largest, key=lambda case: case.metrics["step_s"].value)
     sentences = [f"{model}: {scaling(first)}"]
     if len(largest) > 1:
-        settings = {setting_of(case.key): case.metrics["step_s"] for case in largest}
-        sentences.append(f"{model}: {fastest(settings)}")
+        steps = {case.name: case.metrics["step_s"] for case in largest}
+        sentences.append(f"{model}: a step takes {side_by_side(steps)}")
     return sentences
-
-
-def setting_of(key: Key) -> str:
-    return f"hook {key['comm_hook']} with {key['bucket_size_mb']:g} MB"
 
 
 def scaling(case: Case) -> str:
@@ -397,19 +343,13 @@ def scaling(case: Case) -> str:
 # -- which cases -----------------------------------------------------------------------------------
 
 
-def world_sizes(world_size: int, node_ranks: int) -> list[int]:
-    """1, 2, 4, ... ranks of one node, then 1, 2, 4, ... nodes, and all ranks."""
-    powers = [2**i for i in range(world_size.bit_length())]
-    within_a_node = [n for n in powers if n < node_ranks]
-    nodes = [n * node_ranks for n in powers]
-    sizes = {n for n in within_a_node + nodes if n < world_size}
-    return sorted(sizes | {world_size})
-
-
-def chosen_sizes(chosen: list[Any] | None, world_size: int, node_ranks: int) -> list[int]:
+def sizes_of(chosen: list[Any] | None, world_size: int, node_ranks: int) -> list[int]:
     """How many ranks each case has. chosen: --world-sizes; node_ranks: the ranks of a node."""
     if not chosen:
-        return world_sizes(world_size, node_ranks)
+        powers = [2**i for i in range(world_size.bit_length())]
+        within_a_node = [n for n in powers if n < node_ranks]
+        nodes = [n * node_ranks for n in powers]
+        chosen = [n for n in within_a_node + nodes if n < world_size] + [world_size]
     sizes = {size for size in chosen if size != "nodes"}
     if "nodes" in chosen:
         sizes |= {*range(node_ranks, world_size, node_ranks), world_size}
@@ -417,66 +357,82 @@ def chosen_sizes(chosen: list[Any] | None, world_size: int, node_ranks: int) -> 
 
 
 def name_of(ranks: int, node_ranks: int) -> str:
-    """`1M/2G`: 1 machine with 2 ranks. `2M/8G (16)`: 8 on each of 2 machines. Uneven: `2M/12G in
-    all`."""
+    """`1M/2G`: 1 machine with 2 ranks; `2M/8G (16)`: 8 on each of 2; uneven: `2M/12G in all`."""
     machines = math.ceil(ranks / node_ranks)
     if machines > 1 and ranks % node_ranks:
         return f"{machines}M/{ranks}G in all"
     return f"{machines}M/{min(ranks, node_ranks)}G" + (f" ({ranks})" if machines > 1 else "")
 
 
-def title_of(model: str, dtype: str, args: argparse.Namespace, device: torch.device) -> str:
-    """What all cases of a table share."""
-    precision = name_precision(dtype, device)
-    parts = [model, f"batch size {args.batch_size}", f"{args.image_size} px", precision]
+def title_of(model: str, dtype: str, size: int, args: argparse.Namespace, job: Job) -> str:
+    """What all cases of a table share. size: the batch size of a rank."""
+    parts = [model, f"batch size {size} a rank (weak scaling)"]
+    if args.global_batch:
+        parts[1] = f"global batch {args.global_batch} (strong scaling)"
+    if not is_own(model):
+        parts.append(f"{args.image_size} px")
+    parts.append(name_precision(dtype, job.device))
     if len(args.bucket_size) == 1:
         parts.append(f"buckets of {args.bucket_size[0]:g} MB")
     if len(args.comm_hook) == 1 and args.comm_hook != ["none"]:
         parts.append(f"hook {args.comm_hook[0]}")
-    parts += [name.replace("_", " ") for name in SHARED_FLAGS if getattr(args, name)]
-    return ", ".join(parts)
+    flags = [name for name in DDP_OPTIONS if getattr(args, name)]
+    return ", ".join([*parts, *(name.replace("_", " ") for name in flags)])
 
 
-def plan(args: argparse.Namespace, job: Job) -> dict[str, list[Planned]]:
-    """The title of each table (a model and a dtype), and its cases: `no ddp` comes first."""
-    node_ranks = job.local_world_size
-    fixed = {name: getattr(args, name) for name in ("batch_size", "image_size", *SHARED_FLAGS)}
-    fixed["breakdown"] = not args.no_breakdown
-    sizes = chosen_sizes(args.world_sizes, job.world_size, node_ranks)
+def plan(
+    args: argparse.Namespace, job: Job, sizes: list[int], own: dict[str, int]
+) -> dict[str, list[Planned]]:
+    """The title of each table (a model and a dtype), and its cases. own: batch sizes, by model."""
     tables = {}
+    fixed = {name: getattr(args, name) for name in ("global_batch", *DDP_OPTIONS)}
     for model, dtype in itertools.product(args.models, args.dtype):
-        key = {"model": model, "dtype": dtype, "ddp": False, "bucket_size_mb": None}
-        key |= {"comm_hook": None, **fixed}
-        cases: list[Planned] = [("no ddp", 1, key)]
+        key = {"model": model, "dtype": dtype, **fixed, "breakdown": not args.no_breakdown}
+        key |= {"image_size": None if is_own(model) else args.image_size}
+        size = own.get(model, args.batch_size)
+        without = {"ddp": False, "batch_size": size, "bucket_size_mb": None, "comm_hook": None}
+        cases: list[Planned] = [] if args.global_batch else [("no ddp", 1, key | without)]
         for ranks, bucket_mb, hook in itertools.product(sizes, args.bucket_size, args.comm_hook):
-            name = name_of(ranks, node_ranks)
+            name = name_of(ranks, job.local_world_size)
             name += f" {bucket_mb:g}MB" if len(args.bucket_size) > 1 else ""
             name += f" {hook}" if len(args.comm_hook) > 1 else ""
-            chosen = {"ddp": True, "bucket_size_mb": bucket_mb, "comm_hook": hook}
+            share_of_rank = args.global_batch // ranks if args.global_batch else size
+            chosen = {"ddp": True, "batch_size": share_of_rank}
+            chosen |= {"bucket_size_mb": bucket_mb, "comm_hook": hook}
             cases.append((name, ranks, key | chosen))
-        tables[title_of(model, dtype, args, job.device)] = cases
+        tables[title_of(model, dtype, size, args, job)] = cases
     return tables
+
+
+def refused(args: argparse.Namespace, world_size: int, sizes: list[int]) -> str | None:
+    """Why these sets of ranks cannot be, or None."""
+    if sizes[-1] > world_size:
+        return f"--world-sizes {sizes[-1]} is more than the {world_size} ranks"
+    batch = args.global_batch or 0
+    if uneven := [ranks for ranks in sizes if batch % ranks]:
+        fit = ",".join(str(n) for n in range(1, world_size + 1) if batch % n == 0)
+        return f"--global-batch {batch} is no multiple of {uneven[0]}; try --world-sizes {fit}"
+    return None
 
 
 def main() -> int:
     args = parse_args()
     with Benchmark("ddp_sweep", args) as bench:
-        environment, job = bench.report.environment, bench.job
-        largest = chosen_sizes(args.world_sizes, job.world_size, job.local_world_size)[-1]
-        if largest > job.world_size:
-            bench.refuse(f"--world-sizes {largest} is more than the {job.world_size} ranks")
-        if args.strict_topology and environment["differences"]:
-            bench.refuse(f"--strict-topology: {environment['differences'][0]}")
-        tables = plan(args, job)
+        job, own = bench.job, {}
+        sizes = sizes_of(args.world_sizes, job.world_size, job.local_world_size)
+        if problem := refused(args, job.world_size, sizes):
+            bench.refuse(problem)
+        for name in filter(is_own, args.models):
+            attempt = partial(try_own, name, job.device, args.find_unused_parameters)
+            own[name] = share(bench.prepare("--model", attempt))
+        tables = plan(args, job, sizes, own)
         bench.announce(tables)
         for title, cases in tables.items():
             with bench.begin_table(title, STEPS, answer) as table:
                 for name, ranks, key in cases:
-                    bench.measure(key, name, partial(build, job), derive, ranks=range(ranks))
+                    bench.measure(key, name, partial(build, bench), derive, ranks=range(ranks))
             if table.passed:
                 bench.print(f"\nWhere the time goes: {title}\n\n{render(BREAKDOWN, table.passed)}")
-        if not args.no_breakdown:
-            bench.print(FOOTER)
     return bench.status
 
 

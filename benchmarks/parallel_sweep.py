@@ -64,11 +64,27 @@ from common.workloads.meshes import (
     open_meshes,
     parse_mesh,
 )
-from common.workloads.peaks import peak_flops
 from common.workloads.reference import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 from common.workloads.room import too_much
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to the first one
+# TFLOP/s in fp32 and bf16 of dense matrix products, accumulated in fp32, by the GPU's full name
+# without "NVIDIA ": a longer name is a part of one. From NVIDIA's datasheets, without sparsity
+PEAKS: dict[str, tuple[float, float]] = {
+    "A100-SXM4-40GB": (19.5, 312),
+    "A100-SXM4-80GB": (19.5, 312),
+    "A100-PCIE-40GB": (19.5, 312),
+    "A100 80GB PCIe": (19.5, 312),
+    "A10": (31.2, 125),
+    "L4": (30.3, 121),
+    "L40S": (91.6, 362.05),
+    "H100 80GB HBM3": (66.9, 989.4),
+    "H100 PCIe": (51.2, 756),
+    "H100 NVL": (60, 835.5),
+    "H200": (67, 989.5),
+    "B200": (75, 2250),  # of HGX
+    "GB200": (80, 2500),  # of NVL72
+}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -182,6 +198,14 @@ def without(mesh: Mesh, axis: str) -> str:
 
 
 # -- what rank 0 makes of it -----------------------------------------------------------------------
+
+
+def peak_flops(device: torch.device, dtype: str) -> float | None:
+    """FLOP/s that the device reaches at most; None on the CPU, and where PEAKS has no such GPU."""
+    if device.type != "cuda":
+        return None
+    peaks = PEAKS.get(torch.cuda.get_device_name(device).removeprefix("NVIDIA "))
+    return peaks[dtype == "bf16"] * 1e12 if peaks else None
 
 
 def derive(

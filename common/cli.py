@@ -55,6 +55,9 @@ GONE: dict[str, dict[str, str]] = {
     },
     "compile_sweep": {
         "--trace-file": "--profile DIR writes a trace for each case and rank into DIR",
+        "--torchbench-model": "--model package.module:function loads and prepares any model",
+        "--fsdp-checkpoint": "--model package.module:function may recompute its layers",
+        **dict.fromkeys(("--torchviz", "--verbose"), "TORCH_LOGS=graph_code,graph_breaks"),
     },
     "collectives": {
         **dict.fromkeys(("-g", "--ngpus", "-t", "--nthreads"), "each GPU has its own process"),

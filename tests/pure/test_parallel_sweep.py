@@ -15,6 +15,7 @@ from benchmarks.parallel_sweep import (
     breakdown,
     check,
     parse_args,
+    peak_flops,
     places_lines,
     plan,
     scatter_noise,
@@ -246,6 +247,22 @@ def test_training_is_compared_with_one_process() -> None:
     assert check(reference, facts, 2e-3).startswith("failed: the gradient's norm in step 3 is ")
     facts[0]["norms"], facts[1]["losses"] = [9.0] * 3, [[2.0, 2.1]] * 3
     assert check(reference, facts, 2e-3).startswith("failed: the loss in step 1 is 2.05, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
+        ("A100-SXM4-80GB", "fp32", 19.5e12),  # an old driver leaves "NVIDIA" out
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),  # a part of one
+    ],
+)
+def test_the_peak_of_a_whole_gpu(
+    name: str, dtype: str, flops: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_flops(torch.device("cuda"), dtype) == flops
+    assert peak_flops(torch.device("cpu"), dtype) is None
 
 
 def case_of(mesh: str, ms: Estimate, **metrics: Any) -> Case:

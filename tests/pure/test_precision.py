@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from benchmarks import compile_sweep, ddp_sweep
-from common.workloads import peaks
-from common.workloads.precision import PRECISION, name_precision, set_precision
+from common.workloads.precision import PRECISION, name_precision
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +46,3 @@ def test_the_title_says_where_the_default_is_tf32(monkeypatch: pytest.MonkeyPatc
     assert name_precision("bf16", cuda) == "bf16"
     assert name_precision("default", cpu) == "torch's default precision"
     assert name_precision("default", cuda) == "torch's default precision (TF32 in convolutions)"
-
-
-def test_the_peak_of_the_default_is_that_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of torch's default, and where TORCH_ALLOW_TF32_CUBLAS_OVERRIDE has made it TF32."""
-    device = type("Device", (), {"name": "NVIDIA H200", "multi_processor_count": 132})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    assert peaks.peak_flops(torch.device("cuda"), "default") == 67e12
-    set_precision("tf32")
-    assert peaks.peak_flops(torch.device("cuda"), "default") == 494.5e12

@@ -1,0 +1,66 @@
+"""Models for `--model tests.own_models:NAME`, as users of two libraries have them: of transformers
+(the output is an object, the head has the embedding's weight) and torchtitan (a dict of layers)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(self.up(self.norm(x)).relu()))
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+        self.head.weight = self.embedding.weight
+        self.layers = nn.ModuleDict({str(number): Block() for number in range(3)})
+
+    def forward(self, tokens: Tensor) -> Output:
+        x = self.embedding(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return Output(self.head(x))
+
+
+def gpt(device: torch.device) -> Any:
+    model = GPT().to(device)
+    text = torch.randint(32, (6, 9), device=device)  # the batch of a rank
+    tokens, targets = text[:, :-1], text[:, 1:]
+    return model, (tokens,), lambda out: cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+
+
+def idle(device: torch.device) -> Any:
+    """Its last layer has no part in the loss."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.forward = model[0].forward  # type: ignore[method-assign]
+    return model.to(device), (torch.rand(3, 4, device=device),), torch.sum
+
+
+def noisy(device: torch.device) -> Any:
+    """Draws random numbers."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    return model.to(device), (torch.rand(3, 4, device=device),), torch.mean
+
+
+def vector(device: torch.device) -> Any:
+    return nn.Linear(4, 4).to(device), (torch.rand(3, 4, device=device),), torch.relu
+
+
+def model_alone(device: torch.device) -> Any:
+    return nn.Linear(4, 4)
