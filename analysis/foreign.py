@@ -31,7 +31,8 @@ PYTORCH_KEY = {
     "dtype": "default",  # it sets no precision, so it has torch's own
     "device": "cuda",
     "image_size": 224,
-    "channels_last": False,
+    "find_unused_parameters": False,
+    "global_batch": None,
     "gradient_as_bucket_view": False,
     "static_graph": False,
 }

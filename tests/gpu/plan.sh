@@ -29,7 +29,7 @@ export PYTHON=${PYTHON:-python3} PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_TH
 export TORCHINDUCTOR_COMPILE_THREADS=4
 reserved=40 # seconds that a task may need to end when its time is over
 if [[ $part != 1 ]]; then reserved=90; fi # and for the last task
-lanes=${1:-6} dtypes=fp32,tf32,bf16,fp16
+lanes=${1:-6} dtypes=fp32,tf32,bf16
 export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-0}
 if [[ $device == cpu ]]; then
     CUDA_VISIBLE_DEVICES=
@@ -143,7 +143,7 @@ first_part() {
         "${small[@]}" --timeout 20 --world-sizes 2
     task two_ep 100 passes nccl 2 $b/parallel_sweep.py "${nano[@]}" --mesh ep2,dp2 --timeout 60
     task ddp 150 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --dtype $dtypes \
-        --comm-hook none,fp16,bf16 --channels-last --json "$OUT/ddp.jsonl"
+        --comm-hook none,fp16,bf16 --json "$OUT/ddp.jsonl"
     task ckpt 150 passes ranks 1 $b/checkpoint_sweep.py --modes all --strategy fsdp2,ddp \
         --model decoder-nano --iters 2 --json "$OUT/ckpt.jsonl"
     task input 100 passes ranks 1 $b/input_sweep.py --samples 64 --workers 1 "${short[@]}"
@@ -179,8 +179,6 @@ second_part() {
     cuda_task coll_big 100 passes ranks 1 $b/collectives.py --collective all_reduce,all_to_all \
         -b 256M -e 4G -f 16
     task par 100 passes ranks 1 $b/parallel_sweep.py --mesh ddp1,dp1 --dtype bf16 --iters 12
-    cuda_task hooks 100 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --world-sizes 1 \
-        --comm-hook powersgd,quantize_per_tensor
     task plain 100 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --no-breakdown
     cuda_task graphs 120 passes ranks 1 $b/compile_sweep.py --models decoder-10m --strategies none \
         --backends eager,cudagraphs --iters 12

@@ -29,15 +29,14 @@ def passed(run: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("ranks", "backend", "dtypes"),
-    [(GPUS, "nccl", "fp32,tf32,bf16,fp16"), (2, "gloo", "fp32,fp16")],
+    [(GPUS, "nccl", "fp32,tf32,bf16"), (2, "gloo", "fp32,bf16")],
 )
 def test_sweep(bench: Callable[..., Any], ranks: int, backend: str, dtypes: str) -> None:
-    flags = ("--dtype", dtypes, "--comm-hook", "none,fp16,bf16", "--channels-last")
+    flags = ("--dtype", dtypes, "--comm-hook", "none,fp16,bf16")
     run = bench(SWEEP, *SMALL, *SHORT, *flags, "--backend", backend, ranks=ranks, timeout=LONG)
     for case in passed(run):
         assert case.metrics["memory_gib"] >= case.metrics["memory_allocated_gib"] > 0
-        # the host waits for the device in each step with gloo, and with fp16's GradScaler
-        if backend == "nccl" and case.key["dtype"] != "fp16":
+        if backend == "nccl":  # with gloo the host waits for the device in each step
             assert "step" in case.metrics["launch_share"]
 
 
@@ -51,12 +50,6 @@ def test_gpus_and_how_they_are_driven_are_in_the_report(bench: Callable[..., Any
     assert len(gpus) >= GPUS
     assert all(gpu["power.limit"] and gpu["uuid"] for gpu in gpus)
     assert end["gpus"][0][0]["temperature.gpu"]
-
-
-@pytest.mark.parametrize("hook", ["powersgd", "quantize_per_tensor"])
-def test_hooks_that_gloo_cannot_run(bench: Callable[..., Any], hook: str) -> None:
-    flags = (*SMALL, *SHORT, "--comm-hook", hook, "--world-sizes", str(GPUS))
-    passed(bench(SWEEP, *flags, ranks=GPUS))
 
 
 @pytest.mark.parametrize("mode", [(), ("-G", "3"), ("--cache-warm",)])

@@ -380,7 +380,8 @@ def ddp_case(ranks: int, is_wrapped: bool, dtype: str) -> dict[str, Any]:
     key |= {"world_size": 2, "ranks": ranks, "ddp": is_wrapped, "device": "cuda", "backend": "gloo"}
     key |= {"bucket_size_mb": 25.0, "comm_hook": "none"} if is_wrapped else {}
     key = {"bucket_size_mb": None, "comm_hook": None, "breakdown": True} | key
-    key |= dict.fromkeys(("channels_last", "gradient_as_bucket_view", "static_graph"), False)
+    key |= dict.fromkeys(("gradient_as_bucket_view", "static_graph"), False)
+    key |= {"find_unused_parameters": False, "global_batch": None}
     name = f"1M/{ranks}G" if is_wrapped else "no ddp"
     rows = [[0.1, 0.1]] * ranks
     return case(name, key=key, ranks=list(range(ranks)), samples_s={"step": rows})
