@@ -56,7 +56,6 @@ def test_positions_count() -> None:
 
 
 def test_stages_one_after_the_other_are_the_model() -> None:
-    """What the docstring says of pipelines."""
     whole, first, last = small(), small(), small()
     first.blocks, first.norm, first.head = first.blocks[:1], nn.Identity(), nn.Identity()
     last.tokens, last.blocks = nn.Identity(), last.blocks[1:]
@@ -70,18 +69,6 @@ def test_text_is_shifted_by_one_and_the_same_for_a_seed() -> None:
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     assert torch.equal(tokens, random_text(SMALL, 3, seed=1)[0])
     assert not torch.equal(tokens, random_text(SMALL, 3, seed=2)[0])
-
-
-def test_loss_of_equal_logits_is_the_logarithm_of_the_vocabulary() -> None:
-    targets = torch.zeros(2, 6, dtype=torch.int64)
-    loss = next_token_loss(torch.zeros(2, 6, 16), targets)
-    assert float(loss) == pytest.approx(2.772589)  # ln 16
-
-
-def test_flops_per_token_by_hand() -> None:
-    # weights: 2 layers * (4 + 8) * 8^2 + 16 * 8 = 1664, 6 FLOPs each: 9984
-    # attention: 2 products * 2 FLOPs * width 8 * 6 tokens, three times, 2 layers: 1152
-    assert flops_per_token(SMALL) == 9984 + 1152
 
 
 def test_flops_are_those_that_torch_counts() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from common.report import Estimate
 from common.table import render
-from common.workloads.phases import Phases, own_pace, phase_table, pool, summaries, summary
+from common.workloads.phases import Phases, own_pace, phase_table, summaries, summary
 
 
 def test_durations_by_step_and_phase() -> None:
@@ -36,13 +36,6 @@ def test_marks_follow_each_other() -> None:
     (step,) = phases.durations([phases.step])
     assert step["both"] == pytest.approx([step["first"][0] + step["second"][0]])
     assert 0 < step["both"][0] < 1
-
-
-def test_pool() -> None:
-    assert pool([{"a": [1.0], "b": [2.0]}, {}, {"a": [3.0, 4.0]}]) == {
-        "a": [1.0, 3.0, 4.0],
-        "b": [2.0],
-    }
 
 
 def test_summary() -> None:
