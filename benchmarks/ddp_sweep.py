@@ -52,8 +52,8 @@ from common.environment import count_of
 from common.groups import Group, Job, agree, share
 from common.memory import peak, start_peak
 from common.report import Case, show_seconds
-from common.stats import Times, breakdown, side_by_side, training_metrics
-from common.table import Columns, ends, metric, percentile_columns, relative, render
+from common.stats import Disturbed, Times, breakdown, side_by_side, training_metrics
+from common.table import Columns, ends, metric, percentile_columns, relative
 from common.timing import Workload
 from common.workloads.own_model import is_own, make_own, try_own
 from common.workloads.precision import PRECISION, name_precision, set_precision
@@ -309,35 +309,42 @@ BREAKDOWN: Columns = {
 
 def answer(cases: list[Case]) -> list[str]:
     """How the most ranks compare with one rank alone, and what DDP adds to a step."""
-    model = f"{cases[0].key['model']}, {cases[0].key['dtype']}"
     with_ddp = [case for case in cases if case.key["ddp"]]
     if not with_ddp:
-        return [f"{model}: a step of one rank takes {cases[0].metrics['step_s']}"]
+        return [f"{model_of(cases[0])}: a step of one rank takes {cases[0].metrics['step_s']}"]
     ranks = max(len(case.ranks) for case in with_ddp)
     largest = [case for case in with_ddp if len(case.ranks) == ranks]
-    first = min(largest, key=lambda case: case.metrics["step_s"].value)
-    sentences = [f"{model}: {scaling(first)}"]
-    if len(largest) > 1:
-        steps = {case.name: case.metrics["step_s"] for case in largest}
-        sentences.append(f"{model}: a step takes {side_by_side(steps)}")
-    return sentences
+    sentence = scaling(min(largest, key=lambda case: case.metrics["step_s"].value))
+    if len(largest) == 1 or isinstance(sentence, Disturbed):
+        return [sentence]
+    steps = {case.name: case.metrics["step_s"] for case in largest}
+    return [sentence, f"{model_of(largest[0])}: a step takes {side_by_side(steps)}"]
+
+
+def model_of(case: Case) -> str:
+    return f"{case.key['model']}, {case.key['dtype']}"
 
 
 def scaling(case: Case) -> str:
     """`DDP on 2 ranks trains 1.24 times (1.10 to 1.39) as fast as one rank alone; DDP adds
     16.2 ms (11.3 to 22.0) to a step, which takes 76.1 ms`."""
-    metrics, on_ranks = case.metrics, f"DDP on {count_of(len(case.ranks), 'rank')}"
-    step = metrics["step_s"]
-    sentence = f"{on_ranks} takes {step} a step"
+    metrics, ranks = case.metrics, len(case.ranks)
+    step, on_ranks = metrics["step_s"], f"{model_of(case)}: DDP on {count_of(ranks, 'rank')}"
+    sentence, possible = f"{on_ranks} takes {step} a step", True
     if "efficiency" in metrics:
-        speed = metrics["efficiency"] * len(case.ranks)
-        sentence = f"{on_ranks} trains {speed.times()} as fast as one rank alone"
+        speed = metrics["efficiency"] * ranks
+        # under strong scaling the smaller batch of a rank may fit into its caches
+        most = math.inf if case.key["global_batch"] else ranks
+        possible = not speed.above(most)
+        shown = speed.times(most) if possible else speed.times()
+        sentence = f"{on_ranks} trains {shown} as fast as one rank alone"
         if speed.may_be(1):
-            sentence = f"{on_ranks} and one rank alone cannot be told apart: {speed.times()}"
-    if "exposed_s" not in metrics:
-        return sentence
-    adds = f"DDP adds {metrics['exposed_s'].beside(step.value)} to a step"
-    return f"{sentence}; {adds}, which takes {show_seconds(step.value)}"
+            sentence = f"{on_ranks} and one rank alone cannot be told apart: {shown}"
+    if exposed := metrics.get("exposed_s"):
+        added = exposed.beside(step.value)
+        sentence += f"; DDP adds {added} to a step, which takes {show_seconds(step.value)}"
+        possible = possible and not (exposed / step).above(1)
+    return sentence if possible else Disturbed(sentence)
 
 
 # -- which cases -----------------------------------------------------------------------------------
@@ -432,7 +439,7 @@ def main() -> int:
                 for name, ranks, key in cases:
                     bench.measure(key, name, partial(build, bench), derive, ranks=range(ranks))
             if table.passed:
-                bench.print(f"\nWhere the time goes: {title}\n\n{render(BREAKDOWN, table.passed)}")
+                bench.print_table(BREAKDOWN, table.passed, f"Where the time goes: {title}")
     return bench.status
 
 

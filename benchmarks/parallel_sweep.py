@@ -50,7 +50,7 @@ from common.environment import sharers
 from common.groups import Group, Job, share
 from common.memory import peak, reset_peak, start_peak
 from common.report import Case, Estimate, show_seconds
-from common.stats import Times, median, straggler, training_metrics
+from common.stats import Disturbed, Times, median, straggler, training_metrics
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Step, Workload
 from common.workloads.axes import DTYPES, create, is_expert, train
@@ -284,8 +284,11 @@ def answer(cases: list[Case]) -> list[str]:
     first, metrics = ordered[0].name, ordered[0].metrics
     if "compute_s" in metrics and (axes := parse_mesh(first).axes):
         step_s = metrics["step_s"].value
-        parts = [f"{axis} exposes {metrics[f'exposed_{axis}_s'].beside(step_s)}" for axis in axes]
-        sentences.append(f"of a step's {show_seconds(step_s)} under {first} {', '.join(parts)}")
+        exposed = {axis: metrics[f"exposed_{axis}_s"] for axis in axes}
+        parts = [f"{axis} exposes {seconds.beside(step_s)}" for axis, seconds in exposed.items()]
+        sentence = f"of a step's {show_seconds(step_s)} under {first} {', '.join(parts)}"
+        cannot = any((seconds / metrics["step_s"]).above(1) for seconds in exposed.values())
+        sentences.append(Disturbed(sentence) if cannot else sentence)
     return sentences
 
 
@@ -298,33 +301,35 @@ def places_lines(case: Case) -> list[str]:
     return lines
 
 
-COLUMNS: Columns = {
+FIRST_COLUMNS: Columns = {
     "mesh": lambda case: case.name,
     "tokens/s": metric("tokens_per_s", digits=0),
     "95% ci\nof p50": relative("step_s"),
-    "tokens/s\n/rank": metric("tokens_per_s_per_rank", digits=0),
-    "mfu\n(%)": metric("mfu", 100, 1),
-    "memory\nmax (GiB)": metric("memory_gib", digits=3),
-    "min\n(GiB)": metric("memory_min_gib", digits=3),
-    "slowest\nrank": metric("straggler_rank", digits=0),
-    "by\n(x)": metric("straggler_factor"),
+    "step\n(ms)": metric("step_s", 1e3, 1),
+}
+LAST_COLUMNS: Columns = {
+    "compute\n(ms)": metric("compute_s", 1e3, 1),
+    "\n95% ci": relative("compute_s"),
     "idle\n(%)": metric("pipeline_idle", 100, 0),
     "95% ci\n(%)": ends("pipeline_idle", 100, 0),
     "theory\n(%)": metric("pipeline_idle_theory", 100, 0),
-    "step\n(ms)": metric("step_s", 1e3, 1),
-    "compute\n(ms)": metric("compute_s", 1e3, 1),
-    "\n95% ci": relative("compute_s"),
+    "tokens/s\n/rank": metric("tokens_per_s_per_rank", digits=0),
+    "mfu\n(%)": metric("mfu", 100, 1),
+    "slowest\nrank": metric("straggler_rank", digits=0),
+    "by\n(x)": metric("straggler_factor"),
+    "memory\nmax (GiB)": metric("memory_gib", digits=3),
+    "min\n(GiB)": metric("memory_min_gib", digits=3),
 }
 
 
 def columns_of(meshes: list[Mesh]) -> Columns:
-    """COLUMNS, and two for the exposed communication of each axis that a mesh has."""
-    columns = dict(COLUMNS)
+    """With two columns for the exposed communication of each axis that a mesh has."""
+    columns = dict(FIRST_COLUMNS)
     for mesh in meshes:
         for axis in mesh.axes:
             columns[f"exposed\n{axis} (ms)"] = metric(f"exposed_{axis}_s", 1e3, 1)
             columns[f"\n{axis} 95% ci (ms)"] = ends(f"exposed_{axis}_s", 1e3, 1)
-    return columns
+    return columns | LAST_COLUMNS
 
 
 def title_of(key: Key, microbatches: int | None) -> str:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import ddp_sweep
 from common.report import Case, Estimate
-from common.stats import Times
+from common.stats import Disturbed, Times
 from tests.process import ROOT
 
 SCRIPT = "benchmarks/ddp_sweep.py"
@@ -297,6 +297,16 @@ def test_the_answer() -> None:
         "m, fp32: DDP on 2 ranks trains 1.25 times (1.20 to 1.40) as fast as one rank alone; "
         "DDP adds 16.2 ms (11.0 to 22.0) to a step, which takes 80.0 ms"
     ]
+    impossible = case_of(2, Estimate(80, 76, 84), efficiency=Estimate(1.2, 1.1, 1.3))
+    (said,) = ddp_sweep.answer([alone, impossible, two])
+    assert isinstance(said, Disturbed)
+    assert (
+        said == "m, fp32: DDP on 2 ranks trains 2.40 times (2.20 to 2.60) as fast as one rank alone"
+    )
+    impossible.key["global_batch"] = 4  # the smaller batches may fit into caches
+    assert not isinstance(ddp_sweep.answer([impossible])[0], Disturbed)
+    longer = case_of(2, Estimate(80, 76, 84), exposed_s=Estimate(0.12, 0.1, 0.13))
+    assert isinstance(ddp_sweep.answer([longer])[0], Disturbed)
     unsure = case_of(
         2, Estimate(80, 76, 84), efficiency=Estimate(0.55, 0.45, 0.7), exposed_s=Estimate(0.01)
     )

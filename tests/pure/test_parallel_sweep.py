@@ -22,7 +22,7 @@ from benchmarks.parallel_sweep import (
     title_of,
 )
 from common.report import Case, Estimate
-from common.stats import Times
+from common.stats import Disturbed, Times
 from common.workloads.axes import ring_attention
 from common.workloads.meshes import default_meshes, misfit, parse_mesh
 from common.workloads.reference import Reference
@@ -258,6 +258,8 @@ def test_the_answer_tells_no_order() -> None:
         "of a step's 100 ms under dp4tp2 dp exposes 16 ms (11 to 22), "
         "tp exposes 2 ms (-1 to 4: maybe none)",
     ]
+    cases[1].metrics["exposed_dp_s"] = Estimate(0.12, 0.11, 0.13)  # longer than the step
+    assert isinstance(answer(cases)[1], Disturbed)
     assert answer(cases[:1]) == ["a step takes 112 ms (111 to 113) under dp8"]
 
 
