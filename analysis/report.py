@@ -99,7 +99,7 @@ def summary(runs: Sequence[Run]) -> Section:
     failed_cases = []
     for run in runs:
         failed = [case for case in run.rows.values() if case.failed]
-        failed_cases += [[run.label, case.name, case.check] for case in failed]
+        failed_cases += [[run.label, case.label, case.check] for case in failed]
     if failed_cases:
         tables.append(Table("Failed cases", ("report", "case", "reason"), failed_cases, {}))
     return Section("Summary", tables, answers, loud + warnings(runs), quiet)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from analysis.ab import Race, planned_looks, sentence
-from analysis.verdicts import Result, persists
+from analysis.ab import Race, planned_looks, sentence, show_race
+from analysis.verdicts import Comparison, Design, Result, persists
 from common.report import load
 from tests.pure.reports import ROOT, run
 
@@ -224,12 +225,22 @@ def test_slower_commands_are_dropped_and_the_race_ends_early() -> None:
     assert (race.best, race.lost_to, race.racing) == ("b", {"a": "b", "c": "b"}, ["b", "d"])
 
 
-def test_a_level_that_persists_over_rounds_is_told() -> None:
+def test_a_level_that_persists_over_rounds_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """r at lag 1 of 1, 1, 1, -1, -1, -1 is 3 / 6; 1.645 / sqrt(6) - 1 / 6 = 0.505; of 8: 0.457."""
+    level = [math.exp(x) for x in (1, 1, 1, 1, -1, -1, -1, -1)]  # 5 / 8
+    assert persists(level)
     assert not persists([math.exp(x) for x in (1, 1, 1, -1, -1, -1)])
-    assert persists([math.exp(x) for x in (1, 1, 1, 1, -1, -1, -1, -1)])  # 5 / 8
     assert not persists([1.1] * 8)
     assert not persists([2, 1, 2, 1])
+    results = {"b": Result("x", {}, pair_ratios=level), "c": Result("x", {}, pair_ratios=[1.1] * 8)}
+    race = Race(["a", "b", "c"])
+
+    def compared(base: str, test: str, rounds: int) -> Comparison:
+        return Comparison([results[test]], None, [], [], [], [], Design())
+
+    show_race(race, compared, Namespace(format="table", interleave=False, margin=0.02))
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("# warning: b against a: a level that persists over rounds; ")
 
 
 def test_the_sentence() -> None:
