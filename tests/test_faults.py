@@ -218,61 +218,18 @@ def test_the_case_after_a_failed_one_has_new_groups(bench: Callable[..., Any]) -
     assert run.status == 1
 
 
-def record_two_axes(folder: Path) -> None:
-    """A recording of 4 ranks for replay.py: an all-reduce on each axis of dp2tp2."""
-    folder.mkdir()
-    axes = {"1": [(0, 2), (1, 3)], "2": [(0, 1), (2, 3)]}
-    entry = {"profiling_name": "gloo:all_reduce", "time_created_ns": 2, "collective_seq_id": 1}
-    entry |= {"input_sizes": [[8]], "output_sizes": [[8]]}
-    entry |= {"input_dtypes": ["Float"], "output_dtypes": ["Float"]}
-    for rank in range(4):
-        groups = {name: next(t for t in teams if rank in t) for name, teams in axes.items()}
-        entries = [entry | {"process_group": [name, f"axis {name}"]} for name in groups]
-        trace: dict[str, Any] = {"world_size": 4, "steps": 1, "started_ns": 1, "ended_ns": 1000}
-        trace |= {"groups": groups, "entries": entries}
-        (folder / f"fr_{rank}.json").write_text(json.dumps(trace))
+MESHES = ("--mesh", "dp2tp2,dp4", "--global-batch", "8", "--sequence-length", "32")
+MODES = ("--model", "decoder-nano", "--modes", "dcp.save,torch.save", "--paths", "{folder}")
 
 
 @pytest.mark.parametrize(
-    ("fault", "script", "flags", "ranks", "checks"),
+    ("fault", "script", "flags", "check"),
     [
-        (
-            "twin-raises",
-            "parallel_sweep",
-            ("--mesh", "dp2tp2,dp4", "--global-batch", "8", "--sequence-length", "32"),
-            {"ranks": 4},
-            ["failed: OutOfMemoryError: injected: no memory for a twin (rank 1)", "passed"],
-        ),
-        (
-            "team-raises",
-            "parallel_sweep",
-            ("--mesh", "dp2tp2,dp4", "--global-batch", "8", "--sequence-length", "32"),
-            {"ranks": 4},
-            ["failed: RuntimeError: injected: no memory for a team (rank 1)", "passed"],
-        ),
-        (
-            "team-raises",
-            "node_check",
-            ("--budget", "100", "--fail-on", "wrong"),
-            {"ranks": 2, "nodes": 2},
-            ["failed: RuntimeError: injected: no memory for a team (rank 1)"],
-        ),
-        (
-            "team-raises",
-            "replay",
-            ("{folder}",),
-            {"ranks": 4},
-            ["failed: RuntimeError: injected: no memory for a team (rank 1)"],
-        ),
-        (
-            "folder-missing",
-            "checkpoint_sweep",
-            ("--model", "decoder-nano", "--modes", "dcp.save,torch.save", "--paths", "{folder}"),
-            {"ranks": 2},
-            ["failed: ValueError: there is no {folder}", "passed"],
-        ),
+        ("twin-raises", "parallel_sweep", MESHES, "OutOfMemoryError: injected: no memory for a t"),
+        ("team-raises", "parallel_sweep", MESHES, "RuntimeError: injected: no memory for a team "),
+        ("folder-missing", "checkpoint_sweep", MODES, "ValueError: there is no {folder}"),
     ],
-    ids=["twin", "mesh", "node_check", "replay", "checkpoint_sweep"],
+    ids=["twin", "mesh", "folder"],
 )
 def test_a_failure_between_two_groups_of_a_case_is_a_row(
     bench: Callable[..., Any],
@@ -280,22 +237,18 @@ def test_a_failure_between_two_groups_of_a_case_is_a_row(
     fault: str,
     script: str,
     flags: tuple[str, ...],
-    ranks: dict[str, int],
-    checks: list[str],
+    check: str,
 ) -> None:
     """The other ranks are about to make the next group. They do not wait in it for rank 1."""
     folder = str(tmp_path / "f")
-    if script == "replay":
-        record_two_axes(Path(folder))
     words = [flag.format(folder=folder) for flag in flags]
     words += ["--iters", "2", "--warmup-iters", "1", "--timeout", "30"]
-    run = bench(f"benchmarks/{script}.py", *words, inject=fault, SAVES=folder, **ranks)
+    run = bench(f"benchmarks/{script}.py", *words, inject=fault, SAVES=folder, ranks=4)
     assert run.status == 1, run.out + run.err
     assert run.report.status == "failed"
-    together = [case for case in run.report.cases if "rank" not in case.key]
-    failed = next(i for i, case in enumerate(together) if case.failed)
-    for case, check in zip(together[failed:], checks, strict=True):
-        assert case.check.startswith(check.format(folder=folder))
+    failed, passed = run.report.cases[-2:]
+    assert failed.check.startswith(f"failed: {check.format(folder=folder)}")
+    assert passed.check == "passed"
 
 
 def test_a_disk_that_is_full_before_the_first_case(tmp_path: Path) -> None:
