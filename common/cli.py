@@ -206,7 +206,10 @@ def version(folder: Path = ROOT) -> str:
 
     `-dirty` at its end means that a file differs from that commit.
     """
-    return ask_git(folder, "describe", "--always", "--dirty").strip() or "unknown"
+    commit = ask_git(folder, "describe", "--always").strip()
+    # `describe --dirty` would lock the index, and leave the lock if it is killed
+    changed = ask_git(folder, "status", "--porcelain", "--untracked-files=no")
+    return (f"{commit}-dirty" if changed else commit) or "unknown"
 
 
 def ask_git(folder: Path, *words: str) -> str:

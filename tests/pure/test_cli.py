@@ -263,6 +263,11 @@ def test_the_version_is_what_git_says(tmp_path: Path, monkeypatch: pytest.Monkey
     cli.version.cache_clear()
     dirty = cli.version(tmp_path)
     assert re.fullmatch(r"[0-9a-f]{7,}-dirty", dirty)
+    os.utime(tmp_path / "a.py", (0, 0))
+    index = (tmp_path / ".git" / "index").read_bytes()
+    cli.version.cache_clear()
+    assert cli.version(tmp_path) == dirty
+    assert (tmp_path / ".git" / "index").read_bytes() == index  # nothing was locked or written
     subprocess.run([*git, "commit", "-q", "-m", "b"], check=True, timeout=60)
     cli.version.cache_clear()
     clean = cli.version(tmp_path)
