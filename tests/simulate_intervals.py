@@ -1,7 +1,7 @@
-"""How often do the 95 % intervals hold? Simulated series with a known median, by the functions that
-scripts use.
+"""How often do the 95 % intervals hold, and how often is a healthy rank accused? Simulated series
+with a known median, by the functions that scripts use.
 
-    python tests/simulate_intervals.py          the table of docs/measuring.md, a minute
+    python tests/simulate_intervals.py          the tables of docs/measuring.md, a minute
 
 independent   lognormal samples
 AR .6         neighbours that are correlated by 0.6: normal, and then e^x
@@ -9,6 +9,9 @@ levels        a third of the variance is the level of a block, the rest is of ea
               neighbouring blocks are correlated by 0.2
 difference    two steps in 12 rounds of 2; the machine drifts by 30 % over the run, for both alike
 ratio         the same, of which the ratio is taken
+straggler     8 ranks of 60 iterations each; neighbours in time are correlated by 0.6
+outlier       8 ranks with a number each, as node_check.py judges them, spread by 2 %
+two modes     300 times of one mode, whose logarithm has a standard deviation of 1; or of two
 """
 
 import sys
@@ -21,7 +24,8 @@ from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.stats import Interval, Times, median_interval
+from common.stats import Interval, Times, median_interval, modes, straggler
+from common.workloads.outliers import SIGMAS, outliers
 
 SPREAD = 0.1  # standard deviation of the logarithm of a sample
 Series = NDArray[np.float64]
@@ -85,11 +89,57 @@ def coverage(name: str, series: int, seed: int = 0) -> tuple[float, float]:
     return hits / max(1, len(shown)), len(shown) / series
 
 
+def says_straggler(rng: np.random.Generator, factor: float) -> bool:
+    """Whether a rank is named; rank 2 takes `factor` times as long as the others. A wrong name
+    counts as none where one is slow."""
+    ranks = np.exp(np.array([correlated(rng, 60, 0.6) for _ in range(8)]) * SPREAD)
+    ranks[2] *= factor
+    found = straggler(ranks)
+    return found is not None and (factor == 1 or found[0] == 2)
+
+
+def says_outlier(rng: np.random.Generator, factor: float) -> bool:
+    costs = dict(enumerate(np.exp(rng.normal(size=8) * 0.02).tolist()))
+    costs[2] *= factor
+    found = outliers(costs, SIGMAS)
+    return bool(found) and (factor == 1 or list(found) == [2])
+
+
+def says_two_modes(rng: np.random.Generator, factor: float) -> bool:
+    """factor: how many times as long 3 of 10 calls take."""
+    spread = 1.0 if factor == 1 else 0.25
+    calls = np.exp(rng.normal(size=300) * spread)
+    calls[rng.random(300) < 0.3] *= factor
+    return modes(calls) is not None
+
+
+# what is said -> who says it, how slow the slow one is, and the promise: at most, or at least
+VERDICTS: dict[str, tuple[Callable[[np.random.Generator, float], bool], float, float]] = {
+    "straggler, healthy": (says_straggler, 1.0, 0.05),
+    "straggler, 30 % slow": (says_straggler, 1.3, 0.9),
+    "outlier, healthy": (says_outlier, 1.0, 0.01),
+    "outlier, 20 % slow": (says_outlier, 1.2, 0.9),
+    "two modes of one": (says_two_modes, 1.0, 0.02),
+    "two modes, 10 times": (says_two_modes, 10.0, 0.9),
+}
+
+
+def frequency(name: str, series: int, seed: int = 0) -> float:
+    """How often it is said."""
+    says, factor, _ = VERDICTS[name]
+    rng = np.random.default_rng(seed)
+    return sum(says(rng, factor) for _ in range(series)) / series
+
+
 def main() -> None:
     print(f"{'series':18} {'holds':>7} {'promised':>9} {'shown':>7}")
     for name, (_, promised, _) in CASES.items():
         holds, shown = coverage(name, 4000)
         print(f"{name:18} {holds:7.1%} {promised:9.0%} {shown:7.1%}")
+    print(f"\n{'verdict':22} {'said':>7} {'promised':>9}")
+    for name, (_, factor, promised) in VERDICTS.items():
+        most = "<=" if factor == 1 else ">="
+        print(f"{name:22} {frequency(name, 2000):7.1%} {most:>4} {promised:4.0%}")
 
 
 if __name__ == "__main__":

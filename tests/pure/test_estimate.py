@@ -85,25 +85,3 @@ def test_a_ratio_of_parts_is_taken_within_rounds() -> None:
     assert "one" in timed
     assert "two" not in timed
     assert timed.beyond("one").value == 1.5  # the median of eight gaps of 1 or 2
-
-
-def test_the_median_of_a_training_step() -> None:
-    step = [1.0, 2.0] * 8
-    metrics = stats.training_metrics(times(step=[step, step]), 6)
-    assert metrics["step_s"].value == 1.5
-    assert metrics["samples_per_s"].value == 4
-    assert metrics["step_p75_s"] == 2.0
-    assert "step_p50_s" not in metrics
-
-
-def test_where_a_step_goes() -> None:
-    """exposed 3 - 2; overlap 1 - 1 / 4; the slowest rank is 0.5 behind the median of both."""
-    step, local = [3.0] * 16, [[2.0] * 16, [1.0] * 16]
-    found = stats.breakdown(
-        times(step=[step, step], local=local, alone=[[4.0] * 16] * 2), "local", "alone"
-    )
-    assert found["exposed_s"] == Estimate(1, 1, 1)
-    assert found["overlap"] == Estimate(0.75, 0.75, 0.75)
-    assert found["late_s"] == Estimate(0.5, 0.5, 0.5)
-    assert found["communication_s"] == Estimate(4, 4, 4)
-    assert found["straggler_rank"] == 0

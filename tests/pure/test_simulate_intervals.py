@@ -11,3 +11,10 @@ def test_intervals_hold(name: str) -> None:
     holds, shown = simulate_intervals.coverage(name, 500)
     assert holds >= simulate_intervals.CASES[name][1] - 0.03
     assert shown >= 0.8
+
+
+@pytest.mark.parametrize("name", simulate_intervals.VERDICTS)
+def test_the_healthy_are_not_accused_and_the_slow_are(name: str) -> None:
+    _, factor, promised = simulate_intervals.VERDICTS[name]
+    said = simulate_intervals.frequency(name, 200)
+    assert said <= promised + 0.02 if factor == 1 else said >= promised - 0.05

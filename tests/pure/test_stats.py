@@ -1,6 +1,5 @@
 """common/stats.py against numbers worked by hand."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,17 +62,6 @@ def test_six_rounds_always_have_an_interval() -> None:
     assert stats.interval_of_rounds([1.0] * 5 + [2.0] * 5) is None
 
 
-def test_the_interval_covers_the_median_also_of_correlated_samples() -> None:
-    rng = np.random.default_rng(1)
-    for repeat in (1, 4):
-        hits = 0
-        for _ in range(400):
-            found = stats.median_interval(np.repeat(rng.exponential(size=60), repeat))
-            assert found is not None
-            hits += found[0] <= math.log(2) <= found[1]
-        assert hits / 400 >= 0.93
-
-
 def test_how_far_an_interval_reaches() -> None:
     assert stats.median([1, 2]).relative is None
     swing = [1, 16, 2, 15, 3, 14, 4, 13, 5, 12, 6, 11, 7, 10, 8, 9]
@@ -129,6 +117,8 @@ def test_training_metrics() -> None:
     times = stats.Times({"step": [[1, 2, 3], [2, 1, 5]]}, [1] * 3)  # the slowest: 2, 2, 5
     metrics = stats.training_metrics(times, 8)
     assert (metrics["step_s"], metrics["samples_per_s"]) == (Estimate(2), Estimate(4))
+    assert metrics["step_p75_s"] == 3.5
+    assert "step_p50_s" not in metrics
 
 
 def breakdown(
