@@ -12,6 +12,7 @@ import shlex
 import shutil
 import stat
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -453,7 +454,7 @@ class Benchmark:
         others = others_text(self.report.environment["hosts"], self.load_of_others())
         answers = [with_cause(sentence, others) for sentence in self.answers]
         if answers:
-            self.print("\n" + "\n".join(f"# {sentence}" for sentence in answers))
+            self.print("\n" + "\n".join(folded(sentence, self.room) for sentence in answers))
             last_line["answer"] = answers
         status, reason = self.failure or (0, "")
         cases = self.report.cases
@@ -501,6 +502,14 @@ def with_cause(sentence: str, others: str) -> str:
     if not isinstance(sentence, Disturbed):
         return sentence
     return f'disturbed: "{sentence}" cannot be; {others or "nobody else took the cores"}'
+
+
+def folded(sentence: str, room: int | None) -> str:
+    """As a comment, in lines of so many letters; None: in one."""
+    if room is None:
+        return f"# {sentence}"
+    lines = textwrap.wrap(sentence, room - 4, break_long_words=False, break_on_hyphens=False)
+    return "# " + "\n#   ".join(lines)
 
 
 def terminal_width() -> int | None:

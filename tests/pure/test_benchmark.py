@@ -67,3 +67,10 @@ def test_a_second_table_is_cut_like_the_first(room: int | None, columns: str) ->
     Benchmark.print_table(bench, {"a": metric("a"), "b": metric("b")}, [case], "Cost")
     assert printed[0].startswith("\nCost\n\na")
     assert printed[0].splitlines()[3].split() == list(columns)
+
+
+def test_a_sentence_is_folded_on_a_terminal() -> None:
+    sentence = "DDP adds 16.2 ms to a step, which takes 76.1 ms"
+    assert benchmark.folded(sentence, None) == f"# {sentence}"
+    lines = "# DDP adds 16.2 ms to a step,\n#   which takes 76.1 ms"
+    assert benchmark.folded(sentence, 32) == lines
