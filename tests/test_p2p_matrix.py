@@ -4,10 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-
-from benchmarks.p2p_matrix import matrix_lines, matrix_of
 
 SCRIPT = "benchmarks/p2p_matrix.py"
 SHORT = ("--size", "4K", "-n", "2", "-w", "1", "--iters", "6")
@@ -15,15 +12,6 @@ SHORT = ("--size", "4K", "-n", "2", "-w", "1", "--iters", "6")
 
 def links(run: Any) -> list[list[float]]:
     return [link for case in run.report.cases for link in case.metrics["links"]]
-
-
-def test_a_matrix_has_both_halves_and_dashes_where_nothing_was_measured() -> None:
-    latency = matrix_of({(0, 1): 100.0, (1, 2): 80.0}, 3)
-    nan = np.nan
-    np.testing.assert_array_equal(latency, [[nan, 100, nan], [100, nan, 80], [nan, 80, nan]])
-    bandwidth = matrix_of({(0, 1): 2.0, (1, 0): 4.0}, 2)
-    np.testing.assert_array_equal(bandwidth, [[nan, 2], [4, nan]])
-    assert matrix_lines(bandwidth)[1].split() == ["0", "-", "2"]
 
 
 @pytest.mark.smoke

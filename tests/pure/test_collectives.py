@@ -73,19 +73,6 @@ def test_how_samples_spread() -> None:
     assert row.split()[9:13] == row.split()[17:21] == ["1.00", "200.00", "198.00", "57.45"]
 
 
-def test_the_interval_is_that_of_the_time() -> None:
-    """Six samples of the slower rank: 2 to 7 ms, whose median's interval goes from end to end."""
-    rows = [[0.001] * 6, [0.002, 0.007, 0.003, 0.006, 0.004, 0.005]]
-    samples = {"step": rows, "out_of_place": rows}
-    case = Case(key=KEY | {"group_ranks": 2}, ranks=[0, 1], samples_s=samples)
-    time = derived(case, facts_of(0, 0), [[0, 1]])["in_place_time_s"]
-    assert (time.low, time.high) == (0.002, 0.007)
-    assert time.value == pytest.approx(0.0045)
-    busbw = case.metrics["in_place_busbw_gb_per_s"]
-    assert busbw.low == pytest.approx(64 / 7)
-    assert busbw.high == pytest.approx(64 / 2)
-
-
 def test_of_several_groups_the_slowest_counts() -> None:
     samples: Any = {"step": [[4], [1], [2], [3]], "out_of_place": [[1]] * 4}
     case = Case(key=KEY | {"group_ranks": 2}, ranks=[0, 1, 2, 3], samples_s=samples)
