@@ -93,7 +93,7 @@ def test_rows_of_input_sweep() -> None:
 @pytest.mark.skip(reason="docs/results is measured anew when all scripts are moved")
 def test_rows_of_collectives() -> None:
     """Without some sizes."""
-    table = collectives.ScanTable({})
+    table = collectives.ScanTable()
     printed = [single_blanks(table.row(case)) for case in report_of("collectives.jsonl").cases]
     assert len(LINES.intersection(printed)) == 4
 
