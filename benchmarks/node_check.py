@@ -438,11 +438,12 @@ def conclude(
     """
     lines = sentences(slow, hosts) + [f"wrong {name}: {why}" for name, why in wrong]
     accused = [name for name, _ in wrong]
-    if fail_on == "slow" and slow and not others:
-        accused += [who.name(hosts) for who, _ in slow]
+    judged = slow if fail_on == "slow" else {}
+    if not others:
+        accused += [who.name(hosts) for who, _ in judged]
     if accused:
         return 1, [*lines, f"not fit: {cli.cut(list(dict.fromkeys(accused)))}"]
-    if fail_on == "slow" and slow and others:
+    if others and judged:
         doubt = f"other programs took {others.busy:.1f} of {others.cores} cores"
         return cli.NO_VERDICT, [*lines, f"cannot be told: {doubt}"]
     return 0, [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}"]
@@ -526,27 +527,29 @@ def key_of(bench: Benchmark, phase: Phase, attempt: int) -> Key:
     return {"probe": phase.name, "attempt": attempt, "nodes": nodes}
 
 
-def measure(bench: Benchmark, phase: Phase, attempt: int) -> Findings:
-    """Measure what fits of a phase. Who is slow, on all ranks.
+def measure(
+    bench: Benchmark, phase: Phase, attempt: int, parts: Sequence[Part]
+) -> tuple[Findings, Sequence[Part]]:
+    """Who is slow, on all ranks, and what was measured of these parts.
 
-    A case begins only if it is expected to end within half of what is left of the budget when the
-    phase begins; the other half is for measuring again. It is expected to take as long as the one
-    before.
+    The first time a case begins only if it is expected to end within half of what is left of the
+    budget when the phase begins; the other half is for measuring again. It is expected to take as
+    long as the one before.
     """
-    budget, parts = bench.args.budget, phase.parts
-    key = key_of(bench, phase, attempt)
+    budget, key = bench.args.budget, key_of(bench, phase, attempt)
     # a case takes its fraction of the budget: no interval is so narrow that it ends a case
     seconds = min(bench.args.max_seconds, phase.fraction * budget)
     rule = replace(bench.rule, target_ci=0.0, max_seconds=seconds, patience=1)
     if not rule.full_warmup:
         rule = replace(rule, warmup_iters=2)
     left = seconds_left(budget)
-    reserve = left / 2 if attempt == 1 else 0
+    reserve = left / 2
     expected = FIRST_CASE_FRACTION * budget
     for number, part in enumerate(parts):
-        if left - expected < reserve:
+        if attempt == 1 and left - expected < reserve:
             rounds = f"{len(parts) - number} of {len(parts)} rounds of " if number else ""
             bench.print(f"# left out, for --budget {budget:g}: {rounds}{phase.name}")
+            parts = parts[:number]
             break
         name = part.name if attempt == 1 else f"{part.name}, again"
         case = bench.measure(
@@ -556,20 +559,20 @@ def measure(bench: Benchmark, phase: Phase, attempt: int) -> Findings:
             bench.print(f"# {name}: {case.check}")
         before, left = left, seconds_left(budget)
         expected = before - left
-    measured = [case for case in bench.report.cases if key.items() <= case.key.items()]
-    found: Findings = share(phase.judge(measured))
-    return found
+    cases = [case for case in bench.report.cases if key.items() <= case.key.items()]
+    return share(phase.judge(cases)), parts
 
 
 def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
     """Who is slow, in two measurements. The second one is only for a phase that has suspects."""
     bench.print(f"\n{phase.name}")
-    suspects = measure(bench, phase, attempt=1)
+    suspects, parts = measure(bench, phase, 1, phase.parts)
     if not suspects:
         return {}
     names = list(dict.fromkeys(who.name() for who, _ in suspects))
     bench.print(f"# {phase.name} again, for {cli.cut(names)}")
-    return in_both(suspects, measure(bench, phase, attempt=2))
+    again, _ = measure(bench, phase, 2, parts)
+    return in_both(suspects, again)
 
 
 def in_both(first: Findings, second: Findings) -> Findings:

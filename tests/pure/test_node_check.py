@@ -1,5 +1,6 @@
 """The judgement of node_check.py, worked out by hand, and how often it errs."""
 
+import itertools
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,7 +139,8 @@ def test_who_is_slow_in_one_of_two_measurements_is_not_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rank 1 is slow twice, rank 2 the first time and rank 3 the second. Nobody is measured twice
-    where nobody is slow."""
+    where nobody is slow. What is measured again is what fitted the first time, whatever is left of
+    the budget: 100, 30 and 20 s."""
     slow: dict[int, tuple[int, ...]] = {1: (1, 2), 2: (1, 3)}  # by attempt
     cases: list[Case] = []
     report = Mock(cases=cases, environment={"num_nodes": 1})
@@ -154,14 +156,15 @@ def test_who_is_slow_in_one_of_two_measurements_is_not_named(
 
     bench.measure = measure
     monkeypatch.setattr(node_check, "share", lambda value: value)
-    monkeypatch.setattr(node_check, "seconds_left", lambda budget: budget)
-    part = node_check.Part("each rank alone", {}, [0], Mock(), Mock())
-    phase = node_check.Phase("each rank alone", 0.1, [part], suspects)
+    left = itertools.chain([100.0, 30.0, 20.0, 1.0], itertools.repeat(100.0))
+    monkeypatch.setattr(node_check, "seconds_left", lambda budget: next(left))
+    parts = [node_check.Part("a case", {}, [0], Mock(), Mock()) for _ in range(2)]
+    phase = node_check.Phase("each rank alone", 0.1, parts, suspects)
     assert names(node_check.measure_twice(bench, phase)) == ["rank 1"]
     assert [case.key["attempt"] for case in cases] == [1, 2]
     slow.clear()
     assert node_check.measure_twice(bench, phase) == {}
-    assert [case.key["attempt"] for case in cases] == [1, 2, 1]
+    assert [case.key["attempt"] for case in cases] == [1, 2, 1, 1]
 
 
 @pytest.mark.parametrize(
