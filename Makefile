@@ -10,4 +10,6 @@ lint:
 	ruff check .
 	ruff format --check .
 	mypy common benchmarks analysis examples tests
-.PHONY: quick smoke faults launch gpu oldest all lint
+results: # docs/results anew, in an hour
+	python tests/measure_results.py
+.PHONY: results quick smoke faults launch gpu oldest all lint

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Two nodes of a rank each on this machine, with a link of their own: what docs/tutorial.md shows.
+# Needs root. RATE is the link's, as tc writes it.
+#
+#     tests/launch/two_nodes.sh 1gbit benchmarks/ddp_sweep.py --models resnet18
+set -euo pipefail
+
+rate=${1:?expected a rate and a script, e.g. 1gbit benchmarks/ddp_sweep.py}
+shift
+network=10.78.0
+spaces=("bench1-$$" "bench2-$$")
+ranks=()
+trap 'kill "${ranks[@]}" 2>/dev/null || true
+for space in "${spaces[@]}"; do ip netns del "$space" 2>/dev/null || true; done' EXIT
+
+for space in "${spaces[@]}"; do ip netns add "$space"; done
+ip link add eth0 netns "${spaces[0]}" type veth peer name eth0 netns "${spaces[1]}"
+for node in 1 2; do
+    space=${spaces[node - 1]}
+    ip -n "$space" link set lo up
+    ip -n "$space" address add "$network.$node/24" dev eth0
+    ip -n "$space" link set eth0 up
+    tc -n "$space" qdisc add dev eth0 root tbf rate "$rate" burst 256kb latency 50ms
+done
+for node in 1 2; do
+    # a name of its own, as each host has
+    ip netns exec "${spaces[node - 1]}" unshare --uts sh -c "hostname node$node; exec \"\$@\"" run \
+        torchrun --nnodes 2 --node-rank "$((node - 1))" --nproc-per-node 1 \
+        --master-addr "$network.1" --master-port 29500 "$@" &
+    ranks+=("$!")
+done
+status=0
+for rank in "${ranks[@]}"; do wait "$rank" || status=$?; done
+exit "$status"

@@ -1,0 +1,85 @@
+"""Measure anew what the pages quote: docs/results and the picture of README.md. It takes an hour.
+
+    make results         as root (the tutorial's two nodes), on a quiet machine, in a clean checkout
+
+The scripts' reports come from the commands below; the tutorial's come from the commands on its
+page. Then bring the outputs on the pages up to date: tests compare them with the reports.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from analysis.figures import draw
+from analysis.load import load
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+TUTORIAL = RESULTS / "tutorial"
+RANKS = {  # scripts by their defaults
+    "batch_update_ps": 4,
+    "checkpoint_sweep": 2,
+    "compile_sweep": 2,
+    "ddp_rpc": 4,
+    "ddp_sweep": 2,
+    "input_sweep": 2,
+    "node_check": 6,
+    "p2p_matrix": 4,
+    "parallel_sweep": 4,
+    "parameter_server": 5,
+    "rpc_latency": 2,
+    "collectives": 2,
+}
+FLAGS = {"collectives": "-b 8 -e 64M -f 512"}
+PYTHON = shlex.quote(sys.executable)
+
+
+def run(command: str) -> None:
+    print(f"$ {command}", flush=True)
+    torchrun = f"{PYTHON} -m torch.distributed.run"
+    command = re.sub(r"^torchrun|(?<=\")torchrun", lambda _: torchrun, command)
+    command = re.sub(r"^python", lambda _: PYTHON, command)
+    subprocess.run(["bash", "-c", command], cwd=ROOT, check=True)
+
+
+def script_command(name: str) -> str:
+    report = f"docs/results/{name}_cpu_{RANKS[name]}ranks.jsonl"
+    words = f"benchmarks/{name}.py {FLAGS.get(name, '')}".strip()
+    return f"torchrun --nproc-per-node {RANKS[name]} {words} --json {report}"
+
+
+def tutorial_commands() -> list[str]:
+    """Those of docs/tutorial.md that leave reports."""
+    text = re.sub(r"\\\n\s*", "", (ROOT / "docs" / "tutorial.md").read_text())
+    lines = re.findall(r"^    (torchrun .*|python .*|sudo .*)$", text, re.MULTILINE)
+    return [line.removeprefix("sudo ") for line in lines if "--json" in line or "ab.py" in line]
+
+
+def draw_picture(report: Path) -> None:
+    """samples/s over ranks, as report.py draws it, of the second model."""
+    figure = draw(load([str(report)]))[1]
+    (ax,) = figure.axes
+    ax.legend(ax.lines[-1:], ["one rank times ranks"])
+    figure.savefig(ROOT / "docs" / "scaling.png", dpi=80, bbox_inches="tight")
+
+
+def main() -> None:
+    shutil.rmtree(RESULTS)
+    TUTORIAL.mkdir(parents=True)
+    for name in RANKS:
+        run(script_command(name))
+    for command in tutorial_commands():
+        run(command)
+        left = re.search(r"--json (\S+)|--out (\S+)", command)
+        assert left
+        shutil.move(ROOT / (left[1] or left[2]), TUTORIAL)
+    draw_picture(RESULTS / "ddp_sweep_cpu_2ranks.jsonl")
+
+
+if __name__ == "__main__":
+    main()
