@@ -1,6 +1,9 @@
 """The script of CONTRIBUTING.md, which newcomers copy, works as it stands there."""
 
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,10 @@ import pytest
 from common.report import Case, Estimate
 from common.stats import Times
 from tests.process import ROOT
+
+ROW = "| [x.py](docs/x.md) | does an all-reduce hide behind a matmul? |"
+LISTS = re.compile(r"benchmarks.*glob\(|glob\(.*benchmarks|test_one_gpu|FOLDERS")
+COMMAND = "    torchrun --nproc-per-node 2 benchmarks/x.py --sizes 64K,4M"
 
 
 def example() -> str:
@@ -31,12 +38,36 @@ def test_the_example_by_hand() -> None:
     assert case.failed
 
 
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with the script in it, and what CONTRIBUTING.md says comes with it."""
+    path = tmp_path_factory.mktemp("home") / "a checkout"
+    shutil.copytree(ROOT, path, ignore=shutil.ignore_patterns(".*", "__pycache__"))
+    (path / "benchmarks" / "x.py").write_text(example())
+    (path / "docs" / "x.md").write_text(f"# x.py\n\n{COMMAND}\n")
+    (path / "tests" / "test_x.py").touch()
+    readme = (path / "README.md").read_text()
+    (path / "README.md").write_text(readme.replace("\n| [", f"\n{ROW}\n| [", 1))
+    return path
+
+
 @pytest.mark.smoke
-def test_the_example_runs(bench: Callable[..., Any], tmp_path: Path) -> None:
-    script = tmp_path / "benchmarks" / "x.py"
-    script.parent.mkdir()
-    script.write_text(example())
-    (tmp_path / "common").symlink_to(ROOT / "common")
+def test_the_example_breaks_no_other_test(checkout: Path) -> None:
+    """What the quick tests that list the scripts of the folder say of it, its page and README."""
+    files = [path for path in checkout.glob("tests/pure/*.py") if LISTS.search(path.read_text())]
+    assert len(files) > 5
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-k", "x.py or x.md or benchmarks.x or README.md", *map(str, files)]
+    run = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=500)
+    assert run.returncode == 0, run.stdout
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed
+    assert int(passed[1]) > 5
+
+
+@pytest.mark.smoke
+def test_the_example_runs(bench: Callable[..., Any], checkout: Path) -> None:
+    script = checkout / "benchmarks" / "x.py"
     run = bench(str(script), "--sizes", "2,64K", "--iters", "6", ranks=2)
     assert run.status == 1, run.err
     too_small, measured = run.report.cases

@@ -12,7 +12,7 @@ SCRIPTS = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
 TIMES = ("--iters", "6", "--warmup-iters", "1")
 RPC = ("--max-seconds", "0.5")
 ELSEWHERE = {"ddp_rpc", "parameter_server", "replay", "traffic"}  # in their own files
-COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
+COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {  # another script has TIMES on 2 ranks
     "ddp_sweep": (2, ("--model", "mobilenet_v3_small", "--image-size", "32", *TIMES)),
     "collectives": (2, ("--collective", "all", "-b", "64", "-e", "64", "-n", "2", *TIMES)),
     "p2p_matrix": (3, ("--size", "4K", "-n", "2", *TIMES)),
@@ -29,7 +29,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
 @pytest.mark.oldest
 @pytest.mark.parametrize("script", sorted(SCRIPTS - ELSEWHERE))
 def test_once(script: str, bench: Callable[..., Any]) -> None:
-    ranks, flags = COMMANDS[script]
+    ranks, flags = COMMANDS.get(script, (2, TIMES))
     cold = script == "ddp_sweep"  # the first that a user starts
     run = bench(f"benchmarks/{script}.py", *flags, ranks=ranks, cold=cold)
     assert run.status == 0, run.err

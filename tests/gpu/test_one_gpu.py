@@ -24,7 +24,8 @@ FEW = ("-b", "64", "-e", "64K", "-f", "32", "-n", "4", "-d", "float32,bfloat16",
 NANO = ("--model", "decoder-nano", *SHORT)
 ON_CUDA = ("--device", "cuda", "--server-device", "cuda", *SHORT)
 
-# For each script: the processes beside its NCCL ranks (servers, a master), and its flags.
+# By script: the processes beside its NCCL ranks (servers, a master), and its flags. Another one has
+# no others, and SHORT.
 COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "batch_update_ps": (1, ON_CUDA),
     "checkpoint_sweep": (0, (*NANO, "--modes", "all", "--strategy", "fsdp2,ddp")),
@@ -45,7 +46,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {
 
 def processes_and_flags(script: str, nccl_ranks: int) -> tuple[int, list[str]]:
     """How many processes to start for so many NCCL ranks, and the flags of the script."""
-    others, flags = COMMANDS[script]
+    others, flags = COMMANDS.get(script, (0, SHORT))
     words = list(flags)
     if script == "parameter_server":
         words += ["--ncudatrainer", str(nccl_ranks)]
