@@ -1,10 +1,13 @@
 """The cluster of this folder's tests, started once for all of them."""
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.launch.lab import TOOLS, Lab, need
+from tests.process import ROOT
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +15,12 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     need(*TOOLS, root=True)
     with Lab(tmp_path_factory.mktemp("lab") / "lab", 3) as lab:
         yield lab
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a user's home has: the project, in a path with a space."""
+    path = tmp_path_factory.mktemp("home") / "a checkout"
+    for name in ("analysis", "benchmarks", "common", "launch"):
+        shutil.copytree(ROOT / name, path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return path

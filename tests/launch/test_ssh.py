@@ -21,10 +21,9 @@ from tests.launch.lab import PATH, need, until
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = "benchmarks/collectives.py"  # it imports least
 SMALL = "--collective all_reduce,broadcast -b 64 -e 64 --cache-warm --device cpu"
-LONG = "-b 64 -e 8K --cache-warm --device cpu --target-ci 0.01% --max-seconds 3"
+LONG = "-b 64 -e 8K --cache-warm --device cpu --target-ci 0.01% --max-seconds 1"
 
 SSHD = """
 Port {port}
@@ -118,12 +117,9 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def ssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ssh]:
+def ssh(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ssh]:
     need("sshd", "ssh", "ssh-keygen")
     folder = tmp_path_factory.mktemp("ssh")
-    checkout = folder / "a checkout"
-    for name in ("benchmarks", "common", "launch"):
-        shutil.copytree(ROOT / name, checkout / name)
     for name in ("host_key", "key"):
         keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(keygen, check=True, timeout=30)

@@ -1,5 +1,5 @@
-"""launch/suite.sh with a torchrun that writes down what it was asked for; test_suite.py has the
-real one."""
+"""launch/suite.sh with a torchrun that writes down what it was asked for; tests/launch has the
+real one, in a Slurm job."""
 
 import os
 import signal
