@@ -96,6 +96,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.maxbytes < args.minbytes:
         got = f"-b {args.minbytes} and -e {args.maxbytes}"
         parser.error(f"expected -e from -b on, got {got}; e.g. -b 8 -e 64M")
+    if args.stepbytes and args.maxbytes > 10_000 * args.stepbytes:
+        parser.error("-i: over 10,000 sizes; expected larger steps, e.g. -f 2")
     if args.cudagraph and not cli.on_cuda(args.device):
         parser.error("-G replays CUDA graphs, and this run is on the CPU; leave it out")
     if args.cudagraph and args.per_iter_timing:

@@ -41,7 +41,6 @@ def test_a_torch_without_tensorpipe(
     [
         (3, "--ntrainer 3 --nserver 0 --routes allreduce", (range(3), range(3, 3), None)),
         (4, "--ntrainer 3 --nserver 0 --routes allreduce", (range(3), range(3, 3), 3)),
-        (5, "--ntrainer 3 --routes allreduce", (range(3), range(3, 4), 4)),
         (5, "--routes hybrid,allreduce", (range(3), range(3, 4), 4)),  # as with all routes
         (5, "--ntrainer 3 --routes rpc", (range(3), range(3, 4), 4)),
     ],
@@ -57,8 +56,7 @@ def test_no_server_where_no_route_needs_one(
     assert (assigned.trainers, assigned.servers, assigned.master) == roles
     # the key says what there is, not which flags have led to it
     ((_, ranks, key), *_) = parameter_server.plan(args, assigned, {})
-    counts = (ranks, key["servers"], key["ncudatrainer"], key["ncudaserver"])
-    assert counts == (len(assigned.trainers), len(assigned.servers), 0, 0)
+    assert (ranks, key["servers"]) == (len(assigned.trainers), len(assigned.servers))
 
 
 def test_servers_by_pytorchs_names() -> None:
@@ -131,65 +129,27 @@ def test_tensors_between_gpus_go_by_the_cpu_on_demand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("route", "backend", "dense", "says", "label"),
+    ("backend", "flags", "dense"),
     [
-        ("allreduce", "gloo", False, ("gloo", False), "allreduce (gloo)"),
-        ("allreduce", "nccl", False, ("nccl", True), "allreduce (nccl)"),
-        ("allreduce", "nccl", True, ("nccl", True), "allreduce (nccl)"),
-        ("hybrid", "nccl", False, ("multi", False), "hybrid (gloo + nccl)"),
-        ("hybrid", "gloo", False, ("gloo", False), "hybrid (gloo + gloo)"),
-        ("sparse_rpc", "nccl", False, ("multi", False), "sparse_rpc (nccl) batch grouped"),
-        ("sparse_rpc", "gloo", False, ("gloo", False), "sparse_rpc (gloo) batch grouped"),
-        ("rpc", "nccl", False, ("multi", False), "rpc batch grouped"),
-        ("rpc", "nccl", True, ("nccl", True), "rpc batch grouped"),
+        ("gloo", "", []),
+        ("nccl", "", ["allreduce"]),
+        ("nccl", "--dense-embedding --routes allreduce,rpc", ["allreduce", "rpc batch"]),
     ],
 )
-def test_what_carries_a_route(
-    route: str, backend: str, dense: bool, says: tuple[str, bool], label: str
-) -> None:
-    """nccl has no sparse all-reduce: its baseline is a dense embedding, nothing is left to gloo."""
-    found = parameter_server.carriers(route, backend, dense)
-    assert (found["backend"], found["dense_embedding"]) == says
-    key = {"route": route, "server": None, "placement": None, "wire": None} | found
-    if "rpc" in route:
-        key |= {"server": "batch", "placement": "grouped"}
-        assert parameter_server.name_of(key | {"wire": "cpu"}) == f"{label} cpu"
-    assert parameter_server.name_of(key) == label
+def test_nccl_has_no_sparse_all_reduce(backend: str, flags: str, dense: list[str]) -> None:
+    roles = replace(split_roles(4, 2, 1, master=True), backend=backend)
+    args = parameter_server.parse_args(["--servers", "batch", *flags.split()])
+    cases = parameter_server.plan(args, roles, {})
+    assert [name for name, _, key in cases if key["dense_embedding"]] == dense
 
 
 def test_cases_of_a_run() -> None:
-    """Those without servers come first; a copy on the CPU between two GPUs is in name and key."""
-    roles = replace(split_roles(6, 3, 2, master=True), cuda=frozenset({2, 4}))
-    args = parameter_server.parse_args(["--routes", "rpc,allreduce", "--servers", "batch"])
-    copied = parameter_server.plan(args, replace(roles, cuda_wire=False), {"rpc_threads": 2})
-    names = ["allreduce (gloo)", "rpc batch grouped cpu", "rpc batch sharded cpu"]
-    assert [name for name, _, _ in copied] == names
-    assert [key["rpc_threads"] for _, _, key in copied] == [None, 2, 2]
-    assert [key["wire"] for _, _, key in copied] == [None, "cpu", "cpu"]
-    assert [key["wire"] for _, _, key in parameter_server.plan(args, roles, {})] == [None] * 3
-
-
-@pytest.mark.parametrize(
-    ("cuda_trainers", "cuda_servers", "shares"),
-    [
-        (6, 2, {8: [0], 9: [1], 10: [2, 3, 4], 11: [5, 6, 7]}),  # by kind
-        (7, 1, {8: [0], 9: [], 10: [], 11: [1, 2, 3, 4, 5, 6, 7]}),
-        (8, 2, {8: [0, 1], 9: [2, 3], 10: [4, 5], 11: [6, 7]}),  # no trainer on the CPU
-        (6, 0, {8: [0, 1], 9: [2, 3], 10: [4, 5], 11: [6, 7]}),  # no server on CUDA
-    ],
-)
-def test_trainers_go_to_servers_of_their_kind(
-    cuda_trainers: int, cuda_servers: int, shares: dict[int, list[int]]
-) -> None:
-    ranks = [*range(8 - cuda_trainers, 8), *range(12 - cuda_servers, 12)]
-    roles = replace(split_roles(13, 8, 4, master=True), cuda=frozenset(ranks))
-    assert parameter_server.trainers_of("grouped", roles) == shares
-    assert set(parameter_server.trainers_of("sharded", roles)) == {8, 9, 10, 11}
-
-
-def test_who_averages_with_whom() -> None:
-    """5 trainers on 2 servers: runs of 3 and 2, or all of them on either."""
-    roles = split_roles(8, 5, 2, master=True)
-    assert parameter_server.trainers_of("grouped", roles) == {5: [0, 1, 2], 6: [3, 4]}
-    assert parameter_server.trainers_of("sharded", roles) == {s: [0, 1, 2, 3, 4] for s in (5, 6)}
-    assert parameter_server.trainers_of(None, roles) == {}
+    """Those without servers come first; how tensors travel is in the key."""
+    roles = replace(split_roles(6, 3, 2, master=True), cuda=frozenset(range(5)))
+    args = parameter_server.parse_args(["--routes", "rpc,allreduce"])
+    for copied, wire in ((True, "cpu"), (False, "cuda")):
+        roles = replace(roles, cuda_wire=not copied)
+        cases = parameter_server.plan(args, roles, {"rpc_threads": 2})
+        assert [name for name, _, _ in cases] == ["allreduce", "rpc running", "rpc batch"]
+        assert [key["rpc_threads"] for _, _, key in cases] == [None, 2, 2]
+        assert [key["wire"] for _, _, key in cases] == [None, wire, wire]

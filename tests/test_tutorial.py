@@ -94,7 +94,7 @@ def test_two_nodes() -> None:
     """Rows without the last columns."""
     for case in report_of("two.jsonl").cases:
         assert single_blanks(" ".join(cells_of(ddp_sweep.BREAKDOWN, case)[:10])) in LINES
-    table = collectives.ScanTable({})
+    table = collectives.ScanTable()
     printed = [single_blanks(table.row(case)) for case in report_of("link.jsonl").cases]
     assert LINES.issuperset(printed)
 

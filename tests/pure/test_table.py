@@ -36,7 +36,7 @@ def test_a_column_is_as_wide_as_its_header() -> None:
 
 
 COLUMNS: Any = {name: metric(name) for name in ("a", "bb", "ccc", "d", "e", "f", "g")}
-NUMBERS = dict.fromkeys(COLUMNS, 1.0)
+NUMBERS: dict[str, Any] = dict.fromkeys(COLUMNS, 1.0)
 
 
 @pytest.mark.parametrize(("room", "count"), [(None, 7), (99, 6), (21, 3), (16, 3), (3, 1)])
