@@ -10,6 +10,7 @@ import json
 import os
 import re
 import tempfile
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -70,7 +71,8 @@ class Trace(Observer):
             if chosen:
                 self.run(steps, iters, group)
             return None
-        with profile(acc_events=True) as profiler:  # without it torch 2.11 warns of a second cycle
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11: of any
+        with profile() as profiler:
             seconds = self.run(steps, iters, group)
         file = self.folder / f"{name_of_case(self.bench.report.benchmark, key)}-rank{rank}.json.gz"
         summary: dict[str, Any] = {"file": str(file)}
