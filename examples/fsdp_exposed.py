@@ -92,14 +92,15 @@ def main() -> int:
         torch.manual_seed(0)  # the same weights on all ranks
         layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(4)]
         model = nn.Sequential(*layers)
-        for unit in (*model, model) if mesh else ():  # each is gathered when it is used
-            fully_shard(unit, mesh=mesh)
+        if mesh:  # without one it stays whole, to check the output
+            for unit in (*model, model):  # each is gathered when it is used
+                fully_shard(unit, mesh=mesh)
         return model
 
     # Meshes with equal names are taken for one mesh, so the twin's dimension has its own name.
     new_mesh = partial(dist.init_device_mesh, device.type, (dist.get_world_size(),))
     with device:
-        x = torch.randn(64, width)
+        x = torch.randn(64, width)  # before `build` seeds: each rank has data of its own
         expected = build()(x)
         model = build(new_mesh(mesh_dim_names=("dp",)))
         twin = build(new_mesh(mesh_dim_names=("dp fake",), backend_override={"dp fake": "fake"}))
