@@ -1,7 +1,8 @@
 """How much slower is a DDP step whose gradients are averaged by servers over RPC?
 
 What you will learn: a communication hook of DistributedDataParallel that returns a future, and a
-server that answers all trainers when the last one's gradient of a bucket has come.
+server that answers all trainers when the last one's gradient of a bucket has come. The servers
+keep no parameters: those of batch_update_ps.py do.
 
     $ torchrun --nproc-per-node 3 examples/parameter_server.py
                     median ms   95 % interval
