@@ -13,7 +13,7 @@ nodes (`2M/8G`: 2 machines with 8 ranks each).
     late          = local compute of the slowest rank - of the median rank
     overlap       = 1 - exposed / alone
     efficiency    = step of one rank alone / step, timed in turns;   speed-up = ranks * efficiency
-                    --global-batch: that rank has the whole batch, so speed-up is the ratio
+                    --global-batch: that rank has the whole batch, and efficiency = this / ranks
     ex/sec/dev    = batch size of a rank / step;     samples/s = ranks * ex/sec/dev
 
     torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py
@@ -61,7 +61,7 @@ from common.workloads.precision import PRECISION, name_precision, set_precision
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # for a first look on a laptop, at a small size
 DDP_OPTIONS = ("gradient_as_bucket_view", "static_graph", "find_unused_parameters")
-# DDP rebuilds its buckets in the second or third step, and logs their sizes after it
+# DDP rebuilds its buckets in the second or third step; the log of a later one has their sizes
 SETTLING_STEPS = 4
 
 
@@ -133,12 +133,12 @@ Batch = tuple[tuple[Tensor, ...], Callable[[Any], Tensor]]  # inputs; the loss o
 def training_step(model: nn.Module, batch: Batch, lr: float, dtype: str) -> Step:
     """One training step of a model on a batch."""
     inputs, loss_of = batch
-    device, autocast = inputs[0].device.type, dtype == "bf16"
+    device_type = inputs[0].device.type
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        with torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bf16"):
             loss = loss_of(model(*inputs))
         loss.backward()
         optimizer.step()
@@ -163,10 +163,10 @@ def wrap(
     model: nn.Module, group: dist.ProcessGroup, bucket_mb: float, hook: str, **options: bool
 ) -> DistributedDataParallel:
     """The model under DDP. In a step gradients alone are sent, no buffers. options: of DDP."""
-    buffers = "forward_sync_buffers"  # an older torch calls it broadcast_buffers
-    if buffers not in inspect.signature(DistributedDataParallel).parameters:
-        buffers = "broadcast_buffers"
-    settings: dict[str, Any] = {buffers: False, **options}
+    send_buffers = "forward_sync_buffers"  # the option's name; an older torch has another one
+    if send_buffers not in inspect.signature(DistributedDataParallel).parameters:
+        send_buffers = "broadcast_buffers"
+    settings: dict[str, Any] = {send_buffers: False, **options}
     settings |= {"process_group": group, "bucket_cap_mb": bucket_mb}
     ddp = DistributedDataParallel(model, **settings)
     if hook != "none":
@@ -179,9 +179,9 @@ def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
     DDP shows its buckets to nobody, so zeros take their place."""
     # private: the text of DDP's log, "1000, 400"; seen to work with torch 2.11, 2.14 and 2.15
     logged = ddp._get_ddp_logging_data()
-    sizes = str(logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]).split(", ")
+    sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]  # in bytes
     dtype = next(ddp.parameters()).dtype
-    counts = [int(size) // dtype.itemsize for size in sizes]
+    counts = [int(size) // dtype.itemsize for size in str(sizes).split(", ")]
     buckets = [torch.zeros(count, dtype=dtype, device=ddp.device) for count in counts]
 
     def average(bucket: Tensor) -> Any:
