@@ -240,13 +240,13 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
         parts["local compute"] = local_step(model, batch, dtype)
         if key["ranks"] > 1:
             parts["alone"] = average_alone(model, key["comm_hook"])
-            one_rank = None
+            one_rank = None  # the step of one rank alone; it is the case's first rank
             if dist.get_rank(group.test) == 0:
-                if key["global_batch"]:
-                    batch = make_batch(key["global_batch"], pixels, device)
+                all_of_it = key["global_batch"]
+                its_batch = make_batch(all_of_it, pixels, device) if all_of_it else batch
                 # no second model: the one within DDP, at a rate that leaves the replicas equal
-                one_rank = training_step(model.module, batch, 0.0, dtype)
-            if agree(one_rank and fits(one_rank), group):
+                one_rank = training_step(model.module, its_batch, 0.0, dtype)
+            if agree(one_rank and fits(one_rank), group):  # as the first rank says
                 parts["no ddp"] = one_rank
             else:
                 bench.print(f"# no efficiency: a batch of {key['global_batch']} fits on no rank")
@@ -278,9 +278,11 @@ def derive(case: Case, times: Times, facts: list[tuple[str, dict[str, float]]]) 
     if "no ddp" in times:
         # weak scaling: `no ddp` does 1 / ranks of the work; strong scaling: all of it
         metrics["efficiency"] = times.ratio("no ddp") / (ranks if case.key["global_batch"] else 1)
-    case.check = verdict(compare_replicas([digest for digest, _ in facts], case.ranks))
-    for name in facts[0][1]:
-        metrics[name] = max(memory[name] for _, memory in facts)
+    digests = [of_replica for of_replica, _ in facts]
+    memories = [memory for _, memory in facts]
+    case.check = verdict(compare_replicas(digests, case.ranks))
+    for name in memories[0]:
+        metrics[name] = max(memory[name] for memory in memories)
 
 
 # -- what is printed -------------------------------------------------------------------------------
