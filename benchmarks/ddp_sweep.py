@@ -316,8 +316,9 @@ def answer(cases: list[Case]) -> list[str]:
         return [f"{model_of(cases[0])}: a step of one rank takes {cases[0].metrics['step_s']}"]
     ranks = max(len(case.ranks) for case in with_ddp)
     largest = [case for case in with_ddp if len(case.ranks) == ranks]
-    sentence = scaling(min(largest, key=lambda case: case.metrics["step_s"].value))
-    if len(largest) == 1 or isinstance(sentence, Disturbed):
+    best = min(largest, key=lambda case: case.metrics["step_s"].value)
+    sentence = scaling(best)
+    if len(largest) == 1 or isinstance(sentence, Disturbed):  # a number in it cannot be
         return [sentence]
     steps = {case.name: case.metrics["step_s"] for case in largest}
     return [sentence, f"{model_of(largest[0])}: a step takes {side_by_side(steps)}"]
@@ -343,7 +344,7 @@ def scaling(case: Case) -> str:
         if speed.may_be(1):
             sentence = f"{on_ranks} and one rank alone cannot be told apart: {shown}"
     if exposed := metrics.get("exposed_s"):
-        added = exposed.beside(step.value)
+        added = exposed.beside(step.value)  # in the step's unit
         sentence += f"; DDP adds {added} to a step, which takes {show_seconds(step.value)}"
         possible = possible and not (exposed / step).above(1)
     return sentence if possible else Disturbed(sentence)
@@ -356,9 +357,10 @@ def sizes_of(chosen: list[Any] | None, world_size: int, node_ranks: int) -> list
     """How many ranks each case has. chosen: --world-sizes; node_ranks: the ranks of a node."""
     if not chosen:
         powers = [2**i for i in range(world_size.bit_length())]
-        within_a_node = [n for n in powers if n < node_ranks]
-        nodes = [n * node_ranks for n in powers]
-        chosen = [n for n in within_a_node + nodes if n < world_size] + [world_size]
+        within_a_node = [ranks for ranks in powers if ranks < node_ranks]
+        whole_nodes = [nodes * node_ranks for nodes in powers]
+        usual = within_a_node + whole_nodes
+        chosen = [ranks for ranks in usual if ranks < world_size] + [world_size]
     sizes = {size for size in chosen if size != "nodes"}
     if "nodes" in chosen:
         sizes |= {*range(node_ranks, world_size, node_ranks), world_size}
@@ -375,9 +377,10 @@ def name_of(ranks: int, node_ranks: int) -> str:
 
 def title_of(model: str, dtype: str, size: int, args: argparse.Namespace, job: Job) -> str:
     """What all cases of a table share. size: the batch size of a rank."""
-    parts = [model, f"batch size {size} a rank (weak scaling)"]
+    batch = f"batch size {size} a rank (weak scaling)"
     if args.global_batch:
-        parts[1] = f"global batch {args.global_batch} (strong scaling)"
+        batch = f"global batch {args.global_batch} (strong scaling)"
+    parts = [model, batch]
     if not is_own(model):
         parts.append(f"{args.image_size} px")
     parts.append(name_precision(dtype, job.device))
@@ -385,8 +388,8 @@ def title_of(model: str, dtype: str, size: int, args: argparse.Namespace, job: J
         parts.append(f"buckets of {args.bucket_size[0]:g} MB")
     if len(args.comm_hook) == 1 and args.comm_hook != ["none"]:
         parts.append(f"hook {args.comm_hook[0]}")
-    flags = [name for name in DDP_OPTIONS if getattr(args, name)]
-    return ", ".join([*parts, *(name.replace("_", " ") for name in flags)])
+    parts += [name.replace("_", " ") for name in DDP_OPTIONS if getattr(args, name)]
+    return ", ".join(parts)
 
 
 def plan(
@@ -396,19 +399,19 @@ def plan(
     tables = {}
     fixed = {name: getattr(args, name) for name in ("global_batch", *DDP_OPTIONS)}
     for model, dtype in itertools.product(args.models, args.dtype):
-        key = {"model": model, "dtype": dtype, **fixed, "breakdown": not args.no_breakdown}
-        key |= {"image_size": None if is_own(model) else args.image_size}
+        of_table = {"model": model, "dtype": dtype, **fixed, "breakdown": not args.no_breakdown}
+        of_table["image_size"] = None if is_own(model) else args.image_size
         size = own.get(model, args.batch_size)
-        without = {"ddp": False, "batch_size": size, "bucket_size_mb": None, "comm_hook": None}
-        cases: list[Planned] = [] if args.global_batch else [("no ddp", 1, key | without)]
+        no_ddp = {"ddp": False, "batch_size": size, "bucket_size_mb": None, "comm_hook": None}
+        cases: list[Planned] = [] if args.global_batch else [("no ddp", 1, of_table | no_ddp)]
         for ranks, bucket_mb, hook in itertools.product(sizes, args.bucket_size, args.comm_hook):
             name = name_of(ranks, job.local_world_size)
             name += f" {bucket_mb:g}MB" if len(args.bucket_size) > 1 else ""
             name += f" {hook}" if len(args.comm_hook) > 1 else ""
             share_of_rank = args.global_batch // ranks if args.global_batch else size
-            chosen = {"ddp": True, "batch_size": share_of_rank}
-            chosen |= {"bucket_size_mb": bucket_mb, "comm_hook": hook}
-            cases.append((name, ranks, key | chosen))
+            ddp = {"ddp": True, "batch_size": share_of_rank}
+            ddp |= {"bucket_size_mb": bucket_mb, "comm_hook": hook}
+            cases.append((name, ranks, of_table | ddp))
         tables[title_of(model, dtype, size, args, job)] = cases
     return tables
 
@@ -417,7 +420,7 @@ def refused(args: argparse.Namespace, world_size: int, sizes: list[int]) -> str 
     """Why these sets of ranks cannot be, or None."""
     if sizes[-1] > world_size:
         return f"--world-sizes {sizes[-1]} is more than the {world_size} ranks"
-    batch = args.global_batch or 0
+    batch = args.global_batch or 0  # 0 divides among any ranks
     if uneven := [ranks for ranks in sizes if batch % ranks]:
         fit = ",".join(str(n) for n in range(1, world_size + 1) if batch % n == 0)
         return f"--global-batch {batch} is no multiple of {uneven[0]}; try --world-sizes {fit}"
