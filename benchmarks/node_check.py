@@ -162,11 +162,14 @@ def probes(device: torch.device) -> dict[str, Probe]:
 
 
 def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
-    """While a rank has its turn, the others of its node wait in a barrier, which does not spin."""
+    """While a rank has its turn, the others of its node wait in a barrier, which does not spin.
+
+    Each part of the case is one probe in one turn; the first of them has to be the case's step.
+    """
     my_probes = probes(job.device)
     my_turn = job.local_rank % turns
     steps: dict[str, Step] = {}
-    did: dict[str, tuple[str, float]] = {}  # the part that timed a probe, and how much it did
+    did: dict[str, tuple[str, float]] = {}  # by probe: the part that timed it, and its amount
     for turn in range(turns):
         for name, probe in my_probes.items():
             part = f"{name}, turn {turn}" if steps else STEP
@@ -184,13 +187,14 @@ def build_alone(turns: int, job: Job, key: Key, group: Group) -> Workload:
         started = start_up.start_up_of(job, group)
         return {"did": did, "bits": digest(products)[:10], "start_up": started}
 
-    return Workload(steps.pop(STEP), steps, facts=facts)
+    first = steps.pop(STEP)
+    return Workload(first, steps, facts=facts)
 
 
 def open_teams(teams: dict[str, Teams], job: Job, group: Group) -> dict[str, Any]:
     """The group of this rank's node and of its rail, by step; None where it is in no team.
 
-    A step whose teams are of one rank is left out.
+    A step is left out if any of its teams is of one rank.
     """
     team_groups: dict[str, Any] = {}
     for name in ("all_reduce_inside", "all_reduce_between"):
@@ -209,7 +213,7 @@ def build_together(
     size: int, teams: dict[str, Teams], job: Job, key: Key, group: Group
 ) -> Workload:
     """all_reduce of `size` bytes inside the nodes and between them."""
-    x = torch.zeros(size // 4, device=job.device)
+    x = torch.zeros(size // 4, device=job.device)  # numbers of 4 bytes
     all_reduce = operations.OPERATIONS["all_reduce"]
     steps: dict[str, Step] = {}
     did: dict[str, tuple[str, float]] = {}
@@ -221,8 +225,8 @@ def build_together(
             continue
         members[name] = Member(mine, mine.rank(), mine.size(), len(x), "sum")
         steps[part] = partial(all_reduce.call, x, x, members[name])
-        # what a ring sends over a rank's link
-        did[name] = (part, all_reduce.bus(mine.size()) * size)
+        sent_by_rank = all_reduce.bus(mine.size()) * size  # in a ring
+        did[name] = (part, sent_by_rank)
 
     def facts() -> dict[str, Any]:
         wrong = None
@@ -233,7 +237,8 @@ def build_together(
                 wrong = f"a wrong sum of {name}"
         return {"did": did, "wrong": wrong}
 
-    return Workload(steps.pop(STEP), steps, facts=facts, launches=True)
+    first = steps.pop(STEP)
+    return Workload(first, steps, facts=facts, launches=True)
 
 
 def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
