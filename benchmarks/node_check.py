@@ -301,15 +301,15 @@ def cluster_of(bench: Benchmark) -> Cluster:
 
 def odd_results(bits: list[str], kinds: list[str]) -> dict[int, str]:
     """Whose results are not those of most ranks of its kind, or not finite: rank -> why."""
-    alike = Counter(zip(kinds, bits, strict=True))
-    ranks_of_kind = Counter(kinds)
+    with_bits = Counter(zip(kinds, bits, strict=True))
+    of_kind = Counter(kinds)
     odd: dict[int, str] = {}
     for rank, mine in enumerate(bits):
         kind = kinds[rank]
-        same = alike[kind, mine]
-        every = ranks_of_kind[kind]
-        if 2 * same <= every or mine == "not finite":
-            odd[rank] = f"its results ({mine}) are those of {same} of {every} of its kind"
+        same, all_of_it = with_bits[kind, mine], of_kind[kind]
+        is_minority = same <= all_of_it / 2
+        if is_minority or mine == "not finite":
+            odd[rank] = f"its results ({mine}) are those of {same} of {all_of_it} of its kind"
     return odd
 
 
@@ -335,7 +335,8 @@ def split(
             spreads.append(median(slowest).relative)
             samples[step] = [times_s[rank].tolist()]
         known = [spread for spread in spreads if spread is not None]
-        metrics["spread"] = max(known) if known and len(known) == len(spreads) else None
+        all_known = len(known) == len(spreads)
+        metrics["spread"] = max(known) if known and all_known else None
         of_rank = Case(
             key=case.key | {"rank": rank, "host": host},
             ranks=[rank],
@@ -366,10 +367,14 @@ def judge(cases: list[Case], cluster: Cluster) -> Findings:
     by_rank = {case.key["rank"]: case.metrics for case in cases}
     for step, how in STEPS.items():
         rate = how.rate(step)
+        # a node whose ranks are slow is named in their place
         levels = {"node": cluster.nodes} if how.level == "rank" else {}
         rule = (cluster.sigmas, cluster.margins[how.level])
-        first_ranks = enumerate(ranks[0] for ranks in cluster.teams[how.level])
-        measured = {n: rank for n, rank in first_ranks if f"{step}_s" in by_rank[rank]}
+        first_ranks = [ranks[0] for ranks in cluster.teams[how.level]]
+        measured: dict[int, int] = {}  # the number of a rank, node or rail -> its first rank
+        for number, rank in enumerate(first_ranks):
+            if f"{step}_s" in by_rank[rank]:
+                measured[number] = rank
         for number, rank in measured.items():
             got, least = by_rank[rank][rate], cluster.limits.get(step, 0)
             if got < least:
@@ -403,7 +408,7 @@ def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
     rows = [case for case in cases if "rank" in case.key]
     if not rows:
         return {}
-    # what no rank has is left out, but for how steady they are
+    # what the first rank lacks, all lack: it is left out, but for how steady they are
     shown = {head: text for head, text in COLUMNS.items() if head == "+-%" or text(rows[0]) != "-"}
     bench.print_table(shown, rows)
     bench.print("")
@@ -443,12 +448,12 @@ def conclude(
     """
     lines = sentences(slow, hosts) + [f"wrong {name}: {why}" for name, why in wrong]
     accused = [name for name, _ in wrong]
-    judged = slow if fail_on == "slow" else {}
+    counts = slow if fail_on == "slow" else {}  # towards the status
     if not others:
-        accused += [who.name(hosts) for who, _ in judged]
+        accused += [who.name(hosts) for who, _ in counts]
     if accused:
         return 1, [*lines, f"not fit: {cli.cut(list(dict.fromkeys(accused)))}"]
-    if others and judged:
+    if others and counts:
         doubt = f"other programs took {others.busy:.1f} of {others.cores} cores"
         return cli.NO_VERDICT, [*lines, f"cannot be told: {doubt}"]
     return 0, [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}"]
@@ -460,7 +465,8 @@ def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> lis
     for case in cases:
         if not case.failed:
             continue
-        why, name = case.check.removeprefix("failed: "), case.key["probe"]
+        why = case.check.removeprefix("failed: ")
+        name = case.key["probe"]
         if "failed_rank" in case.metrics:  # it noticed the failure: another one may be its cause
             why += f" on {hosts['rank'][case.metrics['failed_rank']]}"
         if "rank" in case.key:
