@@ -504,30 +504,30 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
     if cluster.cpu:  # the ranks of a node share its cores
         turns, size = max(len(ranks) for ranks in teams["node"]), 2**20
     messages = links.Messages(size // 8, 8, 1)
-    rows = partial(split, bench.report, cluster)
-    alone = [Part("each rank alone", {}, everyone, partial(build_alone, turns, job), rows)]
+    into_ranks = partial(split, bench.report, cluster)
+    alone = [Part("each rank alone", {}, everyone, partial(build_alone, turns, job), into_ranks)]
     meetings: list[Part] = []
     if cluster.cpu or job.backend != "gloo":  # gloo sends no CUDA tensors
         for number, pairs in enumerate(rounds_by_node(teams["node"]), 1):
             key = {"round": number, "size": messages.size}
-            meeting = links.round_of(pairs, teams["rank"], messages, job)
-            meetings.append(Part(f"links, round {number}", key, *meeting))
+            ranks_and_how = links.round_of(pairs, teams["rank"], messages, job)
+            meetings.append(Part(f"links, round {number}", key, *ranks_and_how))
     together: list[Part] = []
     if len(everyone) > 1:
         build = partial(build_together, size, teams, job)
-        together.append(Part("all ranks together", {}, everyone, build, rows))
+        together.append(Part("all ranks together", {}, everyone, build, into_ranks))
     alone_fraction = ALONE_FRACTION * min(1, 2 / turns)
-    of_ranks = partial(judge_ranks, bench, cluster)
+    by_ranks = partial(judge_ranks, bench, cluster)
     return [
-        Phase("each rank alone", alone_fraction, alone, of_ranks),
+        Phase("each rank alone", alone_fraction, alone, by_ranks),
         Phase("links", LINKS_FRACTION, meetings, partial(judge_links, bench, cluster)),
-        Phase("all ranks together", TOGETHER_FRACTION, together, of_ranks),
+        Phase("all ranks together", TOGETHER_FRACTION, together, by_ranks),
     ]
 
 
 def seconds_left(budget: float) -> float:
-    """Since rank 0 has started, by its clock. All ranks call it."""
-    import psutil  # here: if it is missing, common/ has said so
+    """Of the budget, which began when rank 0 started, by its clock. All ranks call it."""
+    import psutil  # not above: if it is missing, common/ shall say so, in one line
 
     return float(share(psutil.Process().create_time() + budget - time.time()))
 
@@ -570,6 +570,7 @@ def measure(
             bench.print(f"# {name}: {case.check}")
         before, left = left, seconds_left(budget)
         expected = before - left
+    # those whose key has all entries of the phase's
     cases = [case for case in bench.report.cases if key.items() <= case.key.items()]
     return share(phase.judge(cases)), parts
 
@@ -619,7 +620,8 @@ def main() -> int:
         bench.announce(planned)
         slow: Findings = {}
         for phase in phases:
-            slow |= measure_twice(bench, phase) if phase.parts else {}
+            if phase.parts:
+                slow |= measure_twice(bench, phase)
         if not share(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
         others, seconds = bench.disturbed(), args.budget - seconds_left(args.budget)
@@ -627,13 +629,14 @@ def main() -> int:
             nodes = count_of(environment["num_nodes"], "node")
             ranks = count_of(environment["world_size"], "rank")
             ran = f"{nodes}, {ranks}, {seconds:.0f} s of {args.budget:g}"
-            of_ranks = [row["host"] for row in environment["ranks"]]
-            hosts = {"node": environment["hosts"], "rank": of_ranks, "link": of_ranks}
+            host_of_rank = [row["host"] for row in environment["ranks"]]
+            hosts = {"node": environment["hosts"], "rank": host_of_rank, "link": host_of_rank}
             wrong = wrong_results(lacking(environment, args.gpus), bench.report.cases, hosts)
             status, lines = conclude(slow, others, wrong, args.fail_on, hosts, ran)
             if status:
                 bench.fail(lines[-1], status)
-            started = [case.metrics for case in bench.report.cases if "group_s" in case.metrics]
+            of_cases = [case.metrics for case in bench.report.cases]
+            started = [metrics for metrics in of_cases if "group_s" in metrics]
             if started:
                 by_rank = start_up.seconds_by_name(started)
                 ranks_of_job = range(bench.job.world_size)
