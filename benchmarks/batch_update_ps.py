@@ -379,7 +379,7 @@ def plan(args: argparse.Namespace, roles: Roles) -> list[Planned]:
     trainers = len(roles.trainers)
     size = args.batch_update_size or trainers
     if size > trainers:  # each sends one gradient, and waits
-        refuse(f"--batch-update-size {size}: there are {trainers} trainers; try {trainers}")
+        refuse(f"--batch-update-size {size}: expected at most one for each trainer; try {trainers}")
     fixed: Key = {name: getattr(args, name) for name in SIZES}
     fixed |= {"server_device": roles.device(roles.servers[0]), "batch_update_size": size}
     return [(payload, trainers, {"payload": payload} | fixed) for payload in args.payload]

@@ -419,7 +419,8 @@ def plan(
 def refused(args: argparse.Namespace, world_size: int, sizes: list[int]) -> str | None:
     """Why these sets of ranks cannot be, or None."""
     if sizes[-1] > world_size:
-        return f"--world-sizes {sizes[-1]} is more than the {world_size} ranks"
+        ranks = count_of(world_size, "rank")
+        return f"--world-sizes {sizes[-1]} is more than {ranks}; e.g. --world-sizes {world_size}"
     batch = args.global_batch or 0  # 0 divides among any ranks
     if uneven := [ranks for ranks in sizes if batch % ranks]:
         fit = ",".join(str(n) for n in range(1, world_size + 1) if batch % n == 0)

@@ -372,7 +372,7 @@ def sentence_of(case: Case, node_ranks: int, cores: int) -> str:
     brings = m["loader_samples_per_s"].text("samples/s", digits=0)
     takes = m["training_samples_per_s"].text("samples/s", digits=0)
     rates = f"the loader brings {brings}, training takes {takes}"
-    needed, there = m["workers_needed"], f"this node has {cores} for {node_ranks} ranks"
+    needed, there = m["workers_needed"], f"this node has {cores} for {count_of(node_ranks, 'rank')}"
     if needed.value > case.key["workers"]:
         busy = f"it would keep {needed.text(digits=1)} workers a rank busy"
         return f"input-bound: {rates}; {busy}, each with a core; {there}"

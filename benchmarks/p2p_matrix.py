@@ -40,8 +40,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.benchmark import Benchmark, Key
+from common.benchmark import Benchmark, Key, folded
 from common.environment import count_of, node_of_each
+from common.table import percent
 from common.workloads.links import (
     KINDS,
     Link,
@@ -129,7 +130,7 @@ def good_group(count: int, rates: dict[Pair, float], least: float) -> list[int]:
 
 
 def leave_out(links: list[Link], node_of_member: list[int]) -> str | None:
-    """`without node 3: 7 nodes hold 380 GB/s, all 8 hold 94`; None for two nodes or ranks."""
+    """`without node 3: 7 nodes hold 380 GB/s, all 8 hold 94 GB/s`; None for two nodes or ranks."""
     name, owner = "node", node_of_member
     if max(node_of_member) == 0:
         name, owner = "rank", list(range(len(node_of_member)))
@@ -142,18 +143,19 @@ def leave_out(links: list[Link], node_of_member: list[int]) -> str | None:
         return f"all {count} {name}s {rate}"
     left = cli.cut([f"{name} {n}" for n in range(count) if n not in group])
     of_all = held(range(count), rates)
-    return f"without {left}: {len(group)} {name}s {rate}, all {count} hold {of_all:.4g}"
+    return f"without {left}: {len(group)} {name}s {rate}, all {count} hold {of_all:.4g} GB/s"
 
 
-def tables(links: list[Link], n: int, by: str) -> str:
-    """The matrices of n members; if there are many, the worst links."""
+def tables(links: list[Link], n: int, by: str, room: int | None) -> str:
+    """The matrices of n members; if there are more than fit in `room` letters, the worst links."""
     lines = []
+    fits = n <= LARGEST_MATRIX and (room is None or 5 + 9 * n <= room)
     shown = [(f"{k} ({q.unit})", q.less_is_better, directed(links, k)) for k, q in KINDS.items()]
     spreads = {(link.a, link.b): link.spread * 100 for link in links if link.spread is not None}
     shown.append(("+-% of the median sample", True, spreads))
     for title, less_is_better, values in shown:
         lines.append(f"\n{title}, by {by}\n")
-        if n <= LARGEST_MATRIX:
+        if fits:
             lines += matrix_lines(matrix_of(values, n))
             continue
         ranked = sorted(values, key=lambda pair: values[pair], reverse=less_is_better)
@@ -200,7 +202,7 @@ def answer(links: list[Link], node_of_member: list[int], by: str, sigmas: float)
     spreads = [link.spread for link in links if link.spread is not None]
     steady = "no interval"
     if len(spreads) == len(links):
-        steady = f"+-{median(spreads):.1%}, +-{max(spreads):.1%} at most"
+        steady = f"{percent(median(spreads))}, {percent(max(spreads))} at most"
     if len(spreads) < len(links) or max(spreads) > UNSURE:
         steady += "; raise --max-seconds"
     lines.append(f"{latency}, {bandwidth} (the median sample of a link: {steady})")
@@ -289,7 +291,7 @@ def main() -> int:
         title = f"{len(rounds)} rounds, {settings(args, messages)}"
         planned = [(name, 2 * len(pairs) * len(members[0]), key) for name, pairs, key in rounds]
         bench.announce({title: planned})
-        bench.print(f"\n# {title}")
+        bench.print("\n" + folded(title, bench.room))
         links: list[Link] = []  # on rank 0
         for name, pairs, key in rounds:
             ranks, build, derive = round_of(pairs, members, messages, job)
@@ -298,7 +300,7 @@ def main() -> int:
                 bench.print(f"# {name}: {case.check}")
             links += links_of(case) if case else []
         if links:
-            bench.print(tables(links, len(members), args.by))
+            bench.print(tables(links, len(members), args.by, bench.room))
             node_of_member = [nodes[ranks[0]] for ranks in members]
             bench.conclude(answer(links, node_of_member, args.by, args.sigmas))
             if args.plot:

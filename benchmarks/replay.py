@@ -47,7 +47,7 @@ from common.environment import count_of
 from common.groups import Group, Job, connect, gather, rendezvous, share
 from common.report import Case, show_seconds
 from common.stats import Times, median, percentiles
-from common.table import Columns, ends, metric, relative, render
+from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
 from common.workloads import operations
 from common.workloads.operations import Member, Operation
@@ -89,6 +89,10 @@ class Kind(NamedTuple):
     group_ranks: int
     dtype: str
     size_bytes: int
+
+    def __str__(self) -> str:
+        group = f"{self.op} {self.group}, {count_of(self.group_ranks, 'rank')}"
+        return f"{group}, {self.dtype}, {self.size_bytes:,} bytes"
 
     def counts(self) -> tuple[int, int, int]:
         """Elements of a part, and of all that a rank sends and receives."""
@@ -137,7 +141,7 @@ def read(folder: str, rank: int, world_size: int) -> Recording:
         raise ValueError(f"{path}: {expected}, got {cli.describe(error)}") from None
     if recorded_ranks != world_size:
         launch = f"torchrun --nproc-per-node {recorded_ranks} {sys.argv[0]} {folder}"
-        has = f"{path} is of {recorded_ranks} ranks, and this job has {world_size}"
+        has = f"{path} is of {count_of(recorded_ranks, 'rank')}, and this job has {world_size}"
         raise ValueError(f"{has}; e.g. {launch}")
     return recording
 
@@ -482,7 +486,10 @@ def main() -> int:
             rows = [
                 Case(key=row, ranks=[], metrics=row) for row in case.metrics.get("operations", [])
             ]
-            bench.print(f"# {case.check}" if case.failed else f"\n{render(COLUMNS, rows)}")
+            if case.failed:
+                bench.print(f"# {case.check}")
+            else:
+                bench.print_table(COLUMNS, rows)
             bench.conclude(plan.lines if case.failed else [answer(case.metrics), *plan.lines])
     return bench.status
 

@@ -56,7 +56,7 @@ from common.groups import Group, Job
 from common.report import Case, Estimate
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
 from common.stats import Times, side_by_side
-from common.table import Columns, Table, metric, relative
+from common.table import Columns, Table, cell, metric, number_of, relative
 from common.timing import Workload
 from common.workloads import patterns
 from common.workloads.phases import own_pace
@@ -214,20 +214,26 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
 
 # -- what is printed -------------------------------------------------------------------------------
 
+
+def rate(gb_per_s: Any) -> str:
+    """Three digits: from 4 bytes to the largest it has many sizes."""
+    return f"{number_of(gb_per_s):.3g}"
+
+
 COLUMNS: Columns = {
     "": lambda case: case.name,
     "p50\n(us)": metric("round_trip_s", 1e6, 1),
     "95% ci\nof p50": relative("round_trip_s"),
     "\ncalls/s": metric("round_trip_calls_per_s", 1, 1),
     "95% ci\nof calls/s": relative("round_trip_calls_per_s"),
-    "\nGB/s": metric("round_trip_gb_per_s", 1, 3),
+    "\nGB/s": cell("round_trip_gb_per_s", rate),
     "p95\n(us)": metric("round_trip_p95_s", 1e6, 1),
     "p99\n(us)": metric("round_trip_p99_s", 1e6, 1),
     "one way\np50 (us)": metric("one_way_s", 1e6, 1),
     "one way\nci of p50": relative("one_way_s"),
     "one way\ncalls/s": metric("one_way_calls_per_s", 1, 1),
     "one way\nci of rate": relative("one_way_calls_per_s"),
-    "one way\nGB/s": metric("one_way_gb_per_s", 1, 3),
+    "one way\nGB/s": cell("one_way_gb_per_s", rate),
 }
 WIDEST = ["async_execution 64K", "000000.0", "+-10.0%", "00000.0", "+-10.0%", "0.000", "000000.0"]
 

@@ -44,7 +44,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli
-from common.benchmark import report_lines
+from common.benchmark import folded, report_lines, terminal_width
 from common.environment import count_of
 from common.groups import Group, Job
 from common.report import Case, Report
@@ -77,6 +77,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     whole("--global-batch", help="sequences of all ranks together (default: 2 a rank)")
     whole("--sequence-length", help="tokens (default: the model's)")
     whole("--microbatches", help="of a pipeline (default: 2 for each of its ranks)")
+    add("--wide", action="store_true", help="all columns of the table, also on a terminal")
     report = cli.checked(str, bool, "a report", "e.g. report.jsonl")
     add("-J", "--json", type=report, metavar="PATH", help="write a report; - is stdout")
     return parser.parse_args(argv)
@@ -330,7 +331,7 @@ def axes_of(cases: list[Case]) -> list[str]:
 
 
 def axis_line(case: Case, axis: str) -> str:
-    """`# dp8, rank 0: dp, 8 ranks on 1 node: all_gather 10 x, 4G (bus 3.5G); ...`"""
+    """`dp8, rank 0: dp, 8 ranks on 1 node: all_gather 10 x, 4G (bus 3.5G); ...`"""
     m = case.metrics
     parts = []
     for collective in (*COLLECTIVES, *MESSAGES):
@@ -339,7 +340,7 @@ def axis_line(case: Case, axis: str) -> str:
             bus = cli.show_size(size * bus_factor(collective, m[f"{axis}_ranks"]))
             parts.append(f"{collective} {calls:,} x, {cli.show_size(size)} (bus {bus})")
     nodes = count_of(m[f"{axis}_nodes"], "node")
-    return f"# {case.name}: {axis}, {m[f'{axis}_ranks']} ranks on {nodes}: {'; '.join(parts)}"
+    return f"{case.name}: {axis}, {m[f'{axis}_ranks']} ranks on {nodes}: {'; '.join(parts)}"
 
 
 def answer(cases: list[Case]) -> str | None:
@@ -411,6 +412,7 @@ def main() -> int:
     args = parse_args()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    room = None if args.wide else terminal_width()
     files = [cli.take_stdout()] if args.json == "-" else []
     report = Report("traffic", environment(args), args.json, files=files)
     try:
@@ -428,18 +430,18 @@ def main() -> int:
         report.add(case_of(key, title))
     played = [case for case in report.cases if not case.failed]
     axes = axes_of(played)
-    print(render(columns_of(axes), played), end="\n\n")
+    print(render(columns_of(axes), played, room), end="\n\n")
     for case in report.cases:
         if case.failed:
-            print(f"# {case.name}: {case.check}")
+            print(folded(f"{case.name}: {case.check}", room))
         for axis in axes:
             if f"{axis}_ranks" in case.metrics:
-                print(axis_line(case, axis))
+                print(folded(axis_line(case, axis), room))
     for line in report_lines(report.path, replaced):
         print(f"# {line}")
     sentence = answer(played)
     if sentence:
-        print(f"\n# {sentence}")
+        print(f"\n{folded(sentence, room)}")
     status = "complete" if len(played) == len(keys) else "failed"
     report.finish(status, answer=[sentence] if sentence else [])
     return int(len(played) < len(keys))

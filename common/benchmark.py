@@ -228,9 +228,9 @@ class Benchmark:
         if problem := not_json("key", key):
             self.refuse(problem)
         assert key not in self.measured, f"measured twice: {key}"
-        self.measured.append(key)
         if key in self.done:
             return self.show(self.report.find(key), [])
+        self.measured.append(key)
         case = Case(key=key, ranks=list(ranks), name=name, table=self.title)
         member = self.job.rank in ranks
         self.watchdog.begin(name, member)
@@ -358,7 +358,7 @@ class Benchmark:
         """
         self.title, self.table = title, table or Table(columns)
         self.table.room = self.room
-        self.print(f"\n{title}\n")
+        self.print(f"\n{folded(title, self.room, '')}\n")
         yield self.table
         if self.table.passed and answer:
             sentences = answer(self.table.passed) or []
@@ -367,9 +367,8 @@ class Benchmark:
 
     def print_table(self, columns: Columns, cases: Sequence[Case], title: str = "") -> None:
         """A table more, of cases that were measured."""
-        self.print(
-            "\n".join(["", *([title, ""] if title else []), render(columns, cases, self.room)])
-        )
+        above = [folded(title, self.room, ""), ""] if title else []
+        self.print("\n".join(["", *above, render(columns, cases, self.room)]))
 
     def conclude(self, sentences: Sequence[str]) -> None:
         """Sentences that answer what the script asks, for one without tables. Call it on rank 0."""
@@ -380,7 +379,7 @@ class Benchmark:
         if case and self.table:
             self.print(self.table.row(case))
         for line in lines:
-            self.print(f"# {line}")
+            self.print(folded(line, self.room))
         return case
 
     def print(self, text: str) -> None:
@@ -448,9 +447,11 @@ class Benchmark:
         remarks: list[str] = []
         for observer in self.observers:
             remarks += guarded(observer, observer.end, last_line)
-        remarks += report_lines(self.report.path, self.replaced)
-        remarks.append(f"elapsed {duration(time.time() - psutil.Process().create_time())}")
-        self.print("\n" + "\n".join(f"# {remark}" for remark in remarks))
+        lines = [folded(remark, self.room) for remark in remarks]
+        # commands are not folded, so that they can be copied
+        lines += [f"# {line}" for line in report_lines(self.report.path, self.replaced)]
+        lines.append(f"# elapsed {duration(time.time() - psutil.Process().create_time())}")
+        self.print("\n" + "\n".join(lines))
         others = others_text(self.report.environment["hosts"], self.load_of_others())
         answers = [with_cause(sentence, others) for sentence in self.answers]
         if answers:
@@ -504,12 +505,13 @@ def with_cause(sentence: str, others: str) -> str:
     return f'disturbed: "{sentence}" cannot be; {others or "nobody else took the cores"}'
 
 
-def folded(sentence: str, room: int | None) -> str:
-    """As a comment, in lines of so many letters; None: in one."""
+def folded(text: str, room: int | None, mark: str = "# ") -> str:
+    """Each line of a text behind a mark, in lines of so many letters; None: as long as it is."""
     if room is None:
-        return f"# {sentence}"
-    lines = textwrap.wrap(sentence, room - 4, break_long_words=False, break_on_hyphens=False)
-    return "# " + "\n#   ".join(lines)
+        return "\n".join(mark + line for line in text.splitlines())
+    wrapper = textwrap.TextWrapper(room, initial_indent=mark, subsequent_indent=f"{mark}  ")
+    wrapper.break_long_words = wrapper.break_on_hyphens = False  # names stay whole
+    return "\n".join(wrapper.fill(line) for line in text.splitlines())
 
 
 def terminal_width() -> int | None:

@@ -115,11 +115,14 @@ def relative(name: str) -> Callable[[Case], str]:
 
     def text(value: Any) -> str:
         width = value.relative if isinstance(value, Estimate) else value
-        if width is None:
-            return "-"
-        return f"+-{width:.1%}" if width < 1 else ">100%"
+        return "-" if width is None else percent(width)
 
     return cell(name, text)
+
+
+def percent(width: float) -> str:
+    """How far an interval reaches from its value, as a share of it."""
+    return f"+-{width:.1%}" if width < 1 else ">100%"
 
 
 def percentile_columns(

@@ -193,7 +193,9 @@ class Watchdog:
             while (number := os.read(read, 1)[0]) not in ends:
                 pass
             path = self.report.path
-            line = f"{signal.Signals(number).name}: {len(self.report.cases)} cases are measured"
+            count = len(self.report.cases)
+            cases = "1 case is" if count == 1 else f"{count} cases are"
+            line = f"{signal.Signals(number).name}: {cases} measured"
             line += f" and in {path}; go on with --resume" if path not in (None, "-") else ""
             end(128 + number, line, say=self.job.rank == 0)
 

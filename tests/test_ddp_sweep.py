@@ -113,9 +113,12 @@ def test_ones_own_model_of_the_working_folder(
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        (("--world-sizes", "4"), "--world-sizes 4 is more than the 1 ranks"),
-        (("--model", "nowhere:gpt"), "cannot import nowhere: No module named 'nowhere'"),
-        (("--model", "tests.own_models:gtp"), "own_models.py has no function 'gtp'"),
+        (("--world-sizes", "4"), "--world-sizes 4 is more than 1 rank; e.g. --world-sizes 1"),
+        (("--model", "nowhere:gpt"), "cannot import nowhere: No module named 'nowhere'; e.g. my"),
+        (
+            ("--model", "tests.own_models:gtp"),
+            "own_models.py has no function 'gtp'; did you mean gpt",
+        ),
         (("--model", "tests.own_models:model_alone"), "a tuple of tensors, a function; got Linear"),
         (("--model", "tests.own_models:vector"), "expected a loss that is a scalar, got [3, 4]"),
         (("--model", "tests.own_models:idle"), "1.weight gets no gradient; try --find-unused-"),

@@ -152,7 +152,7 @@ def test_a_signal_to_the_ranks(
     for rank in ranks.values():
         rank.send_signal(number)
     assert process.wait(45) != 0
-    assert f"{number.name}: 1 cases are measured and in " in process.err
+    assert f"{number.name}: 1 case is measured and in " in process.err
     assert f"exitcode  : {128 + number}" in process.err
     assert not any(rank.is_running() for rank in ranks.values())
     assert load(str(path)).status == "interrupted"
@@ -185,7 +185,7 @@ def test_ctrl_c_in_a_terminal_twice(tmp_path: Path) -> None:
         pass
     os.close(terminal)
     assert os.waitpid(pid, 0)[1] != 0
-    assert b"SIGINT: 1 cases are measured and in " in said
+    assert b"SIGINT: 1 case is measured and in " in said
     _, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
     assert len(load(str(path)).cases) == 1

@@ -47,7 +47,7 @@ class Progress(Observer):
     def __init__(self, bench: Benchmark) -> None:
         super().__init__(bench)
         self.pace = Pace()
-        self.number = 0  # of the case, as the watchdog counts
+        self.number = 0  # of the case
         self.line = None
         if tqdm and bench.is_first and sys.stderr.isatty():
             tqdm.monitor_interval = 0  # no thread beside those that are timed
@@ -62,10 +62,10 @@ class Progress(Observer):
         now = time.monotonic()
         self.pace.cases = self.bench.case_count
         # what comes before the first case, such as `prepare`, is none
-        if self.bench.measured and self.bench.watchdog.case != self.number:
-            self.number = self.bench.watchdog.case
+        if len(self.bench.measured) != self.number:
+            self.number = len(self.bench.measured)
             self.pace.begin(now)
-        text = f"{self.pace.text(now)}: {what}: {self.bench.watchdog.label}"
+        text = f"{self.pace.text(now)}: {self.bench.watchdog.label}: {what}"
         room = max(20, (self.line.ncols or 80) - len(" [00:00:00]"))
         self.line.set_description_str(text[:room], refresh=False)
         self.line.update(0)  # shows it, at most ten times a second

@@ -11,6 +11,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.cli import wrong
+from common.environment import count_of
 from common.groups import Group, Job, connect, rendezvous
 from common.workloads.decoder import DECODERS
 
@@ -103,7 +104,7 @@ def misfit(key: Key) -> str | None:
     mesh, config, ranks = parse_mesh(key["mesh"]), config_of(key), key["world_size"]
     size = math.prod(mesh.shape)
     if size != ranks:
-        return f"mesh {mesh.name} has {size} ranks, this job {ranks}; e.g. dp{ranks}"
+        return f"mesh {mesh.name} has {count_of(size, 'rank')}, this job {ranks}; e.g. dp{ranks}"
     rows = mesh.dp * mesh.ep * key["microbatches"]
     divisions = (
         ("tp", mesh.tp, config.heads, "heads"),
@@ -114,7 +115,9 @@ def misfit(key: Key) -> str | None:
     )
     for name, divisor, number, what in divisions:
         if number % divisor:
-            return f"mesh {mesh.name}: {name} = {divisor} does not divide {number}, {what}"
+            fitting = f"; e.g. {what} {number + -number % divisor}" if what[:2] == "--" else ""
+            wrong = f"{name} = {divisor} does not divide {number}, {what}{fitting}"
+            return f"mesh {mesh.name}: {wrong}"
     if key["experts"] and mesh.tp > 1:
         return f"mesh {mesh.name}: tp does not split experts; run it apart from ep"
     if mesh.ring and key["device"] != "cuda":

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.cli import suggest
+
 Inputs = tuple[Tensor, ...]
 Loss = Callable[[Any], Tensor]
 
@@ -33,10 +35,13 @@ def make_own(name: str, device: torch.device) -> tuple[nn.Module, Inputs, Loss]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ValueError(f"{name}: cannot import {module_name}: {error}") from None
+        raise ValueError(
+            f"{name}: cannot import {module_name}: {error}; e.g. my_model:make"
+        ) from None
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise ValueError(f"{name}: {module.__file__} has no function {function_name!r}")
+        near = suggest(function_name, vars(module))
+        raise ValueError(f"{name}: {module.__file__} has no function {function_name!r}{near}")
     returned = function(device)
     kinds = type(returned).__name__
     if isinstance(returned, tuple) and len(returned) == 3:

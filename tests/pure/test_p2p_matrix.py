@@ -20,9 +20,13 @@ def test_the_key_of_a_round_says_who_meets() -> None:
 def test_many_links_are_listed_by_the_worst() -> None:
     pairs = [(a, b) for a in range(40) for b in range(a + 1, 40)]
     rows = [links.Link(a, b, 30 if (a, b) == (2, 5) else 10, 5, 5, 9) for a, b in pairs]
-    _, latency, *_, spread = p2p_matrix.tables(rows, 40, "rank").split("\n\n")
+    _, latency, *_, spread = p2p_matrix.tables(rows, 40, "rank", None).split("\n\n")
     assert spread == "worst 0 of 0 links:"  # they have no interval
     assert latency.splitlines()[:2] == ["worst 20 of 780 links:", "      2 -> 5     30"]
+    of_eight, of_nine = (p2p_matrix.tables(rows[:7], n, "rank", 80) for n in (8, 9))
+    assert "worst" in of_nine
+    assert "worst" not in of_eight
+    assert max(map(len, of_eight.splitlines())) <= 80
 
 
 def met(a: int, b: int, us: float, rate: float, spread: float | None = 0.1) -> links.Link:
@@ -62,13 +66,12 @@ def test_what_to_leave_out(members: int) -> None:
     nodes = list(range(members))
     third = {(min(3, n), max(3, n)): 94.0 for n in nodes if n != 3}
     line = p2p_matrix.leave_out(all_links(members, third), nodes)
-    rest = f"{members - 1} nodes hold 380 GB/s, all {members} hold 94"
+    rest = f"{members - 1} nodes hold 380 GB/s, all {members} hold 94 GB/s"
     assert line == f"without node 3: {rest}"
     both = third | {(min(5, n), max(5, n)): 50.0 for n in nodes if n != 5}
     line = p2p_matrix.leave_out(all_links(members, both), nodes)
-    assert (
-        line == f"without node 3, node 5: {members - 2} nodes hold 380 GB/s, all {members} hold 50"
-    )
+    rates = f"{members - 2} nodes hold 380 GB/s, all {members} hold 50 GB/s"
+    assert line == f"without node 3, node 5: {rates}"
     line = p2p_matrix.leave_out(all_links(members, {(1, 2): 94.0}), nodes)
     assert line in (f"without node 1: {rest}", f"without node 2: {rest}")
     line = p2p_matrix.leave_out(all_links(members, {(1, 2): 94.0, (2, 6): 200.0}), nodes)
@@ -81,13 +84,13 @@ def test_ranks_of_a_node_count_together() -> None:
     """Three nodes of two ranks. The worst link between two nodes counts, and none within a node."""
     slow = {(0, 1): 1.0, (2, 4): 100.0, (1, 5): 300.0}
     line = p2p_matrix.leave_out(all_links(6, slow), [0, 0, 1, 1, 2, 2])
-    assert line == "without node 2: 2 nodes hold 380 GB/s, all 3 hold 100"
+    assert line == "without node 2: 2 nodes hold 380 GB/s, all 3 hold 100 GB/s"
 
 
 def test_how_steady_the_links_are_is_a_matrix() -> None:
     """In percent, in both halves."""
     rows = [met(0, 1, 20, 1.0, 0.025)]
-    *_, spread = p2p_matrix.tables(rows, 2, "rank").split("\n\n")
+    *_, spread = p2p_matrix.tables(rows, 2, "rank", 80).split("\n\n")
     assert [line.split() for line in spread.splitlines()] == [
         ["0", "1"],
         ["0", "-", "2.5"],

@@ -76,7 +76,11 @@ MISTAKES = [
         "stages = 8 does not divide 4",
     ),
     ("traffic", "--ranks 4 --mesh pp4:1f1", "after a pipeline, got 'pp4:1f1'; e.g. pp4:1f1b"),
-    ("traffic", "--ranks 3 --mesh dp3 --global-batch 4", "does not divide 4, --global-batch"),
+    (
+        "traffic",
+        "--ranks 3 --mesh dp3 --global-batch 4",
+        "4, --global-batch; e.g. --global-ba",
+    ),
     ("traffic", "--ranks 4 --mesh pp4:1f1b --microbatches 2", "e.g. --microbatches 4"),
     ("traffic", "--ranks 1", "required: --mesh"),
     ("traffic", "--ranks 9 --mesh dp9 --sequence-length 1000000000", "of 18 sequences of 1,000,"),
@@ -110,7 +114,7 @@ MISTAKES = [
 ROLES = [
     ("rpc_latency", 1, "", "are 2 processes, and there are 1; e.g. torchrun"),
     ("rpc_latency", 2, "--rpc-channels cuda_xth", "are for CUDA alone, and no rank is on it"),
-    ("batch_update_ps", 3, "--batch-update-size 3", "there are 2 trainers; try 2"),
+    ("batch_update_ps", 3, "--batch-update-size 3", "at most one for each trainer; try 2"),
     ("ddp_rpc", 2, "", "1 trainer, 1 server and a master are 3 processes, and there are 2"),
     ("ddp_rpc", 6, "--number_ps 1 --number-trainers 2", "are 4 processes, and there are 6"),
     ("ddp_rpc", 4, "--server-device cuda", "torch sees no CUDA device"),
