@@ -150,10 +150,13 @@ def tables(links: list[Link], n: int, by: str, room: int | None) -> str:
     """The matrices of n members; if there are more than fit in `room` letters, the worst links."""
     lines = []
     fits = n <= LARGEST_MATRIX and (room is None or 5 + 9 * n <= room)
-    shown = [(f"{k} ({q.unit})", q.less_is_better, directed(links, k)) for k, q in KINDS.items()]
-    spreads = {(link.a, link.b): link.spread * 100 for link in links if link.spread is not None}
-    shown.append(("+-% of the median sample", True, spreads))
-    for title, less_is_better, values in shown:
+    matrices = [(f"{k} ({q.unit})", q.less_is_better, directed(links, k)) for k, q in KINDS.items()]
+    spreads = {}
+    for link in links:
+        if link.spread is not None:
+            spreads[link.a, link.b] = link.spread * 100 if link.spread < 1 else np.inf
+    matrices.append(("+-% of the median sample", True, spreads))
+    for title, less_is_better, values in matrices:
         lines.append(f"\n{title}, by {by}\n")
         if fits:
             lines += matrix_lines(matrix_of(values, n))
@@ -162,7 +165,7 @@ def tables(links: list[Link], n: int, by: str, room: int | None) -> str:
         worst = ranked[:WORST]
         lines.append(f"worst {len(worst)} of {len(values)} links:")
         for a, b in worst:
-            lines.append(f"  {a:>5} -> {b:<5} {values[a, b]:.4g}")
+            lines.append(f"  {a:>5} -> {b:<5} {shown(values[a, b])}")
     return "\n".join(lines)
 
 
@@ -179,12 +182,19 @@ def matrix_of(values: dict[Pair, float], n: int) -> np.ndarray:
     return matrix
 
 
+def shown(value: float) -> str:
+    """A number of a link; infinite is an interval of more than 100 %."""
+    if np.isnan(value):
+        return "-"
+    return f"{value:.4g}" if np.isfinite(value) else ">100"
+
+
 def matrix_lines(matrix: np.ndarray) -> list[str]:
     lines = [" " * 5 + "".join(f"{b:>9}" for b in range(len(matrix)))]
     for a, row in enumerate(matrix):
         line = f"{a:>4} "
         for value in row:
-            line += f"{'-':>9}" if np.isnan(value) else f"{value:>9.4g}"
+            line += f"{shown(value):>9}"
         lines.append(line)
     return lines
 

@@ -74,3 +74,6 @@ def test_a_sentence_is_folded_on_a_terminal() -> None:
     assert benchmark.folded(sentence, None) == f"# {sentence}"
     lines = "# DDP adds 16.2 ms to a step,\n#   which takes 76.1 ms"
     assert benchmark.folded(sentence, 32) == lines
+    title = "2 trainers, 1 server\nrpc threads 2"
+    assert benchmark.folded(title, 16, "") == "2 trainers, 1\n  server\nrpc threads 2"
+    assert benchmark.folded(title, None, "") == title

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,7 +22,7 @@ from common.observe.hints import (
     with_wide_interval,
     without_interval,
 )
-from common.observe.progress import Pace
+from common.observe.progress import Pace, Progress
 from common.report import Case, Estimate
 
 FLAGS = SimpleNamespace(iters=None, min_iters=20, max_seconds=5)
@@ -62,6 +63,19 @@ def test_how_long_still() -> None:
     assert pace.text(250) == "case 3 of 3, about 1.0 s left"
     pace.cases = 0  # nothing was announced
     assert pace.text(170) == "case 3"
+
+
+def test_the_line_counts_measured_cases_alone() -> None:
+    """RPC starts before the first case and ends after the last: it is none."""
+    bench: Any = SimpleNamespace(is_first=False, measured=[], case_count=2)
+    progress, line = Progress(bench), Mock(ncols=80)
+    progress.line = line
+    for label, what in (("RPC", "start"), ("a", "step"), ("RPC", "end")):
+        bench.watchdog = SimpleNamespace(label=label)
+        bench.measured += [{}] if label == "a" else []
+        progress.phase(what)
+    shown = [call.args[0] for call in line.set_description_str.call_args_list]
+    assert shown == [f"case 1 of 2: {text}" for text in ("RPC: start", "a: step", "RPC: end")]
 
 
 def test_which_intervals_are_doubtful() -> None:

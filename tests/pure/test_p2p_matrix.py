@@ -89,10 +89,11 @@ def test_ranks_of_a_node_count_together() -> None:
 
 def test_how_steady_the_links_are_is_a_matrix() -> None:
     """In percent, in both halves."""
-    rows = [met(0, 1, 20, 1.0, 0.025)]
-    *_, spread = p2p_matrix.tables(rows, 2, "rank", 80).split("\n\n")
+    rows = [met(0, 1, 20, 1.0, 0.025), met(0, 2, 20, 1.0, 134.0)]
+    *_, spread = p2p_matrix.tables(rows, 3, "rank", 80).split("\n\n")
     assert [line.split() for line in spread.splitlines()] == [
-        ["0", "1"],
-        ["0", "-", "2.5"],
-        ["1", "2.5", "-"],
+        ["0", "1", "2"],
+        ["0", "-", "2.5", ">100"],
+        ["1", "2.5", "-", "-"],
+        ["2", ">100", "-", "-"],
     ]
