@@ -61,7 +61,7 @@ from common.groups import FOREVER, Group, agree, rendezvous, share
 from common.report import Case, Estimate
 from common.stats import Times
 from common.table import Columns, Table, ends, metric, relative
-from common.timing import Measured, rule_reached
+from common.timing import RankTimes, Workload, rule_reached
 from common.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from common.workloads.folders import remove_at_end
 from common.workloads.meshes import forget_groups
@@ -315,7 +315,7 @@ class Facts(TypedDict):
     shard_bytes: int
 
 
-def build(bench: Benchmark, folders: dict[str, str], key: Key, group: Group) -> Measured:
+def build(bench: Benchmark, folders: dict[str, str], key: Key, group: Group) -> Workload:
     """Measure a case. Its steps differ from checkpoint to checkpoint, so the loop of other scripts
     does not fit. folders: the folder that this run has made in each path."""
     path = folder_of(folders, key)
@@ -335,7 +335,7 @@ def folder_of(folders: dict[str, str], key: Key) -> Path:
     return Path(folders[key["path"]], f"{key['strategy']}-{key['mode']}")
 
 
-def measure(training: Training, group: Group) -> Measured:
+def measure(training: Training, group: Group) -> Workload:
     """Write checkpoints until the stop rule ends it, then load the newest one."""
     first = training.write_checkpoint()
     timed: list[Checkpoint] = []
@@ -356,8 +356,12 @@ def measure(training: Training, group: Group) -> Measured:
     samples_s = {"step": totals}
     for name in ("alone", "blocked", "upload"):
         samples_s[name] = [getattr(checkpoint, name) for checkpoint in timed]
-    profiled = {"save": training.write_checkpoint}
-    return Measured(samples_s, [1] * len(timed), stop, facts, profiled=profiled)
+    return Workload(
+        training.write_checkpoint,
+        facts=lambda: facts,
+        profiled={"save": training.write_checkpoint},
+        timed=RankTimes(samples_s, [1] * len(timed), stop),
+    )
 
 
 # -- what rank 0 makes of it -----------------------------------------------------------------------

@@ -42,14 +42,14 @@ from common.join import join, world
 from common.report import DISK_FAILED, Case, Report, load, not_json
 from common.stats import Disturbed, Times, keep_samples, rounded, stacked
 from common.table import Columns, Table, render
-from common.timing import Measured, RankTimes, StopRule, TimedLoop, Workload, launch_share
+from common.timing import RankTimes, StopRule, TimedLoop, Workload, launch_share
 from common.watchdog import Watchdog, end_later
 
 RUN_ID = "TORCHELASTIC_RUN_ID"
 T = TypeVar("T")
 Key = dict[str, Any]  # what tells a case from all others: flat, JSON
 Planned = tuple[str, int, Key]  # a case: its name, how many ranks it has, its key
-Build = Callable[[Key, Group], Workload | Measured]  # called on the ranks of the case
+Build = Callable[[Key, Group], Workload]  # called on the ranks of the case
 # Called on rank 0: fills in case.metrics and case.check. The list has the facts of each rank.
 Derive = Callable[[Case, Times, list[Any]], None]
 # Called on rank 0 with the cases of a table that did not fail. Returns the sentence, or sentences,
@@ -79,7 +79,7 @@ class Observer:
     def phase(self, what: str) -> None:
         """What comes next, never within a block; "" before a line is printed."""
 
-    def after(self, key: Key, work: Workload | Measured, times: RankTimes, group: Group) -> Any:
+    def after(self, key: Key, work: Workload, times: RankTimes, group: Group) -> Any:
         """On each rank of a case, once it is timed: it may use the case's groups. `row` gets what
         the ranks return."""
 
@@ -278,15 +278,13 @@ class Benchmark:
             self.groups.give_back(ranks, teams, failed=True)
         return result
 
-    def time(self, key: Key, work: Workload | Measured, group: Group, rule: StopRule) -> RankResult:
+    def time(self, key: Key, work: Workload, group: Group, rule: StopRule) -> RankResult:
         """Time what `build` has made, on this rank."""
-        if isinstance(work, Measured):
-            times = RankTimes(work.samples_s, work.rounds, work.stop, aligned=work.aligned)
-            facts = work.facts
-        else:
+        times = work.timed
+        if not times:
             times = TimedLoop(work, group, self.job.device, rule, self.before_block).run()
             self.phase("check")
-            facts = work.facts()
+        facts = work.facts()
         times.samples_s = rounded(times.samples_s)
         seen = [observer.after(key, work, times, group) for observer in self.observers]
         return RankResult(times, facts, seen)

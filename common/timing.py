@@ -45,21 +45,9 @@ class Workload:
     returned: Callable[[list[Any]], Any] | None = None
     aligned: bool = True  # False: ranks do not wait for each other within an iteration
     launches: bool = False  # True: a step only launches kernels; a row says where that limits it
-    profiled: Mapping[str, Step] = field(
-        default_factory=dict
-    )  # by --profile, if not step and parts
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A case that has timed itself on this rank, where the timed loop does not fit."""
-
-    samples_s: dict[str, list[float]]  # the seconds of "step" and of each part, [iterations]
-    rounds: list[int]  # iterations of each round
-    stop: str
-    facts: Any
-    aligned: bool = True
-    profiled: Mapping[str, Step] = field(default_factory=dict)  # what --profile runs
+    # What --profile runs, if not step and parts.
+    profiled: Mapping[str, Step] = field(default_factory=dict)
+    timed: "RankTimes | None" = None  # of a case that has timed itself: the loop is left out
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.benchmark import Benchmark, Key
 from common.groups import Group
-from common.timing import Measured, Workload
+from common.timing import RankTimes, Workload
 
 Times = dict[str, list[float]]  # what was timed -> seconds
 FORK: Any = multiprocessing.get_context("fork")
@@ -58,8 +58,8 @@ def time_step_once(key: Key, group: Group) -> Workload:
     return Workload(lambda: None)
 
 
-def time_nothing(key: Key, group: Group) -> Measured:
-    return Measured({"step": []}, [], "", None)
+def time_nothing(key: Key, group: Group) -> Workload:
+    return Workload(lambda: None, timed=RankTimes({"step": []}, []))
 
 
 def make_and_close_group() -> None:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common.benchmark import Benchmark
 from common.report import Case, Report
 from common.stats import Times, breakdown, training_metrics
-from common.timing import Measured
+from common.timing import RankTimes, Workload
 
 SPLIT = "local compute"
 
@@ -50,8 +50,8 @@ def results_of(ranks: int, iterations: int) -> list[bytes]:
         slow = 1.3 if rank == 3 else 1.0
         step, local, alone = rng.lognormal(-7, 0.05, (3, iterations)) * [[2.0], [slow], [0.5]]
         samples = {"step": step.tolist(), SPLIT: local.tolist(), "alone": alone.tolist()}
-        measured = Measured(samples, rounds, "iters", None)
-        timed = bench.time({}, measured, None, None)  # type: ignore[arg-type]
+        work = Workload(lambda: None, timed=RankTimes(samples, rounds, "iters"))
+        timed = bench.time({}, work, None, None)  # type: ignore[arg-type]
         sent.append(pickle.dumps(timed))
     return sent
 

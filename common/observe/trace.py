@@ -24,7 +24,7 @@ from common.benchmark import Benchmark, Observer
 from common.environment import node_of_each
 from common.groups import Group
 from common.report import Case
-from common.timing import STEP, Measured, RankTimes, Step, Workload, time_block
+from common.timing import STEP, RankTimes, Step, Workload, time_block
 
 ITERATIONS = 5
 SLOW = 1.1  # a line says so if a step under the profiler takes more times as long
@@ -49,18 +49,16 @@ class Trace(Observer):
             self.nodes = node_of_each(bench.report.environment)
 
     def after(
-        self, key: Mapping[str, Any], work: Workload | Measured, times: RankTimes, group: Group
+        self, key: Mapping[str, Any], work: Workload, times: RankTimes, group: Group
     ) -> dict[str, Any] | None:
         """Run the steps, and write a trace if this rank is one of those that profile.
 
         Returns the file's name, and how many times as long the step took under the profiler, or
         why the file is `lost`. None on a rank that writes none.
         """
-        steps: Mapping[str, Step | None] = work.profiled
-        if isinstance(work, Workload) and not steps:
-            steps = {STEP: work.step, **work.parts}
-        if not (self.bench.args.profile and steps):
+        if not self.bench.args.profile:
             return None
+        steps: Mapping[str, Step | None] = work.profiled or {STEP: work.step, **work.parts}
         own_s = float(median(times.samples_s[STEP]))
         medians_s = [own_s] * len(group.ranks)
         dist.all_gather_object(medians_s, own_s, group=group.control)
