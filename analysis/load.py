@@ -179,7 +179,6 @@ def read(path: str, measure: str | None) -> list[Run]:
         step = measure or its_own
         times = times_of(case, step)
         case.samples_s = {step: [times]} if times else {}
-        case.slowest_s, case.quartiles_s = {}, {}
 
     try:
         with open(path, "rb") as file:
@@ -204,8 +203,6 @@ def read(path: str, measure: str | None) -> list[Run]:
 
 def times_of(case: Case, step: str) -> list[float]:
     """The time of each iteration of a step; see `time_of_iterations`."""
-    if case.bounded:
-        return case.slowest_s.get(step, [])
     samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)  # [ranks, iterations]
     if not samples.size:
         return []

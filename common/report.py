@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import IO, Any
 
 SCHEMA = "torchrun-bench/3"
-# These fields of a case are written only where it has more samples than a report keeps.
-OF_BOUNDED = ("bounded", "iterations", "slowest_s", "quartiles_s")
 HEADER = ("schema", "benchmark", "argv", "started_at", "environment")  # the first line
 # A report is resumed only where these entries of the environment are the same as before, these of
 # each rank, and the user's variables but for those of a job and of a place.
@@ -182,11 +180,7 @@ class Case:
     metrics: dict[str, Any] = field(default_factory=dict)
     check: str = "passed"  # or `failed: why`; `skipped: why` if it was measured, but not checked
     aligned: bool = True  # False: the ranks did not wait for each other within an iteration
-    # The next four are of a case that has too many samples for a report:
-    bounded: str = ""  # the rule by which samples_s has a part of them
-    iterations: list[int] = field(default_factory=list)  # those in samples_s, from 0
-    slowest_s: dict[str, list[float]] = field(default_factory=dict)  # seconds of all iterations
-    quartiles_s: dict[str, list[list[float]]] = field(default_factory=dict)  # [ranks][3]
+    bounded: bool = False  # True: too many samples; samples_s has those of the slowest rank alone
 
     @property
     def failed(self) -> bool:
@@ -290,8 +284,7 @@ class Report:
         if case.aligned:  # nearly always
             del line["aligned"]
         if not case.bounded:
-            for name in OF_BOUNDED:
-                del line[name]
+            del line["bounded"]
         self.append(line, "it holds the cases before this one")
 
     def finish(self, status: str, **end: Any) -> None:

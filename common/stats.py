@@ -342,11 +342,6 @@ def side_by_side(estimates: Mapping[str, Estimate], unit: str = "") -> str:
 # -- how samples reach rank 0, and what a report keeps of them -------------------------------------
 
 LIMIT = 2**18  # a case of more samples is not written whole: its line would have megabytes
-FEWEST = 12  # iterations of which all samples are written, however many ranks there are
-RULE = (
-    "samples_s: all ranks in {kept} evenly spread iterations of {all}, listed in iterations; "
-    "slowest_s: the time of every iteration; quartiles_s: of all samples of each rank"
-)
 
 
 def rounded(samples_s: Mapping[str, Sequence[float]]) -> dict[str, Samples]:
@@ -373,22 +368,12 @@ def stacked(by_rank: Sequence[Mapping[str, Samples]]) -> dict[str, Samples]:
 
 
 def keep_samples(case: Case, samples_s: Mapping[str, Samples]) -> None:
-    """Put the samples into the case: all of them, or what docs/measuring.md says above LIMIT.
+    """Put the samples into the case: all of them, or above LIMIT the slowest rank's in each
+    iteration. Readers that take the slowest of a case's rows find the same in both.
 
     samples_s: [ranks, iterations] of each step, all of one shape. case.aligned must be right.
     """
-    ranks, iterations = samples_s["step"].shape
-    steps = len(samples_s)
-    chosen = np.arange(iterations)
-    if steps * ranks * iterations > LIMIT:
-        left = LIMIT - steps * (iterations + 3 * ranks)  # beside slowest_s and quartiles_s
-        count = min(iterations, max(FEWEST, left // (steps * ranks)))
-        chosen = np.arange(count) * iterations // count
-        case.bounded = RULE.format(kept=count, all=iterations)
-        case.iterations = chosen.tolist()
+    case.bounded = sum(samples.size for samples in samples_s.values()) > LIMIT
     for step, samples in samples_s.items():
-        case.samples_s[step] = samples[:, chosen].tolist()
-        if case.bounded:
-            case.slowest_s[step] = time_of_iterations(samples, case.aligned).tolist()
-            quartiles = np.percentile(samples, [25, 50, 75], axis=1).T
-            case.quartiles_s[step] = quartiles.round(9).tolist()
+        kept = [time_of_iterations(samples, case.aligned)] if case.bounded else samples
+        case.samples_s[step] = np.asarray(kept).tolist()

@@ -89,18 +89,13 @@ def with_wide_interval(case: Case) -> set[str]:
 
 def slowest_s(case: Case) -> list[float]:
     """The time of the step in each iteration."""
-    if case.bounded:
-        return case.slowest_s.get("step", [])
     if not case.samples_s.get("step"):
         return []
     return [float(x) for x in time_of_iterations(case.samples_s["step"], case.aligned)]
 
 
 def timed_s(case: Case) -> float:
-    """The seconds of all samples of the first rank, the step's and the parts' together; where the
-    case is bounded, of the slowest rank in each iteration."""
-    if case.bounded:
-        return sum(sum(times) for times in case.slowest_s.values())
+    """The seconds of all samples of the first row, the step's and the parts' together."""
     return sum(sum(rows[0]) for rows in case.samples_s.values() if rows)
 
 
