@@ -117,26 +117,6 @@ def test_a_compiler_that_fails_on_one_rank(bench: Callable[..., Any]) -> None:
     assert said in run.err
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (("--models", "decoder-10k"), "unknown model 'decoder-10k'; did you mean decoder-10m"),
-        (("--models", "a.b:c", "--batch-size", "2"), "--batch-size: a.b:c brings its own batch"),
-        (("--ddp", "--fsdp"), "argument --fsdp: not allowed with argument --ddp"),
-        (("--device", "cpu", "--dtype", "fp32,tf32"), "tf32 and cudagraphs need CUDA; try"),
-        (("--backends", "relu_compile_error_TESTING_ONLY"), "expected some of eager, dynamo_eager"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    flags: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        compile_sweep.parse_args(list(flags))
-    assert caught.value.code == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert line in said
-
-
 def test_flags_of_the_program_it_replaces() -> None:
     flags = ["--toy_model", "--fsdp", "--dynamo=inductor", "--repeat=10", "--batch_size=3"]
     args = compile_sweep.parse_args(flags)

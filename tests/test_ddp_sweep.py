@@ -146,27 +146,6 @@ def test_hooks_average_gradients(start: Callable[..., Any]) -> None:
         assert float(errors[hook]) <= limit
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        (("--model", "resnet5"), "unknown model 'resnet5'; did you mean resnet50"),
-        (("--model", "fcn_resnet50"), "unknown model 'fcn_resnet50'"),  # no classifier
-        (("--model", "googlenet"), "unknown model 'googlenet'"),  # several heads
-        (("--model", "a:b", "--batch-size", "2"), "a:b brings its own batch"),
-        (("--global-batch", "4", "--batch-size", "2"), "not allowed with argument --global-batch"),
-        (("--world-sizes", "2,node"), "--world-sizes: expected a whole number of at least 1"),
-    ],
-)
-def test_a_mistake_is_one_line(
-    flags: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        ddp_sweep.parse_args(list(flags))
-    assert caught.value.code == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert line in said
-
-
 def test_labels_and_sets_of_ranks() -> None:
     names = [ddp_sweep.name_of(size, 8) for size in (1, 8, 16, 12)]
     assert names == ["1M/1G", "1M/8G", "2M/8G (16)", "2M/12G in all"]

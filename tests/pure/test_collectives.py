@@ -152,27 +152,6 @@ def test_a_graph_has_the_calls_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> N
     assert replays == ["replay"]
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("-e 0", "argument -e/--maxbytes: expected a size above 0, got '0'; e.g. 8, 64K"),
-        ("-i 8 -f 3", "argument -f/--stepfactor: not allowed with argument -i/--stepbytes"),
-        ("-b 64 -e 8", "expected -e from -b on, got -b 64 and -e 8; e.g. -b 8 -e 64M"),
-        ("-G 3 --device cpu", "-G replays CUDA graphs, and this run is on the CPU; leave it out"),
-        ("--collective allreduce", "allreduce"),
-    ],
-)
-def test_what_would_be_ignored_is_refused(
-    words: str, line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(SystemExit) as caught:
-        collectives.parse_args(words.split())
-    assert caught.value.code == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert line in said
-
-
 @pytest.mark.parametrize(("sent", "received"), [(25, 25), (25, 75), (75, 25)])
 @pytest.mark.parametrize("cold", [True, False])
 def test_buffers(sent: int, received: int, cold: bool) -> None:

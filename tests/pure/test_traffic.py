@@ -129,31 +129,6 @@ def test_the_answer() -> None:
     assert traffic.answer([]) is None
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--ranks 8 --mesh tp4", "mesh tp4 has 4 ranks, this job 8; e.g. dp8"),
-        ("--ranks 2 --mesh dp2 --rank 2", "--rank: expected 0 to 1, got 2; e.g. --rank 0"),
-        ("--ranks 4 --mesh cp4:ring", "ring attention needs CUDA; try cp4"),
-        ("--ranks 4 --mesh pp4", "after a pipeline, got 'pp4'; e.g. pp4:1f1b"),
-        ("--ranks 1", "required: --mesh"),
-        ("--ranks 9 --mesh dp9 --sequence-length 1000000000", "of 18 sequences of 1,000,000,000"),
-        ("--ranks 1 --mesh dp1 --json nowhere/report.jsonl", "No such file or directory"),
-        ("--ranks 1 --mesh dp1 --json=", "--json: expected a report, got ''"),
-    ],
-)
-def test_what_cannot_be_is_one_line(
-    flags: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.setattr("sys.argv", ["traffic.py", *NANO, *flags.split()])
-    with pytest.raises(SystemExit) as end:
-        traffic.main()
-    assert end.value.code == 2
-    out, err = capsys.readouterr()
-    assert says in err
-    assert (out, err.count("\n")) == ("", 1)
-
-
 @pytest.mark.parametrize("ranks", [3, 5, 1000])
 def test_any_number_of_ranks_pads_each_weight(ranks: int) -> None:
     """FSDP cuts the rows of a weight into chunks of one length, and fills up the last ones."""
