@@ -49,7 +49,7 @@ from common.timing import Step, Workload, cuda_graph
 from common.workloads import operations, start_up
 from common.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from common.workloads.ranks import partition
-from common.workloads.room import too_much
+from common.workloads.room import check_room
 
 Groups = list[list[int]]  # the ranks of each
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
@@ -464,12 +464,6 @@ def check_root(args: argparse.Namespace, ranks: int) -> None:
         raise ValueError(f"{rooted[0]} expected {within}, got {args.root}; e.g. --root 0")
 
 
-def check_room(bench: Benchmark, largest: int) -> None:
-    """Raises ValueError where the buffers of the largest size find no room."""
-    if problem := too_much(2 * largest, bench.job, bench.report.environment, "-e"):
-        raise ValueError(problem)
-
-
 def main() -> int:
     args = parse_args()
     with Benchmark("collectives", args) as bench:
@@ -478,7 +472,7 @@ def main() -> int:
             "--groups", lambda: partition(args.groups, node_of_each(environment))
         )
         bench.prepare("--root", lambda: check_root(args, len(groups[0])))
-        bench.prepare("-e", lambda: check_room(bench, args.maxbytes))
+        bench.prepare("-e", lambda: check_room(2 * args.maxbytes, job, environment, "-e"))
         tables = plan(args, job.device.type, groups)
         reasons = {title: why_not_measured(cases[0][2], job) for title, cases in tables.items()}
         bench.announce({title: cases for title, cases in tables.items() if not reasons[title]})

@@ -52,7 +52,7 @@ from common.environment import count_of
 from common.groups import Group, Job, agree, share
 from common.memory import peak, start_peak
 from common.report import Case, show_seconds
-from common.stats import Disturbed, Times, breakdown, side_by_side, training_metrics
+from common.stats import Disturbed, Times, breakdown, training_metrics
 from common.table import Columns, ends, metric, percentile_columns, relative
 from common.timing import Workload
 from common.workloads.own_model import is_own, make_own, try_own
@@ -309,19 +309,14 @@ BREAKDOWN: Columns = {
 }
 
 
-def answer(cases: list[Case]) -> list[str]:
-    """How the most ranks compare with one rank alone, and what DDP adds to a step."""
+def answer(cases: list[Case]) -> str:
+    """How the most ranks, at their best setting, compare with one rank alone."""
     with_ddp = [case for case in cases if case.key["ddp"]]
     if not with_ddp:
-        return [f"{model_of(cases[0])}: a step of one rank takes {cases[0].metrics['step_s']}"]
+        return f"{model_of(cases[0])}: a step of one rank takes {cases[0].metrics['step_s']}"
     ranks = max(len(case.ranks) for case in with_ddp)
     largest = [case for case in with_ddp if len(case.ranks) == ranks]
-    best = min(largest, key=lambda case: case.metrics["step_s"].value)
-    sentence = scaling(best)
-    if len(largest) == 1 or isinstance(sentence, Disturbed):  # a number in it cannot be
-        return [sentence]
-    steps = {case.name: case.metrics["step_s"] for case in largest}
-    return [sentence, f"{model_of(largest[0])}: a step takes {side_by_side(steps)}"]
+    return scaling(min(largest, key=lambda case: case.metrics["step_s"].value))
 
 
 def model_of(case: Case) -> str:

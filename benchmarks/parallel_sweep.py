@@ -65,7 +65,7 @@ from common.workloads.meshes import (
     parse_mesh,
 )
 from common.workloads.reference import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
-from common.workloads.room import too_much
+from common.workloads.room import check_room
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to the first one
 # TFLOP/s in fp32 and bf16 of dense matrix products, accumulated in fp32, by the GPU's full name
@@ -365,13 +365,6 @@ def plan(args: argparse.Namespace, meshes: list[Mesh], job: Job) -> tuple[str, l
     return title_of(shared, args.microbatches), cases
 
 
-def check_room(key: Key, job: Job, environment: dict[str, Any]) -> None:
-    """Raise ValueError if a rank has no room for all tokens and targets, of 8 bytes each."""
-    needed = 2 * 8 * key["sequence_length"] * key["global_batch"]
-    if problem := too_much(needed, job, environment, "--sequence-length or --global-batch"):
-        raise ValueError(problem)
-
-
 def main() -> int:
     args = parse_args()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -388,7 +381,9 @@ def main() -> int:
         for _, _, key in cases:
             if problem := misfit(key | place):
                 bench.refuse(problem)
-        bench.prepare("--global-batch", partial(check_room, first, job, environment))
+        needed = 2 * 8 * first["sequence_length"] * first["global_batch"]  # tokens and targets
+        flags = "--sequence-length or --global-batch"
+        bench.prepare("--global-batch", partial(check_room, needed, job, environment, flags))
         bench.announce({title: cases})
         reference = share(train_reference(first, job.device) if job.rank == 0 else None)
         if isinstance(reference, str):

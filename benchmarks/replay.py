@@ -51,7 +51,7 @@ from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
 from common.workloads import operations
 from common.workloads.operations import Member, Operation
-from common.workloads.room import too_much
+from common.workloads.room import check_room
 
 MARKERS = ("coalesced", "wait", "init")  # entries of the flight recorder that move nothing
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}
@@ -460,8 +460,7 @@ def check_plan(plan: Plan, recordings: Sequence[Recording], bench: Benchmark) ->
         _, to_send, to_receive = kind.counts()
         needed_bytes += (to_send + to_receive) * itemsize(kind.dtype)
     advice = "the number of groups, by --only"
-    if problem := too_much(needed_bytes, bench.job, bench.report.environment, advice):
-        raise ValueError(problem)
+    check_room(needed_bytes, bench.job, bench.report.environment, advice)
 
 
 def main() -> int:

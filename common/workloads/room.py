@@ -11,8 +11,8 @@ from common.environment import sharers
 from common.groups import Job
 
 
-def too_much(needed: int, job: Job, environment: dict[str, Any], flag: str) -> str | None:
-    """Why the ranks of a device or host cannot have `needed` bytes each; None if they can.
+def check_room(needed: int, job: Job, environment: dict[str, Any], flag: str) -> None:
+    """Raises ValueError where the ranks of a device or host cannot have `needed` bytes each.
 
     environment: that of the report. flag: the one whose value is too large.
     """
@@ -25,9 +25,9 @@ def too_much(needed: int, job: Job, environment: dict[str, Any], flag: str) -> s
         ranks = job.local_world_size
         free = free_on_host()
     total = needed * ranks
-    if total <= free:
-        return None
-    return f"the buffers need {total:,} bytes of this {place}, {free:,} are free; lower {flag}"
+    if total > free:
+        buffers = f"the buffers need {total:,} bytes of this {place}"
+        raise ValueError(f"{buffers}, {free:,} are free; lower {flag}")
 
 
 def free_on_host() -> int:

@@ -1,5 +1,6 @@
 """common/workloads/room.py: how much the ranks of a GPU or of a host may take."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from common.groups import Job
 from common.workloads import room
-from common.workloads.room import too_much
+from common.workloads.room import check_room
 
 GB = 10**9
 
@@ -30,15 +31,15 @@ def test_a_gpu_has_room_for_those_ranks_that_share_it(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     ranks = [{"host": host, "uuid": uuid} for host in ("a", "b") for uuid in uuids]
     job = Job(1, 1, 8, 4, torch.device("cuda", 0), "nccl", torch.distributed.HashStore())
-    told = too_much(30 * GB, job, {"ranks": ranks}, "-e")
-    assert (told or "no problem").startswith(problem or "no problem")
+    with pytest.raises(ValueError, match=problem) if problem else nullcontext():
+        check_room(30 * GB, job, {"ranks": ranks}, "-e")
 
 
 def test_a_host_has_room_for_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "free_on_host", lambda: 50 * GB)
     job = Job(1, 1, 8, 2, torch.device("cpu"), "gloo", torch.distributed.HashStore())
     environment: dict[str, Any] = {"ranks": []}
-    assert too_much(25 * GB, job, environment, "-e") is None
-    assert too_much(26 * GB, job, environment, "-e") == (
-        "the buffers need 52,000,000,000 bytes of this host, 50,000,000,000 are free; lower -e"
-    )
+    check_room(25 * GB, job, environment, "-e")
+    told = "the buffers need 52,000,000,000 bytes of this host, 50,000,000,000 are free; lower -e"
+    with pytest.raises(ValueError, match=told):
+        check_room(26 * GB, job, environment, "-e")
