@@ -468,9 +468,8 @@ def main() -> int:
     args = parse_args()
     with Benchmark("collectives", args) as bench:
         job, environment = bench.job, bench.report.environment
-        groups = bench.prepare(
-            "--groups", lambda: partition(args.groups, node_of_each(environment))
-        )
+        nodes = node_of_each(environment)
+        groups = bench.prepare("--groups", lambda: partition(args.groups, nodes))
         bench.prepare("--root", lambda: check_root(args, len(groups[0])))
         bench.prepare("-e", lambda: check_room(2 * args.maxbytes, job, environment, "-e"))
         tables = plan(args, job.device.type, groups)
