@@ -20,7 +20,7 @@ FENCE = re.compile(r"(?<=^```python core\n).*?(?=^```$)", re.MULTILINE | re.DOTA
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if FENCE.search(page.read_text())]
 # each of the source programs has a script with a core, and a page that shows it
-SOURCES = ("batch_update_ps", "ddp_rpc", "parameter_server")
+SOURCES = ("batch_update_ps", "compile_sweep", "ddp_rpc", "ddp_sweep", "parameter_server")
 OF_A_TUTORIAL = {*sys.stdlib_module_names, "torch", "torchvision", "numpy"}
 
 
