@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from common.cli import TURN, cut, version
 from common.groups import Job, gather, share
@@ -26,14 +25,6 @@ from common.report import FAMILIES, without_secrets
 PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)
 UNITS = "units: 64K, 4M, MiB and GiB count by 1,024; MB/s and GB/s by 1,000"
 MOST_RANKS = 64  # the preamble prints no more of them
-# The variable that each launcher sets. mpirun comes before srun: it may use srun itself.
-LAUNCHERS = {
-    "TORCHELASTIC_RUN_ID": "torchrun",
-    "OMPI_COMM_WORLD_RANK": "mpirun",
-    "MPI_LOCALRANKID": "mpirun",
-    "FLUX_TASK_RANK": "flux",
-    "SLURM_PROCID": "srun",
-}
 UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
 GPU_STATE = (  # what nvidia-smi is asked about each GPU, beside its index
     f"uuid,name,driver_version,mig.mode.current,ecc.mode.current,{UNCORRECTED},"
@@ -151,10 +142,8 @@ def collect(job: Job, variables: dict[str, str], load: CpuLoad | None = None) ->
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": max(rank["nccl"] for rank in ranks) or None,  # "" on the CPU
-        "nccl_backend": nccl_backend(job.backend) if cuda else None,
         "python": platform.python_version(),
         "os": platform.platform(),
-        "launcher": launcher(),
         "backend": job.backend,
         "world_size": job.world_size,
         "local_world_size": job.local_world_size,
@@ -181,15 +170,6 @@ def node_of_each(environment: dict[str, Any]) -> list[int]:
     return [numbers[node] for node in nodes]
 
 
-def launcher() -> str:
-    """What started this rank: torchrun, mpirun, flux, srun, or python by hand."""
-    if "RANK" in os.environ:
-        for variable, name in LAUNCHERS.items():
-            if variable in os.environ:
-                return name
-    return "python"
-
-
 def describe_rank(job: Job) -> dict[str, Any]:
     """This rank's row in the environment."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -201,7 +181,6 @@ def describe_rank(job: Job) -> dict[str, Any]:
         "host": socket.gethostname(),
         "device": cpu_model(),
         "uuid": "",
-        "pci": "",
         "network": " ".join([interface, *ipv4]),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
@@ -212,24 +191,8 @@ def describe_rank(job: Job) -> dict[str, Any]:
     if job.device.type == "cuda":
         gpu: Any = torch.cuda.get_device_properties(job.device)
         row["device"], row["uuid"] = gpu.name, str(gpu.uuid)
-        row["pci"] = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}"
         row["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return row
-
-
-def nccl_backend(backend: str) -> str | None:
-    """Which of torch's process groups for NCCL a backend's name means; None for other backends.
-
-    Newer torches have several: nccl2, nccl-legacy and nccl-lazy. Which of them `nccl` is depends on
-    the version and on TORCH_DIST_USE_NCCL2, and only the name of the function that makes its groups
-    tells. Seen in torch 2.11, 2.14 and 2.15: `Backend` in torch/distributed/distributed_c10d.py.
-    """
-    name = backend.rpartition("cuda:")[2].partition(",")[0]  # of cpu:gloo,cuda:nccl
-    if name != "nccl":
-        return name.removeprefix("nccl-") if "nccl" in name else None
-    dist.is_backend_available("cuda:nccl")  # registers it, as making a group does
-    plugin = dist.Backend._plugins.get("NCCL")  # torch 2.11 has none, and only the legacy groups
-    return "nccl2" if plugin and "nccl2" in plugin.creator_fn.__name__ else "legacy"
 
 
 def run(command: list[str]) -> str:
@@ -347,7 +310,7 @@ def preamble(environment: dict[str, Any]) -> str:
     nodes = count_of(environment["num_nodes"], "node")
     lines = [
         f"{versions}, backend {environment['backend']}",
-        f"{ranks} on {nodes}, started by {environment['launcher']}",
+        f"{ranks} on {nodes}",
     ]
     for row in environment["ranks"][:MOST_RANKS]:
         threads = count_of(row["threads"], "thread")

@@ -24,7 +24,7 @@ HEADER = ("schema", "benchmark", "argv", "started_at", "environment")  # the fir
 # A report is resumed only where these entries of the environment are the same as before, these of
 # each rank, and the user's variables but for those of a job and of a place.
 SAME = (
-    *("version", "torch", "cuda", "nccl", "nccl_backend", "python"),
+    *("version", "torch", "cuda", "nccl", "python"),
     *("backend", "world_size", "local_world_size", "devices"),
 )
 SAME_OF_RANKS = ("device", "cores", "threads")

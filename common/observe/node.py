@@ -10,10 +10,6 @@ from common.cli import cut
 from common.environment import gpu_state, lacking
 from common.groups import gather
 
-NCCL2_HINT = (
-    "hint: with nccl2 DDP may overlap nothing: read in torch's source (WorkNCCL::getFuture), "
-    "not measured. To compare: TORCH_DIST_USE_NCCL2=0"
-)
 # The bits of clocks_event_reasons.active that slow a GPU down: NVML's nvmlClocksEventReasons.
 THROTTLED = {
     0x4: "power cap",
@@ -79,8 +75,8 @@ class Node(Observer):
 
 
 def warnings_at_start(environment: dict[str, Any]) -> list[str]:
-    """A line for each GPU that is throttled or broken, for GPUs that are missing, for a rank with
-    one core, and for nccl2."""
+    """A line for each GPU that is throttled or broken, for GPUs that are missing, and for a rank
+    with one core."""
     hosts = environment["hosts"]
     warnings = throttled(hosts, environment["gpus"])
     warnings += [f"{hosts[node]}: {why}" for node, why in lacking(environment).items()]
@@ -88,10 +84,7 @@ def warnings_at_start(environment: dict[str, Any]) -> list[str]:
         if row["uuid"] and row["cores"] == 1:
             warnings.append(f"rank {row['rank']} has 1 core for its GPU; see srun --cpus-per-task")
             break  # the others have as few
-    lines = bounded([f"warning: {warning}" for warning in warnings], "warnings")
-    if environment["nccl_backend"] == "nccl2":
-        lines.append(NCCL2_HINT)
-    return lines
+    return bounded([f"warning: {warning}" for warning in warnings], "warnings")
 
 
 def bounded(lines: list[str], noun: str) -> list[str]:

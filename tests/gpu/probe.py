@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.environment import gpu_state, nccl_backend, run
+from common.environment import gpu_state, run
 from common.groups import abort_process_group
 from common.join import set_variables
 
@@ -55,7 +55,7 @@ def device_ms(step: Callable[[], object], calls: int = 20) -> float:
 def ask_versions() -> None:
     gpu = torch.cuda.get_device_properties(DEVICE)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    say("versions", f"torch {torch.__version__}, NCCL {nccl} ({nccl_backend('nccl')}), {gpu.name}")
+    say("versions", f"torch {torch.__version__}, NCCL {nccl}, {gpu.name}")
     for state in gpu_state():
         say("versions", state)
 

@@ -154,7 +154,7 @@ def test_two_hosts(ssh: Ssh, tmp_path: Path) -> None:
     done = load(str(report))
     assert done.status == "complete"
     assert [case.check for case in done.cases] == ["passed", "passed"]
-    assert "[node1] # 2 ranks on 2 nodes, started by torchrun" in ssh.out
+    assert "[node1] # 2 ranks on 2 nodes" in ssh.out
     assert {line[:7] for line in ssh.out.splitlines()} == {"[node1]"}
     assert done.environment["variables"]["GLOO_X"] == "a 'b'"
 

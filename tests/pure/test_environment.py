@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,7 +29,6 @@ from common.environment import (
     gpu_state,
     job_seconds,
     lacking,
-    nccl_backend,
     others_text,
     preamble,
     problem,
@@ -103,13 +101,13 @@ def test_what_the_first_lines_say_and_warn_of() -> None:
     """Planted: two ranks on one GPU, another program, and a node that differs."""
     ranks = [rank(i, uuid="G0") | {"device": "H100", "cores": 8, "threads": 1} for i in (0, 1)]
     found: dict[str, Any] = {"torch": "2.11", "cuda": "13.0", "nccl": "2.28.9", "python": "3"}
-    found |= {"backend": "gloo", "launcher": "torchrun", "world_size": 2}
+    found |= {"backend": "gloo", "world_size": 2}
     found |= {"num_nodes": 1, "hosts": ["a"], "ranks": ranks, "topologies": ["GPU0 X"]}
     found |= {"differences": ["cores of b is not that of other nodes"], "others": [Others(1.5, 8)]}
     lines = preamble(found).splitlines()
     assert lines[:4] == [
         "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo",
-        "# 2 ranks on 1 node, started by torchrun",
+        "# 2 ranks on 1 node",
         "# rank 0: a, H100, 8 cores, 1 thread",
         "# rank 1: a, H100, 8 cores, 1 thread",
     ]
@@ -407,34 +405,6 @@ def test_backends_that_cannot_work_on_the_cpu(
     name: str, words: str, refused: Callable[..., str]
 ) -> None:
     assert words in refused(lambda: check_backend(name, cuda=False))
-
-
-def test_which_nccl_a_name_stands_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def _create_nccl2_process_group() -> None: ...
-
-    def _create_nccl_process_group() -> None: ...
-
-    def chosen(function: Any) -> None:
-        plugin = SimpleNamespace(creator_fn=function)
-        monkeypatch.setitem(torch.distributed.Backend._plugins, "NCCL", plugin)
-
-    chosen(_create_nccl2_process_group)
-    names = ("nccl-legacy", "nccl-lazy", "nccl2", "nccl", "cpu:gloo,cuda:nccl", "gloo")
-    stands_for = ["legacy", "lazy", "nccl2", "nccl2", "nccl2", None]
-    assert [nccl_backend(name) for name in names] == stands_for
-    chosen(_create_nccl_process_group)  # as torch 2.14 does by itself, which has nccl2 as well
-    assert [nccl_backend(name) for name in ("nccl", "nccl2")] == ["legacy", "nccl2"]
-
-
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_which_nccl_this_torch_makes(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable decides in every torch that has nccl2; without it versions differ."""
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", value)
-    plugins = torch.distributed.Backend._plugins
-    monkeypatch.setattr(torch.distributed.Backend, "_plugins", dict(plugins))
-    torch.distributed.Backend._plugins.pop("NCCL", None)  # so that torch chooses now
-    has_nccl2 = hasattr(torch.distributed.distributed_c10d, "ProcessGroupNCCL2")
-    assert nccl_backend("nccl") == ("nccl2" if has_nccl2 and value == "1" else "legacy")
 
 
 @pytest.mark.parametrize("name", ["TORCH_TOKEN", "TORCH_secret"])

@@ -8,7 +8,6 @@ import pytest
 
 from common.observe import node
 from common.observe.node import (
-    NCCL2_HINT,
     SLOWED,
     Node,
     growth,
@@ -44,17 +43,15 @@ def test_what_is_wrong_at_the_start() -> None:
     hot = {"index": "0", REASONS: "0x0000000000000040", ECC: "2"}
     ranks = [{"rank": i, "uuid": "G0", "cores": 8 - 7 * i} for i in (0, 1)]
     found: dict[str, Any] = {"hosts": ["a"], "gpus": [[hot]], "ranks": ranks}
-    found["nccl_backend"] = "legacy"
     assert warnings_at_start(found) == [
         "warning: GPU 0 of a is throttled: hardware thermal",
         "warning: a: GPU 0 has uncorrected errors of its memory",
         "warning: rank 1 has 1 core for its GPU; see srun --cpus-per-task",
     ]
     on_cpu = {"hosts": ["a"], "gpus": [[]], "ranks": [{"uuid": "", "cores": 1}]}
-    assert warnings_at_start(on_cpu | {"nccl_backend": None}) == []
-    assert warnings_at_start(on_cpu | {"nccl_backend": "nccl2"}) == [NCCL2_HINT]
+    assert warnings_at_start(on_cpu) == []
     many = {"hosts": ["a"] * 20, "gpus": [[hot | {ECC: "0"}]] * 20, "ranks": []}
-    lines = warnings_at_start(many | {"nccl_backend": "legacy"})
+    lines = warnings_at_start(many)
     assert len(lines) == 17
     assert lines[-1] == "... and 4 more warnings"
 
@@ -141,7 +138,7 @@ def test_the_last_lines_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "network_errors", lambda: {"eth0 dropin": next(drops)})
     monkeypatch.setattr(node, "gather", lambda row: [row, None, row, None])
     environment: dict[str, Any] = {"cuda": "13.2", "hosts": ["a", "b"], "gpus": [[gpu]] * 2}
-    environment |= {"ranks": [], "nccl_backend": "legacy"}
+    environment["ranks"] = []
     bench: Any = SimpleNamespace(
         job=SimpleNamespace(local_rank=0), report=SimpleNamespace(environment=environment)
     )

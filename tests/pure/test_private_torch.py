@@ -30,7 +30,6 @@ PRIVATE: dict[str, set[str]] = {
         *("_base", "_chunk_with_empty", "_fsdp_param", "_fully_shard", "_internal"),
         *("_python_dispatch", "_pytree", "_schema", "_subclasses"),
     },
-    "common/environment.py": {"_plugins"},
     "common/groups.py": {"_abort_process_group"},
     "common/watchdog.py": {
         *("_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_json"),
