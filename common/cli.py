@@ -27,8 +27,8 @@ NO_VERDICT = 4  # of one that cannot tell what it was asked
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
 ROOT = Path(__file__).resolve().parents[1]  # the folder of all these scripts
 BEFORE = "torchrun's flags stand before the script"
-# Flags of the five source programs, of launchers and of nccl-tests that a script does not have, and
-# what serves instead; by script, "" for all of them
+# Flags of the five source programs, of launchers, of nccl-tests and of CHANGELOG.md that a script
+# does not have, and what serves instead; by script, "" for all of them
 GONE: dict[str, dict[str, str]] = {
     "": {
         **dict.fromkeys(("--nnodes", "--node-rank", "--nproc-per-node", "--standalone"), BEFORE),
@@ -59,7 +59,12 @@ GONE: dict[str, dict[str, str]] = {
         "--fsdp-checkpoint": "--model package.module:function may recompute its layers",
         **dict.fromkeys(("--torchviz", "--verbose"), "TORCH_LOGS=graph_code,graph_breaks"),
     },
+    "ddp_sweep": {
+        "--bind-cores": "on GPUs torchrun's --numa-binding, on CPUs launch/bind_cores.sh",
+    },
     "collectives": {
+        **dict.fromkeys(("--matrix", "--skew", "--counts"), "all_to_all has equal parts"),
+        "--expected": "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING shows what NCCL chooses",
         **dict.fromkeys(("-g", "--ngpus", "-t", "--nthreads"), "each GPU has its own process"),
         **dict.fromkeys(("-a", "--average"), "the maximum over ranks counts; --json keeps all"),
         **dict.fromkeys(("-u", "--unalign"), "every buffer begins at a multiple of 64 elements"),

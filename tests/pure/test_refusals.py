@@ -36,6 +36,8 @@ MISTAKES = [
     ("collectives", "-i 0", "argument -i/--stepbytes: expected a size above 0, got '0'"),
     ("collectives", "-i 8 -f 3", "-f/--stepfactor: not allowed with argument -i/--stepbytes"),
     ("collectives", "-b 64 -e 8", "expected -e from -b on, got -b 64 and -e 8; e.g. -b 8 -e 64M"),
+    ("collectives", "--matrix m.csv", "unknown argument '--matrix': all_to_all has equal parts"),
+    ("ddp_sweep", "--bind-cores", "on GPUs torchrun's --numa-binding, on CPUs launch/bind_cores"),
     ("collectives", "-G 3 --device cpu", "-G replays CUDA graphs, and this run is on the CPU"),
     ("collectives", "-i 1", "-i: over 10,000 sizes; expected larger steps, e.g. -f 2"),
     ("compile_sweep", "--models decoder-10k", "'decoder-10k'; did you mean decoder-10m"),
