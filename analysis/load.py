@@ -360,13 +360,18 @@ class Link(NamedTuple):
 
 def links_of(metrics: dict[str, Any]) -> list[Link]:
     """The links of a case of p2p_matrix.py; none where the metrics hold something else."""
-    links = []
     rows = metrics.get("links")
-    for row in rows if isinstance(rows, list) else []:
-        numbers = [number_of(x) for x in row] if isinstance(row, list) else []
-        if len(numbers) == 6 and None not in numbers and min(x or 0 for x in numbers[3:]) > 0:
-            links.append(Link(*row))
-    return links
+    if not isinstance(rows, list):
+        return []
+    return [Link(*row) for row in rows if is_link(row)]
+
+
+def is_link(row: Any) -> bool:
+    """Whether it has two ranks, a latency, and three bandwidths over 0."""
+    if not isinstance(row, list) or len(row) != 6:
+        return False
+    numbers = [number_of(x) for x in row]
+    return None not in numbers and all(x and x > 0 for x in numbers[3:])
 
 
 def split_links(case: Case) -> list[Case]:
