@@ -513,8 +513,11 @@ def folded(text: str, room: int | None, mark: str = "# ") -> str:
 
 
 def terminal_width() -> int | None:
-    """In letters; None where stdout is no terminal."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """In letters, as COLUMNS or the terminal says; None where stdout is no terminal, or one without
+    a size: mpirun gives its ranks such, and passes on to a file what they print."""
+    if not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size(fallback=(0, 0)).columns or None
 
 
 def short(path: str) -> str:

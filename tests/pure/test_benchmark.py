@@ -1,6 +1,11 @@
 """What Benchmark does around a case, without a job."""
 
+import fcntl
 import gc
+import os
+import pty
+import struct
+import termios
 import weakref
 from typing import Any
 from unittest.mock import Mock
@@ -77,3 +82,21 @@ def test_a_sentence_is_folded_on_a_terminal() -> None:
     title = "2 trainers, 1 server\nrpc threads 2"
     assert benchmark.folded(title, 16, "") == "2 trainers, 1\n  server\nrpc threads 2"
     assert benchmark.folded(title, None, "") == title
+
+
+@pytest.mark.parametrize(
+    ("columns", "asked", "width"), [(80, "", 80), (0, "", None), (0, "100", 100)]
+)
+def test_a_terminal_without_a_size_has_all_columns(
+    columns: int, asked: str, width: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As mpirun's ranks have one, whose output may go to a file."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    monkeypatch.setenv("COLUMNS", asked)
+    with open(theirs, "w") as terminal:
+        monkeypatch.setattr("sys.stdout", terminal)
+        monkeypatch.setattr("sys.__stdout__", terminal)
+        assert benchmark.terminal_width() == width
+        monkeypatch.undo()
+    os.close(ours)
