@@ -3,7 +3,8 @@
     make results         as root (the tutorial's two nodes), on a quiet machine, in a clean checkout
 
 The scripts' reports come from the commands below; the tutorial's come from the commands on its
-page. Then bring the outputs on the pages up to date: tests compare them with the reports.
+page. The old ones go last: reports name a version, which is that of a clean checkout until then.
+Then bring the outputs on the pages up to date: tests compare them with the reports.
 """
 
 import re
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,7 +22,6 @@ from analysis.load import load
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-TUTORIAL = RESULTS / "tutorial"
 RANKS = {  # scripts by their defaults
     "batch_update_ps": 4,
     "checkpoint_sweep": 2,
@@ -44,13 +45,17 @@ def run(command: str) -> None:
     torchrun = f"{PYTHON} -m torch.distributed.run"
     command = re.sub(r"^torchrun|(?<=\")torchrun", lambda _: torchrun, command)
     command = re.sub(r"^python", lambda _: PYTHON, command)
-    subprocess.run(["bash", "-c", command], cwd=ROOT, check=True)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, check=False)
+    print(f"status {done.returncode}", flush=True)
+
+
+def report_of(name: str) -> str:
+    return f"{name}_cpu_{RANKS[name]}ranks.jsonl"
 
 
 def script_command(name: str) -> str:
-    report = f"docs/results/{name}_cpu_{RANKS[name]}ranks.jsonl"
     words = f"benchmarks/{name}.py {FLAGS.get(name, '')}".strip()
-    return f"torchrun --nproc-per-node {RANKS[name]} {words} --json {report}"
+    return f"torchrun --nproc-per-node {RANKS[name]} {words} --json {report_of(name)}"
 
 
 def tutorial_commands() -> list[str]:
@@ -69,15 +74,19 @@ def draw_picture(report: Path) -> None:
 
 
 def main() -> None:
-    shutil.rmtree(RESULTS)
-    TUTORIAL.mkdir(parents=True)
-    for name in RANKS:
-        run(script_command(name))
-    for command in tutorial_commands():
-        run(command)
-        left = re.search(r"--json (\S+)|--out (\S+)", command)
-        assert left
-        shutil.move(ROOT / (left[1] or left[2]), TUTORIAL)
+    with tempfile.TemporaryDirectory() as folder:
+        new = Path(folder)
+        (new / "tutorial").mkdir()
+        for name in RANKS:
+            run(script_command(name))
+            shutil.move(ROOT / report_of(name), new)
+        for command in tutorial_commands():
+            run(command)
+            left = re.search(r"--json (\S+)|--out (\S+)", command)
+            assert left
+            shutil.move(ROOT / (left[1] or left[2]), new / "tutorial")
+        shutil.rmtree(RESULTS)
+        shutil.copytree(new, RESULTS)
     draw_picture(RESULTS / "ddp_sweep_cpu_2ranks.jsonl")
 
 
