@@ -10,6 +10,6 @@ lint:
 	ruff check .
 	ruff format --check .
 	mypy common benchmarks analysis examples tests
-results: # docs/results anew, in an hour
+results: # docs/results anew, in 25 minutes
 	python tests/measure_results.py
 .PHONY: results quick smoke faults launch gpu oldest all lint

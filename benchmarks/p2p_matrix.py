@@ -202,6 +202,10 @@ def matrix_lines(matrix: np.ndarray) -> list[str]:
 def answer(links: list[Link], node_of_member: list[int], by: str, sigmas: float) -> list[str]:
     """Who is slow, and the range of the links. node_of_member: the node of each rank or node."""
     lines = sentences(slow_links(links, node_of_member, by, sigmas))
+    spreads = [link.spread for link in links if link.spread is not None]
+    unsure = len(spreads) < len(links) or max(spreads) > UNSURE
+    if unsure:
+        lines = [f"maybe {line}" for line in lines]
     if len(links) < FEW_LINKS:
         lines = [f"with {count_of(len(links), 'link')} nobody can tell what is slow"]
     lines = lines or ["no link, rank or node is slow beyond noise"]
@@ -209,11 +213,10 @@ def answer(links: list[Link], node_of_member: list[int], by: str, sigmas: float)
     rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a)]
     latency = f"latency {min(latencies):.4g} to {max(latencies):.4g} us"
     bandwidth = f"bandwidth {min(rates):.4g} to {max(rates):.4g} GB/s"
-    spreads = [link.spread for link in links if link.spread is not None]
     steady = "no interval"
     if len(spreads) == len(links):
         steady = f"{percent(median(spreads))}, {percent(max(spreads))} at most"
-    if len(spreads) < len(links) or max(spreads) > UNSURE:
+    if unsure:
         steady += "; raise --max-seconds"
     lines.append(f"{latency}, {bandwidth} (the median sample of a link: {steady})")
     group = leave_out(links, node_of_member)

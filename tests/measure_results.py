@@ -1,6 +1,8 @@
-"""Measure anew what the pages quote: docs/results and the picture of README.md. It takes an hour.
+"""Measure anew what the pages quote: docs/results and the picture of README.md. It takes 25
+minutes, on a quiet machine, in a clean checkout.
 
-    make results         as root (the tutorial's two nodes), on a quiet machine, in a clean checkout
+    make results                                # as root, for the tutorial's two nodes
+    python tests/measure_results.py ddp_sweep   # one script, or several
 
 The scripts' reports come from the commands below; the tutorial's come from the commands on its
 page. The old ones go last: reports name a version, which is that of a clean checkout until then.
@@ -49,13 +51,10 @@ def run(command: str) -> None:
     print(f"status {done.returncode}", flush=True)
 
 
-def report_of(name: str) -> str:
-    return f"{name}_cpu_{RANKS[name]}ranks.jsonl"
-
-
 def script_command(name: str) -> str:
     words = f"benchmarks/{name}.py {FLAGS.get(name, '')}".strip()
-    return f"torchrun --nproc-per-node {RANKS[name]} {words} --json {report_of(name)}"
+    report = f"{name}_cpu_{RANKS[name]}ranks.jsonl"
+    return f"torchrun --nproc-per-node {RANKS[name]} {words} --json {report}"
 
 
 def tutorial_commands() -> list[str]:
@@ -73,21 +72,29 @@ def draw_picture(report: Path) -> None:
     figure.savefig(ROOT / "docs" / "scaling.png", dpi=80, bbox_inches="tight")
 
 
+def measure(commands: list[str], to: Path) -> None:
+    """Runs them in the checkout, and moves the report of each, or its folder of reports."""
+    to.mkdir(exist_ok=True)
+    for command in commands:
+        run(command)
+        left = re.search(r"--json (\S+)|--out (\S+)", command)
+        assert left
+        shutil.move(ROOT / (left[1] or left[2]), to)
+
+
 def main() -> None:
+    """Everything, or the scripts that are named."""
+    names = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         new = Path(folder)
-        (new / "tutorial").mkdir()
-        for name in RANKS:
-            run(script_command(name))
-            shutil.move(ROOT / report_of(name), new)
-        for command in tutorial_commands():
-            run(command)
-            left = re.search(r"--json (\S+)|--out (\S+)", command)
-            assert left
-            shutil.move(ROOT / (left[1] or left[2]), new / "tutorial")
-        shutil.rmtree(RESULTS)
-        shutil.copytree(new, RESULTS)
-    draw_picture(RESULTS / "ddp_sweep_cpu_2ranks.jsonl")
+        measure([script_command(name) for name in names or RANKS], new)
+        if not names:
+            measure(tutorial_commands(), new / "tutorial")
+            shutil.rmtree(RESULTS)
+        kept = shutil.ignore_patterns("*.log", "*.txt")  # what ab.py leaves beside reports
+        shutil.copytree(new, RESULTS, ignore=kept, dirs_exist_ok=True)
+    if not names or "ddp_sweep" in names:
+        draw_picture(RESULTS / "ddp_sweep_cpu_2ranks.jsonl")
 
 
 if __name__ == "__main__":

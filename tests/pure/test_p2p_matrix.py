@@ -46,7 +46,7 @@ def test_answer() -> None:
     ]
     alike[-1] = met(1, 2, 60, 1.0, None)
     first, last, _ = p2p_matrix.answer(alike, *where)
-    assert first.startswith("slow link 1 -> 2: latency within nodes 2.93x the median's time")
+    assert first.startswith("maybe slow link 1 -> 2: latency within nodes 2.93x the median's time")
     assert last.endswith("(the median sample of a link: no interval; raise --max-seconds)")
     few = p2p_matrix.answer(alike[:1], [0, 0], "rank", 5.0)
     assert few[0] == "with 1 link nobody can tell what is slow"
