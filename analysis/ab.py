@@ -7,16 +7,15 @@
 # ///
 """Is B slower than A? Or: which of several commands is the fastest? Runs them in turn.
 
-Without --b it runs A against A, and tells the smallest change that so many runs can show here.
+Without --b it runs A against A, and prints the smallest change that this many runs can show here.
 
 The order is A B, B A, A B: a drift of the machine hits both alike, and neighbours make a pair.
-Every run writes its report to OUT/a or OUT/b: `--json` is added to the command. The same call goes
-on where it was interrupted: a run whose report is complete is not run again.
+`--json` is added to each command, so that every run writes its report to OUT/a or OUT/b. The same
+call resumes after an interruption: a run whose report is complete is not run again.
 
-With several commands, each with a NAME, each runs once a round, in a random order. After some
-rounds there is a look: a command that is slower than the fastest with confidence is dropped. The
-end is when one is left, when the others are the same within --margin, or after --max-runs.
-docs/compare.md says more.
+Several commands have a NAME each. Each runs once a round, in a random order. After 6, 8, 12, ...
+rounds a command that is slower than the fastest with confidence is dropped. The run ends when one
+is left, when the others are the same within --margin, or after --max-runs. See docs/compare.md.
 
     python analysis/ab.py --runs 6 --out threads --b-env OMP_NUM_THREADS=2 \\
         --a 'torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py'
@@ -28,16 +27,15 @@ docs/compare.md says more.
         --b 1MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 1' \\
             5MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 5'
 
---interleave is for a machine with neighbours: the runs of a round take turns, block by block. It
-needs this project's scripts, and rank 0 on this machine.
+--interleave is for a shared machine: the runs of a round take turns, block by block. It needs
+this project's scripts, and rank 0 on this machine.
 
-Exit status: 0; 1 where a run or the disk fails, or for what --fail-on names; 2 bad usage; 4 no
-verdict, with --fail-on; 130 after Ctrl-C. BSD-3-Clause.
+Exit status: 0; 1 if a run or the disk fails, or if a case has a verdict of --fail-on; 2 bad usage;
+4 no verdict, with --fail-on; 130 after Ctrl-C. BSD-3-Clause.
 """
 
 import argparse
 import functools
-import itertools
 import math
 import random
 import re
@@ -49,11 +47,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis.commands import Command, ending_all, open_plan, run_round
-from analysis.compare import add_verdict_flags, as_json, conclude, results_of, show_ends
-from analysis.load import Run, load
-from analysis.show import one_line, put, show_table
+from analysis.compare import add_verdict_flags, conclude, show
+from analysis.load import load
+from analysis.show import one_line, put
 from analysis.verdicts import Comparison, Design, Result, compare, persists
-from common.cli import Parser, number, positive_int, wrong
+from common.cli import Parser, checked, number, positive_int, wrong
 
 Compared = Callable[[str, str, int], Comparison]  # the first rounds of two commands, by their names
 Commands = dict[str, Command]  # by their names; the first one is A
@@ -97,35 +95,31 @@ def overall(comparison: Comparison) -> Result:
     return comparison.mean or comparison.cases[0]
 
 
-def run_pairs(commands: Commands, pairs: int, interleave: bool, compared: Compared) -> Comparison:
-    """Run so many pairs. Raises RuntimeError where a run fails."""
-    a, b = commands.values()
-    for pair in range(1, pairs + 1):
-        order = [a, b] if pair % 2 else [b, a]
-        run_round(order, pair, interleave, f"pair {pair} of {pairs}")
-        if pair == 1:  # do keys meet?
-            compared(a.name, b.name, 1)
-    return compared(a.name, b.name, pairs)
-
-
-def run_race(
+def run_rounds(
     commands: Commands, looks: Sequence[int], interleave: bool, compared: Compared
 ) -> Race:
-    """Run the commands until the fastest is known, or the looks are over. Raises RuntimeError."""
+    """Run the commands in rounds. Raises RuntimeError where a run fails.
+
+    Two commands run in all rounds, A B, B A. Of several, those that are slower are dropped at the
+    looks, until the fastest is known or the looks are over.
+    """
 
     def result_of(base: str, test: str, rounds: int) -> Result:
         return overall(compared(base, test, rounds))
 
+    first, *others = commands
     race = Race(list(commands))
     for n in range(1, looks[-1] + 1):
         order = [commands[name] for name in race.racing]
-        random.Random(n).shuffle(order)  # the same order after an interruption
+        if len(others) > 1:
+            random.Random(n).shuffle(order)  # the same order after an interruption
+        elif n % 2 == 0:
+            order.reverse()
         run_round(order, n, interleave, f"round {n} of {looks[-1]}, {len(order)} commands,")
         if n == 1:  # do keys meet?
-            first, *others = commands
             for name in others:
                 compared(first, name, 1)
-        if n in looks and race.look(n, result_of):
+        if len(others) > 1 and n in looks and race.look(n, result_of):
             break
     return race
 
@@ -143,20 +137,6 @@ def planned_looks(first: int, most: int) -> list[int]:
     return looks
 
 
-def design_of(names: Sequence[str], looks: Sequence[int], args: argparse.Namespace) -> Design:
-    """Every look at every pair has its part of the 5 % of error: nobody knows who will lead."""
-    pairs = math.comb(len(names), 2)
-    return Design(args.margin, True, args.interleave, len(looks) * pairs)
-
-
-def runs_of(commands: Sequence[Command], rounds: int, ignore: Sequence[str]) -> list[list[Run]]:
-    """The runs of each command, in the order of the rounds, which count from 1."""
-    numbers = range(1, rounds + 1)
-    paths = [[str(command.report(number)) for number in numbers] for command in commands]
-    run_of_path = {run.label: run for run in load([*itertools.chain(*paths)], ignore=ignore)}
-    return [[run_of_path[path] for path in of_command] for of_command in paths]
-
-
 def measure(args: argparse.Namespace) -> int:
     """Run the commands and print what they tell. Raises RuntimeError where a run fails."""
     commands = commands_of(args)
@@ -167,62 +147,56 @@ def measure(args: argparse.Namespace) -> int:
     looks = [args.runs]
     if is_race:
         looks = planned_looks(args.runs, max(args.runs, args.max_runs or 4 * args.runs))
-    design = design_of(names, looks, args)
+    # each look at each pair has its part of the 5 % of error: nobody knows which pairs will count
+    all_looks = len(looks) * math.comb(len(names), 2)
+    design = Design(args.margin, True, args.interleave, all_looks)
 
     @functools.cache
     def compared(base: str, test: str, rounds: int) -> Comparison:
-        with one_line([str(args.out)]):
-            base_runs, test_runs = runs_of(
-                [commands[base], commands[test]], rounds, args.ignore_key
-            )
+        base_paths = commands[base].reports(rounds)
+        test_paths = commands[test].reports(rounds)
+        with one_line([args.out]):
+            runs = load([*base_paths, *test_paths], ignore=args.ignore_key)
+            run_of = {run.path: run for run in runs}
+            base_runs = [run_of[path] for path in base_paths]  # in the order of the rounds
+            test_runs = [run_of[path] for path in test_paths]
             return compare(base_runs, test_runs, design)
 
     settings = {"interleave": args.interleave, "looks after runs": looks}
-    with open_plan(args.out, list(commands.values()), settings):
-        if is_race:
-            race = run_race(commands, looks, args.interleave, compared)
-            show_race(race, compared, args)
-            return 0
-        comparison = run_pairs(commands, args.runs, args.interleave, compared)
+    with open_plan(Path(args.out), list(commands.values()), settings):
+        race = run_rounds(commands, looks, args.interleave, compared)
+    if is_race:
+        show_race(race, compared, args.margin)
+        return 0
+    comparison = compared(*names, args.runs)
     is_like_with_like = not args.b and not args.b_env
-    return conclude([comparison], args.format, args.fail_on, is_like_with_like)
+    put(show(comparison, args.fail_on, is_like_with_like))
+    return conclude(comparison, args.fail_on)
 
 
-def show_race(race: Race, compared: Compared, args: argparse.Namespace) -> None:
-    """Each command against the best one: over all cases, and case by case."""
+def show_race(race: Race, compared: Compared, margin: float) -> None:
+    """Each command against the best one, and in one sentence."""
     comparisons = {}
     for name, rounds in race.rounds.items():
         if name != race.best:
             comparisons[name] = compared(race.best, name, rounds)
     fastest_first = sorted(comparisons, key=lambda name: overall(comparisons[name]).ratio or 1)
-    if args.format == "json":
-        put(as_json([comparisons[name] for name in fastest_first]))
-        return
-    header = ["command", "runs", "case", f"time / {race.best}", "interval", "verdict"]
-    rows: list[list[Any]] = []
     for name in fastest_first:
-        for result in results_of(comparisons[name]):
-            ratio = "-" if result.ratio is None else f"{result.ratio:.4g}"
-            ends = show_ends(result.interval)
-            rows.append([name, race.rounds[name], result.label, ratio, ends, result.verdict])
+        put(f"# BASE: {race.best}. TEST: {name}.\n{show(comparisons[name])}\n")
     results = {name: overall(comparisons[name]) for name in fastest_first}
-    runs = sum(race.rounds.values())
-    mark = "-" if args.format == "markdown" else "#"
-    how = "; their blocks took turns" if args.interleave else ""
-    put(f"{mark} torchrun-bench ab: {len(race.rounds)} commands, {runs} runs{how}\n")
-    put(show_table(header, rows, (1, 3), args.format))
-    put(f"\n{mark} {sentence(race, results, args.margin)}")
+    put(f"# {sentence(race, results, margin)}")
     persistent = [name for name, result in results.items() if persists(result.pair_ratios)]
     if persistent:
         put(
-            f"{mark} warning: {', '.join(persistent)} against {race.best}: a level that persists "
-            "over rounds; it is not in the interval, and such orders err more often than 5 %"
+            f"# warning: {', '.join(persistent)} against {race.best}: a level that persists over "
+            "rounds; it is not in the interval, and such orders err more often than 5 %"
         )
 
 
 def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
-    """`best: X; Y cannot be told apart from it; Z is 1.12 (1.08 to 1.17) times slower`"""
-    parts = [f"best: {race.best}"]
+    """`best: X; Z is 1.12 (1.08 to 1.17) times slower`; of equals none is called the best."""
+    are_slower = [name in race.lost_to or is_slower(result) for name, result in results.items()]
+    parts = [f"best: {race.best}" if all(are_slower) else f"no clear best; shortest: {race.best}"]
     for name, result in results.items():
         if result.interval is None:
             parts.append(f"{name} has no time to compare")
@@ -252,7 +226,7 @@ def commands_of(args: argparse.Namespace) -> Commands:
         name = name or "b"
         if name in commands:
             raise ValueError(f"two commands are called {name}; give each a name of its own")
-        commands[name] = Command(name, text, dict(variables), args.out / name)
+        commands[name] = Command(name, text, dict(variables), Path(args.out) / name)
     return commands
 
 
@@ -271,23 +245,22 @@ def variable(text: str) -> tuple[str, str]:
     return (name, value) if equals else wrong("NAME=VALUE", repr(text))
 
 
-def folder(text: str) -> Path:
-    return Path(text) if text.strip() else wrong("a folder", repr(text), "e.g. --out threads")
-
-
 def add_flags(parser: Parser) -> None:
     add = parser.add_argument
     lists: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
-    base = "the base, as one word: quote it"
+    base = "the command to compare with, quoted as one word"
     add("--a", required=True, type=command, metavar="[NAME=]COMMAND", help=base)
-    b = "what is compared with it, one or more (default: A, to see how runs that are alike differ)"
+    b = "one or more commands to compare with A (default: A itself, to see what chance does)"
     add("--b", type=command, metavar="[NAME=]COMMAND", help=b, **lists)
-    add("--b-env", type=variable, help="NAME=VALUE, variables of the runs of --b", **lists)
-    add("--out", required=True, type=folder, metavar="DIR", help="keep plan, reports and logs here")
-    runs = "runs a side; of several commands: before the first look (default: 6)"
+    b_env = "environment variables for the commands of --b"
+    add("--b-env", type=variable, metavar="NAME=VALUE", help=b_env, **lists)
+    folder = checked(str, bool, "a folder", "e.g. --out threads")
+    add("--out", required=True, type=folder, metavar="DIR", help="for the plan, reports and logs")
+    runs = "runs of each command; with several --b, runs before the first look (default: 6)"
     add("--runs", type=number(int, 2), default=6, metavar="N", help=runs)
-    add("--interleave", action="store_true", help="the runs of a round at once, block by block")
-    limit = "of several commands: at most so many runs each (default: 4 times --runs)"
+    interleave = "start the runs of a round together; they take turns, block by block"
+    add("--interleave", action="store_true", help=interleave)
+    limit = "with several --b: the most runs of each command (default: 4 times --runs)"
     add("--max-runs", type=positive_int, metavar="N", help=limit)
     add_verdict_flags(parser)
 

@@ -6,7 +6,6 @@ run again: so the same call goes on where it was interrupted. OUT/plan.txt holds
 
 import contextlib
 import ctypes
-import json
 import os
 import select
 import shlex
@@ -43,6 +42,10 @@ class Command:
     def report(self, number: int) -> Path:
         return self.folder / f"{number:02d}.jsonl"
 
+    def reports(self, rounds: int) -> list[str]:
+        """Those of the first rounds, which count from 1."""
+        return [str(self.report(number)) for number in range(1, rounds + 1)]
+
     def log(self, number: int) -> Path:
         return self.folder / f"{number:02d}.log"
 
@@ -76,18 +79,15 @@ class Command:
         """Wait for the end of a run. Raises RuntimeError where it failed, or took no turns."""
         status = process.wait()
         problem = self.why_no_report(number)
-        if problem is None and not took_turns:
+        if not problem and not took_turns:
             problem = "it took no turns; only this project's scripts can, where rank 0 times steps"
-        if problem is None:
-            problem = self.other_environment(number)
-        if status == 0 and problem is None:
+        problem = problem or self.other_environment(number)
+        if status == 0 and not problem:
             return
-        if problem is None:
-            problem = "its report is complete"
         log = self.log(number)
         lines = log.read_text(errors="replace").splitlines()[-15:]
         tail = "".join(f"\n    {clean(line)}" for line in lines)
-        what = f"exit status {status}; {clean(problem, 500)}"
+        what = f"exit status {status}; {clean(problem or 'its report is complete', 500)}"
         raise RuntimeError(f"{self.name} {number}: {what}; the end of {log}:{tail}")
 
     def other_environment(self, number: int) -> str | None:
@@ -114,32 +114,24 @@ def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) 
     Raises ValueError where the folder holds another plan or files of somebody else, or where
     another process is at work in it.
     """
-    plan = settings.copy()
+    lines = [f"{name}: {value}" for name, value in settings.items()]
     for command in commands:
-        variables = report.without_secrets(command.variables)
-        plan |= {f"command {command.name}": command.text}
-        plan |= {f"{command.name}_env {name}": value for name, value in variables.items()}
-    for command in commands:
+        lines.append(f"command {command.name}: {command.text}")
+        for name, value in report.without_secrets(command.variables).items():
+            lines.append(f"variable of {command.name}: {name}={value}")
         command.folder.mkdir(parents=True, exist_ok=True)
     path = out / "plan.txt"
+    plan = "\n".join(lines).encode()
     with report.open_alone(str(path)) as file:
-        before = read_plan(path)
+        before = path.read_bytes()
         if not before:
             refuse_files(commands)
-            file.write(json.dumps(plan, indent=1).encode())
-        elif differing := report.differences(before, plan):
-            what = "runs that do not belong together; give another --out"
-            raise ValueError(f"{path} has {differing}: {what}")
+            file.write(plan)
+        elif before != plan:
+            missing = [line for line in lines if line.encode() not in before]
+            why = f"it lacks {'; '.join(missing)}" if missing else "it has more commands"
+            raise ValueError(f"{path} is the plan of another call: {why}; give another --out")
         yield
-
-
-def read_plan(path: Path) -> dict[str, Any]:
-    """The plan of an earlier call; empty where this is the first one."""
-    text = path.read_text(errors="replace")
-    try:
-        return dict(json.loads(text or "{}"))
-    except (ValueError, TypeError, RecursionError):
-        raise ValueError(f"{path} is no plan of this program; give another --out") from None
 
 
 def refuse_files(commands: Sequence[Command]) -> None:
@@ -156,8 +148,7 @@ def refuse_files(commands: Sequence[Command]) -> None:
 def run_round(commands: Sequence[Command], number: int, interleave: bool, name: str) -> None:
     """Run the commands in this order, but not those whose report is complete already.
 
-    name: what the round is called where it is reported, such as `pair 3 of 6`. Raises RuntimeError
-    where a command fails.
+    name: of the round, such as `round 3 of 6`, for stderr. Raises RuntimeError where a run fails.
     """
     todo = [command for command in commands if command.why_no_report(number)]
     if not todo:

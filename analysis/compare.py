@@ -7,9 +7,9 @@
 # ///
 """Is TEST slower than BASE, faster, the same, or can these reports not tell?
 
-The run is the unit. Its time is the median over its iterations, and the slowest rank counts in each
-iteration. The 95 % interval is that of the ratio TEST / BASE, by Student's t on the logarithms of
-the runs' times. The verdicts:
+The run is the unit. The time of a run is the median over its iterations, and the time of an
+iteration is the maximum over ranks. The 95 % interval is that of the ratio TEST / BASE, by
+Student's t on the logarithms of the runs' times. The verdicts:
 
     slower, faster  the interval excludes 1, with a false discovery rate of 5 % over all cases, and
                     the ratio is beyond --margin
@@ -17,46 +17,33 @@ the runs' times. The verdicts:
     undecided       neither: measure more runs. One run a side is always undecided
 
 Cases are joined by their keys. Files, folders and patterns are read: reports of this project and of
-PyTorch's DDP benchmark, JSON and logs of nccl-tests and rccl-tests. With --history the newest run
-of a folder is compared with the ten before it.
+PyTorch's DDP benchmark, JSON and logs of nccl-tests and rccl-tests.
 
     python analysis/compare.py base.jsonl --test test.jsonl
-    python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower --format markdown
-    python analysis/compare.py --history reports/
+    python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower
 
-Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 what it names has happened; 4 no verdict: a
+Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 a case has such a verdict; 4 no verdict: a
 case is undecided, missing or cannot be compared. docs/compare.md derives the numbers. BSD-3-Clause.
 """
 
 import argparse
 import gc
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import exp, log
 from pathlib import Path
 from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import by_benchmark, find, load, rows_of
-from analysis.show import clean, list_once, markdown, one_line, put, show_table, show_time
-from analysis.verdicts import (
-    MAX_RUNS,
-    Comparison,
-    Design,
-    Result,
-    compare,
-    warning_of_order,
-)
+from analysis.load import find, load
+from analysis.show import clean, list_once, one_line, put, show_table, show_time
+from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare, warning_of_order
 from common.cli import Parser, checked, fraction, list_of, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
 NO_VERDICT = ("undecided", "missing", "not compared")  # a case that nobody could judge
-HISTORY = 10  # with so many runs before it the newest one is compared
-MARKS = {"table": "#", "markdown": "-"}  # what a line beside a table begins with
 STATUSES = {"pass": 0, "failed": 1, "no verdict": 4}  # the exit status of an outcome
 
 
@@ -65,19 +52,13 @@ def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     margin = "the smallest change that matters (default: 2%%)"
     add("--margin", type=fraction, default=0.02, metavar="P", help=margin)
-    key = "join cases that differ in these fields of their keys; a list"
+    key = "join cases whose keys differ only in these fields; a list"
     add("--ignore-key", type=list_of(str), default=[], metavar="NAME", help=key)
     fail = (
-        f"exit with 1 where a case, or the mean, is one of {', '.join(FAILURES)}, "
-        "else with 4 where a case has no verdict; a list"
+        f"exit with 1 if a case, or the mean, is one of {', '.join(FAILURES)}, "
+        "else with 4 if a case has no verdict; a list"
     )
     add("--fail-on", type=list_of(str, FAILURES), default=[], metavar="VERDICT", help=fail)
-    add("--format", choices=("table", "markdown", "json"), default="table", help="(default: table)")
-
-
-def results_of(comparison: Comparison) -> list[Result]:
-    """The cases and, where there are several, their mean."""
-    return [*comparison.cases, comparison.mean] if comparison.mean else comparison.cases
 
 
 def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str]:
@@ -103,22 +84,22 @@ def count_verdicts(results: Sequence[Result]) -> str:
 
 
 def show(
-    comparison: Comparison, style: str, fail_on: Sequence[str] = (), is_like_with_like: bool = False
+    comparison: Comparison, fail_on: Sequence[str] = (), is_like_with_like: bool = False
 ) -> str:
-    """A comparison as text; style: table or markdown. is_like_with_like: TEST is BASE again, so
-    that the smallest change is of interest."""
+    """A comparison as text; if TEST is BASE again, with the smallest change."""
     sure = f"{100 * (1 - comparison.design.error_rate):.4g} %"
     last = "smallest change" if is_like_with_like else "verdict"
     header = ["case", "BASE", "TEST", "TEST is", f"{sure} interval", last]
     rows = []
-    for result in results_of(comparison):
+    mean = comparison.mean
+    for result in [*comparison.cases, mean] if mean else comparison.cases:
         row = cells(result)
         if is_like_with_like:
             change = result.smallest_change
             row[-1] = "-" if change is None else f"{100 * change:.2g} %"
         rows.append(row)
-    table = show_table(header, rows, (1, 2), style).splitlines()
-    if comparison.mean and style == "table":
+    table = show_table(header, rows, (1, 2), "table").splitlines()
+    if mean:
         rule = table[1]
         table.insert(-1, rule)  # above the mean
     notes = below_like_with_like(comparison) if is_like_with_like else below(comparison)
@@ -126,14 +107,9 @@ def show(
         outcome, why = outcome_of(comparison, fail_on)
         reason = f" ({why})" if why else ""
         notes.append(f"--fail-on {','.join(fail_on)}: {outcome}{reason}")
-    lines = [*as_notes(above(comparison), style), "", *table, "", *as_notes(notes, style)]
-    return "\n".join(lines)
-
-
-def as_notes(lines: Sequence[str], style: str) -> list[str]:
-    """Lines above or below a table: comments, or in Markdown a list."""
-    escape = markdown if style == "markdown" else clean
-    return [f"{MARKS[style]} {escape(line, 500)}" for line in lines]
+    heads = [f"# {clean(line, 500)}" for line in above(comparison)]
+    ends = [f"# {clean(line, 500)}" for line in notes]
+    return "\n".join([*heads, "", *table, "", *ends])
 
 
 def above(comparison: Comparison) -> list[str]:
@@ -226,35 +202,12 @@ def below_like_with_like(comparison: Comparison) -> list[str]:
     return lines
 
 
-def conclude(
-    comparisons: Sequence[Comparison],
-    style: str,
-    fail_on: Sequence[str],
-    is_like_with_like: bool = False,
-) -> int:
-    """Print the results; the exit status: that of the worst outcome, if `fail_on` asks for one."""
-    texts = [as_json(comparisons, fail_on)] if style == "json" else []
-    if style != "json":
-        texts = [show(each, style, fail_on, is_like_with_like) for each in comparisons]
-    put("\n\n".join(texts))
-    if not fail_on:
-        return 0
-    outcomes = [outcome_of(comparison, fail_on) for comparison in comparisons]
-    for outcome in ("failed", "no verdict"):
-        reasons = [why for name, why in outcomes if name == outcome]
-        if reasons:
-            refuse(f"{outcome}: {', '.join(reasons)} (--fail-on)", status=STATUSES[outcome])
+def conclude(comparison: Comparison, fail_on: Sequence[str]) -> int:
+    """The exit status, after a line on stderr where it is not 0."""
+    outcome, why = outcome_of(comparison, fail_on)
+    if fail_on and outcome != "pass":
+        refuse(f"{outcome}: {why} (--fail-on)", status=STATUSES[outcome])
     return 0
-
-
-def as_json(comparisons: Sequence[Comparison], fail_on: Sequence[str] = ()) -> str:
-    """One comparison as an object, several as a list. outcome: null where none was asked for."""
-    documents = []
-    for comparison in comparisons:
-        outcome = outcome_of(comparison, fail_on)[0] if fail_on else None
-        head = {"schema": "torchrun-bench-compare/2", "outcome": outcome}
-        documents.append(head | asdict(comparison))
-    return json.dumps(documents if len(documents) > 1 else documents[0], indent=1)
 
 
 def two_sides(args: argparse.Namespace) -> Comparison:
@@ -269,45 +222,28 @@ def two_sides(args: argparse.Namespace) -> Comparison:
     return comparison
 
 
-def over_time(args: argparse.Namespace) -> list[Comparison]:
-    """The newest run of each benchmark against those before it."""
-    runs = load([args.history], args.measure, args.ignore_key)
-    histories = []
-    for history in by_benchmark(runs).values():
-        if len(history) > 1 and any(row.time_s for row in rows_of(history)):
-            histories.append(history)
-    if not histories:
-        raise ValueError(f"--history {args.history}: no benchmark has two reports with times")
-    comparisons = []
-    for *earlier, newest in histories:
-        comparisons.append(compare(earlier[-HISTORY:], [newest], Design(args.margin)))
-    return comparisons
-
-
 def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("base", nargs="*", metavar="BASE", help="reports, folders of reports, or patterns")
-    test = "reports, folders or patterns that are compared with BASE"
-    add("--test", nargs="+", metavar="TEST", help=test)
-    history = "a folder of reports over time, instead of BASE and TEST"
-    add("--history", metavar="DIR", help=history)
-    add("--paired", action="store_true", help="run i of BASE and of TEST were neighbours in time")
-    add("--interleaved", action="store_true", help="so were their blocks: ab.py --interleave")
-    measure = "another step of the cases, or a time or rate of theirs"
+    test = "reports, folders or patterns to compare with BASE"
+    add("--test", nargs="+", default=[], metavar="TEST", help=test)
+    paired = "compare in pairs: run i of BASE and run i of TEST were neighbours in time"
+    add("--paired", action="store_true", help=paired)
+    interleaved = "compare block by block: the runs of a pair took turns (ab.py --interleave)"
+    add("--interleaved", action="store_true", help=interleaved)
+    measure = "compare this step, time or rate, such as exposed_s, instead of the step time"
     add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
     add_verdict_flags(parser)
     args = parser.parse_args()
-    has_sides = bool(args.base and args.test)
-    if has_sides == bool(args.history) or (args.history and (args.base or args.test)):
-        what = "compare.py base.jsonl --test test.jsonl, or compare.py --history reports/"
-        refuse(f"expected reports of two sides, or a history; e.g. {what}")
-    if args.history and (args.paired or args.interleaved):
-        refuse("--paired and --interleaved are about BASE and --test: a history has no pairs")
+    if not args.base or not args.test:
+        example = "e.g. compare.py base.jsonl --test test.jsonl"
+        refuse(f"expected reports of two sides, BASE and --test TEST; {example}")
     gc.disable()  # a report is millions of numbers without a cycle among them
-    with one_line([args.history] if args.history else [*args.base, *args.test]):
-        comparisons = over_time(args) if args.history else [two_sides(args)]
-        return conclude(comparisons, args.format, args.fail_on)
+    with one_line([*args.base, *args.test]):
+        comparison = two_sides(args)
+        put(show(comparison, args.fail_on))
+        return conclude(comparison, args.fail_on)
 
 
 if __name__ == "__main__":

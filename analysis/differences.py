@@ -15,8 +15,6 @@ HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_siz
 GPU_HARDWARE = ("power.limit", "clocks.max.sm", "ecc.mode.current", "mig.mode.current")
 # Not of interest by themselves: rows for each rank and device, and lines derived from them.
 IGNORED = ("ranks", "gpus", "differences", "variables", "others")
-
-
 BUSY = 0.1  # other programs disturb a run where they use more of a node's cores
 
 
@@ -40,32 +38,22 @@ def is_disturbed(load: tuple[float, int] | None) -> bool:
     return load is not None and load[0] > BUSY * load[1]
 
 
-def as_text(value: Any) -> str:
-    """A field in a few words. Entries of a list that are alike stand once."""
-    entries = value if isinstance(value, list) else [value]
-    return list_once(str(entry) for entry in entries)
-
-
 def describe_environment(run: Run) -> dict[str, str]:
     """Each field of the environment as one text, where it says something."""
     described = {}
     for name, value in fields_of(run).items():
-        text = as_text(value)
+        entries = value if isinstance(value, list) else [value]
+        text = list_once(str(entry) for entry in entries)
         if text not in ("None", ""):
             described[name] = text
     return described
 
 
 def fields_of(run: Run) -> dict[str, Any]:
-    """The fields of the environment.
-
-    A variable, a field that was left out of the keys, and a setting of the GPUs are fields, too.
-    """
+    """The environment, with a field for each variable, each field of the keys that was left out,
+    and each setting of the GPUs."""
     environment = run.environment
-    fields = {}
-    for name, value in environment.items():
-        if name not in IGNORED:
-            fields[name] = value
+    fields = {name: value for name, value in environment.items() if name not in IGNORED}
     variables = environment.get("variables") or {}
     for name, value in variables.items():
         fields[f"variables.{name}"] = value

@@ -14,14 +14,12 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from cycler import cycler
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from analysis.load import Run, links_of, number_of, numbers
+from analysis.load import Run, numbers
 from analysis.show import clean, scaled_unit, show_number, show_time, show_value, unit_of
 from common.cli import show_size
-from common.report import Report
 
 # colours, each with a contrast of 3 to white and to a dark page
 SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f7f7f", "#a0522d")
@@ -105,8 +103,8 @@ def names_of_curves(rows: pd.DataFrame, x: str) -> list[str]:
     return [", ".join(words) for words in zip(*differing, strict=True)]
 
 
-def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Figure:
-    """Seconds of each case with their intervals, series upon series or side by side."""
+def bars(rows: pd.DataFrame, title: str, name: str) -> Figure:
+    """Seconds of each case with their intervals, a bar for each series."""
     names = zip(rows["table"], rows["case"], strict=True)
     rows = rows.assign(bar=[case.removeprefix(f"{table}: ") for table, case in names])
     if rows.duplicated(["bar", "run", "series"]).any():  # of several tables
@@ -121,14 +119,13 @@ def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Fi
     values = table["value"].clip(lower=0)
     below = (values - table["low"]).clip(lower=0)
     above = (table["high"] - values).clip(lower=0)
-    has_intervals = bool(above.notna().any(axis=None))
-    figure = Figure((5.6, 1.2 + 0.3 * len(table)), label=name)
+    reach = [[below[series], above[series]] for series in values]  # NaN draws nothing
+    bar_height = 0.3 if len(reach) == 1 else 0.15
+    figure = Figure((5.6, 1.2 + bar_height * values.size), label=name)
     ax = figure.add_subplot()
-    errors = None if stacked else [[below[s], above[s]] for s in values]  # NaN draws nothing
-    values.plot.barh(ax=ax, stacked=stacked, xerr=errors, capsize=2, width=0.7, ylabel="")
-    if stacked:
-        draw_intervals(ax, values, below, above)
+    values.plot.barh(ax=ax, xerr=reach, capsize=2, width=0.7, ylabel="")
     ax.set_xlim(left=0)
+    has_intervals = bool(above.notna().any(axis=None))
     ax.set_xlabel(f"{unit}; the thin lines are 95 % intervals" if has_intervals else unit)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
@@ -136,46 +133,7 @@ def bars(rows: pd.DataFrame, title: str, name: str, stacked: bool = False) -> Fi
     return figure
 
 
-def draw_intervals(
-    ax: Axes, values: pd.DataFrame, below: pd.DataFrame, above: pd.DataFrame
-) -> None:
-    """A line around the end of each part of the stacked bars that has an interval.
-
-    Each series has a height of its own, so that its lines do not hide those of the next one.
-    """
-    ends = values.fillna(0).cumsum(axis=1)
-    series = [name for name in values if above[name].notna().any()]
-    heights = np.linspace(-0.3, 0.3, len(series) + 2)[1:-1]
-    for name, height in zip(series, heights, strict=True):
-        places = np.arange(len(values)) + height
-        reach = [below[name], above[name]]  # NaN draws nothing
-        ax.errorbar(ends[name], places, xerr=reach, fmt="none", ecolor="black", lw=1, capsize=2)
-
-
-def heat(report: Report, label: str = "") -> Figure | None:
-    """The links of a report of p2p_matrix.py, if it has any; yellow is good."""
-    rows = []
-    for case in report.cases:
-        for link in links_of(case.metrics):
-            latency_us, there, back, both = map(number_of, link[2:])
-            rows.append((link.a, link.b, latency_us, there, both))
-            rows.append((link.b, link.a, latency_us, back, both))
-    if not rows:
-        return None
-    names = ("latency (us)", "bandwidth (GB/s)", "both ways (GB/s)")
-    table = pd.DataFrame(rows, columns=["sends", "receives", *names])
-    figure = Figure(figsize=(12, 4.2), layout="constrained", label=f"Links {label}".strip())
-    for ax, name in zip(figure.subplots(1, 3), names, strict=True):
-        values = table.pivot_table(name, "sends", "receives")
-        image = ax.imshow(values, cmap="viridis_r" if name == "latency (us)" else "viridis")
-        ticks = range(0, len(values), 1 + len(values) // 16)
-        ax.set(title=name, xlabel="receives", ylabel="sends", xticks=ticks, yticks=ticks)
-        ax.grid(visible=False)
-        figure.colorbar(image, ax=ax, shrink=0.7)
-    return figure
-
-
-over_size, stacked = partial(curves, x="size_bytes"), partial(bars, stacked=True)
+over_size = partial(curves, x="size_bytes")
 AXES = [f"exposed_{axis}_s" for axis in ("pp", "dp", "cp", "ep", "tp")]
 PLACES = [f"{place}_busbw_gb_per_s" for place in ("out_of_place", "in_place")]
 BUSBW = ("busbw (GB/s)", PLACES, over_size)
@@ -183,12 +141,12 @@ Plot = tuple[str, list[str], Callable[..., Figure | None]]  # title, metrics, ho
 FIGURES: dict[str, list[Plot]] = {  # by benchmark
     "ddp_sweep": [
         ("samples/s", ["samples_per_s"], partial(curves, x="ranks")),
-        ("Where a step's time goes", ["local_compute_s", "exposed_s"], stacked),
+        ("Where a step's time goes", ["local_compute_s", "exposed_s"], bars),
     ],
     "collectives": [BUSBW],
     "nccl-tests": [BUSBW],
     "rpc_latency": [("round trip", ["round_trip_s"], over_size)],
-    "parallel_sweep": [("Where a step's time goes", ["compute_s", *AXES], stacked)],
+    "parallel_sweep": [("Where a step's time goes", ["compute_s", *AXES], bars)],
     "checkpoint_sweep": [("A checkpoint", ["blocked_s", "stall_s", "upload_s"], bars)],
 }
 PANELS = ("model", "dtype", "collective", "operation")  # a figure for each value of them
@@ -196,9 +154,6 @@ PANELS = ("model", "dtype", "collective", "operation")  # a figure for each valu
 
 def draw(runs: Sequence[Run]) -> list[Figure]:
     """The figures of the reports of one benchmark."""
-    if runs[0].benchmark == "p2p_matrix":
-        maps = [heat(run, run.label) for run in runs]
-        return [figure for figure in maps if figure]
     rows = pd.DataFrame(numbers(runs))
     if rows.empty:
         return []

@@ -7,14 +7,13 @@
 # ///
 """One page from any reports: summary, figures, tables, environment.
 
-The page is a single HTML file. It needs no network and runs no script, and it is light or dark as
-the reader has it. It begins with the sentences in which each script has answered its question.
-Reports of the same benchmark are drawn over each other. A script that this one does not know is
-shown as well: its metrics as tables, and the time of each case with its interval.
+The page is a single HTML file. It loads nothing from the network and runs no script. Light or dark
+follows the browser's setting. It begins with each script's answer, and with what disturbed the run.
+Reports of the same benchmark share figures and tables. A new script needs no change here: the page
+has its metrics as tables, and the time of each case with its interval.
 
     python analysis/report.py report.jsonl -o report.html
     python analysis/report.py before.jsonl after.jsonl -o report.html
-    python analysis/report.py report.jsonl --markdown
 
 Everything in a report is shown as text, and nothing of it is executed. BSD-3-Clause.
 """
@@ -31,12 +30,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
-from analysis.differences import (
-    describe_environment,
-    differences,
-    is_disturbed,
-    load_of_others,
-)
+from analysis.differences import describe_environment, differences, is_disturbed, load_of_others
 from analysis.figures import draw, svg
 from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, rows_of, values_of
 from common.cli import Parser, refuse, show_size
@@ -51,7 +45,7 @@ SPREAD = 1000  # a column whose numbers differ by more has a unit in each cell
 class Table(NamedTuple):
     title: str
     header: Sequence[Any]
-    rows: Sequence[Sequence[Any]]
+    rows: list[Any]  # lists of cells
     marks: dict[int, str]  # rows that stand out, by number, and why: failed or differs
     words: int = 100  # so many columns of words stand before those of numbers
 
@@ -70,47 +64,35 @@ class Section:
 
 
 def summary(runs: Sequence[Run]) -> Section:
-    """What the scripts say, what each report holds, and why cases of it failed."""
-    tables = []
-    answers: list[str] = []
-    loud: list[str] = []
-    quiet: list[str] = []
-    for run in runs:
-        where_said = f"{run.label}: " if len(runs) > 1 else ""
-        answers += [f"{where_said}{sentence}" for sentence in answer_of(run)]
-        if load := load_of_others(run):
-            busy, cores = load
-            line = f"{where_said}Other programs used {busy:g} of {cores} cores of a node meanwhile"
-            if is_disturbed(load):
-                loud.append(f"{line}: they disturbed it, and its times may be too long.")
-            else:
-                quiet.append(f"{line}.")
-    rows, failed_reports = [], {}
+    """What the scripts say, what disturbed them, what each report holds, and why cases failed."""
+    heads = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
+    reports = Table("Reports", heads, [], {})
+    failures = Table("Failed cases", ("report", "case", "reason"), [], {})
+    section = Section("Summary", [reports])
     for i, run in enumerate(runs):
+        name = f"{run.label}: " if len(runs) > 1 else ""
+        section.answers += [f"{name}{sentence}" for sentence in run.end.get("answer") or []]
+        load = load_of_others(run)
+        if load:
+            line = f"{name}Other programs used {load[0]:g} of {load[1]} cores of a node meanwhile"
+            if is_disturbed(load):
+                section.loud.append(f"{line}: they disturbed it, and its times may be too long.")
+            else:
+                section.quiet.append(f"{line}.")
         counts = Counter(re.split("[:,]", case.check)[0] for case in run.rows.values())
         cases = ", ".join(f"{n} {check}" for check, n in counts.items()) or "no case"
-        started = run.started_at[:16].replace("T", " ")
         torch = run.environment.get("torch") or "-"
-        rows.append([run.label, run.benchmark, run.status, cases, where(run), torch, started])
-        if run.status != "complete" or counts["failed"]:
-            failed_reports[i] = "failed"
-    heads = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
-    tables.append(Table("Reports", heads, rows, failed_reports))
-    failed_cases = []
-    for run in runs:
+        started = run.started_at[:16].replace("T", " ")
+        row = [run.label, run.benchmark, run.status, cases, where(run), torch, started]
+        reports.rows.append(row)
         failed = [case for case in run.rows.values() if case.failed]
-        failed_cases += [[run.label, case.label, case.check] for case in failed]
-    if failed_cases:
-        tables.append(Table("Failed cases", ("report", "case", "reason"), failed_cases, {}))
-    return Section("Summary", tables, answers, loud + warnings(runs), quiet)
-
-
-def answer_of(run: Run) -> list[str]:
-    """The sentences in the last line of a report. A run that was interrupted has none."""
-    sentences = run.end.get("answer")
-    if not isinstance(sentences, list):
-        return []
-    return [sentence for sentence in sentences if isinstance(sentence, str)]
+        failures.rows.extend([run.label, case.label, case.check] for case in failed)
+        if run.status != "complete" or failed:
+            reports.marks[i] = "failed"
+    if failures.rows:
+        section.tables.append(failures)
+    section.loud += warnings(runs)
+    return section
 
 
 def title_of(runs: Sequence[Run]) -> str:
@@ -118,9 +100,8 @@ def title_of(runs: Sequence[Run]) -> str:
     benchmarks = show.list_once(run.benchmark for run in runs)
     machines = show.list_once(machine_of(run) for run in runs)
     days = show.list_once(run.started_at[:10] for run in runs if run.started_at)
-    return ", ".join(
-        show.clean(part, 120) for part in (f"{benchmarks} on {machines}", days) if part
-    )
+    parts = [show.clean(f"{benchmarks} on {machines}", 120), show.clean(days, 120)]
+    return ", ".join(part for part in parts if part)
 
 
 def machine_of(run: Run) -> str:
@@ -132,10 +113,9 @@ def machine_of(run: Run) -> str:
 def where(run: Run) -> str:
     """`ranks: 8, nodes: 1, NVIDIA H100`"""
     described = describe_environment(run)
-    words = {"ranks: ": "world_size", "nodes: ": "num_nodes", "": "devices"}
-    return ", ".join(
-        f"{word}{described[name]}" for word, name in words.items() if name in described
-    )
+    names = {"world_size": "ranks: ", "num_nodes": "nodes: ", "devices": ""}
+    words = [f"{word}{described[name]}" for name, word in names.items() if name in described]
+    return ", ".join(words)
 
 
 def environment(runs: Sequence[Run]) -> Section:
@@ -276,17 +256,6 @@ def cell(value: Value, unit: str, shown_unit: str, factor: float) -> str:
     return value.text(shown_unit, factor, digits_of(factor * max(ends)) if ends else 0)
 
 
-def as_markdown(section: Section) -> str:
-    blocks = [f"## {show.markdown(section.title)}"]
-    for line in section.answers + section.loud + section.quiet:
-        blocks.append(show.markdown(line, 1000))
-    for table in section.tables:
-        right = range(table.words, len(table.header))
-        text = show.show_table(table.header, table.rows, right, "markdown")
-        blocks += [f"### {show.markdown(table.title)}", text]
-    return "\n\n".join(blocks)
-
-
 def as_page(title: str, sections: Sequence[Section]) -> str:
     """The document. Every string of a report is cleaned and escaped where it is put in."""
     import jinja2  # here: if it is missing, analysis/ has said so
@@ -309,32 +278,28 @@ def name_reports(runs: Sequence[Run]) -> None:
         run.label = show.clean(name if names.count(name) == 1 else run.label, 60)
 
 
+def sections_of(paths: Sequence[str]) -> tuple[str, list[Section]]:
+    """The title of a page about these reports, and its parts."""
+    runs = load(paths)
+    name_reports(runs)
+    for row in rows_of(runs):
+        row.metrics = time_of_step(row) | row.metrics
+    middle = [benchmark(same) for same in by_benchmark(runs).values()]
+    return title_of(runs), [summary(runs), *middle, environment(runs)]
+
+
 def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("reports", nargs="+", metavar="REPORT", help="reports, folders of reports, or patterns")
     add("-o", "--output", metavar="PAGE.html", help="the page to write")
-    add("--markdown", action="store_true", help="print the tables as Markdown")
     args = parser.parse_args()
-    wanted = args.markdown if args.output is None else args.output.endswith(".html")
-    if not wanted:
-        refuse("expected a page to write, e.g. -o report.html, or --markdown")
+    if args.output is None:
+        refuse("expected a page to write, e.g. -o report.html")
     with show.one_line(args.reports):
-        if args.output is not None:
-            show.check_output(args.output, (".html",), find(args.reports))
-        runs = load(args.reports)
-        name_reports(runs)
-        for row in rows_of(runs):
-            row.metrics = time_of_step(row) | row.metrics
-        sections = [summary(runs)]
-        for same in by_benchmark(runs).values():
-            sections.append(benchmark(same))
-        sections.append(environment(runs))
-        if args.output is not None:
-            Path(args.output).write_text(as_page(title_of(runs), sections), encoding="utf-8")
-        if args.markdown:
-            texts = [as_markdown(section) for section in sections]
-            show.put("\n\n".join([f"# {show.markdown(title_of(runs))}", *texts]))
+        show.check_output(args.output, (".html",), find(args.reports))
+        page = as_page(*sections_of(args.reports))
+        Path(args.output).write_text(page, encoding="utf-8")
     return 0
 
 

@@ -11,7 +11,6 @@ from math import log1p, sqrt
 from typing import Any, TypeGuard
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
@@ -73,8 +72,8 @@ class Comparison:
     mean: Result | None  # the geometric mean over the cases that every run has
     environment: list[Difference]  # hardware first
     warnings: list[str]
-    base: list[str]  # paths
-    test: list[str]
+    base: Sequence[Run]
+    test: Sequence[Run]
     design: Design
 
 
@@ -85,10 +84,8 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     runs = (len(base), len(test))
     mean = mean_of([case for case in compared if (len(case.base_s), len(case.test_s)) == runs])
     judge_all([*compared, mean] if mean else compared, design)
-    labels = [run.label for run in base], [run.label for run in test]
-    return Comparison(
-        cases, mean, differences(base, test), warnings_of([*base, *test]), *labels, design
-    )
+    said = warnings_of([*base, *test])
+    return Comparison(cases, mean, differences(base, test), said, base, test, design)
 
 
 def warnings_of(runs: Sequence[Run]) -> list[str]:
@@ -110,21 +107,16 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
 
 def warning_of_order(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
     """Where one side ran before the other one, a drift of the machine is a change, too."""
-    if len(base) + len(test) == 2:  # there is no verdict then
-        return []
-    base_starts, test_starts = starts_of(base), starts_of(test)
-    if base_starts.max() < test_starts.min() or test_starts.max() < base_starts.min():
+    base_starts = [run.started_at for run in base if run.started_at]
+    test_starts = [run.started_at for run in test if run.started_at]
+    if len(base) + len(test) == 2 or not base_starts or not test_starts:
+        return []  # without a verdict, or a report of another program
+    if max(base_starts) < min(test_starts) or max(test_starts) < min(base_starts):
         return [
             "all runs of one side started before all of the other: what changed on the machine "
             "meanwhile is in the ratio, and not in the interval; ab.py runs them in turn"
         ]
     return []
-
-
-def starts_of(runs: Sequence[Run]) -> pd.DatetimeIndex:
-    """NaT where a report of another program does not tell it."""
-    texts = [run.started_at for run in runs]
-    return pd.to_datetime(texts, utc=True, format="ISO8601", errors="coerce")
 
 
 def results_of_cases(base: Sequence[Run], test: Sequence[Run], design: Design) -> list[Result]:

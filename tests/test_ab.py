@@ -21,17 +21,12 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
     python = shlex.quote(sys.executable)
     torchrun = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2"
     command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2"]
-    command += ["--ignore-key", "world_size,ranks"]
+    command += ["--ignore-key", "world_size,ranks", "--out", str(tmp_path)]
     command += ["--a", f"{torchrun} {SWEEP} all_reduce,broadcast"]
     command += ["--b", f"{python} {SWEEP} all_reduce"]
+    # a thread a rank: on a full machine two threads wait for each other
     done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(),  # a thread a rank: on a full machine two threads wait for each other
-        timeout=500,
-        check=False,
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=500
     )
     assert done.returncode == 0, done.stderr
     assert "their blocks took turns" in done.stdout

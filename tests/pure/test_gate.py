@@ -1,5 +1,5 @@
 """Gates: git bisect with the script of docs/compare.md, the step times of one's own training loop,
-and the workflow to copy."""
+and the workflow to copy. `python` is a stub here: test_ab.py runs ab.py."""
 
 import json
 import os
@@ -14,34 +14,23 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from tests.pure.reports import ROOT
-from tests.pure.reports import run as run_script
+from analysis.ab import add_flags
+from common.cli import Parser
+from common.report import load
+from tests.process import ROOT
 
 PAGE = (ROOT / "docs" / "compare.md").read_text()
-# What a commit of the toy repository measures: the file `seconds` tells how long a step takes, and
-# how much runs scatter.
-BENCH = """
-import json, sys
-seconds, scatter = map(float, open("seconds").read().split())
-path = sys.argv[sys.argv.index("--json") + 1]
-run = int(path[-7]) if path.endswith(".jsonl") else 0
-seconds *= 1 + (0.002 + scatter) * (run - 2)
-lines = [
-    {"schema": "torchrun-bench/3", "benchmark": "toy", "argv": sys.argv, "environment": {},
-     "started_at": f"2026-01-01T{run:02}:00:00"},
-    {"key": {"n": 1}, "name": "x", "ranks": [0], "samples_s": {"step": [[seconds]]}, "rounds": [1]},
-    {"status": "complete", "finished_at": "2026-01-01"},
-]
-open(path, "w").write("".join(json.dumps(line) + "\\n" for line in lines))
+# The 5th of 6 commits is slow, and of the 3rd nobody can tell. It is tried first, and skipped.
+BISECT = """
+git init -q . && git config user.name x && git config user.email x@example.org
+for number in 1 2 3 4 5 6; do echo $number >number; git add . && git commit -qm $number; done
+git bisect start HEAD HEAD~5 && git bisect run bash ../bisect.sh && git bisect log
 """
-
-
-def git(folder: Path, *words: str) -> str:
-    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
-    done = subprocess.run(
-        ["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
+AB = """
+printf "%s\\n" "$@" >"$OUT"
+read -r number <number
+case $number in 3) exit 4 ;; 5 | 6) exit 1 ;; esac
+"""
 
 
 def block(first: str) -> str:
@@ -50,50 +39,38 @@ def block(first: str) -> str:
     return textwrap.dedent(lines) + "\n"
 
 
-@pytest.fixture
-def toy(tmp_path: Path) -> Path:
-    """6 commits. The 5th is 30 % slower. The runs of the 3rd scatter, so nobody can tell."""
-    repository = tmp_path / "a repository"
-    repository.mkdir()
-    git(repository, "init", "-q")
-    (repository / "bench.py").write_text(BENCH)
-    for number in range(1, 7):
-        seconds = 0.13 if number >= 5 else 0.1
-        scatter = 0.5 if number == 3 else number / 1e6
-        (repository / "seconds").write_text(f"{seconds} {scatter}\n")
-        git(repository, "add", ".")
-        git(repository, "commit", "-qm", f"commit {number}")
-    return repository
-
-
 def program(folder: Path, name: str, text: str) -> None:
-    """A program for PATH. (The interpreter's own path may hold blanks, and $MEASURE may not.)"""
+    """A program for PATH."""
     (folder / name).write_text(f"#!/bin/sh\n{text}\n")
     (folder / name).chmod(0o755)
 
 
-def test_git_bisect_finds_the_slow_commit(tmp_path: Path, toy: Path) -> None:
-    """git tries the 3rd commit first, and skips it."""
-    commits = git(toy, "rev-list", "--reverse", "HEAD").splitlines()
-    script, out, good = tmp_path / "bisect.sh", tmp_path / "out", tmp_path / "good one"
-    script.write_text(block("#!/usr/bin/env bash"))
-    git(toy, "worktree", "add", "-q", "--detach", str(good), commits[0])
-    git(toy, "bisect", "start", commits[5], commits[0])
-    program(tmp_path, "python", f"exec '{sys.executable}' \"$@\"")
-    variables = {"MEASURE": "python bench.py", "TOOLS": str(ROOT), "OUT": str(out), "RUNS": "3"}
-    variables["GOOD"] = str(good)
-    variables |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["git", "bisect", "run", "bash", str(script)],
-        cwd=toy,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert f"{commits[4]} is the first bad commit" in done.stdout, done.stdout + done.stderr
-    assert f"git bisect skip {commits[2]}" in git(toy, "bisect", "log")
+def bash(folder: Path, script: str, cwd: Path, **variables: str) -> tuple[int, str]:
+    """The exit status and stdout of a script that finds its programs in `folder`."""
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | variables | {"PATH": path, "TMPDIR": str(folder)}
+    command = ["bash", "-eo", "pipefail", "-c", script]
+    done = subprocess.run(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, timeout=60)
+    return done.returncode, done.stdout.decode()
+
+
+def test_git_bisect_finds_the_slow_commit(tmp_path: Path) -> None:
+    repository = tmp_path / "a repository"
+    repository.mkdir()
+    (tmp_path / "bisect.sh").write_text(block("#!/usr/bin/env bash"))
+    program(tmp_path, "measure", "")
+    program(tmp_path, "python", AB)
+    out = tmp_path / "words"
+    variables = {"MEASURE": "measure -b 8", "TOOLS": "/t", "GOOD": "a good one", "OUT": str(out)}
+    status, printed = bash(tmp_path, BISECT, repository, **variables)
+    assert status == 0, printed
+    assert re.search(r"\n# skip: \[\w+\] 3\n(.*\n)*# first bad commit: \[\w+\] 5\n$", printed)
+    script, *flags = out.read_text().splitlines()
+    parser = Parser(None)
+    add_flags(parser)
+    args = parser.parse_args(flags)
+    assert (script, args.runs, args.fail_on) == ("/t/analysis/ab.py", 6, ["slower"])
+    assert (args.a, args.b) == (("", "env -C 'a good one' measure -b 8"), [("", "measure -b 8")])
 
 
 def test_eight_lines_write_a_report_of_ones_own(
@@ -102,55 +79,30 @@ def test_eight_lines_write_a_report_of_ones_own(
     lines = block('head = {"schema": "torchrun-bench/3", "benchmark": "my_training"}')
     assert len(lines.splitlines()) == 8
     names = {"json": json, "os": os, "sys": sys, "datetime": datetime, "UTC": UTC}
-    names["torch"] = SimpleNamespace(__version__="2.15.0")
-
-    def train(path: Path, seconds: float, rank: str) -> None:
+    names |= {"torch": SimpleNamespace(__version__="2.15.0"), "step_times": [0.1, 0.3, 0.2]}
+    for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        monkeypatch.setattr(sys, "argv", ["train.py", "--json", str(path)])
-        exec(lines, names | {"step_times": [seconds, 1.01 * seconds, 0.99 * seconds]})
-
-    for number in range(6):
-        for side, seconds in (("a", 0.1), ("b", 0.12)):
-            (tmp_path / side).mkdir(exist_ok=True)
-            train(tmp_path / side / f"{number}.jsonl", seconds * (1 + number / 1000), "0")
-    train(tmp_path / "rank1.jsonl", 0.1, "1")
-    assert not (tmp_path / "rank1.jsonl").exists()
-    words = [str(tmp_path / "a"), "--test", str(tmp_path / "b"), "--fail-on", "slower"]
-    done = run_script("compare.py", *words)
-    assert done.returncode == 1, done.stderr
-    assert re.search(r"my_training \(step\): 6 of BASE, 6 of TEST", done.stdout)
-    assert re.search(r"^step +100.* ms +120.* ms +1.20x slower", done.stdout, re.M)
-    assert "warning" not in done.stdout
+        monkeypatch.setattr(sys, "argv", ["train.py", "--json", str(tmp_path / rank)])
+        exec(lines, names)
+    report = load(str(tmp_path / "0"))
+    assert (report.benchmark, report.status) == ("my_training", "complete")
+    assert report.cases[0].samples_s == {"step": [[0.1, 0.3, 0.2]]}
+    assert not (tmp_path / "1").exists()
 
 
-def compare_step() -> str:
+@pytest.mark.parametrize(("status", "ends_with"), [(0, 0), (1, 1), (4, 0)])
+def test_the_workflow_shows_no_verdict_as_neutral(
+    tmp_path: Path, status: int, ends_with: int
+) -> None:
     workflow = yaml.safe_load((ROOT / ".github/workflows/gate.yml").read_text())
     (step,) = [s for s in workflow["jobs"]["gate"]["steps"] if s.get("name") == "compare"]
-    return str(step["run"])
-
-
-@pytest.mark.parametrize(("status", "ends_with", "is_neutral"), [(0, 0, 0), (1, 1, 0), (4, 0, 1)])
-def test_the_workflow_shows_no_verdict_as_neutral(
-    tmp_path: Path, status: int, ends_with: int, is_neutral: bool
-) -> None:
-    """Its script with a `python` that ends with a status, and a `gh` that writes down its words."""
     program(tmp_path, "python", f'echo "$@"; exit {status}')
-    program(tmp_path, "gh", 'printf "%s\\n" "$@" >"$RUNNER_TEMP/calls"')
+    program(tmp_path, "gh", 'echo "$@" >"$RUNNER_TEMP/calls"')
     variables = {"MEASURE": "x.py -b 8", "HEAD": "abc", "GITHUB_REPOSITORY": "me/mine"}
     variables |= {"RUNNER_TEMP": str(tmp_path), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
-    variables |= {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-eo", "pipefail", "-c", compare_step()],
-        env=os.environ | variables,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == ends_with, done.stderr
-    words = (tmp_path / "summary").read_text()
-    assert re.search(r"ab\.py .* --fail-on slower .*--a .*base/x\.py -b 8 --b .*head/x\.py", words)
-    calls = tmp_path / "calls"
-    assert calls.exists() == bool(is_neutral)
-    if is_neutral:
-        assert "conclusion=neutral\n" in calls.read_text()
-        assert "repos/me/mine/check-runs\n" in calls.read_text()
+    assert bash(tmp_path, step["run"], tmp_path, **variables)[0] == ends_with
+    summary = (tmp_path / "summary").read_text()
+    assert "../base/x.py -b 8 --b torchrun --standalone --nproc-per-node 2 ../head/x.py" in summary
+    calls = [path.read_text() for path in tmp_path.glob("calls")]
+    assert len(calls) == (status == 4)
+    assert all("api repos/me/mine/check-runs" in c and "conclusion=neutral" in c for c in calls)

@@ -25,8 +25,6 @@ FOLDER = ROOT / "tests" / "golden"
 SMALL = "tests/golden/small.jsonl"  # ddp_sweep.py --models mobilenet_v3_small --max-seconds 1
 COMMANDS: dict[str, tuple[str, ...]] = {
     "compare": ("compare.py", SMALL, "--test", "{later}"),
-    "compare_markdown": ("compare.py", SMALL, "--test", "{later}", "--format", "markdown"),
-    "compare_json": ("compare.py", SMALL, "--test", "{later}", "--format", "json"),
     "export_csv": ("export.py", "--to", "csv", SMALL),
     "export_gha": ("export.py", "--to", "gha", SMALL, "--metric", "step_s"),
     "report": ("report.py", SMALL),
