@@ -119,7 +119,7 @@ def test_the_verdict_is_that_of_the_reports() -> None:
         words = shlex.split(command)
         assert all(run.argv[:-2] == words[4:] for run in runs)
     design = Design(args.margin, paired=True, interleaved=args.interleave)
-    printed = compare.show(compare_runs(base, test, design), "table")
+    printed = compare.show(compare_runs(base, test, design))
     for line in printed.splitlines()[1:]:
         assert single_blanks(line.removeprefix("# ")) in FOLDED
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from analysis import compare, export, report
+from analysis.show import DAMAGE
 from tests.process import ROOT
 
 SOUND = ROOT / "tests" / "golden" / "small.jsonl"
@@ -61,6 +62,7 @@ def test_no_damage_ends_a_reader_with_a_traceback(
     damaged = str(tmp_path / "damaged.jsonl")
     Path(damaged).write_text("".join(json.dumps(line) + "\n" for line in lines))
     call(compare.main, ["compare.py", str(SOUND), "--test", damaged], monkeypatch)
-    call(report.main, ["report.py", damaged, "--markdown"], monkeypatch)
+    with contextlib.suppress(ValueError, OSError, *DAMAGE):  # what report.py refuses in one line
+        report.sections_of([damaged])
     for name in (*export.FORMATS, "pytorch"):
         call(export.main, ["export.py", damaged, "--to", name], monkeypatch)

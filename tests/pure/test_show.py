@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from analysis import compare, export, report
+from analysis import compare, export
 from tests.pure.reports import ROOT, case, write
 
 READERS: dict[str, tuple[Callable[[], int], list[str]]] = {
     "compare": (compare.main, ["{0}", "--test", "{1}"]),
-    "compare as JSON": (compare.main, ["{0}", "--test", "{1}", "--format", "json"]),
-    "report": (report.main, ["{0}", "--markdown"]),
     "export": (export.main, ["{0}", "--to", "csv"]),
 }
 
