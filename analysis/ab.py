@@ -196,7 +196,8 @@ def show_race(race: Race, compared: Compared, margin: float) -> None:
 def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
     """`best: X; Z is 1.12 (1.08 to 1.17) times slower`; of equals none is called the best."""
     are_slower = [name in race.lost_to or is_slower(result) for name, result in results.items()]
-    parts = [f"best: {race.best}" if all(are_slower) else f"no clear best; shortest: {race.best}"]
+    head = "best" if all(are_slower) else "no clear best; smallest mean time"
+    parts = [f"{head}: {race.best}"]
     for name, result in results.items():
         if result.interval is None:
             parts.append(f"{name} has no time to compare")

@@ -158,7 +158,8 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     if rows.empty:
         return []
     rows = rows.astype({"low": float, "high": float})
-    rows["series"] = [name_of_series(metric) for metric in rows["metric"]]
+    stems = [metric.removesuffix(unit_of(metric).ending) for metric in rows["metric"]]
+    rows["series"] = [stem.replace("_", " ") for stem in stems]
     rows["panel"] = [name_of_panel(key) for key in rows["key"]]
     figures = draw_plots(rows, FIGURES.get(runs[0].benchmark, []))
     if not figures:
@@ -179,10 +180,6 @@ def draw_plots(rows: pd.DataFrame, plots: Sequence[Plot]) -> list[Figure]:
             if figure:
                 figures.append(figure)
     return figures
-
-
-def name_of_series(metric: str) -> str:
-    return metric.removesuffix(unit_of(metric).ending).replace("_", " ")
 
 
 def name_of_panel(key: dict[str, Any]) -> str:

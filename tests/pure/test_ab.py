@@ -137,7 +137,7 @@ def test_several_commands_that_take_turns(out: Path) -> None:
         assert f"# BASE: quick. TEST: {name}.\n" in done.stdout
     assert "their blocks took turns; 6 looks share the 5 % of error" in done.stdout
     assert done.stdout.splitlines()[-1] == (
-        "# no clear best; shortest: quick; equal is the same within 2 %; "
+        "# no clear best; smallest mean time: quick; equal is the same within 2 %; "
         "slow is 1.1 (1.1 to 1.1) times slower"
     )
     words = (out / "order").read_text().split()
@@ -222,7 +222,7 @@ def test_the_last_lines(capsys: pytest.CaptureFixture[str]) -> None:
     show_race(race, compared, 0.02)
     *_, said, warning = capsys.readouterr().out.splitlines()
     assert said == (
-        "# no clear best; shortest: b; f has no time to compare; c cannot be told apart from it; "
-        "e was slower than d; a is 1.12 (1.08 to 1.17) times slower"
+        "# no clear best; smallest mean time: b; f has no time to compare; c cannot be told apart "
+        "from it; e was slower than d; a is 1.12 (1.08 to 1.17) times slower"
     )
     assert warning.startswith("# warning: a against b: a level that persists over rounds; ")
