@@ -3,7 +3,8 @@
 test_golden_texts.py has the words of one page, tests/test_report_page.py looks at it in a browser.
 """
 
-from html.parser import HTMLParser
+import html
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +18,6 @@ from analysis.report import Section, sections_of
 from tests.pure.reports import case, estimate, run, write
 
 BAD = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&\"'{{7*7}}$x^2$\x1b[31m"
-
-
-class Page(HTMLParser):
-    """Tags, attributes and text of a page."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: set[str] = set()
-        self.attributes: list[tuple[str, str | None]] = []
-        self.text = ""
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += attrs
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
 
 
 def rows_of(section: Section, number: int = 0) -> list[list[str]]:
@@ -64,16 +47,15 @@ def test_html_in_every_string_is_text(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.html").read_text()
     assert text.count("<svg") >= 3
-    page = Page(text)
-    assert "{{7*7}}" in page.text  # and no template either
-    assert not {"script", "link", "iframe", "object", "embed", "form", "b"} & page.tags
-    assert not any(name.startswith("on") for name, _ in page.attributes)
-    ids = [value for name, value in page.attributes if name == "id"]
+    assert "{{7*7}}" in html.unescape(text)  # and no template either
+    assert not re.findall(r"<(script|link|iframe|object|embed|form|img|b)\b", text, re.I)
+    tags = " ".join(re.findall(r"<[a-z][^>]*>", text, re.I))
+    assert not re.findall(r"\son\w+\s*=", tags, re.I)
+    ids = re.findall(r'\sid="([^"]*)"', tags)
     assert len(set(ids)) == len(ids)
-    # nothing is fetched: no address but the names of XML's formats
-    addresses = [v for n, v in page.attributes if n in ("href", "src", "xlink:href") and v]
-    assert all(value.startswith(("#", "data:image/png")) for value in addresses)
-    for unwanted in ("<script", "\x1b", "#000000"):  # what is drawn black has the text's colour
+    # nothing is fetched: no address but of parts of the page
+    assert set(re.findall(r'(?:href|src)="(.)', tags)) == {"#"}
+    for unwanted in ("\x1b", "#000000"):  # what is drawn black has the text's colour
         assert unwanted not in text
 
 

@@ -19,17 +19,16 @@ from tests import scale_case
 RANKS, ITERATIONS = 8, 100
 
 
-def made_up() -> dict[str, Any]:
-    """[ranks, iterations] of two steps; rank 2 is the slowest in nearly all iterations."""
-    step = np.random.default_rng(0).lognormal(-5, 0.1, (RANKS, ITERATIONS))
-    step[2] *= 1.5
-    return {"step": step.round(9), "compute": (step / 2).round(9)}
+# [ranks, iterations] of two steps; rank 2 is the slowest in nearly all iterations
+STEP = np.random.default_rng(0).lognormal(-5, 0.1, (RANKS, ITERATIONS))
+STEP[2] *= 1.5
+SECONDS: dict[str, Any] = {"step": STEP.round(9), "compute": (STEP / 2).round(9)}
 
 
 def reported(path: Path, aligned: bool) -> tuple[str, Case]:
     """A report of one case, and the case."""
     case = Case(key={"n": 1}, ranks=list(range(RANKS)), rounds=[50, 50], aligned=aligned)
-    stats.keep_samples(case, made_up())
+    stats.keep_samples(case, SECONDS)
     report = Report("ddp_sweep", {}, str(path))
     report.start()
     report.add(case)
@@ -41,15 +40,14 @@ def reported(path: Path, aligned: bool) -> tuple[str, Case]:
 def test_a_larger_case_keeps_what_its_readers_need(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, aligned: bool
 ) -> None:
-    seconds = made_up()
     whole, case = reported(tmp_path / "whole.jsonl", aligned)
-    assert case.samples_s == {name: rows.tolist() for name, rows in seconds.items()}
+    assert case.samples_s == {name: rows.tolist() for name, rows in SECONDS.items()}
     monkeypatch.setattr(stats, "LIMIT", 2 * RANKS * ITERATIONS - 1)
     bounded, case = reported(tmp_path / "bounded.jsonl", aligned)
     resumed = Report("ddp_sweep", {}, bounded)
     resumed.start(resume=True)
     assert resumed.find({"n": 1}) == case
-    slowest = seconds["step"].max(axis=0) if aligned else seconds["step"][2]
+    slowest = SECONDS["step"].max(axis=0) if aligned else SECONDS["step"][2]
     assert case.samples_s["step"] == [slowest.tolist()]
     for measure in (None, "compute"):
         [row] = load([whole], measure)[0].rows.values()
@@ -60,21 +58,21 @@ def test_a_larger_case_keeps_what_its_readers_need(
 
 def test_metrics_are_of_all_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats, "LIMIT", 600)
-    seconds = made_up()
+    slowest = SECONDS["step"].max(axis=0)
     results = []
     for rank in range(RANKS):
-        of_rank = {name: rows[rank].tolist() for name, rows in seconds.items()}
+        of_rank = {name: rows[rank].tolist() for name, rows in SECONDS.items()}
         results.append(RankResult(RankTimes(of_rank, [50, 50], "iters"), None, []))
     case = Case(key={}, ranks=list(range(RANKS)))
 
     def derive(case: Case, times: Times, facts: list[Any]) -> None:
         case.metrics["ranks"] = len(times.each("compute"))
-        assert np.array_equal(times.slowest(), seconds["step"].max(axis=0))
+        assert np.array_equal(times.slowest(), slowest)
 
     bench: Any = SimpleNamespace()
     Benchmark.complete(bench, case, derive, results)
     assert (case.metrics["ranks"], len(case.samples_s["step"])) == (RANKS, 1)
-    assert timed_s(case) == pytest.approx(1.5 * seconds["step"].max(axis=0).sum())
+    assert timed_s(case) == pytest.approx(1.5 * slowest.sum())
 
 
 def test_rank_0_completes_a_case_of_many_ranks() -> None:

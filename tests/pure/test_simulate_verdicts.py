@@ -5,19 +5,19 @@ import pytest
 from tests.process import ROOT
 from tests.simulate_verdicts import CASES, share
 
+LIMITS = {  # how many simulations, the least and the most
+    "the same, TEST scatters 3 times as much | 95 %": (100, 0.85, 1),
+    "equal programs are called different | at most 5 %": (100, 0, 0.12),
+    "the same, all of BASE first, on a machine that drifts | a warning": (100, 0.06, 1),
+    "false calls of all calls, 24 cases | at most 5 %": (8, 0, 0.15),
+    "4 equal commands: one is called slower | at most 5 %": (6, 0, 0.17),
+    "one of 4 is 10 % slower, and is dropped | ": (4, 1, 1),
+}
 
-@pytest.mark.parametrize(
-    ("name", "count", "least", "most"),
-    [
-        ("the same, TEST scatters 3 times as much | 95 %", 100, 0.85, 1),
-        ("equal programs are called different | at most 5 %", 100, 0, 0.12),
-        ("the same, all of BASE first, on a machine that drifts | a warning", 100, 0.06, 1),
-        ("false calls of all calls, 24 cases | at most 5 %", 8, 0, 0.15),
-        ("4 equal commands: one is called slower | at most 5 %", 6, 0, 0.17),
-        ("one of 4 is 10 % slower, and is dropped | ", 4, 1, 1),
-    ],
-)
-def test_errors_are_as_rare_as_promised(name: str, count: int, least: float, most: float) -> None:
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_errors_are_as_rare_as_promised(name: str) -> None:
+    count, least, most = LIMITS[name]
     assert least <= share(name, count) <= most
 
 
