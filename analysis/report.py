@@ -193,11 +193,12 @@ def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) ->
     metrics = [values_of({} if row.failed else row.metrics) for _, row in cases]
     columns = [column(name, metrics) for name in names_of_metrics(metrics)]
     title = title.removeprefix("# ") or "Metrics"  # as collectives.py prints it
+    rows = [[head, *cells] for head, cells in columns]
     if len(columns) > 2 * len(cases):
-        return Table(title, ["", *names], [[head, *cells] for head, cells in columns], {}, 1)
-    rows = list(zip(names, *(cells for _, cells in columns), strict=True))
+        return Table(title, ["", *names], rows, {}, 1)
+    heads, *by_case = zip(["case", *names], *rows, strict=True)
     failed_rows = {i: "failed" for i, (_, row) in enumerate(cases) if row.failed}
-    return Table(title, ["case", *(head for head, _ in columns)], rows, failed_rows, 1)
+    return Table(title, heads, by_case, failed_rows, 1)
 
 
 def names_of_metrics(metrics: Sequence[dict[str, Value]]) -> list[str]:
