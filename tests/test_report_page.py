@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +69,8 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
     done = run("report.py", str(SMALL), wide_report(tmp_path / "wide.jsonl"), "-o", str(path))
     assert done.returncode == 0, done.stderr
     page = path.read_text()
-    for width, height, scheme, text in (  # 0 is dark
-        (1300, 900, 0, "rgb(255, 255, 255)"),
-        (420, 800, 1, "rgb(0, 0, 0)"),
-    ):
+    dark, light = (0, "rgb(255, 255, 255)"), (1, "rgb(0, 0, 0)")
+    for (width, height), (scheme, text) in product(((1300, 900), (420, 800)), (dark, light)):
         found, console = look(tmp_path, page, width, height, scheme)
         assert console == []
         assert (found["width"], found["content"], found["text"]) == (width, width, text)
