@@ -1,6 +1,5 @@
 """Reports for the tests of analysis/: written here, by hand or by a small command."""
 
-import contextlib
 import gc
 import io
 import json
@@ -9,11 +8,15 @@ import runpy
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
+CHANGED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by ab.py
 
 
 def estimate(value: Any, low: Any = None, high: Any = None) -> dict[str, Any]:
@@ -40,13 +43,9 @@ def case(name: str, times: Sequence[Any] = (0.1,), **changes: Any) -> dict[str, 
 def write(path: Path, *cases: dict[str, Any], **changes: Any) -> str:
     """A complete report of ddp_sweep at `path`; `changes` of its first line, or its status."""
     status = changes.pop("status", "complete")
-    head = {
-        "schema": "torchrun-bench/3",
-        "benchmark": "ddp_sweep",
-        "argv": ["benchmarks/ddp_sweep.py", "--json", str(path)],
-        "started_at": "2026-01-01T00:00:00+00:00",
-        "environment": {"torch": "2.15.0", "world_size": 2, "devices": ["a CPU"], "hosts": ["vm"]},
-    }
+    about = {"torch": "2.15.0", "world_size": 2, "devices": ["a CPU"], "hosts": ["vm"]}
+    head = {"schema": "torchrun-bench/3", "benchmark": "ddp_sweep", "environment": about}
+    head |= {"argv": ["benchmarks/ddp_sweep.py"], "started_at": "2026-01-01T00:00:00+00:00"}
     lines = [head | changes, *cases]
     if status:
         lines.append({"status": status, "finished_at": "2026-01-01T00:01:00+00:00"})
@@ -69,29 +68,20 @@ def alike(count: int, seconds: float, seed: int, scatter: float = 0.01) -> list[
     return [seconds * (1 + rng.gauss(0, scatter)) for _ in range(count)]
 
 
-@dataclass
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run(script: str, *words: str) -> Done:
+def run(script: str, *words: str) -> CompletedProcess[str]:
     """A script of analysis/ as its user runs it, but in this process, which has its imports."""
-    path, old = str(ROOT / "analysis" / script), sys.argv
-    changed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in changed}
+    path = str(ROOT / "analysis" / script)
+    handlers = {number: signal.getsignal(number) for number in CHANGED}
     out, err = io.StringIO(), io.StringIO()
     status: Any = 0
     try:
-        sys.argv = [path, *words]
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr(sys, "argv", [path, *words])
             runpy.run_path(path, run_name="__main__")
     except SystemExit as end:
         status = end.code
     finally:
-        sys.argv = old
-        gc.enable()
+        gc.enable()  # compare.py has disabled it
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return Done(status, out.getvalue(), err.getvalue())
+    return CompletedProcess([path, *words], status, out.getvalue(), err.getvalue())
