@@ -5,8 +5,7 @@
 # ///
 """Reports in the formats of other tools, on stdout.
 
-    csv      a row a case and metric: key, value, interval, n. pandas, DuckDB, spreadsheets;
-             a text that a spreadsheet would run gets a ' before it
+    csv      a row a case and metric: key, value, interval, n. pandas, DuckDB, spreadsheets
     gha      github-action-benchmark: customSmallerIsBetter, or customBiggerIsBetter for rates
     pytorch  the report of PyTorch's benchmarks/distributed/ddp: for its diff.py
 
@@ -30,27 +29,17 @@ from analysis.show import canonical, one_line, put, unit_of
 from common import report
 from common.cli import Parser, list_of
 
-Row = dict[str, Any]
-Rows = list[Row]
-PYTORCH_NEEDS = ("model", "dtype", "ranks", "ddp", "batch_size", "backend", "bucket_size_mb")
+Rows = list[dict[str, Any]]
+SETTING = ("dtype", "bucket_size_mb", "comm_hook")  # of which a report of PyTorch's has one
 
 
 def to_csv(rows: Rows) -> str:
     import pandas as pd  # here: if it is missing, analysis/ has said so
 
-    table = pd.json_normalize(rows)  # the key as columns key.*
-    table = table.map(harmless).astype({"n": "Int64"})
+    table = pd.json_normalize(rows).astype({"n": "Int64"})  # the key as columns key.*
     last = ["metric", "value", "low", "high", "n"]
     first = table.columns.difference(last, sort=False)
-    table = table[[*first, *last]]
-    return table.to_csv(index=False)
-
-
-def harmless(cell: Any) -> Any:
-    """A cell that no spreadsheet runs: =1+1 becomes '=1+1. A number as text stays, e.g. -1."""
-    if not isinstance(cell, str) or not cell.lstrip().startswith(("=", "+", "-", "@")):
-        return cell
-    return cell if re.fullmatch(r"[+-]\d+(\.\d*)?", cell) else f"'{cell}"
+    return table[[*first, *last]].to_csv(index=False)
 
 
 def to_gha(rows: Rows) -> str:
@@ -72,63 +61,33 @@ def to_gha(rows: Rows) -> str:
     return json.dumps(entries, indent=1)
 
 
-def model_of(case: report.Case) -> str:
-    """What the cases with DDP share with the one without."""
-    key = case.key
-    return canonical({"model": key["model"], "dtype": key["dtype"]})
-
-
 def to_pytorch(paths: list[str]) -> str:
-    """The report of benchmarks/distributed/ddp/benchmark.py: no ddp first, then by ranks."""
+    """The report of benchmarks/distributed/ddp/benchmark.py: no ddp first, then by ranks.
+
+    Its measurements are the times of the first rank, then those of the second, and so on.
+    """
     run = report.load(paths[0])
-    cases = [case for case in run.cases if fits_pytorch(case)]
-    wrapped = [case for case in cases if case.key["ddp"]]
+    cases = [case for case in run.cases if not case.failed and case.samples_s.get("step")]
+    wrapped = [case.key for case in cases if case.key.get("ddp")]
     if len(paths) != 1 or run.benchmark != "ddp_sweep" or not wrapped:
         raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
-    first = wrapped[0]
+    settings = {canonical({name: key[name] for name in SETTING}) for key in wrapped}
+    if len(settings) > 1:
+        raise ValueError(f"{paths[0]}: --to pytorch has room for one of {', '.join(settings)}")
+    entries: dict[str, dict[str, Any]] = {}
+    for case in sorted(cases, key=lambda case: (case.key["ddp"], case.key["ranks"])):
+        about = {name: case.key[name] for name in ("model", "batch_size")}
+        entry = entries.setdefault(canonical(about), about | {"result": []})
+        measurements = list(chain(*case.samples_s["step"]))
+        entry["result"].append({"ranks": case.ranks, "measurements": measurements})
     document = {
         "pytorch_version": run.environment.get("torch"),
         "cuda_version": run.environment.get("cuda"),
-        "distributed_backend": first.key["backend"],
-        "bucket_size": first.key["bucket_size_mb"],
-        "benchmark_results": [pytorch_result(group) for group in settings_of(cases)],
+        "distributed_backend": wrapped[0]["backend"],
+        "bucket_size": wrapped[0]["bucket_size_mb"],
+        "benchmark_results": list(entries.values()),
     }
     return json.dumps(document)
-
-
-def settings_of(cases: list[report.Case]) -> list[list[report.Case]]:
-    """For each bucket size and hook the case without DDP, if there is one, and those with it."""
-    without_ddp = {}
-    for case in cases:
-        if not case.key["ddp"]:
-            without_ddp[model_of(case)] = case
-    groups: dict[str, list[report.Case]] = {}
-    for case in cases:
-        if not case.key["ddp"]:
-            continue
-        setting = case.key | {"ranks": 0}
-        group = groups.setdefault(canonical(setting), [])
-        model = model_of(case)
-        if not group and model in without_ddp:
-            group.append(without_ddp[model])
-        group.append(case)
-    return list(groups.values())
-
-
-def fits_pytorch(case: report.Case) -> bool:
-    """Whether a case has the times and the key that the report needs."""
-    has_times = not case.failed and case.samples_s.get("step")
-    return bool(has_times) and case.key.keys() >= set(PYTORCH_NEEDS)
-
-
-def pytorch_result(cases: list[report.Case]) -> dict[str, Any]:
-    """The measurements are the times of the first rank, then those of the second, and so on."""
-    results = []
-    for case in cases:
-        measurements = list(chain(*case.samples_s["step"]))
-        results.append({"ranks": case.ranks, "measurements": measurements})
-    key = cases[-1].key
-    return {"model": key["model"], "batch_size": key["batch_size"], "result": results}
 
 
 FORMATS = {"csv": to_csv, "gha": to_gha}
@@ -156,8 +115,7 @@ def chosen(rows: Rows, metrics: list[str] | None) -> Rows:
     """The rows of these metrics. Raises ValueError where there is none."""
     kept = [row for row in rows if not metrics or row["metric"] in metrics]
     if not kept:
-        names = sorted({row["metric"] for row in rows})
-        known = ", ".join(names) or "none"
+        known = ", ".join(sorted({row["metric"] for row in rows})) or "none"
         raise ValueError(f"no case has such a number; there are {known}")
     return kept
 

@@ -1,5 +1,6 @@
 """How cases, metrics and times are named and printed, alike in all of analysis/."""
 
+import html
 import io
 import json
 import math
@@ -48,17 +49,14 @@ def list_once(texts: Iterable[str]) -> str:
 
 def clean(text: Any, limit: int = 200) -> str:
     """Printable text on one line. A report may hold anything, and a terminal should not see it."""
-    letters = [c if c.isprintable() else " " for c in str(text)]
-    words = "".join(letters)
-    if len(words) > limit:
-        return words[: limit - 3] + "..."
-    return words
+    words = "".join(c if c.isprintable() else " " for c in str(text))
+    return words if len(words) <= limit else words[: limit - 3] + "..."
 
 
 def markdown(text: Any, limit: int = 200) -> str:
     """Text, whatever it holds, as a part of a Markdown document."""
     words = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", clean(text, limit))
-    return words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return html.escape(words, quote=False)
 
 
 def show_table(
@@ -66,17 +64,12 @@ def show_table(
 ) -> str:
     """A table for a terminal, or in Markdown. right: columns of numbers, aligned to the right."""
     tabulate.MIN_PADDING = 0  # or each header gets two blanks
-    is_markdown = style == "markdown"
-    form = "pipe" if is_markdown else "simple"
-    escape = markdown if is_markdown else clean
+    form, escape = ("pipe", markdown) if style == "markdown" else ("simple", clean)
     heads = [escape(cell) for cell in header]
-    cells = []
-    for row in rows:
-        cells.append([escape(cell) for cell in row])
+    cells = [list(map(escape, row)) for row in rows]
     align = ["right" if column in right else "left" for column in range(len(header))]
     text = tabulate.tabulate(cells, heads, form, colalign=align, disable_numparse=True)
-    lines = [line.rstrip() for line in text.splitlines()]
-    return "\n".join(lines)
+    return "\n".join(line.rstrip() for line in text.splitlines())
 
 
 def put(text: str) -> None:
@@ -91,7 +84,7 @@ def put(text: str) -> None:
 
 
 def check_output(path: str, endings: tuple[str, ...], inputs: Iterable[str]) -> None:
-    """Raises ValueError where a page or a figure should not be written there."""
+    """Raises ValueError where a page should not be written there."""
     if not path.lower().endswith(endings):
         raise ValueError(f"expected a file that ends in {' or '.join(endings)}, got {path!r}")
     if os.path.realpath(path) in map(os.path.realpath, inputs):
@@ -136,10 +129,8 @@ def show_time(seconds: float) -> str:
 def show_value(name: str, value: Any) -> str:
     """An entry of a key with its name: `dtype fp32`, `bucket size 25 MB`, `ddp: no`."""
     words = name.replace("_", " ")
-    if isinstance(value, bool):
-        return f"{words}: {'yes' if value else 'no'}"
-    if value is None:
-        return f"{words}: none"
+    if value is None or isinstance(value, bool):
+        return f"{words}: {'none' if value is None else 'yes' if value else 'no'}"
     if is_number(value) and name.endswith("_bytes"):
         return f"{words.removesuffix(' bytes')} {show_size(value)}"
     if is_number(value):
