@@ -9,10 +9,9 @@ rccl-tests. What metrics and their intervals are is said here alone.
 """
 
 import glob
-import io
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -128,8 +127,12 @@ def leave_out(runs: Sequence[Run], names: Sequence[str]) -> None:
             values = [str(row.key[name]) for row in rows if name in row.key]
             run.left_out[name] = list(dict.fromkeys(values))
         for row in rows:
-            row.key = {name: value for name, value in row.key.items() if name not in names}
+            row.key = without(row.key, names)
         index(run, rows, f"several cases differ in {', '.join(names)} alone")
+
+
+def without(key: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in key.items() if name not in names}
 
 
 def index(run: Run, rows: Sequence[Row], problem: str) -> None:
@@ -157,7 +160,7 @@ def let_meet(runs: Sequence[Run]) -> None:
                     row.key = foreign.key_of_ddp_sweep(row)
             elif run.benchmark == "ddp_sweep":
                 for row in rows:
-                    row.key = {n: v for n, v in row.key.items() if n not in foreign.NOT_IN_PYTORCH}
+                    row.key = without(row.key, foreign.NOT_IN_PYTORCH)
         if {foreign.NCCL_TESTS, "collectives"} <= benchmarks and run.benchmark == "collectives":
             run.benchmark = foreign.NCCL_TESTS
             for row in rows:
@@ -170,15 +173,17 @@ def let_meet(runs: Sequence[Run]) -> None:
 
 def read(path: str, measure: str | None) -> list[Run]:
     """The report at a path as a run; see `load`. A log may hold several."""
-    steps: dict[str, None] = {}  # of all cases, each once
+    times: dict[str, None] = {}  # the names that --measure may have
 
     def shrink(report: Report, case: Case) -> None:
         """Keep the times of one step alone, those that count of each iteration."""
-        steps.update(dict.fromkeys(case.samples_s))
+        times.update(dict.fromkeys(case.samples_s))
         its_own = STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
         step = measure or its_own
-        times = times_of(case, step)
-        case.samples_s = {step: [times]} if times else {}
+        samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)  # [ranks, iterations]
+        case.samples_s = {}
+        if samples.size:
+            case.samples_s[step] = [time_of_iterations(samples, case.aligned).tolist()]
 
     try:
         with open(path, "rb") as file:
@@ -191,23 +196,16 @@ def read(path: str, measure: str | None) -> list[Run]:
     for number, report in enumerate(reports, 1):
         run = Run(**vars(report), label=path if number == 1 else f"run {number} of {path}")
         runs.append(run)
-        cases = []
-        for case in report.cases:
-            cases += split_links(case)
+        cases = itertools.chain(*map(split_links, report.cases))
         index(run, [timed(case, measure) for case in cases], "several cases have the same key")
     rows = rows_of(runs)
     if measure and rows and not any(row.measure for row in rows):
-        raise ValueError(f"{path}: {why_no_time(measure, rows, list(steps))}")
+        for row in rows:
+            if not row.failed:
+                times |= dict.fromkeys(name for name in row.metrics if is_time(name, row.metrics))
+        why = f"{path}: no case has a step, a time or a rate above 0 named '{measure}'"
+        raise ValueError(f"{why}; there are {', '.join(times) or 'none'}{suggest(measure, times)}")
     return runs
-
-
-def times_of(case: Case, step: str) -> list[float]:
-    """The time of each iteration of a step; see `time_of_iterations`."""
-    samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)  # [ranks, iterations]
-    if not samples.size:
-        return []
-    times: list[float] = time_of_iterations(samples, case.aligned).tolist()
-    return times
 
 
 def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> list[Report]:
@@ -216,29 +214,16 @@ def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> l
     each: called with every case as soon as it is read.
     """
     first = file.readline()
-    lines: Iterator[bytes] = itertools.chain([first], file)
-    if b'"schema"' not in first[:4096]:
-        content = first + file.read()
-        reports = foreign.read(content, path)
-        for report in reports:
-            for case in report.cases:
-                each(report, case)
-        if reports:
-            return reports
-        if content.strip() and b'"schema"' not in content[:4096]:
-            raise ValueError(f"{path} is neither a report nor a log with a table of nccl-tests")
-        lines = io.BytesIO(content)
-    return [report_file.load(path, each, partial(ujson_loads, precise_float=True), lines)]
-
-
-def why_no_time(measure: str, rows: Sequence[Row], steps: Sequence[str]) -> str:
-    """Why `--measure` finds no time in any of the cases, and which names would do."""
-    known = dict.fromkeys(steps)
-    for row in rows:
-        if not row.failed:
-            known |= dict.fromkeys(name for name in row.metrics if is_time(name, row.metrics))
-    why = f"no case has a step, a time or a rate above 0 named '{measure}'"
-    return f"{why}; there are {', '.join(known) or 'none'}{suggest(measure, known)}"
+    if not first or b'"schema"' in first[:4096]:
+        lines = itertools.chain([first], file)
+        return [report_file.load(path, each, partial(ujson_loads, precise_float=True), lines)]
+    reports = foreign.read(first + file.read(), path)
+    if not reports:
+        raise ValueError(f"{path} is neither a report nor a log with a table of nccl-tests")
+    for report in reports:
+        for case in report.cases:
+            each(report, case)
+    return reports
 
 
 def is_time(name: str, metrics: dict[str, Any]) -> bool:
@@ -263,8 +248,7 @@ def timed(case: Case, measure: str | None) -> Row:
     if row.failed:
         return row
     if case.samples_s:
-        row.measure, rows = case.samples_s.popitem()  # the only one that was kept
-        (row.times_s,) = rows
+        row.measure, (row.times_s,) = case.samples_s.popitem()  # the only one that was kept
         row.time_s = float(np.median(row.times_s))
         return row
     times_first = sorted(row.metrics, key=lambda name: unit_of(name).name != "s")
@@ -337,14 +321,11 @@ def numbers(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 def values_of(metrics: dict[str, Any]) -> dict[str, Value]:
     """The numbers, estimates and words of a case; nothing that is a list or an object."""
-    values: dict[str, Value] = {}
+    shown = {}
     for name, value in metrics.items():
         if isinstance(value, str) or number_of(value) is not None:
-            values[name] = value
-    return values
-
-
-Number = float | Estimate
+            shown[name] = value
+    return shown
 
 
 class Link(NamedTuple):
@@ -352,26 +333,15 @@ class Link(NamedTuple):
 
     a: int
     b: int
-    latency_us: Number
-    there: Number  # GB/s from a to b
-    back: Number  # GB/s from b to a
-    both: Number  # GB/s, both ways at once
+    latency_us: float
+    there: float  # GB/s from a to b
+    back: float  # GB/s from b to a
+    both: float  # GB/s, both ways at once
 
 
 def links_of(metrics: dict[str, Any]) -> list[Link]:
-    """The links of a case of p2p_matrix.py; none where the metrics hold something else."""
-    rows = metrics.get("links")
-    if not isinstance(rows, list):
-        return []
-    return [Link(*row) for row in rows if is_link(row)]
-
-
-def is_link(row: Any) -> bool:
-    """Whether it has two ranks, a latency, and three bandwidths over 0."""
-    if not isinstance(row, list) or len(row) != 6:
-        return False
-    numbers = [number_of(x) for x in row]
-    return None not in numbers and all(x and x > 0 for x in numbers[3:])
+    """The links of a case of p2p_matrix.py; none of another case."""
+    return [Link(*row) for row in metrics.get("links", [])]
 
 
 def split_links(case: Case) -> list[Case]:
@@ -380,21 +350,21 @@ def split_links(case: Case) -> list[Case]:
     A link has its latency, and its bandwidth there, back, and both ways at once; and how far its
     median sample may be off.
     """
-    links = [] if case.failed else links_of(case.metrics)
-    if not links:
+    links = links_of(case.metrics)
+    if case.failed or not links:
         return [case]
-    spreads = case.metrics.get("links_spread")
-    spreads = spreads if isinstance(spreads, list) and len(spreads) == len(links) else []
-    costs: dict[str, dict[str, Any]] = {}
-    for link, spread in itertools.zip_longest(links, spreads):
-        about = {"spread": spread}
-        costs[f"{link.a} - {link.b} latency"] = {"latency_s": link.latency_us * 1e-6} | about
-        costs[f"{link.a} -> {link.b}"] = {"bandwidth_gb_per_s": link.there} | about
-        costs[f"{link.b} -> {link.a}"] = {"bandwidth_gb_per_s": link.back} | about
-        costs[f"{link.a} <-> {link.b}"] = {"bandwidth_gb_per_s": link.both} | about
-    key = case.key.copy()
-    key.pop("round", None)
+    key = without(case.key, ["round"])
     cases = []
-    for way, cost in costs.items():
-        cases.append(Case(key={"link": way} | key, name=way, ranks=[], metrics=cost))
+    spreads = case.metrics.get("links_spread") or [None] * len(links)
+    for link, spread in zip(links, spreads, strict=True):
+        bandwidths = {
+            f"{link.a} -> {link.b}": link.there,
+            f"{link.b} -> {link.a}": link.back,
+            f"{link.a} <-> {link.b}": link.both,
+        }
+        costs = {f"{link.a} - {link.b} latency": {"latency_s": link.latency_us * 1e-6}}
+        costs |= {way: {"bandwidth_gb_per_s": rate} for way, rate in bandwidths.items()}
+        for way, cost in costs.items():
+            metrics = cost | {"spread": spread}
+            cases.append(Case(key={"link": way} | key, name=way, ranks=[], metrics=metrics))
     return cases
