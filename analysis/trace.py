@@ -157,8 +157,7 @@ def find_activities(events: Sequence[Event]) -> list[Activity]:
 
 
 def union(spans: Iterable[Span], without: Iterable[Span] = ()) -> list[Span]:
-    """The times in which one of the spans runs, or several, and none of those that are `without`.
-    In order; no two of them meet."""
+    """The times in which at least one of `spans` runs and none of `without`: in order, disjoint."""
     edges = []
     for start, end in spans:
         edges += [(start, 1, 0), (end, -1, 0)]
@@ -206,7 +205,7 @@ def find_steps(events: Sequence[Event], activities: Sequence[Activity]) -> list[
 def shares_of(
     computing: list[Span], communication: list[Span], steps: Sequence[Step]
 ) -> list[list[float]]:
-    """The milliseconds of a step, and of each column of the table: of the mean step, then each."""
+    """Rows of milliseconds, of the mean step and then of each step: its length, and COLUMNS."""
     computing, communication = union(computing), union(communication)
     either = union(computing + communication)
     rows = []
@@ -222,7 +221,7 @@ def shares_of(
 
 
 def within(spans: Iterable[Span], step: Step) -> float:
-    """How long spans that do not meet run in a step."""
+    """How long disjoint spans run in a step."""
     return sum(max(0, min(end, step.end) - max(start, step.start)) for start, end in spans)
 
 
@@ -233,7 +232,7 @@ def show_shares(traces: Iterable[Trace]) -> None:
         times = shares_of(trace.spans("computing"), trace.spans("communication"), trace.steps)
         names = [f"mean of {len(trace.steps)}", *[step.name for step in trace.steps]]
         for name, (ms, *parts) in zip(names, times, strict=True):
-            shares = [f"{100 * part / ms:.1f}" for part in parts]
+            shares = [f"{100 * part / ms if ms else 0:.1f}" for part in parts]
             rows.append([trace.rank, name, f"{ms:.3f}", *shares])
     header = ["rank", "step", "ms", *[f"{column} (%)" for column in COLUMNS]]
     put(show_table(header, rows, NUMBERS, "plain") + "\n")

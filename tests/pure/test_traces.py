@@ -7,6 +7,7 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,40 +220,29 @@ def test_the_first_rank_of_each_node_and_the_slowest() -> None:
     assert choose_ranks([1, 2], nodes, [3.0, 2.0], {0, 2}) == {2}
 
 
-@pytest.fixture
-def profiler() -> profile:
+def test_a_trace_is_written_and_read(tmp_path: Path) -> None:
     with profile(acc_events=True) as profiler, record_function("step"):
         torch.ones(8, 8).sum()
-    return profiler
-
-
-def test_a_trace_is_written_and_read(tmp_path: Path, profiler: profile) -> None:
     assert write(profiler, tmp_path / "a b-rank4.json.gz") == {}
     _, _, row = table(str(tmp_path / "a b-rank4.json.gz"))
     assert row[:2] == ["4", "step 0"]
     assert 0 < float(row[3]) <= 100
 
 
+@pytest.mark.parametrize(("full", "why"), [(True, "No space left on device"), (False, "cut off")])
 def test_a_full_disk_loses_the_trace(
-    tmp_path: Path, profiler: profile, monkeypatch: pytest.MonkeyPatch
+    full: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = tmp_path / "rank0.json.gz"
-    file.symlink_to("/dev/full")
-    monkeypatch.setattr(Path, "unlink", lambda *args, **options: None)
-    lost = write(profiler, file)
-    lines = lines_about({"0": {"file": "t/x.gz"} | lost})
-    assert lines == ["trace of rank 0 lost: No space left on device: t/x.gz"]
-
-
-def test_a_trace_that_kineto_has_cut_off(
-    tmp_path: Path, profiler: profile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It writes to the folder of temporary files first, and does not say if that is full."""
+    """Kineto writes to the folder of temporary files first, and does not say if that is full."""
     half = gzip.compress(b'{"traceEvents": [')
-    monkeypatch.setattr(profiler, "export_chrome_trace", lambda path: Path(path).write_bytes(half))
+    profiler: Any = SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_bytes(half))
     file = tmp_path / "rank0.json.gz"
-    assert write(profiler, file)["lost"].startswith("cut off; is ")
-    assert not file.exists()
+    if full:
+        file.symlink_to("/dev/full")
+        monkeypatch.setattr(Path, "unlink", lambda *args, **options: None)
+    (line,) = lines_about({"0": {"file": "t/x.gz"} | write(profiler, file)})
+    assert line.startswith(f"trace of rank 0 lost: {why}")
+    assert full or not file.exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
