@@ -1,11 +1,11 @@
 """The same times give the same numbers: runs that were recorded, and played again without a clock.
 
     python -m pytest -m smoke tests/test_golden.py    # what the scripts make of it today: seconds
+    python tests/golden.py refresh [SCRIPT...]        # what they make of it today becomes right
 
 A recording (tests/golden/SCRIPT.json) has what rank 0 received from all ranks of each case: times
 and facts. Playing it runs the whole script in one process, but no case: plan, derive, check, tables
-and answers get the recorded times. tests/test_golden.py compares what comes out with what came out
-of them before.
+and answers get the recorded times.
 """
 
 import contextlib
@@ -21,40 +21,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "golden"
-TIMES = ("--iters", "12", "--warmup-iters", "1")
-SMALL_SERVER = ("--num-embeddings", "32", "--embedding-dim", "16", "--dense-layers", "3")
-COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {  # ranks, flags
-    "ddp_sweep": (
-        3,
-        ("--model", "mobilenet_v3_small", "--image-size", "32", "--bucket-size", "1,25", *TIMES),
-    ),
-    "collectives": (
-        2,
-        ("--collective", "all_reduce,all_to_all", "-b", "64", "-e", "4K", "-n", "2", *TIMES),
-    ),
-    "p2p_matrix": (3, ("--size", "4K", "-n", "2", *TIMES)),
-    "compile_sweep": (
-        2,
-        ("--strategies", "none,ddp,fsdp2", "--backends", "eager,aot_eager", *TIMES),
-    ),
-    "rpc_latency": (3, ("--sizes", "4,64K", *TIMES)),
-    "batch_update_ps": (3, TIMES),
-    "ddp_rpc": (4, ("--embedding-dim", "16", "--lookup", "all", *TIMES)),
-    "parameter_server": (
-        4,
-        (*SMALL_SERVER, "--dense-size", "16", "--bucket-size", "0.001", *TIMES),
-    ),
-    "checkpoint_sweep": (2, ("--modes", "all", "--model", "decoder-tiny", "--iters", "6")),
-    "input_sweep": (2, ("--workers", "0,1", "--samples", "16", "--cache", "warm", *TIMES)),
-    "node_check": (3, ("--budget", "100", "--margin", "3", *TIMES)),
-    "replay": (2, ("ROOT/tests/recording", *TIMES)),
-    "parallel_sweep": (2, ("--mesh", "dp2,tp2,pp2:1f1b", *TIMES)),
-}
+SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.json"))
 UNSTEADY = re.compile(
     r"^# (elapsed|report |others|other programs|rank \d+: other|.*took)|\d+ s of \d+"
 )
@@ -78,9 +51,6 @@ def rebuilt(value: Any) -> Any:
     return {"tuple": tuple, "list": list}[kind](rebuilt(item) for item in items)
 
 
-# -- playing: the script in this process, its cases from the recording -----------------------------
-
-
 def is_same(entry: dict[str, Any], case: Any) -> bool:
     """Whether a recorded case is this one. Fields that only one of the keys has do not count; nor
     does world_size, which is the job's, and was that of the case: 0 for `no ddp`."""
@@ -95,10 +65,7 @@ def is_same(entry: dict[str, Any], case: Any) -> bool:
 def recorded(recording: dict[str, Any]) -> Iterator[None]:
     """A job of as many ranks as the recording has, none of them but this one alive: nothing is
     built, timed or sent."""
-    from unittest import mock
-
-    from common import benchmark, environment, rpc
-    from common import groups as dist
+    from common import benchmark, environment, groups, rpc
     from common.observe import hints, node  # noqa: F401 - with the real gather
 
     size = recording["world_size"]
@@ -106,37 +73,31 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     real_join, real_write = benchmark.join, benchmark.Benchmark.write
 
     def join(device: str, backend: str, timeout_s: float) -> Any:
-        with mock.patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}):
+        with patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}):
             job = real_join(device, backend, timeout_s)  # which meets nobody
         return dataclasses.replace(job, world_size=size, local_world_size=size)
 
-    def take(case: Any) -> Any:
+    def write(self: Any, case: Any, derive: Any, results: Any, lines: list[str]) -> Any:
         taken = next(entry for entry in left if is_same(entry, case))
         left.remove(taken)
-        return rebuilt(taken["results"])
-
-    def write(self: Any, case: Any, derive: Any, results: Any, lines: list[str]) -> Any:
         seen = [None] * len(self.observers)
-        rows = [row and benchmark.RankResult(row[0], row[1], seen) for row in take(case)]
+        received = rebuilt(taken["results"])
+        rows = [row and benchmark.RankResult(row[0], row[1], seen) for row in received]
         return real_write(self, case, derive, rows, lines)
-
-    @contextlib.contextmanager
-    def rpc_workers(*args: Any) -> Iterator[list[str]]:
-        yield ["cpu"] * size
 
     launcher = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     launcher |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with (
-        mock.patch.dict(os.environ, launcher),
-        mock.patch.object(benchmark, "join", join),
-        mock.patch.object(environment, "collect", return_value=recording["environment"]),
-        mock.patch.object(dist.Groups, "take", return_value=(None, False)),
-        mock.patch.object(dist.Groups, "give_back"),
-        mock.patch.object(benchmark.Benchmark, "attempt", return_value=None),
-        mock.patch.object(benchmark.Benchmark, "write", write),
-        mock.patch.object(benchmark.Benchmark, "load_of_others", return_value=[]),
-        mock.patch.object(dist, "gather", side_effect=gathered),
-        mock.patch.object(rpc, "rpc_workers", rpc_workers),
+        patch.dict(os.environ, launcher),
+        patch.object(benchmark, "join", join),
+        patch.object(environment, "collect", return_value=recording["environment"]),
+        patch.object(groups.Groups, "take", return_value=(None, False)),
+        patch.object(groups.Groups, "give_back"),
+        patch.object(benchmark.Benchmark, "attempt", return_value=None),
+        patch.object(benchmark.Benchmark, "write", write),
+        patch.object(benchmark.Benchmark, "load_of_others", return_value=[]),
+        patch.object(groups, "gather", side_effect=gathered),
+        patch.object(rpc, "rpc_workers", lambda *_: contextlib.nullcontext(["cpu"] * size)),
     ):
         yield
     assert not left, f"{len(left)} recorded cases were not asked for, first {left[0]['key']}"
@@ -163,16 +124,15 @@ def what_came_out(stdout: str, path: Path) -> dict[str, Any]:
     }
 
 
-def refresh() -> None:
-    """Record what the scripts make of the recorded times today."""
-    for name in COMMANDS:
-        with tempfile.TemporaryDirectory() as folder:
-            report = Path(folder) / "report.jsonl"
-            command = [sys.executable, __file__, "play", name, str(report)]
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-            path = FOLDER / f"{name}.json"
-            recording = json.loads(path.read_text()) | {"made": what_came_out(done.stdout, report)}
-            path.write_text(json.dumps(recording, separators=(",", ":")) + "\n")
+def refresh(name: str) -> None:
+    """Record what the script makes of the recorded times today."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.jsonl"
+        command = [sys.executable, __file__, "play", name, str(report)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        path = FOLDER / f"{name}.json"
+        recording = json.loads(path.read_text()) | {"made": what_came_out(done.stdout, report)}
+        path.write_text(json.dumps(recording, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
@@ -180,4 +140,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "play":
         play(*sys.argv[2:])
     else:
-        refresh()
+        for script in sys.argv[2:] or SCRIPTS:
+            refresh(script)

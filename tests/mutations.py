@@ -1,7 +1,7 @@
 """Mistakes that somebody may make, and the tests that notice them.
 
     python tests/mutations.py                # every mistake against its tests: about 30 minutes
-    python tests/mutations.py stop-rule      # those whose name has this word
+    python tests/mutations.py stop-rule      # those with this word in their name, file or tests
 
 tests/mutations.toml lists them. Each is planted in a copy of the checkout by replacing one text by
 another, and pytest gets `tests`: the quick tests of that part, and a smoke test where only a run
@@ -48,7 +48,11 @@ def caught_by(mistake: dict[str, str]) -> list[str]:
 
 
 def main() -> int:
-    chosen = [one for one in MISTAKES if all(word in one["name"] for word in sys.argv[1:])]
+    chosen = []
+    for mistake in MISTAKES:
+        place = f"{mistake['name']} {mistake['file']} {mistake['tests']}"
+        if all(word in place for word in sys.argv[1:]):
+            chosen.append(mistake)
     missed = 0
     for mistake in chosen:
         found = caught_by(mistake)

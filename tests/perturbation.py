@@ -1,15 +1,15 @@
 """Does the harness change what it measures? Each step by the harness / by a bare loop, in turns.
 
-    python tests/perturbation.py                                 all of it, on 2 ranks: 10 minutes
-    python tests/perturbation.py --kinds all_reduce,rpc_sync     some of it
-    torchrun --nproc-per-node 4 tests/perturbation.py --kinds train    on other ranks
+    torchrun --nproc-per-node 2 tests/perturbation.py                              10 minutes
+    torchrun --nproc-per-node 4 tests/perturbation.py --kinds all_reduce,train     some of it
+    python tests/perturbation.py                                                   first and last
 
 A pair is a case of the harness (common.timing.TimedLoop) and a bare loop of as many calls, every
 other pair in reverse order. Both give a median and a mean of the calls of rank 0. A ratio is the
 median over the pairs, with its 95 % interval: 1 is a harness that costs nothing.
 `first` is another question: a training step as the first case of a process / the same as its last
-case, in processes of its own, started by python only. It is run by hand, on a machine where nothing
-else runs; docs/measuring.md has the results.
+case, in several processes of 2 ranks. It is run by hand, on a machine where nothing else runs;
+docs/measuring.md has the results.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from torch.futures import Future
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common import cli
 from common.groups import Group, Groups, Job
 from common.join import join
 from common.stats import median_of_rounds
@@ -67,22 +68,15 @@ def send_and_receive(size: int, job: Job, group: Group) -> Step:
     return step
 
 
-def answer(payload: torch.Tensor) -> torch.Tensor:
-    return payload
-
-
-def rpc_sync(size: int, job: Job, group: Group) -> Step:
-    """The first rank calls the last one, which sends the payload back. size: bytes."""
-    payload = torch.ones(size // 4)
-    server = f"rank{job.world_size - 1}"
-    return (lambda: rpc.rpc_sync(server, answer, (payload,))) if job.rank == 0 else idle
-
-
 class Server:
     """Parameters, and the lock that its updates take in turn."""
 
     parameters = torch.zeros(0)
     lock = threading.Lock()
+
+
+def echo(payload: torch.Tensor) -> torch.Tensor:
+    return payload
 
 
 @rpc.functions.async_execution
@@ -94,16 +88,12 @@ def update(gradient: torch.Tensor) -> Future[Any]:
     return updated
 
 
-def batch_update(size: int, job: Job, group: Group) -> Step:
-    """The first rank sends a gradient to the last one, and gets the parameters. size: bytes."""
-    Server.parameters = torch.zeros(size // 4)
-    gradient = torch.ones(size // 4)
-    server = f"rank{job.world_size - 1}"
-    return (lambda: rpc.rpc_sync(server, update, (gradient,))) if job.rank == 0 else idle
-
-
-def idle() -> None:
-    pass
+def rpc_call(function: Callable[..., Any], size: int, job: Job, group: Group) -> Step:
+    """The first rank calls the last one with a payload, and gets as much back. size: bytes."""
+    payload = torch.ones(size // 4)
+    Server.parameters = payload.clone()
+    call = partial(rpc.rpc_sync, f"rank{job.world_size - 1}", function, (payload,))
+    return call if job.rank == 0 else lambda: None
 
 
 def train(layers: int, job: Job, group: Group) -> Step:
@@ -125,30 +115,13 @@ def train_step(model: nn.Module, inputs: torch.Tensor, job: Job, group: Group) -
     return step
 
 
-# kind -> what is measured of it, a short, a middle and a long step where there are such
-KINDS: dict[str, dict[str, Callable[[Job, Group], Step]]] = {
-    "all_reduce": {
-        "all_reduce 64": partial(all_reduce, 64),
-        "all_reduce 64K": partial(all_reduce, 2**16),
-        "all_reduce 16M": partial(all_reduce, 2**24),
-    },
-    "send": {
-        "send, receive 64": partial(send_and_receive, 64),
-        "send, receive 64K": partial(send_and_receive, 2**16),
-        "send, receive 16M": partial(send_and_receive, 2**24),
-    },
-    "rpc_sync": {
-        "rpc_sync 4": partial(rpc_sync, 4),
-        "rpc_sync 1M": partial(rpc_sync, 2**20),
-    },
-    "batch_update": {
-        "batch update 4K": partial(batch_update, 2**12),
-        "batch update 4M": partial(batch_update, 2**22),
-    },
-    "train": {
-        "train, 4 layers": partial(train, 4),
-        "train, 64 layers": partial(train, 64),
-    },
+# kind -> what makes its step, and the sizes: of a short, a middle and a long step
+KINDS: dict[str, tuple[Callable[[int, Job, Group], Step], tuple[int, ...]]] = {
+    "all_reduce": (all_reduce, (64, 2**16, 2**24)),
+    "send": (send_and_receive, (64, 2**16, 2**24)),
+    "rpc_sync": (partial(rpc_call, echo), (4, 2**20)),
+    "batch_update": (partial(rpc_call, update), (2**12, 2**22)),
+    "train": (train, (4, 64)),
 }
 
 
@@ -176,19 +149,18 @@ def bare_loop(step: Step, calls: int, job: Job, group: Group) -> list[float]:
 
 def compare(step: Step, args: argparse.Namespace, job: Job, group: Group) -> list[str]:
     """The cells of a row: the bare loop's median, and the ratio of each statistic."""
+    calls = len(harness(step, args.seconds, job, group))
+    ways = {
+        "harness": partial(harness, step, args.seconds, job, group),
+        "bare": partial(bare_loop, step, calls, job, group),
+    }
     medians_s: list[float] = []
     ratios: dict[str, list[float]] = {name: [] for name in STATISTICS}
-    calls = len(harness(step, args.seconds, job, group))
     for pair in range(args.pairs):
-        if pair % 2 == 0:
-            reported_s = harness(step, args.seconds, job, group)
-            bare_s = bare_loop(step, calls, job, group)
-        else:
-            bare_s = bare_loop(step, calls, job, group)
-            reported_s = harness(step, args.seconds, job, group)
-        medians_s.append(median(bare_s))
+        times = {name: ways[name]() for name in (reversed(ways) if pair % 2 else ways)}
+        medians_s.append(median(times["bare"]))
         for name, statistic in STATISTICS.items():
-            ratios[name].append(statistic(reported_s) / statistic(bare_s))
+            ratios[name].append(statistic(times["harness"]) / statistic(times["bare"]))
     shown = [median_of_rounds(values).text(digits=3) for values in ratios.values()]
     return [f"{median(medians_s) * 1e6:.0f}", str(calls), *shown]
 
@@ -214,61 +186,49 @@ def rank_main(args: argparse.Namespace) -> None:
     job = join(args.device, None, 300)
     group, _ = Groups(job).take(tuple(range(job.world_size)), None)
     assert group is not None
-    if args.kinds == [FIRST]:
+    if FIRST in args.kinds:
         ratio = first_and_last(args.seconds, job, group)
         if job.rank == 0:
             print(f"first / last {ratio:.4f}", flush=True)
-    else:
-        warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
-        rpc.init_rpc(f"rank{job.rank}", rank=job.rank, world_size=job.world_size)
-        rows = []
-        for kind in args.kinds:
-            for name, make in KINDS.get(kind, {}).items():
-                rows.append([name, *compare(make(job, group), args, job, group)])
-        if job.rank == 0:
-            ratio_heads = [f"harness / bare\n{name}s" for name in STATISTICS]
-            print(f"{job.world_size} ranks, {args.pairs} pairs, {job.device.type}, {job.backend}\n")
-            heads = ["step", "bare loop\n(us)", "calls", *ratio_heads]
-            print(tabulate(rows, heads, disable_numparse=True), flush=True)
-        rpc.shutdown()
+        args.kinds.remove(FIRST)
+    warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
+    rpc.init_rpc(f"rank{job.rank}", rank=job.rank, world_size=job.world_size)
+    rows = []
+    for kind in args.kinds:
+        make, sizes = KINDS[kind]
+        for size in sizes:
+            step = make(size, job, group)
+            rows.append([f"{kind} {cli.show_size(size)}", *compare(step, args, job, group)])
+    if job.rank == 0 and rows:
+        print(f"{job.world_size} ranks, {args.pairs} pairs, {job.device.type}, {job.backend}\n")
+        heads = ["step", "bare loop\n(us)", "calls"]
+        heads += [f"harness / bare\n{name}s" for name in STATISTICS]
+        print(tabulate(rows, heads, disable_numparse=True), flush=True)
+    rpc.shutdown()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def launch(kinds: list[str], args: argparse.Namespace) -> str:
-    """What this file prints under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(args.ranks), __file__, "--kinds", ",".join(kinds)]
-    command += ["--pairs", str(args.pairs), "--seconds", str(args.seconds)]
-    command += ["--device", args.device]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = cli.Parser(__doc__)
     add = parser.add_argument
-    kinds = [*KINDS, FIRST]
-    add("--kinds", default=",".join(kinds), help="(default: %(default)s)")
+    kinds = cli.list_of(str, (*KINDS, FIRST))
+    add("--kinds", type=kinds, default=list(KINDS), help=f"also {FIRST} (default: all others)")
     add("--pairs", type=int, default=30, help="of a step (default: %(default)s)")
     add("--seconds", type=float, default=0.5, help="of a case (default: %(default)s)")
     add("--processes", type=int, default=8, help="of first (default: %(default)s)")
-    add("--ranks", type=int, default=2, help="where python starts it (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
-    args.kinds = args.kinds.split(",")
-    if unknown := set(args.kinds) - set(kinds):
-        parser.error(f"expected --kinds of {', '.join(kinds)}, got {', '.join(sorted(unknown))}")
     if "RANK" in os.environ:
         rank_main(args)
         return
-    if in_turns := [kind for kind in args.kinds if kind != FIRST]:
-        print(launch(in_turns, args), flush=True)
-    if FIRST in args.kinds:
-        ratios = [float(launch([FIRST], args).split()[-1]) for _ in range(args.processes)]
-        ratio = median_of_rounds(ratios).text(digits=3)
-        print(f"first case / last case, {args.processes} processes: {ratio}")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [__file__, "--kinds", FIRST, "--seconds", str(args.seconds), "--device", args.device]
+    ratios = []
+    for _ in range(args.processes):
+        ratios.append(float(subprocess.check_output(command, text=True).split()[-1]))
+    ratio = median_of_rounds(ratios).text(digits=3)
+    print(f"first case / last case, {args.processes} processes: {ratio}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
 """How often does node_check.py name a healthy rank, and how often a slow one?
 
-Simulated times, judged by the functions that the script uses.
-
     python tests/simulate_node_check.py         the table of docs/node_check.md, half a minute
 
-8 ranks are measured once, and again if one of them looks slow, as the script does.
+8 ranks are measured once, and again if one of them looks slow. The script's functions judge them.
 
 CPU, quiet    the noise of the ranks of one node with 2 cores where nothing else ran: levels that
               differ by 2 %, samples that are 6 to 25 % longer, and 3 in 100 several times as long
@@ -28,12 +26,11 @@ from common.environment import BUSY, Others
 from common.report import Case
 from common.workloads.outliers import SIGMAS, Findings
 
-RANKS = 8
+RANKS, CORES = 8, 2
 SLOW = 3  # the rank that is slow, where one is
-ROUNDS, ITERATIONS = 12, 2
-CORES = 2
-ATTEMPT_S = 1.0  # that a measurement takes; the second one follows after so long
+ROUNDS, ITERATIONS = 12, 2  # of a measurement, which takes a second
 NOISE = {"matmul_fp32": 0.06, "copy": 0.2, "launch": 0.25}  # of samples on the CPU
+Rng = np.random.Generator
 Times = NDArray[np.float64]  # [iterations]
 
 
@@ -52,13 +49,13 @@ WORLDS = {
 }
 
 
-def on_gpu(rng: np.random.Generator) -> Times:
+def on_gpu(rng: Rng) -> Times:
     blocks = rng.normal(1, 0.01, ROUNDS) * rng.normal(1, 0.015)
     blocks *= np.where(rng.random(ROUNDS) < 0.1, 1.15, 1.0)
     return np.repeat(blocks, ITERATIONS) * np.exp(rng.normal(0, 0.003, ROUNDS * ITERATIONS))
 
 
-def on_cpu(rng: np.random.Generator, noise: float, busy: NDArray[np.bool_]) -> Times:
+def on_cpu(rng: Rng, noise: float, busy: NDArray[np.bool_]) -> Times:
     """busy: whether the rank shares its core in a round, [rounds]."""
     n = ROUNDS * ITERATIONS
     samples = np.exp(np.abs(rng.normal(0, noise, n))) * rng.normal(1, 0.02)
@@ -67,27 +64,26 @@ def on_cpu(rng: np.random.Generator, noise: float, busy: NDArray[np.bool_]) -> T
     return samples * np.where(waits, rng.uniform(2, 6, n), 1.0)
 
 
-def bursts(rng: np.random.Generator, share: float) -> NDArray[np.bool_]:
-    """Whether the program runs in each round of a measurement. It takes one core, so it runs for
-    CORES * share of the time, a second on average before it pauses."""
+def bursts(rng: Rng, share: float) -> NDArray[np.bool_]:
+    """Whether the program runs in each round. It takes one core, so it runs for CORES * share of
+    the time, a second on average before it pauses."""
     running = CORES * share
-    at = np.arange(ROUNDS) * ATTEMPT_S / ROUNDS
-    now, on, states = 0.0, bool(rng.random() < running), np.zeros(ROUNDS, dtype=bool)
-    while now < ATTEMPT_S and running:
-        length = rng.exponential(1.0 if on else (1 - running) / running)
-        states[(at >= now) & (at < now + length)] = on
-        now, on = now + length, not on
+    at = np.arange(ROUNDS) / ROUNDS
+    now, is_on, states = 0.0, bool(rng.random() < running), np.zeros(ROUNDS, dtype=bool)
+    while now < 1 and running:
+        length = rng.exponential(1.0 if is_on else (1 - running) / running)
+        states[(at >= now) & (at < now + length)] = is_on
+        now, is_on = now + length, not is_on
     return states
 
 
-def measured(rng: np.random.Generator, world: World, slow: float) -> list[Case]:
-    """The cases of the ranks alone, in one measurement. slow: how many times as long rank SLOW
-    takes."""
+def measured(rng: Rng, world: World, slow: float) -> list[Case]:
+    """A measurement of each rank alone. slow: how many times as long rank SLOW takes."""
     runs = bursts(rng, world.neighbours)
     cases = []
     for rank in range(RANKS):
         busy = runs & (rng.random() < 0.5)
-        metrics = {}
+        metrics: dict[str, float] = {}
         for step, noise in NOISE.items():
             times = on_gpu(rng) if world.device == "cuda" else on_cpu(rng, noise, busy)
             times *= slow if rank == SLOW else 1.0
@@ -99,45 +95,40 @@ def measured(rng: np.random.Generator, world: World, slow: float) -> list[Case]:
     return cases
 
 
-def verdict(rng: np.random.Generator, world: World, slow: float = 1.0) -> str:
+def verdict(rng: Rng, world: World, slow: float) -> str:
     """The last line of a run."""
     alone: list[list[int]] = [[rank] for rank in range(RANKS)]
     teams = {"rank": alone, "node": [list(range(RANKS))], "rail": alone}
     margins = dict.fromkeys(("rank", "node", "rail", "link"), world.margin)
-    nodes, kinds = [0] * RANKS, ["kind"] * RANKS
-    cluster = node_check.Cluster(True, nodes, teams, kinds, margins, {}, SIGMAS)
+    cluster = node_check.Cluster(True, [0] * 8, teams, ["kind"] * 8, margins, {}, SIGMAS)
     found: Findings = node_check.judge(measured(rng, world, slow), cluster)
     if found:
         again = node_check.judge(measured(rng, world, slow), cluster)
         found = node_check.in_both(found, again)
-    busy = world.neighbours > BUSY
-    others = Others(world.neighbours * CORES, CORES) if busy else None
+    others = Others(world.neighbours * CORES, CORES) if world.neighbours > BUSY else None
     hosts = {"rank": ["a"] * RANKS, "node": ["a"], "rail": ["a"]}
-    _, lines = node_check.conclude(found, others, [], "slow", hosts, "")
-    return lines[-1]
+    return node_check.conclude(found, others, [], "slow", hosts, "")[1][-1]
 
 
 def rates(world: World, slow: float, runs: int) -> dict[str, float]:
     """Shares of the runs that end so."""
     rng = np.random.default_rng(1)
     lines = [verdict(rng, world, slow) for _ in range(runs)]
-    alone = f"not fit: rank {SLOW} on a"
     return {
         "not fit": sum(line.startswith("not fit") for line in lines) / runs,
         "cannot be told": sum(line.startswith("cannot be told") for line in lines) / runs,
-        "named alone": sum(line == alone for line in lines) / runs,
+        "named alone": lines.count(f"not fit: rank {SLOW} on a") / runs,
     }
 
 
-def main(runs: int) -> None:
-    print(f"{runs} runs each\n")
+def main() -> None:
     print("| 8 ranks | slow rank | not fit | cannot be told | that rank named alone |")
     print("|---|---|---|---|---|")
     for name, world in WORLDS.items():
         for slow in (1.0, 1.2 if world.device == "cuda" else 1.6):
-            shares = [f"{share:.1%}" for share in rates(world, slow, runs).values()]
+            shares = [f"{share:.1%}" for share in rates(world, slow, 1000).values()]
             print(f"| {name} | {f'{slow:g} times' if slow > 1 else '-'} | {' | '.join(shares)} |")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+    main()

@@ -22,9 +22,8 @@ def numbers_in(value: Any) -> Iterator[float]:
         if value.keys() == {"value", "low", "high"} and value["low"] is not None:
             middle, low, high = value["value"], value["low"], value["high"]
             yield max(high - middle, middle - low) / max(abs(middle), 1e-12)
-        for entry in value.values():
-            yield from numbers_in(entry)
-    elif isinstance(value, list):
+        value = list(value.values())
+    if isinstance(value, list):
         for entry in value:
             yield from numbers_in(entry)
     elif isinstance(value, int | float) and not isinstance(value, bool):
@@ -37,7 +36,7 @@ def words_in(lines: list[str]) -> set[str]:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("script", golden.COMMANDS)
+@pytest.mark.parametrize("script", golden.SCRIPTS)
 def test_the_same_times_give_the_same_numbers(
     script: str, start: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -46,29 +45,9 @@ def test_the_same_times_give_the_same_numbers(
     assert process.wait(120) == 0, process.err
     made = golden.what_came_out(process.out, report)
     expected = json.loads((golden.FOLDER / f"{script}.json").read_text())["made"]
-    assert len(made["cases"]) == len(expected["cases"])
     for case, before in zip(made["cases"], expected["cases"], strict=True):
         assert case["check"] == before["check"]
         lost = set(numbers_in(before["metrics"])) - set(numbers_in(case["metrics"]))
         assert not lost, before["key"]
     assert words_in(expected["shown"]) <= words_in(made["shown"])
     assert made["status"] == expected["status"]
-
-
-def test_what_counts_as_the_same() -> None:
-    assert sorted(numbers_in({"a": {"value": 2, "low": 1, "high": 4}, "b": [True, None, 0.5]})) == [
-        0.5,
-        1.0,
-        1.0,
-        2.0,
-        4.0,
-    ]
-    assert words_in(["p50 2.50 ms (1.0 to -3)", "1M/2G 25MB, 1,024"]) == {
-        "2.50",
-        "1.0",
-        "-3",
-        "1",
-        "2",
-        "25",
-        "1,024",
-    }

@@ -5,24 +5,18 @@ from typing import Any
 
 import pytest
 
-from tests.perturbation import KINDS
-
-SHORT = ("--device", "cpu", "--seconds", "0.02")
+from tests.perturbation import FIRST, KINDS
 
 
 @pytest.mark.smoke
 def test_each_step_has_its_ratios(start: Callable[..., Any]) -> None:
-    process = start("tests/perturbation.py", "--pairs", "1", "--kinds", ",".join(KINDS), *SHORT)
+    kinds = ",".join([*KINDS, FIRST])
+    flags = ("--device", "cpu", "--seconds", "0.02", "--pairs", "1", "--kinds", kinds)
+    process = start("tests/perturbation.py", *flags)
     assert process.wait(120) == 0, process.err
-    rows = process.out.splitlines()[5:]
-    steps = [name for of_kind in KINDS.values() for name in of_kind]
-    assert [row.partition("  ")[0] for row in rows] == steps
+    first, *lines = process.out.splitlines()
+    assert float(first.removeprefix("first / last ")) > 0
+    rows = [line.split() for line in lines[5:]]
+    assert [row[0] for row in rows] == [kind for kind, (_, sizes) in KINDS.items() for _ in sizes]
     for row in rows:
-        assert row.count("(no interval)") == 2  # of one pair
-
-
-@pytest.mark.smoke
-def test_the_first_case_of_a_process_against_its_last(start: Callable[..., Any]) -> None:
-    process = start("tests/perturbation.py", "--kinds", "first", *SHORT)
-    assert process.wait(120) == 0, process.err
-    assert float(process.out.removeprefix("first / last ")) > 0
+        assert row.count("(no") == 2  # of one pair there is no interval

@@ -7,8 +7,8 @@ from tests import simulate_intervals
 
 @pytest.mark.parametrize("name", simulate_intervals.CASES)
 def test_intervals_hold(name: str) -> None:
-    """500 series: a share of 0.93 is then known to about 0.03."""
-    holds, shown = simulate_intervals.coverage(name, 500)
+    """300 series: a share of 0.93 is then known to about 0.03."""
+    holds, shown = simulate_intervals.coverage(name, 300)
     assert holds >= simulate_intervals.CASES[name][1] - 0.03
     assert shown >= 0.8
 
@@ -16,5 +16,5 @@ def test_intervals_hold(name: str) -> None:
 @pytest.mark.parametrize("name", simulate_intervals.VERDICTS)
 def test_the_healthy_are_not_accused_and_the_slow_are(name: str) -> None:
     _, factor, promised = simulate_intervals.VERDICTS[name]
-    said = simulate_intervals.frequency(name, 200)
+    said = simulate_intervals.frequency(name, 100)
     assert said <= promised + 0.02 if factor == 1 else said >= promised - 0.05
