@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,11 @@ import torch
 from benchmarks import collectives
 from common.workloads import patterns
 
-RANKS = [1, 2, 3, 8, 130, 512]
-
-
-REDUCE = {
-    **{"sum": lambda rows: rows.sum(0), "prod": lambda rows: rows.prod(0)},
-    **{"min": lambda rows: rows.amin(0), "max": lambda rows: rows.amax(0)},
-    "avg": lambda rows: rows.sum(0) / len(rows),
+OF_TWO: dict[str, Any] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
 }
 
 
@@ -25,40 +24,36 @@ def tiles(redop: str, ranks: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", collectives.TYPES)
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("redop", ["sum", "prod", "min", "max"])
-def test_reductions_are_exact(redop: str, ranks: int, name: str) -> None:
+@pytest.mark.parametrize("ranks", [1, 3, 512])
+def test_reductions_are_exact(ranks: int, name: str) -> None:
     """Reduced one rank after the other in the dtype itself, as a backend may do."""
-    rows = tiles(redop, ranks).to(getattr(torch, name))
-    total = rows[0]
-    for row in rows[1:]:
-        total = REDUCE[redop](torch.stack([total, row])).to(row.dtype)
-    assert patterns.count_wrong(total, patterns.reduced_tile(redop, ranks)) == 0
+    for redop, of_two in OF_TWO.items():
+        total = functools.reduce(of_two, tiles(redop, ranks).to(getattr(torch, name)).unbind())
+        assert patterns.count_wrong(total, patterns.reduced_tile(redop, ranks)) == 0
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
-@pytest.mark.parametrize("ranks", RANKS)
-def test_average_divided_first_or_last(ranks: int, name: str) -> None:
-    dtype = getattr(torch, name)
-    rows = [patterns.tile(rank, "avg", ranks).to(dtype) for rank in range(ranks)]
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 3, 512])
+def test_average_divided_first_or_last(ranks: int, dtype: torch.dtype) -> None:
     first = last = torch.zeros(patterns.PERIOD, dtype=dtype)
-    for row in rows:
+    for row in tiles("avg", ranks).to(dtype):
         first, last = first + row / ranks, last + row
     want, near = patterns.reduced_tile("avg", ranks), patterns.tolerance("avg", dtype)
     assert patterns.count_wrong(first, want, relative=near) == 0
     assert patterns.count_wrong(last / ranks, want, relative=near) == 0
-    if ranks > 1:
-        assert patterns.count_wrong(last, want, relative=near) > 0
+    assert patterns.count_wrong(last, want, relative=near) > 0
 
 
-@pytest.mark.parametrize("redop", list(REDUCE))
-@pytest.mark.parametrize("ranks", [2, 3, 8, 512])
+@pytest.mark.parametrize("redop", [*OF_TWO, "avg"])
+@pytest.mark.parametrize("ranks", [2, 3, 512])
 def test_a_rank_that_is_left_out_is_seen(redop: str, ranks: int) -> None:
     want, near = patterns.reduced_tile(redop, ranks), patterns.tolerance(redop, torch.float32)
     for missing in {0, 1, ranks - 1}:
-        some = [patterns.tile(r, redop, ranks) for r in range(ranks) if r != missing]
-        rows = torch.stack(some).double()
-        got = REDUCE[redop](rows) * (1 if redop != "avg" else (ranks - 1) / ranks)
+        others = [rank for rank in range(ranks) if rank != missing]
+        rows = tiles(redop, ranks)[others].double().unbind()
+        got = functools.reduce(OF_TWO.get(redop, torch.add), rows)
+        if redop == "avg":
+            got = got / ranks
         assert patterns.count_wrong(got.float(), want, relative=near) > 0
 
 
@@ -74,11 +69,8 @@ def test_fill_and_count_wrong() -> None:
     period, length = patterns.tile(1), patterns.CHUNK + 1000
     buffer = torch.empty(length, dtype=torch.int32)
     patterns.fill(buffer, period)
-    assert int(buffer[-1]) == int(period[(length - 1) % patterns.PERIOD])
     assert patterns.count_wrong(buffer[5:], period, start=5) == 0
     assert patterns.count_wrong(buffer, period, start=1) == length
     buffer[[0, 17, length - 1]] += 1
     assert patterns.count_wrong(buffer, period) == 3
-    got = period.float()
-    got[3] = math.nan
-    assert patterns.count_wrong(got, period, relative=1e-3) == 1
+    assert patterns.count_wrong(period.float().fill_(math.nan), period, relative=1e-3) == 1021
