@@ -2,20 +2,18 @@
 
     torchrun --nproc-per-node 2 tests/perturbation.py                              10 minutes
     torchrun --nproc-per-node 4 tests/perturbation.py --kinds all_reduce,train     some of it
-    python tests/perturbation.py                                                   first and last
+    torchrun --nproc-per-node 2 tests/perturbation.py --kinds first                some seconds
 
 A pair is a case of the harness (common.timing.TimedLoop) and a bare loop of as many calls, every
 other pair in reverse order. Both give a median and a mean of the calls of rank 0. A ratio is the
 median over the pairs, with its 95 % interval: 1 is a harness that costs nothing.
 `first` is another question: a training step as the first case of a process / the same as its last
-case, in several processes of 2 ranks. It is run by hand, on a machine where nothing else runs;
+case. Start it several times. It is run by hand, on a machine where nothing else runs;
 docs/measuring.md has the results.
 """
 
 import argparse
 import gc
-import os
-import subprocess
 import sys
 import threading
 import warnings
@@ -182,7 +180,15 @@ def first_and_last(seconds: float, job: Job, group: Group) -> float:
     return first_s / case()
 
 
-def rank_main(args: argparse.Namespace) -> None:
+def main() -> None:
+    parser = cli.Parser(__doc__)
+    add = parser.add_argument
+    kinds = cli.list_of(str, (*KINDS, FIRST))
+    add("--kinds", type=kinds, default=list(KINDS), help=f"also {FIRST} (default: all others)")
+    add("--pairs", type=int, default=30, help="of a step (default: %(default)s)")
+    add("--seconds", type=float, default=0.5, help="of a case (default: %(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    args = parser.parse_args()
     job = join(args.device, None, 300)
     group, _ = Groups(job).take(tuple(range(job.world_size)), None)
     assert group is not None
@@ -207,28 +213,6 @@ def rank_main(args: argparse.Namespace) -> None:
     rpc.shutdown()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def main() -> None:
-    parser = cli.Parser(__doc__)
-    add = parser.add_argument
-    kinds = cli.list_of(str, (*KINDS, FIRST))
-    add("--kinds", type=kinds, default=list(KINDS), help=f"also {FIRST} (default: all others)")
-    add("--pairs", type=int, default=30, help="of a step (default: %(default)s)")
-    add("--seconds", type=float, default=0.5, help="of a case (default: %(default)s)")
-    add("--processes", type=int, default=8, help="of first (default: %(default)s)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    args = parser.parse_args()
-    if "RANK" in os.environ:
-        rank_main(args)
-        return
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [__file__, "--kinds", FIRST, "--seconds", str(args.seconds), "--device", args.device]
-    ratios = []
-    for _ in range(args.processes):
-        ratios.append(float(subprocess.check_output(command, text=True).split()[-1]))
-    ratio = median_of_rounds(ratios).text(digits=3)
-    print(f"first case / last case, {args.processes} processes: {ratio}")
 
 
 if __name__ == "__main__":
