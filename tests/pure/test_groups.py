@@ -46,21 +46,6 @@ def test_all_ranks_meet_before_rank_0_waits_for_their_values(
     assert [call[0] for call in calls.method_calls] == ["barrier", "gather", "gather"]
 
 
-@pytest.mark.parametrize(("value", "messages"), [("max-seconds", 1), ("x" * 5000, 2)])
-def test_a_small_value_is_one_message(
-    value: str, messages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the group's first rank sends is what another rank receives."""
-    sent: list[torch.Tensor] = []
-    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(dist, "broadcast", lambda x, group_src, group: sent.append(x.clone()))
-    assert ours.broadcast(value, None) == value
-    assert len(sent) == messages
-    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
-    monkeypatch.setattr(dist, "broadcast", lambda x, group_src, group: x.copy_(sent.pop(0)))
-    assert ours.broadcast(None, None) == value
-
-
 def test_the_groups_of_the_last_four_sets_are_kept(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
