@@ -98,7 +98,7 @@ def show(
             change = result.smallest_change
             row[-1] = "-" if change is None else f"{100 * change:.2g} %"
         rows.append(row)
-    table = show_table(header, rows, (1, 2), "table").splitlines()
+    table = show_table(header, rows, (1, 2)).splitlines()
     if mean:
         rule = table[1]
         table.insert(-1, rule)  # above the mean

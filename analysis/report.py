@@ -19,6 +19,7 @@ Everything in a report is shown as text, and nothing of it is executed. BSD-3-Cl
 """
 
 import math
+import os
 import re
 import sys
 from collections import Counter
@@ -298,7 +299,10 @@ def main() -> int:
     if args.output is None:
         refuse("expected a page to write, e.g. -o report.html")
     with show.one_line(args.reports):
-        show.check_output(args.output, (".html",), find(args.reports))
+        if not args.output.lower().endswith(".html"):
+            raise ValueError(f"expected a file that ends in .html, got {args.output!r}")
+        if os.path.realpath(args.output) in map(os.path.realpath, find(args.reports)):
+            raise ValueError(f"{args.output} is one of the reports, which it would overwrite")
         page = as_page(*sections_of(args.reports))
         Path(args.output).write_text(page, encoding="utf-8")
     return 0

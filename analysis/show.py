@@ -1,11 +1,8 @@
 """How cases, metrics and times are named and printed, alike in all of analysis/."""
 
-import html
 import io
 import json
 import math
-import os
-import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,22 +50,13 @@ def clean(text: Any, limit: int = 200) -> str:
     return words if len(words) <= limit else words[: limit - 3] + "..."
 
 
-def markdown(text: Any, limit: int = 200) -> str:
-    """Text, whatever it holds, as a part of a Markdown document."""
-    words = re.sub(r"([\\`*_\[\]|#~])", r"\\\1", clean(text, limit))
-    return html.escape(words, quote=False)
-
-
-def show_table(
-    header: Sequence[Any], rows: Iterable[Sequence[Any]], right: Sequence[int], style: str
-) -> str:
-    """A table for a terminal, or in Markdown. right: columns of numbers, aligned to the right."""
+def show_table(header: Sequence[Any], rows: Iterable[Sequence[Any]], right: Sequence[int]) -> str:
+    """A table for a terminal. right: columns of numbers, aligned to the right."""
     tabulate.MIN_PADDING = 0  # or each header gets two blanks
-    form, escape = ("pipe", markdown) if style == "markdown" else ("simple", clean)
-    heads = [escape(cell) for cell in header]
-    cells = [list(map(escape, row)) for row in rows]
+    heads = [clean(cell) for cell in header]
+    cells = [list(map(clean, row)) for row in rows]
     align = ["right" if column in right else "left" for column in range(len(header))]
-    text = tabulate.tabulate(cells, heads, form, colalign=align, disable_numparse=True)
+    text = tabulate.tabulate(cells, heads, "simple", colalign=align, disable_numparse=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
@@ -81,14 +69,6 @@ def put(text: str) -> None:
     except OSError as error:
         abandon(sys.stdout)
         refuse(f"stdout: {error.strerror}", status=1)
-
-
-def check_output(path: str, endings: tuple[str, ...], inputs: Iterable[str]) -> None:
-    """Raises ValueError where a page should not be written there."""
-    if not path.lower().endswith(endings):
-        raise ValueError(f"expected a file that ends in {' or '.join(endings)}, got {path!r}")
-    if os.path.realpath(path) in map(os.path.realpath, inputs):
-        raise ValueError(f"{path} is one of the reports, which it would overwrite")
 
 
 class Unit(NamedTuple):

@@ -235,7 +235,7 @@ def show_shares(traces: Iterable[Trace]) -> None:
             shares = [f"{100 * part / ms if ms else 0:.1f}" for part in parts]
             rows.append([trace.rank, name, f"{ms:.3f}", *shares])
     header = ["rank", "step", "ms", *[f"{column} (%)" for column in COLUMNS]]
-    put(show_table(header, rows, NUMBERS, "plain") + "\n")
+    put(show_table(header, rows, NUMBERS) + "\n")
 
 
 def show_collectives(traces: Mapping[int, Trace]) -> None:
@@ -264,7 +264,7 @@ def show_collectives(traces: Mapping[int, Trace]) -> None:
             matched[rank] += len(own)
     header = ["group", "ranks", "rank", "calls a step", "ms", "exposed (ms)", "waits (ms)", "last"]
     if rows:
-        put(show_table(header, rows, NUMBERS, "plain") + "\n")
+        put(show_table(header, rows, NUMBERS) + "\n")
     rank = max(last, key=lambda rank: last[rank], default=0)
     if last[rank]:
         put(f"# rank {rank} comes last most often, to {last[rank]} of {matched[rank]} collectives")
