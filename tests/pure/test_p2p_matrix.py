@@ -1,36 +1,40 @@
 """The plan, the tables and the answers of p2p_matrix.py."""
 
+import itertools
+
 import pytest
 
 from benchmarks import p2p_matrix
-from common.workloads import links
+from common.workloads.links import Link, Messages
 
 
 def test_the_key_of_a_round_says_who_meets() -> None:
     """12 ranks on 3 or on 4 nodes: three rounds each, of other pairs."""
     args = p2p_matrix.parse_args(["--by", "node", "--size", "1M"])
-    messages = links.Messages(2**20, 8, 10)
-    three, four = (p2p_matrix.plan(args, messages, nodes) for nodes in (3, 4))
-    assert len(three) == len(four) == 3
-    assert three[0][0] == four[0][0] == "round 1"
-    assert three[0][1] != four[0][1]
+    three, four = (p2p_matrix.plan(args, Messages(2**20, 8, 10), nodes) for nodes in (3, 4))
+    assert (len(three), len(four)) == (3, 3)
     assert three[0][2] != four[0][2]
+    with pytest.raises(ValueError, match="a link needs two ranks, and there is 1; "):
+        p2p_matrix.members_of("rank", [0])
+    with pytest.raises(ValueError, match="a folder that can be written, got nowhere"):
+        p2p_matrix.check_plot("nowhere/links.png")
 
 
-def test_many_links_are_listed_by_the_worst() -> None:
-    pairs = [(a, b) for a in range(40) for b in range(a + 1, 40)]
-    rows = [links.Link(a, b, 30 if (a, b) == (2, 5) else 10, 5, 5, 9) for a, b in pairs]
-    _, latency, *_, spread = p2p_matrix.tables(rows, 40, "rank", None).split("\n\n")
-    assert spread == "worst 0 of 0 links:"  # they have no interval
+def met(a: int, b: int, us: float, rate: float, spread: float | None = 0.1) -> Link:
+    return Link(a, b, us, rate, rate, rate, spread)
+
+
+def test_matrices_and_many_links() -> None:
+    """+-% in percent, in both halves. Of what is too wide the worst links are listed."""
+    rows = [met(0, 1, 20, 1.0, 0.025), met(0, 2, 20, 1.0, 134.0)]
+    *_, spread = p2p_matrix.tables(rows, 3, "rank", 80).split("\n\n")
+    cells = [["0", "-", "2.5", ">100"], ["1", "2.5", "-", "-"], ["2", ">100", "-", "-"]]
+    assert [line.split() for line in spread.splitlines()[1:]] == cells
+    assert ["worst" in p2p_matrix.tables(rows, n, "rank", 80) for n in (8, 9)] == [False, True]
+    pairs = itertools.combinations(range(40), 2)
+    many = [met(a, b, 30 if (a, b) == (2, 5) else 10, 5) for a, b in pairs]
+    _, latency, *_ = p2p_matrix.tables(many, 40, "rank", None).split("\n\n")
     assert latency.splitlines()[:2] == ["worst 20 of 780 links:", "      2 -> 5     30"]
-    of_eight, of_nine = (p2p_matrix.tables(rows[:7], n, "rank", 80) for n in (8, 9))
-    assert "worst" in of_nine
-    assert "worst" not in of_eight
-    assert max(map(len, of_eight.splitlines())) <= 80
-
-
-def met(a: int, b: int, us: float, rate: float, spread: float | None = 0.1) -> links.Link:
-    return links.Link(a, b, us, rate, rate, rate, spread)
 
 
 def test_answer() -> None:
@@ -48,52 +52,27 @@ def test_answer() -> None:
     first, last, _ = p2p_matrix.answer(alike, *where)
     assert first.startswith("maybe slow link 1 -> 2: latency within nodes 2.93x the median's time")
     assert last.endswith("(the median sample of a link: no interval; raise --max-seconds)")
-    few = p2p_matrix.answer(alike[:1], [0, 0], "rank", 5.0)
-    assert few[0] == "with 1 link nobody can tell what is slow"
-    assert len(few) == 2
+    assert "with 1 link nobody can tell" in p2p_matrix.answer(alike[:1], [0, 0], "rank", 5.0)[0]
 
 
-def all_links(members: int, rates: dict[tuple[int, int], float]) -> list[links.Link]:
-    """Of 380 GB/s, but for these."""
-    pairs = [(a, b) for a in range(members) for b in range(a + 1, members)]
-    return [met(a, b, 20, rates.get((a, b), 380)) for a, b in pairs]
+SLOW = {(min(3, n), max(3, n)): 94.0 for n in range(14) if n != 3}
+SLOW |= {(min(5, n), max(5, n)): 50.0 for n in range(14) if n != 5}
+SHARED = {(1, 2): 94.0, (2, 6): 200.0}  # two links that share an end
+WITHIN = {(0, 1): 1.0, (2, 4): 100.0, (1, 5): 300.0}  # the first one is within a node
 
 
-@pytest.mark.parametrize("members", [8, 14])  # exact, and greedy
-def test_what_to_leave_out(members: int) -> None:
-    """A node with slow links; two; one slow link, of which either end may go; two links that share
-    an end, which goes."""
-    nodes = list(range(members))
-    third = {(min(3, n), max(3, n)): 94.0 for n in nodes if n != 3}
-    line = p2p_matrix.leave_out(all_links(members, third), nodes)
-    rest = f"{members - 1} nodes hold 380 GB/s, all {members} hold 94 GB/s"
-    assert line == f"without node 3: {rest}"
-    both = third | {(min(5, n), max(5, n)): 50.0 for n in nodes if n != 5}
-    line = p2p_matrix.leave_out(all_links(members, both), nodes)
-    rates = f"{members - 2} nodes hold 380 GB/s, all {members} hold 50 GB/s"
-    assert line == f"without node 3, node 5: {rates}"
-    line = p2p_matrix.leave_out(all_links(members, {(1, 2): 94.0}), nodes)
-    assert line in (f"without node 1: {rest}", f"without node 2: {rest}")
-    line = p2p_matrix.leave_out(all_links(members, {(1, 2): 94.0, (2, 6): 200.0}), nodes)
-    assert line == f"without node 2: {rest}"
-    within = p2p_matrix.leave_out(all_links(members, {(1, 2): 350.0}), nodes)
-    assert within == f"all {members} nodes hold 350 GB/s"  # 380 / 1.1 is 345
-
-
-def test_ranks_of_a_node_count_together() -> None:
-    """Three nodes of two ranks. The worst link between two nodes counts, and none within a node."""
-    slow = {(0, 1): 1.0, (2, 4): 100.0, (1, 5): 300.0}
-    line = p2p_matrix.leave_out(all_links(6, slow), [0, 0, 1, 1, 2, 2])
-    assert line == "without node 2: 2 nodes hold 380 GB/s, all 3 hold 100 GB/s"
-
-
-def test_how_steady_the_links_are_is_a_matrix() -> None:
-    """In percent, in both halves."""
-    rows = [met(0, 1, 20, 1.0, 0.025), met(0, 2, 20, 1.0, 134.0)]
-    *_, spread = p2p_matrix.tables(rows, 3, "rank", 80).split("\n\n")
-    assert [line.split() for line in spread.splitlines()] == [
-        ["0", "1", "2"],
-        ["0", "-", "2.5", ">100"],
-        ["1", "2.5", "-", "-"],
-        ["2", ">100", "-", "-"],
-    ]
+@pytest.mark.parametrize(
+    ("slow", "nodes", "line"),
+    [
+        (SLOW, range(8), "without node 3, node 5: 6 nodes hold 380 GB/s, all 8 hold 50 GB/s"),
+        (SLOW, range(14), "without node 3, node 5: 12 nodes hold 380 GB/s, all 14 hold 50 GB/s"),
+        (SHARED, range(8), "without node 2: 7 nodes hold 380 GB/s, all 8 hold 94 GB/s"),
+        ({(1, 2): 350.0}, range(8), "all 8 nodes hold 350 GB/s"),  # 380 / 1.1 is 345
+        (WITHIN, [0, 0, 1, 1, 2, 2], "without node 2: 2 nodes hold 380 GB/s, all 3 hold 100 GB/s"),
+    ],
+)
+def test_what_to_leave_out(slow: dict[tuple[int, int], float], nodes: list[int], line: str) -> None:
+    """All other links hold 380 GB/s. 14 nodes are over EXACT."""
+    pairs = itertools.combinations(range(len(nodes)), 2)
+    links = [met(a, b, 20, slow.get((a, b), 380)) for a, b in pairs]
+    assert p2p_matrix.leave_out(links, list(nodes)) == line
