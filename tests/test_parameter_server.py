@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import psutil
 import pytest
 
 SCRIPT = "benchmarks/parameter_server.py"
@@ -11,7 +10,6 @@ SMALL = "--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16
 # buckets of a layer each, and 5 batches that no number of trainers but 1 and 5 shares out evenly
 FEW = "--sample-count 20 --batch-size 4 --bucket-size 0.001"
 TINY = (*SMALL.split(), *FEW.split(), "--device", "cpu", "--warmup-iters", "1")
-SHORT = (*TINY, "--iters", "6")
 
 
 def checks(run: Any) -> dict[str, str]:
@@ -20,14 +18,15 @@ def checks(run: Any) -> dict[str, str]:
 
 @pytest.mark.smoke
 @pytest.mark.oldest
-def test_four_processes(bench: Callable[..., Any]) -> None:
-    """2 trainers, a server and the master; the names of PyTorch's hooks; an epoch of 3 steps.
+def test_five_processes(bench: Callable[..., Any]) -> None:
+    """2 trainers, 2 servers and the master; the names of PyTorch's hooks; an epoch of 3 steps.
 
     Torch 2.11 hung where a later case made a second group over the same ranks.
     """
-    flags = (*TINY, "--epochs", "3", "--servers", "running", "--timeout", "40")
+    flags = (*TINY, "--epochs", "3", "--servers", "running", "--timeout", "40", "--nserver", "2")
+    flags += ("--rpc-threads", "2", "--rpc_transports", "uv", "--rpc_timeout", "60")
     hooks = "rpc_hook,allreduce_hook,sparse_rpc_hook,hybrid_hook"
-    run = bench(SCRIPT, *flags, "--ddp_hook", hooks, ranks=4)
+    run = bench(SCRIPT, *flags, "--ddp_hook", hooks, ranks=5)
     assert run.status == 0, run.err
     assert run.err == "" or "OMP_NUM_THREADS" in run.err
     assert "an epoch is 3 steps of 4 samples" in run.out
@@ -39,7 +38,6 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
         assert case.ranks == [0, 1]
         trainers = case.metrics["trainers"]
         assert list(trainers) == ["trainer0", "trainer1", "all"]
-        assert set(trainers["all"]) == {"forward", "backward", "batch", "hook dense", "hook sparse"}
         # only timed steps count: 9 of each trainer
         assert trainers["trainer1"]["forward"]["count"] == 9
         assert trainers["all"]["hook sparse"]["count"] == 18
@@ -50,34 +48,26 @@ def test_four_processes(bench: Callable[..., Any]) -> None:
         assert ("servers" in case.metrics) == (name in through)
         step_s = case.metrics["step_s"].value
         assert case.metrics["samples_per_s"].value == pytest.approx(2 * 4 / step_s)
-    # a bucket for each layer and the embedding of each of 9 steps; of sparse_rpc the embedding's
+    # a bucket for each layer and the embedding of each of 9 steps, spread over the servers; of
+    # sparse_rpc the embedding's
     dense = cases["allreduce"].metrics["trainers"]["trainer0"]["hook dense"]["count"]
-    counts = [cases[name].metrics["servers"]["all"]["straggler"]["count"] for name in through]
-    assert counts == [dense + 9, 9]
-
-
-@pytest.mark.smoke
-def test_buckets_are_spread_over_two_servers(bench: Callable[..., Any]) -> None:
-    settings = ("--rpc-threads", "2", "--rpc_transports", "uv", "--rpc_timeout", "60")
-    run = bench(SCRIPT, *SHORT, *settings, "--routes", "rpc", "--nserver", "2", ranks=6)
-    assert run.status == 0, run.err
-    assert checks(run) == {"rpc running": "passed", "rpc batch": "passed"}
-    for case in run.report.cases:
-        assert (case.key["rpc_threads"], case.key["rpc_transports"]) == (2, "uv")
-        servers = case.metrics["servers"]
-        counts = [servers[name]["batch"]["count"] for name in ("server0", "server1", "all")]
-        assert counts[0] + counts[1] == counts[2]
-        assert min(counts) > 0
+    servers = cases["rpc running"].metrics["servers"]
+    counts = [servers[name]["straggler"]["count"] for name in ("server0", "server1", "all")]
+    assert counts[0] + counts[1] == counts[2] == dense + 9
+    assert min(counts) > 0
+    assert cases["sparse_rpc running"].metrics["servers"]["all"]["straggler"]["count"] == 9
 
 
 @pytest.mark.faults
-def test_a_wrong_answer_of_a_server(bench: Callable[..., Any]) -> None:
-    """One thousandth too much; what needs no server passes, on trainers of the same run."""
-    flags = (*SHORT, "--routes", "sparse_rpc,rpc,allreduce", "--servers", "batch")
-    run = bench(SCRIPT, *flags, ranks=4, inject="wrong-answer")
+def test_a_wrong_answer_and_a_replica_that_drifts(bench: Callable[..., Any]) -> None:
+    """A server answers one thousandth too much. Rank 1 drifts by less than the check of gradients
+    sees; bit for bit it shows."""
+    flags = (*TINY, "--iters", "6", "--routes", "sparse_rpc,rpc,allreduce", "--servers", "batch")
+    run = bench(SCRIPT, *flags, ranks=4, inject="wrong-answer,drifting-replica")
     assert run.status != 0
     found = checks(run)
-    assert found["allreduce"] == "passed"
+    differ = "after the steps the parameters of rank 1 differ from rank 0's"
+    assert found["allreduce"] == f"failed: {differ}"
     for name, part in (("sparse_rpc batch", "embedding"), ("rpc batch", "")):
         assert found[name].startswith(f"failed: the gradient of {part}")
         assert "is off the trainers' mean by 0.001 (rank 0)" in found[name]
@@ -85,44 +75,13 @@ def test_a_wrong_answer_of_a_server(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.faults
-def test_a_replica_that_drifts(bench: Callable[..., Any]) -> None:
-    """By less than the check of gradients sees; bit for bit it shows. A dense embedding."""
-    flags = (*SHORT, "--routes", "rpc", "--servers", "running", "--dense-embedding")
-    run = bench(SCRIPT, *flags, ranks=4, inject="drifting-replica")
-    assert run.status != 0
-    differ = "after the steps the parameters of rank 1 differ from rank 0's"
-    assert checks(run) == {"rpc running": f"failed: {differ}"}
-
-
-@pytest.mark.faults
 def test_nobody_waits_long_for_a_server_that_failed(bench: Callable[..., Any]) -> None:
     """Its trainers wait 2 s for the average; the run goes on with the next kind of server."""
-    flags = (*TINY, "--iters", "60", "--routes", "rpc", "--straggler-timeout", "2")
+    flags = (*TINY, "--iters", "30", "--routes", "rpc", "--straggler-timeout", "2")
     run = bench(SCRIPT, *flags, "--timeout", "60", ranks=4, inject="server-raises")
     assert run.status != 0
     found = checks(run)
-    assert found["rpc running"].startswith(
-        "failed: OutOfMemoryError('injected: out of memory') (rank "
-    )
+    failed = "failed: OutOfMemoryError('injected: out of memory') (rank "
+    assert found["rpc running"].startswith(failed)
     assert found["rpc batch"] == "passed"
     assert "HANG" not in run.err
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("fault", ["server-dies", "server-stops"])
-def test_a_server_that_is_gone(start: Callable[..., Any], fault: str) -> None:
-    """Who and where within the timeout, and no process is left."""
-    flags = (*TINY, "--iters", "60", "--routes", "rpc", "--servers", "running", "--timeout", "8")
-    process = start(SCRIPT, *flags, ranks=4, inject=fault)
-    ranks = process.until(lambda: len(found := process.ranks()) == 4 and found)
-    assert process.wait(120) != 0
-    if fault == "server-stops":
-        hang = process.err[process.err.index("HANG: no progress for 8 s") :]
-        assert hang.splitlines()[1].startswith("rank 2 on ")
-        assert "does not answer" in hang.splitlines()[1]
-        assert "rpc running" in hang
-    else:
-        assert "rank      : 2 (local_rank: 2)" in process.err  # torchrun's summary
-        assert "exitcode  : -9" in process.err
-    _, alive = psutil.wait_procs(ranks.values(), timeout=5)
-    assert not alive
