@@ -480,26 +480,11 @@ def trainer_falters() -> None:
     in_call(rpc, "rpc_sync", 110, partial(fail, MemoryError, "no room for the gradients"))
 
 
-# where rank 2, a server, adds its 40th gradient to others
-in_addition = partial(in_call, torch.Tensor, "add_", 40, rank=2)
-
-
 @fault
 def server_raises() -> None:
-    """Rank 2, a server, runs out of memory."""
-    in_addition(partial(fail, torch.OutOfMemoryError, "out of memory"))
-
-
-@fault
-def server_stops() -> None:
-    """Rank 2, a server, is stopped, as by a debugger."""
-    in_addition(partial(send, signal.SIGSTOP))
-
-
-@fault
-def server_dies() -> None:
-    """Rank 2, a server, is killed, as by the kernel when memory runs out."""
-    in_addition(partial(send, signal.SIGKILL))
+    """Rank 2, a server, runs out of memory where it adds its 40th gradient to others."""
+    out_of_memory = partial(fail, torch.OutOfMemoryError, "out of memory")
+    in_call(torch.Tensor, "add_", 40, out_of_memory, rank=2)
 
 
 @fault
@@ -820,12 +805,6 @@ def wrong_product() -> None:
         return out
 
     torch.mm = mm  # type: ignore[assignment]
-
-
-@fault
-def stuck_product() -> None:
-    """Rank 1 waits for ever in its tenth product."""
-    in_call(torch, "mm", 10, partial(time.sleep, 600))
 
 
 if __name__ == "__main__":
