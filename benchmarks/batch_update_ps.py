@@ -57,8 +57,8 @@ PAYLOADS = ("module", "tensors")
 SIZES = {  # default and help
     "in_features": (100, "columns of the model, which is a linear layer"),
     "out_features": (30, "rows of the model"),
-    "batch_size": (20, "samples of a trainer's step"),
-    "num_batches": (4, "different batches that a trainer takes in turn; --iters counts steps"),
+    "batch_size": (20, "samples per trainer and step"),
+    "num_batches": (4, "distinct batches per trainer, used in turn; --iters counts steps"),
 }
 CHECKED_STEPS = 20
 LOGGED = 300  # the report keeps so many updates of a case, the newest ones
@@ -71,12 +71,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     for name, (default, text) in SIZES.items():
         flag, text = f"--{name.replace('_', '-')}", f"{text} (default: {default})"
         add(flag, type=positive_int, default=default, metavar="N", help=text)
-    text = "gradients that make an update (default: one of each trainer)"
+    text = "gradients per update (default: one from each trainer)"
     add("--batch-update-size", type=positive_int, metavar="N", help=text)
     payload = """module: a list of gradients there and the pickled module back, as the tutorial
         does; tensors: a flat tensor each way (default: both)"""
     add("--payload", type=list_of(str, PAYLOADS), default=[*PAYLOADS], metavar="NAME", help=payload)
-    text = "after the table print the server's log: which gradients came when, and each update"
+    text = "print the server's log after the table: when each gradient arrived, and each update"
     add("--log-updates", action="store_true", help=text)
     add_rpc_flags(parser, server_device="cpu", stragglers=True)
     add_common_flags(parser)

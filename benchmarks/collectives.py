@@ -68,28 +68,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     redops = cli.list_of(str, tuple(REDOPS))
     names = f"`all` or a list of {', '.join(OPERATIONS)} (default: all_reduce)"
     add("--collective", type=collectives, default=["all_reduce"], metavar="NAME", help=names)
-    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="e.g. 64K (default: 8)")
+    add("-b", "--minbytes", type=size, default=8, metavar="SIZE", help="smallest (default: 8)")
     largest = cli.By(cuda=2**30, cpu=2**26)
-    most = "(default: 1G on CUDA, 64M on the CPU)"
+    most = "largest (default: 1G on CUDA, 64M on the CPU)"
     add("-e", "--maxbytes", type=positive_size, default=largest, metavar="SIZE", help=most)
     step = parser.add_mutually_exclusive_group().add_argument
-    step("-i", "--stepbytes", type=positive_size, metavar="SIZE", help="to each size add this, or")
+    step("-i", "--stepbytes", type=positive_size, metavar="SIZE", help="increment of the size, or")
     factor = cli.number(float, 1, above=True)
-    step("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help="multiply (default: 2)")
-    calls = "in a sample (default: 1 on the CPU and with -I, else 20 where that is under 4 GiB)"
+    step("-f", "--stepfactor", type=factor, default=2.0, metavar="F", help="factor (default: 2)")
+    calls = "calls per sample (default: 1 on the CPU and with -I; on CUDA 20, up to 4 GiB together)"
     add("-n", "--calls", type=cli.positive_int, metavar="N", help=calls)
     add("-d", "--datatype", type=types, default=["float32"], metavar="TYPE", help=", ".join(TYPES))
     add("-o", "--op", type=redops, default=["sum"], metavar="OP", help=", ".join(REDOPS))
-    add("-r", "--root", type=count, default=0, metavar="R", help="a rank in its group (default: 0)")
-    add("-c", "--check", type=count, default=1, metavar="N", help="check N samples (default: 1)")
-    add("-G", "--cudagraph", type=count, default=0, metavar="N", help="time N replays of a graph")
-    single = "1: show how the samples spread (default: 0)"
+    add("-r", "--root", type=count, default=0, metavar="R", help="a rank of the group (default: 0)")
+    add("-c", "--check", type=count, default=1, metavar="N", help="samples to check (default: 1)")
+    add("-G", "--cudagraph", type=count, default=0, metavar="N", help="replay a CUDA graph N times")
+    single = "1: print minimum, maximum, p99 and spread of the samples (default: 0)"
     add("-I", "--per-iter-timing", type=int, choices=(0, 1), default=0, help=single)
-    add("--cache-warm", action="store_true", help="one buffer instead of many")
+    add("--cache-warm", action="store_true", help="reuse one buffer")
     add("--groups", default="world", metavar="G", help="world, node, cross, or ranks as 0,1/2-3")
-    limit = "the speed of the link: adds busbw in percent of it"
+    limit = "link speed; prints busbw as a percentage of it"
     add("--limit", type=cli.positive_float, metavar="GB/s", help=limit)
-    least = "fail if the largest busbw is under 0.9 of this"
+    least = "fail if the largest busbw is below 0.9 of this"
     add("--min-busbw", type=cli.positive_float, default=0, metavar="GB/s", help=least)
     cli.add_common_flags(parser, min_iters=12, max_seconds=1)
     args = parser.parse_args(argv)

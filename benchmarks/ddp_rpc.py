@@ -84,9 +84,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--autograd", type=how, default="all", metavar="HOW", help=text)
     add_rpc_flags(parser, server_device="cpu")
     add_common_flags(parser)
-    text = "the same as --iters: N timed epochs of 10 batches, the same batches in each epoch"
+    text = "alias of --iters: N timed epochs, each of the same 10 batches"
     add("--epochs", type=positive_int, dest="iters", metavar="N", help=text)
-    text = "the same as --warmup-iters"
+    text = "alias of --warmup-iters"
     add("--warmup-cycles", type=number(int), dest="warmup_iters", help=text)
     return parser.parse_args(argv)
 

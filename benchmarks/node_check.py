@@ -100,16 +100,16 @@ MARGIN_TOGETHER = {"cpu": 2.0, "cuda": 0.1}
 def parse_args() -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, positive = parser.add_argument, cli.positive_float
-    budget = "since rank 0 has started; what does not fit is left out, and said (default: 60)"
+    budget = "time limit from the start of rank 0; cases beyond it are skipped (default: 60)"
     add("--budget", type=positive, default=60.0, metavar="SECONDS", help=budget)
-    what = "what ends with status 1: all that is slow or wrong, or wrong alone (default: slow)"
+    what = "exit with status 1 if anything is slow or wrong, or only if wrong (default: slow)"
     add("--fail-on", choices=("slow", "wrong"), default="slow", help=what)
-    add("--sigmas", type=positive, default=SIGMAS, metavar="S", help="(default: 5)")
-    margin = "slower by less is not named (default: 0.1; on the CPU 0.4, and 2 for all together)"
+    add("--sigmas", type=positive, default=SIGMAS, metavar="S", help="threshold (default: 5)")
+    margin = "minimum slowdown to report (default: 0.1; on the CPU 0.4, all ranks together 2)"
     add("--margin", type=positive, metavar="SHARE", help=margin)
-    add("--min-tflops", type=positive, default=0, metavar="T", help="of each product, on each rank")
-    add("--min-busbw", type=positive, default=0, metavar="GB/S", help="of all_reduce in each node")
-    add("--gpus", type=cli.positive_int, metavar="N", help="that each node must have")
+    add("--min-tflops", type=positive, default=0, metavar="T", help="required of each product")
+    add("--min-busbw", type=positive, default=0, metavar="GB/S", help="required within each node")
+    add("--gpus", type=cli.positive_int, metavar="N", help="required on each node")
     cli.add_common_flags(parser, min_iters=6, max_seconds=6, timeout=60)
     return parser.parse_args()
 

@@ -70,14 +70,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     size = cli.positive_size
-    add("--size", type=size, metavar="SIZE", help="(default: 1M, on CUDA 256M)")
-    add("--latency-size", type=size, default=8, metavar="SIZE", help="(default: 8)")
+    add("--size", type=size, metavar="SIZE", help="of messages (default: 1M, on CUDA 256M)")
+    add("--latency-size", type=size, default=8, metavar="SIZE", help="of a ping-pong (default: 8)")
     few = cli.By(cuda=10, cpu=1)
-    calls = f"in a sample (default: {few})"
+    calls = f"calls per sample (default: {few})"
     add("-n", "--calls", type=cli.positive_int, default=few, metavar="N", help=calls)
     add("--by", choices=("rank", "node"), default="rank", help="(default: rank)")
-    add("--serial", action="store_true", help="one pair at a time, instead of a round's at once")
-    add("--sigmas", type=cli.positive_float, default=SIGMAS, metavar="S", help="(default: 5)")
+    add("--serial", action="store_true", help="one pair at a time")
+    limit = "threshold (default: 5)"
+    add("--sigmas", type=cli.positive_float, default=SIGMAS, metavar="S", help=limit)
     drawn = cli.checked(str, lambda path: Path(path).suffix in PLOTS, PLOT, "e.g. links.png")
     add("--plot", type=drawn, metavar="PATH", help=f"draw a heat map: {PLOT}; needs matplotlib")
     cli.add_common_flags(parser, min_iters=6, max_seconds=1)

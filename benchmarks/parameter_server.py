@@ -70,7 +70,7 @@ PYTORCH_SERVERS = {"AverageParameterServer": "running", "AverageBatchParameterSe
 ROLES = {
     "ntrainer": "trainers on the CPU",
     "ncudatrainer": "trainers on CUDA",
-    "nserver": "servers on the CPU; without any, one rank in four is one",
+    "nserver": "servers on the CPU (without any: one rank in four)",
     "ncudaserver": "servers on CUDA",
 }
 CHECK_STEPS = 4  # DDP rebuilds its buckets after the first step
@@ -82,11 +82,11 @@ SETTINGS = {  # the type of a flag, its default, its help
     "num_embeddings": (COUNT, By(1024, 256), "rows of the embedding"),
     "embedding_dim": (COUNT, By(1024, 256), "columns of the embedding"),
     "dense_layers": (COUNT, By(8, 4), "linear layers after the embedding"),
-    "dense_size": (COUNT, By(1024, 256), "features of each; the last one's are the classes"),
+    "dense_size": (COUNT, By(1024, 256), "features per linear layer, and classes"),
     "sample_count": (COUNT, 1024, "samples of an epoch"),
-    "sample_length": (COUNT, By(1024, 16), "rows that a sample looks up"),
+    "sample_length": (COUNT, By(1024, 16), "rows looked up per sample"),
     "sparsity_percentage": (PERCENTAGE, 20, "percentage of rows never looked up"),
-    "batch_size": (COUNT, By(32, 8), "samples of a trainer's step"),
+    "batch_size": (COUNT, By(32, 8), "samples per trainer and step"),
     "bucket_size": (number(float, 0, above=True), By(25, 0.25), "DDP's bucket_cap_mb"),
     "torch_seed": (SEED, 0, "seed of the model, and of a CPU trainer's data"),
     "cuda_seed": (SEED, 0, "seed of a CUDA trainer's data"),

@@ -71,8 +71,8 @@ def parse_args() -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     folder = cli.checked(str, bool, "a folder of recordings", "e.g. trace/")
-    add("trace", type=folder, metavar="FOLDER", help="with fr_0.json, fr_1.json, ... of the ranks")
-    only = "the operations of these groups, e.g. dp for mesh_dp (default: all)"
+    add("trace", type=folder, metavar="FOLDER", help="has fr_0.json, fr_1.json, ... of the ranks")
+    only = "replay only these groups, e.g. dp for mesh_dp (default: all)"
     add("--only", type=cli.list_of(str), default=[], metavar="GROUP", help=only)
     cli.add_common_flags(parser, min_iters=12, max_seconds=10)
     return parser.parse_args()

@@ -74,7 +74,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ops", type=kinds, default=list(OPERATIONS), metavar="OP", help=text)
     text = "sizes of the payload (default: 4,4K,64K,1M,64M)"
     add("--sizes", type=list_of(size), default=SIZES, metavar="BYTES", help=text)
-    text = "calls that rpc_async starts at once; fewer if they are over 64M together (default: 8)"
+    text = "concurrent calls of rpc_async; fewer beyond 64M in total (default: 8)"
     add("--in-flight", type=positive_int, default=8, metavar="N", help=text)
     add_rpc_flags(parser, server_device="auto")
     add_common_flags(parser, min_iters=6, max_seconds=1.0)

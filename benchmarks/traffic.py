@@ -66,18 +66,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     whole = partial(add, type=cli.positive_int, metavar="N")
-    whole("--ranks", required=True, help="of the job that is played, e.g. 1024")
-    meshes, as_there = cli.list_of(parse_mesh), "as parallel_sweep.py takes them"
+    whole("--ranks", required=True, help="world size of the simulated job, e.g. 1024")
+    meshes, as_there = cli.list_of(parse_mesh), "in the syntax of parallel_sweep.py"
     add("--mesh", type=meshes, required=True, help=as_there)
-    ranks = "the ranks to play (default: 0); those of a pipeline differ"
+    ranks = "ranks to simulate (default: 0); pipeline stages differ"
     add("--rank", type=cli.list_of(cli.number(int, 0)), default=[0], metavar="N,...", help=ranks)
-    whole("--gpus-per-node", default=8, help="ranks of a node, one after the other (default: 8)")
+    whole("--gpus-per-node", default=8, help="consecutive ranks per node (default: 8)")
     add("--model", choices=list(DECODERS), default="decoder-7b", help="(default: decoder-7b)")
     add("--dtype", choices=list(DTYPES), default="bf16", help="of weights (default: bf16)")
-    whole("--global-batch", help="sequences of all ranks together (default: 2 a rank)")
-    whole("--sequence-length", help="tokens (default: the model's)")
-    whole("--microbatches", help="of a pipeline (default: 2 for each of its ranks)")
-    add("--wide", action="store_true", help="all columns of the table, also on a terminal")
+    whole("--global-batch", help="sequences per step, over all ranks (default: 2 per rank)")
+    whole("--sequence-length", help="tokens per sequence (default: the model's)")
+    whole("--microbatches", help="of a pipeline (default: 2 per stage)")
+    add("--wide", action="store_true", help="print all columns, also on a terminal")
     report = cli.checked(str, bool, "a report", "e.g. report.jsonl")
     add("-J", "--json", type=report, metavar="PATH", help="write a report; - is stdout")
     return parser.parse_args(argv)
