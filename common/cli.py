@@ -27,8 +27,8 @@ NO_VERDICT = 4  # of one that cannot tell what it was asked
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
 ROOT = Path(__file__).resolve().parents[1]  # the folder of all these scripts
 BEFORE = "torchrun's flags stand before the script"
-# Flags of the five source programs, of launchers, of nccl-tests and of CHANGELOG.md that a script
-# does not have, and what serves instead; by script, "" for all of them
+# Flags of the five source programs, of launchers and of nccl-tests that a script does not have, and
+# what serves instead; by script, "" for all of them
 GONE: dict[str, dict[str, str]] = {
     "": {
         **dict.fromkeys(("--nnodes", "--node-rank", "--nproc-per-node", "--standalone"), BEFORE),
@@ -59,12 +59,7 @@ GONE: dict[str, dict[str, str]] = {
         "--fsdp-checkpoint": "--model package.module:function may recompute its layers",
         **dict.fromkeys(("--torchviz", "--verbose"), "TORCH_LOGS=graph_code,graph_breaks"),
     },
-    "ddp_sweep": {
-        "--bind-cores": "on GPUs torchrun's --numa-binding, on CPUs launch/bind_cores.sh",
-    },
     "collectives": {
-        **dict.fromkeys(("--matrix", "--skew", "--counts"), "all_to_all has equal parts"),
-        "--expected": "NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=TUNING shows what NCCL chooses",
         **dict.fromkeys(("-g", "--ngpus", "-t", "--nthreads"), "each GPU has its own process"),
         **dict.fromkeys(("-a", "--average"), "the maximum over ranks counts; --json keeps all"),
         **dict.fromkeys(("-u", "--unalign"), "every buffer begins at a multiple of 64 elements"),
@@ -266,7 +261,7 @@ class Parser(argparse.ArgumentParser):
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
         self.measures = False  # it has the flags of the scripts that measure
-        text = "print the version of these scripts, and end"
+        text = "print the version of these scripts and exit"
         self.add_argument("--version", action=ShowVersion, nargs=0, help=text)
 
     def error(self, message: str) -> NoReturn:
@@ -424,34 +419,34 @@ def add_common_flags(
     """Add the flags of all measuring scripts. -w, -J, --output-file and -T are as in nccl-tests."""
     parser.measures = True
     add = parser.add_argument_group("flags of all scripts").add_argument
-    devices = "CUDA and CPUs are measured today (default: auto)"
+    devices = "what to run on (default: auto, CUDA where torch sees it)"
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=devices)
     backends = f"{backends} (default: nccl on CUDA, gloo on the CPU)"
     names = ("--distributed-backend", "--backend")
     add(*names, dest="backend", type=str.lower, metavar="NAME", help=backends)
-    warm = "untimed iterations of each step, 1 or more "
-    warm += "(default: 5, fewer if all take --max-seconds / 4)"
+    warm = "warm up each step with N untimed iterations, at least 1 (default: 5 or more, until its "
+    warm += "times are steady, within a quarter of --max-seconds)"
     add("-w", "--warmup-iters", type=number(int, 0), metavar="N", help=warm)
-    exactly = "time exactly N iterations, whatever the next three say"
+    exactly = "time exactly N iterations; overrides the three limits below"
     add("--iters", type=positive_int, metavar="N", help=exactly)
-    least = f"time at least N, unless --max-seconds is over before (default: {min_iters})"
+    least = f"time at least N iterations within --max-seconds (default: {min_iters})"
     add("--min-iters", type=positive_int, default=min_iters, metavar="N", help=least)
-    target = "stop once all of the 95%% interval of the step's median is within +-P (default: 2%%)"
+    target = "end a case when the 95%% interval of the step's median is within +-P (default: 2%%)"
     add("--target-ci", type=fraction, default=0.02, metavar="P", help=target)
-    most = "or after S seconds of a case and 6 rounds, 1.25 S without an interval "
-    most += f"(default: {max_seconds:g})"
+    most = "end a case after S seconds, or 1.25 S while an interval is missing, but not before 6 "
+    most += f"rounds (default: {max_seconds:g})"
     add("--max-seconds", type=positive_float, default=max_seconds, metavar="S", help=most)
-    add("--wide", action="store_true", help="all columns of each table, also on a terminal")
-    add("--dry-run", action="store_true", help="list the cases; measure nothing")
-    report = """append every finished case to this report; an older one becomes PATH.bak, .bak.1,
-        ...; - is stdout, and everything else goes to stderr"""
+    add("--wide", action="store_true", help="print all columns of each table in a terminal, too")
+    add("--dry-run", action="store_true", help="list the cases and exit")
+    report = """append each finished case to this report; an existing one is moved to PATH.bak,
+        .bak.1, ...; - writes it to stdout, and everything else to stderr"""
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
-    add("--resume", action="store_true", help="skip the cases that the report holds already")
+    add("--resume", action="store_true", help="skip the cases that the report already has")
     traces = "then profile 5 more iterations of each step; write traces into DIR (docs/profile.md)"
     folder = checked(str, bool, "a folder", "e.g. traces")
     add("--profile", type=folder, metavar="DIR", help=traces)
-    ranks = "that write traces, e.g. 0,1 (default: the first one of each node, and the slowest)"
+    ranks = "ranks that write traces, e.g. 0,1 (default: the first of each node, and the slowest)"
     rank_list = list_of(number(int, 0))
     add("--profile-ranks", type=lambda text: {*rank_list(text)}, metavar="RANK", help=ranks)
-    hang = f"end after S seconds without progress, and name who hangs (default: {timeout:g})"
+    hang = f"end the run after S seconds without progress; name who hangs (default: {timeout:g})"
     add("-T", "--timeout", type=positive_float, default=timeout, metavar="S", help=hang)

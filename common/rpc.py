@@ -170,18 +170,18 @@ def add_rpc_flags(
     stragglers: --straggler-timeout limits the calls that bring gradients.
     """
     add = parser.add_argument_group("RPC").add_argument
-    text = "worker threads of a process (default: its part of the cores, 2 to 16)"
+    text = "worker threads per process (default: its share of the cores, 2 to 16)"
     add("--rpc-threads", type=threads, metavar="N", help=text)
     calls = "a call other than one that brings gradients" if stragglers else "a call"
-    text = f"{calls} fails after S seconds (default: twice --timeout: the watchdog is first)"
+    text = f"{calls} fails after S seconds (default: twice --timeout, so the watchdog is first)"
     add("--rpc-timeout", type=time_limit, metavar="S", help=text)
     text = """what TensorPipe may use: shm (one host; its thread polls), uv (TCP), ibv (InfiniBand)
-        (default: auto, which is all; but uv where ranks outnumber cores)"""
+        (default: auto: all of them, or uv alone if ranks outnumber cores)"""
     add("--rpc-transports", type=list_of(str, TRANSPORTS), metavar="NAME", help=text)
     text = """and for tensors: basic (any), cma (one host, needs ptrace), mpt_uv (TCP); on CUDA
         cuda_basic (any), cuda_ipc (one host, peer access, no expandable segments), cuda_gdr
         (InfiniBand), cuda_xth (one process). Keep basic and cuda_basic: TensorPipe ends a process
-        that finds none (default: auto, which is all)"""
+        that finds none (default: auto: all of them)"""
     add("--rpc-channels", type=list_of(str, CHANNELS), metavar="NAME", help=text)
     if stragglers:
         text = """a trainer that waits S seconds for the answer to its gradients fails the case:
