@@ -1,12 +1,12 @@
 """What Benchmark does around a case, without a job."""
 
-import fcntl
 import gc
 import os
 import pty
-import struct
 import termios
 import weakref
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,10 +14,7 @@ import pytest
 
 from common import benchmark
 from common.benchmark import Benchmark
-from common.groups import Group
-from common.report import Case
 from common.stats import Disturbed
-from common.table import metric
 from common.timing import StopRule
 
 
@@ -33,7 +30,7 @@ def test_a_failed_case_has_let_go_of_its_model_when_its_groups_are_closed(
     models: list[weakref.ref[Model]] = []
     alive: list[bool] = []
 
-    def build(key: dict[str, Any], group: Group) -> Any:
+    def build(key: Any, group: Any) -> Any:
         model = Model()
         models.append(weakref.ref(model))
         raise RuntimeError("out of memory")
@@ -61,17 +58,6 @@ def test_a_number_that_cannot_be_is_disturbed() -> None:
     assert benchmark.with_cause(sure, others) == sure
     shown = benchmark.with_cause(Disturbed(sure), others)
     assert shown == f'disturbed: "{sure}" cannot be; {others}'
-    assert benchmark.with_cause(Disturbed(sure), "").endswith("be; nobody else took the cores")
-
-
-@pytest.mark.parametrize(("room", "columns"), [(None, "ab"), (4, "a")])
-def test_a_second_table_is_cut_like_the_first(room: int | None, columns: str) -> None:
-    printed: list[str] = []
-    bench: Any = Mock(room=room, print=printed.append)
-    case = Case(key={}, ranks=[0], metrics={"a": 1.0, "b": 2.0})
-    Benchmark.print_table(bench, {"a": metric("a"), "b": metric("b")}, [case], "Cost")
-    assert printed[0].startswith("\nCost\n\na")
-    assert printed[0].splitlines()[3].split() == list(columns)
 
 
 def test_a_sentence_is_folded_on_a_terminal() -> None:
@@ -79,24 +65,48 @@ def test_a_sentence_is_folded_on_a_terminal() -> None:
     assert benchmark.folded(sentence, None) == f"# {sentence}"
     lines = "# DDP adds 16.2 ms to a step,\n#   which takes 76.1 ms"
     assert benchmark.folded(sentence, 32) == lines
-    title = "2 trainers, 1 server\nrpc threads 2"
-    assert benchmark.folded(title, 16, "") == "2 trainers, 1\n  server\nrpc threads 2"
-    assert benchmark.folded(title, None, "") == title
 
 
-@pytest.mark.parametrize(
-    ("columns", "asked", "width"), [(80, "", 80), (0, "", None), (0, "100", 100)]
-)
+@pytest.mark.parametrize(("columns", "width"), [(80, 80), (0, None)])
 def test_a_terminal_without_a_size_has_all_columns(
-    columns: int, asked: str, width: int | None, monkeypatch: pytest.MonkeyPatch
+    columns: int, width: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As mpirun's ranks have one, whose output may go to a file."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    monkeypatch.setenv("COLUMNS", asked)
+    termios.tcsetwinsize(theirs, (24, columns))
+    monkeypatch.delenv("COLUMNS", raising=False)
     with open(theirs, "w") as terminal:
         monkeypatch.setattr("sys.stdout", terminal)
         monkeypatch.setattr("sys.__stdout__", terminal)
         assert benchmark.terminal_width() == width
         monkeypatch.undo()
     os.close(ours)
+
+
+def test_a_restart_is_told_by_the_age_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by that of a wrapper, which torchrun has started for a rank and its attempt."""
+    torchrun = SimpleNamespace(environ=dict, create_time=lambda: 100.0)
+    of_ranks = {"TORCHELASTIC_RUN_ID": "7"}
+    wrapper = SimpleNamespace(environ=lambda: of_ranks, parent=lambda: torchrun)
+    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parent=lambda: wrapper))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert benchmark.restarted_after() == 99.0  # a report has whole seconds
+
+
+@pytest.mark.parametrize("names", ["", "/nope:/nope2", "pipe:a"])
+def test_a_wrong_turn_is_one_line_and_overwrites_no_file(
+    names: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.chdir(tmp_path)
+    Path("a").write_text("precious")
+    os.mkfifo("pipe")
+    pipe = os.open("pipe", os.O_RDWR)
+    os.write(pipe, b".")  # so that nobody would wait for a turn
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.turn_taker(names)
+    os.close(pipe)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "TORCHRUN_BENCH_TURN: expected two named pipes such as /tmp/a:/tmp/b, got '" in line
+    assert Path("a").read_text() == "precious"

@@ -1,14 +1,12 @@
-"""README and docs: links resolve, commands parse, the tables are those of docs/results."""
+"""README and docs: links resolve, commands parse, numbers are those of docs/results, and what is
+said of a source program is so."""
 
 import ast
 import importlib
 import re
 import shlex
-import sys
-from contextlib import redirect_stdout
-from io import StringIO
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,8 +16,15 @@ from common.table import render
 from tests.process import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
 STALE = pytest.mark.skip(reason="until `make results`")
+COMMAND = re.compile(
+    r"^    (?:[A-Z_]+=\S+ )*(?:torchrun --n.*?|python) (benchmarks/\S+\.py.*)$", re.M
+)
+REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
+NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?(?!\w)")
+SOURCES = re.split(r"^## .*: ", (ROOT / "docs" / "sources.md").read_text(), flags=re.M)[1:]
 
 
 def anchors(page: Path) -> set[str]:
@@ -29,6 +34,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page: Path) -> None:
+    """And what a page refers to as `file.py: name` is there."""
     text = page.read_text()
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"^\[[^\]]+\]: (\S+)$", text, re.M)
     for link in links:
@@ -37,104 +43,47 @@ def test_links_resolve(page: Path) -> None:
             target = (page.parent / path).resolve() if path else page
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
+    for file, name in REFERENCE.findall(text):
+        source_of(file, name)
 
 
-def commands() -> list[str]:
-    """Each command of a script in README, docs and the scripts' own help, on one line."""
-    found = []
-    for page in [*PAGES, *(ROOT / "benchmarks").glob("*.py")]:
-        text = re.sub(r"\\+\n\s*", " ", page.read_text())
-        text = re.sub(r"```python.*?```", "", text, flags=re.DOTALL)  # test_contributing.py runs it
-        for line in text.splitlines():
-            if match := re.match(
-                r"^    (?:[A-Z_]+=\S+ )*(torchrun --n.*|python benchmarks/.*)$", line
-            ):
-                found.append(match[1].split("  #")[0].split(" && ")[0].split(" | ")[0])
-    return sorted(set(found))
-
-
-@pytest.mark.parametrize("command", commands())
-def test_commands_parse(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=lambda page: page.name)
+def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their flags are ones that the script takes; what needs a running job is not reached."""
-    words = shlex.split(command)
-    place = next((i for i, w in enumerate(words) if w.endswith(".py")), None)
-    if place is None or "inject.py" in words[place] or words[place].startswith("examples/"):
-        return
-    assert (ROOT / words[place]).exists(), command
-    script = importlib.import_module(f"benchmarks.{Path(words[place]).stem}")
-    monkeypatch.setattr(sys, "argv", words[place:])
-    script.parse_args()
-
-
-@STALE
-@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
-def test_results_are_complete(path: Path) -> None:
-    report = load(str(path))
-    assert report.status == "complete"
-    assert report.cases
+    text = re.sub(r"\\+\n\s*", " ", page.read_text())
+    text = re.sub(r"```python.*?```", "", text, flags=re.DOTALL)  # test_contributing.py runs it
+    for command in COMMAND.findall(text):
+        words = shlex.split(re.split(r"  #| && | \| ", command)[0])
+        script = importlib.import_module(f"benchmarks.{Path(words[0]).stem}")
+        monkeypatch.setattr("sys.argv", words)
+        script.parse_args()
 
 
 @STALE
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_shown_output_says_its_reports_command(page: Path) -> None:
+def test_a_page_quotes_the_report_that_it_names(page: Path) -> None:
+    """An output that it shows has the report's command, and it has an answer of the report."""
     text = page.read_text()
-    outputs = re.findall(r"^ +# torchrun-bench \w+.*\n +# (.*)$", text, re.MULTILINE)
-    reports = [load(str(path)) for path in RESULTS if path.name in text]
-    commands = [f"command: {shlex.join(report.argv)}" for report in reports]
-    assert [line for line in outputs if line not in commands] == []
+    named = [load(str(path)) for path in RESULTS if path.name in text]
+    outputs = re.findall(r"^ +# torchrun-bench \w+.*\n +# command: (.*)$", text, re.MULTILINE)
+    assert set(outputs) <= {shlex.join(report.argv) for report in named}
+    words = " ".join(re.sub("^    # ", " ", text, flags=re.M).split())
+    for report in named:
+        assert report.status == "complete"
+        assert [answer for answer in report.end["answer"] if answer in words], report.path
 
 
 @STALE
 def test_readme_shows_its_report() -> None:
+    """As a terminal of 80 columns does."""
     report = load(str(ROOT / "docs" / "results" / "ddp_sweep_cpu_2ranks.jsonl"))
     cases = [case for case in report.cases if case.key["model"] == "mobilenet_v3_small"]
-    readme = (ROOT / "README.md").read_text()
-    for row in render(ddp_sweep.BREAKDOWN, cases).splitlines()[-len(cases) :]:
-        assert re.sub(r" +", " ", row.strip()) in re.sub(r" +", " ", readme)
+    readme = re.sub(r" +", " ", (ROOT / "README.md").read_text())
+    for row in render(ddp_sweep.BREAKDOWN, cases, room=80).splitlines()[-len(cases) :]:
+        assert re.sub(r" +", " ", row.strip()) in readme
 
 
-def names_in(file: str) -> set[str]:
-    """What a file defines: functions, classes and constants; methods as `Class.method`."""
-    names = set()
-    for node in ast.parse((ROOT / file).read_text()).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            methods = [entry for entry in node.body if isinstance(entry, ast.FunctionDef)]
-            names |= {f"{node.name}.{method.name}" for method in methods}
-        if isinstance(node, ast.Assign):
-            names |= {ast.unparse(target) for target in node.targets}
-        if isinstance(node, ast.AnnAssign):
-            names.add(ast.unparse(node.target))
-    return names
-
-
-def test_measuring_says_where_to_read() -> None:
-    """Each line of the section names a function that is there."""
-    page = (ROOT / "docs" / "measuring.md").read_text()
-    _, _, section = page.partition("## How a number comes about: where to read")
-    section, _, _ = section.partition("\n## ")
-    references = re.findall(r"^\| `([\w/]+\.py): ([\w.]+)` \|", section, re.MULTILINE)
-    assert len(references) == 20
-    assert len({file for file, _ in references}) == 4
-    for file, name in references:
-        assert name in names_in(file), f"{file}: {name}"
-
-
-REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
-NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e-\d+)?(?!\w)")
-SOURCES = re.split(r"^## .*: ", (ROOT / "docs" / "sources.md").read_text(), flags=re.M)[1:]
-
-
-def source_of(file: str, name: str) -> ast.AST:
-    """The definition of a function, class, method or constant, without its docstrings."""
-    node: ast.AST = ast.parse((ROOT / file).read_text())
-    for part in name.split("."):
-        node = next(entry for entry in ast.iter_child_nodes(node) if part in defined_by(entry))
-    for entry in ast.walk(node):
-        if isinstance(entry, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(entry):
-            entry.body = entry.body[1:] or [ast.Pass()]
-    return node
+# -- docs/sources.md: the features of the five source programs -------------------------------------
 
 
 def defined_by(node: ast.AST) -> list[str]:
@@ -144,63 +93,57 @@ def defined_by(node: ast.AST) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
+@cache
+def tree_of(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+@cache
+def source_of(file: str, name: str) -> ast.AST:
+    """The definition of a function, class, method or constant, without its docstrings."""
+    node: ast.AST = tree_of(file if "/" in file else f"benchmarks/{file}")
+    for part in name.split("."):
+        found = [entry for entry in ast.iter_child_nodes(node) if part in defined_by(entry)]
+        assert found, f"{file}: {name}"
+        node = found[0]
+    for entry in ast.walk(node):
+        if isinstance(entry, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(entry):
+            entry.body = entry.body[1:] or [ast.Pass()]
+    return node
+
+
 def missing_from_sources(first: str, here: str) -> list[str]:
     """What a row says, and the source of what it names does not have: words in code, numbers."""
-    references = REFERENCE.findall(here)
-    nodes = [source_of(file if "/" in file else f"benchmarks/{file}", n) for file, n in references]
+    nodes = [source_of(file, name) for file, name in REFERENCE.findall(here)]
     code = "\n".join(ast.unparse(node) for node in nodes)
     values = [part.value for node in nodes for part in ast.walk(node) if hasattr(part, "value")]
-    said = REFERENCE.sub("", here)
-    if here.strip().startswith("the same"):
-        said += first
-    flags = re.compile(r"`(--[^`]+)`")
-    words = re.findall(r"`([^`]+)`", flags.sub("", said))
+    said = REFERENCE.sub("", here) + (first if here.startswith("the same") else "")
+    said = re.sub(r"`--[^`]+`", "", said)  # flags
+    missing = [word for word in re.findall(r"`([^`]+)`", said) if word not in code]
     numbers = NUMBER.findall(re.sub(r"`[^`]+`", "", said))
-    assert words or numbers or flags.search(first + here), f"nothing to look for: {first}"
-    missing = [word for word in words if word not in code]
     return missing + [number for number in numbers if float(number) not in values]
 
 
 @pytest.mark.parametrize("section", SOURCES, ids=lambda section: section.split(".py")[0])
 def test_features_of_a_source_are_as_the_page_says(
-    section: str, monkeypatch: pytest.MonkeyPatch
+    section: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What a row says is in the source of what it names, and the script takes the row's flags."""
     name = section.split(".py")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "][1:]
-    assert len(rows) > 10
-    with_code = [(first, here) for first, here in rows if REFERENCE.search(here)]
-    assert len(with_code) > len(rows) / 2
-    false = {first: missing_from_sources(first, here) for first, here in with_code}
-    assert {first: missing for first, missing in false.items() if missing} == {}
     script = importlib.import_module(f"benchmarks.{name}")
     for variable in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(variable, "0")
+    with pytest.raises(SystemExit):
+        script.parse_args(["--help"])
+    taken = re.findall(r"--[a-z-]+", capsys.readouterr().out)
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "][1:]
+    with_code = [here for _, here in rows if REFERENCE.search(here)]
+    assert len(rows) > 10
+    assert len(with_code) > len(rows) / 2
     for first, here in rows:
+        if here in with_code:
+            assert missing_from_sources(first, here) == [], first
         for flags in re.findall(r"`(--[a-z][^`]* [^`]+)`", here):
             script.parse_args(shlex.split(flags))
         told = here + first if here.startswith("the same") else here
-        for flag in re.findall(r"`(--[a-z-]+)`", told):
-            assert flag in help_of(script), flag
-    for file, name_there in REFERENCE.findall(section):
-        source_of(file if "/" in file else f"benchmarks/{file}", name_there)
-    page = (ROOT / "docs" / f"{name}.md").read_text()
-    assert "What differs from the original" in page
-
-
-def help_of(script: Any) -> list[str]:
-    """The flags that a script takes."""
-    with pytest.raises(SystemExit), redirect_stdout(StringIO()) as shown:
-        script.parse_args(["--help"])
-    return re.findall(r"--[a-z-]+", shown.getvalue())
-
-
-def test_a_false_row_is_found() -> None:
-    first, build = "settings of cuDNN", "`parameter_server.py: build`"
-    assert missing_from_sources(first, f"the same: {build}, `cudnn`") == ["cudnn"]
-    layers = "dense stack 512-256-127"
-    dense = "`ddp_rpc.py: create_dense`, `ddp_rpc.py: DENSE_INPUT`"
-    assert missing_from_sources(layers, f"the same: {dense}") == ["127"]
-    assert missing_from_sources(layers, f"another one: {dense}, `Linear`") == []
-    with pytest.raises(AssertionError, match="nothing to look for"):
-        missing_from_sources(first, f"the same: {build}")
+        assert set(re.findall(r"`(--[a-z-]+)`", told)) <= set(taken), first

@@ -1,9 +1,7 @@
-"""What environment.py reads out of other programs' words, what it refuses, and what other programs
-use of a node."""
+"""What environment.py says of a node and its neighbours, and what join.py makes of variables."""
 
 import json
 import os
-import platform
 import socket
 import subprocess
 import sys
@@ -16,63 +14,25 @@ from unittest.mock import Mock
 
 import psutil
 import pytest
-import torch
+from torch.distributed import PrefixStore, TCPStore
 
-from common import groups as dist
+from common import environment, groups, join
 from common.benchmark import Benchmark
-from common.environment import (
-    CpuLoad,
-    Others,
-    collect,
-    cpu_model,
-    differences,
-    gpu_state,
-    job_seconds,
-    lacking,
-    others_text,
-    preamble,
-    problem,
-    user_variables,
-)
-from common.join import (
-    check_backend,
-    connect_to_store,
-    meet,
-    meets_on_loopback,
-    misfit,
-    set_variables,
-    world,
-)
-from tests.process import ROOT, environment
+from common.environment import Others, problem
+from tests import process
 
 
-def rank(number: int, **more: str) -> dict[str, Any]:
+def rank(number: int, **more: Any) -> dict[str, Any]:
     return {"rank": number, "host": "a", "uuid": f"G{number}", "torch": "2", "nccl": "2"} | more
-
-
-@pytest.mark.parametrize(
-    ("cpuinfo", "name"),
-    [
-        (b"processor\t: 0\nmodel name\t: AMD EPYC \nflags\t: x\n", "AMD EPYC"),
-        (None, platform.machine()),
-    ],
-)
-def test_the_name_of_a_processor(
-    cpuinfo: bytes | None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """None: there is no such file."""
-    path = tmp_path / "cpuinfo"
-    if cpuinfo is not None:
-        path.write_bytes(cpuinfo)
-    monkeypatch.setattr("common.environment.Path", lambda name: path)
-    assert cpu_model() == name
 
 
 def test_what_must_not_be_measured() -> None:
     """Ranks under test that share a GPU under NCCL; a node with another torch."""
     shared: dict[str, Any] = {"backend": "nccl", "variables": {}}
     shared["ranks"] = [rank(0), rank(1, uuid="G0")]
-    assert (problem(shared) or "").startswith("ranks 0 and 1 share a GPU on a; NCCL wants one")
+    for backend in ("nccl", "nccl2", "cpu:gloo,cuda:nccl"):
+        told = problem(shared | {"backend": backend}) or ""
+        assert told.startswith("ranks 0 and 1 share a GPU on a; NCCL wants one")
     assert problem(shared, tested=range(1)) is None  # rank 1 is a server
     assert problem(shared | {"backend": "gloo"}) is None
     assert problem(shared | {"ranks": [rank(0), rank(1, uuid="G0", host="b")]}) is None
@@ -81,432 +41,260 @@ def test_what_must_not_be_measured() -> None:
     assert problem(shared | {"variables": {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}}) is None
     mixed = shared | {"ranks": [rank(0), rank(1), rank(2, host="b", torch="1")]}
     assert problem(mixed) == "torch is 1 on b, 2 elsewhere"
-    for backend in ("nccl2", "nccl-legacy", "cpu:gloo,cuda:nccl"):
-        assert "ranks 0 and 1 share a GPU on a" in (problem(shared | {"backend": backend}) or "")
 
 
 def test_nodes_that_differ_are_named_and_counted() -> None:
-    nodes = [{"host": f"n{i}", "device": "D", "cores": 8, "topology": "t"} for i in range(1024)]
-    assert differences(nodes) == []
-    nodes[1] |= {"topology": "u"}
-    assert differences(nodes) == ["topology of n1 is not that of other nodes"]
-    nodes[1] |= {"topology": "t"}
-    for node in nodes[:400]:
-        node["cores"] = 4
-    (line,) = differences(nodes)
+    nodes = [{"host": f"n{i}", "device": "D", "cores": 4, "topology": "t"} for i in range(400)]
+    assert environment.differences(nodes) == []
+    nodes += [node | {"cores": 8} for node in nodes * 2]
+    (line,) = environment.differences(nodes)
     assert line == "cores of n0, n1, n2, n3, n4, n5, n6, n7 and 392 more is not that of other nodes"
 
 
-def test_what_the_first_lines_say_and_warn_of() -> None:
+def test_what_the_first_lines_warn_of() -> None:
     """Planted: two ranks on one GPU, another program, and a node that differs."""
-    ranks = [rank(i, uuid="G0") | {"device": "H100", "cores": 8, "threads": 1} for i in (0, 1)]
-    found: dict[str, Any] = {"torch": "2.11", "cuda": "13.0", "nccl": "2.28.9", "python": "3"}
-    found |= {"backend": "gloo", "world_size": 2}
-    found |= {"num_nodes": 1, "hosts": ["a"], "ranks": ranks, "topologies": ["GPU0 X"]}
-    found |= {"differences": ["cores of b is not that of other nodes"], "others": [Others(1.5, 8)]}
-    lines = preamble(found).splitlines()
-    assert lines[:4] == [
-        "# PyTorch 2.11, CUDA 13.0, NCCL 2.28.9, Python 3, backend gloo",
-        "# 2 ranks on 1 node",
-        "# rank 0: a, H100, 8 cores, 1 thread",
-        "# rank 1: a, H100, 8 cores, 1 thread",
+    found: dict[str, Any] = {"hosts": ["a"], "others": [Others(1.5, 8)]}
+    found |= {"ranks": [rank(0), rank(1, uuid="G0")], "differences": ["b is small"]}
+    assert environment.warnings_of(found) == [
+        "b is small",
+        "other programs take 1.5 of 8 cores of a: times will scatter",
+        "ranks 0 and 1 share a GPU on a: their times include each other's turns",
     ]
-    assert lines[4] == "# GPU0 X"
-    assert lines[-3:] == [
-        "# warning: cores of b is not that of other nodes",
-        "# warning: other programs take 1.5 of 8 cores of a: times will scatter",
-        "# warning: ranks 0 and 1 share a GPU on a: their times include each other's turns",
-    ]
-
-
-def test_gpus_are_described_where_the_first_rank_of_the_node_has_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A master on the CPU, which is rank 0, and a trainer on CUDA."""
-    gpus = [{"index": "0"}]
-    trainer = rank(1, nccl="2.28.9") | {"device": "H100"}
-
-    def gather(value: Any) -> list[Any]:
-        return [value, "cuda" if value == "cpu" else (trainer, None)]
-
-    monkeypatch.setattr("common.environment.gather", gather)
-    monkeypatch.setattr("common.environment.share", lambda value: value)
-    monkeypatch.setattr("common.environment.gpu_state", lambda: gpus)
-    monkeypatch.setattr("common.environment.run", lambda command: "GPU0 X")
-    master = dist.Job(0, 0, 2, 2, torch.device("cpu"), "nccl", torch.distributed.HashStore())
-    described = collect(master, {})
-    assert described["gpus"] == [gpus]
-    assert described["nccl"] == "2.28.9"
-    assert described["topologies"] == ["GPU0 X"]
-    assert described["cuda"] == torch.version.cuda
 
 
 NVIDIA_SMI = """\
 #!/bin/sh
 case "$1" in *memory.total*) echo "Field \\"x\\" is not a valid field to query."; exit 2; esac
-cat <<'END'
-3, GPU-5e9f2c, NVIDIA H100 80GB HBM3, 580.65.06, Disabled, Enabled, 0, 700.00 W, 1980 MHz, 34, 0x1
-1, GPU-5e9f2d, NVIDIA H100 80GB HBM3, 580.65.06, Disabled, Enabled, 0, 650.00 W, 1980 MHz, 34, 0x1
-END
+echo "3, GPU-5e9f2c, NVIDIA H100, 580.6, Disabled, Enabled, 30, 700.00 W, 1980 MHz, 34, 0x1"
 """
 
 
 def test_the_state_of_gpus_is_what_nvidia_smi_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = tmp_path / "nvidia-smi"
+    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    tool.write_text(NVIDIA_SMI)
-    tool.chmod(0o755)
-    first, second = gpu_state()
-    assert (first["index"], second["index"]) == ("3", "1")
-    assert (first["power.limit"], second["power.limit"]) == ("700.00 W", "650.00 W")
-    assert first["clocks_event_reasons.active"] == "0x1"
-    assert gpu_state("memory.total") == []  # a field that this driver does not know
-    tool.write_text("#!/bin/sh\nexit 9\n")  # no driver
-    assert gpu_state() == []
+    (gpu,) = environment.gpu_state()
+    assert (gpu["power.limit"], gpu["clocks_event_reasons.active"]) == ("700.00 W", "0x1")
+    assert environment.gpu_state("memory.total") == []  # a field that this driver does not know
+    broken = {0: "GPU 3 has uncorrected errors of its memory"}
+    healthy, unknown = (gpu | {environment.UNCORRECTED: text} for text in ("0", "[N/A]"))
+    assert environment.lacking({"gpus": [[healthy, gpu], [unknown, healthy]]}) == broken
+    few = {1: "it has 7 of 8 GPUs"}
+    assert environment.lacking({"gpus": [[healthy] * 8, [healthy] * 7]}) == few
+    assert environment.lacking({"gpus": [[]]}, 8) == {0: "it has 0 of 8 GPUs"}
 
 
-def test_lacking() -> None:
-    errors = "ecc.errors.uncorrected.volatile.total"
-    healthy, broken, unknown = ({"index": "7", errors: text} for text in ("0", "30", "[N/A]"))
-    assert lacking({"gpus": [[healthy] * 8, [healthy] * 7]}) == {1: "it has 7 of 8 GPUs"}
-    assert lacking({"gpus": [[healthy, broken], [unknown, healthy]]}) == {
-        0: "GPU 7 has uncorrected errors of its memory"
-    }
-    assert lacking({"gpus": [[]]}) == {}
-    assert lacking({"gpus": [[]]}, 8) == {0: "it has 0 of 8 GPUs"}
-
-
-@pytest.mark.parametrize(
-    ("name", "ours", "users"),
-    [
-        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "3"),
-        ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "0", "15000"),
-        ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", "1"),
-    ],
-)
 @pytest.mark.parametrize("by_torchrun", [True, False])
-def test_what_the_user_has_set_stays(
-    name: str, ours: str, users: str, by_torchrun: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = {"TORCHELASTIC_RUN_ID": "none", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
-    clean = {key: text for key, text in os.environ.items() if "NCCL" not in key}
-    clean |= own if by_torchrun else {}
+def test_what_the_user_has_set_stays(by_torchrun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 1 of torchrun's is not the user's. The report has no secrets."""
+    clean = {name: text for name, text in process.environment().items() if "NCCL" not in name}
+    if by_torchrun:
+        clean |= {"TORCHELASTIC_RUN_ID": "none", join.ERROR_HANDLING: "1"}
     monkeypatch.setattr(os, "environ", clean.copy())
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in user_variables()
-    set_variables()
-    assert os.environ[name] == ours
-    monkeypatch.setattr(os, "environ", clean | {name: users})
-    assert user_variables()[name] == users
-    set_variables()
-    assert os.environ[name] == users
-
-
-def test_a_1_that_torchrun_has_not_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    set_variables()
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
-
-
-BY_HAND = {
-    "RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_RANK": "0",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
-
-
-def start() -> None:
-    _, _, *sizes = world()
-    connect_to_store(0, 20, meets_on_loopback(*sizes))
+    assert join.ERROR_HANDLING not in environment.user_variables()
+    join.set_variables()
+    assert {os.environ[name] for name in join.SETTINGS} == {"0"}
+    users = dict.fromkeys(join.SETTINGS, "3" if by_torchrun else "1")
+    monkeypatch.setattr(os, "environ", clean | users | {"TORCH_secret": "hunter2"})
+    told = environment.user_variables()
+    assert told.items() >= (users | {"TORCH_secret": "(not shown)"}).items()
+    join.set_variables()
+    assert os.environ.items() >= users.items()
 
 
 @pytest.fixture
-def refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
-    """refused(function, NAME="value", ...): the one line that it ends with, status 2. None: unset.
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The variables of rank 0 of two, started by hand."""
+    for name in set(os.environ) - set(process.environment()):  # a launcher's
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    return monkeypatch
 
-    The variables are those of a process that is started by hand, with these changes.
-    """
 
-    def run(function: Callable[[], object], **changes: str | None) -> str:
-        with monkeypatch.context() as patch:
-            for name in set(os.environ) - set(environment()):  # a launcher's
-                patch.delenv(name)
-            for name, value in (BY_HAND | changes).items():
-                patch.setenv(name, value or "")  # noted, so that it is as before at the end
-                if value is None:
-                    patch.delenv(name)
-            with pytest.raises(SystemExit) as caught:
-                function()
-        assert caught.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        return line
+def refused(capsys: Any, function: Callable[..., object], *given: Any) -> str:
+    """The one line that a call ends the run with, status 2."""
+    with pytest.raises(SystemExit, match="2"):
+        function(*given)
+    (line,) = capsys.readouterr().err.splitlines()
+    return str(line)
 
-    return run
+
+def start() -> None:
+    join.world()
+    join.meet(0, 2, 20, join.meets_on_loopback(2, 2))
 
 
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("RANK", None, "a whole number from 0 to 1, but it is not set"),
-        ("RANK", "x", "a whole number from 0 to 1, got 'x'"),
+        ("RANK", "", "a whole number from 0 to 1, but it is not set"),
         ("RANK", "5", "a whole number from 0 to 1, got '5'"),
-        ("WORLD_SIZE", "-2", "a whole number of at least 1, got '-2'"),
         ("LOCAL_WORLD_SIZE", "0", "a whole number from 1 to 2, got '0'"),
-        ("LOCAL_RANK", None, "a whole number from 0 to 1, but it is not set"),
-        ("MASTER_ADDR", None, "the name or address of rank 0's host, but it is not set"),
         ("MASTER_ADDR", "no..host", "the name or address of rank 0's host, got 'no..host'"),
-        ("MASTER_PORT", "99999", "a whole number from 1 to 65535, got '99999'"),
+        ("MASTER_PORT", "x", "a whole number from 1 to 65535, got 'x'"),
     ],
 )
 def test_a_wrong_variable_of_the_launcher(
-    name: str, value: str | None, expected: str, refused: Callable[..., str]
+    name: str, value: str, expected: str, by_hand: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    line = refused(start, **{name: value})
+    """Elsewhere it may be right, so each rank speaks."""
+    by_hand.setenv(name, value)
+    if not value:
+        by_hand.delenv(name)
+    line = refused(capsys, start)
     assert f"error: {name} on {socket.gethostname()}: expected {expected}; without torch" in line
     assert "e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=" in line
 
 
-def test_a_port_in_use(refused: Callable[..., str]) -> None:
+def test_a_port_in_use(by_hand: pytest.MonkeyPatch, capsys: Any) -> None:
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         port = str(other.getsockname()[1])
+        by_hand.setenv("MASTER_PORT", port)
         for on_loopback in (False, True):
-            line = refused(lambda there=on_loopback: meet(0, 2, 20, there), MASTER_PORT=port)
+            line = refused(capsys, join.meet, 0, 2, 20, on_loopback)
             assert f"expected a free port (Address already in use), got '{port}'" in line
 
 
-@pytest.mark.parametrize(
-    ("variables", "sizes", "want"),
-    [
-        ({"LOCAL_RANK": "0"}, (2, 2), True),  # wherever MASTER_ADDR leads
-        ({"LOCAL_RANK": "0"}, (4, 2), False),
-        ({"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (4, 2), False),
-        ({}, (2, 2), False),
-        ({"MASTER_ADDR": "localhost"}, (2, 2), True),
-        ({"MASTER_ADDR": "::1"}, (2, 2), True),
-        ({"MASTER_ADDR": "0.0.0.0"}, (2, 2), False),
-    ],
-)
-def test_who_meets_on_loopback(
-    variables: dict[str, str], sizes: tuple[int, int], want: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in ({"MASTER_ADDR": "10.0.0.1"} | variables).items():
-        monkeypatch.setenv(name, value)
-    assert meets_on_loopback(*sizes) is want
+def test_backends_that_cannot_work_on_the_cpu(capsys: Any) -> None:
+    no_cuda = "--backend nccl2 needs CUDA devices, this run is on the CPU; try gloo"
+    assert no_cuda in refused(capsys, join.check_backend, "nccl2", False)
+    assert "expected a name such as gloo" in refused(capsys, join.check_backend, "cpu:gloo,", False)
+    assert "this torch was built without it" in refused(capsys, join.check_backend, "mpx", False)
 
 
-def test_ranks_that_do_not_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hosts_need_local_variables(by_hand: pytest.MonkeyPatch) -> None:
     """Rows of the store: host, address, command line."""
-    words = ["x.py", "-b", "8"]
-    here, there = ["a", "10.0.0.1", words], ["b", "10.0.0.2", words]
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    assert misfit([here, there, there]) is None
-    other = ["b", "10.0.0.2", ["x.py", "-b", "8 K"]]
-    assert misfit([here, other, here, other]) == (
-        "expected the same arguments on all ranks, got `x.py -b '8 K'` on rank 1, 3, "
-        "`x.py -b 8` on rank 0"
-    )
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert misfit([here, here]) is None
-    assert misfit([here, there]) == (
+    here, there = ["a", "10.0.0.1", ["x.py"]], ["b", "10.0.0.2", ["x.py"]]
+    assert join.misfit([here, there]) is None
+    by_hand.delenv("LOCAL_RANK")
+    by_hand.delenv("LOCAL_WORLD_SIZE")
+    assert join.misfit([here, here]) is None
+    assert join.misfit([here, there]) == (
         "RANK and WORLD_SIZE alone are for one host, got a (10.0.0.1), b (10.0.0.2); "
         "set LOCAL_RANK and LOCAL_WORLD_SIZE"
     )
 
 
-JOINS = """
-import os
-from common.join import join
-join("cpu", None, 9)
-print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["TP_SOCKET_IFNAME"])
-"""
+def test_the_numbers_of_ranks(by_hand: pytest.MonkeyPatch) -> None:
+    """(rank, number on its node, world size, ranks of its node)."""
+
+    def given(**values: int) -> tuple[int, ...]:
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"):
+            by_hand.delenv(name, raising=False)
+        for name, value in values.items():
+            by_hand.setenv(name, str(value))
+        return join.world()
+
+    assert given() == (0, 0, 1, 1)
+    torchrun = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2}
+    assert given(RANK=3, LOCAL_RANK=1, **torchrun) == (3, 1, 4, 2)
+    assert given(RANK=3, LOCAL_RANK=0, **torchrun) == (3, 1, 4, 2)  # --virtual-local-rank
+    # a node of 1 and one of 3: the last rank is not the first one of its node
+    assert given(RANK=3, LOCAL_RANK=2, **torchrun | {"LOCAL_WORLD_SIZE": 3}) == (3, 2, 4, 3)
+    # srun's numbers, which need not follow the nodes
+    assert given(RANK=2, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2) == (2, 1, 4, 2)
+    # RANK and WORLD_SIZE alone: all are on one node
+    assert given(RANK=2, WORLD_SIZE=4) == (2, 2, 4, 4)
+    assert groups.local_rank() == 2
 
 
-def test_on_one_node_gloo_and_tensorpipe_are_told_loopback() -> None:
-    """By themselves they listen on the address of the host's name. What is set stays."""
-    clean = {name: text for name, text in os.environ.items() if "IFNAME" not in name}
-    for variables, shown in (({}, "lo lo\n"), ({"GLOO_SOCKET_IFNAME": "lo,lo"}, "lo,lo lo\n")):
-        command = [sys.executable, "-c", JOINS]
-        own = clean | variables
-        done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True)
-        assert done.stdout == shown, done.stderr
-
-
-def test_the_second_connection_does_not_wait_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_second_connection_does_not_wait_for_the_first(by_hand: pytest.MonkeyPatch) -> None:
     """The watchdog looks for other ranks while the main thread waits for one of them."""
-    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    of_the_run = torch.distributed.PrefixStore("torchrun-bench/0", server)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
-    of_the_run.set("here/1", json.dumps([socket.gethostname(), "127.0.0.1", words]))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    first, second = meet(0, 2, 20)
-    assert isinstance(first, torch.distributed.PrefixStore)
-    assert isinstance(second, torch.distributed.PrefixStore)
+    row = json.dumps([socket.gethostname(), "127.0.0.1", words])
+    PrefixStore("torchrun-bench/0", server).set("here/1", row)
+    by_hand.setenv("MASTER_PORT", str(server.port))
+    by_hand.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    stores: Any = join.meet(0, 2, 20)
+    first, second = stores
     assert first.underlying_store is not second.underlying_store  # one call at a time for each
     waits = threading.Thread(target=first.get, args=["a late rank"])
     waits.start()
     second.set("seen meanwhile", "yes")
-    assert of_the_run.get("seen meanwhile") == b"yes"
     assert waits.is_alive()
     second.set("a late rank", "here")
     waits.join(20)
     assert not waits.is_alive()
 
 
-def test_the_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """(rank, number on its node, world size, ranks of its node)."""
-
-    def given(**values: int) -> tuple[int, ...]:
-        for name in (*BY_HAND, "GROUP_WORLD_SIZE"):
-            monkeypatch.delenv(name, raising=False)
-        for name, value in values.items():
-            monkeypatch.setenv(name, str(value))
-        return world()
-
-    assert given() == (0, 0, 1, 1)
-    torchrun = {"WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "GROUP_WORLD_SIZE": 2}
-    assert given(RANK=3, LOCAL_RANK=1, **torchrun) == (3, 1, 4, 2)
-    assert given(RANK=3, LOCAL_RANK=0, **torchrun) == (3, 1, 4, 2)  # --virtual-local-rank
-    assert given(RANK=2, LOCAL_RANK=0, **torchrun) == (2, 0, 4, 2)
-    # a node of 1 and one of 3: the last rank is not the first one of its node
-    assert given(RANK=3, LOCAL_RANK=2, **torchrun | {"LOCAL_WORLD_SIZE": 3}) == (3, 2, 4, 3)
-    # srun's numbers, which need not follow the nodes
-    assert given(RANK=2, LOCAL_RANK=1, WORLD_SIZE=4, LOCAL_WORLD_SIZE=2) == (2, 1, 4, 2)
-    assert dist.local_rank() == 1
-    # alone: all are on one node
-    assert given(RANK=2, WORLD_SIZE=4) == (2, 2, 4, 4)
-    assert dist.local_rank() == 2
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nccl2", "needs CUDA devices, this run is on the CPU; try gloo"),
-        ("cpu:gloo,cuda:nccl", "needs CUDA devices"),
-        ("cpu:gloo,", "expected a name such as gloo or cpu:gloo,cuda:nccl, got 'cpu:gloo,'"),
-        ("gloo,ucc", "this torch was built without it"),
-        ("mpx", "this torch was built without it"),
-    ],
-)
-def test_backends_that_cannot_work_on_the_cpu(
-    name: str, words: str, refused: Callable[..., str]
-) -> None:
-    assert words in refused(lambda: check_backend(name, cuda=False))
-
-
-@pytest.mark.parametrize("name", ["TORCH_TOKEN", "TORCH_secret"])
-def test_secrets_stay_out_of_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "hunter2")
-    monkeypatch.setenv("NCCL_ALGO", "Ring")
-    told = user_variables()
-    assert (told[name], told["NCCL_ALGO"]) == ("(not shown)", "Ring")
-
-
-FREED = """
-from common.join import keep_freed_memory
-import torch
-print(keep_freed_memory())
+JOINS = """
+import os
+from common.join import join
 def resident(): return int(open("/proc/self/statm").read().split()[1]) * 4096
-blocks = [torch.ones(2**18) for _ in range(64)]  # of 1 MiB
+join("cpu", None, 9)
+blocks = [bytearray(2**20) for _ in range(64)]
 before = resident()
 del blocks
-print(before - resident() < 2**24)
+print(os.environ["GLOO_SOCKET_IFNAME"], os.environ["TP_SOCKET_IFNAME"], before - resident() < 2**24)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-@pytest.mark.parametrize(("variables", "kept"), [({}, True), ({"MALLOC_TOP_PAD_": "0"}, False)])
-def test_freed_memory_is_kept_unless_the_user_has_set_malloc(
-    variables: dict[str, str], kept: bool
-) -> None:
-    """So that the first case of a run is no slower than the next one."""
-    command = [sys.executable, "-c", FREED]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
-    run = subprocess.run(
-        command, env=env | variables, cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
-    assert run.stdout.split() == [str(kept), str(kept)], run.stderr
+def test_gloo_is_told_loopback_and_freed_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself gloo listens on the address of the host's name, and glibc gives memory back, so
+    that the first case of a run is slower. What the user has set stays."""
+    users = {name: text for name, text in process.environment().items() if "MALLOC_" not in name}
+    users = {name: text for name, text in users.items() if "IFNAME" not in name}
+    users["TP_SOCKET_IFNAME"] = "lo,lo"
+    command = [sys.executable, "-c", JOINS]
+    run = subprocess.run(command, env=users, cwd=process.ROOT, capture_output=True, text=True)
+    assert run.stdout == "lo lo,lo True\n", run.stderr
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "0")
+    assert not join.keep_freed_memory()
 
 
-# -- what other programs use of a node ------------------------------------------------------------
-
-BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
+# -- what other programs use of a node -------------------------------------------------------------
 
 
 def test_what_the_job_did_not_use_others_did(monkeypatch: pytest.MonkeyPatch) -> None:
     """In 10 s the cores were busy for 12 s, of which the job used 7."""
     clock, busy, job = [100.0], [50.0], [20.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr("common.environment.busy_seconds", lambda cores: busy[0])
-    monkeypatch.setattr("common.environment.job_seconds", lambda root: job[0])
-    load = CpuLoad()
+    monkeypatch.setattr(environment, "busy_seconds", lambda cores: busy[0])
+    monkeypatch.setattr(environment, "job_seconds", lambda root: job[0])
+    load = environment.CpuLoad()
     clock[0], busy[0], job[0] = 110.0, 62.0, 27.0
     assert load.of_others().busy == 0.5
     job[0] = 33.0  # both are counted in ticks: never below 0
     assert load.of_others().busy == 0
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    clock[0] = 100.0625  # ticks are too coarse for that: it waits until 0.1 s are over
-    load.of_others()
-    assert slept == [pytest.approx(0.0375)]
 
 
-def test_children_count_also_after_their_end() -> None:
-    """A process that has burnt 0.3 s of CPU, and whose child did the same and ended."""
+BURN = "import time\nwhile time.process_time() < 0.3: pass\n"
+
+
+def test_what_belongs_to_a_job() -> None:
+    """The shell of a wrapper is not the launcher; a child's CPU time counts also after its end."""
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BURN!r}])\n{BURN}"
-    with subprocess.Popen(
-        [sys.executable, "-c", f"{code}\nprint(1, flush=True)\ninput()"],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert job_seconds(psutil.Process(process.pid)) >= 0.55  # in ticks of 0.01 s
-        process.communicate(b"\n", timeout=60)
+    code += "print(1, flush=True)\ninput()"
+    # the `;` keeps the shell from replacing itself
+    command = ["sh", "-c", '"$@"; true', "sh", sys.executable, "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as shell:
+        assert shell.stdout
+        assert shell.stdout.readline() == "1\n"
+        (own,) = psutil.Process(shell.pid).children()
+        assert environment.launcher_of(own).pid == os.getpid()
+        assert environment.job_seconds(own) >= 0.55  # in ticks of 0.01 s
+        shell.communicate("\n", timeout=60)
 
 
-def test_a_shell_between_launcher_and_rank_is_passed_over() -> None:
-    """The `;` keeps the shell from replacing itself."""
-    code = "import psutil; from common.environment import launcher_of\n"
-    code += "print(launcher_of(psutil.Process()).pid)"
-    for words in ([sys.executable, "-c", code], ["sh", "-c", '"$@"; true', "sh"]):
-        command = [*words, *([sys.executable, "-c", code] if words[0] == "sh" else [])]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.stdout == f"{os.getpid()}\n", done.stderr
-
-
-def test_a_busy_node_is_named() -> None:
-    loads = [Others(0.2, 2), Others(0.21, 2), Others(3.0, 64)]
-    assert others_text(["a", "b", "c"], loads) == "other programs take 0.2 of 2 cores of b"
-    assert others_text(["a"], loads[:1]) == ""
-    assert others_text(["a", "b"], []) == ""  # a dry run
-
-
-@pytest.mark.parametrize(
-    ("loads", "taken"),
-    [
-        ([], None),  # while two commands take turns
-        ([Others(0.2, 2), Others(6.0, 64)], None),
-        ([Others(0.9, 2), Others(1.6, 2), Others(3.0, 64)], Others(1.6, 2)),
-    ],
-)
-def test_a_run_is_disturbed_from_a_tenth_of_a_node_on(
-    loads: list[Others], taken: Others | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The node where they took most counts. Rank 0 knows the loads."""
+def test_a_run_is_disturbed_from_a_tenth_of_a_node_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node where they took most counts. While two commands take turns, nobody looks."""
     monkeypatch.setattr("common.benchmark.share", lambda value: value)
-    assert Benchmark.disturbed(Mock(load_of_others=lambda: loads)) == taken
+    quiet, busy, busiest = [Others(0.2, 2), Others(6.0, 64)], Others(0.21, 2), Others(1.6, 2)
+    told = environment.others_text(["a", "b", "c"], [*quiet, busy])
+    assert told == "other programs take 0.2 of 2 cores of c"
+
+    def taken(*loads: Others) -> Others | None:
+        return Benchmark.disturbed(Mock(load_of_others=lambda: loads))
+
+    assert taken() is None
+    assert taken(*quiet) is None
+    assert taken(busy, busiest, *quiet) == busiest

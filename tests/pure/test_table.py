@@ -8,25 +8,8 @@ from common.report import Case, Estimate
 from common.table import Table, digits_beside, ends, layout, metric, percentile_columns, render
 
 
-def case(samples: list[float] | None = None, **metrics: Any) -> Case:
-    return Case(
-        key={"name": "a"}, ranks=[0], samples_s={"step": [samples or [0.1]]}, metrics=metrics
-    )
-
-
-def test_an_interval_is_shown_by_its_ends() -> None:
-    show = ends("exposed_s", 1e3, 1)
-    assert show(case(exposed_s=Estimate(0.01, -0.0058, 0.0934))) == "-5.8 to 93.4"
-    assert show(case(exposed_s=Estimate(0.01))) == "-"
-    assert show(case()) == "-"
-
-
-def test_a_row_keeps_its_columns_with_an_interval() -> None:
-    columns = {"name": metric("step_s"), "95% ci\n(ms)": ends("step_s", 1e3, 1)}
-    table = Table(columns, ["0.00", "-10.0 to 100.0"])
-    first = table.row(case(step_s=Estimate(1.0, 0.001, 0.002))).splitlines()
-    second = table.row(case(step_s=Estimate(1.0, -0.01, 0.1))).splitlines()
-    assert len(first[-1]) == len(second[-1])
+def case(**metrics: Any) -> Case:
+    return Case(key={"name": "a"}, ranks=[0], metrics=metrics)
 
 
 def test_a_column_is_as_wide_as_its_header() -> None:
@@ -39,12 +22,11 @@ COLUMNS: Any = {name: metric(name) for name in ("a", "bb", "ccc", "d", "e", "f",
 NUMBERS: dict[str, Any] = dict.fromkeys(COLUMNS, 1.0)
 
 
-@pytest.mark.parametrize(("room", "count"), [(None, 7), (99, 6), (21, 3), (16, 3), (3, 1)])
+@pytest.mark.parametrize(("room", "count"), [(None, 7), (99, 6), (21, 3), (3, 1)])
 def test_a_narrow_terminal_has_the_first_columns(room: int | None, count: int) -> None:
     """`1.00` has 4 letters, and 2 are between columns: three columns are 16 wide, four are 22."""
     lines = render(COLUMNS, [case(**NUMBERS)], room).splitlines()
     assert lines[0].split() == list(COLUMNS)[:count]
-    assert room is None or count == 1 or max(map(len, lines)) <= room
 
 
 def test_a_row_is_as_narrow_as_the_table() -> None:
@@ -55,16 +37,21 @@ def test_a_row_is_as_narrow_as_the_table() -> None:
     assert {len(line) for line in [*first[1:], table.row(case(**NUMBERS))]} == {22}
 
 
+def test_an_interval_is_shown_by_its_ends() -> None:
+    """Its column is wide from the first row on."""
+    columns = {"time": metric("step_s"), "95% ci\n(ms)": ends("step_s", 1e3, 1)}
+    table = Table(columns, ["0.00", "-10.0 to 100.0"])
+    first = table.row(case(step_s=Estimate(1.0))).splitlines()[-1]
+    second = table.row(case(step_s=Estimate(1.0, -0.0058, 0.0934)))
+    assert (first.split(), second) == (["1.00", "-"], "1.00    -5.8 to 93.4")
+    assert len(first) == len(second)
+
+
 def test_digits_follow_the_uncertainty() -> None:
     assert digits_beside(Estimate(0.00103, 0.00101, 0.00105)) == 5
     assert digits_beside(Estimate(0.00103, 0.0005, 0.0015)) == 4
     assert digits_beside(Estimate(41.2, 30, 50)) == 0
-    assert digits_beside(0.0206) == 4
     columns = percentile_columns("step", "sec/step", "samples/s", lambda case: 8)
     row = case(step_s=Estimate(0.00103, 0.00101, 0.00105), step_p75_s=0.00112)
-    assert [text(row) for text in columns.values()][:4] == [
-        "0.00103",
-        "7767.0",
-        "0.00112",
-        "7142.9",
-    ]
+    shown = [text(row) for text in columns.values()]
+    assert shown[:4] == ["0.00103", "7767.0", "0.00112", "7142.9"]
