@@ -79,14 +79,14 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--modes", type=mode_list, default=DEFAULT_MODES, metavar="M", help=modes)
     strategies = "fsdp2, ddp or both (default: fsdp2)"
     add("--strategy", type=list_of(str, ("fsdp2", "ddp")), default=["fsdp2"], help=strategies)
-    paths = "new or empty folders (default: one in TMPDIR)"
+    paths = "new or empty folders to save into (default: a new one in TMPDIR)"
     add("--paths", "--path", type=list_of(str), metavar="PATH", help=paths)
-    every = "seconds from one checkpoint to the next, for `cost` (default: 600)"
+    every = "checkpoint interval in seconds, for `cost` (default: 600)"
     add("--every", type=cli.positive_float, default=600.0, metavar="S", help=every)
     model = f"{', '.join(DECODERS)} (default: %(default)s)"
     default = cli.By("decoder-124m", "decoder-10m")
     add("--model", choices=list(DECODERS), default=default, metavar="NAME", help=model)
-    batch = f"sequences of a rank in a step, on the CPU of {CPU_TOKENS} tokens "
+    batch = f"sequences per rank and step, {CPU_TOKENS} tokens long on the CPU "
     batch += "(default: %(default)s)"
     add("--batch-size", type=cli.positive_int, default=cli.By(8, 1), metavar="N", help=batch)
     cli.add_common_flags(parser, min_iters=6)

@@ -88,16 +88,16 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add = parser.add_argument
     both, listed = ["eager", "inductor"], "(default: eager,inductor)"
     add("--backends", "--dynamo", type=backends, default=both, metavar="B", help=listed)
-    batch = "of a rank (default: 8 on CUDA, 4 on the CPU)"
+    batch = "batch size per rank (default: 8 on CUDA, 4 on the CPU)"
     add("--batch-size", type=cli.positive_int, metavar="N", help=batch)
-    text = "default (as torch is: TF32 in convolutions, not in products), fp32, tf32, bf16 "
+    text = "default (as torch sets it: TF32 in convolutions, not in matmuls), fp32, tf32, bf16 "
     text += "(default: default)"
     add("--dtype", type=dtypes, default=["default"], metavar="D", help=text)
-    units = "each layer of the model's lists is a unit (docs/compile_sweep.md)"
+    units = "shard each layer of the model's lists as a unit (docs/compile_sweep.md)"
     add("--fsdp-wrap", action=BooleanOptionalAction, default=True, help=units)
-    whole = "do not split graphs at the borders of DDP's buckets"
+    whole = "do not split graphs at DDP's bucket boundaries"
     add("--dynamo-no-optimize-ddp", action="store_true", help=whole)
-    add("--repeat", dest="iters", type=cli.positive_int, default=SUPPRESS, help="see --iters")
+    add("--repeat", dest="iters", type=cli.positive_int, default=SUPPRESS, help="same as --iters")
     cli.add_common_flags(parser, max_seconds=4)
     args = parser.parse_args(argv)
     for name in args.models:

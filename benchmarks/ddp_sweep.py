@@ -72,26 +72,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = "torchvision's classifiers, or package.module:function (default: %(default)s)"
     add("--models", "--model", type=list_of(str), default=default, metavar="NAME", help=text)
     one_of = parser.add_mutually_exclusive_group().add_argument
-    batch = "samples of a rank in a step (default: 32 on CUDA, 8 on the CPU)"
+    batch = "batch size per rank (default: 32 on CUDA, 8 on the CPU)"
     one_of("--batch-size", type=positive_int, metavar="N", help=batch)
-    whole = "samples of all ranks together, whatever their number: strong scaling"
+    whole = "total batch size, split evenly over the ranks: strong scaling"
     one_of("--global-batch", type=positive_int, metavar="N", help=whole)
-    pixels = "(default: %(default)s)"
+    pixels = "width and height of the images (default: %(default)s)"
     add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=pixels)
-    sizes = "ranks beside `no ddp` (default: 1, 2, 4, ... of one node, then of nodes, and all)"
-    sizes += "; nodes: 1, 2, 3, ... whole nodes"
+    sizes = "numbers of ranks; nodes stands for 1, 2, 3, ... whole nodes (default: 1, 2, 4, ... "
+    sizes += "ranks of a node, then 1, 2, 4, ... nodes, then all ranks)"
     add("--world-sizes", type=list_of(ranks_or_nodes), metavar="N", help=sizes)
     cap = "DDP's bucket_cap_mb (default: 25)"
     add("--bucket-size", type=list_of(cli.positive_float), default=[25.0], metavar="MB", help=cap)
-    hooks = f"{', '.join(HOOKS)} (default: none, DDP's own)"
+    hooks = f"{', '.join(HOOKS)} (default: none, DDP's own all-reduce)"
     add("--comm-hook", type=list_of(str, tuple(HOOKS)), default=["none"], metavar="H", help=hooks)
-    dtypes = "default (as torch is: TF32 in convolutions, not in products), fp32, tf32, bf16 by "
-    dtypes += "autocast (default: default)"
+    dtypes = "default (as torch sets it: TF32 in convolutions, not in matmuls), fp32, tf32, bf16 "
+    dtypes += "by autocast (default: default)"
     all_dtypes = (*PRECISION, "bf16")
     add("--dtype", type=list_of(str, all_dtypes), default=["default"], metavar="D", help=dtypes)
     for option in DDP_OPTIONS:
-        add(f"--{option.replace('_', '-')}", action="store_true", help="DDP's option")
-    only = "time the step alone, in a quarter of the time: then there is no efficiency"
+        add(f"--{option.replace('_', '-')}", action="store_true", help="passed to DDP")
+    only = "time only the step: about 4 times as fast, but no efficiency"
     add("--no-breakdown", action="store_true", help=only)
     cli.add_common_flags(parser)
     args = parser.parse_args(argv)

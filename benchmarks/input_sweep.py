@@ -72,25 +72,25 @@ FROM_DEVICE = 0.9  # a case is cold if so much of what was read came from the de
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
-    add("--data", metavar="PATH", help="folder of class folders with images (default: made anew)")
-    made = "how many images to make (default: 256)"
+    add("--data", metavar="PATH", help="class folders of images (default: generate them)")
+    made = "number of images to generate (default: 256)"
     add("--samples", type=positive_int, default=256, metavar="N", help=made)
-    workers = "worker processes of a rank; 0 loads in the rank itself (default: 2)"
+    workers = "worker processes per rank; 0 loads in the rank itself (default: 2)"
     add("--workers", type=list_of(cli.number(int)), default=[2], metavar="N", help=workers)
-    cache = "warm, cold or both: files from the page cache, or from the device (default: both)"
+    cache = "read files from the page cache (warm) or from the device (cold) (default: both)"
     caches = list_of(str, ("warm", "cold"))
     add("--cache", type=caches, default=["warm", "cold"], metavar="C", help=cache)
-    ahead = "batches that a worker may fetch ahead (default: 2)"
+    ahead = "batches that each worker prefetches (default: 2)"
     add("--prefetch", type=list_of(positive_int), default=[2], metavar="N", help=ahead)
     methods = tuple(get_all_start_methods())
-    how = f"of workers: {', '.join(methods)} (default: forkserver)"
+    how = f"how workers start: {', '.join(methods)} (default: forkserver)"
     start_methods = list_of(str, methods)
     add("--start-method", type=start_methods, default=["forkserver"], metavar="M", help=how)
-    model = "of torchvision (default: %(default)s)"
+    model = "torchvision model (default: %(default)s)"
     add("--model", default=cli.By("resnet50", "mobilenet_v3_small"), metavar="NAME", help=model)
-    batch = "samples of a rank in a step (default: %(default)s)"
+    batch = "batch size per rank (default: %(default)s)"
     add("--batch-size", type=positive_int, default=cli.By(32, 8), metavar="N", help=batch)
-    pixels = "after a crop (default: %(default)s)"
+    pixels = "width and height after the crop (default: %(default)s)"
     add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=pixels)
     cli.add_common_flags(parser, max_seconds=10)
     args = parser.parse_args(argv)

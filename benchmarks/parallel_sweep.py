@@ -90,17 +90,17 @@ PEAKS: dict[str, tuple[float, float]] = {
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    meshes = "a list of meshes (default, with 4 ranks: dp4,tp4,dp2tp2,pp4:1f1b)"
+    meshes = "meshes to train on (default with 4 ranks: dp4,tp4,dp2tp2,pp4:1f1b)"
     add("--mesh", type=cli.list_of(parse_mesh), help=meshes)
     models = cli.By("decoder-124m", "decoder-nano")
     add("--model", choices=list(DECODERS), default=models, help="(default: %(default)s)")
-    dtype = "of weights, gradients and optimizer (default: %(default)s)"
+    dtype = "dtype of weights, gradients and optimizer (default: %(default)s)"
     add("--dtype", choices=list(DTYPES), default="fp32", help=dtype)
     number = partial(add, type=cli.positive_int, metavar="N")
-    number("--global-batch", help="sequences of all ranks together (default: 8 a rank, CPU 4)")
-    number("--sequence-length", help="tokens (default: the model's)")
-    number("--microbatches", help="of a pipeline (default: 2 for each of its ranks)")
-    add("--no-breakdown", action="store_true", help="time the steps only, without twins")
+    number("--global-batch", help="total sequences in a step (default: 8 per rank, 4 on the CPU)")
+    number("--sequence-length", help="tokens per sequence (default: the model's)")
+    number("--microbatches", help="microbatches of a pipeline (default: 2 per rank of it)")
+    add("--no-breakdown", action="store_true", help="time only the steps, without twins")
     cli.add_common_flags(parser, max_seconds=3)
     return parser.parse_args(argv)
 
