@@ -2,12 +2,14 @@
 
     torchrun --nproc-per-node 2 tests/average_by_hooks.py
 
-Each rank makes the reference by itself, from the batches of all ranks. Prints a line for each hook:
-its name, and the error relative to the largest gradient.
+Each rank computes the reference by itself, from the batches of all ranks. Prints a line for each
+hook, and one for local compute: the error relative to the largest gradient.
 """
 
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,35 +20,42 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import ddp_sweep
 
 
-def gradients_of(model: nn.Module, rank: int) -> torch.Tensor:
-    """All gradients for the batch of a rank, as one row."""
-    model.zero_grad()
-    inputs = torch.linspace(-1, 1, 96).repeat(4, 1)
-    targets = (torch.arange(4) * 5 + rank * 3) % 16
-    nn.functional.cross_entropy(model(inputs), targets).backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
-def error_of(hook: str) -> float:
+def make_model() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(96, 96) for _ in range(4)]
-    model = nn.Sequential(*layers, nn.Linear(96, 16))
-    gradients = torch.stack([gradients_of(model, rank) for rank in range(dist.get_world_size())])
-    assert dist.group.WORLD is not None
-    # so small that there are several buckets
-    ddp = ddp_sweep.wrap(model, dist.group.WORLD, bucket_mb=0.05, hook=hook)
+    return nn.Sequential(*layers, nn.Linear(96, 16))
+
+
+def batch_of(rank: int) -> ddp_sweep.Batch:
+    targets = (torch.arange(4) * 5 + rank * 3) % 16
+    loss_of = partial(nn.functional.cross_entropy, target=targets)
+    return (torch.linspace(-1, 1, 96).repeat(4, 1),), loss_of
+
+
+def gradients_of(model: Any, rank: int, local: bool = False) -> torch.Tensor:
+    """All gradients of a step on the batch of a rank, as one row."""
+    step = ddp_sweep.training_step(model, batch_of(rank), 0.0, "fp32")
+    if local:
+        step = ddp_sweep.local_step(model, batch_of(rank), "fp32")
     for _ in range(ddp_sweep.SETTLING_STEPS):
-        averaged = gradients_of(ddp, dist.get_rank())
-    largest_error = (averaged - gradients.double().mean(0)).abs().max()
-    return float(largest_error / gradients.abs().max())
+        step()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    for hook in ddp_sweep.HOOKS:
-        error = error_of(hook)
-        if dist.get_rank() == 0:
-            print(f"{hook} {error:.3g}", flush=True)
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None
+    alone = [gradients_of(make_model(), each) for each in range(dist.get_world_size())]
+    average = torch.stack(alone).mean(0)
+    for name in [*ddp_sweep.HOOKS, "local"]:
+        local = name == "local"
+        # buckets so small that there are several
+        ddp = ddp_sweep.wrap(make_model(), world, 0.05, "none" if local else name)
+        expected = alone[rank] if local else average
+        error = (gradients_of(ddp, rank, local) - expected).abs().max() / expected.abs().max()
+        if rank == 0:
+            print(f"{name} {float(error):.3g}", flush=True)
     dist.destroy_process_group()
 
 
