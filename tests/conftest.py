@@ -61,7 +61,7 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
         folder.mkdir()
         commands = command_of(script, *flags, ranks=ranks, nodes=nodes, inject=inject)
         kind = Process if cold or request.node.get_closest_marker("gpu") else Warm
-        started.append(kind(commands, folder, environment(**variables)))
+        started.append(kind(commands, folder, [environment(**variables)] * len(commands)))
         return started[-1]
 
     yield begin

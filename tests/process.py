@@ -3,8 +3,8 @@
 import contextlib
 import json
 import os
+import random
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -43,18 +43,16 @@ class Run:
 
 
 class Process:
-    """A command that runs; `stop` ends it and all that it started."""
+    """Commands that run side by side; `stop` ends them and all that they started."""
 
-    def __init__(self, commands: list[list[str]], folder: Path, env: dict[str, str]) -> None:
+    def __init__(self, commands: list[list[str]], folder: Path, envs: list[dict[str, str]]) -> None:
+        """folder: stdout goes to out0, out1, ..., stderr to err0, ...; envs: of each command."""
         self.folder = folder
-        self.files = [
-            ((folder / f"out{i}").open("wb"), (folder / f"err{i}").open("wb"))
-            for i in range(len(commands))
-        ]
-        self.parts = [
-            psutil.Popen(command, stdout=out, stderr=err, env=env, start_new_session=True)
-            for command, (out, err) in zip(commands, self.files, strict=True)
-        ]
+        self.parts: list[psutil.Process] = []
+        for i, (command, env) in enumerate(zip(commands, envs, strict=True)):
+            with (folder / f"out{i}").open("wb") as out, (folder / f"err{i}").open("wb") as err:
+                options: dict[str, Any] = {"env": env, "start_new_session": True}
+                self.parts.append(psutil.Popen(command, stdout=out, stderr=err, **options))
 
     @property
     def out(self) -> str:
@@ -65,26 +63,21 @@ class Process:
         return "".join(path.read_text() for path in sorted(self.folder.glob("err*")))
 
     def tree(self) -> list[psutil.Process]:
-        """All processes of the command that are alive, itself first."""
+        """All processes of the commands that are alive, themselves first."""
         found = []
         for part in self.parts:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 found += [part, *part.children(recursive=True)]
-            except psutil.NoSuchProcess:
-                continue
         return [p for p in found if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
     def ranks(self) -> dict[int, psutil.Process]:
-        """The rank processes, by RANK."""
+        """The rank processes, by RANK. tests/warm.py has named its own."""
         found: dict[int, psutil.Process] = {}
         for process in self.tree():
-            try:
-                variables, name = process.environ(), process.name()
-            except psutil.Error:
-                continue
-            named = name[5:] if name.startswith("rank ") else None  # by tests/warm.py
-            if rank := variables.get("RANK", named):
-                found.setdefault(int(rank), process)
+            with contextlib.suppress(psutil.Error):
+                _, _, named = process.name().partition("rank ")
+                if rank := process.environ().get("RANK", named):
+                    found.setdefault(int(rank), process)
         return found
 
     def until(self, what: Callable[[], Any], seconds: float = 60) -> Any:
@@ -94,6 +87,9 @@ class Process:
             if found := what():
                 return found
             time.sleep(0.1)
+        self.fail(seconds)
+
+    def fail(self, seconds: float) -> Any:
         pytest.fail(f"waited {seconds} s in vain; stdout:\n{self.out}\nstderr:\n{self.err}")
 
     def wait(self, seconds: float) -> int:
@@ -102,29 +98,24 @@ class Process:
         try:
             statuses = [part.wait(max(0.1, end - time.monotonic())) for part in self.parts]
         except psutil.TimeoutExpired:
-            pytest.fail(f"no end after {seconds} s; stdout:\n{self.out}\nstderr:\n{self.err}")
+            self.fail(seconds)
         return next((status for status in statuses if status), 0)
 
     def stop(self) -> None:
         for process in reversed(self.tree()):
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.NoSuchProcess:
-                continue
-        for part in self.parts:
-            part.wait(10)
-        for files in self.files:
-            for file in files:
-                file.close()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.wait(10)
 
 
 class Warm(Process):
     """Commands that tests/warm.py starts, which spares every process the import of torch."""
 
-    server: subprocess.Popen[bytes] | None = None
+    server: Any = None
+    status: int | None = None
 
-    def __init__(self, commands: list[list[str]], folder: Path, env: dict[str, str]) -> None:
-        self.folder, self.files, self.over = folder, [], False
+    def __init__(self, commands: list[list[str]], folder: Path, envs: list[dict[str, str]]) -> None:
+        self.folder, self.parts = folder, []
         if Warm.server is None:
             Warm.server = subprocess.Popen(
                 [sys.executable, str(ROOT / "tests" / "warm.py")],
@@ -134,42 +125,39 @@ class Warm(Process):
                 env=environment(),
                 start_new_session=True,
             )
-        request = {"commands": commands, "environment": env, "folder": os.getcwd()}
-        request["files"] = [
-            [str(folder / f"{name}{i}") for name in ("out", "err")] for i in range(len(commands))
-        ]
-        assert Warm.server.stdin is not None
-        Warm.server.stdin.write(json.dumps(request).encode() + b"\n")
-        self.parts = []
+        files = [[str(folder / f"{name}{i}") for name in ("out", "err")] for i in range(len(envs))]
+        request = {"commands": commands, "environments": envs, "files": files}
+        Warm.server.stdin.write(json.dumps(request | {"folder": os.getcwd()}).encode() + b"\n")
         for pid in self.answer(60):
             with contextlib.suppress(psutil.NoSuchProcess):  # over already
                 self.parts.append(psutil.Process(pid))
 
     def answer(self, seconds: float) -> list[int]:
-        assert Warm.server is not None
-        assert Warm.server.stdout is not None
-        if not select.select([Warm.server.stdout], [], [], max(0, seconds))[0]:
-            pytest.fail(f"no end after {seconds} s; stdout:\n{self.out}\nstderr:\n{self.err}")
+        if not select.select([Warm.server.stdout], [], [], seconds)[0]:
+            self.fail(seconds)
         return [int(word) for word in Warm.server.stdout.readline().split()]
 
     def wait(self, seconds: float) -> int:
-        (status,) = self.answer(seconds)
-        self.over = True
-        return status
-
-    def stop(self) -> None:
-        super().stop()
-        if not self.over:
-            self.answer(10)
+        if self.status is None:
+            (self.status,) = self.answer(seconds)
+        return self.status
 
 
 def environment(**extra: str) -> dict[str, str]:
     """This process's variables without a launcher's; one thread a rank, also to compile."""
     foreign = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "SLURM_", "GROUP_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-    lean = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    lean = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     lean["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # without a program that tries what the processor can
-    return kept | lean | {"PYTHONUNBUFFERED": "1"} | extra
+    return kept | lean | extra
+
+
+def free_port() -> int:
+    """Below those that the kernel gives out: nobody gets it before the ranks have started."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", random.randrange(10_000, 30_000)))
+            return int(probe.getsockname()[1])
 
 
 def command_of(
@@ -186,8 +174,5 @@ def command_of(
     torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
     if nodes == 1:
         return [[*torchrun, "--standalone", *words]]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    meet = [f"--nnodes={nodes}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    meet = [f"--nnodes={nodes}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     return [[*torchrun, *meet, f"--node-rank={node}", *words] for node in range(nodes)]

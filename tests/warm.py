@@ -1,9 +1,8 @@
 """Starts torchrun with torch imported already: a request in, pids and an exit status out.
 
 Importing torch takes longer than what most tests measure, in the agent and in every rank. This
-process does it once and forks: an agent for each node of a request and, by torchrun's own
---start-method, its ranks. So the tests of a script can be many; those that say `cold=True` start
-it as a user does.
+process does it once and forks: each command of a request and, by torchrun's own --start-method,
+the ranks. Tests that say `cold=True` start a command as a user does.
 """
 
 import atexit
@@ -26,8 +25,6 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import api
 
 USED = (  # by the scripts; what a torch lacks is left to the script that asks for it
-    "psutil",
-    "tabulate",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.checkpoint.state_dict",
@@ -36,16 +33,13 @@ USED = (  # by the scripts; what a torch lacks is left to the script that asks f
     "torch.distributed.rpc",
     "torch.distributed.tensor.parallel",
     "torchvision.models",
-    "tqdm",
 )
-TORCHRUN = ["-m", "torch.distributed.run"]
 
 
 def run_script(script: str, *flags: str) -> None:
     """As `python script flags`; an exit status of 0 is a return, as the agent wants it."""
     sys.argv = [script, *flags]
-    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:1] = [str(Path(script).parent), *filter(None, added)]
+    sys.path[0] = str(Path(script).parent)
     if "RANK" in os.environ:  # /proc still shows the environment that this file was started with
         Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
     try:
@@ -57,7 +51,8 @@ def run_script(script: str, *flags: str) -> None:
         if cli := sys.modules.get("common.cli"):
             atexit.unregister(cli.leave)  # the agent waits for what this function returns
         atexit._run_exitfuncs()  # multiprocessing's children leave them out
-        sys.stdout.flush()
+        if sys.stdout:
+            sys.stdout.flush()
 
 
 def status_of(work: Callable[[], None]) -> int:
@@ -82,15 +77,14 @@ def start(number: int, request: dict[str, Any]) -> int:
     os.setsid()
     os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update(request["environments"][number])
     tempfile.tempdir = None  # TMPDIR is what the request says, not what this process had
     for place, name in enumerate((os.devnull, *request["files"][number])):
         os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), place)
-    words = request["commands"][number][1:]  # without python
-    if words[:2] == TORCHRUN:
+    _, *words = request["commands"][number]
+    work = partial(run_script, *words)
+    if words[:2] == ["-m", "torch.distributed.run"]:
         work = partial(torchrun.main, ["--run-path", "--start-method=fork", *words[2:]])
-    else:
-        work = partial(run_script, *words)
     os._exit(status_of(work))
 
 
