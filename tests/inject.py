@@ -1,13 +1,15 @@
 """Runs a script with faults in torch itself: inject.py FAULT[,FAULT...] SCRIPT FLAGS...
 
 A fault patches what torch offers, never the project. So the project's checks and its watchdog say
-what they would say of a faulty machine. Rank 1 has the fault, unless its docstring says otherwise.
+what they would say of a faulty machine. Rank 1 has the fault, unless it says otherwise.
 """
 
 import copy
 import inspect
+import itertools
 import json
 import os
+import pkgutil
 import resource
 import runpy
 import shutil
@@ -18,15 +20,15 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
-from torch.utils.data import DistributedSampler
+from torch.futures import Future
 
 RANK = int(os.environ.get("RANK", "0"))
+LAST = int(os.environ.get("WORLD_SIZE", "1")) - 1
 FAULTS: dict[str, Callable[[], None]] = {}
 
 
@@ -36,32 +38,41 @@ def fault(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def in_call(owner: Any, name: str, number: int, then: Callable[[], Any], rank: int = 1) -> None:
-    """Call `then` before the number-th call of a function of torch on a rank."""
+def patch(path: str, new: Callable[..., Any], rank: int | None = 1) -> None:
+    """Let `new(real, *arguments)` take the place of a function on a rank; None: on all ranks."""
+    place, _, name = path.rpartition(".")
+    owner = pkgutil.resolve_name(place)
     real = getattr(owner, name)
-    calls = 0
+    if rank in (None, RANK):
+        setattr(owner, name, lambda *args, **kwargs: new(real, *args, **kwargs))
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == number and rank == RANK:
-            then()
+
+def in_call(path: str, number: int | None, do: Callable[[], object], rank: int | None = 1) -> None:
+    """Call `do` before the number-th call of a function; None: before each call."""
+    calls = itertools.count(1)
+
+    def call(real: Any, *args: Any, **kwargs: Any) -> Any:
+        if number in (None, next(calls)):
+            do()
         return real(*args, **kwargs)
 
-    setattr(owner, name, call)
+    patch(path, call, rank)
 
 
-# in an optimizer step; the twelfth one is in a timed block
-in_step = partial(in_call, torch.optim.SGD, "step")
+def after(path: str, change: Callable[[Any], Any], rank: int | None = 1) -> None:
+    """Let `change(result)` take the place of what a function returns."""
+    patch(path, lambda real, *args, **kwargs: change(real(*args, **kwargs)), rank)
 
 
-def fail(error: type[Exception], text: str) -> NoReturn:
-    raise error(f"injected: {text}")
+def raising(error: type[Exception], text: str) -> Callable[[], None]:
+    def fail() -> None:
+        raise error(f"injected: {text}")
+
+    return fail
 
 
-def send(signal_number: int) -> None:
-    """Send a signal to this process."""
-    os.kill(os.getpid(), signal_number)
+def waiting(seconds: float) -> Callable[[], None]:
+    return partial(time.sleep, seconds)
 
 
 def busy(seconds: float) -> None:
@@ -71,13 +82,84 @@ def busy(seconds: float) -> None:
         pass
 
 
-# -- machine: a rank that raises, stops, dies or does not come; a full disk, a closed stdout -------
+def nudge(tensor: torch.Tensor) -> torch.Tensor:
+    """Let the next larger number take the place of the last value, if there is one."""
+    last = tensor.data.view(-1)[-1:]
+    last.copy_(torch.nextafter(last, last + 1))
+    return tensor
+
+
+# -- what happens before a call --------------------------------------------------------------------
+
+
+hang = waiting(600)
+stop = partial(signal.raise_signal, signal.SIGSTOP)  # as a debugger does
+die = partial(signal.raise_signal, signal.SIGKILL)  # as the kernel does when memory runs out
+full_memory = raising(torch.OutOfMemoryError, "out of memory")
+small_files = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+STEP = "torch.optim.SGD.step"
+NEW_OPTIMIZER = "torch.optim.SGD.__init__"
+MODEL = "torchvision.models.get_model"
+GRAPH = "torch.cuda.CUDAGraph.replay"
+TRACED = "torch.profiler.record_function.__enter__"
+ADD = "torch.Tensor.add_"
+ANSWER = "torch.distributed.rpc.internal._run_function"
+WRITE = "torch.distributed.checkpoint.filesystem._write_item"
+DECODE = "torchvision.transforms.v2.functional.pil_to_tensor"
+# function, number of the call (None: each), what happens before it, rank (None: all)
+IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
+    # the twelfth step is in a timed block
+    "step-raises": (STEP, 12, raising(RuntimeError, "no kernel for this step"), 1),
+    "stops": (STEP, 12, stop, 1),
+    "slow-rank": (STEP, None, waiting(0.15), 1),  # longer than what a busy machine delays
+    "slow-optimizer": (NEW_OPTIMIZER, 1, waiting(4), 1),
+    # in the second model of a case
+    "twin-raises": (NEW_OPTIMIZER, 2, raising(torch.OutOfMemoryError, "no memory for a twin"), 1),
+    "build-raises": (MODEL, 1, full_memory, 1),
+    "stuck-in-build": (MODEL, 1, hang, 1),
+    "stuck-product": ("torch.mm", 10, hang, 1),
+    "graph-raises": (GRAPH, 4, raising(RuntimeError, "a graph is broken"), 1),
+    "profiler-raises": (TRACED, None, raising(RuntimeError, "no profiler"), 1),
+    # the second line of the report, which waits for the disk
+    "disk-hangs": ("os.fsync", 2, hang, 0),
+    # where rank 2, a server, adds its 40th gradient to others
+    "server-raises": (ADD, 40, full_memory, 2),
+    "server-stops": (ADD, 40, stop, 2),
+    "server-dies": (ADD, 40, die, 2),
+    "callee-stops": (ANSWER, 150, stop, LAST),
+    "slow-sends": ("torch.distributed.batch_isend_irecv", None, partial(busy, 0.002), 2),
+    # tensors of a checkpoint
+    "slow-writer": (WRITE, None, partial(busy, 0.005), None),
+    "disk-fills": (WRITE, 250, small_files, 1),
+    # images; a DataLoader's worker has the fault if it is forked: --start-method fork
+    "slow-decoder": (DECODE, None, waiting(0.005), None),
+}
+
+
+# -- machine: a rank that dies or does not come; a full disk, a closed stdout ----------------------
 
 
 @fault
-def step_raises() -> None:
-    """An optimizer step of rank 1 raises, as a kernel would that a GPU does not have."""
-    in_step(12, partial(fail, RuntimeError, "no kernel for this step"))
+def dies() -> None:
+    """Rank 1 is killed in a step. Started again by torchrun, it comes a second late, and lives."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        in_call(STEP, 12, die)
+    elif RANK == 1:
+        time.sleep(1)
+
+
+@fault
+def waits() -> None:
+    """Rank 1 makes the file $MARKER in a step, and then waits for ever."""
+    in_call(STEP, 12, hang)
+    in_call(STEP, 12, Path(os.environ["MARKER"]).touch)  # the outer patch: it comes first
+
+
+@fault
+def never_arrives() -> None:
+    """Rank 1 does not join the job."""
+    if RANK == 1:
+        hang()
 
 
 @fault
@@ -88,128 +170,30 @@ def device_assert() -> None:
         row = torch.zeros(4, device="cuda")
         row[torch.tensor([9], device="cuda")].sum().item()
 
-    in_step(12, out_of_range, rank=0)
-
-
-@fault
-def graph_raises() -> None:
-    """Rank 1 raises where it replays a CUDA graph for the fourth time."""
-    in_call(torch.cuda.CUDAGraph, "replay", 4, partial(fail, RuntimeError, "a graph is broken"))
+    in_call(STEP, 12, out_of_range, rank=0)
 
 
 @fault
 def cyclic_graphs() -> None:
     """Each CUDA graph is in a reference cycle: only the garbage collector frees it."""
-    real = torch.cuda.CUDAGraph.capture_begin
 
-    def begin(graph: Any, *args: Any, **kwargs: Any) -> None:
+    def begin(real: Any, graph: Any, *args: Any, **kwargs: Any) -> None:
         graph.itself = graph
         real(graph, *args, **kwargs)
 
-    torch.cuda.CUDAGraph.capture_begin = begin  # type: ignore[method-assign,assignment]
-
-
-@fault
-def build_raises() -> None:
-    """Rank 1 runs out of memory in its first model."""
-    import torchvision
-
-    out_of_memory = partial(fail, torch.OutOfMemoryError, "out of memory")
-    in_call(torchvision.models, "get_model", 1, out_of_memory)
-
-
-@fault
-def twin_raises() -> None:
-    """Rank 1 runs out of memory in its second model of a case, as it makes the optimizer."""
-    out_of_memory = partial(fail, torch.OutOfMemoryError, "no memory for a twin")
-    in_call(torch.optim.SGD, "__init__", 2, out_of_memory)
-
-
-@fault
-def team_raises() -> None:
-    """Rank 1 cannot connect the first group that a workload makes. The case has connected its own
-    one before."""
-    in_call(dist, "all_reduce", 2, partial(fail, RuntimeError, "no memory for a team"))
+    patch("torch.cuda.CUDAGraph.capture_begin", begin, rank=None)
 
 
 @fault
 def folder_missing() -> None:
     """Rank 1 does not see the folder of its first case below $SAVES: it is not mounted there."""
-    real = Path.is_dir
-    looked = False
+    looks = itertools.count(1)
 
-    def is_dir(path: Path) -> bool:
-        nonlocal looked
-        if RANK == 1 and not looked and path.is_relative_to(os.environ["SAVES"]):
-            looked = True
-            return False
-        return real(path)
+    def is_dir(real: Any, path: Path) -> bool:
+        missing = path.is_relative_to(os.environ["SAVES"]) and next(looks) == 1
+        return not missing and real(path)
 
-    Path.is_dir = is_dir  # type: ignore[method-assign,assignment]
-
-
-@fault
-def stuck_in_build() -> None:
-    """Rank 1 waits for ever when it makes its first model."""
-    import torchvision
-
-    in_call(torchvision.models, "get_model", 1, partial(time.sleep, 600))
-
-
-@fault
-def never_arrives() -> None:
-    """Rank 1 does not join the job."""
-    if RANK == 1:
-        time.sleep(600)
-
-
-@fault
-def stops() -> None:
-    """Rank 1 is stopped in a step, as by SIGSTOP or a debugger."""
-    in_step(12, partial(send, signal.SIGSTOP))
-
-
-@fault
-def waits() -> None:
-    """Rank 1 makes the file $MARKER in a step, and then waits for ever."""
-
-    def wait() -> None:
-        Path(os.environ["MARKER"]).touch()
-        time.sleep(600)
-
-    in_step(12, wait)
-
-
-@fault
-def dies() -> None:
-    """Rank 1 is killed in a step, as by the kernel when memory runs out."""
-    in_step(12, partial(send, signal.SIGKILL))
-
-
-@fault
-def dies_at_first() -> None:
-    """As `dies`, but only before torchrun's first restart."""
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        dies()
-
-
-@fault
-def slow_rank() -> None:
-    """Rank 1 waits 150 ms in each optimizer step: longer than what a busy machine delays."""
-    real = torch.optim.SGD.step
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if RANK == 1:
-            time.sleep(0.15)
-        return real(self, *args, **kwargs)
-
-    torch.optim.SGD.step = step  # type: ignore[method-assign]
-
-
-@fault
-def slow_optimizer() -> None:
-    """Rank 1's first optimizer takes 4 s."""
-    in_call(torch.optim.SGD, "__init__", 1, partial(time.sleep, 4))
+    patch("pathlib.Path.is_dir", is_dir)
 
 
 @fault
@@ -237,23 +221,11 @@ def reader_gone() -> None:
 
 
 @fault
-def log_disk_full() -> None:
-    """Stdout goes to a disk that is full. Each line is written at once."""
-    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-
-
-@fault
-def stdout_closed() -> None:
-    """Stdout is closed, as by `>&-`."""
-    os.close(1)
-    sys.stdout = None  # type: ignore[assignment]
-
-
-@fault
-def disk_hangs() -> None:
-    """Rank 0's second line of the report waits for the disk for ever."""
-    in_call(os, "fsync", 2, partial(time.sleep, 600), rank=0)
+def streams_closed() -> None:
+    """The streams in $CLOSED are closed: 01 as by `<&- >&-`."""
+    for number in map(int, os.environ["CLOSED"]):
+        os.close(number)
+        setattr(sys, ("stdin", "stdout", "stderr")[number], None)
 
 
 @fault
@@ -262,170 +234,108 @@ def full_disk() -> None:
 
     def limit() -> None:
         size = os.path.getsize(sys.argv[sys.argv.index("--json") + 1])
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, resource.RLIM_INFINITY))
 
-    in_step(25, limit, rank=0)
+    in_call(STEP, 25, limit, rank=0)
 
 
-@fault
-def profiler_raises() -> None:
-    """Rank 1 cannot begin a range of the profiler."""
-    if os.environ["RANK"] == "1":
-
-        def raises(self: Any) -> None:
-            raise RuntimeError("injected: no profiler")
-
-        torch.profiler.record_function.__enter__ = raises  # type: ignore[method-assign]
-
-
-# -- DDP: gradients and replicas -------------------------------------------------------------------
+# -- training: gradients, replicas, the axes of a mesh ---------------------------------------------
 
 
 @fault
 def drifting_replica() -> None:
     """Rank 1's optimizer also moves one weight to the next larger number."""
-    real = torch.optim.SGD.step
 
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = real(self, *args, **kwargs)
-        if RANK == 1:
-            weight = self.param_groups[0]["params"][0].data.view(-1)
-            weight[0] = torch.nextafter(weight[0], weight[0] + 1)
-        return result
+    def step(real: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        real(optimizer, *args, **kwargs)
+        nudge(optimizer.param_groups[0]["params"][0])
 
-    torch.optim.SGD.step = step  # type: ignore[method-assign]
+    patch(STEP, step)
 
 
 @fault
 def unaveraged_gradients() -> None:
     """Each rank keeps its own gradients, under DDP and under fully_shard."""
     from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-    from torch.nn.parallel import DistributedDataParallel as DDP
 
-    real = DDP.__init__
+    def init(real: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        real(model, *args, **kwargs)
+        model.register_comm_hook(None, noop_hook)
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        self.register_comm_hook(None, noop_hook)
-
-    def keep_own_part(output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
+    def keep_own_part(real: Any, output: Any, input: Any, *args: Any, **kwargs: Any) -> None:
         parts = input.chunk(input.numel() // output.numel())
         output.copy_(parts[RANK]).mul_(2)
 
-    DDP.__init__ = init  # type: ignore[method-assign]
-    for name in ("reduce_scatter_tensor", "reduce_scatter_single"):  # 2.11's, and newer ones'
-        setattr(dist, name, keep_own_part)
-
-
-# -- axes: of a device mesh ------------------------------------------------------------------------
-
-
-def count_by_step(axes: list[str]) -> Counter[str]:
-    """A counter of the calls by axis since the last optimizer step.
-
-    Rank 0 writes to $CALLS how many calls most of the steps had, by axis. Not all steps have as
-    many: around the first ones the check gathers gradients.
-    """
-    calls: Counter[str] = Counter()
-    steps_by_calls: dict[str, Counter[int]] = {axis: Counter() for axis in axes}
-    real = torch.optim.SGD.step
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for axis, number in calls.items():
-            steps_by_calls[axis][number] += 1
-        calls.clear()
-        if RANK == 0:
-            counted = {axis: steps for axis, steps in steps_by_calls.items() if steps}
-            most = {axis: steps.most_common(1)[0][0] for axis, steps in counted.items()}
-            Path(os.environ["CALLS"]).write_text(json.dumps(most))
-        return real(self, *args, **kwargs)
-
-    torch.optim.SGD.step = step  # type: ignore[method-assign]
-    return calls
-
-
-def axis_of(group: Any) -> str | None:
-    """The axis that a collective's group is for, e.g. `dp of dp1cp2`; None on the fake backend."""
-    if isinstance(group, tuple):  # a mesh and a dimension of it
-        mesh, dimension = group
-        group = mesh.get_group(dimension)
-    if not group or dist.get_backend(group) == "fake":
-        return None
-    return str(group.group_desc).removeprefix("mesh_").split(",")[0]
-
-
-@fault
-def slow_axis() -> None:
-    """Each collective of an axis in $SLOW, e.g. `dp of dp1cp2`, takes $DELAY seconds more.
-
-    On all ranks, and only where the axis has a real backend. `count_by_step` counts them.
-    """
-    from torch.distributed import _functional_collectives as funcol
-
-    slow_axes, delay_s = os.environ["SLOW"].split(","), float(os.environ["DELAY"])
-    calls = count_by_step(slow_axes)
-    within = False  # functions of torch call each other: only the outermost one counts
-
-    def delay(real: Any) -> Any:
-        names = inspect.signature(real).parameters
-
-        def delayed(*args: Any, **kwargs: Any) -> Any:
-            nonlocal within
-            if within:
-                return real(*args, **kwargs)
-            arguments = dict(zip(names, args, strict=False)) | kwargs
-            axis = axis_of(arguments.get("group"))
-            if axis in slow_axes:
-                calls[axis] += 1
-                time.sleep(delay_s)
-            within = True
-            try:
-                return real(*args, **kwargs)
-            finally:
-                within = False
-
-        return delayed
-
-    collectives = ("all_gather_", "reduce_scatter_", "all_reduce", "all_to_all_single")
-    for module in (dist, funcol):
-        for name in dir(module):
-            function = getattr(module, name)
-            if name.startswith(collectives) and inspect.isfunction(function):
-                setattr(module, name, delay(function))
+    patch("torch.nn.parallel.DistributedDataParallel.__init__", init, rank=None)
+    patch("torch.distributed.reduce_scatter_tensor", keep_own_part, rank=None)
+    if hasattr(dist, "reduce_scatter_single"):  # newer than torch 2.11
+        patch("torch.distributed.reduce_scatter_single", keep_own_part, rank=None)
 
 
 @fault
 def wrong_axis() -> None:
     """FSDP's gradients are summed over the ranks of a shard's group, not averaged."""
-    from torch.distributed.fsdp import FSDPModule
 
-    fsdp: Any = torch.distributed.fsdp
-    real = fsdp.fully_shard
-
-    def fully_shard(module: Any, **kwargs: Any) -> FSDPModule:
-        sharded: FSDPModule = real(module, **kwargs)
+    def sum_up(sharded: Any) -> Any:
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
         return sharded
 
-    fsdp.fully_shard = fully_shard
+    after("torch.distributed.fsdp.fully_shard", sum_up, rank=None)
+
+
+def axis_of(arguments: tuple[Any, ...]) -> str | None:
+    """The axis that a collective's group is for, e.g. `dp of dp1cp2`; None on the fake backend."""
+    for group in arguments:
+        if isinstance(group, tuple):  # a mesh and a dimension of it
+            group = group[0].get_group(group[1])
+        if isinstance(group, dist.ProcessGroup) and dist.get_backend(group) != "fake":
+            return str(group.group_desc).removeprefix("mesh_").split(",")[0]
+    return None
+
+
+@fault
+def slow_axis() -> None:
+    """Each collective of the axis $SLOW, e.g. `dp of dp1cp2`, takes $DELAY seconds more.
+
+    On all ranks. Rank 0 writes to $CALLS how many of them most of the steps with any had: around
+    the first steps the check gathers gradients.
+    """
+    slow, delay_s = os.environ["SLOW"], float(os.environ["DELAY"])
+    calls, steps_by_calls = 0, Counter[int]()
+    within = False  # functions of torch call each other: only the outermost one counts
+
+    def count() -> None:
+        nonlocal calls
+        if calls == 0:  # a step of a part that leaves the axis out
+            return
+        steps_by_calls[calls] += 1
+        calls = 0
+        ((most, _),) = steps_by_calls.most_common(1)
+        Path(os.environ["CALLS"]).write_text(json.dumps({slow: most}))
+
+    def delayed(real: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls, within
+        if within:
+            return real(*args, **kwargs)
+        if axis_of((*args, *kwargs.values())) == slow:
+            calls += 1
+            time.sleep(delay_s)
+        within = True
+        try:
+            return real(*args, **kwargs)
+        finally:
+            within = False
+
+    collectives = ("all_gather_", "reduce_scatter_", "all_reduce", "all_to_all_single")
+    for module in ("torch.distributed", "torch.distributed._functional_collectives"):
+        for name, _ in inspect.getmembers(pkgutil.resolve_name(module), inspect.isfunction):
+            if name.startswith(collectives):
+                patch(f"{module}.{name}", delayed, rank=None)
+    in_call(STEP, None, count, rank=0)
 
 
 # -- RPC: trainers and servers ---------------------------------------------------------------------
-
-
-def on_server(change: Callable[[Any, Callable[[], Any]], Any]) -> None:
-    """On the last rank, answer calls by RPC with `change(function, run)`; `run` makes the call."""
-    from torch.distributed.rpc import internal
-
-    real = internal._run_function
-
-    def run(call: Any) -> Any:
-        return change(getattr(call, "func", None), lambda: real(call))
-
-    if int(os.environ["WORLD_SIZE"]) - 1 == RANK:
-        internal._run_function = run
 
 
 @fault
@@ -434,7 +344,7 @@ def callee_errs() -> None:
 
     Where a function returns a Future, the last value in it is one too large.
     """
-    calls: Counter[Any] = Counter()
+    calls = Counter[Any]()
 
     def one_more(future: Any) -> Any:
         value = copy.deepcopy(future.value())
@@ -443,93 +353,55 @@ def callee_errs() -> None:
             tensors[-1].data.view(-1)[-1] += 1
         return value
 
-    def err(function: Any, run: Callable[[], Any]) -> Any:
+    def err(run: Any, call: Any) -> Any:
+        function = getattr(call, "func", None)
         calls[function] += 1
         returns = getattr(function, "__annotations__", {}).get("return", "unknown")
         if returns is None and calls[function] == 10:
             return None
-        answer = run()
-        if isinstance(answer, torch.futures.Future):
-            return answer.then(one_more)
-        return answer
+        answer = run(call)
+        return answer.then(one_more) if isinstance(answer, Future) else answer
 
-    on_server(err)
-
-
-@fault
-def callee_stops() -> None:
-    """The last rank stops, as a debugger stops it, in its 150th call by RPC."""
-    calls = 0
-
-    def stop(function: Any, run: Callable[[], Any]) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == 150:
-            send(signal.SIGSTOP)
-        return run()
-
-    on_server(stop)
+    patch(ANSWER, err, rank=LAST)
 
 
 @fault
 def trainer_falters() -> None:
     """The 60th call by RPC of rank 1 comes 5 s late, the 110th raises."""
-    from torch.distributed import rpc
-
-    in_call(rpc, "rpc_sync", 60, partial(time.sleep, 5))
-    in_call(rpc, "rpc_sync", 110, partial(fail, MemoryError, "no room for the gradients"))
-
-
-@fault
-def server_raises() -> None:
-    """Rank 2, a server, runs out of memory where it adds its 40th gradient to others."""
-    out_of_memory = partial(fail, torch.OutOfMemoryError, "out of memory")
-    in_call(torch.Tensor, "add_", 40, out_of_memory, rank=2)
+    call = "torch.distributed.rpc.rpc_sync"
+    in_call(call, 60, waiting(5))
+    in_call(call, 110, raising(MemoryError, "no room for the gradients"))
 
 
 @fault
 def wrong_answer() -> None:
     """Rank 2, a server, answers one thousandth too much in RPC's async_execution."""
-    import torch.distributed.rpc as rpc
 
-    def more(answer: torch.futures.Future[Any]) -> Any:
-        return answer.value() * 1.001
-
-    def decorate(function: Any) -> Any:
-        @wraps(function)
+    def decorate(real: Any, function: Any) -> Any:
+        @wraps(function)  # RPC finds it by its name
         def answer(*args: Any) -> Any:
-            return function(*args).then(more) if RANK == 2 else function(*args)
+            return function(*args).then(lambda done: done.value() * 1.001)
 
         return real(answer)
 
-    real = rpc.functions.async_execution
-    rpc.functions.async_execution = decorate
+    patch("torch.distributed.rpc.functions.async_execution", decorate, rank=2)
 
 
 @fault
 def wrong_lookup() -> None:
     """Rank 2, a server, looks up one millionth too much."""
-    real = torch.nn.EmbeddingBag.forward
-
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return real(*args, **kwargs) * (1 + 1e-6 * (RANK == 2))
-
-    torch.nn.EmbeddingBag.forward = forward  # type: ignore[method-assign]
+    after("torch.nn.EmbeddingBag.forward", lambda rows: rows * (1 + 1e-6), rank=2)
 
 
 @fault
 def lost_gradient() -> None:
     """The third gradient that rank 2, a server, computes is zero."""
-    real = torch.autograd.grad
-    calls = 0
+    calls = itertools.count(1)
 
-    def grad(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        factor = 0 if calls == 3 and RANK == 2 else 1
-        return tuple(gradient * factor for gradient in real(*args, **kwargs))
+    def lose(gradients: Any) -> Any:
+        return tuple(map(torch.zeros_like, gradients)) if next(calls) == 3 else gradients
 
-    torch.autograd.grad = grad
+    after("torch.autograd.grad", lose, rank=2)
 
 
 # -- collectives: and messages between pairs -------------------------------------------------------
@@ -543,187 +415,107 @@ OUTPUTS = {
 }
 
 
-def tested(value: Any) -> Any:
-    """The tensor under test in an argument, or None.
+def under_test(tensor: Any) -> bool:
+    """The tests measure bfloat16, which the core's own messages never are."""
+    return isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16
 
-    The tests measure bfloat16, which the core's own messages never are.
-    """
-    tensor = value[-1] if isinstance(value, list) and value else value
-    if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.bfloat16:
-        return tensor
-    return None
+
+def corrupt(name: str, place: int, wanted: Callable[[Any], bool]) -> None:
+    """Rank 1: the last value of each output that is `wanted` is off by one."""
+
+    def call(real: Any, *args: Any, **more: Any) -> Any:
+        work, output = real(*args, **more), args[place]
+        if isinstance(output, list) and output:
+            output = output[-1]
+        if wanted(output):
+            if work is not None:
+                work.wait()
+            output[-1] += 1
+        return work
+
+    patch(f"torch.distributed.{name}", call)
 
 
 @fault
 def one_wrong_value() -> None:
     """On rank 1 the last value of each output of bfloat16 is off by one."""
-
-    def corrupted(real: Any, place: int) -> Any:
-        def call(*args: Any, **more: Any) -> Any:
-            result = real(*args, **more)
-            output = tested(args[place]) if RANK == 1 else None
-            if output is not None:
-                output[-1] += 1
-            return result
-
-        return call
-
     for name, place in OUTPUTS.items():
         if hasattr(dist, name):
-            setattr(dist, name, corrupted(getattr(dist, name), place))
-    real_exchange = dist.batch_isend_irecv
+            corrupt(name, place, under_test)
 
-    def exchange(ops: Any) -> Any:
-        for work in real_exchange(ops):
+    def exchange(real: Any, ops: Any) -> Any:
+        for work in real(ops):
             work.wait()
         for op in ops:
             # p2p_matrix.py sends bytes; the 8 that it times as latency are left as they are
-            under_test = op.tensor.dtype in (torch.bfloat16, torch.uint8) and len(op.tensor) > 8
-            if RANK == 1 and op.op is dist.irecv and under_test:
+            long = op.tensor.dtype in (torch.bfloat16, torch.uint8) and len(op.tensor) > 8
+            if op.op is dist.irecv and long:
                 op.tensor[-1] += 1
         return []
 
-    dist.batch_isend_irecv = exchange  # type: ignore[assignment]
+    patch("torch.distributed.batch_isend_irecv", exchange)
 
 
 @fault
-def collective_raises() -> None:
-    """Rank 1's 40th all_reduce of bfloat16 raises."""
-    calls = 0
-    real = dist.all_reduce
-
-    def all_reduce(tensor: Any, *args: Any, **more: Any) -> Any:
-        nonlocal calls
-        calls += RANK == 1 and tested(tensor) is not None
-        if calls == 40:
-            calls += 1
-            fail(RuntimeError, "the link is down")
-        return real(tensor, *args, **more)
-
-    dist.all_reduce = all_reduce
+def wrong_sum() -> None:
+    """On rank 1 the last value of each large all_reduce of float32 is off by one."""
+    corrupt("all_reduce", 0, lambda x: x.dtype == torch.float32 and x.numel() > 1000)
 
 
 @fault
 def left_out() -> None:
     """Rank 1 brings zeros to each all_reduce of bfloat16."""
-    real = dist.all_reduce
 
-    def all_reduce(tensor: Any, *args: Any, **more: Any) -> Any:
-        if RANK == 1 and tested(tensor) is not None:
+    def all_reduce(real: Any, tensor: Any, *args: Any, **more: Any) -> Any:
+        if under_test(tensor):
             tensor.zero_()
         return real(tensor, *args, **more)
 
-    dist.all_reduce = all_reduce
+    patch("torch.distributed.all_reduce", all_reduce)
 
 
-@fault
-def slow_sends() -> None:
-    """Each message that rank 2 sends to a peer takes 2 ms more."""
-    real = dist.batch_isend_irecv
-
-    def exchange(ops: Any) -> Any:
-        if RANK == 2 and any(op.op is dist.isend for op in ops):
-            busy(0.002)
-        return real(ops)
-
-    dist.batch_isend_irecv = exchange  # type: ignore[assignment]
-
-
-# -- files: of checkpoints -------------------------------------------------------------------------
-
-
-@fault
-def slow_writer() -> None:
-    """Each tensor that DCP writes keeps a core busy for 5 ms more, on all ranks."""
-    real = filesystem._write_item
-
-    def write_item(*args: Any, **kwargs: Any) -> Any:
-        busy(0.005)
-        return real(*args, **kwargs)
-
-    filesystem._write_item = write_item
-
-
-@fault
-def disk_fills() -> None:
-    """From its 250th tensor on rank 1 cannot write more than 4 KiB into a file."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    small = (resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    in_call(filesystem, "_write_item", 250, partial(resource.setrlimit, *small))
+# -- files: checkpoints and input ------------------------------------------------------------------
 
 
 @fault
 def dies_in_save() -> None:
     """Rank 1 is killed when it writes its 250th tensor. $LEFT is a copy of the folder $SAVES."""
 
-    def die() -> None:
+    def leave_a_copy() -> None:
         shutil.copytree(os.environ["SAVES"], os.environ["LEFT"])
-        send(signal.SIGKILL)
+        die()
 
-    in_call(filesystem, "_write_item", 250, die)
+    in_call(WRITE, 250, leave_a_copy)
 
 
 @fault
 def wrong_load() -> None:
     """The last value of each tensor that rank 1 loads by DCP is off by the smallest step."""
-    real = filesystem.narrow_tensor_by_index
-
-    def narrow(*args: Any) -> torch.Tensor:
-        part = real(*args).clone()
-        if RANK == 1 and part.numel():
-            value = part.view(-1)
-            value[-1] = torch.nextafter(value[-1], value[-1] + 1)
-        return part
-
-    filesystem.narrow_tensor_by_index = narrow  # type: ignore[assignment]
-
-
-# -- input: loaders and what they read -------------------------------------------------------------
-# A worker has these faults if it is forked: --start-method fork.
-
-
-@fault
-def slow_decoder() -> None:
-    """Each image takes 5 ms more to decode, on all ranks. It keeps no core busy."""
-    from torchvision.transforms.v2 import functional
-
-    real = functional.pil_to_tensor
-
-    def decode(image: Any) -> torch.Tensor:
-        time.sleep(0.005)
-        return real(image)
-
-    functional.pil_to_tensor = decode
+    narrow = "torch.distributed.checkpoint.filesystem.narrow_tensor_by_index"
+    after(narrow, lambda part: nudge(part.clone()))
 
 
 @fault
 def worker_dies() -> None:
-    """A worker process of rank 1 is killed, as by the kernel when memory runs out."""
-    from torchvision.transforms.v2 import functional
+    """A worker process of rank 1 is killed at its 40th image."""
+    images = itertools.count(1)
 
-    real = functional.pil_to_tensor
-    calls = 0
+    def die_in_worker() -> None:
+        if torch.utils.data.get_worker_info() and next(images) == 40:
+            die()
 
-    def decode(image: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += RANK == 1 and torch.utils.data.get_worker_info() is not None
-        if calls == 40:
-            send(signal.SIGKILL)
-        return real(image)
-
-    functional.pil_to_tensor = decode
+    in_call(DECODE, None, die_in_worker)
 
 
 @fault
 def same_part() -> None:
     """Rank 1 takes the part of rank 0, as without a sampler that knows its rank."""
-    real = DistributedSampler.__iter__
 
-    def iterate(sampler: Any) -> Any:
+    def iterate(real: Any, sampler: Any) -> Any:
         sampler.rank = 0
         return real(sampler)
 
-    DistributedSampler.__iter__ = iterate  # type: ignore[method-assign]
+    patch("torch.utils.data.DistributedSampler.__iter__", iterate)
 
 
 # -- node: a slow or wrong one, for node_check.py --------------------------------------------------
@@ -733,78 +525,38 @@ def same_part() -> None:
 def half_speed() -> None:
     """Rank 1 takes twice the time for products, copies and additions. It keeps its core busy."""
 
-    def slowed(real: Any) -> Any:
-        def call(*args: Any, **more: Any) -> Any:
-            start = time.perf_counter()
-            result = real(*args, **more)
-            busy(time.perf_counter() - start)
-            return result
+    def slowed(real: Any, *args: Any, **more: Any) -> Any:
+        start = time.perf_counter()
+        result = real(*args, **more)
+        busy(time.perf_counter() - start)
+        return result
 
-        return call
-
-    if RANK == 1:
-        torch.mm = slowed(torch.mm)
-        for name in ("copy_", "add_"):
-            setattr(torch.Tensor, name, slowed(getattr(torch.Tensor, name)))
-
-
-def others_take(part: float) -> None:
-    """Other programs take this part of each core, and the job takes nothing."""
-    idle = psutil.cpu_times(percpu=True)[0]._replace(**dict.fromkeys(("nice", "system"), 0.0))
-
-    def cpu_times(percpu: bool = False) -> Any:
-        times = idle._replace(user=part * time.monotonic(), steal=0.0)
-        return [times] * (psutil.cpu_count() or 1) if percpu else times
-
-    psutil.cpu_times = cpu_times
-    nothing = (
-        psutil.Process()
-        .cpu_times()
-        ._replace(user=0.0, system=0.0, children_user=0.0, children_system=0.0)
-    )
-    psutil.Process.cpu_times = lambda process: nothing
-
-
-@fault
-def quiet() -> None:
-    """No other program takes anything of this machine, whatever runs beside the test."""
-    others_take(0.0)
-
-
-@fault
-def neighbours() -> None:
-    """Other programs take 0.8 of each core."""
-    others_take(0.8)
-
-
-@fault
-def wrong_sum() -> None:
-    """On rank 1 the last value of each large all_reduce of float32 is off by one."""
-    real = dist.all_reduce
-
-    def all_reduce(tensor: torch.Tensor, *args: Any, **more: Any) -> Any:
-        work = real(tensor, *args, **more)
-        if RANK == 1 and tensor.dtype == torch.float32 and tensor.numel() > 1000:
-            if work is not None:
-                work.wait()
-            tensor[-1] += 1
-        return work
-
-    dist.all_reduce = all_reduce
+    for path in ("torch.mm", "torch.Tensor.copy_", ADD):
+        patch(path, slowed)
 
 
 @fault
 def wrong_product() -> None:
     """On rank 1 the last value of each product is the next larger number."""
-    real = torch.mm
+    after("torch.mm", nudge)
 
-    def mm(*args: Any, out: torch.Tensor) -> torch.Tensor:
-        real(*args, out=out)
-        if RANK == 1:
-            out[-1, -1] = torch.nextafter(out[-1, -1], out[-1, -1] + 1)
-        return out
 
-    torch.mm = mm  # type: ignore[assignment]
+def others_take(part: float) -> None:
+    """Other programs take this part of each core, and the job takes nothing."""
+
+    def of_cores(real: Any, percpu: bool = False) -> Any:
+        idle = real()._replace(nice=0.0, system=0.0, steal=0.0, user=part * time.monotonic())
+        return [idle] * (psutil.cpu_count() or 1) if percpu else idle
+
+    def of_process(real: Any, process: Any) -> Any:
+        return type(real(process))(*[0.0] * len(real(process)))
+
+    patch("psutil.cpu_times", of_cores, rank=None)
+    patch("psutil.Process.cpu_times", of_process, rank=None)
+
+
+FAULTS["quiet"] = partial(others_take, 0.0)  # whatever runs beside the test
+FAULTS["neighbours"] = partial(others_take, 0.8)
 
 
 if __name__ == "__main__":
@@ -812,5 +564,8 @@ if __name__ == "__main__":
     sys.argv = sys.argv[2:]
     sys.path[0] = str(Path(script).resolve().parent)
     for name in faults.split(","):
-        FAULTS[name]()
+        if name in IN_CALL:
+            in_call(*IN_CALL[name])
+        else:
+            FAULTS[name]()
     runpy.run_path(script, run_name="__main__")
