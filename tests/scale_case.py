@@ -14,24 +14,24 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.benchmark import Benchmark
+from common.benchmark import Benchmark, RankResult
 from common.report import Case, Report
-from common.stats import Times, breakdown, training_metrics
-from common.timing import RankTimes, Workload
+from common.stats import Times, breakdown, rounded, training_metrics
+from common.timing import RankTimes
 
 SPLIT = "local compute"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What rank 0 needs for one case, and how large the results and the report are."""
+    """What rank 0 needs for one case."""
 
     unpickle_s: float
     keep_s: float  # complete the case, and write it
@@ -42,17 +42,15 @@ class Cost:
 
 def results_of(ranks: int, iterations: int) -> list[bytes]:
     """What each rank sends to rank 0, pickled. Rank 3 is slow."""
-    rng, sent = np.random.default_rng(0), []
-    bench = Benchmark.__new__(Benchmark)
-    bench.observers = []
+    rng = np.random.default_rng(0)
     rounds = [len(part) for part in np.array_split(np.arange(iterations), 12)]
+    sent = []
     for rank in range(ranks):
         slow = 1.3 if rank == 3 else 1.0
         step, local, alone = rng.lognormal(-7, 0.05, (3, iterations)) * [[2.0], [slow], [0.5]]
         samples = {"step": step.tolist(), SPLIT: local.tolist(), "alone": alone.tolist()}
-        work = Workload(lambda: None, timed=RankTimes(samples, rounds, "iters"))
-        timed = bench.time({}, work, None, None)  # type: ignore[arg-type]
-        sent.append(pickle.dumps(timed))
+        timed = RankTimes(rounded(samples), rounds, "iters")
+        sent.append(pickle.dumps(RankResult(timed, None, [])))
     return sent
 
 
@@ -68,10 +66,7 @@ def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
         bench = Benchmark.__new__(Benchmark)
         bench.report = Report("scale_case", {}, str(path))
         bench.report.start()
-        nobody: Any = SimpleNamespace(
-            failure=lambda: (None, None), phase=lambda *args, **options: None
-        )
-        bench.watchdog, bench.observers = nobody, []
+        bench.watchdog, bench.observers = Mock(failure=lambda: (None, None)), []
         start = perf_counter()
         results = [pickle.loads(content) for content in sent]
         unpickled = perf_counter()
@@ -89,13 +84,8 @@ def cost_of_case(ranks: int = 1024, iterations: int = 1000) -> Cost:
         )
 
 
-def main() -> None:
-    sizes = [int(word) for word in sys.argv[1:]]
-    cost = cost_of_case(*sizes)
+if __name__ == "__main__":
+    cost = cost_of_case(*map(int, sys.argv[1:]))
     print(f"unpickle       {cost.unpickle_s:8.3f} s, {cost.gathered_bytes / 1e6:.1f} MB")
     print(f"keep and write {cost.keep_s:8.3f} s, {cost.report_bytes / 1e6:.1f} MB")
     print(f"peak memory    {cost.peak_bytes / 1e9:8.3f} GB, with torch")
-
-
-if __name__ == "__main__":
-    main()
