@@ -7,14 +7,11 @@ One process on one GPU, about a minute. Each line begins with the question's nam
                computes on whatever its buffers hold (parallel_sweep.py)
     throttle   does nvidia-smi still say after a load that the GPU was slowed down?
     group      how long does it take to connect a communicator, and to close or abort it?
-    launch     how long does the host take to launch an all-reduce?
     future     does get_future() of an all-reduce let the caller's stream go on? `False`: then DDP
                overlaps nothing
 """
 
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -26,24 +23,22 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from common.environment import gpu_state, run
+from common.environment import gpu_state
 from common.groups import abort_process_group
 from common.join import set_variables
 
 DEVICE = torch.device("cuda", 0)
-LOADED_S = 4.0  # how long the load of `throttle` lasts, at least
 
 
 def say(question: str, text: object) -> None:
     print(f"{question:10} {text}", flush=True)
 
 
-def device_ms(step: Callable[[], object], calls: int = 20) -> float:
+def device_ms(step: Callable[[], object], calls: int) -> float:
     """The milliseconds of a call on the device, after three that do not count."""
     for _ in range(3):
         step()
-    begin = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(calls):
         step()
@@ -79,26 +74,14 @@ def ask_zeros() -> None:
 
 def ask_throttle() -> None:
     """The counters count microseconds; the active reasons are those of the moment."""
-    fields = run(["nvidia-smi", "--help-query-gpu"])
-    known = [line for line in fields.splitlines() if "event_reasons" in line and '"' in line]
-    say("throttle", f"nvidia-smi knows {len(known)} fields about it:")
-    for line in known:
-        say("throttle", line)
     x = torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16)
-    before = gpu_state()
-    over = time.monotonic() + LOADED_S
-
-    def load() -> None:
-        while time.monotonic() < over:
-            device_ms(partial(torch.mm, x, x), 100)
-
-    thread = threading.Thread(target=load)
-    thread.start()
-    time.sleep(LOADED_S / 2)  # in the middle of the load
-    during = gpu_state()
-    thread.join()
-    for name, state in (("before", before), ("during", during), ("after", gpu_state())):
-        say("throttle", f"{name}: {state}")
+    say("throttle", f"before: {gpu_state()}")
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        torch.mm(x, x)  # hundreds of them wait in the stream
+    say("throttle", f"during: {gpu_state()}")
+    torch.cuda.synchronize()
+    say("throttle", f"after: {gpu_state()}")
 
 
 def new_group() -> dist.ProcessGroup:
@@ -126,17 +109,6 @@ def ask_group() -> None:
         say("group", f"connected in {connect_ms:.0f} ms, {name} in {close_ms:.0f} ms")
 
 
-def ask_launch(group: dist.ProcessGroup) -> None:
-    x, calls = torch.ones(2, device=DEVICE), 2000
-    began = time.perf_counter()
-    for _ in range(calls):
-        dist.all_reduce(x, group=group)
-    launched = time.perf_counter()
-    torch.cuda.synchronize()
-    host_us, all_us = (launched - began) / calls * 1e6, (time.perf_counter() - began) / calls * 1e6
-    say("launch", f"host {host_us:.1f} us a call, until the device is done {all_us:.1f} us")
-
-
 def ask_future(group: dist.ProcessGroup) -> None:
     x, side = torch.ones(2, device=DEVICE), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -160,10 +132,7 @@ def main() -> None:
     ask_zeros()
     ask_throttle()
     ask_group()
-    group = new_group()
-    ask_launch(group)
-    ask_future(group)
-    print(subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True).stdout)
+    ask_future(new_group())
     dist.destroy_process_group()
 
 
