@@ -4,11 +4,10 @@
         lab.run(1, "hostname").stdout                  # node1
         job = lab.sbatch("-N2", "--wrap", "srun hostname")
 
-Nodes are sets of Linux namespaces (network, host name, mounts, processes); node 0 is the
-controller with munged, slurmctld and the bridge, 10.77.0.1 is node1. Nothing touches the machine's
-own network. The machine's files are the shared file system. All of it ends with the process that
-started it: the first process of a node reads from a pipe that then closes, and takes the others
-along. Needs root.
+Nodes are sets of Linux namespaces (network, host name, mounts, processes). Node 0 is the controller
+with munged, slurmctld and the bridge; node1 is 10.77.0.1, and has slurmd and sshd. Nothing touches
+the machine's own network. The machine's files are the shared file system. All of it ends with the
+process that started it. Needs root.
 """
 
 import contextlib
@@ -23,15 +22,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+SCRIPT = "benchmarks/collectives.py"  # it imports least
+SMALL = "--collective all_reduce,broadcast -b 64 -e 64 --cache-warm --device cpu --iters 6"
+# 8 cases of 2 s each: a fault comes while the third one is measured
+LONG = "-b 64 -e 8K --cache-warm --device cpu --target-ci 0.01% --max-seconds 2"
 
 NETWORK, CONTROLLER = "10.77.0", 254
 NAMESPACES = ("--mount", "--uts", "--ipc", "--net", "--pid")
-TOOLS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip", "tc", "iptables")
+DIE = ("setpriv", "--pdeathsig", "KILL")  # with the process that started it
+TOOLS = ["slurmctld", "slurmd", "sbatch", "munged", "unshare", "nsenter", "ip", "tc", "iptables"]
+TOOLS += ["sshd", "ssh", "ssh-keygen"]
 PATH = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-# what a node's own name leads to in its /etc/hosts: its address, as Debian has it 127.0.1.1, or
-# 127.0.0.1; with `none` no node knows any name
-HOSTS = {"plain": "{address} {name}", "debian": "127.0.1.1 {name}", "loopfqdn": "", "none": ""}
+# what a node's own name leads to in its /etc/hosts, beside its address and 127.0.1.1 as on Debian
+OWN_NAME = {"debian": "127.0.1.1", "loopfqdn": "127.0.0.1 localhost"}
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
 
 # the first process of a node: bash, which reaps orphans. It ends with its stdin, and the node too
@@ -41,6 +47,7 @@ folder=$1 name=$2 address=$3
 hostname "$name"
 mount --bind "$folder/hosts-$name" /etc/hosts
 mount -t tmpfs tmpfs /dev/shm
+[ ! -e ~/.bashrc ] || mount --bind /dev/null ~/.bashrc # which sshd's bash would run
 ip link set lo up
 if [ "$name" = ctl ]; then
     mount -t tmpfs -o size=1m tmpfs "$folder/disk"
@@ -58,6 +65,7 @@ if [ "$name" = ctl ]; then
     slurmctld -D -c </dev/null >"$folder/log/slurmctld" 2>&1 &
 else
     slurmd -D -N "$name" </dev/null >"$folder/log/slurmd-$name" 2>&1 &
+    "$(command -v sshd)" -f "$folder/sshd.conf" -E "$folder/log/sshd-$name"
 fi
 echo ready
 read -r _
@@ -68,33 +76,35 @@ ClusterName=lab
 SlurmctldHost=ctl({network}.{controller})
 SlurmUser=root
 SlurmdUser=root
-AuthType=auth/munge
 AuthInfo=socket={folder}/munge/socket
-CredType=cred/munge
-MpiDefault=none
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/affinity
-TaskPluginParam=None
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerType=sched/builtin
-SchedulerParameters=batch_sched_delay=0
-SwitchType=switch/none
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
 SlurmdParameters=config_overrides
 ReturnToService=2
-SlurmctldTimeout=30
 SlurmdTimeout=10
 KillWait=10
 MessageTimeout=5
-JobRequeue=1
 SlurmctldPidFile={folder}/log/slurmctld.pid
 SlurmdPidFile={folder}/log/slurmd-%n.pid
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool/%n
 NodeName=node[1-{nodes}] NodeAddr={network}.[1-{nodes}] CPUs=16 RealMemory=8000
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+SSHD_CONF = """
+HostKey {folder}/key
+AuthorizedKeysFile {folder}/key.pub
+PidFile none
+StrictModes no
+"""
+SSH_CONF = """
+IdentityFile {folder}/key
+UserKnownHostsFile /dev/null
+StrictHostKeyChecking no
+LogLevel ERROR
 """
 
 
@@ -114,7 +124,7 @@ def until(what: Callable[[], Any], seconds: float, explain: Callable[[], str]) -
     while time.monotonic() < end:
         if found := what():
             return found
-        time.sleep(0.1)
+        time.sleep(0.2)
     pytest.fail(f"not within {seconds:g} s\n{explain()}")
 
 
@@ -122,9 +132,9 @@ class Lab:
     """The cluster. `disk` is a folder on all nodes with room for 1 MB; look there with `run`."""
 
     def __init__(self, folder: Path, nodes: int) -> None:
-        self.folder, self.disk = folder, folder / "disk"
+        self.folder, self.disk, self.ssh_conf = folder, folder / "disk", folder / "ssh.conf"
         self.nodes = range(1, nodes + 1)
-        self.started: dict[int, subprocess.Popen[bytes]] = {}
+        self.started: dict[int, psutil.Popen] = {}
         self.first: dict[int, int] = {}  # of each node the first process, by this machine's pids
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PYTEST"))}
         self.env |= {"PATH": PATH, "SLURM_CONF": f"{folder}/slurm.conf", "OMP_NUM_THREADS": "1"}
@@ -136,8 +146,13 @@ class Lab:
             path.chmod(0o755)  # munged insists
         (self.folder / "munge/key").write_bytes(secrets.token_bytes(128))
         (self.folder / "munge/key").chmod(0o600)
-        facts = {"nodes": len(self.nodes), "network": NETWORK, "controller": CONTROLLER}
-        (self.folder / "slurm.conf").write_text(SLURM_CONF.format(folder=self.folder, **facts))
+        keygen = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / "key")]
+        subprocess.run(keygen, check=True, timeout=30)
+        Path("/run/sshd").mkdir(exist_ok=True)  # where sshd's unprivileged part is confined
+        facts = {"folder": self.folder, "network": NETWORK, "controller": CONTROLLER}
+        for name, text in (("slurm", SLURM_CONF), ("sshd", SSHD_CONF), ("ssh", SSH_CONF)):
+            text = text.format(nodes=len(self.nodes), **facts)
+            (self.folder / f"{name}.conf").write_text(text)
         try:
             self.names("plain")
             for node in (0, *self.nodes):
@@ -159,35 +174,34 @@ class Lab:
         return f"node{node}" if node else "ctl"
 
     def names(self, style: str) -> None:
-        """How the nodes' /etc/hosts look from now on; one of HOSTS."""
+        """How the nodes' /etc/hosts look from now on: plain, a style of OWN_NAME, or none, where no
+        node knows any name."""
         addresses = {n: f"{NETWORK}.{n or CONTROLLER}" for n in (0, *self.nodes)}
         for node in addresses:
-            lines = ["127.0.0.1 localhost" + f" {self.name(node)}" * (style == "loopfqdn")]
-            for other, address in addresses.items() if style != "none" or not node else ():
-                own = HOSTS[style] if other == node and node else HOSTS["plain"]
-                lines.append(own.format(address=address, name=self.name(other)))
+            known = {} if node and style == "none" else dict(addresses)
+            if node and style in OWN_NAME:
+                known[node] = OWN_NAME[style]
+            lines = [f"{address} {self.name(other)}" for other, address in known.items()]
             # in place: the nodes have mounted this very file
-            (self.folder / f"hosts-{self.name(node)}").write_text("\n".join(lines) + "\n")
+            path = self.folder / f"hosts-{self.name(node)}"
+            path.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
 
     def start(self, node: int) -> None:
         """Start a node, the first time or after a power cut."""
-        enter = self.enter(0) if node else ["setpriv", "--pdeathsig", "KILL"]
         words = [str(self.folder), self.name(node), f"{NETWORK}.{node or CONTROLLER}"]
         unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "bash", "-c"]
         with (self.folder / "log" / f"first-{self.name(node)}").open("ab") as log:
-            process = self.started[node] = subprocess.Popen(
-                [*enter, *unshare, FIRST, "first", *words],
+            process = self.started[node] = psutil.Popen(
+                [*(self.enter(0) if node else DIE), *unshare, FIRST, "first", *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=self.env,
             )
 
-        def first() -> int | None:  # nsenter starts unshare, unshare starts bash
-            pid: int | None = process.pid
-            for _ in range(2 if node else 1):
-                pid = only_child(pid) if pid else None
-            return pid
+        def first() -> int | None:
+            below = process.children(recursive=True)
+            return next((child.pid for child in below if child.name() == "bash"), None)
 
         pid = self.first[node] = until(first, 10, self.logs)
         if node:
@@ -197,20 +211,19 @@ class Lab:
             peer = ("peer", "name", "eth0", "address", address, "netns", str(pid))
             self.network(0, "ip", "link", "add", f"veth{node}", "type", "veth", *peer)
             self.network(0, "ip", "link", "set", f"veth{node}", "master", "eth0", "up")
-        assert process.stdout
         assert process.stdout.readline() == b"ready\n", self.logs()
 
     def enter(self, node: int) -> list[str]:
-        return ["nsenter", "--target", str(self.first[node]), *NAMESPACES, "--wdns=/"]
+        """The words in front of a command that runs on a node."""
+        return ["nsenter", "--target", str(self.first[node]), *NAMESPACES, "--wdns=/", *DIE]
 
     def run(
         self, node: int, *command: str, cwd: str | Path = "/", **env: str
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on a node to its end."""
         inside = ["env", "-C", str(cwd), *(f"{k}={v}" for k, v in env.items())]
-        die = ["setpriv", "--pdeathsig", "KILL"]
         return subprocess.run(
-            [*self.enter(node), *die, *inside, *command],
+            [*self.enter(node), *inside, *command],
             env=self.env,
             capture_output=True,
             text=True,
@@ -223,29 +236,25 @@ class Lab:
         enter = ["nsenter", "--target", str(self.first[node]), "--net"]
         subprocess.run([*enter, *command], check=True, capture_output=True, env=self.env)
 
-    def processes(self, node: int) -> dict[int, dict[str, str]]:
-        """What runs on a node beside its daemons: the pid on this machine, and the variables."""
-        space = os.readlink(f"/proc/{self.first[node]}/ns/pid")
-        found = {}
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):  # ended meanwhile
-                words = (path / "cmdline").read_bytes().decode().split("\0")
-                daemon = words[0].split("/")[-1].startswith(("slurm", "munged"))
-                if os.readlink(path / "ns/pid") == space and words[0] and not daemon:
-                    pairs = (path / "environ").read_bytes().decode(errors="replace").split("\0")
-                    found[int(path.name)] = dict(pair.partition("=")[::2] for pair in pairs)
-        del found[self.first[node]]
+    def processes(self, node: int) -> list[psutil.Process]:
+        """What runs on a node beside its daemons, and beside what `run` has started."""
+        daemons, found = ("slurm", "munged", "sshd"), []
+        for process in psutil.Process(self.first[node]).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # ended meanwhile
+                words = process.cmdline()
+                if words and not words[0].split("/")[-1].startswith(daemons):
+                    found.append(process)
         return found
 
-    def ranks(self, node: int) -> dict[int, int]:
-        """The pid on this machine of each rank on a node."""
-        pids = {}
-        for pid, env in self.processes(node).items():
-            with contextlib.suppress(OSError):
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-                if "RANK" in env and any(word.endswith(".py") for word in words[1:3]):
-                    pids[int(env["RANK"])] = pid
-        return pids
+    def ranks(self, node: int) -> dict[int, psutil.Process]:
+        """The ranks of SCRIPT on a node."""
+        ranks = {}
+        for process in self.processes(node):
+            with contextlib.suppress(psutil.Error):  # ended meanwhile
+                variables = process.environ()
+                if SCRIPT in process.cmdline()[1:3] and "RANK" in variables:
+                    ranks[int(variables["RANK"])] = process
+        return ranks
 
     # -- faults ------------------------------------------------------------------------------------
 
@@ -300,10 +309,3 @@ class Lab:
     def logs(self) -> str:
         files = sorted(path for path in (self.folder / "log").iterdir() if path.suffix != ".pid")
         return "\n".join(f"-- {f.name}\n{f.read_text(errors='replace')[-600:]}" for f in files)
-
-
-def only_child(pid: int) -> int | None:
-    with contextlib.suppress(OSError):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        return int(children[0]) if children else None
-    return None

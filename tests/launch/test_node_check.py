@@ -3,28 +3,16 @@
 import re
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.launch.lab import Lab
+from tests.process import ROOT
 
 pytestmark = [pytest.mark.launch, pytest.mark.timeout(300)]
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@contextmanager
-def slow_link(lab: Lab) -> Iterator[None]:
-    """What comes to node2 comes at 20 Mbit/s."""
-    shape = ("root", "tbf", "rate", "20mbit", "burst", "16kb", "latency", "200ms")
-    lab.network(0, "tc", "qdisc", "add", "dev", "veth2", *shape)
-    try:
-        yield
-    finally:
-        lab.network(0, "tc", "qdisc", "del", "dev", "veth2", "root")
+SLOW_LINK = ("dev", "veth2", "root", "tbf", "rate", "20mbit", "burst", "16kb", "latency", "200ms")
 
 
 def test_the_slow_node_is_named(lab: Lab, tmp_path: Path) -> None:
@@ -32,10 +20,12 @@ def test_the_slow_node_is_named(lab: Lab, tmp_path: Path) -> None:
     words += ["tests/inject.py", "quiet"]  # the three nodes share this machine's cores
     command = shlex.join([*words, "benchmarks/node_check.py", "--budget", "100", "--device", "cpu"])
     output = tmp_path / "out"
-    with slow_link(lab):
-        options = ["-N3", "--ntasks-per-node=1", f"--output={output}", f"--error={output}"]
+    options = ["-N3", "--ntasks-per-node=1", f"--output={output}", f"--error={output}"]
+    lab.network(0, "tc", "qdisc", "add", *SLOW_LINK)
+    try:
         job = lab.sbatch(*options, f"--wrap={command}", cwd=ROOT)
         assert lab.until_over(job, 200, output.read_text) == "FAILED"
+    finally:
+        lab.network(0, "tc", "qdisc", "del", "dev", "veth2", "root")
     text = output.read_text()
-    named = re.findall(r"# not fit: (.*)", text)
-    assert named == ["node 1 on node2"], text
+    assert re.findall(r"# not fit: (.*)", text) == ["node 1 on node2"], text
