@@ -121,7 +121,7 @@ def test_a_suite_is_requeued_and_goes_on(lab: Lab, checkout: Path, tmp_path: Pat
     """Slurm's warning before the time limit ends the ranks; the job comes again, and goes on."""
     out = tmp_path / "a suite"
     options = ["-N2", "--ntasks-per-node=1", f"--output={tmp_path}/job.out"]
-    suite = ["launch/suite.sh", "--out", str(out), f"collectives {LONG} -e 512"]
+    suite = ["launch/suite.sh", "--out", str(out), f"collectives {LONG}"]
     number = lab.sbatch(*options, *suite, cwd=checkout)
     job = Job(lab, tmp_path, out / "collectives.jsonl", number)
     before = job.until_a_case()
