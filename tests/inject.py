@@ -117,15 +117,12 @@ IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     "twin-raises": (NEW_OPTIMIZER, 2, raising(torch.OutOfMemoryError, "no memory for a twin"), 1),
     "build-raises": (MODEL, 1, full_memory, 1),
     "stuck-in-build": (MODEL, 1, hang, 1),
-    "stuck-product": ("torch.mm", 10, hang, 1),
     "graph-raises": (GRAPH, 4, raising(RuntimeError, "a graph is broken"), 1),
     "profiler-raises": (TRACED, None, raising(RuntimeError, "no profiler"), 1),
     # the second line of the report, which waits for the disk
     "disk-hangs": ("os.fsync", 2, hang, 0),
     # where rank 2, a server, adds its 40th gradient to others
     "server-raises": (ADD, 40, full_memory, 2),
-    "server-stops": (ADD, 40, stop, 2),
-    "server-dies": (ADD, 40, die, 2),
     "callee-stops": (ANSWER, 150, stop, LAST),
     "slow-sends": ("torch.distributed.batch_isend_irecv", None, partial(busy, 0.002), 2),
     # tensors of a checkpoint
@@ -194,12 +191,6 @@ def folder_missing() -> None:
         return not missing and real(path)
 
     patch("pathlib.Path.is_dir", is_dir)
-
-
-@fault
-def few_files() -> None:
-    """No rank may open more than 64 files (ulimit -n 64)."""
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
 
 @fault
