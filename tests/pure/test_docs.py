@@ -18,7 +18,6 @@ from tests.process import ROOT
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
-STALE = pytest.mark.skip(reason="until `make results`")
 COMMAND = re.compile(
     r"^    (?:[A-Z_]+=\S+ )*(?:torchrun --n.*?|python) (benchmarks/\S+\.py.*)$", re.M
 )
@@ -59,7 +58,6 @@ def test_commands_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         script.parse_args()
 
 
-@STALE
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_quotes_the_report_that_it_names(page: Path) -> None:
     """An output that it shows has the report's command, and it has an answer of the report."""
@@ -73,7 +71,6 @@ def test_a_page_quotes_the_report_that_it_names(page: Path) -> None:
         assert [answer for answer in report.end["answer"] if answer in words], report.path
 
 
-@STALE
 def test_readme_shows_its_report() -> None:
     """As a terminal of 80 columns does."""
     report = load(str(ROOT / "docs" / "results" / "ddp_sweep_cpu_2ranks.jsonl"))
