@@ -34,6 +34,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests of the CPU are the same on every machine
 
 
+@pytest.fixture(autouse=True)
+def signals_are_heard_again() -> Iterator[None]:
+    """ab.py ignores them as it ends, which here is not the end of the process."""
+    changed = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in changed}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if config.option.markexpr.startswith("not smoke and"):
         terminalreporter.write_line(f"left out: make {' '.join(MARKS)} (see CONTRIBUTING.md)")

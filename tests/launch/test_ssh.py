@@ -40,7 +40,7 @@ def start(lab: Lab, checkout: Path, tmp_path: Path) -> Iterator[Callable[..., Pr
         given = {"PYTHON": str(python), "SSH_ARGS": f"-F {lab.ssh_conf}"} | variables
         env = ["env", "-C", str(checkout), *(f"{name}={value}" for name, value in given.items())]
         command = [*lab.enter(1), *env, "launch/ssh_torchrun.sh", f"{tmp_path}/hosts", *words]
-        started.append(Process([command], tmp_path, lab.env))
+        started.append(Process([command], tmp_path, [lab.env]))
         return started[-1]
 
     yield begin

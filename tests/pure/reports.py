@@ -5,7 +5,6 @@ import io
 import json
 import random
 import runpy
-import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -16,7 +15,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-CHANGED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # by ab.py
 
 
 def estimate(value: Any, low: Any = None, high: Any = None) -> dict[str, Any]:
@@ -71,7 +69,6 @@ def alike(count: int, seconds: float, seed: int, scatter: float = 0.01) -> list[
 def run(script: str, *words: str) -> CompletedProcess[str]:
     """A script of analysis/ as its user runs it, but in this process, which has its imports."""
     path = str(ROOT / "analysis" / script)
-    handlers = {number: signal.getsignal(number) for number in CHANGED}
     out, err = io.StringIO(), io.StringIO()
     status: Any = 0
     try:
@@ -82,6 +79,4 @@ def run(script: str, *words: str) -> CompletedProcess[str]:
         status = end.code
     finally:
         gc.enable()  # compare.py has disabled it
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
     return CompletedProcess([path, *words], status, out.getvalue(), err.getvalue())
