@@ -145,7 +145,7 @@ def make_buffers(
 
 
 def aligned(elements: int) -> int:
-    """As many, rounded up."""
+    """Rounded up: so many elements later the next buffer may begin."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 

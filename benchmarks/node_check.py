@@ -24,7 +24,7 @@ wrong, and it cannot be told if something is slow.
     torchrun --nproc-per-node 8 benchmarks/node_check.py --min-tflops 600 --json node.jsonl
     srun --ntasks-per-node 8 bash launch/slurm_env.sh python3 benchmarks/node_check.py && sbatch ...
 
-Asks what Megatron-LM's gpu_sniff_test.py asks; written anew. BSD-3-Clause. docs/node_check.md.
+It asks what Megatron-LM's gpu_sniff_test.py asks, written anew. BSD-3-Clause. docs/node_check.md.
 """
 
 import argparse

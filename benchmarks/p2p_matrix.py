@@ -110,8 +110,8 @@ def held(group: Sequence[int], rates: dict[Pair, float]) -> float:
 def good_group(count: int, rates: dict[Pair, float], least: float) -> list[int]:
     """The largest group of 0 to count - 1 that holds `least`; of several the one that holds most.
 
-    Over EXACT it may be too small: of the worst link always that end goes that has more links under
-    `least`, until there is none.
+    Of more than EXACT it may be too small: while a link is under `least`, one end of the worst link
+    goes, the one that has more such links.
     """
     group = list(range(count))
     if count <= EXACT:

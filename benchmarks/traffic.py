@@ -13,7 +13,7 @@ at once.
     python benchmarks/traffic.py --ranks 1024 --mesh dp128tp8,dp1024,dp32pp4tp8:1f1b
     torchrun --nproc-per-node 8 benchmarks/parallel_sweep.py --mesh dp8,tp8   # times such a step
 
-Calls and bytes are those of a rank in a step. The collectives of 4 real ranks of gloo are equal.
+Calls and bytes are those of a rank in a step. 4 real ranks over gloo make the same collectives.
 Written for this project, BSD-3-Clause. docs/traffic.md shows how to read the table.
 """
 
