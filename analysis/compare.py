@@ -183,6 +183,9 @@ def below(comparison: Comparison) -> list[str]:
     for reason, n in reasons.items():
         noun = "case" if n == 1 else "cases"
         lines.append(f"{n} {noun}, {reason}")
+    fields = ",".join(fields_apart(cases))
+    if fields:
+        lines.append(f"cases of one name have different keys; --ignore-key {fields} joins them")
     wide = [case for case in cases if case.verdict == "undecided" and case.interval]
     most = max((case.runs_needed or MAX_RUNS for case in wide), default=0)
     if most > len(comparison.base):
@@ -190,6 +193,18 @@ def below(comparison: Comparison) -> list[str]:
         chance = f"{most} runs a side have an even chance to narrow the intervals to {margin}"
         lines.append(f"{chance}; {3 * most} decide in about 9 of 10 comparisons")
     return lines
+
+
+def fields_apart(cases: Sequence[Result]) -> list[str]:
+    """The fields in which a case that is missing differs from a new one of its name."""
+    missing = {case.label: case.key for case in cases if case.verdict == "missing"}
+    fields: dict[str, None] = {}
+    for case in cases:
+        key = missing.get(case.label, {})
+        if case.verdict == "new" and key:
+            names = key | case.key
+            fields |= {name: None for name in names if key.get(name) != case.key.get(name)}
+    return list(fields)
 
 
 def below_like_with_like(comparison: Comparison) -> list[str]:

@@ -227,6 +227,17 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     assert "no case has a time or a metric" in run("compare.py", bare[0], "--test", bare[1]).stderr
 
 
+def test_cases_that_do_not_meet_are_told_the_flag_that_joins_them(tmp_path: Path) -> None:
+    sides = []
+    for size, hook in ((25, "none"), (100, "bf16")):
+        key = {"model": "resnet18", "bucket_size_mb": size, "comm_hook": hook}
+        sides.append(write(tmp_path / f"{size}.jsonl", case("1M/2G", key=key), case("no ddp")))
+    words = ("compare.py", sides[0], "--test", sides[1])
+    flag = ("--ignore-key", "bucket_size_mb,comm_hook")
+    assert f"have different keys; {' '.join(flag)} joins them\n" in run(*words).stdout
+    assert "2 undecided" in run(*words, *flag).stdout
+
+
 def test_pytorchs_ddp_benchmark_meets_ddp_sweep(tmp_path: Path) -> None:
     """It sets no precision: `--dtype default` is the same, fp32 is said to differ."""
     results = [{"ranks": [0], "measurements": [0.2]}, {"ranks": [0, 1], "measurements": [0.3] * 2}]
