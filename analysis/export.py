@@ -24,10 +24,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import load, numbers
+from analysis.load import find, load, numbers
 from analysis.show import canonical, one_line, put, unit_of
 from common import report
-from common.cli import Parser, list_of
+from common.cli import Parser, list_of, suggest
 
 Rows = list[dict[str, Any]]
 SETTING = ("dtype", "bucket_size_mb", "comm_hook")  # of which a report of PyTorch's has one
@@ -71,6 +71,8 @@ def to_pytorch(paths: list[str]) -> str:
     wrapped = [case.key for case in cases if case.key.get("ddp")]
     if len(paths) != 1 or run.benchmark != "ddp_sweep" or not wrapped:
         raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
+    if any(case.bounded for case in cases):
+        raise ValueError(f"{paths[0]}: --to pytorch needs each rank's times, got the slowest's")
     settings = {canonical({name: key[name] for name in SETTING}) for key in wrapped}
     if len(settings) > 1:
         raise ValueError(f"{paths[0]}: --to pytorch has room for one of {', '.join(settings)}")
@@ -103,7 +105,7 @@ def main() -> int:
     args = parser.parse_args()
     with one_line(args.reports):
         if args.to == "pytorch":
-            text = to_pytorch(args.reports)
+            text = to_pytorch(find(args.reports))
         else:
             rows = chosen(numbers(load(args.reports)), args.metric)
             text = FORMATS[args.to](rows)
@@ -112,12 +114,15 @@ def main() -> int:
 
 
 def chosen(rows: Rows, metrics: list[str] | None) -> Rows:
-    """The rows of these metrics. Raises ValueError where there is none."""
-    kept = [row for row in rows if not metrics or row["metric"] in metrics]
-    if not kept:
-        known = ", ".join(sorted({row["metric"] for row in rows})) or "none"
-        raise ValueError(f"no case has such a number; there are {known}")
-    return kept
+    """The rows of these metrics. Raises ValueError where one of them has none."""
+    known = sorted({row["metric"] for row in rows})
+    if not known:
+        raise ValueError("no case has a number")
+    for name in metrics or known:
+        if name not in known:
+            why = f"no case has a number '{name}'; there are {', '.join(known)}"
+            raise ValueError(why + suggest(name, known))
+    return [row for row in rows if not metrics or row["metric"] in metrics]
 
 
 if __name__ == "__main__":

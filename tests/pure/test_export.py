@@ -56,7 +56,7 @@ def test_github_action_benchmark(report: str) -> None:
 def test_pytorchs_own_report(report: str, tmp_path: Path) -> None:
     """What its diff.py reads; load.py reads it back to the same times."""
     back = tmp_path / "torch.json"
-    back.write_text(export(report, "--to", "pytorch"))
+    back.write_text(export(str(Path(report).parent), "--to", "pytorch"))
     document = json.loads(back.read_text())
     (entry,) = document["benchmark_results"]
     assert (entry["model"], entry["batch_size"], document["bucket_size"]) == ("resnet18", 8, 25.0)
@@ -66,6 +66,10 @@ def test_pytorchs_own_report(report: str, tmp_path: Path) -> None:
     assert [float(row["value"]) for row in rows] == pytest.approx([0.15, 1.15])
 
 
-def test_pytorchs_report_has_one_bucket_size(tmp_path: Path) -> None:
-    path = write(tmp_path / "ddp.jsonl", ddp("x", 2), ddp("y", 2, 1.0))
-    assert "--to pytorch has room for one of" in run("export.py", path, "--to", "pytorch").stderr
+def test_what_pytorchs_report_has_no_room_for(tmp_path: Path) -> None:
+    """Two bucket sizes; and a case so large that it has the slowest rank's times alone."""
+    two = write(tmp_path / "two.jsonl", ddp("x", 2), ddp("y", 2, 1.0))
+    assert "--to pytorch has room for one of" in run("export.py", two, "--to", "pytorch").stderr
+    bounded = ddp("x", 2) | {"bounded": True, "samples_s": {"step": [[1.1, 1.2]]}}
+    large = write(tmp_path / "large.jsonl", bounded)
+    assert "needs each rank's times" in run("export.py", large, "--to", "pytorch").stderr

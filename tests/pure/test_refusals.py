@@ -100,7 +100,7 @@ MISTAKES = [
     ("export", "a.jsonl --to xml", "invalid choice: 'xml'"),
     ("export", "other.jsonl --to pytorch", "takes one report, of ddp_sweep.py"),
     ("export", "a.jsonl other.jsonl --to pytorch", "takes one report, of ddp_sweep.py"),
-    ("export", "a.jsonl --to csv --metric step", "there are step_s"),
+    ("export", "a.jsonl --to csv --metric step_s,stpe_s", "'stpe_s'; there are step_s; did you"),
     ("report", "a.jsonl", "expected a page to write, e.g. -o report.html"),
     ("report", "a.jsonl -o a.jsonl", "expected a file that ends in .html, got 'a.jsonl'"),
     ("report", "a.jsonl -o no/where.html", "No such file"),
