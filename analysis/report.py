@@ -38,7 +38,10 @@ from common.cli import Parser, refuse, show_size
 from common.report import Estimate, digits_of
 from common.stats import median
 
-FRACTIONS = ("_rel", "efficiency", "overlap", "mfu", "spread")
+FRACTIONS = (
+    *("_rel", "efficiency", "overlap", "mfu", "spread"),
+    *("cost", "share", "_idle", "_idle_theory"),
+)
 DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s")  # the last columns
 SPREAD = 1000  # a column whose numbers differ by more has a unit in each cell
 

@@ -128,7 +128,7 @@ def test_units_are_read_without_an_exponent(tmp_path: Path) -> None:
     for size, rate in ((8, 1.222e-5), (1 << 30, 5.5)):
         numbers: dict[str, Any] = {"mb_per_s": rate * 1000, "messages_per_s": 12345.6}
         numbers |= {"in_place_busbw_gb_per_s": estimate(rate, rate / 2, rate * 2)}
-        numbers |= {"efficiency": estimate(0.5)}
+        numbers |= {"efficiency": estimate(0.5), "cost": 0.000633}
         numbers |= {"copy_bytes_per_s": 2.5e10, "tokens_per_s_per_rank": estimate(3.0, 2.0, 4.0)}
         lines.append(case(str(size), key={"size_bytes": size}, metrics=numbers))
     path = write(tmp_path / "a.jsonl", *lines, benchmark="collectives")
@@ -140,6 +140,7 @@ def test_units_are_read_without_an_exponent(tmp_path: Path) -> None:
         "step (ms)": ["100 (no interval)"] * 2,
         "in place busbw": ["12.2 kB/s (6.1 to 24.4)", "5.5 GB/s (2.8 to 11.0)"],
         "efficiency (%)": ["50.0 (no interval)"] * 2,
+        "cost (%)": ["0.0633"] * 2,
         "tokens/s per rank": ["3.00 (2.00 to 4.00)"] * 2,
         "MB/s": ["12.22 kB/s", "5.5 GB/s"],
         "messages/s": ["12,346"] * 2,
