@@ -21,7 +21,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from common.benchmark import Benchmark
 from common.cli import checked, list_of, refuse
 from common.environment import count_of
-from common.groups import gather, share
+from common.groups import gather, peers, share
 from common.join import raise_file_limit, world
 
 # at import: the scripts decorate functions with rpc.functions, which is missing then, too
@@ -244,11 +244,19 @@ def start_rpc(
     bench.phase("start")
     try:
         rpc.init_rpc(name, None, job.rank, job.world_size, settings)
-    except RuntimeError as error:
-        if "not in use by this listener" in str(error):
+    except (RuntimeError, ValueError) as error:
+        # what logs torch's errors stumbles over RPC's own group, and raises another in its place
+        first: BaseException = error
+        while first.__context__:
+            first = first.__context__
+        reason = str(first)
+        if "not in use by this listener" in reason:
             bench.refuse(f"--rpc-transports {','.join(options.transports)}: there is none here", 1)
-        if "timed out" in str(error) or "timeout" in str(error):
+        if "timed out" in reason.lower() or "timeout" in reason:
             bench.refuse(f"--rpc-timeout {options.timeout_s:g}: RPC takes longer to start; try 60")
+        if isinstance(error, ValueError) and isinstance(first, RuntimeError):
+            with peers():
+                raise first from None
         raise
 
 

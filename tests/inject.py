@@ -123,6 +123,7 @@ IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     "disk-hangs": ("os.fsync", 2, hang, 0),
     # where rank 2, a server, adds its 40th gradient to others
     "server-raises": (ADD, 40, full_memory, 2),
+    "dies-as-rpc-starts": ("torch.distributed.all_gather_object", 1, die, 1),
     "callee-stops": (ANSWER, 150, stop, LAST),
     "slow-sends": ("torch.distributed.batch_isend_irecv", None, partial(busy, 0.002), 2),
     # tensors of a checkpoint

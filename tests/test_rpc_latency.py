@@ -55,6 +55,14 @@ def test_what_keeps_rpc_from_starting_is_one_line(
 
 
 @faults
+def test_a_rank_that_dies_as_rpc_starts_is_named(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, *SHORT, inject="dies-as-rpc-starts")
+    assert run.status == 1
+    assert "Signal 9 (SIGKILL)" in run.err
+    assert "Process group" not in run.err  # torch's own slip on the other rank
+
+
+@faults
 def test_no_rank_listens_beyond_loopback(start: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "report.jsonl"
     every = ("--rpc-channels", "mpt_uv,basic", "--rpc-transports", "auto")  # all that listen
