@@ -41,6 +41,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads.phases import own_pace
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
@@ -51,7 +52,6 @@ from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_opt
 from common.stats import Times, side_by_side
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
-from common.workloads.phases import own_pace
 
 PAYLOADS = ("module", "tensors")
 SIZES = {  # default and help

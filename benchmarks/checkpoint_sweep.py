@@ -54,6 +54,9 @@ if __name__ == "__mp_main__":  # the process that writes for async-process, wher
     logging.disable(logging.WARNING)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
+from benchmarks.workloads.folders import remove_at_end
+from benchmarks.workloads.meshes import forget_groups
 from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
@@ -62,9 +65,6 @@ from common.report import Case, Estimate
 from common.stats import Times
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import RankTimes, Workload, rule_reached
-from common.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
-from common.workloads.folders import remove_at_end
-from common.workloads.meshes import forget_groups
 
 IDLE_STEPS = 4  # before an asynchronous checkpoint: what a step takes when nothing is saved
 CPU_TOKENS = 32  # of a sequence on the CPU

@@ -18,7 +18,7 @@
 
 The flags, the table and the formulas are those of NVIDIA's nccl-tests (-I: README.md and
 src/util.cu of version 2.19.6, a0b82b2); the code was written anew.
-The calls are in common/workloads/operations.py. BSD-3-Clause.
+The calls are in benchmarks/workloads/operations.py. BSD-3-Clause.
 """
 
 import argparse
@@ -38,6 +38,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads import operations, start_up
+from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
+from benchmarks.workloads.ranks import partition
+from benchmarks.workloads.room import check_room
 from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.environment import count_of, node_of_each
@@ -46,10 +50,6 @@ from common.report import Case, Estimate
 from common.stats import Disturbed, Samples, Times, median
 from common.table import Table
 from common.timing import Step, Workload, cuda_graph
-from common.workloads import operations, start_up
-from common.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
-from common.workloads.ranks import partition
-from common.workloads.room import check_room
 
 Groups = list[list[int]]  # the ranks of each
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")

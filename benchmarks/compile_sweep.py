@@ -47,6 +47,17 @@ from torch.profiler import record_function
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
+from benchmarks.workloads.meshes import forget_groups
+from benchmarks.workloads.own_model import is_own, make_own, try_own
+from benchmarks.workloads.precision import name_precision, set_precision
+from benchmarks.workloads.reference import (
+    CHECKED_STEPS,
+    Reference,
+    compare_training,
+    sgd,
+    train_alone,
+)
 from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
@@ -56,11 +67,6 @@ from common.report import Case
 from common.stats import Times, training_metrics
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload, time_block
-from common.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
-from common.workloads.meshes import forget_groups
-from common.workloads.own_model import is_own, make_own, try_own
-from common.workloads.precision import name_precision, set_precision
-from common.workloads.reference import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
 
 STRATEGIES = ("none", "ddp", "fsdp1", "fsdp2")
 # of a loss, relative to the first one; torch's default may be TF32

@@ -46,6 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads.phases import Phases, Stamps, pool
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import Parser, add_common_flags, list_of, number, positive_int
@@ -55,7 +56,6 @@ from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_opt
 from common.stats import Times, median, percentiles, side_by_side
 from common.table import Columns, Table, metric, percentile_columns, relative, render
 from common.timing import Workload
-from common.workloads.phases import Phases, Stamps, pool
 
 PHASES = ("lookup", "forward", "backward", "step")
 # the check against one process trains this, in float64: rounding does not hide an error there

@@ -45,6 +45,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads.own_model import is_own, make_own, try_own
+from benchmarks.workloads.precision import PRECISION, name_precision, set_precision
 from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, verdict
@@ -55,8 +57,6 @@ from common.report import Case, show_seconds
 from common.stats import Disturbed, Times, breakdown, training_metrics
 from common.table import Columns, ends, metric, percentile_columns, relative
 from common.timing import Workload
-from common.workloads.own_model import is_own, make_own, try_own
-from common.workloads.precision import PRECISION, name_precision, set_precision
 
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
 CPU_MODELS = ["resnet18", "mobilenet_v3_small"]  # for a first look on a laptop, at a small size

@@ -51,6 +51,7 @@ from torchvision.transforms import v2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads.folders import remove_at_end
 from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, verdict
@@ -60,7 +61,6 @@ from common.report import Case
 from common.stats import Times, straggler, training_metrics
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
-from common.workloads.folders import remove_at_end
 
 CLASSES = 10  # of the images that are made
 FILE_PIXELS = 400  # of a side of the images that are made

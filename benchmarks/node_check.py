@@ -46,6 +46,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads import links, operations, start_up
+from benchmarks.workloads.operations import Member
+from benchmarks.workloads.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
 from common import cli
 from common.benchmark import Benchmark, Build, Derive, Key, Planned
 from common.check import digest, verdict
@@ -55,9 +58,6 @@ from common.report import Case, Report
 from common.stats import Times, in_rounds, median
 from common.table import Columns, cell, metric, relative
 from common.timing import STEP, Step, Workload
-from common.workloads import links, operations, start_up
-from common.workloads.operations import Member
-from common.workloads.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
 
 Teams = list[list[int]]  # ranks of nodes, or of rails
 

@@ -13,7 +13,7 @@ one after the other (--serial).
     a group holds   = the bandwidth of its worst link; the largest group that holds the median
                       link's, less 10 %: exact up to 12 nodes (of one node: ranks), then greedy
     --by node       = rank i of one node with rank i of the other, all at once; bandwidths added
-    The calls that are measured are in common/workloads/links.py.
+    The calls that are measured are in benchmarks/workloads/links.py.
 
     torchrun --nproc-per-node 4 benchmarks/p2p_matrix.py
     torchrun --nproc-per-node 8 benchmarks/p2p_matrix.py --plot links.png --json p2p.jsonl
@@ -39,11 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import cli
-from common.benchmark import Benchmark, Key, folded
-from common.environment import count_of, node_of_each
-from common.table import percent
-from common.workloads.links import (
+from benchmarks.workloads.links import (
     KINDS,
     Link,
     Messages,
@@ -54,8 +50,12 @@ from common.workloads.links import (
     rounds_of,
     slow_links,
 )
-from common.workloads.outliers import MARGIN, SIGMAS, sentences
-from common.workloads.ranks import partition
+from benchmarks.workloads.outliers import MARGIN, SIGMAS, sentences
+from benchmarks.workloads.ranks import partition
+from common import cli
+from common.benchmark import Benchmark, Key, folded
+from common.environment import count_of, node_of_each
+from common.table import percent
 
 LARGEST_MATRIX = 32  # members; of more only the worst links are printed
 WORST = 20

@@ -23,7 +23,7 @@ twin of the mesh whose collectives return at once (torch's `fake` backend). A tw
         --mesh dp8,dp4tp2,dp2pp4:1f1b,dp2pp4:zbv,cp8 --json report.jsonl
 
 The loss and the gradient's norm of 3 steps are checked against one process. Written for this
-project, BSD-3-Clause. The function of each axis, to copy, is in common/workloads/axes.py.
+project, BSD-3-Clause. The function of each axis, to copy, is in benchmarks/workloads/axes.py.
 """
 
 import argparse
@@ -43,6 +43,25 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads.axes import DTYPES, create, is_expert, train
+from benchmarks.workloads.decoder import DECODERS, flops_per_token, next_token_loss, random_text
+from benchmarks.workloads.meshes import (
+    EXPERTS,
+    Mesh,
+    config_of,
+    default_meshes,
+    misfit,
+    open_meshes,
+    parse_mesh,
+)
+from benchmarks.workloads.reference import (
+    CHECKED_STEPS,
+    Reference,
+    compare_training,
+    sgd,
+    train_alone,
+)
+from benchmarks.workloads.room import check_room
 from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
@@ -53,19 +72,6 @@ from common.report import Case, Estimate, show_seconds
 from common.stats import Disturbed, Times, median, straggler, training_metrics
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Step, Workload
-from common.workloads.axes import DTYPES, create, is_expert, train
-from common.workloads.decoder import DECODERS, flops_per_token, next_token_loss, random_text
-from common.workloads.meshes import (
-    EXPERTS,
-    Mesh,
-    config_of,
-    default_meshes,
-    misfit,
-    open_meshes,
-    parse_mesh,
-)
-from common.workloads.reference import CHECKED_STEPS, Reference, compare_training, sgd, train_alone
-from common.workloads.room import check_room
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to the first one
 # TFLOP/s in fp32 and bf16 of dense matrix products, accumulated in fp32, by the GPU's full name

@@ -51,6 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads.phases import Durations, Phases, Stamps, phase_table, pool, summaries
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.cli import By, Parser, add_common_flags, checked, list_of, number
@@ -62,7 +63,6 @@ from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_opt
 from common.stats import Times, median, side_by_side, training_metrics
 from common.table import Columns, Table, metric, percentile_columns, relative
 from common.timing import Workload
-from common.workloads.phases import Durations, Phases, Stamps, phase_table, pool, summaries
 
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
 SERVERS = ("running", "batch")

@@ -41,6 +41,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads import operations
+from benchmarks.workloads.operations import Member, Operation
+from benchmarks.workloads.room import check_room
 from common import cli
 from common.benchmark import Benchmark, Key
 from common.environment import count_of
@@ -49,9 +52,6 @@ from common.report import Case, show_seconds
 from common.stats import Times, median, percentiles
 from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
-from common.workloads import operations
-from common.workloads.operations import Member, Operation
-from common.workloads.room import check_room
 
 MARKERS = ("coalesced", "wait", "init")  # entries of the flight recorder that move nothing
 DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16"}

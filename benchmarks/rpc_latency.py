@@ -49,6 +49,8 @@ from torch.futures import Future
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads import patterns
+from benchmarks.workloads.phases import own_pace
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
 from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
@@ -58,8 +60,6 @@ from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_opt
 from common.stats import Times, side_by_side
 from common.table import Columns, Table, cell, metric, number_of, relative
 from common.timing import Workload
-from common.workloads import patterns
-from common.workloads.phases import own_pace
 
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
 SIZES = [4, 2**12, 2**16, 2**20, 2**26]

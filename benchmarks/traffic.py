@@ -43,17 +43,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.workloads.axes import DTYPES, Trainer, train
+from benchmarks.workloads.decoder import DECODERS, flops_per_token
+from benchmarks.workloads.meshes import EXPERTS, Key, config_of, misfit, open_meshes, parse_mesh
+from benchmarks.workloads.operations import OPERATIONS
+from benchmarks.workloads.room import free_on_host
 from common import cli
 from common.benchmark import folded, report_lines, terminal_width
 from common.environment import count_of
 from common.groups import Group, Job
 from common.report import Case, Report
 from common.table import Columns, cell, metric, render
-from common.workloads.axes import DTYPES, Trainer, train
-from common.workloads.decoder import DECODERS, flops_per_token
-from common.workloads.meshes import EXPERTS, Key, config_of, misfit, open_meshes, parse_mesh
-from common.workloads.operations import OPERATIONS
-from common.workloads.room import free_on_host
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 MESSAGES = ("send", "recv")

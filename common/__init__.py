@@ -19,7 +19,6 @@ Core: what stands behind every measuring script.
 
 common/observe/ looks on: hints, GPUs and networks, traces, the line on a terminal. Without it a run
 measures the same.
-common/workloads/ has what several scripts train, send or check. The core imports nothing of it.
 """
 
 import sys

@@ -79,7 +79,7 @@ declare -A seen=()
 for entry in "${scripts[@]}"; do
     name=${entry%% *}
     if [[ ! -f $home/benchmarks/$name.py ]]; then
-        names=$(cd "$home/benchmarks" && printf '%s, ' *.py)
+        names=$(cd "$home/benchmarks" && printf '%s, ' [a-z]*.py)
         names=${names//.py/}
         refuse "no script '$name' in benchmarks/; there are ${names%, }"
     fi

@@ -18,10 +18,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import traffic
+from benchmarks.workloads.axes import train
+from benchmarks.workloads.meshes import Key, open_meshes, parse_mesh
 from common.groups import Group, Job
 from common.watchdog import recorded_collectives
-from common.workloads.axes import train
-from common.workloads.meshes import Key, open_meshes, parse_mesh
 
 BYTES = {"Float": 4, "Int": 4, "Long": 8, "Byte": 1}
 MODEL = ["--model", "decoder-nano", "--sequence-length", "32", "--dtype", "fp32"]

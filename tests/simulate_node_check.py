@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import node_check
+from benchmarks.workloads.outliers import SIGMAS, Findings
 from common.environment import BUSY, Others
 from common.report import Case
-from common.workloads.outliers import SIGMAS, Findings
 
 RANKS, CORES = 8, 2
 SLOW = 3  # the rank that is slow, where one is

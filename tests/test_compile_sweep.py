@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from benchmarks import compile_sweep
+from benchmarks.workloads.reference import Reference
 from common.report import Case, Estimate
 from common.stats import Times
-from common.workloads.reference import Reference
 
 SCRIPT = "benchmarks/compile_sweep.py"
 CPU = torch.device("cpu")

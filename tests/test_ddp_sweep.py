@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from benchmarks import ddp_sweep
+from benchmarks.workloads.own_model import try_own
 from common.report import Case, Estimate
 from common.stats import Disturbed, Times
-from common.workloads.own_model import try_own
 from tests.process import ROOT
 
 SCRIPT = "benchmarks/ddp_sweep.py"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.workloads.reference import compare_training, train_alone
 from common.check import compare_replicas, digest, relative_error, verdict
-from common.workloads.reference import compare_training, train_alone
 
 
 def weight(*values: float) -> nn.Module:

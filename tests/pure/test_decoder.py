@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from common.workloads import decoder
-from common.workloads.decoder import Decoder, DecoderConfig
+from benchmarks.workloads import decoder
+from benchmarks.workloads.decoder import Decoder, DecoderConfig
 
 SMALL = DecoderConfig(layers=2, heads=2, width=8, vocab=16, context=6)
 

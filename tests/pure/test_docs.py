@@ -16,7 +16,7 @@ from common.table import render
 from tests.process import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+SCRIPTS = sorted((ROOT / "benchmarks").glob("[a-z]*.py"))
 RESULTS = sorted((ROOT / "docs" / "results").glob("*.jsonl"))
 COMMAND = re.compile(
     r"^    (?:[A-Z_]+=\S+ )*(?:torchrun --n.*?|python) (benchmarks/\S+\.py.*)$", re.M

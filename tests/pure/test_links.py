@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.workloads import links
+from benchmarks.workloads.links import Link
+from benchmarks.workloads.outliers import sentences
 from common.report import Case
 from common.stats import Times
-from common.workloads import links
-from common.workloads.links import Link
-from common.workloads.outliers import sentences
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 31])

@@ -11,10 +11,10 @@ import torch
 
 from benchmarks import node_check
 from benchmarks.node_check import conclude, judge, odd_results, rounds_by_node, wrong_results
+from benchmarks.workloads.outliers import Who, accuse, sentences
 from common.environment import Others
 from common.report import Case
 from common.timing import StopRule
-from common.workloads.outliers import Who, accuse, sentences
 from tests import simulate_node_check as simulation
 
 MARGINS = {"rank": 0.1, "node": 1.0, "rail": 1.0, "link": 1.0}

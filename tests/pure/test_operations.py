@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.workloads import operations, patterns
-from common.workloads.operations import OPERATIONS, Member
+from benchmarks.workloads import operations, patterns
+from benchmarks.workloads.operations import OPERATIONS, Member
 
 PART, RANKS, ROOT = 5, 3, 1
 OWN = slice(PART, 2 * PART)  # of rank 1, in a tensor with a part for each rank

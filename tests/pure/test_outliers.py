@@ -1,10 +1,10 @@
-"""Who is slower than the like: common/workloads/outliers.py, worked out by hand."""
+"""Who is slower than the like: benchmarks/workloads/outliers.py, worked out by hand."""
 
 from typing import Any
 
 import pytest
 
-from common.workloads.outliers import Costs, accuse, outliers, sentences
+from benchmarks.workloads.outliers import Costs, accuse, outliers, sentences
 
 NODES = {"node": [0, 0, 1, 1, 2, 2]}
 ONE_NODE, TWO_NODES = {"node": [0, 0]}, {"node": [0, 0, 0, 1, 1, 1]}

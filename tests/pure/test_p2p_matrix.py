@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from benchmarks import p2p_matrix
-from common.workloads.links import Link, Messages
+from benchmarks.workloads.links import Link, Messages
 
 
 def test_the_key_of_a_round_says_who_meets() -> None:

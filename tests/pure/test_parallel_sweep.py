@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import parallel_sweep
+from benchmarks.workloads.axes import ring_attention
+from benchmarks.workloads.meshes import default_meshes, misfit, parse_mesh
+from benchmarks.workloads.reference import Reference
 from common.report import Case, Estimate
 from common.stats import Times
-from common.workloads.axes import ring_attention
-from common.workloads.meshes import default_meshes, misfit, parse_mesh
-from common.workloads.reference import Reference
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_failed_ring_leaves_attention_as_it_was(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(F, "scaled_dot_product_attention", None)
         yield
 
-    monkeypatch.setattr("common.workloads.axes.context_parallel", as_in_2_11)
+    monkeypatch.setattr("benchmarks.workloads.axes.context_parallel", as_in_2_11)
     mesh: Any = None
     in_ring = ring_attention(torch.nn.Module(), mesh, [torch.ones(1, 2)])
     with pytest.raises(RuntimeError, match="planted"), in_ring():

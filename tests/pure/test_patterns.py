@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import collectives
-from common.workloads import patterns
+from benchmarks.workloads import patterns
 
 OF_TWO: dict[str, Any] = {
     "sum": torch.add,

@@ -1,13 +1,13 @@
-"""common/workloads/phases.py by hand: what is made of the durations of steps."""
+"""benchmarks/workloads/phases.py by hand: what is made of the durations of steps."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.workloads.phases import Phases, own_pace, phase_table, summaries, summary
 from common.report import Estimate
 from common.table import render
-from common.workloads.phases import Phases, own_pace, phase_table, summaries, summary
 
 
 def test_durations_by_step_and_phase() -> None:

@@ -5,7 +5,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from common.workloads.precision import PRECISION, name_precision, set_precision
+from benchmarks.workloads.precision import PRECISION, name_precision, set_precision
 
 
 def test_the_default_touches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

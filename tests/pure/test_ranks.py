@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.workloads.ranks import partition
 from common.environment import node_of_each
-from common.workloads.ranks import partition
 
 
 def rows_of(*nodes: tuple[str, int]) -> dict[str, Any]:

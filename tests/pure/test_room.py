@@ -1,13 +1,13 @@
-"""common/workloads/room.py: how much the ranks of a GPU or of a host may take."""
+"""benchmarks/workloads/room.py: how much the ranks of a GPU or of a host may take."""
 
 from contextlib import nullcontext
 
 import pytest
 import torch
 
+from benchmarks.workloads import room
+from benchmarks.workloads.room import check_room
 from common.groups import Job
-from common.workloads import room
-from common.workloads.room import check_room
 
 GB = 10**9
 

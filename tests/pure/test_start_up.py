@@ -1,6 +1,6 @@
 """What a job's start took, worked out by hand."""
 
-from common.workloads import start_up
+from benchmarks.workloads import start_up
 
 HOSTS = [{"host": "a"}, {"host": "a"}, {"host": "b"}]
 ROWS = [  # of ranks 0 and 2

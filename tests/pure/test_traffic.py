@@ -11,8 +11,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from analysis import report as page
 from analysis.load import load as load_runs
 from benchmarks import traffic
+from benchmarks.workloads.decoder import DECODERS, Decoder
 from common.report import Case
-from common.workloads.decoder import DECODERS, Decoder
 
 NANO = ("--model", "decoder-nano", "--dtype", "fp32")
 SIZES = [weight.shape for weight in Decoder(DECODERS["decoder-nano"]).parameters()]

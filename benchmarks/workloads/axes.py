@@ -22,9 +22,9 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.workloads.decoder import Decoder, Experts, next_token_loss, random_text
+from benchmarks.workloads.meshes import SCHEDULES, Key, Mesh, config_of, parse_mesh, stages_of
 from common.groups import Job
-from common.workloads.decoder import Decoder, Experts, next_token_loss, random_text
-from common.workloads.meshes import SCHEDULES, Key, Mesh, config_of, parse_mesh, stages_of
 
 Losses = list[Tensor]  # of each microbatch; empty on a rank without the last stage
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

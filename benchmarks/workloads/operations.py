@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from common.workloads import patterns
+from benchmarks.workloads import patterns
 
 # torch 2.14 warns of the older names in each call
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from benchmarks.workloads import patterns
+from benchmarks.workloads.outliers import MARGIN, Costs, Findings, accuse
 from common.benchmark import Build, Derive, Key
 from common.groups import Group, Job
 from common.report import Case
 from common.stats import Times, median
 from common.timing import Step, Workload, cuda_graph
-from common.workloads import patterns
-from common.workloads.outliers import MARGIN, Costs, Findings, accuse
 
 Pair = tuple[int, int]  # of members: ranks or nodes
 Meetings = dict[Pair, list[Pair]]  # of two members -> which of their ranks meet

@@ -10,10 +10,10 @@ import numpy as np
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from benchmarks.workloads.decoder import DECODERS
 from common.cli import wrong
 from common.environment import count_of
 from common.groups import Group, Job, connect, rendezvous
-from common.workloads.decoder import DECODERS
 
 Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
 AXES = ("pp", "dp", "cp", "ep", "tp")  # from the outermost to the innermost, which talks most

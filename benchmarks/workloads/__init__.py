@@ -1,0 +1,1 @@
+"""What several scripts train, send or check. common/ imports none of it."""

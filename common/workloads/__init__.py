@@ -1,1 +1,0 @@
-"""What several scripts train, send or check. The core imports nothing of it."""
