@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from common.cli import cut
+from common.cli import cut, show_size
 from common.report import Case, Estimate
 
 Interval = tuple[float, float]
 Samples = NDArray[np.float64]
 BATCHES = 6  # in time, for the interval of a median
+SIZES_APART = 4.0  # greatest ratio of two successive sizes between which `interpolate` works
 MODES_APART = 2.0  # the slow mode takes so many times as long, at least
 FEWEST_OF_MODE = 5  # samples
 
@@ -309,6 +310,39 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     if slow := straggler(by_rank):
         metrics["straggler_rank"], metrics["straggler_factor"] = slow
     return metrics
+
+
+def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
+    """The time at `size`, between the two nearest measured sizes, with its interval.
+
+    times: seconds by size in bytes, all sizes above 0. Between two sizes the time is linear in the
+    size, as in the model latency + size / bandwidth (Hockney 1994, Parallel Computing 20:389), and
+    so are the ends of the interval. There is no interval if one of the two times has none.
+
+    Raises ValueError if `size` is outside of the measured sizes: nothing is extrapolated. Also if
+    the two sizes differ by more than a factor of SIZES_APART: libraries switch between protocols
+    and algorithms there, and the time is no straight line.
+    """
+    if size in times:
+        return times[int(size)]
+    below = max((measured for measured in times if measured < size), default=None)
+    above = min((measured for measured in times if measured > size), default=None)
+    wanted = f"{show_size(size)} bytes"
+    if below is None or above is None:
+        if not times:
+            raise ValueError(f"no size is measured, and {wanted} are needed")
+        ends = f"{show_size(min(times))} to {show_size(max(times))}"
+        raise ValueError(f"{wanted} are outside of the measured sizes, {ends}")
+    if above > SIZES_APART * below:
+        ends = f"{show_size(below)} and {show_size(above)}"
+        limit = f"more than a factor of {SIZES_APART:g} apart"
+        raise ValueError(f"{wanted} are between the measured sizes {ends}, which are {limit}")
+    a, b = times[below], times[above]
+    share = (size - below) / (above - below)
+    value = a.value + share * (b.value - a.value)
+    if a.low is None or a.high is None or b.low is None or b.high is None:
+        return Estimate(value)
+    return Estimate(value, a.low + share * (b.low - a.low), a.high + share * (b.high - a.high))
 
 
 class Disturbed(str):
