@@ -4,8 +4,8 @@
     table = frame(load(["results/", "more/*.jsonl"]))       # a pandas DataFrame, a row a case
     table.pivot_table("step_s", "case", "run")              # its interval: step_s_low, step_s_high
 
-Reads this project's reports, and by foreign.py those of PyTorch's DDP benchmark, nccl-tests and
-rccl-tests. What metrics and their intervals are is said here alone.
+Reads this project's reports, and by foreign.py and nccl_tests.py those of PyTorch's DDP benchmark,
+nccl-tests and rccl-tests. What metrics and their intervals are is said here alone.
 """
 
 import glob
@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from pandas.io.json import ujson_loads  # half the time of json's
 
-from analysis import foreign
+from analysis import foreign, nccl_tests
 from analysis.show import DAMAGE, canonical, is_number, unit_of
 from common import report as report_file
 from common.cli import suggest
@@ -161,13 +161,13 @@ def let_meet(runs: Sequence[Run]) -> None:
             elif run.benchmark == "ddp_sweep":
                 for row in rows:
                     row.key = without(row.key, foreign.NOT_IN_PYTORCH)
-        if {foreign.NCCL_TESTS, "collectives"} <= benchmarks and run.benchmark == "collectives":
-            run.benchmark = foreign.NCCL_TESTS
+        if {nccl_tests.NCCL_TESTS, "collectives"} <= benchmarks and run.benchmark == "collectives":
+            run.benchmark = nccl_tests.NCCL_TESTS
             for row in rows:
-                row.key = foreign.key_of_nccl_tests(row.key)
-                if row.measure == STEP and is_time(foreign.TIME, row.metrics):
-                    row.measure, row.times_s = foreign.TIME, ()  # what tables of both show
-                    row.time_s = number_of(row.metrics[foreign.TIME]) or 0
+                row.key = nccl_tests.key_of_nccl_tests(row.key)
+                if row.measure == STEP and is_time(nccl_tests.TIME, row.metrics):
+                    row.measure, row.times_s = nccl_tests.TIME, ()  # what tables of both show
+                    row.time_s = number_of(row.metrics[nccl_tests.TIME]) or 0
         index(run, rows, f"several cases are one for {run.benchmark}")
 
 

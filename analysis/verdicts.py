@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from analysis.differences import Difference, differences, is_disturbed, load_of_others
-from analysis.load import Row, Run
+from analysis.load import Row, Run, rows_of
+from analysis.show import list_once
 
 Rows = Sequence[Row | None]  # those of a case, one a run; None where a run lacks the case
 
@@ -119,13 +120,31 @@ def warning_of_order(base: Sequence[Run], test: Sequence[Run]) -> list[str]:
     return []
 
 
+def why_none_joins(base: Sequence[Run], test: Sequence[Run]) -> str:
+    """How the sides differ: in their benchmarks, or in the keys of the two most similar cases."""
+    benchmarks = [list_once(run.benchmark for run in runs) for runs in (base, test)]
+    if benchmarks[0] != benchmarks[1]:
+        return f"BASE has {benchmarks[0]}, TEST {benchmarks[1]}"
+    ours, theirs = next(iter(rows_of(base)), None), rows_of(test)
+    if not ours or not theirs:
+        return "BASE has no case" if theirs else "TEST has no case"
+
+    def fields_apart(row: Row) -> dict[str, tuple[Any, Any]]:
+        pairs = {name: (ours.key.get(name), row.key.get(name)) for name in ours.key | row.key}
+        return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+    apart = min(map(fields_apart, theirs), key=len)  # not empty: no case is on both sides
+    shown = [f"{name} ({a} in BASE, {b} in TEST)" for name, (a, b) in [*apart.items()][:3]]
+    fields = ",".join(apart)
+    return f"they differ in {', '.join(shown)}; --ignore-key {fields} joins such cases"
+
+
 def results_of_cases(base: Sequence[Run], test: Sequence[Run], design: Design) -> list[Result]:
     """The times of every case; those that cannot be compared come last."""
     base_cases = cases_of(base)
     test_cases = cases_of(test)
     if not base_cases.keys() & test_cases.keys():
-        in_base, in_test = (" ".join(next(iter(c), ["none"])) for c in (base_cases, test_cases))
-        raise ValueError(f"no case is on both sides: BASE has e.g. {in_base}; TEST {in_test}")
+        raise ValueError(f"no case is on both sides: {why_none_joins(base, test)}")
     results = []
     for benchmark, form in base_cases | test_cases:
         base_rows = [run.rows.get(form) for run in base if run.benchmark == benchmark]
