@@ -129,6 +129,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 # [core]
 Batch = tuple[Tensor, Tensor]  # row numbers [batch, sample length], classes [batch]
+Message = tuple[list[Tensor], tuple[int, ...]]  # [dense gradient] or [indices, values]; the size
 BucketTimes = dict[int, list[dict[str, list[float]]]]  # a server's phases by step, bucket by bucket
 LR = 0.01
 
@@ -171,16 +172,33 @@ def train(
     optimizer.step()
 
 
-def coalesced(gradient: Tensor) -> Tensor:
-    """A sparse gradient has each row once."""
-    return gradient.coalesce() if gradient.is_sparse else gradient
+def pack(gradient: Tensor) -> Message:
+    """The gradient as dense tensors: over a device map RPC sends no others."""
+    if not gradient.is_sparse:
+        return [gradient], tuple(gradient.size())
+    gradient = gradient.coalesce()  # each row once
+    return [gradient.indices(), gradient.values()], tuple(gradient.size())
+
+
+def unpack(message: Message) -> Tensor:
+    """The gradient of a message. A sparse one is coalesced: a future on CUDA holds no others."""
+    parts, size = message
+    if len(parts) == 1:
+        return parts[0]
+    return torch.sparse_coo_tensor(*parts, size, is_coalesced=True, check_invariants=False)
+
+
+def copy_to(device: torch.device, message: Message) -> Message:
+    """The message with its tensors on a device; those that are there already are not copied."""
+    parts, size = message
+    return [part.to(device) for part in parts], size
 
 
 @dataclass
 class Bucket:
     """A bucket of one step whose gradients are coming in."""
 
-    average: Future[Tensor]
+    average: Future[Message]
     first_s: float  # when the first gradient arrived
     gradients: list[Tensor] = field(default_factory=list)  # or their sum so far
     arrived: int = 0  # how many gradients have arrived
@@ -198,9 +216,9 @@ class Server:
         self.times: BucketTimes = {}
         self.lock = threading.Lock()
 
-    def add(self, step: int, index: int, gradient: Tensor) -> Future[Tensor]:
+    def add(self, step: int, index: int, message: Message) -> Future[Message]:
         """Take a trainer's gradient of a bucket, and promise the average. RPC's threads call it."""
-        wire, gradient = gradient.device, gradient.to(self.device)
+        wire, gradient = message[0][0].device, unpack(copy_to(self.device, message))
         self.synchronize()  # a gradient has arrived once it is on this device
         with self.lock:
             start = perf_counter()
@@ -213,7 +231,7 @@ class Server:
             bucket.arrived += 1
             is_last = bucket.arrived == self.trainers
             if is_last:
-                average = coalesced(reduce(torch.add, bucket.gradients) / self.trainers)
+                average = pack(reduce(torch.add, bucket.gradients) / self.trainers)
                 del self.buckets[step, index]
             self.synchronize()
             end = perf_counter()
@@ -223,7 +241,7 @@ class Server:
             times = waited_s | {"averaging": bucket.averaging_s}
             self.times.setdefault(step, []).append({name: [s] for name, s in times.items()})
             bucket.average.set_result(average)
-        return bucket.average.then(lambda average: average.value().to(wire))
+        return bucket.average.then(lambda average: copy_to(wire, average.value()))
 
     def synchronize(self) -> None:
         """Each call has CUDA streams of its own, which no lock orders."""
@@ -245,8 +263,8 @@ def start_servers(kind: str, trainers: int, devices: dict[str, str]) -> None:
 
 
 @rpc.functions.async_execution  # the thread is free while the other gradients come
-def add_gradient(step: int, index: int, gradient: Tensor) -> Future[Tensor]:
-    return SERVER[0].add(step, index, gradient)
+def add_gradient(step: int, index: int, message: Message) -> Future[Message]:
+    return SERVER[0].add(step, index, message)
 
 
 def bucket_times() -> BucketTimes:
@@ -260,10 +278,10 @@ def send_bucket(
 
     wire: where the gradient is while it travels. The average is on the bucket's device.
     """
-    device, gradient = bucket.buffer().device, coalesced(bucket.buffer()).to(wire)
-    arguments = (step, bucket.index(), gradient)
+    device, message = bucket.buffer().device, copy_to(wire, pack(bucket.buffer()))
+    arguments = (step, bucket.index(), message)
     call = rpc.rpc_async(server, add_gradient, args=arguments, timeout=timeout_s)
-    return call.then(lambda call: call.wait().to(device))
+    return call.then(lambda call: unpack(copy_to(device, call.wait())))
 
 
 Hook = Callable[[None, dist.GradBucket], Future[Tensor]]
