@@ -371,6 +371,7 @@ def compare_with_eager(metrics: dict[str, Any], times: Times) -> dict[str, Any]:
 
 COLUMNS: Columns = {
     "": lambda case: case.name,
+    "fwd+bwd\nmean (s)": metric("forward_backward_mean_s", digits=4),
     "vs\neager": metric("vs_eager"),
     "95% ci\nof it": ends("vs_eager"),
     "step\np50 (s)": metric("step_s", digits=4),
@@ -378,7 +379,6 @@ COLUMNS: Columns = {
     "samples/s": metric("samples_per_s", digits=1),
     "fwd+bwd\np50 (s)": metric("forward_backward_s", digits=4),
     "95% ci\nof fwd+bwd": relative("forward_backward_s"),
-    "fwd+bwd\nmean (s)": metric("forward_backward_mean_s", digits=4),
     "step\nmean (s)": metric("step_mean_s", digits=4),
     **{f"step\np{q} (s)": metric(f"step_p{q}_s", digits=4) for q in (75, 90, 95)},
 }

@@ -54,7 +54,7 @@ from common.groups import Group, Job
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
 from common.stats import Times, median, percentiles, side_by_side
-from common.table import Columns, Table, metric, percentile_columns, relative, render
+from common.table import Columns, Table, fitted, metric, percentile_columns, relative
 from common.timing import Workload
 
 PHASES = ("lookup", "forward", "backward", "step")
@@ -412,7 +412,9 @@ class TrainersTable(Table):
         rows = [Case(key={}, ranks=[], name="All", metrics=case.metrics)]
         for trainer, metrics in enumerate(case.metrics["trainers"]):
             rows.append(Case(key={}, ranks=[], name=f"Trainer{trainer}", metrics=metrics))
-        return f"{case.name}\n\n{render(ROWS, rows, self.room)}\n"
+        text, omitted_columns = fitted(ROWS, rows, self.room)
+        self.count = min(self.count, len(ROWS) - omitted_columns)
+        return f"{case.name}\n\n{text}\n"
 
 
 def answer(cases: list[Case]) -> str:

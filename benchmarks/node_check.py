@@ -56,7 +56,7 @@ from common.environment import Others, count_of, lacking, node_of_each
 from common.groups import Group, Job, connect, rendezvous, share
 from common.report import Case, Report
 from common.stats import Times, in_rounds, median
-from common.table import Columns, cell, metric, relative
+from common.table import Cell, Columns, metric, relative
 from common.timing import STEP, Step, Workload
 
 Teams = list[list[int]]  # ranks of nodes, or of rails
@@ -399,7 +399,7 @@ COLUMNS: Columns = {
         for step, how in STEPS.items()
     },
     "+-%": relative("spread"),
-    "bits": cell("bits", str),
+    "bits": Cell("bits", str),
 }
 
 

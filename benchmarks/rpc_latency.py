@@ -58,7 +58,7 @@ from common.groups import Group, Job
 from common.report import Case, Estimate
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
 from common.stats import Times, side_by_side
-from common.table import Columns, Table, cell, metric, number_of, relative
+from common.table import Cell, Columns, Table, metric, number_of, relative
 from common.timing import Workload
 
 OPERATIONS = ("rpc_sync", "rpc_async", "remote", "async_execution")
@@ -226,14 +226,14 @@ COLUMNS: Columns = {
     "95% ci\nof p50": relative("round_trip_s"),
     "\ncalls/s": metric("round_trip_calls_per_s", 1, 1),
     "95% ci\nof calls/s": relative("round_trip_calls_per_s"),
-    "\nGB/s": cell("round_trip_gb_per_s", rate),
+    "\nGB/s": Cell("round_trip_gb_per_s", rate),
     "p95\n(us)": metric("round_trip_p95_s", 1e6, 1),
     "p99\n(us)": metric("round_trip_p99_s", 1e6, 1),
     "one way\np50 (us)": metric("one_way_s", 1e6, 1),
     "one way\nci of p50": relative("one_way_s"),
     "one way\ncalls/s": metric("one_way_calls_per_s", 1, 1),
     "one way\nci of rate": relative("one_way_calls_per_s"),
-    "one way\nGB/s": cell("one_way_gb_per_s", rate),
+    "one way\nGB/s": Cell("one_way_gb_per_s", rate),
 }
 WIDEST = ["async_execution 64K", "000000.0", "+-10.0%", "00000.0", "+-10.0%", "0.000", "000000.0"]
 

@@ -53,7 +53,7 @@ from common.benchmark import folded, report_lines, terminal_width
 from common.environment import count_of
 from common.groups import Group, Job
 from common.report import Case, Report
-from common.table import Columns, cell, metric, render
+from common.table import Cell, Columns, metric, render
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 MESSAGES = ("send", "recv")
@@ -316,11 +316,11 @@ def columns_of(axes: list[str]) -> Columns:
     }
     for axis in axes:
         columns[f"{axis}\ncalls"] = metric(f"{axis}_calls", digits=0)
-        columns[f"{axis}\n(bytes)"] = cell(f"{axis}_bytes", cli.show_size)
+        columns[f"{axis}\n(bytes)"] = Cell(f"{axis}_bytes", cli.show_size)
     columns["across\nnodes"] = lambda case: case.metrics.get("across_nodes") or "-"
     for name in ("parameters", "gradients", "optimizer"):
-        columns[f"{name}\n(bytes)"] = cell(f"{name}_bytes", cli.show_size)
-    columns["TFLOP"] = cell("flops", lambda flops: f"{flops / 1e12:.4g}")
+        columns[f"{name}\n(bytes)"] = Cell(f"{name}_bytes", cli.show_size)
+    columns["TFLOP"] = Cell("flops", lambda flops: f"{flops / 1e12:.4g}")
     return columns
 
 

@@ -41,7 +41,7 @@ from common.groups import Group, Groups, connect, gather, share
 from common.join import join, world
 from common.report import DISK_FAILED, Case, Report, load, not_json
 from common.stats import Disturbed, Times, keep_samples, rounded, stacked
-from common.table import Columns, Table, render
+from common.table import Columns, Table, omitted, render
 from common.timing import RankTimes, StopRule, TimedLoop, Workload, launch_share
 from common.watchdog import Watchdog, end_later
 
@@ -351,22 +351,28 @@ class Benchmark:
         """The cases that are measured within it are the rows of a table. All ranks call it.
 
         columns: a header -> a function of a case that makes the cell, the most important ones
-        first: a terminal without --wide shows as many as fit. answer: makes the sentence that the
-        table answers the script's question with. table: another form than usual.
+        first: a terminal without --wide shows as many as fit, and a line below says how many it
+        does not show. answer: makes the sentence that answers the script's question. table:
+        another form than usual.
         """
         self.title, self.table = title, table or Table(columns)
         self.table.room = self.room
         self.print(f"\n{folded(title, self.room, '')}\n")
         yield self.table
+        for line in omitted(len(self.table.columns) - self.table.count):
+            self.print(line)
         if self.table.passed and answer:
             sentences = answer(self.table.passed) or []
             self.answers += [sentences] if isinstance(sentences, str) else sentences
         self.title, self.table = "", None
 
-    def print_table(self, columns: Columns, cases: Sequence[Case], title: str = "") -> None:
-        """A table more, of cases that were measured."""
+    def print_table(
+        self, columns: Columns, cases: Sequence[Case], title: str = "", omitted_rows: str = ""
+    ) -> None:
+        """Print another table, of cases that were measured. omitted_rows: those that the caller has
+        left out because this is a terminal, such as `3 trainers`."""
         above = [folded(title, self.room, ""), ""] if title else []
-        self.print("\n".join(["", *above, render(columns, cases, self.room)]))
+        self.print("\n".join(["", *above, render(columns, cases, self.room, omitted_rows)]))
 
     def conclude(self, sentences: Sequence[str]) -> None:
         """Sentences that answer what the script asks, for one without tables. Call it on rank 0."""

@@ -1,6 +1,7 @@
 """Tables, printed row by row as the cases come."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -9,23 +10,39 @@ import tabulate
 from common.report import Case, Estimate
 
 Columns = dict[str, Callable[[Case], str]]  # a column's header -> a case's cell
-MOST_COLUMNS = 6  # on a terminal; --wide shows all
 
 
-def render(columns: Columns, cases: Sequence[Case], room: int | None = None) -> str:
-    """The cases as a table, a row each. room: letters that a line may have; None: any."""
+def render(
+    columns: Columns, cases: Sequence[Case], room: int | None = None, omitted_rows: str = ""
+) -> str:
+    """The cases as a table, one row per case, with the first columns that fit; below it a line
+    that says what is not shown.
+
+    room: maximum line width in characters; None for no limit. omitted_rows: rows that the caller
+    has left out, such as `3 trainers`.
+    """
+    text, omitted_columns = fitted(columns, cases, room)
+    return "\n".join([text, *omitted(omitted_columns, omitted_rows)])
+
+
+def fitted(columns: Columns, cases: Sequence[Case], room: int | None) -> tuple[str, int]:
+    """The same without the line below it, and the number of columns that do not fit."""
     rows = [cells_of(columns, case) for case in cases]
     count = columns_that_fit(list(columns), rows, room)
-    return layout(list(columns)[:count], [row[:count] for row in rows])
+    return layout(list(columns)[:count], [row[:count] for row in rows]), len(columns) - count
+
+
+def omitted(columns: int, rows: str = "") -> list[str]:
+    """[`# not shown: 3 columns; --wide prints all`]; [] if nothing was left out."""
+    parts = [f"{columns} column{'s' if columns > 1 else ''}"] if columns else []
+    parts += [rows] if rows else []
+    return [f"# not shown: {', '.join(parts)}; --wide prints all"] if parts else []
 
 
 def columns_that_fit(headers: list[str], rows: Sequence[Sequence[str]], room: int | None) -> int:
-    """How many columns a line of so many letters has, MOST_COLUMNS at most and 1 at least. Without
-    a limit these are all."""
-    if room is None:
-        return len(headers)
-    count = min(len(headers), MOST_COLUMNS)
-    while count > 1:
+    """Number of columns, counted from the first, that fit into `room` characters; at least 1."""
+    count = len(headers)
+    while room is not None and count > 1:
         lines = layout(headers[:count], [row[:count] for row in rows]).splitlines()
         if max(map(len, lines)) <= room:
             break
@@ -38,17 +55,17 @@ def cells_of(columns: Columns, case: Case) -> list[str]:
 
 
 class Table:
-    """A table that is printed row by row. Its columns may get wider on the way."""
+    """A table that is printed row by row. Its columns may become wider with later rows."""
 
     def __init__(self, columns: Columns, widest: Sequence[str] = ()) -> None:
-        """widest: a wide cell for each of the first columns; the others have room for `0.0000`, or
-        for `+-00.0%`."""
+        """widest: a wide cell for each of the first columns; the width of the others is at first
+        that of `Cell.usual`, or of `0.0000`."""
         self.columns = columns
         self.cases: list[Case] = []
-        usual = ["+-00.0%" if "95% ci" in header else "0.0000" for header in columns]
+        usual = [getattr(column, "usual", "0.0000") for column in columns.values()]
         self.widest = [*widest, *usual[len(widest) :]]
-        self.room: int | None = None  # letters that a line may have; None: any
-        self.count = len(columns)  # of columns that are shown
+        self.room: int | None = None  # maximum line width in characters; None for no limit
+        self.count = len(columns)  # number of columns that are shown
 
     @property
     def passed(self) -> list[Case]:
@@ -56,19 +73,25 @@ class Table:
         return [case for case in self.cases if not case.failed]
 
     def row(self, case: Case) -> str:
-        """The lines for one more case, with the header before the first."""
+        """The lines for one more case, with the header before the first.
+
+        A cell that is wider than expected may leave no room for the last columns. Then the header
+        is repeated without them.
+        """
         cells, headers = cells_of(self.columns, case), list(self.columns)
         if case.failed:
             cells = [cells[0]] + [""] * (len(cells) - 1)
         self.widest = [max(pair, key=len) for pair in zip(self.widest, cells, strict=True)]
-        if not self.cases:
-            self.count = columns_that_fit(headers, [self.widest], self.room)
+        count = columns_that_fit(headers[: self.count], [self.widest[: self.count]], self.room)
+        above = [""] if self.cases else []
         # The row of `widest` only sets the widths. It is laid out with each case and left out.
-        rows = [self.widest[: self.count], cells[: self.count]]
-        *header, _, line = layout(headers[: self.count], rows).splitlines()
+        rows = [self.widest[:count], cells[:count]]
+        *header, _, line = layout(headers[:count], rows).splitlines()
         line = f"{cells[0]}  {case.check}" if case.failed else line.rstrip()
+        lines = [line] if self.cases and count == self.count else [*above, *header, line]
+        self.count = count
         self.cases.append(case)
-        return "\n".join([*header, line]) if len(self.cases) == 1 else line
+        return "\n".join(lines)
 
 
 def layout(headers: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
@@ -79,19 +102,22 @@ def layout(headers: Iterable[str], rows: Sequence[Sequence[str]]) -> str:
     return tabulate.tabulate(rows, headers, "simple", colalign=align, disable_numparse=True)
 
 
-def cell(name: str, show: Callable[[Any], str]) -> Callable[[Case], str]:
-    """A cell that shows a metric of the case; `-` where it has none."""
+@dataclass(frozen=True)
+class Cell:
+    """A column's function from a case to its cell: a metric, or `-` if the case lacks it."""
 
-    def text(case: Case) -> str:
-        value = case.metrics.get(name)
-        return "-" if value is None else show(value)
+    name: str
+    show: Callable[[Any], str]
+    usual: str = "0.0000"  # as wide as most cells: room for the rows to come
 
-    return text
+    def __call__(self, case: Case) -> str:
+        value = case.metrics.get(self.name)
+        return "-" if value is None else self.show(value)
 
 
 def metric(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
     """A cell that shows a metric of the case, times `scale`."""
-    return cell(name, lambda value: f"{number_of(value) * scale:.{digits}f}")
+    return Cell(name, lambda value: f"{number_of(value) * scale:.{digits}f}")
 
 
 def number_of(value: Any) -> float:
@@ -106,7 +132,7 @@ def ends(name: str, scale: float = 1, digits: int = 2) -> Callable[[Case], str]:
             return "-"
         return f"{estimate.low * scale:.{digits}f} to {estimate.high * scale:.{digits}f}"
 
-    return cell(name, text)
+    return Cell(name, text, usual=f"{10:.{digits}f} to {10:.{digits}f}")
 
 
 def relative(name: str) -> Callable[[Case], str]:
@@ -117,7 +143,7 @@ def relative(name: str) -> Callable[[Case], str]:
         width = value.relative if isinstance(value, Estimate) else value
         return "-" if width is None else percent(width)
 
-    return cell(name, text)
+    return Cell(name, text, usual="+-00.0%")
 
 
 def percent(width: float) -> str:

@@ -53,6 +53,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Process]]:
     """start("benchmarks/x.py", *flags, ranks=2, nodes=1, inject=None, **variables) -> Process.
 
+    columns: stdout is a terminal of this width.
     torch is imported already (tests/warm.py); with `cold=True`, and in tests marked `gpu`, it is
     torchrun as a user types it. One at a time: what was started before has ended, or is waited for.
     """
@@ -65,13 +66,17 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
         nodes: int = 1,
         inject: str | None = None,
         cold: bool = False,
+        columns: int | None = None,
         **variables: str,
     ) -> Process:
         folder = tmp_path / f"run{len(started)}"
         folder.mkdir()
         commands = command_of(script, *flags, ranks=ranks, nodes=nodes, inject=inject)
         kind = Process if cold or request.node.get_closest_marker("gpu") else Warm
-        started.append(kind(commands, folder, [environment(**variables)] * len(commands)))
+        envs = [environment(**variables)] * len(commands)
+        started.append(
+            Warm(commands, folder, envs, columns) if columns else kind(commands, folder, envs)
+        )
         return started[-1]
 
     yield begin

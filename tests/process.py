@@ -3,11 +3,14 @@
 import contextlib
 import json
 import os
+import pty
 import random
 import select
 import socket
 import subprocess
 import sys
+import termios
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,8 +116,16 @@ class Warm(Process):
 
     server: Any = None
     status: int | None = None
+    copying: threading.Thread | None = None  # the terminal's output
 
-    def __init__(self, commands: list[list[str]], folder: Path, envs: list[dict[str, str]]) -> None:
+    def __init__(
+        self,
+        commands: list[list[str]],
+        folder: Path,
+        envs: list[dict[str, str]],
+        columns: int | None = None,
+    ) -> None:
+        """columns: stdout of the commands is a terminal of this width, copied to out0."""
         self.folder, self.parts = folder, []
         if Warm.server is None:
             Warm.server = subprocess.Popen(
@@ -126,11 +137,29 @@ class Warm(Process):
                 start_new_session=True,
             )
         files = [[str(folder / f"{name}{i}") for name in ("out", "err")] for i in range(len(envs))]
+        if columns:
+            name = self.open_terminal(columns)
+            files = [[name, err] for _, err in files]
         request = {"commands": commands, "environments": envs, "files": files}
         Warm.server.stdin.write(json.dumps(request | {"folder": os.getcwd()}).encode() + b"\n")
         for pid in self.answer(60):
             with contextlib.suppress(psutil.NoSuchProcess):  # over already
                 self.parts.append(psutil.Process(pid))
+
+    def open_terminal(self, columns: int) -> str:
+        """The path of a terminal. What is written to it goes into out0, until `wait` closes it."""
+        ours, self.terminal = pty.openpty()
+        termios.tcsetwinsize(ours, (50, columns))
+
+        def copy() -> None:
+            with open(self.folder / "out0", "wb") as out, contextlib.suppress(OSError):
+                while text := os.read(ours, 4096):  # OSError: all have closed the terminal
+                    out.write(text)
+            os.close(ours)
+
+        self.copying = threading.Thread(target=copy, daemon=True)
+        self.copying.start()
+        return os.ttyname(self.terminal)
 
     def answer(self, seconds: float) -> list[int]:
         if not select.select([Warm.server.stdout], [], [], seconds)[0]:
@@ -140,12 +169,17 @@ class Warm(Process):
     def wait(self, seconds: float) -> int:
         if self.status is None:
             (self.status,) = self.answer(seconds)
+            if self.copying:
+                os.close(self.terminal)
+                self.copying.join(seconds)
         return self.status
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process's variables without a launcher's; one thread a rank, also to compile."""
-    foreign = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "SLURM_", "GROUP_")
+    """This process's variables without a launcher's and a terminal's size; one thread a rank, also
+    to compile."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "SLURM_", "GROUP_")
+    foreign = (*launcher, "COLUMNS", "LINES")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
     lean = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     lean["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # without a program that tries what the processor can

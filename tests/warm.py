@@ -80,7 +80,8 @@ def start(number: int, request: dict[str, Any]) -> int:
     os.environ.update(request["environments"][number])
     tempfile.tempdir = None  # TMPDIR is what the request says, not what this process had
     for place, name in enumerate((os.devnull, *request["files"][number])):
-        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), place)
+        # NOCTTY: a terminal that ends must not send SIGHUP to this session
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOCTTY), place)
     _, *words = request["commands"][number]
     work = partial(run_script, *words)
     if words[:2] == ["-m", "torch.distributed.run"]:

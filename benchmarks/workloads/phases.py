@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from common.environment import count_of
 from common.report import Case, Estimate
 from common.stats import interval_of_rounds, median, percentiles
 from common.table import Columns, metric
 
 Stamps = list[tuple[str, Any, Any]]  # the phases of a step: name, start and end
 Durations = dict[str, list[float]]  # the seconds of a step by phase
-TIMES = ("p50", "p95", "mean", "stdev", "min", "max", "p75", "p90")  # in a table
 
 
 class Phases:
@@ -94,30 +94,34 @@ def summaries(workers: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str,
 
 
 def phase_table(
-    role: str, cases: Iterable[tuple[str, Mapping[str, Any]]], each_worker: bool
-) -> tuple[Columns, list[Case]]:
-    """A row for each case and phase, over all workers; also one for each of the first 8 workers.
+    role: str, cases: Iterable[tuple[str, Mapping[str, Any]]], most: int | None = None
+) -> tuple[Columns, list[Case], str]:
+    """A row for each case, phase and worker, and for all workers together.
 
-    cases: name, `summaries`. The name stands in the first row of its case.
+    role: plural, such as `trainers`. cases: name, `summaries`; the name is shown in the first row
+    of its case. most: workers that have rows, counted from the first; None for all of them. Returns
+    columns, rows, and how many workers were left out (`3 trainers`, or "").
     """
     rows: list[Case] = []
+    left_out = 0
     for name, workers in cases:
-        shown = [worker for worker in workers if worker != "all"][:8] if each_worker else []
-        if len(workers) > 2 or not shown:  # `all` would repeat a single worker
-            shown.append("all")
+        single = [worker for worker in workers if worker != "all"]
+        left_out = max(left_out, len(single) - (most or len(single)))
+        # `all` would repeat a single worker
+        shown = [*single[:most], *(["all"] if len(single) > 1 else [])]
         for phase, worker in product(workers["all"], shown):
             if times := workers[worker].get(phase):
                 key = {"phase": phase, "worker": worker}
                 rows.append(Case(key=key, ranks=[], name=name, metrics=times))
                 name = ""
     columns: Columns = {role: lambda row: row.name, "phase": lambda row: str(row.key["phase"])}
-    if each_worker:
-        columns[""] = lambda row: str(row.key["worker"])
-    columns["count"] = metric("count", digits=0)
-    for time in TIMES:
+    columns[""] = lambda row: str(row.key["worker"])
+    for time in ("mean", "stdev", "min", "max", "p50", "p75", "p90", "p95"):
         columns[f"{time}\nms"] = metric(f"{time}_s", 1e3, 3)
-    columns["variance\nms^2"] = metric("variance_s2", 1e6, 3)
-    return columns, rows
+        if time == "stdev":
+            columns["variance\nms^2"] = metric("variance_s2", 1e6, 3)
+    columns["count"] = metric("count", digits=0)
+    return columns, rows, count_of(left_out, role.removesuffix("s")) if left_out else ""
 
 
 def own_pace(

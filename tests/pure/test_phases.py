@@ -38,30 +38,36 @@ def test_summary() -> None:
     assert summary([0.25])["stdev_s"] == 0
 
 
-def shown(each_worker: bool, **workers: dict[str, Any]) -> list[list[str]]:
-    """The rows of the table, without its heads."""
-    table = render(*phase_table("servers", [("rpc", summaries(workers))], each_worker))
-    return [line.split() for line in table.splitlines()[3:]]
+def shown(most: int | None, **workers: dict[str, Any]) -> tuple[list[str], list[list[str]], str]:
+    """Headers, rows, and what was left out."""
+    columns, rows, left_out = phase_table("servers", [("rpc", summaries(workers))], most)
+    names = [header.split("\n")[0] for header in columns]
+    return names, [line.split() for line in render(columns, rows).splitlines()[3:]], left_out
 
 
 def test_the_table() -> None:
-    """Of 1, 3 and 5 ms: mean 3, variance 8 / 2."""
+    """Of 1, 3 and 5 ms: mean 3, variance 8 / 2. The statistics of the source program come first."""
     servers = {"server0": {"batch": [0.001]}, "server1": {"batch": [0.003, 0.005]}}
-    rows = shown(True, **servers)
-    assert rows[0][:5] == ["rpc", "batch", "server0", "1", "1.000"]
-    both = ["batch", "all", "3", "3.000", "4.800", "3.000", "2.000", "1.000", "5.000"]
-    assert rows[2][:9] == both
-    assert rows[2][-1] == "4.000"
-    assert [row[:4] for row in shown(False, **servers)] == [["rpc", "batch", "3", "3.000"]]
+    names, rows, left_out = shown(None, **servers)
+    assert names[:8] == ["servers", "phase", "", "mean", "stdev", "variance", "min", "max"]
+    assert names[8:] == ["p50", "p75", "p90", "p95", "count"]
+    assert rows[0][:6] == ["rpc", "batch", "server0", "1.000", "0.000", "0.000"]
+    assert rows[2][:7] == ["batch", "all", "3.000", "2.000", "4.000", "1.000", "5.000"]
+    assert rows[2][7:] == ["3.000", "4.000", "4.600", "4.800", "3"]
+    assert left_out == ""
 
 
 def test_which_workers_have_a_row() -> None:
-    """`all` would repeat a single worker; of many the first 8 are shown."""
-    assert [row[2] for row in shown(True, server0={"batch": [1.0]})] == ["server0"]
-    without = shown(True, server0={"batch": [1.0]}, server1={})
-    assert [row[-11] for row in without] == ["server0", "all"]
-    many = shown(True, **{f"trainer{i}": {"batch": [1.0]} for i in range(11)})
-    assert [row[-11] for row in many] == [*(f"trainer{i}" for i in range(8)), "all"]
+    """`all` would repeat a single worker. Those beyond a limit are counted."""
+    assert [row[2] for row in shown(8, server0={"batch": [1.0]})[1]] == ["server0"]
+    _, rows, _ = shown(None, server0={"batch": [1.0]}, server1={})
+    assert [row[-11] for row in rows] == ["server0", "all"]
+    many = {f"trainer{i}": {"batch": [1.0]} for i in range(11)}
+    _, rows, left_out = shown(8, **many)
+    assert [row[-11] for row in rows] == [*(f"trainer{i}" for i in range(8)), "all"]
+    assert left_out == "3 servers"
+    _, rows, left_out = shown(None, **many)
+    assert (len(rows), left_out) == (12, "")
 
 
 def test_workers_at_their_own_pace() -> None:

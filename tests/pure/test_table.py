@@ -22,11 +22,48 @@ COLUMNS: Any = {name: metric(name) for name in ("a", "bb", "ccc", "d", "e", "f",
 NUMBERS: dict[str, Any] = dict.fromkeys(COLUMNS, 1.0)
 
 
-@pytest.mark.parametrize(("room", "count"), [(None, 7), (99, 6), (21, 3), (3, 1)])
-def test_a_narrow_terminal_has_the_first_columns(room: int | None, count: int) -> None:
-    """`1.00` has 4 letters, and 2 are between columns: three columns are 16 wide, four are 22."""
+@pytest.mark.parametrize(
+    ("room", "count", "below"),
+    [
+        (None, 7, []),
+        (40, 7, []),
+        (39, 6, ["# not shown: 1 column; --wide prints all"]),
+        (21, 3, ["# not shown: 4 columns; --wide prints all"]),
+        (3, 1, ["# not shown: 6 columns; --wide prints all"]),
+    ],
+)
+def test_a_terminal_shows_as_many_columns_as_fit(
+    room: int | None, count: int, below: list[str]
+) -> None:
+    """`1.00` has 4 characters, with 2 between columns: 3 columns are 16, 4 are 22, 7 are 40."""
     lines = render(COLUMNS, [case(**NUMBERS)], room).splitlines()
     assert lines[0].split() == list(COLUMNS)[:count]
+    assert lines[3:] == below
+
+
+def test_rows_that_were_left_out_are_in_the_line_below() -> None:
+    last = [
+        render(COLUMNS, [case(**NUMBERS)], room, "2 trainers").splitlines()[-1]
+        for room in (16, None)
+    ]
+    assert last[0] == "# not shown: 4 columns, 2 trainers; --wide prints all"
+    assert last[1] == "# not shown: 2 trainers; --wide prints all"
+
+
+def test_a_row_without_room_repeats_the_header_with_fewer_columns() -> None:
+    """Cells are expected to be 6 wide: four columns are 30. With a cell of 10 they are 34."""
+    table = Table(COLUMNS)
+    table.room = 30
+    table.row(case(**NUMBERS))
+    assert table.count == 4
+    blank, header, _, row = table.row(case(**NUMBERS | {"bb": 1e6})).splitlines()
+    assert (blank, header.split(), row.split()) == (
+        "",
+        ["a", "bb", "ccc"],
+        ["1.00", "1000000.00", "1.00"],
+    )
+    assert table.row(case(**NUMBERS)).split() == ["1.00"] * 3
+    assert table.count == 3
 
 
 def test_a_row_is_as_narrow_as_the_table() -> None:

@@ -1,0 +1,149 @@
+"""What the five source programs print is on a terminal of 160 columns: docs/sources.md.
+
+Each test runs a script and looks for every quantity that its source prints.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from benchmarks import compile_sweep
+
+pytestmark = pytest.mark.smoke
+CPU = ("--device", "cpu", "--warmup-iters", "1")
+# versions, the backend, and the topology of the node
+PREAMBLE = r"^# PyTorch \d.* backend gloo\n# \d ranks on 1 node\n(#.*\n)+# .* \d+ NUMA nodes?$"
+PERCENTILES = ("p50", "p75", "p90", "p95")
+
+
+@pytest.fixture
+def shown(start: Callable[..., Any]) -> Callable[..., str]:
+    """shown("x", *flags, ranks=2, columns=160): what benchmarks/x.py prints on a terminal."""
+
+    def run(script: str, *flags: str, ranks: int, columns: int = 160) -> str:
+        process = start(f"benchmarks/{script}.py", *CPU, *flags, ranks=ranks, columns=columns)
+        assert process.wait(240) == 0, process.err
+        lines = process.out.splitlines()
+        tables = [line for line in lines if not line.startswith("#")]  # paths are not folded
+        assert max(map(len, tables)) <= columns
+        return process.out
+
+    return run
+
+
+def table(text: str, *headers: str) -> list[dict[str, str]]:
+    """The rows of the tables whose header has these words, as {column: cell}.
+
+    A column's name is its header in one line, such as `p50 sec/iter`. An empty cell is "".
+    """
+    rows: list[dict[str, str]] = []
+    lines = text.splitlines()
+    for number, rule in enumerate(lines):
+        if not re.fullmatch(r"-+(  -+)+", rule):
+            continue
+        spans = [match.span() for match in re.finditer(r"-+", rule)]
+        first = number
+        while lines[first - 1].strip():
+            first -= 1
+        heads = [[line[a:b].strip() for a, b in spans] for line in lines[first:number]]
+        names = [" ".join(filter(None, parts)) for parts in zip(*heads, strict=True)]
+        if not set(headers) <= set(names):
+            continue
+        for line in lines[number + 1 :]:
+            if not line.strip() or line.startswith("#"):
+                break
+            rows.append(
+                {name: line[a:b].strip() for name, (a, b) in zip(names, spans, strict=True)}
+            )
+    assert rows, f"no table has {headers}:\n{text}"
+    return rows
+
+
+def numbers(row: dict[str, str], *names: str) -> list[float]:
+    return [float(row[name]) for name in names]
+
+
+def test_the_table_is_read_column_by_column() -> None:
+    text = "\n".join(
+        ["x", "", "      p50   p50", "      sec  ex/s", "----  ---  ----", "a b   1.5", ""]
+    )
+    assert table(text, "p50 sec") == [{"": "a b", "p50 sec": "1.5", "p50 ex/s": ""}]
+    with pytest.raises(AssertionError, match="no table has"):
+        table(text, "p75 sec")
+
+
+def test_ddp_rpc(shown: Callable[..., str]) -> None:
+    """Versions and topology; percentiles and rates for each trainer and for all."""
+    out = shown("ddp_rpc", "--epochs", "3", "--autograd", "manual", ranks=5)
+    assert re.search(PREAMBLE, out, re.MULTILINE)
+    seconds, rates = ([f"{p} {unit}" for p in PERCENTILES] for unit in ("sec/epoch", "samples/s"))
+    rows = table(out, *seconds, *rates)
+    assert [row[""] for row in rows] == ["All", "Trainer0", "Trainer1"]
+    for row in rows:
+        assert numbers(row, *seconds) == sorted(numbers(row, *seconds))
+        assert min(numbers(row, *seconds, *rates)) > 0
+
+
+def test_ddp_sweep(shown: Callable[..., str]) -> None:
+    """The backend, the bucket size; percentiles and rates for no ddp, one rank and two."""
+    small = ("--model", "mobilenet_v3_small", "--image-size", "32", "--batch-size", "2")
+    out = shown("ddp_sweep", *small, "--bucket-size", "3", "--iters", "2", ranks=2)
+    assert re.search(PREAMBLE, out, re.MULTILINE)
+    assert "buckets of 3 MB" in out
+    seconds, rates = ([f"{p} {unit}" for p in PERCENTILES] for unit in ("sec/iter", "ex/sec/dev"))
+    rows = table(out, *seconds, *rates)
+    assert [row[""][:2] for row in rows] == ["no", "1M", "1M"]
+    for row in rows:
+        assert numbers(row, *seconds) == sorted(numbers(row, *seconds))
+        assert min(numbers(row, *seconds, *rates)) > 0
+
+
+def test_parameter_server(shown: Callable[..., str]) -> None:
+    """The arguments; five statistics of each phase, for each trainer, for each server and for all.
+    A worker that took no part in a phase, such as a server without buckets, has no row."""
+    sizes = "--num-embeddings 32 --embedding-dim 16 --dense-layers 3 --dense-size 16"
+    flags = f"{sizes} --sample-count 20 --batch-size 4 --bucket-size 0.001 --iters 2 --routes rpc"
+    out = shown("parameter_server", *flags.split(), "--nserver", "2", ranks=5)
+    assert "sample-count 20" in out.split("# command: ")[1]
+    statistics = ["mean ms", "stdev ms", "variance ms^2", "min ms", "max ms"]
+    workers = {
+        "trainers": {"trainer0", "trainer1", "all"},
+        "servers": {"server0", "server1", "all"},
+    }
+    phases = {"trainers": {"forward", "backward", "batch", "hook sparse", "hook dense"}}
+    phases["servers"] = {"straggler", "batch", "averaging"}
+    for role in workers:
+        rows = table(out, role, *statistics)
+        found = {(row["phase"], row[""]) for row in rows}
+        assert found == {(phase, worker) for phase in phases[role] for worker in workers[role]}
+        for row in rows:
+            mean, stdev, variance, least, most = numbers(row, *statistics)
+            assert 0 <= least <= mean <= most
+            # what is printed agrees with what is printed beside it, within its digits
+            assert (stdev - 5e-4) ** 2 - 5e-4 <= variance <= (stdev + 5e-4) ** 2 + 5e-4
+
+
+def test_batch_update_ps(shown: Callable[..., str]) -> None:
+    """Which gradients have arrived, out of how many; each update; the time of the run."""
+    flags = ("--payload", "module", "--iters", "4", "--log-updates")
+    out = shown("batch_update_ps", *flags, ranks=3)
+    for count in (1, 2):
+        assert re.search(rf"^ +\d+\.\d{{6}}  got trainer[01], {count} of 2$", out, re.MULTILINE)
+    assert re.search(r"^ +\d+\.\d{6}  update 1: the model is new$", out, re.MULTILINE)
+    assert re.search(r"^# elapsed \d", out, re.MULTILINE)
+
+
+def test_compile_sweep(shown: Callable[..., str]) -> None:
+    """The mean of forward and backward is the first number, and stays in a narrow terminal."""
+    flags = ("--strategies", "ddp", "--backends", "eager", "--iters", "2")
+    wide = shown("compile_sweep", *flags, ranks=2)
+    (row,) = table(wide, "fwd+bwd mean (s)")
+    assert list(row)[1] == "fwd+bwd mean (s)"
+    assert numbers(row, "fwd+bwd mean (s)")[0] > 0
+    narrow = shown("compile_sweep", *flags, ranks=2, columns=50)
+    (row,) = table(narrow, "fwd+bwd mean (s)")
+    left_out = re.search(r"^# not shown: (\d+) columns; --wide prints all$", narrow, re.MULTILINE)
+    assert left_out
+    assert int(left_out[1]) + len(row) == len(compile_sweep.COLUMNS)
