@@ -3,6 +3,7 @@
 Ground: needs the standard library only, so that analysis/ can use it.
     report      the file that --json writes: Estimate, Case, Report, load
     cli         command lines: Parser, types of flags, the flags of all scripts, how to say no
+    contents    hashes of scripts, the harness and one's own models
 
 Core: what stands behind every measuring script.
     stats       medians and differences with intervals, Times, stragglers: numpy

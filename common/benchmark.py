@@ -36,6 +36,7 @@ from common.cli import (
     take_stdout,
     tell_torchrun,
 )
+from common.contents import of_run
 from common.environment import BUSY, CpuLoad, Others, others_text
 from common.groups import Group, Groups, connect, gather, share
 from common.join import join, world
@@ -123,14 +124,21 @@ class Benchmark:
         self.room = terminal_width() if self.is_first and not args.wide else None
         turns = os.environ.get(TURN)
         variables = environment.user_variables()  # before `join` sets more of them
+        contents = of_run(sys.argv[0], own_modules(args))
+        # before any rank calls CUDA; while two commands take turns, the other one holds memory
+        memory_held = {}
+        if on_node == 0 and not turns and torch.cuda.device_count():
+            memory_held = environment.gpu_memory()
         files = [take_stdout()] if args.json == "-" else []
         # while two commands take turns, the one that waits is idle: it disturbs nobody
         self.cpu_load = CpuLoad() if on_node == 0 and not turns else None
-        self.job = join(args.device, args.backend, args.timeout)
+        self.job = join(args.device, args.backend, args.timeout, contents)
         self.groups = Groups(self.job)
         self.turn = turn_taker(turns) if turns and self.is_first else lambda: None
         self.rule = StopRule.by_flags(args, bool(turns))
-        measured_on = share(environment.collect(self.job, variables, self.cpu_load))
+        measured_on = share(
+            environment.collect(self.job, variables, self.cpu_load, contents, memory_held)
+        )
         path = args.json if self.is_first and not args.dry_run else None
         self.report = Report(name, measured_on, path, files=files)
         self.watchdog = Watchdog(self.job, args.timeout, self.report)
@@ -532,6 +540,12 @@ def short(path: str) -> str:
         return os.path.relpath(path)
     except FileNotFoundError:
         return path
+
+
+def own_modules(args: argparse.Namespace) -> list[str]:
+    """The modules of one's own models, which --model package.module:function names."""
+    models = getattr(args, "models", None) or []
+    return list(dict.fromkeys(name.partition(":")[0] for name in models if ":" in name))
 
 
 def check_flags(args: argparse.Namespace) -> None:

@@ -1,6 +1,8 @@
 """What the numbers were measured on, whether ranks and nodes fit together, and who else uses the
 cores."""
 
+import hashlib
+import json
 import os
 import platform
 import re
@@ -8,8 +10,9 @@ import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +20,9 @@ import psutil
 import torch
 
 from common.cli import TURN, cut, version
-from common.groups import Job, gather, share
+from common.groups import Job, gather, peers, share
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
-from common.report import FAMILIES, without_secrets
+from common.report import FAMILIES, shown, without_secrets
 
 # These of the FAMILIES tell nothing.
 PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)
@@ -30,6 +33,24 @@ GPU_STATE = (  # what nvidia-smi is asked about each GPU, beside its index
     f"uuid,name,driver_version,mig.mode.current,ecc.mode.current,{UNCORRECTED},"
     "power.limit,clocks.max.sm,temperature.gpu,clocks_event_reasons.active"
 )
+# Variables that should be the same on all ranks begin with one of these, ...
+ON_ALL_RANKS = (
+    *("NCCL_", "RCCL_", "TORCH_", "OMP_", "GLOO_", "UCX_", "FI_", "MLX5_", "HSA_", "LD_PRELOAD"),
+)
+# ... except those that differ by design: devices, network cards, and threads (each rank's number
+# of threads is compared instead)
+BY_DESIGN = re.compile(
+    r".*(_VISIBLE_DEVICES|_HCA|_NET_DEVICES)|NCCL_HOSTID"
+    r"|OMP_(NUM_THREADS|PLACES|PROC_BIND|.*AFFINITY.*)"
+)
+OF_NODES = ("device", "cpu", "kernel", "cores", "topology")  # the same on all nodes
+OF_GPUS = (
+    *("name", "driver_version", "power.limit", "clocks.max.sm"),
+    *("ecc.mode.current", "mig.mode.current"),
+)
+MOST_SETS = 64  # of variables, of which the values are gathered
+MOST_LINES = 16  # of a kind
+HELD_GIB = 1.0  # of a GPU's memory: more than a driver holds by itself
 SHELLS = ("bash", "dash", "sh", "zsh")  # a wrapper of each rank, such as launch/mpi_env.sh, is one
 LEAST_S = 0.1  # Linux counts CPU time in hundredths of a second
 BUSY = 0.1  # other programs are named above this share of a node's cores
@@ -119,29 +140,56 @@ def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
     return f"other programs take {cut(busy, 3)}" if busy else ""
 
 
-def collect(job: Job, variables: dict[str, str], load: CpuLoad | None = None) -> dict[str, Any]:
+def collect(
+    job: Job,
+    variables: dict[str, str],
+    load: CpuLoad | None = None,
+    contents: dict[str, str] | None = None,
+    memory_held: dict[str, str] | None = None,
+) -> dict[str, Any]:
     """On rank 0 the report's environment; empty on the others. All ranks call it.
 
-    variables: what `user_variables` returned before this process joined the job. load: counts what
-    others take from this node, on its first rank.
+    variables: what `user_variables` returned before this process joined the job. load: measures CPU
+    use by other processes on this node, on its first rank. contents: the hashes of the files, which
+    `join` has found to be the same on all ranks. memory_held: what `gpu_memory` returned before
+    this process joined, on the first rank of its node.
     """
+    mine = {n: v for n, v in variables.items() if is_compared(n)}
     # with RPC some ranks may be on the CPU, the first one of a node among them
-    cuda = "cuda" in share(gather(job.device.type))
+    gathered = gather((job.device.type, hash_of(mine)))
+    cuda, hashes, speakers = False, list[str](), list[int]()
+    if gathered:
+        cuda = "cuda" in [device for device, _ in gathered]
+        hashes = [digest for _, digest in gathered]
+        speakers = speakers_of(hashes)
+    cuda, speakers = share((cuda, speakers))
+    if job.rank in speakers:
+        with peers():
+            job.store.set(f"variables/{job.rank}", json.dumps(mine))
     node = None  # the first rank of a node describes it
     if job.local_rank == 0:
         others = load.of_others() if load else None
         gpus = gpu_state() if cuda else []
+        for gpu in gpus:
+            gpu["memory.used"] = (memory_held or {}).get(gpu["uuid"], "")
         node = {"topology": topology(cuda), "gpus": gpus, "others": others}
+        node |= {"cpu": cpu_model(), "kernel": platform.release()}
     rows = gather((describe_rank(job), node))
     if rows is None:
         return {}
     ranks = [rank for rank, _ in rows]
     nodes = [rank | node for rank, node in rows if node]
+    with peers():
+        values = {rank: json.loads(job.store.get(f"variables/{rank}")) for rank in speakers}
+    sets = other_variables(hashes, values)
+    hosts_of_ranks = [rank["host"] for rank in ranks]
     return {
         "version": version(),
+        "contents": contents or {},
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "nccl": max(rank["nccl"] for rank in ranks) or None,  # "" on the CPU
+        "torchvision": installed("torchvision"),
         "python": platform.python_version(),
         "os": platform.platform(),
         "backend": job.backend,
@@ -150,13 +198,101 @@ def collect(job: Job, variables: dict[str, str], load: CpuLoad | None = None) ->
         "num_nodes": len(nodes),
         "hosts": [node["host"] for node in nodes],
         "devices": sorted({rank["device"] for rank in ranks}),
+        "cpus": [node["cpu"] for node in nodes],
+        "kernels": [node["kernel"] for node in nodes],
         "topologies": [node["topology"] for node in nodes],
         "gpus": [node["gpus"] for node in nodes],
         "others": [node["others"] for node in nodes if node["others"]],
         "ranks": ranks,
-        "differences": differences(nodes),
+        "differences": variable_lines(sets, values, hosts_of_ranks) + differences(nodes, ranks),
         "variables": variables,
+        "other_variables": sets,
     }
+
+
+def is_compared(variable: str) -> bool:
+    """Whether a variable should have the same value on all ranks."""
+    return variable.startswith(ON_ALL_RANKS) and not BY_DESIGN.fullmatch(variable)
+
+
+def hash_of(variables: dict[str, str]) -> str:
+    return hashlib.sha256(json.dumps(variables, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def speakers_of(hashes: Sequence[str]) -> list[int]:
+    """The ranks that send their variables: the first rank of each set, at most MOST_SETS. The most
+    common set comes first, of equally common ones rank 0's. [] if all ranks have the same set.
+
+    hashes: of the variables of each rank.
+    """
+    usual, *others = [digest for digest, _ in Counter(hashes).most_common()]
+    return [hashes.index(digest) for digest in [usual, *others[:MOST_SETS]]] if others else []
+
+
+def other_variables(
+    hashes: Sequence[str], values: dict[int, dict[str, str]]
+) -> list[dict[str, Any]]:
+    """The sets of variables that are not the most common one: the ranks that have them, and each
+    variable that differs, null where it is not set.
+
+    hashes: of the variables of each rank. values: the variables of the speakers, as `speakers_of`
+    lists them.
+    """
+    sets = []
+    speakers = list(values)
+    for speaker in speakers[1:]:
+        usual, mine = values[speakers[0]], values[speaker]
+        names = sorted(name for name in usual | mine if usual.get(name) != mine.get(name))
+        ranks = [rank for rank, digest in enumerate(hashes) if digest == hashes[speaker]]
+        sets.append({"ranks": ranks, "variables": {name: mine.get(name) for name in names}})
+    return sets
+
+
+def variable_lines(
+    sets: Sequence[dict[str, Any]], values: dict[int, dict[str, str]], hosts: Sequence[str]
+) -> list[str]:
+    """A line for each host with ranks whose variables differ from those of the most common set.
+
+    sets: as `other_variables` returns them. hosts: of each rank.
+    """
+    if not sets:
+        return []
+    first = next(iter(values))  # a rank with the most common set
+    ranks_of: dict[str, list[int]] = {}
+    texts_of: dict[str, dict[str, None]] = {}  # by host: names, each with its values
+    names_of: dict[str, dict[str, None]] = {}
+    for row in sets:
+        for host in dict.fromkeys(hosts[rank] for rank in row["ranks"]):
+            ranks_of.setdefault(host, []).extend(r for r in row["ranks"] if hosts[r] == host)
+            for name, value in row["variables"].items():
+                usual = shown(values[first].get(name))
+                text = f"{name} {shown(value)} (rank {first}: {usual})"
+                texts_of.setdefault(host, {})[text] = None
+                names_of.setdefault(host, {})[name] = None
+    lines = []
+    for host, ranks in ranks_of.items():
+        *names, last = names_of[host]
+        what = f"{', '.join(names)} and {last}" if names else last
+        verb = "are not those" if names else "is not that"
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        values_text = cut(list(texts_of[host]), 16)
+        lines.append(
+            f"{what} of {noun} {cut(sorted(ranks))} {verb} of rank {first}: on {host} {values_text}"
+        )
+    return bounded(lines, "hosts with other variables")
+
+
+def bounded(lines: list[str], noun: str) -> list[str]:
+    """The first lines, and how many more there are."""
+    more = len(lines) - MOST_LINES
+    return [*lines[:MOST_LINES], f"... and {more:,} more {noun}"] if more > 0 else lines
+
+
+def installed(package: str) -> str | None:
+    """The version of an installed package; None if it is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return None
 
 
 def node_of_each(environment: dict[str, Any]) -> list[int]:
@@ -213,6 +349,12 @@ def gpu_state(query: str = GPU_STATE) -> list[dict[str, str]]:
     return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
+def gpu_memory() -> dict[str, str]:
+    """The memory in use of each GPU of this node, such as `4 MiB`, by UUID. Call it before any rank
+    of the node calls CUDA: then other processes hold it."""
+    return {gpu["uuid"]: gpu["memory.used"] for gpu in gpu_state("uuid,memory.used")}
+
+
 def topology(cuda: bool) -> str:
     """How the devices of this node are connected, as text."""
     if cuda and (text := run(["nvidia-smi", "topo", "-m"])):
@@ -250,15 +392,74 @@ def problem(environment: dict[str, Any], tested: range | None = None) -> str | N
     return None
 
 
-def differences(nodes: list[dict[str, Any]]) -> list[str]:
-    """A line for each property in which some nodes differ from most of the others."""
+def differences(nodes: list[dict[str, Any]], ranks: list[dict[str, Any]]) -> list[str]:
+    """A line for each node that differs from most of the others, with both values of each property.
+
+    nodes: of each node its host, OF_NODES, and its `gpus` as `gpu_state` returns them. ranks: of
+    each rank its node's host, its local rank, and its threads.
+    """
     lines = []
-    for name in ("device", "cores", "topology"):
-        usual = Counter(node[name] for node in nodes).most_common(1)[0][0]
-        odd = [node["host"] for node in nodes if node[name] != usual]
-        if odd:
-            lines.append(f"{name} of {cut(odd)} is not that of other nodes")
-    return lines
+    usual_threads = most_common(row["threads"] for row in ranks)
+    other_threads: dict[int, list[dict[str, Any]]] = {}  # by node: ranks with another number
+    for row, number in zip(ranks, node_of_each({"ranks": ranks}), strict=True):
+        if row["threads"] != usual_threads:
+            other_threads.setdefault(number, []).append(row)
+    usual_of = {name: most_common(node[name] for node in nodes) for name in OF_NODES}
+    gpus = [gpu for node in nodes for gpu in node["gpus"]]
+    usual_gpu = {name: most_common(gpu[name] for gpu in gpus) for name in OF_GPUS}
+    for number, node in enumerate(nodes):
+        parts = []
+        for name, usual in usual_of.items():
+            if node[name] != usual:
+                values = "" if name == "topology" else f" {node[name]} ({usual} elsewhere)"
+                parts.append(f"{name}{values}")
+        for name, usual in usual_gpu.items():
+            odd = [gpu for gpu in node["gpus"] if gpu[name] != usual]
+            if odd:
+                got = cut(list(dict.fromkeys(gpu[name] for gpu in odd)))
+                where = f"GPU {cut([gpu['index'] for gpu in odd])}"
+                if len(odd) == len(node["gpus"]):
+                    where = "its GPUs"
+                what = name.replace("_", " ").replace(".", " ")
+                parts.append(f"{what} of {where} {got} ({usual} elsewhere)")
+        if odd_ranks := other_threads.get(number):
+            who = cut([row["rank"] for row in odd_ranks])
+            got = cut(list(dict.fromkeys(row["threads"] for row in odd_ranks)))
+            parts.append(f"threads of rank {who}: {got} ({usual_threads} elsewhere)")
+        if parts:
+            lines.append(f"{node['host']} differs: {'; '.join(parts)}")
+    return bounded(lines, "nodes that differ")
+
+
+def most_common(values: Iterable[Any]) -> Any:
+    """The most common value, of equally common ones the first; None if there is none."""
+    counts = Counter(values).most_common(1)
+    return counts[0][0] if counts else None
+
+
+def occupied(environment: dict[str, Any]) -> dict[int, str]:
+    """The nodes on which other processes held memory of our ranks' GPUs before the run -> the
+    amounts. What a driver holds by itself, up to HELD_GIB, does not count."""
+    ours: dict[int, set[str]] = {}
+    for row, node in zip(environment["ranks"], node_of_each(environment), strict=True):
+        if row["uuid"]:
+            ours.setdefault(node, set()).add(bare(row["uuid"]))
+    held = {}
+    for node, gpus in enumerate(environment["gpus"]):
+        parts = []
+        for gpu in gpus:
+            number, _, unit = gpu.get("memory.used", "").partition(" ")
+            gib = int(number) / 1024 if number.isdigit() and unit == "MiB" else 0.0
+            if bare(gpu["uuid"]) in ours.get(node, ()) and gib > HELD_GIB:
+                parts.append(f"{gib:.1f} GiB of GPU {gpu['index']}")
+        if parts:
+            held[node] = f"other processes already held {cut(parts)}"
+    return held
+
+
+def bare(uuid: str) -> str:
+    """torch's UUIDs lack the prefix of nvidia-smi's."""
+    return uuid.removeprefix("GPU-")
 
 
 def lacking(environment: dict[str, Any], wanted: int | None = None) -> dict[int, str]:
@@ -331,11 +532,13 @@ def count_of(count: int, noun: str) -> str:
 
 
 def warnings_of(environment: dict[str, Any]) -> list[str]:
-    """What makes the numbers doubtful, a line each: nodes that differ, cores that others use, GPUs
-    that ranks share."""
+    """What makes the numbers doubtful, a line each: ranks and nodes that differ, CPU use by other
+    processes, GPUs that ranks share or that other processes use."""
     warnings = list(environment["differences"])
     if busy := others_text(environment["hosts"], environment["others"]):
         warnings.append(f"{busy}: times will scatter")
     if shared := sharing(environment):
         warnings.append(f"{shared}: their times include each other's turns")
-    return warnings
+    hosts = environment["hosts"]
+    held = [f"{hosts[node]}: {why}" for node, why in occupied(environment).items()]
+    return warnings + bounded(held, "nodes with memory in use")

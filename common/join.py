@@ -13,7 +13,9 @@ import shlex
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import psutil
@@ -42,24 +44,34 @@ BY_HAND = (
 ADVICE = "set LOCAL_RANK and LOCAL_WORLD_SIZE"
 
 
-def join(device: str, backend: str | None, timeout_s: float) -> Job:
-    """Join the job, or be a world of one, and take a device. Ends the run if not all ranks arrive
-    within `timeout_s`. device, backend: the flags; backend None for the device's usual one."""
+def join(
+    device: str,
+    backend: str | None,
+    timeout_s: float,
+    contents: dict[str, str] | None = None,
+) -> Job:
+    """Join the job, or be a world of one, and choose a device. Ends the run if not all ranks arrive
+    within `timeout_s`, or if their arguments or files differ.
+
+    device, backend: the flags; backend None for the device's default one. contents: the hashes of
+    this rank's files, as contents.of_run returns them. CUDA is first called when all ranks have
+    met, so that until then no rank of this job holds memory of a GPU.
+    """
     rank, on_node, world_size, local_world_size = world()
     raise_file_limit(64 + 16 * world_size)
     chosen = choose_device(device, on_node)
     cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
     check_backend(backend, cuda)
-    if cuda:
-        torch.cuda.set_device(chosen)
     set_variables()
     start = time.perf_counter()
     store: dist.Store = dist.HashStore()
     second_store = store.clone()
     if world_size > 1:
         on_loopback = meets_on_loopback(world_size, local_world_size)
-        store, second_store = meet(rank, world_size, timeout_s, on_loopback)
+        store, second_store = meet(rank, world_size, timeout_s, on_loopback, contents or {})
+    if cuda:
+        torch.cuda.set_device(chosen)
     # By themselves gloo and TensorPipe take the address of the host's name: on Debian 127.0.1.1.
     one_node = world_size == local_world_size
     if interface := "lo" if one_node else find_interface(store, world_size):
@@ -252,7 +264,11 @@ def connect_to_store(
 
 
 def meet(
-    rank: int, world_size: int, timeout_s: float, on_loopback: bool = False
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    on_loopback: bool = False,
+    contents: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dist.Store, dist.Store]:
     """Two connections to the store in which all ranks have met. Refuses what does not fit together.
 
@@ -268,7 +284,8 @@ def meet(
     store = dist.PrefixStore(prefix, tcp)
     here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
     words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
-    store.set(f"here/{rank}", json.dumps([here, address_towards(address), words]))
+    row = [here, address_towards(address), words, dict(contents)]
+    store.set(f"here/{rank}", json.dumps(row))
     if rank == 0:
         signs = [f"here/{other}" for other in range(world_size)]
         if not wait_for(store, signs, until):
@@ -300,21 +317,28 @@ def wait_for(store: dist.Store, keys: list[str], until: float) -> bool:
 
 
 def rows_of(store: dist.Store, world_size: int) -> list[Any]:
-    """What each rank has left in the store: its host, its address, its command line."""
+    """What each rank has left in the store: its host, its address, its command line, and the hashes
+    of its files."""
     signs = [f"here/{rank}" for rank in range(world_size)]
     return [json.loads(text) for text in store.multi_get(signs)]
 
 
 def misfit(rows: list[Any]) -> str | None:
     """Why these ranks cannot be one job; None if they can. rows: of `rows_of`."""
-    hosts = {f"{host} ({address})" for host, address, _ in rows}
+    hosts = {f"{host} ({address})" for host, address, *_ in rows}
     if not has_local_variables() and len(hosts) > 1:
         return f"RANK and WORLD_SIZE alone are for one host, got {cut(sorted(hosts))}; {ADVICE}"
     first = rows[0][2]
-    others = [rank for rank, (_, _, words) in enumerate(rows) if words != first]
+    others = [rank for rank, (_, _, words, _) in enumerate(rows) if words != first]
     if others:
         got = f"got `{shlex.join(rows[others[0]][2])}` on rank {cut(others)}"
         return f"expected the same arguments on all ranks, {got}, `{shlex.join(first)}` on rank 0"
+    others = [rank for rank, row in enumerate(rows) if row[3] != rows[0][3]]
+    if others:
+        here, there = rows[0][3], rows[others[0]][3]
+        parts = [name for name in here | there if here.get(name) != there.get(name)]
+        got = f"{cut(parts)} of rank {cut(others)} ({rows[others[0]][0]}) differ from rank 0's"
+        return f"expected the same files on all ranks, but {got}; use one checkout on all nodes"
     return None
 
 
@@ -324,7 +348,8 @@ def find_interface(store: dist.Store, world_size: int) -> str:
     address = address_towards(os.environ["MASTER_ADDR"])
     if address.startswith("127."):
         here = socket.gethostname()
-        others = [other for host, other, _ in rows_of(store, world_size) if host != here and other]
+        rows = rows_of(store, world_size)
+        others = [other for host, other, *_ in rows if host != here and other]
         address = address_towards(others[0]) if others else address
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == address for entry in entries):

@@ -8,6 +8,7 @@ writes reports, analysis/ reads them.
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -21,10 +22,11 @@ from typing import IO, Any
 
 SCHEMA = "torchrun-bench/3"
 HEADER = ("schema", "benchmark", "argv", "started_at", "environment")  # the first line
-# A report is resumed only where these entries of the environment are the same as before, these of
-# each rank, and the user's variables but for those of a job and of a place.
+# A report is resumed only if these entries of the environment are the same as before, these of each
+# rank, the contents of the files, and the user's variables except those of a job and of a place.
+# The version is not among them: two checkouts that are both `-dirty` may differ.
 SAME = (
-    *("version", "torch", "cuda", "nccl", "python"),
+    *("torch", "torchvision", "cuda", "nccl", "python"),
     *("backend", "world_size", "local_world_size", "devices"),
 )
 SAME_OF_RANKS = ("device", "cores", "threads")
@@ -34,10 +36,12 @@ OF_A_PLACE = ("_DIR", "_DIRECTORY")  # such as caches: often a folder of the job
 FAMILIES = (
     *("NCCL_", "NVSHMEM_", "GLOO_", "UCX_", "FI_", "TP_", "TORCH", "PYTORCH_", "TRITON_"),
     *("CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_TF32", "ATEN_CPU_", "DNNL_", "ONEDNN_"),
+    *("RCCL_", "HSA_", "HIP_", "MLX5_", "LD_", "PYTHON"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "MALLOC_", "GLIBC_TUNABLES"),
 )
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a mistake of nobody's
-SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")  # a variable whose name has one of these
+SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "AUTH", "CRED")  # in the name of a variable
+ROUNDS = 10_000  # of PBKDF2: trying out a word list takes that much longer
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # of a time, in seconds
 
 
@@ -320,9 +324,14 @@ def identity(environment: dict[str, Any]) -> dict[str, Any]:
     for row in environment.get("ranks") or ():
         for name in SAME_OF_RANKS:
             same[f"{name} (rank {row.get('rank')})"] = row.get(name)
+    for part, digest in (environment.get("contents") or {}).items():
+        same[f"contents of {part}"] = digest
     for name, value in (environment.get("variables") or {}).items():
         if not name.startswith(OF_A_JOB) and not name.endswith(OF_A_PLACE):
             same[name] = value
+    for row in environment.get("other_variables") or ():
+        for name, value in row["variables"].items():
+            same[f"{name} (rank {row['ranks'][0]})"] = value
     return same
 
 
@@ -344,11 +353,18 @@ def shown(value: Any) -> str:
 
 
 def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables, without the values of those whose names tell that nobody should see them."""
+    """The variables, with a short hash instead of the value where the name is that of a secret.
+
+    Equal values have equal hashes, so that runs can be compared. A hash has 24 bits, far too few to
+    recover a random secret.
+    """
     public = {}
     for name, value in variables.items():
-        is_secret = any(word in name.upper() for word in SECRETS)
-        public[name] = "(not shown)" if is_secret else value
+        if any(word in name.upper() for word in SECRETS):
+            content = os.fsencode(value)
+            digest = hashlib.pbkdf2_hmac("sha256", content, os.fsencode(name), ROUNDS)
+            value = f"(not shown; hash {digest.hex()[:6]})"
+        public[name] = value
     return public
 
 

@@ -7,7 +7,7 @@ import psutil
 
 from common.benchmark import Benchmark, Observer
 from common.cli import cut
-from common.environment import gpu_state, lacking
+from common.environment import bounded, gpu_state, lacking
 from common.groups import gather
 
 # The bits of clocks_event_reasons.active that slow a GPU down: NVML's nvmlClocksEventReasons.
@@ -29,7 +29,6 @@ SLOWED = {
 COUNTERS = ",".join(["index", *SLOWED])  # what nvidia-smi is asked for
 LEAST_SLOWED_S = 0.1  # shorter slowdowns within a run are not worth a line
 COUNTED = ("errin", "errout", "dropin", "dropout")  # by psutil, for each network interface
-MOST_LINES = 16  # of a kind
 
 Gpus = list[dict[str, str]]  # what `gpu_state` says about each GPU of a node
 Slowed = list[dict[str, float]]  # for each GPU of a node: reason -> seconds
@@ -85,12 +84,6 @@ def warnings_at_start(environment: dict[str, Any]) -> list[str]:
             warnings.append(f"rank {row['rank']} has 1 core for its GPU; see srun --cpus-per-task")
             break  # the others have as few
     return bounded([f"warning: {warning}" for warning in warnings], "warnings")
-
-
-def bounded(lines: list[str], noun: str) -> list[str]:
-    """The first lines, and how many more there are."""
-    more = len(lines) - MOST_LINES
-    return [*lines[:MOST_LINES], f"... and {more:,} more {noun}"] if more > 0 else lines
 
 
 def throttled(hosts: list[str], gpus: list[Gpus]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -44,22 +45,77 @@ def test_what_must_not_be_measured() -> None:
 
 
 def test_nodes_that_differ_are_named_and_counted() -> None:
-    nodes = [{"host": f"n{i}", "device": "D", "cores": 4, "topology": "t"} for i in range(400)]
-    assert environment.differences(nodes) == []
-    nodes += [node | {"cores": 8} for node in nodes * 2]
-    (line,) = environment.differences(nodes)
-    assert line == "cores of n0, n1, n2, n3, n4, n5, n6, n7 and 392 more is not that of other nodes"
+    """Planted: 400 of 1,200 nodes with half of the cores; a kernel, a driver and a power limit."""
+    gpu = dict.fromkeys(environment.OF_GPUS, "x") | {"index": "0", "power.limit": "700.00 W"}
+    same = dict.fromkeys(environment.OF_NODES, "x") | {"gpus": [gpu, gpu | {"index": "1"}]}
+    nodes = [same | {"host": f"n{i}", "cores": 8} for i in range(1200)]
+    ranks = [{"rank": i, "local_rank": 0, "host": f"n{i}", "threads": 4} for i in range(1200)]
+    assert environment.differences(nodes, ranks) == []
+    few = [node | {"cores": 4} for node in nodes[:400]]
+    lines = environment.differences([*few, *nodes[400:]], ranks)
+    assert lines[0] == "n0 differs: cores 4 (8 elsewhere)"
+    assert lines[15:] == [
+        "n15 differs: cores 4 (8 elsewhere)",
+        "... and 384 more nodes that differ",
+    ]
+    capped = gpu | {"index": "1", "power.limit": "500.00 W"}
+    nodes[3] |= {"kernel": "5.10", "topology": "y", "gpus": [gpu, capped]}
+    nodes[5] |= {"gpus": [gpu | {"driver_version": "535"}] * 2}
+    ranks[5] |= {"threads": 1}
+    assert environment.differences(nodes, ranks) == [
+        "n3 differs: kernel 5.10 (x elsewhere); topology; "
+        "power limit of GPU 1 500.00 W (700.00 W elsewhere)",
+        "n5 differs: driver version of its GPUs 535 (x elsewhere); "
+        "threads of rank 5: 1 (4 elsewhere)",
+    ]
+
+
+def test_variables_of_some_ranks() -> None:
+    """Each host with odd ranks has a line with both values; what differs by design is left out."""
+    by_design = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_HOSTID": "7", "NCCL_IB_HCA": "mlx5_0"}
+    by_design |= {"UCX_NET_DEVICES": "mlx5_0:1", "OMP_PLACES": "{0}", "OMP_NUM_THREADS": "2"}
+    assert not [name for name in by_design if environment.is_compared(name)]
+    assert not environment.is_compared("OMPI_COMM_WORLD_RANK")
+    assert environment.is_compared("LD_PRELOAD")
+    usual, ring = {"NCCL_DEBUG": "WARN"}, {"NCCL_DEBUG": "WARN", "NCCL_ALGO": "Ring"}
+    other = {"NCCL_DEBUG": "INFO\33[2J", "FI_PROVIDER": "efa"}
+    of_ranks = [other, usual, usual, usual, ring, ring, ring]
+    hosts = ["a", "a", "a", "a", "b", "b", "c"]
+    hashes = [environment.hash_of(variables) for variables in of_ranks]
+    assert environment.speakers_of(hashes[1:4]) == []
+    assert environment.speakers_of(hashes[:2]) == [0, 1]  # of two ranks the first is the usual one
+    speakers = environment.speakers_of(hashes)
+    assert speakers == [1, 4, 0]
+    values = {rank: of_ranks[rank] for rank in speakers}
+    sets = environment.other_variables(hashes, values)
+    assert sets == [
+        {"ranks": [4, 5, 6], "variables": {"NCCL_ALGO": "Ring"}},
+        {"ranks": [0], "variables": {"FI_PROVIDER": "efa", "NCCL_DEBUG": "INFO\33[2J"}},
+    ]
+    assert environment.variable_lines(sets, values, hosts) == [
+        "NCCL_ALGO of ranks 4, 5 is not that of rank 1: on b NCCL_ALGO Ring (rank 1: unset)",
+        "NCCL_ALGO of rank 6 is not that of rank 1: on c NCCL_ALGO Ring (rank 1: unset)",
+        "FI_PROVIDER and NCCL_DEBUG of rank 0 are not those of rank 1: on a FI_PROVIDER efa "
+        "(rank 1: unset), NCCL_DEBUG 'INFO\\x1b[2J' (rank 1: WARN)",
+    ]
 
 
 def test_what_the_first_lines_warn_of() -> None:
     """Planted: two ranks on one GPU, another program, and a node that differs."""
     found: dict[str, Any] = {"hosts": ["a"], "others": [Others(1.5, 8)]}
-    found |= {"ranks": [rank(0), rank(1, uuid="G0")], "differences": ["b is small"]}
+    of_ranks = [rank(0, local_rank=0), rank(1, local_rank=1, uuid="G0")]
+    found |= {"ranks": of_ranks, "differences": ["b is small"]}
+    gpu = {"index": "0", "uuid": "GPU-G0", "memory.used": "20480 MiB"}
+    found["gpus"] = [[gpu, gpu | {"index": "1", "uuid": "GPU-G1"}]]  # nobody here uses the second
     assert environment.warnings_of(found) == [
         "b is small",
         "other programs take 1.5 of 8 cores of a: times will scatter",
         "ranks 0 and 1 share a GPU on a: their times include each other's turns",
+        "a: other processes already held 20.0 GiB of GPU 0",
     ]
+    for text in ("1024 MiB", "", "[N/A]"):  # what a driver holds by itself, or not known
+        gpu["memory.used"] = text
+        assert environment.occupied(found) == {}
 
 
 NVIDIA_SMI = """\
@@ -99,7 +155,9 @@ def test_what_the_user_has_set_stays(by_torchrun: bool, monkeypatch: pytest.Monk
     users = dict.fromkeys(join.SETTINGS, "3" if by_torchrun else "1")
     monkeypatch.setattr(os, "environ", clean | users | {"TORCH_secret": "hunter2"})
     told = environment.user_variables()
-    assert told.items() >= (users | {"TORCH_secret": "(not shown)"}).items()
+    secret = told.pop("TORCH_secret")
+    assert re.fullmatch(r"\(not shown; hash [0-9a-f]{6}\)", secret)
+    assert told.items() >= users.items()
     join.set_variables()
     assert os.environ.items() >= users.items()
 
@@ -170,9 +228,14 @@ def test_backends_that_cannot_work_on_the_cpu(capsys: Any) -> None:
 
 
 def test_several_hosts_need_local_variables(by_hand: pytest.MonkeyPatch) -> None:
-    """Rows of the store: host, address, command line."""
-    here, there = ["a", "10.0.0.1", ["x.py"]], ["b", "10.0.0.2", ["x.py"]]
+    """Rows of the store: host, address, command line, hashes of the files."""
+    here, there = ["a", "10.0.0.1", ["x.py"], {}], ["b", "10.0.0.2", ["x.py"], {}]
     assert join.misfit([here, there]) is None
+    contents = [{"common/": "1", "x.py": "2"}, {"common/": "1", "x.py": "3", "mine": "4"}]
+    assert join.misfit([[*here[:3], contents[0]], [*there[:3], contents[1]]]) == (
+        "expected the same files on all ranks, but x.py, mine of rank 1 (b) differ from rank 0's; "
+        "use one checkout on all nodes"
+    )
     by_hand.delenv("LOCAL_RANK")
     by_hand.delenv("LOCAL_WORLD_SIZE")
     assert join.misfit([here, here]) is None
@@ -209,7 +272,7 @@ def test_the_second_connection_does_not_wait_for_the_first(by_hand: pytest.Monke
     """The watchdog looks for other ranks while the main thread waits for one of them."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
-    row = json.dumps([socket.gethostname(), "127.0.0.1", words])
+    row = json.dumps([socket.gethostname(), "127.0.0.1", words, {}])
     PrefixStore("torchrun-bench/0", server).set("here/1", row)
     by_hand.setenv("MASTER_PORT", str(server.port))
     by_hand.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from common.report import SCHEMA, Case, Report, load, not_json
+from common.report import SCHEMA, Case, Report, load, not_json, without_secrets
 
 ENVIRONMENT = {"torch": "2.15.0", "world_size": 2, "devices": ["cpu"], "version": "a"}
+ENVIRONMENT |= {"contents": {"common/": "0"}}
 ENVIRONMENT |= {"variables": {}, "ranks": [{"rank": 0, "threads": 1}]}
 
 
@@ -128,7 +129,13 @@ def test_resume_takes_over_and_cuts_the_line_that_a_crash_left(path: Path, tail:
         ("ddp_sweep", {"devices": ["H200", "B200"]}, "has devices cpu, this run H200, B200"),
         ("ddp_sweep", {"ranks": [{"rank": 0, "threads": 2}]}, "has threads (rank 0) 1, this run 2"),
         ("ddp_sweep", {"variables": {"NCCL_ALGO": "Ring"}}, "has NCCL_ALGO unset, this run Ring"),
-        ("ddp_sweep", {"version": "\33[2J\n#"}, r"version a, this run '\x1b[2J\n#'"),
+        ("ddp_sweep", {"torch": "\33[2J\n#"}, r"torch 2.15.0, this run '\x1b[2J\n#'"),
+        ("ddp_sweep", {"contents": {"common/": "1"}}, "has contents of common/ 0, this run 1"),
+        (
+            "ddp_sweep",
+            {"other_variables": [{"ranks": [1, 2], "variables": {"FI_X": "1"}}]},
+            "has FI_X (rank 1) unset, this run 1",
+        ),
         ("x", {"torch": "2", "nccl": "3", "python": "4"}, "; and 1 more: numbers that do not"),
     ],
 )
@@ -139,6 +146,19 @@ def test_resume_refuses_another_run(
     with pytest.raises(ValueError, match=re.escape(words)):
         begin(path, benchmark, **environment).start(resume=True)
     assert len(load(str(path)).cases) == 2
+
+
+def test_secrets_are_compared_by_hash() -> None:
+    """Their values are in no report, and another value has another hash."""
+    hidden = ("HF_TOKEN", "NCCL_KEY_X", "A_Secret", "TORCH_PASS", "NCCL_PASSWD", "FI_AUTH", "CREDS")
+    told = without_secrets(dict.fromkeys(hidden, "hunter2") | {"NCCL_ALGO": "Ring"})
+    assert told.pop("NCCL_ALGO") == "Ring"
+    assert "hunter2" not in str(told)
+    assert all(re.fullmatch(r"\(not shown; hash [0-9a-f]{6}\)", text) for text in told.values())
+    assert len(set(told.values())) == len(hidden)  # the name is in the hash
+    for name in hidden:
+        assert without_secrets({name: "hunter2"})[name] == told[name]
+        assert without_secrets({name: "hunter3"})[name] != told[name]
 
 
 def test_a_requeued_job_goes_on_elsewhere(path: Path) -> None:

@@ -1,0 +1,92 @@
+"""Which files are behind a number, and when their hash changes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from common import contents
+from tests.process import ROOT
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a script, models and their local modules."""
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "train.py", "import torch, helper\nfrom shapes import wide as w\n")
+    write(tmp_path, "helper.py", "import json\nif True: import deep.below.leaf as leaf, absent\n")
+    write(tmp_path, "shapes/wide.py", "from . import narrow\nfrom .other import x\n")
+    write(tmp_path, "shapes/narrow.py", "this is no Python")
+    write(tmp_path, "shapes/other.py", "x = 1\n")
+    write(tmp_path, "deep/__init__.py", "")
+    write(tmp_path, "deep/below/__init__.py", "")
+    write(tmp_path, "deep/below/leaf.py", "import train\n")
+    write(tmp_path, "deep/unused.py", "")
+    write(tmp_path, "zoo/__init__.py", "raise RuntimeError('imported')\n")
+    write(tmp_path, "zoo/nets/big.py", "from .. import layers\nfrom zoo.nets import y\n")
+    write(tmp_path, "zoo/layers.py", "import importlib, helper\n")
+    write(tmp_path, "zoo/env/pyvenv.cfg", "")
+    write(tmp_path, "zoo/env/lib.py", "")
+    return tmp_path
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+LEAF = {"deep/__init__.py", "deep/below/__init__.py", "deep/below/leaf.py"}
+SHAPES = {"shapes/wide.py", "shapes/narrow.py", "shapes/other.py"}
+
+
+def test_a_script_has_the_local_modules_that_it_imports(folder: Path) -> None:
+    """Recursively, relative imports of a folder without __init__.py and cycles included."""
+    files = contents.program(folder / "train.py", [str(folder), *sys.path])
+    assert set(files) == {"train.py", "helper.py", *LEAF, *SHAPES}
+    own = contents.program(ROOT / "benchmarks/replay.py", [str(ROOT), *sys.path])
+    assert not [name for name in own if name.startswith(contents.HARNESS)]
+    assert "benchmarks/ddp_sweep.py" not in own
+
+
+def test_a_model_has_its_package_and_is_not_imported(folder: Path) -> None:
+    search = [str(folder), *sys.path]
+    of_package = {"zoo/__init__.py", "zoo/nets/big.py", "zoo/layers.py"}
+    files = contents.model("zoo.nets.big", search)
+    assert set(files) == {*of_package, "helper.py", "train.py", *LEAF, *SHAPES}
+    assert set(contents.model("shapes.wide", search)) == SHAPES
+    assert contents.model("train", search).keys() >= {"train.py", "helper.py"}
+    for missing in ("nowhere", "zoo/nets", "", ".zoo", "..:x"):
+        assert contents.model(missing, search) == {}
+    assert "zoo" not in sys.modules
+    installed = contents.model("numpy.linalg", search)  # named, so it counts
+    assert "numpy/linalg/__init__.py" in installed
+    assert not [name for name in installed if not name.startswith("numpy/")]
+
+
+@pytest.mark.parametrize("edited", ["train.py", "deep/below/leaf.py", "shapes/other.py"])
+def test_an_edit_changes_the_hash(folder: Path, edited: str) -> None:
+    """And the name of the folder does not."""
+    before = contents.of_run("train.py", ["train"])
+    assert set(before) == {"common/ and benchmarks/workloads/", "train.py", "train"}
+    copy = folder / "a copy"
+    for path in sorted(folder.rglob("*.py")):
+        write(copy, str(path.relative_to(folder)), path.read_text())
+    assert contents.digest(contents.model("train", [str(copy)])) == before["train"]
+    write(folder, edited, "x = 2\n")
+    assert contents.digest(contents.model("train", [str(folder)])) != before["train"]
+
+
+def test_the_harness_is_hashed_by_its_bytes(tmp_path: Path) -> None:
+    """A commit with `-dirty` behind it says nothing; files beside the harness do not count."""
+    write(tmp_path, "common/observe/a.py", "1")
+    write(tmp_path, "benchmarks/workloads/b.py", "2")
+    write(tmp_path, "benchmarks/c.py", "3")
+    files = contents.harness(tmp_path)
+    assert set(files) == {"common/observe/a.py", "benchmarks/workloads/b.py"}
+    before = contents.digest(files)
+    write(tmp_path, "benchmarks/c.py", "4")
+    assert contents.digest(contents.harness(tmp_path)) == before
+    write(tmp_path, "common/observe/a.py", "5")
+    assert contents.digest(contents.harness(tmp_path)) != before
+    assert contents.of_file(tmp_path / "missing") == ""

@@ -1,0 +1,118 @@
+"""Numbers belong together if the contents that made them are the same: files, variables, versions,
+on every rank."""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.report import load
+from tests.process import ROOT, Warm, environment, free_port
+
+pytestmark = pytest.mark.smoke
+
+FEW = ("-b", "8", "-e", "16", "--device", "cpu", "--iters", "3")  # two cases of collectives.py
+MODEL = """
+import torch
+from layers import WIDTH
+
+def tiny(device):
+    inputs = torch.ones(3, WIDTH, device=device)
+    return torch.nn.Linear(WIDTH, 1, device=device), (inputs,), torch.mean
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of collectives.py beside links to the harness."""
+    folder = tmp_path / "copy"
+    (folder / "benchmarks").mkdir(parents=True)
+    for name in ("common", "benchmarks/workloads", "benchmarks/__init__.py"):
+        (folder / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "benchmarks" / "collectives.py", folder / "benchmarks")
+    return folder / "benchmarks" / "collectives.py"
+
+
+def edit(path: Path) -> None:
+    path.write_text(f"{path.read_text()}\n# edited\n")
+
+
+def test_an_edited_model_is_another_model(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a module was edited that the model imports, and if the report is complete."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MODEL)
+    (tmp_path / "layers.py").write_text("WIDTH = 4\n")
+    flags = ("--model", "mine:tiny", "--iters", "3", "--world-sizes", "1", "--device", "cpu")
+    run = bench("benchmarks/ddp_sweep.py", *flags, ranks=1)
+    assert run.status == 0, run.err
+    assert run.report.environment["contents"].keys() >= {"ddp_sweep.py", "mine"}
+    before = run.path.read_bytes()
+    (tmp_path / "layers.py").write_text("WIDTH = 400\n")
+    run = bench("benchmarks/ddp_sweep.py", *flags, "--resume", ranks=1)
+    assert run.status != 0
+    assert "has contents of mine " in run.reason
+    assert "numbers that do not belong together" in run.reason
+    assert run.path.read_bytes() == before
+    (tmp_path / "layers.py").write_text("WIDTH = 4\n")
+    run = bench("benchmarks/ddp_sweep.py", *flags, "--resume", ranks=1)
+    assert run.status == 0, run.err
+
+
+def test_an_edited_script_is_another_program(bench: Callable[..., Any], checkout: Path) -> None:
+    """Without git both versions are called `unknown`."""
+    assert bench(str(checkout), *FEW, ranks=1).status == 0
+    edit(checkout)
+    run = bench(str(checkout), *FEW, "--resume", ranks=1)
+    assert run.status != 0
+    assert "has contents of collectives.py " in run.reason
+
+
+@pytest.fixture
+def two_nodes(tmp_path: Path) -> Iterator[Callable[..., Warm]]:
+    """two_nodes(script of rank 0, script of rank 1, flags, variables of rank 1) -> Warm."""
+    started: list[Warm] = []
+
+    def begin(scripts: list[Path], flags: list[str], **of_rank_1: str) -> Warm:
+        job = environment(WORLD_SIZE="2", LOCAL_WORLD_SIZE="1", MASTER_PORT=str(free_port()))
+        job |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_RANK": "0"}
+        job = {name: value for name, value in job.items() if not name.startswith("NCCL_")}
+        envs = [job | {"RANK": "0"}, job | {"RANK": "1"} | of_rank_1]
+        commands = [[sys.executable, str(script), *flags] for script in scripts]
+        started.append(Warm(commands, tmp_path, envs))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.stop()
+
+
+def test_ranks_with_other_files_are_refused(two_nodes: Callable[..., Warm], checkout: Path) -> None:
+    """Whatever git calls them."""
+    edit(checkout)
+    process = two_nodes([ROOT / "benchmarks" / "collectives.py", checkout], list(FEW))
+    assert process.wait(120) == 2
+    (line,) = process.err.splitlines()
+    assert line.startswith(
+        "collectives.py: error: expected the same files on all ranks, but collectives.py of rank 1 "
+    )
+
+
+def test_variables_of_one_node(two_nodes: Callable[..., Warm], tmp_path: Path) -> None:
+    """They are a warning with both values, and in the report."""
+    path = tmp_path / "report.jsonl"
+    script = ROOT / "benchmarks" / "collectives.py"
+    odd = {"NCCL_ALGO": "Ring", "NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5_1"}
+    process = two_nodes([script, script], [*FEW, "--json", str(path)], **odd)
+    assert process.wait(120) == 0, process.err
+    warning = "# warning: NCCL_ALGO and NCCL_IB_DISABLE of rank 1 are not those of rank 0: on "
+    (line,) = [line for line in process.out.splitlines() if line.startswith(warning)]
+    assert line.endswith(" NCCL_ALGO Ring (rank 0: unset), NCCL_IB_DISABLE 1 (rank 0: unset)")
+    told = load(str(path)).environment
+    differing = {"NCCL_ALGO": "Ring", "NCCL_IB_DISABLE": "1"}
+    assert told["other_variables"] == [{"ranks": [1], "variables": differing}]
+    assert len(told["differences"]) == 1
