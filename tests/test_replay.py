@@ -49,7 +49,7 @@ def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: P
     run = bench(SCRIPT, str(tmp_path), *SHORT)
     assert run.status == 0, run.err
     lines = [
-        "# 1 x sparse_all_reduce of default_pg: this operation is not known",
+        "# 1 x sparse_all_reduce of default_pg: this operation is not replayed",
         "# 1 x all_reduce of other: the ranks of its group are not recorded",
         "# 1 x all_reduce of default_pg: not recorded alike on every rank of its group",
         "# not replayed: 3 of 15",
@@ -62,8 +62,51 @@ def test_what_cannot_be_replayed_is_named(bench: Callable[..., Any], tmp_path: P
     assert planned.out.endswith("\n# 0 cases; nothing was measured\n"), planned.err
 
 
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ["profiler_2.14", "dump_2.15"])
+def test_what_torch_itself_records(bench: Callable[..., Any], name: str) -> None:
+    """A trace of torch.profiler, and a dump of the flight recorder, which marks no steps."""
+    run = bench(SCRIPT, str(ROOT / "tests" / "recordings" / name), *SHORT)
+    assert run.status == 0, run.err
+    (case,) = run.report.cases
+    rows = case.metrics["operations"]
+    if name.startswith("profiler"):
+        calls = {row["op"]: row["calls"] for row in rows}
+        assert calls == dict.fromkeys(("all_reduce", "all_gather", "broadcast", "barrier"), 1)
+        assert all(row["job_s"].value > 0 for row in rows)
+        assert "# not replayed: 4 of 20\n" in run.out
+    else:
+        assert sum(row["calls"] for row in rows) == 29
+        assert "# the recording marks no steps: `a step` is all of it\n" in run.out
+    assert case.metrics["job_step_s"] <= case.metrics["with_gaps_s"].value
+
+
+@pytest.mark.smoke
+def test_a_replay_without_gaps(bench: Callable[..., Any]) -> None:
+    run = bench(SCRIPT, str(RECORDING), *SHORT, "--no-gaps")
+    assert run.status == 0, run.err
+    (case,) = run.report.cases
+    assert case.key["gaps"] is False
+    assert not {"job_step_s", "with_gaps_s"} & case.metrics.keys()
+    assert re.search(r"^# a step: \S+ .*back to back$", run.out, re.MULTILINE)
+    assert ": 3 steps without gaps; all groups\n" in run.out
+
+
+@pytest.mark.faults
+def test_another_order_on_a_rank_is_refused(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """Its replay would end in an error of gloo, or never."""
+    for path in RECORDING.iterdir():
+        trace = json.loads(path.read_text())
+        if path.stem == "fr_1":
+            trace["entries"][:2] = reversed(trace["entries"][:2])
+        (tmp_path / path.name).write_text(json.dumps(trace))
+    run = bench(SCRIPT, str(tmp_path), *SHORT)
+    assert run.status != 0
+    assert "12 x all_reduce of default_pg: in another order on rank 1 than on rank 0;" in run.err
+
+
 @pytest.mark.faults
 def test_wrong_values_fail_the_case(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, str(RECORDING), *SHORT, inject="wrong-sum")
     assert run.status == 1, run.out + run.err
-    assert "all_reduce of default_pg brought wrong values (rank 1)" in run.out
+    assert "all_reduce of default_pg delivered wrong values (rank 1)" in run.out

@@ -1,6 +1,10 @@
 """replay.py: what it reads, refuses and plans, and its arithmetic by hand; no process group."""
 
+import gzip
 import json
+import os
+import pickle
+from collections import OrderedDict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,9 @@ from benchmarks.replay import Collective, Kind, Recording
 from common.report import Case
 from common.stats import Times
 from examples import record_collectives
+from tests.process import ROOT
 
+RECORDINGS = ROOT / "tests" / "recordings"
 MS = 1_000_000  # nanoseconds
 
 
@@ -37,6 +43,7 @@ def read(folder: Path, *entries: Any, content: Any = None, **more: Any) -> Recor
     times = {"world_size": 2, "steps": 2, "started_ns": 999 * MS, "ended_ns": 1019 * MS}
     recorded = {"entries": list(entries), "groups": {"7": [0, 1]}} | times | more
     (folder / "fr_0.json").write_text(json.dumps(recorded) if content is None else content)
+    (folder / "fr_1.json").touch()
     return replay.read(str(folder), 0, 2)
 
 
@@ -48,7 +55,7 @@ def read(folder: Path, *entries: Any, content: Any = None, **more: Any) -> Recor
         ("_reduce_scatter_base", 12, 6, "reduce_scatter", ""),
         ("_reduce_oop", 6, 6, "reduce", ""),
         ("barrier", None, None, "barrier", ""),
-        ("send 0->1", 6, 6, "send", "this operation is not known"),
+        ("send 0->1", 6, 6, "send", "this operation is not replayed"),
         ("all_to_all", 7, 7, "all_to_all", "parts differ in size, and only the sum is recorded"),
     ],
 )
@@ -68,11 +75,269 @@ def test_an_entry(
 @pytest.mark.parametrize("content", ['{"world_size": 2, ', "{}", '{"a":' + "[" * 100_000])
 def test_a_file_that_is_no_recording(tmp_path: Path, content: str) -> None:
     with pytest.raises(
-        ValueError, match=r"fr_0.json: expected what record\(\) of .*, got \w+Error"
+        ValueError, match=r"fr_0.json: expected the recording of a rank, got (\w+Error|neither)"
     ):
         read(tmp_path, content=content)
     with pytest.raises(ValueError, match=r"is of 4 ranks, .* has 2; e.g. .*-per-node 4 "):
         read(tmp_path, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rank": 1}, "expected the recording of rank 0, got rank 1"),
+        ({"rank": "x"}, "rank 'x' instead of a whole number"),
+        ({"world_size": "x"}, "a job of 'x' instead of a whole number"),
+        ({"steps": 0}, "steps 0 instead of a whole number of 1 or more"),
+        ({"steps": -1}, "steps -1 instead"),
+        ({"steps": "x"}, "steps 'x' instead"),
+        ({"steps": 10**9}, "1,000,000,000 steps in 0.02 s"),
+        ({"ended_ns": 0}, "2 steps in -0.999 s"),
+        ({"entries": [3]}, "AttributeError"),
+        ({"entries": [entry(time_created_ns=10**19)]}, "an operation after 1e.10 s of steps of"),
+        ({"entries": [entry(sent=-6)]}, "a size of -6 instead"),
+        ({"entries": [entry(sent=1.5)]}, "a size of 1.5 instead"),
+        ({"entries": [entry(collective_seq_id="x")]}, "the number 'x' instead"),
+        ({"entries": [entry(duration_ms=-1)]}, "an operation that took -0.001 s"),
+        ({"groups": {"7": [0, 0]}}, r"a group with the ranks \[0, 0\]"),
+        ({"groups": {"7": ["a", "b"]}}, "a group with rank 'a' instead"),
+    ],
+)
+def test_a_damaged_recording_is_one_line(tmp_path: Path, changes: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as refused:
+        read(tmp_path, entry(), **changes)
+    assert "\n" not in str(refused.value)
+
+
+class Hostile:
+    """A pickle of it calls a function when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_of_plain_data_is_read(protocol: int) -> None:
+    plain = {"a": [None, True, -7, 2**70, 0.5, "\u00fc", (), (1,), (1, 2, 3, 4), {}], "b": b"x"}
+    if protocol < 3:
+        del plain["b"]  # a call of codecs.encode there
+    assert replay.plain_pickle(pickle.dumps(plain, protocol)) == plain
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_nothing_is_executed_from_a_pickle(tmp_path: Path, protocol: int) -> None:
+    """Calls, classes, instances, sets, extensions; and a memo that would take 32 GB."""
+    made = tmp_path / "made"
+    values = [Hostile(made), OrderedDict(a=1), {1, 2}, bytearray(b"x"), replay.Kind, torch.float32]
+    files = [pickle.dumps({"entries": [value]}, protocol) for value in values]
+    files += [
+        b"cos\nmkdir\n(V" + str(made).encode() + b"\ntR.",
+        b"(S'" + str(made).encode() + b"'\nios\nmkdir\n.",
+        b"Pid\n.",
+        b"\x82\x01.",
+        b"(I1\nr\xff\xff\xff\xff.",
+    ]
+    for data in files:
+        with pytest.raises(ValueError, match=r"^a pickle (of other than plain|with the memo)"):
+            replay.plain_pickle(data)
+    assert not made.exists()
+    (tmp_path / "nccl_trace_rank_0").write_bytes(files[0])
+    with pytest.raises(ValueError, match=r"rank_0: expected the recording of a rank, got a pickle"):
+        replay.read(str(tmp_path), 0, 1)
+
+
+def plan_of(folder: Path, ranks: int = 2) -> replay.Plan:
+    recordings = [replay.read(str(folder), rank, ranks) for rank in range(ranks)]
+    return replay.choose(replay.in_order(recordings))
+
+
+NO_STEPS = "the recording marks no steps: `a step` is all of it"
+NO_DURATIONS = "the recording has no durations of operations: `job` is empty"
+
+
+@pytest.mark.parametrize("version", ["2.14", "2.15"])
+def test_a_trace_of_the_profiler(version: str) -> None:
+    """2 steps of DDP over gloo; 33 * 32 * 2 parameters of 4 bytes. It also sends, from 0 to 1."""
+    plan = plan_of(RECORDINGS / f"profiler_{version}")
+    assert plan.steps == 2
+    assert 0 < plan.calls[0][0].begin_s < plan.calls[0][-1].begin_s < plan.time_s < 1
+    assert [call.kind.op for call in plan.calls[0]] == [
+        *("all_reduce", "all_gather", "broadcast", "barrier") * 2
+    ]
+    assert {kind.op: kind.size_bytes for kind in plan.kinds} == {
+        "all_reduce": 8448,
+        "all_gather": 512,
+        "broadcast": 256,
+        "barrier": 0,
+    }
+    assert {kind.dtype for kind in plan.kinds} == {"float32", "uint8"}
+    assert all(0 < call.job_s < plan.time_s for call in plan.calls[0])
+    assert plan.lines == [
+        "2 x send of default_pg: this operation is not replayed",
+        "2 x recv of default_pg: this operation is not replayed",
+        "not replayed: 4 of 20",
+    ]
+
+
+@pytest.mark.parametrize("name", ["dump_2.14", "dump_2.15", "json_2.15"])
+def test_a_dump_of_torch(name: str) -> None:
+    """As a pickle and as JSON: no steps, no durations; over gloo the ranks of mesh_tp lack."""
+    plan = plan_of(RECORDINGS / name)
+    assert plan.steps == 1
+    assert [calls[0].begin_s for calls in plan.calls] == [0, 0]
+    assert plan.time_s == max(call.begin_s for calls in plan.calls for call in calls)
+    assert plan.lines == [
+        "2 x all_reduce of mesh_tp: the ranks of its group are not recorded",
+        "not replayed: 2 of 60",
+        NO_STEPS,
+        NO_DURATIONS,
+    ]
+
+
+def test_a_dump_without_times_is_replayed_without_gaps(tmp_path: Path) -> None:
+    dump = {"entries": [entry(time_created_ns=0), entry()], "pg_config": {"7": {"ranks": "[0, 1]"}}}
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump))
+    plan = plan_of(tmp_path)
+    assert (plan.steps, plan.time_s) == (1, 0.0)
+    no_times = "the recording has no times: replayed without gaps"
+    assert plan.lines == ["not replayed: 0 of 4", NO_STEPS, no_times]
+    case = Case(key={}, ranks=[0, 1])
+    big = str(plan.kinds[0])
+    samples = {"step": [[0.004] * 8] * 2, big: [[0.001] * 8] * 2}
+    times = Times(samples, [4, 4], [[{plan.kinds[0]: 0.002}] * 8] * 2)
+    replay.derive(plan, case, times, [None, None])
+    assert replay.answer(case.metrics) == "a step: 4.00 ms (4.00 to 4.00) back to back"
+
+
+def comm(ts: float, size: int = 1024, cat: str = "cpu_op", **args: Any) -> dict[str, Any]:
+    """An all-reduce of Kineto over NCCL, on 2 ranks."""
+    about = {
+        "External id": int(ts),
+        "Collective name": "allreduce",
+        "dtype": "Float",
+        "In msg nelems": size,
+        "Out msg nelems": size,
+        "Group size": 2,
+        "Process Group Name": "0",
+        "Process Group Description": "default_pg",
+        "Process Group Ranks": "[0, 1]",
+    }
+    return {"ph": "X", "cat": cat, "name": "record_param_comms", "ts": ts, "dur": 50.0} | {
+        "args": about | args
+    }
+
+
+def trace(*events: Any, **about: Any) -> str:
+    step = {"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#1", "ts": 1e3, "dur": 2e4}
+    info = {"rank": 0, "world_size": 1, "pg_config": [{"pg_name": "9", "ranks": [0, 1, 2]}]}
+    return json.dumps({"distributedInfo": info | about, "traceEvents": [step, *events]})
+
+
+def of_kineto(folder: Path, *events: Any, name: str = "rank0.json", **about: Any) -> Recording:
+    (folder / name).write_text(trace(*events, **about))
+    return replay.read(str(folder), 0, 1)
+
+
+def test_a_trace_over_nccl(tmp_path: Path) -> None:
+    """The times are those of the kernels. What is outside of the steps does not count."""
+    kernel = comm(2500, cat="kernel", **{"External id": 2000}) | {"dur": 300.0}
+    copy = comm(2500, cat="gpu_user_annotation")
+    calls = [comm(9e5), comm(2000, Seq=7), comm(2001, **{"Collective name": "wait"})]
+    recording = of_kineto(tmp_path, *calls, kernel, copy)
+    assert (recording.steps, recording.time_s) == pytest.approx((1, 0.02))
+    (call,) = recording.calls
+    assert call.kind == Kind("all_reduce", "default_pg", 2, "float32", 4096)
+    assert (call.seq, call.problem) == (7, "")
+    assert (call.begin_s, call.job_s) == pytest.approx((1e-3, 3e-4))
+
+
+@pytest.mark.parametrize(
+    ("args", "ranks"),
+    [
+        ({"Process Group Ranks": "[0, 1, ...]", "Process Group Name": "9"}, (0, 1, 2)),
+        ({"Process Group Ranks": "[0, 1]", "Process Group Name": "9"}, (0, 1)),
+        ({"Process Group Ranks": "", "Global rank start": 1, "Global rank stride": 4}, (1, 5)),
+        ({"Process Group Ranks": "", "Global rank start": -1, "Global rank stride": -1}, ()),
+    ],
+)
+def test_the_ranks_of_a_group(tmp_path: Path, args: Any, ranks: Any) -> None:
+    (call,) = of_kineto(tmp_path, comm(2000, **args)).calls
+    assert call.team[1] == ranks
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({"Collective name": "all_to_allv", "In split size": "[512, 512]"}, ""),
+        ({"Collective name": "all_to_allv", "In split size": "[1, 1023]"}, replay.UNEVEN),
+        ({"Collective name": "all_to_allv", "Out split size": "[512, ...]"}, replay.UNEVEN),
+        ({"Collective name": "allreduce_sparse"}, "this operation is not replayed"),
+        ({"dtype": "ComplexFloat"}, "this dtype is not known"),
+    ],
+)
+def test_what_of_a_trace_cannot_be_replayed(tmp_path: Path, args: Any, problem: str) -> None:
+    (call,) = of_kineto(tmp_path, comm(2000, **args)).calls
+    assert call.problem == problem
+
+
+def test_a_trace_without_collectives_or_sizes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a Kineto trace without collectives of NCCL or gloo"):
+        of_kineto(tmp_path)
+    event = {
+        "ph": "X",
+        "cat": "cpu_op",
+        "name": "c10d::allreduce_",
+        "ts": 2e3,
+        "dur": 1,
+        "args": {},
+    }
+    with pytest.raises(ValueError, match="without the sizes of collectives; over gloo set record_"):
+        of_kineto(tmp_path, event)
+    with pytest.raises(ValueError, match=r"rank0.json: expected the recording of a rank, got an"):
+        of_kineto(tmp_path, comm(2000), comm(2000, cat="kernel") | {"dur": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("fr_0.json", 0),
+        ("nccl_trace_rank_3", 3),
+        ("comm_lib_trace_rank_12", 12),
+        ("nccl_trace_rank_node2_5", 5),
+        ("nccl_trace_rank_10.0.0.1_5", 5),
+        ("rank7_trace.json.gz", 7),
+        ("rank-0.Apr_03_18_51_38.1102.pt.trace.json.gz", 0),
+        ("rank2.1795837592.pt.trace.json", 2),
+        ("trace_4", 4),
+        ("frame.json", None),
+    ],
+)
+def test_the_rank_in_a_name(name: str, rank: Any) -> None:
+    match = replay.RANK.search(name)
+    assert (match and int(match[1] or match[2])) == rank
+
+
+def test_names_without_a_rank(tmp_path: Path) -> None:
+    """As tensorboard_trace_handler writes them: the content tells the rank."""
+    for name, rank in (("vm_10.pt.trace.json", 1), ("vm_11.pt.trace.json.gz", 0)):
+        text = trace(comm(2000 + rank), rank=rank, world_size=2).encode()
+        (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
+    (tmp_path / "notes.txt").write_text("ours")
+    read_by_each = [replay.read(str(tmp_path), rank, 2) for rank in (0, 1)]
+    assert [each.rank for each in read_by_each] == [1, 0]
+    assert [each.rank for each in replay.in_order(read_by_each)] == [0, 1]
+    with pytest.raises(ValueError, match=r"of each of 2 ranks, got ranks \[1, 1\]"):
+        replay.in_order(read_by_each[:1] * 2)
+    with pytest.raises(ValueError, match=r"has recordings of 2 ranks, and this job has 3; e.g. "):
+        replay.read(str(tmp_path), 0, 3)
+    (tmp_path / "rank0.json").touch()
+    (tmp_path / "rank_0").touch()
+    with pytest.raises(ValueError, match=r"several recordings of rank 0: rank0.json and rank_0;"):
+        replay.read(str(tmp_path), 0, 2)
 
 
 @pytest.mark.parametrize("recorder", ["nccl2", "legacy", "gloo"])
@@ -114,6 +379,12 @@ def call(seq: int = 1, size: int = 400, **more: Any) -> Collective:
         ([[call(1), call(9)], [call(1, problem="parts differ"), call(9)]], [[9], [9]]),
         # two groups of one name
         ([[call(ranks=(0, 2))], [call(ranks=(1, 3))]] * 2, [[1]] * 4),
+        # another order would never end; another group is not concerned
+        (
+            [[call(1), call(2), call(9, group="tp")], [call(2), call(1), call(9, group="tp")]],
+            [[9]] * 2,
+        ),
+        ([[call(ranks=(1,))], [call(ranks=(1,))]], [[], []]),
     ],
 )
 def test_what_all_ranks_of_a_group_have(rows: Any, kept: Any) -> None:
@@ -126,14 +397,18 @@ def test_only_a_group() -> None:
     row = [call(1), call(2), call(1, group="mesh_tp")]
     plan = replay.choose([Recording(3, 0.03, row), Recording(2, 0.06, row)], ["dp"])
     assert (plan.steps, plan.time_s, plan.calls) == (3, 0.06, [row[:2]] * 2)
-    assert plan.lines == ["not replayed: 0 of 4"]
+    assert plan.lines == ["not replayed: 0 of 4", NO_DURATIONS]
 
 
 @pytest.mark.parametrize(
     ("calls", "time_s", "text"),
     [
-        ([], 0.01, "nothing is left of the groups mesh_tp; not replayed: 0 of 0"),
-        ([call()], 1e10, "the recorded steps took .*, and a replay takes as long; record"),
+        ([], 0.01, "no operation of the groups mesh_tp can be replayed; not replayed: 0 of 0"),
+        (
+            [call()],
+            1e10,
+            "the recorded steps took .*, as long as a replay .*; record fewer steps, ",
+        ),
         # both use the same two buffers
         ([call(size=2**40), call(2, 2**40)], 0.01, "the buffers need 2,199,023,255,552 bytes"),
     ],
