@@ -32,10 +32,12 @@ import secrets
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from multiprocessing import get_all_start_methods, set_forkserver_preload
+from multiprocessing import get_all_start_methods, parent_process, set_forkserver_preload
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +76,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add, list_of, positive_int = parser.add_argument, cli.list_of, cli.positive_int
     add("--data", metavar="PATH", help="class folders of images (default: generate them)")
     made = "number of images to generate (default: 256)"
-    add("--samples", type=positive_int, default=256, metavar="N", help=made)
+    add("--samples", type=cli.number(int, CLASSES), default=256, metavar="N", help=made)
     workers = "worker processes per rank; 0 loads in the rank itself (default: 2)"
     add("--workers", type=list_of(cli.number(int)), default=[2], metavar="N", help=workers)
     cache = "read files from the page cache (warm) or from the device (cold) (default: both)"
@@ -143,6 +145,22 @@ class Images(Dataset[Any]):
             return v2.functional.pil_to_tensor(pil_loader(path))
         except OSError as error:
             raise ValueError(f"{path} is no image: {type(error).__name__}") from None
+
+
+def end_with_rank(worker: int) -> None:
+    """End this worker when its rank ends. A `worker_init_fn` of DataLoader.
+
+    torch's own check compares the PID of the parent process, which is the fork server here. The
+    fork server in turn waits for its workers, so that both would run for ever.
+    """
+    rank = parent_process()
+    assert rank is not None
+
+    def wait() -> None:
+        rank.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end with rank", daemon=True).start()
 
 
 # -- the loader ------------------------------------------------------------------------------------
@@ -252,6 +270,7 @@ def build(job: Job, files: Files, key: Key, group: Group) -> Workload:
     if workers:  # without them DataLoader refuses the others
         options["persistent_workers"] = True
         options["prefetch_factor"] = key["prefetch"]
+        options["worker_init_fn"] = end_with_rank
         options["multiprocessing_context"] = key["start_method"]
     feed = Feed(dataset, key["batch_size"], job.rank, job.world_size, job.device, **options)
     resident = feed.next()
@@ -456,7 +475,8 @@ def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Files, str]:
         if job.local_rank == 0:
             folder.mkdir(mode=0o700)
             remove_at_end(str(folder))
-            make_files(args.samples, folder, bench.phase)
+            # ahead 0: the other ranks wait for this one, and are not behind it
+            make_files(args.samples, folder, partial(bench.phase, ahead=0))
 
     bench.prepare("TMPDIR", make)
     return bench.prepare("TMPDIR", lambda: find_files(folder)), str(folder)
@@ -483,6 +503,8 @@ def main() -> int:
         cases = plan(args, bench.job.world_size)
         bench.announce({title: cases})
         files, folder = prepare(bench, args)
+        if any(args.workers):  # multiprocessing removes it only where this process ends in order
+            remove_at_end(get_temp_dir())
         cores = len(os.sched_getaffinity(0))
         answer_here = partial(answer, bench.job.local_world_size, cores)
         with bench.begin_table(title, COLUMNS, answer_here, Table(COLUMNS, WIDEST)):

@@ -21,8 +21,10 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -54,6 +56,8 @@ class Watchdog:
         self.poll_s = max(0.5, job.world_size / RANKS_A_LOOK)  # the time between two looks
         self.case = 0  # the number of the case
         self.failed_case = 0  # the newest one that the watching thread has seen fail
+        # not at a hang: this rank has another parent if its launcher has ended by then
+        self.launcher = launcher_of(os.getpid())
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         self.store.set(f"answer/{job.rank}", "")
         self.begin("start")
@@ -106,8 +110,8 @@ class Watchdog:
 
     def stop(self) -> None:
         self.over.set()
-        faulthandler.cancel_dump_traceback_later()
         self.thread.join(5)
+        faulthandler.cancel_dump_traceback_later()  # last: the thread renews the timer
 
     def _watch(self) -> None:
         seen, since = -1, time.monotonic()
@@ -117,6 +121,9 @@ class Watchdog:
                 changed = changes != seen
                 if changed:
                     seen, since = changes, time.monotonic()
+                    # A rank that only waits has no phases of its own. Its timer must not end it
+                    # while the job makes progress.
+                    end_later(self.timeout_s)
                     if self.watched.check(["hang"]):
                         self._roll_call()
                 elif time.monotonic() - since > self.timeout_s:
@@ -159,11 +166,24 @@ class Watchdog:
             reason, silent, with_stack = json.loads(self.watched.get("said"))
         if self.job.rank in with_stack:
             write(f"{self.where}; {newest}\n{stack}")
-        for state in silent:
-            if state["host"] == socket.gethostname():
-                tell_torchrun(reason, state["error_file"])
-                print_stacks_and_kill(state["pid"])
+        self._end_silent(silent, reason)
         end(HANG, reason, say=False)
+
+    def _end_silent(self, silent: list[State], reason: str) -> None:
+        """End the silent ranks of this host, which their launcher started beside this rank.
+
+        Their PIDs and paths come from the store, which any process that reaches it can change.
+        """
+        for state in silent:
+            if state["host"] == socket.gethostname() and self._is_sibling(state["pid"]):
+                if is_beside(state["error_file"], os.environ.get("TORCHELASTIC_ERROR_FILE")):
+                    tell_torchrun(reason, state["error_file"])
+                print_stacks_and_kill(state["pid"])
+
+    def _is_sibling(self, pid: Any) -> bool:
+        """Whether this is the PID of a process that this rank's launcher has started."""
+        known = self.launcher is not None and isinstance(pid, int)
+        return known and launcher_of(pid) == self.launcher
 
     def _states_of_all(self) -> list[State]:
         """What each rank has last written: its phase, and its answer to the roll call if there is
@@ -203,10 +223,40 @@ class Watchdog:
 
 
 def end_later(timeout_s: float) -> None:
-    """Begin the last resort anew: it prints all stacks and ends this process, unless it is begun
-    anew within some time after a hang is named. It is in C and needs neither Python nor the store.
+    """Restart the timer of the last resort, which prints all stacks and ends this process.
+
+    It expires some time after a hang would have been reported. The timer runs in C: it needs
+    neither Python nor the store. Each phase restarts it, and so does the progress of other ranks.
     """
     faulthandler.dump_traceback_later(timeout_s * 1.5 + 20, exit=True)
+
+
+def launcher_of(pid: int) -> int | None:
+    """The PID of the process that started a rank: torchrun's agent, slurmstepd, a shell.
+
+    A wrapper that runs between the launcher and the rank is skipped: it has the rank's variables
+    in its environment. None if no such process is visible here, as in a PID namespace of its own.
+    """
+    of_a_rank = "TORCHELASTIC_RUN_ID" if "TORCHELASTIC_RUN_ID" in os.environ else "RANK"
+    with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+        parent = psutil.Process(pid).parent()
+        with contextlib.suppress(psutil.AccessDenied):  # of another user, so it is no wrapper
+            while parent and of_a_rank in parent.environ():
+                parent = parent.parent()
+        return parent.pid if parent else None
+    return None
+
+
+def is_beside(path: Any, own: str | None) -> bool:
+    """Whether a path is that of another rank's error file: torchrun's FOLDER/LOCAL_RANK/error.json.
+
+    own: the path of this rank's error file; None if torchrun did not start this rank.
+    """
+    if not isinstance(path, str) or not own:
+        return False
+    given, mine = Path(path).resolve(), Path(own).resolve()
+    same_folder = given.parent.parent == mine.parent.parent
+    return same_folder and given.name == mine.name and given.parent.name.isdigit()
 
 
 def print_stacks_and_kill(pid: int) -> None:

@@ -121,6 +121,7 @@ IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     "profiler-raises": (TRACED, None, raising(RuntimeError, "no profiler"), 1),
     # the second line of the report, which waits for the disk
     "disk-hangs": ("os.fsync", 2, hang, 0),
+    "slow-files": ("os.fsync", None, waiting(3.5), 0),
     # where rank 2, a server, adds its 40th gradient to others
     "server-raises": (ADD, 40, full_memory, 2),
     "dies-as-rpc-starts": ("torch.distributed.all_gather_object", 1, die, 1),

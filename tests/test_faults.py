@@ -40,6 +40,44 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
     assert run.report.status == "interrupted"
 
 
+OUTSIDE = """
+import itertools, os, time
+import torch
+
+calls = itertools.count(1)
+
+class Model(torch.nn.Linear):
+    seconds = 0.0
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return super().forward(x)
+
+def make(device):
+    model, x = Model(1, 1), torch.ones(2, 1)
+    if next(calls) == 2 and os.environ["RANK"] == "0":  # the first call is a trial; then `no ddp`
+        model.seconds = 0.2
+    return model, (x,), torch.sum
+"""
+
+
+def test_a_rank_outside_a_case_waits_longer_than_its_own_timer(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`no ddp` takes 240 * 0.2 = 48 s on rank 0. Rank 1 only waits: its timer of 1.5 * 12 + 20 =
+    38 s must not end it, because rank 0 makes progress."""
+    (tmp_path / "outside.py").write_text(OUTSIDE)
+    monkeypatch.chdir(tmp_path)
+    flags = ("--model", "outside:make", "--world-sizes", "2", "--no-breakdown")
+    times = ("--iters", "240", "--warmup-iters", "1", "--timeout", "12")
+    run = bench(SCRIPT, *flags, *times, cold=True)
+    assert run.status == 0, run.out + run.err
+    assert [(case.name, case.check) for case in run.report.cases] == [
+        ("no ddp", "passed"),
+        ("1M/2G", "passed"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("flags", "fault", "status", "reason", "cases"),
     [

@@ -1,5 +1,9 @@
 """input_sweep.py as its user runs it, with a slow decoder, a dead worker, and an early end."""
 
+import contextlib
+import os
+import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +62,57 @@ def test_a_dead_worker_and_a_wrong_epoch_are_rows_with_a_reason(bench: Callable[
     assert dead.startswith("failed: RuntimeError: DataLoader worker ")
     assert dead.endswith("(rank 1)")
     assert repeated == "failed: 12 of 25 samples do not come in an epoch"
+
+
+def left_over(folder: Path) -> list[psutil.Process]:
+    """The processes whose TMPDIR is this folder: also those whose parent has ended."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            running = process.status() != psutil.STATUS_ZOMBIE
+            if running and process.environ().get("TMPDIR") == str(folder):
+                found.append(process)
+    return found
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+def test_the_fork_server_and_its_workers_end_with_the_rank(
+    start: Callable[..., Any], number: signal.Signals
+) -> None:
+    """Ctrl-C, which reaches all processes of the terminal, and a kill of the rank alone. No process
+    is left, no folder and no semaphore."""
+    with tempfile.TemporaryDirectory() as short:  # a socket's path has at most 107 characters
+        folder = Path(short)
+        flags = ("--workers", "2", "--iters", "100000", *TINY)
+        process = start(SCRIPT, *flags, ranks=0, cold=True, TMPDIR=short)
+        rank = process.parts[0]
+        # the rank, two shells that remove folders, resource tracker, fork server, two workers
+        process.until(lambda: len(left_over(folder)) >= 7, seconds=120)
+        maps = [row.path.removesuffix(" (deleted)") for row in rank.memory_maps()]
+        semaphores = [Path(path) for path in maps if path.startswith("/dev/shm/sem.")]
+        assert semaphores
+        if number is signal.SIGINT:
+            os.killpg(rank.pid, number)
+        else:
+            rank.kill()
+        assert process.wait(60) != 0
+        process.until(lambda: not left_over(folder))
+        assert [path for path in semaphores if path.exists()] == []
+        assert os.listdir(short) == []
+
+
+@pytest.mark.faults
+def test_ranks_wait_for_the_files_longer_than_their_own_timers(
+    bench: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Rank 0 writes ten files, each of which takes 3.5 s to reach the disk. Rank 1 waits: its timer
+    of 1.5 * 8 + 20 = 32 s must not end it, because rank 0 makes progress."""
+    flags = ("--samples", "10", "--cache", "warm", "--image-size", "32", "--workers", "0")
+    times = ("--iters", "2", "--warmup-iters", "1", "--timeout", "8")
+    run = bench(SCRIPT, *flags, *times, inject="slow-files", cold=True, TMPDIR=str(tmp_path))
+    assert run.status == 0, run.out + run.err
+    assert [case.check for case in run.report.cases] == ["passed"]
 
 
 @pytest.mark.faults

@@ -2,15 +2,27 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
 from common import watchdog
-from common.watchdog import LATE, SILENT, WAITS, Watchdog, fates, ranks_by_fate
+from common.watchdog import (
+    LATE,
+    SILENT,
+    WAITS,
+    Watchdog,
+    fates,
+    is_beside,
+    launcher_of,
+    ranks_by_fate,
+)
 from tests.process import ROOT
 
 
@@ -55,6 +67,17 @@ def test_each_phase_winds_up_the_last_resort(monkeypatch: pytest.MonkeyPatch) ->
     wind_up.dump_traceback_later.assert_called_once_with(170.0, exit=True)
 
 
+def test_progress_of_other_ranks_restarts_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four looks into the store: the counter moves twice, so the timer is started twice."""
+    monkeypatch.setattr(watchdog, "faulthandler", timer := Mock())
+    waiting: Any = Mock(timeout_s=100.0)
+    waiting.over.wait.side_effect = [False, False, False, False, True]
+    waiting.watched.add.side_effect = [7, 7, 8, 8]
+    waiting.watched.check.return_value = False
+    Watchdog._watch(waiting)
+    assert timer.dump_traceback_later.call_args_list == [call(170.0, exit=True)] * 2
+
+
 def test_a_stopped_process_prints_its_stacks_and_is_killed() -> None:
     """SIGUSR2 alone would wait until somebody lets it go on."""
     code = "import faulthandler, signal, os; faulthandler.register(signal.SIGUSR2); "
@@ -68,6 +91,84 @@ def test_a_stopped_process_prints_its_stacks_and_is_killed() -> None:
         _, stacks = process.communicate(timeout=20)
     assert process.returncode == -signal.SIGKILL
     assert 'File "<string>"' in stacks
+
+
+WRAPPED = """
+import os, subprocess, sys
+variables = os.environ | {"RANK": "0", "TORCHELASTIC_RUN_ID": "a run"}
+command = [sys.executable, "-c", "print(flush=True); input()"]
+direct = subprocess.Popen(command, stdin=0, stdout=subprocess.PIPE)
+wrapped = ["sh", "-c", '"$@" & echo $!; wait', "sh", *command]
+wrapper = subprocess.Popen(wrapped, stdin=0, stdout=subprocess.PIPE, env=variables)
+print(direct.pid, wrapper.pid, int(wrapper.stdout.readline()), flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("variable", ["RANK", "TORCHELASTIC_RUN_ID"])
+def test_only_children_of_the_same_launcher_are_siblings(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """A child of the launcher, and one behind a wrapper. Not the launcher itself, not this
+    process, and nothing that a damaged or forged state may hold."""
+    for name in ("RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    command, pipe = [sys.executable, "-c", WRAPPED], subprocess.PIPE
+    with subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe) as launcher:
+        assert launcher.stdout
+        direct, wrapper, behind = map(int, launcher.stdout.readline().split())
+        monkeypatch.setenv(variable, "0")  # this process is a rank
+        assert {launcher_of(pid) for pid in (direct, wrapper, behind)} == {launcher.pid}
+        rank: Any = Mock(launcher=launcher.pid)
+        others = (launcher.pid, os.getpid(), 1, 0, -1, 2**70, str(direct), None, [direct])
+        assert [Watchdog._is_sibling(rank, pid) for pid in (direct, behind)] == [True, True]
+        assert not [pid for pid in others if Watchdog._is_sibling(rank, pid)]
+        assert not Watchdog._is_sibling(Mock(launcher=None), 1)
+        launcher.kill()
+
+
+def test_a_forged_state_kills_nothing_and_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first state names this process's parent, the second one a foreign file. The third one is
+    of another host."""
+    of_rank_1, foreign = tmp_path / "attempt_0" / "1" / "error.json", tmp_path / "foreign"
+    of_rank_1.parent.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / "0" / "error.json"))
+    monkeypatch.setattr(watchdog, "launcher_of", {11: 10, 12: 10, 99: 1}.get)
+    monkeypatch.setattr(watchdog, "print_stacks_and_kill", kill := Mock())
+    host = {"host": socket.gethostname()}
+    states = [host | {"pid": 99, "error_file": str(of_rank_1)}]
+    states += [host | {"pid": 11, "error_file": str(foreign)}]
+    states += [{"host": "elsewhere", "pid": 12, "error_file": str(of_rank_1)}]
+    rank: Any = Mock(launcher=10)
+    rank._is_sibling = partial(Watchdog._is_sibling, rank)
+    Watchdog._end_silent(rank, states, "HANG")
+    assert kill.call_args_list == [call(11)]
+    assert not of_rank_1.exists()
+    assert not foreign.exists()
+    Watchdog._end_silent(rank, [host | {"pid": 12, "error_file": str(of_rank_1)}], "HANG: it")
+    assert "HANG: it" in of_rank_1.read_text()
+
+
+@pytest.mark.parametrize(
+    ("path", "accepted"),
+    [
+        ("/tmp/e/run/attempt_0/1/error.json", True),
+        ("/tmp/e/run/attempt_0/12/error.json", True),
+        ("/tmp/e/run/attempt_0/1/../../../../../etc/passwd", False),
+        ("/tmp/e/run/attempt_1/1/error.json", False),
+        ("/tmp/e/run/attempt_0/1/stdout.log", False),
+        ("/tmp/e/run/attempt_0/error.json", False),
+        ("/tmp/e/run/attempt_0/logs/error.json", False),
+        ("/home/user/.bashrc", False),
+        (None, False),
+        (["/tmp/e/run/attempt_0/1/error.json"], False),
+    ],
+)
+def test_only_error_files_of_the_same_torchrun_are_written(path: Any, accepted: bool) -> None:
+    assert is_beside(path, "/tmp/e/run/attempt_0/0/error.json") == accepted
+    assert not is_beside(path, None)
 
 
 RANK = """
