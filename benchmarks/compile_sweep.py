@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from benchmarks.workloads.meshes import forget_groups
-from benchmarks.workloads.own_model import is_own, make_own, try_own
+from benchmarks.workloads.own_model import is_own, make_own, own_batch_size
 from benchmarks.workloads.precision import name_precision, set_precision
 from benchmarks.workloads.reference import (
     CHECKED_STEPS,
@@ -61,7 +61,7 @@ from benchmarks.workloads.reference import (
 from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
-from common.groups import Group, Job, agree, share
+from common.groups import Group, Job, agree
 from common.memory import peak, reset_peak, start_peak
 from common.report import Case
 from common.stats import Times, training_metrics
@@ -476,7 +476,7 @@ def main() -> int:
     with Benchmark("compile_sweep", args) as bench:
         job, own, start_s = bench.job, {}, {}
         for model in filter(is_own, args.models):
-            own[model] = share(bench.prepare("--model", partial(try_own, model, job.device)))
+            own[model] = own_batch_size(bench, model)
         tables = plan(args, job, own)
         bench.announce(tables)
         for backend in args.backends:

@@ -45,13 +45,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.workloads.own_model import is_own, make_own, try_own
+from benchmarks.workloads.own_model import is_own, make_own, own_batch_size
 from benchmarks.workloads.precision import PRECISION, name_precision, set_precision
 from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, verdict
 from common.environment import count_of
-from common.groups import Group, Job, agree, share
+from common.groups import Group, Job, agree
 from common.memory import peak, start_peak
 from common.report import Case, show_seconds
 from common.stats import Disturbed, Times, breakdown, training_metrics
@@ -431,8 +431,7 @@ def main() -> int:
         if problem := refused(args, job.world_size, sizes):
             bench.refuse(problem)
         for name in filter(is_own, args.models):
-            attempt = partial(try_own, name, job.device, args.find_unused_parameters)
-            own[name] = share(bench.prepare("--model", attempt))
+            own[name] = own_batch_size(bench, name, args.find_unused_parameters)
         tables = plan(args, job, sizes, own)
         bench.announce(tables)
         for title, cases in tables.items():

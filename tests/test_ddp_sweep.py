@@ -1,6 +1,5 @@
 """ddp_sweep.py as its user runs it. What the core promises is in test_faults.py."""
 
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks import ddp_sweep
-from benchmarks.workloads.own_model import try_own
 from common.report import Case, Estimate
 from common.stats import Disturbed, Times
 from tests.process import ROOT
@@ -60,6 +57,44 @@ def test_odd_numbers_of_ranks_and_ones_own_model(
         assert rate == pytest.approx(3 * len(case.ranks) / case.metrics["step_s"].value)
 
 
+ONE_RANK_DIFFERS = """
+import os, sys, torch
+
+def rank():
+    return int(os.environ["RANK"])
+
+def batch(device):
+    return torch.nn.Linear(4, 1), (torch.ones(3 + 997 * rank(), 4),), torch.sum
+
+def leaves(device):
+    sys.exit(0) if rank() == 1 else None
+    return batch(device)
+"""
+
+
+@smoke
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        ("batch", "expected batches of the same size on all ranks, got 3 on rank 0 and 1000 on r"),
+        ("leaves", "differs:leaves: SystemExit: 0 (differs.py:11)"),
+    ],
+)
+def test_ones_own_model_that_differs_on_one_rank(
+    bench: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    line: str,
+) -> None:
+    (tmp_path / "differs.py").write_text(ONE_RANK_DIFFERS)
+    monkeypatch.chdir(tmp_path)
+    run = bench(SCRIPT, *SHORT, "--model", f"differs:{function}")
+    assert "exitcode  : 2 " in run.err
+    assert line in run.reason
+    assert run.report.cases == []
+
+
 @smoke
 def test_strong_scaling(bench: Callable[..., Any]) -> None:
     run = bench(SCRIPT, *SMALL, "--global-batch", "8", ranks=2)
@@ -80,21 +115,6 @@ def test_hooks_average_gradients_and_local_compute_does_not(start: Callable[...,
     assert errors.keys() == limits.keys()
     for name, limit in limits.items():
         assert float(errors[name]) <= limit, name
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nowhere:gpt", "cannot import nowhere: No module named 'nowhere'; e.g. my"),
-        ("tests.own_models:gtp", "own_models.py has no function 'gtp'; did you mean gpt"),
-        ("tests.own_models:model_alone", "a tuple of tensors, a function; got Linear"),
-        ("tests.own_models:vector", "expected a loss that is a scalar, got [3, 4]"),
-        ("tests.own_models:idle", "1.weight gets no gradient; try --find-unused-"),
-    ],
-)
-def test_ones_own_model_that_cannot_be_trained(name: str, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        try_own(name, torch.device("cpu"), idle_allowed=False)
 
 
 def test_labels_and_sets_of_ranks() -> None:

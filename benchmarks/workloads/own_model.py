@@ -10,39 +10,79 @@ is the forward pass. loss: a function from the model's output to a scalar.
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from common.cli import suggest
+from common.benchmark import Benchmark
+from common.cli import cut, describe, suggest
+from common.groups import gather, share
 
 Inputs = tuple[Tensor, ...]
 Loss = Callable[[Any], Tensor]
+# Settings of the process that the function must not change for the models that follow: the word
+# for it, how to read it, how to set it. A default device of "cpu" is torch's own: none is set.
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
+    "number of threads": (torch.get_num_threads, torch.set_num_threads),
+    "default dtype": (torch.get_default_dtype, torch.set_default_dtype),
+    "gradient mode": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "default device": (
+        torch.get_default_device,
+        lambda device: torch.set_default_device(None if device.type == "cpu" else device),
+    ),
+}
+
+
+class Refused(ValueError):
+    """Why a model cannot be measured, in one line."""
+
+
+class Trial(NamedTuple):
+    """What a rank found out about a model."""
+
+    samples: int  # of a batch: the first size of the first input
+    changes: list[str]  # of the process, by the function or its module; a line each
 
 
 def is_own(name: str) -> bool:
     return ":" in name
 
 
-def make_own(name: str, device: torch.device) -> tuple[nn.Module, Inputs, Loss]:
-    """What the user's function returns. Raises ValueError if there is no such function, or if it
-    returns something else. The working folder is on the path."""
+def make_own(
+    name: str, device: torch.device, changes: list[str] | None = None
+) -> tuple[nn.Module, Inputs, Loss]:
+    """What the user's function returns. The working folder is on the path.
+
+    changes: gets a line for each setting of the process that the function has changed. Raises
+    ValueError if there is no such function, or if it returns something else.
+    """
     module_name, _, function_name = name.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        example = "e.g. my_model:make for the function make in my_model.py"
+        raise Refused(f"expected package.module:function, got {name!r}; {example}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"{name}: cannot import {module_name}: {error}; e.g. my_model:make"
-        ) from None
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        near = suggest(function_name, vars(module))
-        raise ValueError(f"{name}: {module.__file__} has no function {function_name!r}{near}")
-    returned = function(device)
+    with contained(name, [] if changes is None else changes):
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as error:
+            reason = f"{name}: cannot import {module_name}: {error}; e.g. my_model:make"
+            raise Refused(reason) from None
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            others = (word for word in vars(module) if callable(getattr(module, word)))
+            near = suggest(function_name, others)
+            file = getattr(module, "__file__", None) or module_name
+            got = f", but a value of type {type(function).__name__}" if function else ""
+            raise Refused(f"{name}: {file} has no function {function_name!r}{got}{near}")
+        returned = function(device)
     kinds = type(returned).__name__
     if isinstance(returned, tuple) and len(returned) == 3:
         model, inputs, loss = returned
@@ -50,24 +90,108 @@ def make_own(name: str, device: torch.device) -> tuple[nn.Module, Inputs, Loss]:
         if isinstance(model, nn.Module) and inputs and tensors and callable(loss):
             return model, inputs, loss
         kinds = ", ".join(type(part).__name__ for part in returned)
-    raise ValueError(f"{name}: expected a module, a tuple of tensors, a function; got {kinds}")
+    raise Refused(f"{name}: expected a module, a tuple of tensors, a function; got {kinds}")
 
 
-def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> int:
-    """Forward and backward once: the samples of a batch, the first size of the first input.
+@contextmanager
+def contained(name: str, changes: list[str]) -> Iterator[None]:
+    """Run the user's code: it ends neither the process nor what other models are measured with.
 
-    Raises ValueError as `make_own` does, if the loss is no scalar, and for a parameter without a
-    gradient, unless these are allowed.
+    SETTINGS are restored. A changed working directory and a changed sys.path stay, because the
+    model may need them. Each change becomes a line of `changes`. SystemExit and other exceptions
+    that are no Exception become a ValueError.
     """
-    model, inputs, loss = make_own(name, device)
-    value = loss(model(*inputs))
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{name}: expected a loss that is a scalar, got {got}")
-    value.backward()
+    before = {word: read() for word, (read, _) in SETTINGS.items()}
+    folder, path = os.getcwd(), list(sys.path)
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        raise Refused(f"{name}: {describe(error)}{place_of(error)}") from None
+    finally:
+        for word, (read, set_it) in SETTINGS.items():
+            if (now := read()) != before[word]:
+                set_it(before[word])
+                changes.append(f"the {word} from {before[word]} to {now}; it is restored")
+        if (now := os.getcwd()) != folder:
+            changes.append(f"the working directory from {folder} to {now}; it stays")
+        if sys.path != path:
+            new = [entry for entry in sys.path if entry not in path]
+            changes.append(f"sys.path ({cut(new) or 'fewer entries'}); it stays")
+
+
+def place_of(error: BaseException) -> str:
+    """` (my_model.py:12)`: the last line of the user's code before an error; "" if there is none.
+
+    The user's code is what is neither this file nor a part of Python or an installed package.
+    """
+    installed = Path(sysconfig.get_path("stdlib"))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        foreign = path.is_relative_to(installed) or "site-packages" in path.parts
+        if path.is_file() and path != Path(__file__) and not foreign:
+            return f" ({path.name}:{frame.lineno})"
+    return ""
+
+
+def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial:
+    """Run the forward and backward passes once.
+
+    Raises ValueError as `make_own` does, for any error of the user's code, for a batch without
+    samples, if the loss is no scalar, and for a parameter without a gradient, unless
+    `idle_allowed`.
+    """
+    changes: list[str] = []
+    try:
+        model, inputs, loss = make_own(name, device, changes)
+        shapes = [list(x.shape) for x in inputs]
+        samples = shapes[0][0] if shapes[0] else 0
+        if not samples:
+            raise Refused(f"{name}: expected a batch of at least 1 sample, got {shapes[0]}")
+        with contained(name, changes):
+            value = loss(model(*inputs))
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise Refused(f"{name}: expected a loss that is a scalar, got {got}")
+            value.backward()
+    except Refused:
+        raise
+    except Exception as error:
+        raise Refused(f"{name}: {describe(error)}{place_of(error)}") from None
+    now = [list(x.shape) for x in inputs]
+    if now != shapes:
+        raise Refused(f"{name}: a step changes the shape of its inputs, from {shapes} to {now}")
     trained = [(path, weight) for path, weight in model.named_parameters() if weight.requires_grad]
     idle = [path for path, weight in trained if weight.grad is None]
     if idle and not idle_allowed:
         flag = "--find-unused-parameters"
-        raise ValueError(f"{name}: {idle[0]} gets no gradient; try {flag}")
-    return len(inputs[0])
+        raise Refused(f"{name}: {idle[0]} gets no gradient; try {flag}")
+    return Trial(samples, changes)
+
+
+def own_batch_size(bench: Benchmark, name: str, idle_allowed: bool = True) -> int:
+    """The number of samples in a rank's batch of a user's model, which every rank tries once.
+
+    All ranks call it. Ends the run if a rank refuses the model, or if the batch sizes differ. Rank
+    0 prints what the function has changed.
+    """
+    attempt = partial(try_own, name, bench.job.device, idle_allowed)
+    trial = bench.prepare("--model", attempt)
+    trials: list[Trial] = share(gather(trial))
+    if problem := uneven(name, [trial.samples for trial in trials]):
+        bench.refuse(problem)
+    for change in dict.fromkeys(change for trial in trials for change in trial.changes):
+        ranks = [rank for rank, trial in enumerate(trials) if change in trial.changes]
+        where = "" if len(ranks) == len(trials) else f" on rank {cut(ranks)}"
+        bench.print(f"# {name} has changed {change}{where}")
+    return trial.samples
+
+
+def uneven(name: str, samples: list[int]) -> str | None:
+    """Why these batch sizes, by rank, are refused: rates assume that all ranks have the same."""
+    others = [rank for rank, count in enumerate(samples) if count != samples[0]]
+    if not others:
+        return None
+    got = f"got {samples[0]} on rank 0 and {samples[others[0]]} on rank {cut(others)}"
+    return f"--model {name}: expected batches of the same size on all ranks, {got}"

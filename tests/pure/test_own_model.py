@@ -1,0 +1,197 @@
+"""benchmarks/workloads/own_model.py: what a user's function may do, and what is refused."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.workloads.own_model import Trial, make_own, try_own, uneven
+
+CPU = torch.device("cpu")
+USERS = """
+import os
+import sys
+import threading
+
+import torch
+from torch import nn
+
+number = 3
+
+
+def trio(samples=2, width=4):
+    return nn.Linear(width, 1), (torch.ones(samples, width),), torch.sum
+
+
+def fine(device):
+    return trio()
+
+
+def exits(device):
+    sys.exit(0)
+
+
+def interrupts(device):
+    raise KeyboardInterrupt
+
+
+def divides(device):
+    return number / 0
+
+
+def missing_file(device):
+    return torch.load("weights.pt")
+
+
+def empty(device):
+    return trio(samples=0)
+
+
+def no_batch(device):
+    return nn.Linear(4, 1), (torch.tensor(1.0),), torch.sum
+
+
+class Wrong(nn.Linear):
+    def forward(self, x):
+        return super().forward(x[:, 1:])
+
+
+def wrong_shape(device):
+    return Wrong(4, 1), (torch.ones(2, 4),), torch.sum
+
+
+class Grows(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x.clone())
+        x.resize_(len(x) + 1, 4)
+        return y
+
+
+def grows(device):
+    return Grows(4, 1), (torch.ones(2, 4),), torch.sum
+
+
+class Exits(nn.Linear):
+    def forward(self, x):
+        sys.exit("enough")
+
+
+def exits_in_forward(device):
+    return Exits(4, 1), (torch.ones(2, 4),), torch.sum
+
+
+def threads(device):
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    return trio()
+
+
+def double(device):
+    torch.set_default_dtype(torch.float64)
+    return trio()
+
+
+def no_grad(device):
+    torch.set_grad_enabled(False)
+    return trio()
+
+
+def meta(device):
+    torch.set_default_device("meta")
+    return nn.Linear(4, 1, device=device), (torch.ones(2, 4, device=device),), torch.sum
+
+
+def moves(device):
+    os.chdir("elsewhere")
+    sys.path.append("/a/library")
+    return trio()
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with the user's modules."""
+    (tmp_path / "users.py").write_text(USERS)
+    (tmp_path / "leaving.py").write_text("raise SystemExit('from the module')\n")
+    (tmp_path / "unfinished.py").write_text("def f(:\n")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("users", "leaving", "unfinished"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere:gpt", "cannot import nowhere: No module named 'nowhere'; e.g. my"),
+        ("tests.own_models:gtp", "own_models.py has no function 'gtp'; did you mean gpt"),
+        ("tests.own_models:model_alone", "a tuple of tensors, a function; got Linear"),
+        ("tests.own_models:vector", "expected a loss that is a scalar, got [3, 4]"),
+        ("tests.own_models:idle", "1.weight gets no gradient; try --find-unused-"),
+        ("./users:fine", "expected package.module:function, got './users:fine'; e.g. my_model:"),
+        (".users:fine", "expected package.module:function, got '.users:fine'; e.g. my_model:"),
+        ("..:x", "expected package.module:function, got '..:x'; e.g. my_model:"),
+        (":fine", "expected package.module:function, got ':fine'; e.g. my_model:"),
+        ("users:", "users.py has no function ''"),
+        ("users:number", "users.py has no function 'number', but a value of type int"),
+        ("users:exits", "users:exits: SystemExit: 0 (users.py:21)"),
+        ("users:interrupts", "users:interrupts: KeyboardInterrupt: no message (users.py:25)"),
+        ("users:exits_in_forward", "SystemExit: enough (users.py:66)"),
+        ("leaving:f", "leaving:f: SystemExit: from the module (leaving.py:1)"),
+        ("unfinished:f", "unfinished:f: SyntaxError: invalid syntax (unfinished.py, line 1)"),
+        ("users:divides", "users:divides: ZeroDivisionError: division by zero (users.py:29)"),
+        ("users:missing_file", "No such file or directory: 'weights.pt' (users.py:33)"),
+        ("users:wrong_shape", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+        ("users:empty", "expected a batch of at least 1 sample, got [0, 4]"),
+        ("users:no_batch", "expected a batch of at least 1 sample, got []"),
+        ("users:grows", "changes the shape of its inputs, from [[2, 4]] to [[3, 4]]"),
+    ],
+)
+def test_a_model_that_cannot_be_measured_is_one_line(name: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        try_own(name, CPU, idle_allowed=False)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_function_that_exits_in_a_case_fails_the_case() -> None:
+    """Benchmark.attempt makes a row of an Exception. SystemExit would end the rank, status 0."""
+    with pytest.raises(ValueError, match="SystemExit: 0"):
+        make_own("users:exits", CPU)
+
+
+@pytest.mark.parametrize(
+    ("function", "change"),
+    [
+        ("threads", "the number of threads from 1 to 2; it is restored"),
+        ("double", "the default dtype from torch.float32 to torch.float64; it is restored"),
+        ("no_grad", "the gradient mode from True to False; it is restored"),
+        ("meta", "the default device from cpu to meta; it is restored"),
+    ],
+)
+def test_settings_of_the_process_are_restored(function: str, change: str) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        assert try_own(f"users:{function}", CPU) == Trial(2, [change])
+        assert torch.get_num_threads() == 1
+        assert torch.get_default_dtype() == torch.float32
+        assert torch.is_grad_enabled()
+        assert torch.ones(1).device == CPU
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_changed_folder_and_path_stay_and_are_named(folder: Path) -> None:
+    moved = f"the working directory from {folder} to {folder / 'elsewhere'}; it stays"
+    assert try_own("users:moves", CPU) == Trial(2, [moved, "sys.path (/a/library); it stays"])
+    assert Path.cwd() == folder / "elsewhere"
+    assert try_own("users:fine", CPU) == Trial(2, [])
+
+
+def test_batches_of_different_sizes_are_refused() -> None:
+    assert uneven("mine:f", [3, 3, 3]) is None
+    line = "--model mine:f: expected batches of the same size on all ranks, got 3 on rank 0 and "
+    assert uneven("mine:f", [3, 3000, 3, 3000]) == f"{line}3000 on rank 1, 3"
