@@ -30,7 +30,6 @@ It asks what Megatron-LM's gpu_sniff_test.py asks, written anew. BSD-3-Clause. d
 import argparse
 import os
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -526,10 +525,8 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
 
 
 def seconds_left(budget: float) -> float:
-    """Of the budget, which began when rank 0 started, by its clock. All ranks call it."""
-    import psutil  # not above: if it is missing, common/ shall say so, in one line
-
-    return float(share(psutil.Process().create_time() + budget - time.time()))
+    """Seconds left of the budget, which began when rank 0 started. All ranks call it."""
+    return float(share(budget - cli.age_s()))
 
 
 def key_of(bench: Benchmark, phase: Phase, attempt: int) -> Key:

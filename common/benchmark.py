@@ -6,19 +6,16 @@ import argparse
 import atexit
 import contextlib
 import importlib
-import math
 import os
 import shlex
 import shutil
 import stat
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -27,6 +24,7 @@ from common.cli import (
     ROOT,
     TOKEN,
     TURN,
+    age_s,
     complain,
     describe,
     duration,
@@ -46,7 +44,6 @@ from common.table import Columns, Table, omitted, render
 from common.timing import RankTimes, StopRule, TimedLoop, Workload, launch_share
 from common.watchdog import Watchdog, end_later
 
-RUN_ID = "TORCHELASTIC_RUN_ID"
 T = TypeVar("T")
 Key = dict[str, Any]  # what tells a case from all others: flat, JSON
 Planned = tuple[str, int, Key]  # a case: its name, how many ranks it has, its key
@@ -163,7 +160,11 @@ class Benchmark:
         if self.args.dry_run and self.args.resume and self.is_first:
             with contextlib.suppress(ValueError):  # there is none, or no report
                 self.report.cases = load(self.args.json).cases
-        return self.report.start(self.args.resume, since=restarted_after())
+        replaced = self.report.start(self.args.resume)
+        for case in self.report.cases:  # a resumed report has some
+            if case.check == "passed" and not case.metrics:  # a script derives some for each case
+                raise ValueError(f"{self.args.json} is damaged: case {case.name!r} has no metrics")
+        return replaced
 
     def prepare(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns. All ranks call it. Where it raises OSError or ValueError on any of
@@ -461,14 +462,18 @@ class Benchmark:
             remarks += guarded(observer, observer.end, last_line)
         lines = [folded(remark, self.room) for remark in remarks]
         # commands are not folded, so that they can be copied
-        lines += [f"# {line}" for line in report_lines(self.report.path, self.replaced)]
-        lines.append(f"# elapsed {duration(time.time() - psutil.Process().create_time())}")
+        damage = self.report.lost()
+        path = None if damage else self.report.path
+        lines += [f"# {line}" for line in report_lines(path, self.replaced)]
+        lines.append(f"# elapsed {duration(age_s())}")
         self.print("\n" + "\n".join(lines))
         others = others_text(self.report.environment["hosts"], self.load_of_others())
         answers = [with_cause(sentence, others) for sentence in self.answers]
         if answers:
             self.print("\n" + "\n".join(folded(sentence, self.room) for sentence in answers))
             last_line["answer"] = answers
+        if damage:
+            self.fail(f"--json {self.args.json}: {damage}")
         status, reason = self.failure or (0, "")
         cases = self.report.cases
         if failed := [case for case in cases if case.failed]:
@@ -565,22 +570,6 @@ def lost(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def restarted_after() -> float:
-    """If torchrun has restarted its ranks: when torchrun itself started, in seconds since 1970.
-    A newer report comes from the same torchrun, so --max-restarts goes on with it. Else infinite.
-    """
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return math.inf
-    torchrun = psutil.Process().parent()
-    with contextlib.suppress(psutil.Error):  # of another user: that is no wrapper of ours
-        # a wrapper that torchrun has started has the variables of its ranks
-        while torchrun and torchrun.environ().get(RUN_ID) == os.environ.get(RUN_ID):
-            torchrun = torchrun.parent()
-    if torchrun is None:  # outside the container of this rank
-        return math.inf
-    return torchrun.create_time() - 1  # the report has whole seconds
 
 
 def turn_taker(pipes: str) -> Callable[[], None]:

@@ -393,6 +393,13 @@ def show_size(count: float) -> str:
     return f"{count:g}"
 
 
+def age_s() -> float:
+    """Seconds since this process started. A change of the wall clock does not affect it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    started = int(fields[19])  # the 22nd entry, starttime, in clock ticks since the boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
 def duration(seconds: float) -> str:
     """`0.4 s`, `45 s`, `3 min`, `2 h 05 min`."""
     if seconds < 9.95:

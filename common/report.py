@@ -208,15 +208,15 @@ class Report:
     resumed: list[dict[str, Any]] = field(default_factory=list)  # where it went on elsewhere
     remarks: list[str] = field(default_factory=list)  # what a user must know of a resumed report
     files: list[IO[bytes]] = field(default_factory=list)  # the last one is written
+    size: int = 0  # of the file after the last line that was written, in bytes
 
-    def start(self, resume: bool = False, since: float = math.inf) -> str | None:
+    def start(self, resume: bool = False) -> str | None:
         """Write the first line, or go on with the report that exists already.
 
-        The run goes on with it if `resume` is set, or if that report was started after `since`, in
-        seconds since 1970. Any other report is moved to PATH.bak, PATH.bak.1, ..., and the new name
-        is returned. Raises ValueError where the file is no report, where another run is writing it,
-        or where it must be resumed but is about another benchmark or environment. Raises OSError
-        where it cannot be written.
+        The run goes on with it if `resume` is set. Otherwise it is moved to PATH.bak, PATH.bak.1,
+        ..., and the new name is returned. Raises ValueError if the file is no report or a damaged
+        one, if another run is writing it, or if it must be resumed but is about another benchmark
+        or environment. Raises OSError if it cannot be written.
         """
         if not self.path:
             return None
@@ -228,7 +228,7 @@ class Report:
                     old = load(self.path)
                 except ValueError as error:
                     raise ValueError(f"it would replace what is there: {error}") from None
-                if resume or datetime.fromisoformat(old.started_at).timestamp() > since:
+                if resume:
                     self.take_over(old)
                     return None
                 return self.replace(path)
@@ -260,10 +260,14 @@ class Report:
     def take_over(self, old: "Report") -> None:
         """Go on with an older report of the same benchmark in the same environment. Other hosts of
         the same kind are written into a line, before their cases."""
-        differing = differences(
-            {"benchmark": old.benchmark} | identity(old.environment),
-            {"benchmark": self.benchmark} | identity(self.environment),
-        )
+        if damage := next(filter(None, map(damage_of, old.cases)), None):
+            raise ValueError(f"{self.path} is damaged: {damage}; give another path")
+        try:
+            before = {"benchmark": old.benchmark} | identity(old.environment)
+        except (AttributeError, LookupError, TypeError) as error:
+            what = f"{self.path} is damaged: its first line has no valid environment"
+            raise ValueError(f"{what} ({error}); give another path") from None
+        differing = differences(before, {"benchmark": self.benchmark} | identity(self.environment))
         if differing:
             raise ValueError(
                 f"{self.path} has {differing}: numbers that do not belong together; "
@@ -273,12 +277,12 @@ class Report:
         content = Path(self.path or "").read_bytes()
         self.files[-1].truncate(content.rfind(b"\n") + 1)  # without what `load` left out
         hosts = self.environment.get("hosts")
-        before = [old.environment, *old.resumed][-1].get("hosts")
-        if hosts != before and self.cases:
+        hosts_before = [old.environment, *old.resumed][-1].get("hosts")
+        if hosts != hosts_before and self.cases:
             line = {"resumed_at": now(), "hosts": hosts, "cases_before": len(self.cases)}
             self.resumed.append(line)
             self.append(line, "it holds the cases of before")
-            measured = f"{len(self.cases)} cases were measured on {shown(before)}"
+            measured = f"{len(self.cases)} cases were measured on {shown(hosts_before)}"
             self.remarks.append(f"{measured}, not on {shown(hosts)}")
 
     def add(self, case: Case) -> None:
@@ -295,6 +299,24 @@ class Report:
         self.status, self.finished_at = status, now()
         line = {"status": status, "finished_at": self.finished_at, **end}
         self.append(line, "every case is in it")
+
+    def lost(self) -> str | None:
+        """Why the file at `path` is not what this run has written; None if it is.
+
+        Another program may remove, replace or shorten it meanwhile. Editors and rsync replace it.
+        """
+        if self.path in (None, "-") or not self.files:
+            return None
+        written = os.fstat(self.files[-1].fileno())
+        try:
+            found = os.stat(str(self.path))
+        except OSError as error:
+            return f"{error.strerror}: it was removed while this run was writing it"
+        if not os.path.samestat(found, written):
+            return "another file replaced it while this run was writing it"
+        if found.st_size < self.size:
+            return "another program has shortened it while this run was writing it"
+        return None
 
     def find(self, key: dict[str, Any]) -> Case | None:
         """The case of this key, unless it failed."""
@@ -314,6 +336,7 @@ class Report:
                 file.flush()
             else:
                 os.fsync(file.fileno())
+                self.size = os.fstat(file.fileno()).st_size
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}; {left}", self.path) from None
 
@@ -342,6 +365,47 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     if len(names) > 3:
         parts.append(f"and {len(names) - 3} more")
     return "; ".join(parts)
+
+
+def damage_of(case: Case) -> str | None:
+    """What is wrong with a case of a report that is to be resumed; None if nothing is.
+
+    Rows and answers are made of its numbers. Only an edited file has such damage: what a crash
+    leaves is not a whole line.
+    """
+
+    def is_number(value: Any) -> bool:
+        try:
+            return isinstance(value, (int, float)) and math.isfinite(value)
+        except OverflowError:  # an integer of hundreds of digits
+            return False
+
+    def is_valid(metric: Any) -> bool:
+        if isinstance(metric, Estimate):
+            ends = [end for end in (metric.low, metric.high) if end is not None]
+            return all(map(is_number, [metric.value, *ends]))
+        if isinstance(metric, (list, dict)):
+            return all(map(is_valid, metric.values() if isinstance(metric, dict) else metric))
+        return metric is None or isinstance(metric, str) or is_number(metric)
+
+    kinds = {"key": dict, "ranks": list, "metrics": dict, "samples_s": dict, "check": str}
+    for name, kind in {**kinds, "name": str, "rounds": list}.items():
+        if not isinstance(getattr(case, name), kind):
+            return f"'{name}' of a case is {shown(getattr(case, name))[:60]}"
+    named = f"case {shown(case.name)[:60]!r}"
+    for name, metric in case.metrics.items():
+        if not is_valid(metric):
+            return f"metric '{shown(name)[:60]}' of {named} is {metric!r:.60}"
+    if not all(map(is_number, case.ranks)):
+        return f"'ranks' of {named} are {shown(case.ranks)[:60]}"
+    for name, rows in case.samples_s.items():
+        try:
+            sound = all(is_number(value) for row in rows for value in row)
+        except TypeError:
+            sound = False
+        if not sound:
+            return f"a sample of '{shown(name)[:60]}' of {named} is no number"
+    return None
 
 
 def shown(value: Any) -> str:

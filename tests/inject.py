@@ -232,6 +232,12 @@ def full_disk() -> None:
     in_call(STEP, 25, limit, rank=0)
 
 
+@fault
+def report_removed() -> None:
+    """Another program removes the report of rank 0."""
+    in_call(STEP, 12, lambda: os.unlink(sys.argv[sys.argv.index("--json") + 1]), rank=0)
+
+
 # -- training: gradients, replicas, the axes of a mesh ---------------------------------------------
 
 

@@ -109,15 +109,24 @@ def test_torchrun_ends_with_the_reason(
     assert (len(run.report.cases) if run.path.exists() else 0) == cases
 
 
-def test_a_restart_by_torchrun_goes_on(bench: Callable[..., Any]) -> None:
+def test_a_restart_by_torchrun_goes_on_with_resume(bench: Callable[..., Any]) -> None:
     """Rank 1 is killed in the second case; the first one is not measured again."""
-    run = bench(SCRIPT, *SHORT, inject="dies", PET_MAX_RESTARTS="1")
+    run = bench(SCRIPT, *SHORT, "--resume", inject="dies", PET_MAX_RESTARTS="1")
     assert run.status == 0, run.err
     assert "exitcode: -9" in run.err
     assert [case.name for case in run.report.cases] == ["no ddp", "1M/2G"]
     lines = [json.loads(line) for line in run.path.read_text().splitlines()]
     assert ["key" in line for line in lines] == [False, True, True, False]
     assert os.listdir(run.path.parent) == ["report.jsonl"]
+
+
+def test_a_report_that_is_removed_during_the_run(bench: Callable[..., Any]) -> None:
+    """Its cases are lost, so the run fails. The path is not offered for the next command."""
+    run = bench(SCRIPT, *ALONE, ranks=0, inject="report-removed")
+    assert run.status == 1
+    assert not run.path.exists()
+    assert f"error: --json {run.path}: No such file or directory: it was removed wh" in run.err
+    assert "# report " not in run.out
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import pty
 import termios
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -81,17 +80,6 @@ def test_a_terminal_without_a_size_has_all_columns(
         assert benchmark.terminal_width() == width
         monkeypatch.undo()
     os.close(ours)
-
-
-def test_a_restart_is_told_by_the_age_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by that of a wrapper, which torchrun has started for a rank and its attempt."""
-    torchrun = SimpleNamespace(environ=dict, create_time=lambda: 100.0)
-    of_ranks = {"TORCHELASTIC_RUN_ID": "7"}
-    wrapper = SimpleNamespace(environ=lambda: of_ranks, parent=lambda: torchrun)
-    monkeypatch.setattr("psutil.Process", lambda: SimpleNamespace(parent=lambda: wrapper))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert benchmark.restarted_after() == 99.0  # a report has whole seconds
 
 
 @pytest.mark.parametrize("names", ["", "/nope:/nope2", "pipe:a"])

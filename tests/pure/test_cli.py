@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import get_args_parser
@@ -193,3 +194,14 @@ def test_the_version_and_the_first_lines(rank: str, monkeypatch: Any, capsys: An
         parser.parse_args(["--version"])  # no mandatory flag is missed
     told = f"torchrun-bench 0.1.0, commit {cli.version()}\n"
     assert capsys.readouterr().out == (told if rank == "0" else "")
+
+
+def test_the_age_of_a_process_does_not_follow_the_wall_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    youngest = cli.age_s()
+    age = time.time() - psutil.Process().create_time()  # whole seconds since the boot
+    assert youngest - 2 < age < cli.age_s() + 2
+    day = time.time() - 86400
+    monkeypatch.setattr("time.time", lambda: day)
+    assert cli.age_s() >= youngest

@@ -6,7 +6,6 @@ import os
 import re
 import resource
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +50,72 @@ def test_what_is_written_is_read(path: Path) -> None:
 
 
 def test_older_reports_are_never_erased(path: Path, tmp_path: Path) -> None:
-    """A link is followed. A restart goes on with the report of the attempt before."""
+    """A link is followed."""
     path.symlink_to(tmp_path / "disk")
     texts = []
     for count in (1, 2):
         report_at(path, count)
         texts.append(path.read_text())
-    assert begin(path).start(since=time.time() - 60) is None
-    assert begin(path).start(since=time.time() + 60) == str(tmp_path / "disk.bak.1")
+    assert begin(path).start() == str(tmp_path / "disk.bak.1")
     assert [(tmp_path / f"disk{end}").read_text() for end in (".bak", ".bak.1")] == texts
     assert path.is_symlink()
     assert not load(str(path)).cases
+
+
+def test_a_report_that_another_program_changes_is_noticed(path: Path, tmp_path: Path) -> None:
+    report = report_at(path, 2)
+    assert report.lost() is None
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.truncate(len(content) - 1)
+    assert report.lost() == "another program has shortened it while this run was writing it"
+    path.write_bytes(content)
+    assert report.lost() is None
+    (tmp_path / "saved by an editor").write_bytes(content)
+    (tmp_path / "saved by an editor").rename(path)
+    assert report.lost() == "another file replaced it while this run was writing it"
+    path.unlink()
+    gone = "No such file or directory: it was removed while this run was writing it"
+    assert report.lost() == gone
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"metrics": {"step_s": {"value": None, "low": None, "high": None}}}, "metric 'step_s' of"),
+        ({"metrics": {"step_s": {"value": 10**400, "low": 1, "high": 2}}}, "metric 'step_s' of"),
+        ({"metrics": {"step_s": {"value": "1", "low": 1, "high": 2}}}, "metric 'step_s' of case"),
+        ({"metrics": {"trainers": [{"epoch_s": float("nan")}]}}, "metric 'trainers' of case 'n 1'"),
+        ({"metrics": []}, "'metrics' of a case is "),
+        ({"samples_s": {"step": [[0.1, None]]}}, "a sample of 'step' of case 'n 1' is no number"),
+        ({"samples_s": {"step": 0.1}}, "a sample of 'step' of case 'n 1' is no number"),
+        ({"ranks": ["0"]}, "'ranks' of case 'n 1' are 0"),
+        ({"check": None}, "'check' of a case is unset"),
+    ],
+)
+def test_a_damaged_case_is_not_resumed(path: Path, change: dict[str, Any], words: str) -> None:
+    """The second case of the report; what is refused leaves the file as it was."""
+    report_at(path, 1)
+    good = {"key": {"n": 1}, "name": "n 1", "ranks": [0], "check": "passed"}
+    good |= {"metrics": {"step_s": {"value": 0.1, "low": None, "high": None}, "note": None}}
+    with path.open("a") as file:
+        file.write(json.dumps(good) + "\n")
+    begin(path).start(resume=True)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:-1], json.dumps(good | change) + "\n"]))
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=re.escape(f"{path} is damaged: {words}")):
+        begin(path).start(resume=True)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_environment_is_not_resumed(path: Path) -> None:
+    report_at(path, 1)
+    header, *cases = path.read_text().splitlines()
+    changed = json.dumps(json.loads(header) | {"environment": ["torch"]})
+    path.write_text("\n".join([changed, *cases, ""]))
+    with pytest.raises(ValueError, match="its first line has no valid environment"):
+        begin(path).start(resume=True)
 
 
 def test_two_runs_cannot_write_one_report(path: Path, tmp_path: Path) -> None:
