@@ -21,12 +21,14 @@ from typing import IO, Any
 
 import psutil
 
+from analysis import plan
 from analysis.show import clean
 from common import report
-from common.cli import TOKEN, TURN, complain, refuse
+from common.cli import TOKEN, TURN, complain, cut, refuse
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SET_CHILD_SUBREAPER = 36  # of prctl (linux/prctl.h)
+PLAN = "plan.txt"
 GOES_ON = "the finished runs are kept; the same command goes on"
 
 
@@ -62,7 +64,11 @@ class Command:
         return f"its report is {run.status}, with {len(run.cases)} cases"
 
     def start(self, number: int, turns: dict[str, str]) -> subprocess.Popen[bytes]:
-        """Start a run. turns: the variable that names the pipes, where runs take turns."""
+        """Start a run. turns: the variable that names the pipes, if runs take turns. Raises
+        RuntimeError if a program of the command has changed since the plan was written."""
+        if edited := plan.edited(self.folder.parent / PLAN, self.name, self.text, self.variables):
+            what = f"{cut(edited)} changed since the first run"
+            raise RuntimeError(f"{self.name} {number}: {what}; restore it, or give another --out")
         with self.log(number).open("ab") as log:  # an earlier attempt's lines stay
             return subprocess.Popen(
                 [*shlex.split(self.text), "--json", str(self.report(number))],
@@ -111,25 +117,23 @@ def identity_of(path: Path) -> dict[str, Any]:
 def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) -> Iterator[None]:
     """Begin a plan in a folder, or follow the one that is there; it is locked meanwhile.
 
-    Raises ValueError where the folder holds another plan or files of somebody else, or where
-    another process is at work in it.
+    Raises ValueError if the folder holds another plan or files that no plan names, if a file that
+    a command names or an inherited variable has changed, or if another process uses the folder.
     """
     lines = [f"{name}: {value}" for name, value in settings.items()]
     for command in commands:
         lines.append(f"command {command.name}: {command.text}")
         for name, value in report.without_secrets(command.variables).items():
             lines.append(f"variable of {command.name}: {name}={value}")
+        lines += plan.lines_of_files(command.name, command.text, command.variables)
         command.folder.mkdir(parents=True, exist_ok=True)
-    path = out / "plan.txt"
-    plan = "\n".join(lines).encode()
+    lines += plan.lines_of_variables(os.environ)
+    path = out / PLAN
     with report.open_alone(str(path)) as file:
-        before = path.read_bytes()
-        if not before:
+        if not path.stat().st_size:
             refuse_files(commands)
-            file.write(plan)
-        elif before != plan:
-            missing = [line for line in lines if line.encode() not in before]
-            why = f"it lacks {'; '.join(missing)}" if missing else "it has more commands"
+            file.write("\n".join(lines).encode(errors="surrogateescape"))
+        elif why := plan.misfit(plan.read_lines(path), lines):
             raise ValueError(f"{path} is the plan of another call: {why}; give another --out")
         yield
 

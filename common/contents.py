@@ -38,7 +38,7 @@ def of_run(script: str, models: Iterable[str] = ()) -> dict[str, str]:
     parts = {" and ".join(f"{folder}/" for folder in HARNESS): harness()}
     path = Path(script)
     if path.is_file():
-        parts[path.name] = program(path, sys.path)
+        parts[path.name] = python_program(path, sys.path)
     for name in models:
         parts[name] = model(name, [os.getcwd(), *sys.path])
     return {name: digest(files) for name, files in parts.items() if files}
@@ -52,7 +52,7 @@ def harness(root: Path = ROOT) -> Files:
     return files
 
 
-def program(path: Path, search: Sequence[str]) -> Files:
+def python_program(path: Path, search: Sequence[str]) -> Files:
     """A script with the local modules that it imports, without the harness."""
     local = [folder for folder in search if not is_installed(folder)]
     files = modules(imports(path, path.name, "", local), local)

@@ -93,6 +93,51 @@ def test_abba_and_resume(out: Path) -> None:
     assert "a/02.jsonl has torch 2, this run 3: not of one kind" in other.stderr
 
 
+def test_an_edited_program_is_not_the_one_of_before(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commands are the same text. The file, a module that it imports or a variable is not."""
+    script = out.parent / "fake.py"
+    script.write_text(f"import helper\n{COMMAND}")
+    helper = out.parent / "helper.py"
+    helper.write_text("")
+    monkeypatch.setenv("HF_TOKEN", "hunter2")
+    flags = flags_of(out, "0.1 x", "0.1 y", "--runs", "2")
+    assert run("ab.py", *flags).returncode == 0
+    assert "hunter2" not in (out / "plan.txt").read_text()
+    assert run("ab.py", *flags).returncode == 0  # nothing was edited
+
+    def refused() -> str:
+        done = run("ab.py", *flags)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+        assert "is the plan of another call: " in done.stderr
+        return done.stderr
+
+    for path in (script, helper):
+        before = path.read_text()
+        path.write_text(f"{before}\n# edited\n")
+        assert f"{path.name} has changed; give another --out" in refused()
+        path.write_text(before)
+    monkeypatch.setenv("F", "2")
+    assert ": F was unset, is 2 now; give another --out" in refused()
+    monkeypatch.delenv("F")
+    monkeypatch.setenv("HF_TOKEN", "hunter3")
+    assert re.search(r": HF_TOKEN was \(not shown; hash \w+\), is \(not shown; hash", refused())
+    monkeypatch.setenv("HF_TOKEN", "hunter2")
+    monkeypatch.setenv("SSH_TTY", "/dev/pts/7")  # another shell
+    assert run("ab.py", *flags).returncode == 0
+
+
+def test_a_program_that_is_edited_between_two_runs(out: Path) -> None:
+    """Nothing of it is measured."""
+    edits = "open(sys.argv[0], 'a').write('#')"
+    (out.parent / "fake.py").write_text(f"{COMMAND}\n{edits}\n")
+    done = run("ab.py", *flags_of(out, "0.1 x", "0.1 y", "--runs", "2"))
+    assert done.returncode == 1
+    assert "fake.py changed since the first run; restore it, or give another --out" in done.stderr
+    assert len(list(out.rglob("*.jsonl"))) == 1
+
+
 def test_a_folder_with_files_of_others_is_refused(out: Path) -> None:
     (out / "a").mkdir(parents=True)
     notes = out / "a" / "01.jsonl"

@@ -42,9 +42,9 @@ SHAPES = {"shapes/wide.py", "shapes/narrow.py", "shapes/other.py"}
 
 def test_a_script_has_the_local_modules_that_it_imports(folder: Path) -> None:
     """Recursively, relative imports of a folder without __init__.py and cycles included."""
-    files = contents.program(folder / "train.py", [str(folder), *sys.path])
+    files = contents.python_program(folder / "train.py", [str(folder), *sys.path])
     assert set(files) == {"train.py", "helper.py", *LEAF, *SHAPES}
-    own = contents.program(ROOT / "benchmarks/replay.py", [str(ROOT), *sys.path])
+    own = contents.python_program(ROOT / "benchmarks/replay.py", [str(ROOT), *sys.path])
     assert not [name for name in own if name.startswith(contents.HARNESS)]
     assert "benchmarks/ddp_sweep.py" not in own
 

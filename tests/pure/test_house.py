@@ -69,7 +69,6 @@ def test_common_has_a_map_and_imports_follow_it() -> None:
 def test_a_shared_module_has_two_users() -> None:
     for module in USES:
         alone_in_core = ("common.benchmark", "common.join", "common.watchdog", "common.observe.")
-        alone_in_core += ("common.contents",)
         shared = module.startswith(("common.", "benchmarks.workloads."))
         if shared and not module.startswith(alone_in_core):
             users = [user for user, used in USES.items() if module in used]
