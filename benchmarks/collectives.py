@@ -57,10 +57,16 @@ ALIASES = {"float": "float32", "half": "float16", "double": "float64"}  # nccl-t
 MOST_CALLS = 20  # in a sample on CUDA, without -n
 SAMPLE_BYTES = 2**32  # a sample of large sizes has fewer
 UNSURE = 0.5  # an interval that reaches farther from the time, as a share of it
+GONE = {  # flags of nccl-tests, and what replaces them
+    **dict.fromkeys(("-g", "--ngpus", "-t", "--nthreads"), "each GPU has its own process"),
+    **dict.fromkeys(("-a", "--average"), "the maximum over ranks counts; --json keeps all"),
+    **dict.fromkeys(("-u", "--unalign"), "every buffer begins at a multiple of 64 elements"),
+    **dict.fromkeys(("-z", "--blocking"), "CUDA_LAUNCH_BLOCKING=1 waits for each call"),
+}
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, GONE)
     add = parser.add_argument
     size, positive_size, count = cli.size, cli.positive_size, cli.number(int, 0)
     collectives = cli.list_of(str, tuple(OPERATIONS))

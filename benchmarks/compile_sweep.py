@@ -31,6 +31,7 @@ import copy
 import gc
 import itertools
 import sys
+import warnings
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from collections import Counter
 from collections.abc import Callable
@@ -42,6 +43,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
+
+# private, as torchtitan imports it; seen to work with torch 2.11, 2.14 and 2.15
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.profiler import record_function
 
@@ -71,15 +78,21 @@ from common.timing import Workload, time_block
 STRATEGIES = ("none", "ddp", "fsdp1", "fsdp2")
 # of a loss, relative to the first one; torch's default may be TF32
 TOLERANCES = {"default": 5e-3, "fp32": 2e-3, "tf32": 5e-3, "bf16": 3e-2}
+GONE = {  # flags of the source program, and what replaces them
+    "--trace-file": "--profile DIR writes a trace for each case and rank into DIR",
+    "--torchbench-model": "--model tb:hf_Bert, with the tb.py of docs/compile_sweep.md",
+    "--torchviz": "call torchviz in the function of --model package.module:function",
+    "--verbose": "TORCH_LOGS=graph_code,ddp_graphs prints the graphs, TORCH_LOGS=+dynamo more",
+}
 BATCHES = 8  # different ones. More ranks share them, so that the reference costs no more
 
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
-    parser = cli.Parser(__doc__)
-    known = torch.compiler.list_backends(exclude_tags=())
-    usable = [name for name in known if "TESTING" not in name]  # the others fail by design
+    parser = cli.Parser(__doc__, GONE)
+    known = {*torch.compiler.list_backends(exclude_tags=())} - {"eager"}  # here dynamo_eager
+    usable = [name for name in sorted(known) if "TESTING" not in name]  # the others fail by design
     strategies = cli.list_of(str, STRATEGIES)
-    backends = cli.list_of(str, ["eager", "dynamo_eager", *usable])
+    backends = cli.list_of(backend_name, ["eager", "dynamo_eager", *usable])
     dtypes = cli.list_of(str, [*TOLERANCES])
     default = "(default: %(default)s)"
     add = parser.add_mutually_exclusive_group().add_argument
@@ -90,7 +103,7 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     all_here = cli.By([*STRATEGIES], ["none", "ddp", "fsdp2"])
     add("--strategies", type=strategies, default=all_here, metavar="S", help=default)
     add("--ddp", dest="strategies", action="store_const", const=["ddp"])
-    add("--fsdp", dest="strategies", action="store_const", const=["fsdp1"])
+    add("--fsdp", action="store_true", help="fsdp1, in one unit unless --fsdp-wrap is given")
     add = parser.add_argument
     both, listed = ["eager", "inductor"], "(default: eager,inductor)"
     add("--backends", "--dynamo", type=backends, default=both, metavar="B", help=listed)
@@ -99,13 +112,26 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     text = "default (as torch sets it: TF32 in convolutions, not in matmuls), fp32, tf32, bf16 "
     text += "(default: default)"
     add("--dtype", type=dtypes, default=["default"], metavar="D", help=text)
-    units = "shard each layer of the model's lists as a unit (docs/compile_sweep.md)"
-    add("--fsdp-wrap", action=BooleanOptionalAction, default=True, help=units)
+    units = "shard each layer of the model's lists as a unit (default: yes, but with --fsdp no)"
+    add("--fsdp-wrap", action=BooleanOptionalAction, help=units)
+    classes = "shard the modules of these classes as units instead, e.g. BertLayer"
+    add("--fsdp-wrap-classes", type=cli.list_of(str), default=[], metavar="CLASS", help=classes)
+    recomputed = "activation checkpointing of these units: backward computes their activations anew"
+    add("--fsdp-checkpoint", action="store_true", help=recomputed)
     whole = "do not split graphs at DDP's bucket boundaries"
     add("--dynamo-no-optimize-ddp", action="store_true", help=whole)
     add("--repeat", dest="iters", type=cli.positive_int, default=SUPPRESS, help="same as --iters")
     cli.add_common_flags(parser, max_seconds=4)
     args = parser.parse_args(argv)
+    if args.fsdp:
+        args.strategies = ["fsdp1"]
+    if args.fsdp_wrap is None:
+        args.fsdp_wrap = bool(args.fsdp_wrap_classes) or not args.fsdp
+    if args.fsdp_wrap_classes and not args.fsdp_wrap:
+        parser.error("--fsdp-wrap-classes: not allowed with argument --no-fsdp-wrap")
+    if args.fsdp_checkpoint and not any(name.startswith("fsdp") for name in args.strategies):
+        given = ",".join(args.strategies)
+        parser.error(f"--fsdp-checkpoint: expected a strategy with FSDP, got {given}; e.g. --fsdp")
     for name in args.models:
         if name not in (*TOYS, *DECODERS) and not is_own(name):
             hint = cli.suggest(name, [*TOYS, *DECODERS]) or "; e.g. toy or package.module:function"
@@ -117,6 +143,14 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
         parser.error("tf32 and cudagraphs need CUDA; try --dtype fp32 or --backends inductor")
     args.batch_size = args.batch_size or (8 if cuda else 4)
     return args
+
+
+def backend_name(text: str) -> str:
+    """An entry of --backends. Refuses the source program's `print`, which was no backend."""
+    if text == "print":
+        advice = "TORCH_LOGS=graph_code,ddp_graphs prints the graphs of --dynamo inductor"
+        cli.wrong("a backend", repr(text), advice)
+    return text
 
 
 # -- what is trained, and how: plain torch ---------------------------------------------------------
@@ -162,6 +196,18 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, LISTS) and len(module) > 1 and len(classes) == 1:
             layers += module.children()
     return layers[::-1]
+
+
+def modules_of(model: nn.Module, classes: list[str]) -> list[nn.Module]:
+    """The modules of these classes, by their names. Inner modules come first."""
+    return [module for module in model.modules() if type(module).__name__ in classes][::-1]
+
+
+def recompute(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
+    """Activation checkpointing: backward computes the activations of these layers anew. Returns the
+    modules that replace the layers in the model."""
+    apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
+    return [module for module in model.modules() if isinstance(module, CheckpointWrapper)][::-1]
 
 
 def wrap(
@@ -303,6 +349,24 @@ def check(key: Key, rank: int, losses: list[float], wanted: Reference | str, gra
 # -- a case ----------------------------------------------------------------------------------------
 
 
+def choose_layers(model: nn.Module, key: Key) -> list[nn.Module]:
+    """The modules that FSDP shards as units of their own, or checkpoints. Raises ValueError if the
+    model has no class that was asked for, or nothing to checkpoint."""
+    if not key["fsdp_wrap"] and not key["fsdp_checkpoint"]:
+        return []
+    classes = list(filter(None, key["fsdp_wrap_classes"].split(",")))
+    known = {type(module).__name__ for module in model.modules()}
+    for name in classes:
+        if name not in known:
+            near = cli.suggest(name, known) or f"; it has {cli.cut(sorted(known))}"
+            raise ValueError(f"--fsdp-wrap-classes: the model has no module {name!r}{near}")
+    layers = modules_of(model, classes) if classes else layers_of(model)
+    if key["fsdp_checkpoint"] and not layers:
+        advice = "e.g. --fsdp-wrap-classes BertLayer"
+        raise ValueError(f"--fsdp-checkpoint: the model has no layers in lists; {advice}")
+    return layers
+
+
 def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
     """start_s: what the start of the case's backend took."""
     device, rank, ranks = bench.job.device, bench.job.rank, len(group.ranks)
@@ -316,7 +380,10 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
     dynamo_counters().clear()
     mesh = dist.DeviceMesh.from_group(group.test, device.type)
     forget_groups(mesh)  # or caches would keep the group open where a later case aborts it
-    units = layers_of(model) if key["fsdp_wrap"] else []
+    layers = choose_layers(model, key)
+    if key["fsdp_checkpoint"]:
+        layers = recompute(model, layers)
+    units = layers if key["fsdp_wrap"] else []
     model = wrap(model, strategy, mesh, units, bf16)
     reset_peak(device)  # leaves out the full model, from which FSDP has cut the shards
     compiled, batch = compile_by(key["compiler"], model), batches[rank % BATCHES]
@@ -391,7 +458,7 @@ COSTS: Columns = {
     "recom-\npiles": metric("recompiles", digits=0),
     "graphs": metric("graphs", digits=0),
     "start of\nbackend (s)": metric("start_s"),
-    "FSDP\nunits": metric("fsdp_units", digits=0),
+    "FSDP\nlayers": metric("fsdp_units", digits=0),
     "memory\n(GiB)": metric("memory_gib"),
 }
 
@@ -417,7 +484,9 @@ def title_of(args: Namespace, model: str, size: int, dtype: str, device: torch.d
     """The settings that all cases of a table share."""
     words = [model, f"batch size {size}", name_precision(dtype, device)]
     if any(strategy.startswith("fsdp") for strategy in args.strategies):
-        words.append("FSDP wraps each layer" if args.fsdp_wrap else "FSDP in one unit")
+        classes = cli.cut(args.fsdp_wrap_classes) or "the layers in lists"
+        words.append(f"FSDP wraps {classes}" if args.fsdp_wrap else "FSDP in one unit")
+        words += ["FSDP with activation checkpointing"] if args.fsdp_checkpoint else []
     if args.dynamo_no_optimize_ddp:
         words.append("one graph under DDP")
     return ", ".join(words)
@@ -435,13 +504,16 @@ def plan(args: Namespace, job: Job, own: dict[str, int]) -> dict[str, list[Plann
         cases: list[Planned] = []
         for strategy, compiler in itertools.product(args.strategies, args.backends):
             one_graph = args.dynamo_no_optimize_ddp and strategy == "ddp" and compiler != "eager"
+            by_fsdp = strategy.startswith("fsdp")
             key = {
                 "model": model,
                 "dtype": dtype,
                 "batch_size": size,
                 "strategy": strategy,
                 "compiler": compiler,
-                "fsdp_wrap": args.fsdp_wrap and strategy.startswith("fsdp"),
+                "fsdp_wrap": args.fsdp_wrap and by_fsdp,
+                "fsdp_wrap_classes": ",".join(args.fsdp_wrap_classes) if by_fsdp else "",
+                "fsdp_checkpoint": args.fsdp_checkpoint and by_fsdp,
                 "dynamo_no_optimize_ddp": one_graph,
             }
             ranks = 1 if strategy == "none" else job.world_size
@@ -473,6 +545,8 @@ def main() -> int:
     args = parse_args()
     # whether dynamo cuts graphs at DDP's buckets, so that communication can begin
     torch._dynamo.config.optimize_ddp = not args.dynamo_no_optimize_ddp
+    # in the middle of a table; the losses are checked
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     with Benchmark("compile_sweep", args) as bench:
         job, own, start_s = bench.job, {}, {}
         for model in filter(is_own, args.models):
@@ -493,6 +567,8 @@ def main() -> int:
                         torch.compiler.reset()  # it holds the model
                     if case and case.check.startswith("skipped"):
                         bench.print(f"# {case.check}")
+                    if case and key["fsdp_wrap"] and case.metrics.get("fsdp_units") == 0:
+                        bench.print(f"# {key['model']} has no lists of layers: FSDP in one unit")
             if table.passed:
                 bench.print_table(COSTS, table.passed, f"Cost: {title}")
     return bench.status

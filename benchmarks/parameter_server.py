@@ -93,9 +93,24 @@ SETTINGS = {  # the type of a flag, its default, its help
     "cuda_seed": (SEED, 0, "seed of a CUDA trainer's data"),
 }
 
+GONE = {  # flags of the source program, and what replaces them
+    "--trainer": "DdpTrainer is the only trainer",
+    "--model": "DummyModel is the only model; --num-embeddings, --dense-layers shape it",
+    "--data": "DummyData are the only data; --sample-count, --sample-length shape them",
+    "--data-config-path": "its entries are flags, e.g. --sample-count 1024",
+    "--model-config-path": "its entries are flags, e.g. --num-embeddings 1024",
+    "--server-config-path": "its entries are flags, e.g. --wire cpu",
+    "--trainer-config-path": "its entries are flags, e.g. --epochs 10",
+    "--preprocess-data": "the batches are made where they are used",
+    "--create-criterion": "the loss is cross-entropy",
+    "--create-ddp-model": "the model is wrapped by DDP; --bucket-size sets its buckets",
+    "--hook-state": "the hook of --ddp-hook needs no state",
+    "--iteration-step": "each step is forward, backward and SGD",
+}
+
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = Parser(__doc__, GONE)
     add = parser.add_argument
     routes = list_of(lambda name: name.removesuffix("_hook"), ROUTES)  # PyTorch's names
     text = f"some of {', '.join(ROUTES)} (default: all)"

@@ -13,7 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,45 +26,16 @@ HANG = 3  # the exit status of a run that hung
 NO_VERDICT = 4  # of one that cannot tell what it was asked
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
 ROOT = Path(__file__).resolve().parents[1]  # the folder of all these scripts
-BEFORE = "torchrun's flags stand before the script"
-# Flags of the five source programs, of launchers and of nccl-tests that a script does not have, and
-# what serves instead; by script, "" for all of them
-GONE: dict[str, dict[str, str]] = {
-    "": {
-        **dict.fromkeys(("--nnodes", "--node-rank", "--nproc-per-node", "--standalone"), BEFORE),
-        "--rank": "torchrun sets RANK; by hand set RANK and WORLD_SIZE",
-        "--local-rank": "torchrun sets LOCAL_RANK; start the script with torchrun",
-        "--master-addr": f"{BEFORE}; by hand set MASTER_ADDR",
-        "--master-port": f"{BEFORE}; by hand set MASTER_PORT",
-        "--world-size": "the launcher sets it, e.g. torchrun --nproc-per-node 8",
-        "--filestore": "the ranks meet in the store of torchrun",
-    },
-    "parameter_server": {
-        "--trainer": "DdpTrainer is the only trainer",
-        "--model": "DummyModel is the only model; --num-embeddings, --dense-layers shape it",
-        "--data": "DummyData are the only data; --sample-count, --sample-length shape them",
-        "--data-config-path": "its entries are flags, e.g. --sample-count 1024",
-        "--model-config-path": "its entries are flags, e.g. --num-embeddings 1024",
-        "--server-config-path": "its entries are flags, e.g. --servers batch",
-        "--trainer-config-path": "its entries are flags, e.g. --batch-size 32",
-        "--preprocess-data": "the batches are made where they are used",
-        "--create-criterion": "the loss is cross-entropy",
-        "--create-ddp-model": "the model is wrapped by DDP; --bucket-size sets its buckets",
-        "--hook-state": "--ddp-hook brings its own state",
-        "--iteration-step": "each step is forward, backward and SGD",
-    },
-    "compile_sweep": {
-        "--trace-file": "--profile DIR writes a trace for each case and rank into DIR",
-        "--torchbench-model": "--model package.module:function loads and prepares any model",
-        "--fsdp-checkpoint": "--model package.module:function may recompute its layers",
-        **dict.fromkeys(("--torchviz", "--verbose"), "TORCH_LOGS=graph_code,graph_breaks"),
-    },
-    "collectives": {
-        **dict.fromkeys(("-g", "--ngpus", "-t", "--nthreads"), "each GPU has its own process"),
-        **dict.fromkeys(("-a", "--average"), "the maximum over ranks counts; --json keeps all"),
-        **dict.fromkeys(("-u", "--unalign"), "every buffer begins at a multiple of 64 elements"),
-        **dict.fromkeys(("-z", "--blocking"), "CUDA_LAUNCH_BLOCKING=1 waits for each call"),
-    },
+BEFORE = "torchrun's flags go before the script"
+# flags that all scripts of PyTorch and older launchers have, and what replaces them
+OF_LAUNCHERS = {
+    **dict.fromkeys(("--nnodes", "--node-rank", "--nproc-per-node", "--standalone"), BEFORE),
+    "--rank": "torchrun sets RANK; by hand set RANK and WORLD_SIZE",
+    "--local-rank": "torchrun sets LOCAL_RANK; start the script with torchrun",
+    "--master-addr": f"{BEFORE}; by hand set MASTER_ADDR",
+    "--master-port": f"{BEFORE}; by hand set MASTER_PORT",
+    "--world-size": "the launcher sets it, e.g. torchrun --nproc-per-node 8",
+    "--filestore": "the ranks meet in the store of torchrun",
 }
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -256,10 +227,13 @@ def on_cuda(device: str) -> bool:
 class Parser(argparse.ArgumentParser):
     """Takes --batch_size for --batch-size, no abbreviations; an error is one line for the job."""
 
-    def __init__(self, doc: str | None) -> None:
+    def __init__(self, doc: str | None, gone: Mapping[str, str] | None = None) -> None:
+        """gone: flags of the program that this one replaces, and what to use instead; both go into
+        the line that refuses such a flag."""
         fill_streams()
         raw = argparse.RawDescriptionHelpFormatter
         super().__init__(description=doc, formatter_class=raw, allow_abbrev=False)
+        self.gone = OF_LAUNCHERS | dict(gone or {})
         self.measures = False  # it has the flags of the scripts that measure
         text = "print the version of these scripts and exit"
         self.add_argument("--version", action=ShowVersion, nargs=0, help=text)
@@ -275,10 +249,9 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         words = [with_hyphens(word) for word in (sys.argv[1:] if args is None else args)]
         flags = [flag for action in self._actions for flag in action.option_strings]
-        gone = GONE[""] | GONE.get(Path(sys.argv[0]).stem, {})
         for name in (word.partition("=")[0] for word in words):
-            if name in gone and name not in flags:
-                self.error(f"unknown argument '{name}': {gone[name]}")
+            if name in self.gone and name not in flags:
+                self.error(f"unknown argument '{name}': {self.gone[name]}")
         parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
@@ -449,9 +422,10 @@ def add_common_flags(
         .bak.1, ...; - writes it to stdout, and everything else to stderr"""
     add("-J", "--json", "--output-file", metavar="PATH", help=report)
     add("--resume", action="store_true", help="skip the cases that the report already has")
-    traces = "then profile 5 more iterations of each step; write traces into DIR (docs/profile.md)"
+    traces = "then profile 5 more iterations of each step; write traces into DIR, or without DIR "
+    traces += "into traces/ (docs/profile.md)"
     folder = checked(str, bool, "a folder", "e.g. traces")
-    add("--profile", type=folder, metavar="DIR", help=traces)
+    add("--profile", type=folder, nargs="?", const="traces", metavar="DIR", help=traces)
     ranks = "ranks that write traces, e.g. 0,1 (default: the first of each node, and the slowest)"
     rank_list = list_of(number(int, 0))
     add("--profile-ranks", type=lambda text: {*rank_list(text)}, metavar="RANK", help=ranks)

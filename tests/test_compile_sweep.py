@@ -1,7 +1,10 @@
 """compile_sweep.py as its user runs it, its faults, and its numbers by hand."""
 
 import gzip
+import importlib.util
 import json
+import os
+import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +18,7 @@ from benchmarks import compile_sweep
 from benchmarks.workloads.reference import Reference
 from common.report import Case, Estimate
 from common.stats import Times
+from tests import own_models
 
 SCRIPT = "benchmarks/compile_sweep.py"
 CPU = torch.device("cpu")
@@ -39,6 +43,134 @@ def test_ones_own_model_by_every_strategy(bench: Callable[..., Any]) -> None:
         assert m["recompiles"] == 0
         assert f"{strategy} {backend}" in run.out.split("Cost: ")[1]
     assert cases["none", "aot_eager"].metrics["graph_breaks"] == 0
+
+
+def save_module(name: str, folder: Path) -> None:
+    """Save the module of this name that docs/compile_sweep.md has, such as hf.py."""
+    page = Path(compile_sweep.__file__).parents[1] / "docs" / "compile_sweep.md"
+    blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if block.partition("\n")[0].endswith(f"  # {name}")]
+    (folder / name).write_text(block)
+
+
+TINY_BERT = "num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=64, "
+TINY_T5 = "num_layers=2, d_model=32, d_kv=8, d_ff=64, num_heads=4, "
+
+
+@smoke
+@pytest.mark.parametrize(("model", "backend"), [("bert", "aot_eager"), ("t5", "eager")])
+def test_models_of_transformers(
+    model: str,
+    backend: str,
+    bench: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the page has them, but smaller. BertLayer and T5Block are the source's units."""
+    if importlib.util.find_spec("transformers") is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("needs transformers")
+    save_module("hf.py", tmp_path)
+    text = (tmp_path / "hf.py").read_text().replace("(4, 512)", "(2, 16)")
+    text = text.replace("BertConfig(", f"BertConfig(vocab_size=64, {TINY_BERT}")
+    (tmp_path / "hf.py").write_text(text.replace("T5Config(", f"T5Config(vocab_size=64, {TINY_T5}"))
+    monkeypatch.chdir(tmp_path)
+    flags = ("--model", f"hf:{model}", "--strategies", "ddp,fsdp1,fsdp2", "--iters", "1", "-w", "1")
+    classes = ("--fsdp-wrap-classes", {"bert": "BertLayer", "t5": "T5Block"}[model])
+    run = bench(SCRIPT, *flags, *classes, "--fsdp-checkpoint", "--backends", backend)
+    assert run.status == 0, run.err + run.out
+    cases = run.report.cases
+    assert [case.check for case in cases] == ["passed"] * 3
+    layers = {"bert": 3, "t5": 4}[model]  # T5 has 2 in its encoder and 2 in its decoder
+    assert [case.metrics["fsdp_units"] for case in cases] == [0, layers, layers]
+
+
+STAND_IN = """
+from tests.own_models import gpt
+
+class Model:
+    def __init__(self, test, device):
+        self.made = gpt(device)
+        assert test == "train"
+
+    def get_module(self):
+        model, inputs, _ = self.made
+        return Logits(model), list(inputs)
+
+import torch
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(tokens).logits
+"""
+
+
+@smoke
+def test_a_model_of_torchbench(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page's tb.py with a stand-in that has torchbench's interface."""
+    package = tmp_path / "torchbenchmark" / "models" / "hf_Tiny"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(STAND_IN)
+    save_module("tb.py", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    flags = (
+        "--model",
+        "tb:hf_Tiny",
+        "--fsdp",
+        "--fsdp-wrap",
+        "--backends",
+        "eager",
+        "--iters",
+        "1",
+    )
+    run = bench(SCRIPT, *flags)
+    assert run.status == 0, run.err + run.out
+    (case,) = run.report.cases
+    assert (case.check, case.key["batch_size"], case.metrics["fsdp_units"]) == ("passed", 6, 3)
+
+
+@smoke
+def test_graphs_as_the_source_printed_them(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TORCH_LOGS in place of `--dynamo print`: the graph and its parts at DDP's buckets."""
+    flags = ("--ddp", "--dynamo", "aot_eager", "--iters", "1", "--profile")
+    monkeypatch.chdir(tmp_path)
+    run = bench(SCRIPT, *flags, cold=True, TORCH_LOGS="graph_code,ddp_graphs")
+    assert run.status == 0, run.err
+    assert "submod_0" in run.err
+    assert "submod_1" in run.err
+    assert len(list((tmp_path / "traces").glob("*.json.gz"))) > 0  # --profile without a folder
+
+
+@smoke
+def test_the_graph_of_autograd_by_torchviz(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_module("drawn.py", tmp_path)
+    (tmp_path / "hf.py").write_text("from tests.own_models import gpt as bert\n")
+    monkeypatch.chdir(tmp_path)
+    flags = ("--model", "drawn:bert", "--ddp", "--backends", "eager", "--iters", "1")
+    run = bench(SCRIPT, *flags)
+    assert run.status == 0, run.err + run.out
+    assert "layers.2.down.weight" in (tmp_path / "bert.dot").read_text()
+
+
+@smoke
+def test_a_model_without_layers_in_lists_is_one_unit(bench: Callable[..., Any]) -> None:
+    """The title says what FSDP wraps, and a line that there is nothing of it."""
+    flags = ("--model", "tests.own_models:noisy", "--strategies", "ddp,fsdp2", "--iters", "1")
+    run = bench(SCRIPT, *flags, "--backends", "eager")
+    assert run.status == 0, run.err
+    assert "FSDP wraps the layers in lists" in run.out
+    line = "# tests.own_models:noisy has no lists of layers: FSDP in one unit"
+    assert run.out.splitlines().count(line) == 1
+    assert [case.metrics["fsdp_units"] for case in run.report.cases] == [0, 0]
 
 
 @smoke
@@ -152,6 +284,71 @@ def test_units_are_the_layers_of_lists_inner_ones_first() -> None:
     units = compile_sweep.layers_of(nn.Sequential(parts, one))
     assert {id(unit) for unit in units} == {id(x) for x in [*inner, *layers.values()]}
     assert units.index(inner[0]) < units.index(layers["0"])
+
+
+def test_which_layers_fsdp_wraps_or_checkpoints() -> None:
+    model = own_models.GPT()
+    key = {"fsdp_wrap": True, "fsdp_wrap_classes": "", "fsdp_checkpoint": False}
+
+    def chosen(model: nn.Module = model, **changes: Any) -> set[str]:
+        return {type(layer).__name__ for layer in compile_sweep.choose_layers(model, key | changes)}
+
+    assert chosen() == {"Block"}
+    assert chosen(fsdp_wrap_classes="Linear,LayerNorm") == {"Linear", "LayerNorm"}
+    assert chosen(fsdp_wrap=False) == set()
+    assert chosen(fsdp_wrap=False, fsdp_checkpoint=True) == {"Block"}  # one unit, and recomputed
+    with pytest.raises(ValueError, match="has no module 'Blok'; did you mean Block"):
+        chosen(fsdp_wrap_classes="Blok")
+    with pytest.raises(ValueError, match="--fsdp-checkpoint: the model has no layers in lists"):
+        chosen(nn.Sequential(nn.Linear(2, 2)), fsdp_checkpoint=True)
+
+
+def test_checkpointed_layers_run_twice_and_have_the_same_gradients() -> None:
+    """Three blocks: three forward calls without, six with checkpoints. The root runs once."""
+    gradients: list[list[torch.Tensor]] = []
+    calls: list[int] = []
+    for with_checkpoints in (False, True):
+        torch.manual_seed(0)
+        model, inputs, loss = own_models.gpt(CPU)
+        count = 0
+
+        def counted(*_: Any) -> None:
+            nonlocal count
+            count += 1
+
+        for layer in compile_sweep.layers_of(model):
+            layer.norm.register_forward_hook(counted)  # type: ignore[union-attr, operator]
+        if with_checkpoints:
+            found = compile_sweep.recompute(model, compile_sweep.layers_of(model))
+            assert len(found) == 3
+            assert compile_sweep.layers_of(model) == found
+        loss(model(*inputs)).backward()
+        calls.append(count)
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert calls == [3, 6]
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert torch.equal(plain, checkpointed)
+
+
+@pytest.mark.parametrize(
+    ("flags", "strategies", "wrap"),
+    [
+        ("", ["none", "ddp", "fsdp2"], True),
+        ("--fsdp", ["fsdp1"], False),  # as in the source
+        ("--fsdp --fsdp_wrap", ["fsdp1"], True),
+        ("--fsdp --fsdp-wrap-classes BertLayer", ["fsdp1"], True),
+        ("--strategies fsdp1", ["fsdp1"], True),
+        ("--strategies fsdp1 --no-fsdp-wrap", ["fsdp1"], False),
+    ],
+)
+def test_what_fsdp_means(flags: str, strategies: list[str], wrap: bool) -> None:
+    args = compile_sweep.parse_args(["--device", "cpu", *flags.split()])
+    assert (args.strategies, args.fsdp_wrap) == (strategies, wrap)
+    job: Any = Namespace(world_size=2, device=CPU)
+    (cases,) = compile_sweep.plan(args, job, {}).values()
+    assert {key["strategy"]: key["fsdp_wrap"] for _, _, key in cases} == {
+        strategy: wrap and strategy.startswith("fsdp") for strategy in strategies
+    }
 
 
 def test_the_tenth_backend_is_started_as_the_first_one() -> None:

@@ -11,7 +11,7 @@ RECORDER = {"_C", "_distributed_c10d", "_dump_fr_trace_json", "_dump_nccl_trace_
 # torch 2.11, 2.14 and 2.15; where a new torch breaks one, look here for who else uses it.
 PRIVATE: dict[str, set[str]] = {
     "benchmarks/checkpoint_sweep.py": {"_pytree"},
-    "benchmarks/compile_sweep.py": {"_dynamo", "_inductor"},
+    "benchmarks/compile_sweep.py": {"_checkpoint", "_dynamo", "_inductor"},
     "benchmarks/ddp_sweep.py": {"_get_ddp_logging_data"},
     "benchmarks/parallel_sweep.py": {"torch.testing._internal.distributed.fake_pg"},
     "benchmarks/traffic.py": {
