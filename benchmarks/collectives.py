@@ -11,10 +11,13 @@
     i_...   = with -I 1, of the samples: least, largest, 99th percentile (nearest rank), and the
               standard deviation in percent of the mean
     +-%     = how far the 95 % interval of the time reaches, the wider one of the two variants
+    --beside: `both` = the collective and another one at the same time, each in its own group; both
+              / longer = that time over the longer of the two alone: 1 if neither slows the other
 
     torchrun --nproc-per-node 2 benchmarks/collectives.py -b 4 -e 64M -f 2
     torchrun --nproc-per-node 8 benchmarks/collectives.py --collective all -e 1G --json report.jsonl
     torchrun --nproc-per-node 8 benchmarks/collectives.py -b 1G -e 1G --limit 450 --min-busbw 400
+    torchrun --nproc-per-node 2 benchmarks/collectives.py -b 1M -e 4M --beside all_to_all:1M
 
 The flags, the table and the formulas are those of NVIDIA's nccl-tests (-I: README.md and
 src/util.cu of version 2.19.6, a0b82b2); the code was written anew.
@@ -25,7 +28,7 @@ import argparse
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -43,12 +46,12 @@ from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from benchmarks.workloads.ranks import partition
 from benchmarks.workloads.room import check_room
 from common import cli
-from common.benchmark import Benchmark, Key, Planned
+from common.benchmark import Answer, Benchmark, Key, Planned
 from common.environment import count_of, node_of_each
-from common.groups import Group, Job
+from common.groups import Group, Job, connect, rendezvous
 from common.report import Case, Estimate
 from common.stats import Disturbed, Samples, Times, median
-from common.table import Table
+from common.table import Columns, Table, ends, metric, relative
 from common.timing import Step, Workload, cuda_graph
 
 Groups = list[list[int]]  # the ranks of each
@@ -97,8 +100,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--limit", type=cli.positive_float, metavar="GB/s", help=limit)
     least = "fail if the largest busbw is below 0.9 of this"
     add("--min-busbw", type=cli.positive_float, default=0, metavar="GB/s", help=least)
+    beside = "also time each size while this one runs in a second group, e.g. all_to_all:4M "
+    beside += "(default size: the same)"
+    add("--beside", type=other_collective, metavar="NAME[:SIZE]", help=beside)
     cli.add_common_flags(parser, min_iters=12, max_seconds=1)
     args = parser.parse_args(argv)
+    if args.beside:
+        check_beside(args, parser)
     if args.maxbytes < args.minbytes:
         got = f"-b {args.minbytes} and -e {args.maxbytes}"
         parser.error(f"expected -e from -b on, got {got}; e.g. -b 8 -e 64M")
@@ -109,6 +117,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.cudagraph and args.per_iter_timing:
         parser.error("-I shows single calls, which -G does not time; leave one of them out")
     return args
+
+
+def other_collective(text: str) -> tuple[str, int]:
+    """The type of --beside: a collective and its size in bytes, 0 for that of the case."""
+    name, colon, size = text.partition(":")
+    names = [name for name in OPERATIONS if name != "sendrecv"]
+    if name not in names:
+        cli.wrong(f"one of {', '.join(names)}", repr(text), "e.g. all_to_all or all_to_all:4M")
+    return name, cli.positive_size(size) if colon else 0
+
+
+def check_beside(args: argparse.Namespace, parser: cli.Parser) -> None:
+    """Refuse flags that do not go with --beside."""
+    without = {"-G": args.cudagraph, "-I": args.per_iter_timing, "--limit": args.limit}
+    for flag, value in (without | {"--min-busbw": args.min_busbw}).items():
+        if value:
+            parser.error(f"{flag} cannot be used with --beside, which compares times")
+    if "sendrecv" in args.collective:
+        expected = "expected collectives that torch can start without waiting"
+        parser.error(f"--beside: {expected}, got sendrecv; e.g. --collective all_reduce")
 
 
 # [core]
@@ -234,6 +262,106 @@ def check(key: Key, member: Member, checked: Buffers, group: Group) -> int:
     repeat(step, 1 if key["cudagraph"] else len(checked))
     operation = OPERATIONS[key["collective"]]
     return sum(operations.count_wrong(operation, dst, member) for _, dst in checked)
+
+
+def build_beside(
+    job: Job, args: argparse.Namespace, groups: Groups, key: Key, group: Group
+) -> Workload:
+    """The collective and the one of --beside, each alone, and both at the same time.
+
+    Each has a group and a buffer of its own, over the same ranks. On CUDA each has a stream, and
+    the current stream waits for both.
+    """
+    n, dtype = key["group_ranks"], getattr(torch, key["dtype"])
+    rendezvous(group)
+    second: Any = dist.new_subgroups_by_enumeration(groups, backend=job.backend)[0]
+    group.more.append(second)
+    connect(second, job)
+    sides = {"alone": (key["collective"], group.test, key["count"])}
+    sides["beside"] = (key["beside"], second, key["beside_count"])
+    members: dict[str, Member] = {}
+    buffers: dict[str, tuple[Tensor, Tensor]] = {}
+    starts: dict[str, Step] = {}
+    for side, (name, of_side, part) in sides.items():
+        operation, rank = OPERATIONS[name], dist.get_rank(of_side)
+        redop = key["redop"] if side == "alone" else "sum"
+        root = args.root if operation.has_root else 0
+        members[side] = Member(of_side, rank, n, part, redop if operation.reduces else "none", root)
+        sent, received = (parts * part for parts in operation.parts(n))
+        of_variants = make_buffers(sent, received, rank, dtype, job.device, cold=False)
+        buffers[side] = of_variants[operation.variants[0]][0]
+        src, dst = buffers[side]
+        starts[side] = partial(operation.call, src, dst, members[side], async_op=True)
+    parts = {side: partial(at_the_same_time, [start]) for side, start in starts.items()}
+    both: Step = partial(at_the_same_time, list(starts.values()))
+    if job.device.type == "cuda":
+        streams = [torch.cuda.Stream(job.device) for _ in starts]
+        both = partial(on_streams, streams, list(starts.values()))
+
+    def facts() -> dict[str, Any]:
+        """The wrong values of both after they ran at the same time."""
+        wrong = 0
+        for _ in range(args.check):
+            for side, member in members.items():
+                operations.fill(*buffers[side], member)
+            dist.barrier(group.control)
+            both()
+            for side, (name, _, _) in sides.items():
+                _, dst = buffers[side]
+                wrong += operations.count_wrong(OPERATIONS[name], dst, members[side])
+        return {"wrong": wrong, "start_up": start_up.start_up_of(job, group)}
+
+    return Workload(both, parts, list(parts), calls=key["calls"], facts=facts, launches=True)
+
+
+def at_the_same_time(starts: Sequence[Callable[[], Any]]) -> None:
+    """Start all operations, then wait for each: on CUDA the current stream waits, not the host."""
+    for work in [start() for start in starts]:
+        work.wait()
+
+
+def on_streams(streams: Sequence[torch.cuda.Stream], starts: Sequence[Callable[[], Any]]) -> None:
+    """Start each operation on a stream of its own, and let the current stream wait for all."""
+    current = torch.cuda.current_stream()
+    for stream, start in zip(streams, starts, strict=True):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            start().wait()
+    for stream in streams:
+        current.wait_stream(stream)
+
+
+def derive_beside(
+    args: argparse.Namespace, case: Case, times: Times, facts: list[dict[str, Any]]
+) -> None:
+    """Fill in the times of both sides alone and of both together, and the ratio of these."""
+    metrics = case.metrics
+    by_rank = start_up.seconds_by_name([fact["start_up"] for fact in facts])
+    metrics |= {"wrong": 0, "start_up_by_rank": by_rank, **start_up.in_all(by_rank)}
+    for side in ("alone", "beside"):
+        metrics[f"{side}_time_s"] = times.median(side)
+    longer = max(("alone", "beside"), key=lambda side: metrics[f"{side}_time_s"].value)
+    metrics["both_time_s"] = times.median()
+    metrics["longer"] = case.key["collective" if longer == "alone" else "beside"]
+    metrics["longer_time_s"] = metrics[f"{longer}_time_s"]
+    metrics["both_over_longer"] = quotient(
+        metrics["both_time_s"], metrics["longer_time_s"], 1 / times.ratio(longer)
+    )
+    alone_s = metrics["alone_time_s"].value + metrics["beside_time_s"].value
+    metrics["in_turn_over_longer"] = alone_s / metrics["longer_time_s"].value
+    case.check = "passed" if args.check else "skipped: -c 0"
+    if args.check:
+        metrics["wrong"] = sum(fact["wrong"] for fact in facts)
+    if metrics["wrong"]:
+        case.check = f"failed: {metrics['wrong']} wrong values"
+
+
+def quotient(a: Estimate, b: Estimate, over_rounds: Estimate) -> Estimate:
+    """a / b, as printed, with the interval of the ratio over rounds."""
+    value = a.value / b.value
+    if over_rounds.low is None or over_rounds.high is None:
+        return Estimate(value)
+    return Estimate(value, min(value, over_rounds.low), max(value, over_rounds.high))
 
 
 def derive(
@@ -372,6 +500,38 @@ def footer(tables: dict[str, list[Case]], min_busbw: float, bench: Benchmark) ->
     bench.print(f"# Avg bus bandwidth    : {mean:g}\n#")
 
 
+COLUMNS_BESIDE: Columns = {
+    "size": lambda case: cli.show_size(case.key["size_bytes"]),
+    "both\n(us)": metric("both_time_s", 1e6),
+    "95% ci": relative("both_time_s"),
+    "alone\n(us)": metric("alone_time_s", 1e6),
+    "other\nalone (us)": metric("beside_time_s", 1e6),
+    "both /\nlonger": metric("both_over_longer"),
+    "95% ci\n(ratio)": ends("both_over_longer"),
+    "in turn /\nlonger": metric("in_turn_over_longer"),
+    "other\nsize": lambda case: cli.show_size(case.key["beside_bytes"]),
+    "alone\n95% ci": relative("alone_time_s"),
+    "other\n95% ci": relative("beside_time_s"),
+    "#wrong": lambda case: str(case.metrics.get("wrong", "-")),
+}
+
+
+def answer_beside(cases: list[Case]) -> str:
+    """What running at the same time costs, at the largest size.
+
+    `all_reduce of 4M bytes beside all_to_all of 4M: both at the same time take 1.62 times (1.50 to
+    1.70) as long as all_reduce alone; one after the other, 1.80 times`
+    """
+    case = max(cases, key=lambda case: int(case.key["size_bytes"]))
+    key, ratio = case.key, case.metrics["both_over_longer"]
+    sizes = [cli.show_size(key[name]) for name in ("size_bytes", "beside_bytes")]
+    pair = f"{key['collective']} of {sizes[0]} bytes beside {key['beside']} of {sizes[1]}"
+    cost = f"both at the same time take {ratio.times()} as long as {case.metrics['longer']} alone"
+    if ratio.may_be(1):
+        cost = f"no significant slowdown, {ratio.times()} as long as {case.metrics['longer']} alone"
+    return f"{pair}: {cost}; one after the other, {case.metrics['in_turn_over_longer']:.2f} times"
+
+
 def answer(limit: float | None, cases: list[Case]) -> str:
     """The largest bus bandwidth, where half of it is reached, and the smallest time.
 
@@ -430,7 +590,7 @@ def kind_of(key: Key) -> str:
 def plan(args: argparse.Namespace, device: str, groups: Groups) -> dict[str, list[Planned]]:
     """The title and the cases of each table."""
     ranks = len(groups[0])
-    one_buffer = args.cache_warm or args.cudagraph
+    one_buffer = args.cache_warm or args.cudagraph or args.beside
     most_calls = args.calls or (1 if device == "cpu" or args.per_iter_timing else MOST_CALLS)
     most_bytes = math.inf if args.calls else SAMPLE_BYTES
     sizes = scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
@@ -453,18 +613,32 @@ def plan(args: argparse.Namespace, device: str, groups: Groups) -> dict[str, lis
             size = count * unit  # a size that is no multiple is cut
             calls = max(1, int(min(most_calls, most_bytes // size)))
             key = table | {"size_bytes": size, "count": count, "calls": calls}
-            cases.append((f"{kind_of(table)}, {size} bytes", ranks * len(groups), key))
+            name_of_case = f"{kind_of(table)}, {size} bytes"
+            if args.beside:
+                key |= beside_of(args, ranks, size, dtype)
+                name_of_case += f" beside {key['beside']}, {key['beside_bytes']} bytes"
+            cases.append((name_of_case, ranks * len(groups), key))
         how = f"at most {count_of(most_calls, 'call')} a sample"
         how += f", {args.cudagraph} replays of a graph (-G)" if args.cudagraph else ""
         how += ", one buffer" if one_buffer else ", cold buffers"
+        how += f"; beside {args.beside[0]}" if args.beside else ""
         # an operation that does not reduce has the same title for each --op
         tables[f"# {kind_of(table)}, {args.groups} ({count_of(ranks, 'rank')}); {how}"] = cases
     return tables
 
 
+def beside_of(args: argparse.Namespace, ranks: int, size: int, dtype: str) -> Key:
+    """What the key of a case has of --beside. size: bytes of the other collective."""
+    name, own_size = args.beside
+    unit = getattr(torch, dtype).itemsize * max(OPERATIONS[name].parts(ranks))
+    count = max(1, (own_size or size) // unit)
+    return {"beside": name, "beside_bytes": count * unit, "beside_count": count}
+
+
 def check_root(args: argparse.Namespace, ranks: int) -> None:
     """ranks: of a group. Raises ValueError."""
-    rooted = [name for name in args.collective if OPERATIONS[name].has_root]
+    names = [*args.collective, *(args.beside or ())[:1]]
+    rooted = [name for name in names if OPERATIONS[name].has_root]
     if rooted and args.root >= ranks:
         within = f"a rank within its group, 0 to {ranks - 1}"
         raise ValueError(f"{rooted[0]} expected {within}, got {args.root}; e.g. --root 0")
@@ -477,24 +651,32 @@ def main() -> int:
         nodes = node_of_each(environment)
         groups = bench.prepare("--groups", lambda: partition(args.groups, nodes))
         bench.prepare("--root", lambda: check_root(args, len(groups[0])))
-        bench.prepare("-e", lambda: check_room(2 * args.maxbytes, job, environment, "-e"))
+        needed = args.maxbytes + (args.beside or (0, 0))[1] + bool(args.beside) * args.maxbytes
+        bench.prepare("-e", lambda: check_room(2 * needed, job, environment, "-e"))
         tables = plan(args, job.device.type, groups)
         reasons = {title: why_not_measured(cases[0][2], job) for title, cases in tables.items()}
         bench.announce({title: cases for title, cases in tables.items() if not reasons[title]})
         members = sorted(itertools.chain(*groups))
         make, fill_in = partial(build, job, args), partial(derive, args, groups)
+        if args.beside:
+            make, fill_in = partial(build_beside, job, args, groups), partial(derive_beside, args)
         measured: dict[str, list[Case]] = {}
-        answer_of_table = partial(answer, args.limit)
+        answer_of_table: Answer = answer_beside if args.beside else partial(answer, args.limit)
         for title, cases in tables.items():
-            scan_table = ScanTable(bool(args.per_iter_timing))
-            with bench.begin_table(title, {}, answer_of_table, scan_table) as table:
+            columns: Columns = {}
+            printed: Table = ScanTable(bool(args.per_iter_timing))
+            if args.beside:
+                columns = COLUMNS_BESIDE
+                printed = Table(columns)
+            with bench.begin_table(title, columns, answer_of_table, printed) as table:
                 measured[title] = table.cases
                 if reasons[title]:
                     bench.print(f"# n/a: {reasons[title]}")
                     continue
                 for name, _, key in cases:
                     bench.measure(key, name, make, fill_in, ranks=members, teams=groups)
-        footer(measured, args.min_busbw, bench)
+        if not args.beside:
+            footer(measured, args.min_busbw, bench)
         for case in bench.report.cases:
             if "group_s" in case.metrics:  # the one that has made the groups
                 by_rank = case.metrics["start_up_by_rank"]

@@ -87,3 +87,39 @@ def test_a_rank_that_does_not_take_part(bench: Callable[..., Any]) -> None:
     assert run.status == 1
     assert [case.key["redop"] for case in run.report.cases] == ["sum", "avg", "max"]
     assert all(case.metrics["in_place_wrong"] > 100 for case in run.report.cases)
+
+
+BESIDE = ("-b", "1K", "-e", "1K", "-w", "1", "--iters", "6", "--beside")
+
+
+@pytest.mark.smoke
+def test_two_collectives_at_once(bench: Callable[..., Any]) -> None:
+    """Each alone and both together, in turns within a case; all operations beside each other."""
+    names = [name for name in OPERATIONS if name != "sendrecv"]
+    run = bench(SCRIPT, *BESIDE, "all_to_all:4K", "--collective", ",".join(names), ranks=3)
+    assert run.status == 0, run.err
+    cases = run.report.cases
+    assert [case.key["collective"] for case in cases] == names
+    for case in cases:
+        assert case.check == "passed", case
+        assert list(case.samples_s) == ["step", "alone", "beside"]
+        assert (case.key["beside"], case.key["beside_bytes"]) == ("all_to_all", 4092)
+        both, longer = (case.metrics[f"{name}_time_s"].value for name in ("both", "longer"))
+        assert case.metrics["both_over_longer"].value == pytest.approx(both / longer)
+    assert "# Avg bus bandwidth" not in run.out
+    run = bench(SCRIPT, *BESIDE, "all_reduce", "--groups", "0,3/1,2", ranks=4)
+    (case,) = run.report.cases
+    assert (case.check, case.key["beside_bytes"]) == ("passed", 1024), run.err
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("name", "beside"), [("all_reduce", "all_gather"), ("all_gather", "all_reduce")]
+)
+def test_a_wrong_value_of_either_is_found(
+    bench: Callable[..., Any], name: str, beside: str
+) -> None:
+    flags = (*BESIDE, f"{beside}:8K", "--collective", name, "-b", "8K", "-e", "8K")
+    run = bench(SCRIPT, *flags, inject="wrong-sum")
+    assert run.status == 1
+    assert run.report.cases[0].check == "failed: 1 wrong values"

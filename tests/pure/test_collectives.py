@@ -86,7 +86,7 @@ def test_counts_are_those_of_nccl_tests() -> None:
     ((name, ranks, key), *_), *_ = tables.values()
     assert (name, ranks, key["group_ranks"]) == ("all_gather float32, 8 bytes", 4, 2)
     with pytest.raises(ValueError, match="reduce expected a rank within its group, 0 to 1, got 2"):
-        collectives.check_root(Mock(collective=["reduce"], root=2), 2)
+        collectives.check_root(Mock(collective=["reduce"], beside=None, root=2), 2)
 
 
 @pytest.mark.parametrize(
@@ -127,3 +127,46 @@ def test_answer() -> None:
     assert alone.endswith(
         "8 bytes take 3.00 us (2.97 to 3.03); one rank alone has no bus bandwidth"
     )
+
+
+def test_beside_by_hand() -> None:
+    """Alone 10 and 5 ms, both 12 ms; the slowest of 2 ranks counts. 12 / 10 and 15 / 10; in one of
+    6 rounds 18 / 10. Both are 1,000 times as fast on rank 1."""
+    both = [0.012, 0.012, 0.018, 0.012, 0.012, 0.012]
+    rows = {"step": both, "alone": [0.010] * 6, "beside": [0.005] * 6}
+    samples = {name: [row, [x / 1e3 for x in row]] for name, row in rows.items()}
+    case = Case(key=KEY | {"beside": "all_to_all", "beside_bytes": 2**20}, ranks=[0, 1])
+    facts = [{"start_up": {}, "wrong": 0}] * 2
+    args: Any = SimpleNamespace(check=1)
+    collectives.derive_beside(args, case, Times(samples, [1] * 6), facts)
+    m = case.metrics
+    times = [m[f"{name}_time_s"].value for name in ("both", "alone", "beside", "longer")]
+    assert times == pytest.approx([0.012, 0.010, 0.005, 0.010])
+    ratio = m["both_over_longer"]
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.2, 1.2, 1.8))
+    assert (m["longer"], m["in_turn_over_longer"]) == ("all_reduce", pytest.approx(1.5))
+    assert case.check == "passed"
+    sentence = "both at the same time take 1.20 times (1.20 to 1.80) as long as all_reduce alone"
+    end = "; one after the other, 1.50 times"
+    pair = "all_reduce of 61.04M bytes beside all_to_all of 1M"
+    assert collectives.answer_beside([case]) == f"{pair}: {sentence}{end}"
+    m["both_over_longer"] = Estimate(0.97, 0.9, 1.1)
+    sentence = "no significant slowdown, 0.97 times (0.90 to 1.10) as long as all_reduce alone"
+    assert collectives.answer_beside([case]) == f"{pair}: {sentence}{end}"
+    facts[1] = {"start_up": {}, "wrong": 7}
+    collectives.derive_beside(args, case, Times(samples, [1] * 6), facts)
+    assert case.check == "failed: 7 wrong values"
+
+
+def test_the_cases_of_beside() -> None:
+    """The other one has its own size, cut to a whole number of parts, or that of the case."""
+    for flag, sizes in (("all_to_all", [24, 96]), ("all_to_all:50", [48, 48])):
+        [(title, cases)] = planned(f"-b 24 -e 96 -f 4 --beside {flag}", [[0, 1, 2]]).items()
+        assert title.endswith("; at most 1 call a sample, one buffer; beside all_to_all")
+        assert [key["beside_bytes"] for *_, key in cases] == sizes
+        assert [key["beside_count"] for *_, key in cases] == [size // 12 for size in sizes]
+        assert (
+            cases[0][0] == f"all_reduce float32 sum, 24 bytes beside all_to_all, {sizes[0]} bytes"
+        )
+    with pytest.raises(ValueError, match="reduce expected a rank within its group, 0 to 1, got 2"):
+        collectives.check_root(Mock(collective=["all_reduce"], beside=("reduce", 0), root=2), 2)
