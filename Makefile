@@ -3,7 +3,7 @@ PYTEST = python -m pytest -n 3 --dist worksteal -rs
 
 quick:
 	$(PYTEST)
-smoke faults launch gpu oldest:
+smoke faults launch gpu oldest cudalab:
 	$(PYTEST) -m $@
 all: quick smoke faults launch
 lint:
@@ -12,4 +12,4 @@ lint:
 	mypy common benchmarks analysis examples tests
 results: # docs/results anew, in 25 minutes
 	python tests/measure_results.py
-.PHONY: results quick smoke faults launch gpu oldest all lint
+.PHONY: results quick smoke faults launch gpu oldest cudalab all lint

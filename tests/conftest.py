@@ -1,17 +1,24 @@
 """Fixtures: run a script under torchrun and look at what a user sees. A file a script beside this.
 
-`python -m pytest` runs what needs no torchrun; the marks below are `make smoke faults launch gpu`.
+`python -m pytest` runs what needs no torchrun; each mark below is a target of `make`.
 """
 
+import fcntl
+import hashlib
+import importlib.util
 import os
+import re
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.process import Process, Run, Warm, command_of, environment
+from tests.process import ROOT, Process, Run, Warm, command_of, environment
 
 MARKS = {
     "smoke": "starts torchrun: a script as its user runs it",
@@ -19,6 +26,7 @@ MARKS = {
     "launch": "starts a cluster: Slurm, ssh, Kubernetes",
     "gpu": "needs CUDA",
     "oldest": "each script once, for the oldest torch that is claimed",
+    "cudalab": "runs CUDA and NCCL code on the stand-in in tests/cudalab",
 }
 
 
@@ -30,8 +38,53 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
     if not config.option.markexpr:
         config.option.markexpr = " and ".join(f"not {name}" for name in MARKS)
-    if "gpu" not in config.option.markexpr.replace("not gpu", ""):
+    config.addinivalue_line("markers", "ci: a row of test_cudalab.py that .ci/run runs")
+    if not re.search(r"(?<!not )\b(gpu|cudalab)\b", config.option.markexpr):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # tests of the CPU are the same on every machine
+
+
+@pytest.fixture(scope="session")
+def lab_folder() -> Path:
+    """tests/cudalab, built for this torch; built again only if its sources or torch change.
+
+    Skips the test if torch is not built for CUDA 13, or, except in CI, if there is no C++ compiler.
+    """
+    source = ROOT / "tests" / "cudalab"
+    spec = importlib.util.find_spec("torch")
+    assert spec
+    assert spec.origin
+    version = Path(spec.origin).with_name("version.py").read_text()
+    digest = hashlib.sha256(f"{spec.origin} {version}".encode())
+    for path in sorted(source.glob("*.sh")) + sorted(source.glob("src/**/*")):
+        if path.is_file() and path.suffix != ".pyc":
+            digest.update(path.read_bytes())
+    folder = source / ".build" / digest.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the workers of pytest-xdist need it at the same time
+        if (folder / "env.sh").exists():
+            return folder
+        if not shutil.which("g++"):
+            (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("requires g++")
+        command = [str(source / "build.sh"), str(folder)]
+        env = os.environ | {"PYTHON": sys.executable}
+        built = subprocess.run(command, env=env, capture_output=True, text=True)
+    if built.returncode == 77:
+        pytest.skip(built.stderr.strip())
+    assert built.returncode == 0, built.stdout + built.stderr
+    return folder
+
+
+@pytest.fixture
+def lab(lab_folder: Path, tmp_path: Path) -> dict[str, str]:
+    """The variables of a process that uses the stand-in: `bench(..., **lab)`."""
+    script = f"source {str(lab_folder / 'env.sh')!r} && env -0"
+    names = ("CUDALAB", "CUDALAB_COVER", "PATH", "PYTHONPATH", "TRITON_LIBCUDA_PATH")
+    text = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    variables = dict(line.split("=", 1) for line in text.split("\0") if "=" in line)
+    kept = {name: variables[name] for name in names if name in variables}
+    # of each GPU: some scripts use a share of it, and this machine has less memory than 8 GPUs
+    return kept | {"CUDALAB_STATE": str(tmp_path / "gpus"), "CUDALAB_MEMORY_GIB": "3"}
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import pytest
@@ -24,6 +24,8 @@ from common.report import Report, load
 
 ROOT = Path(__file__).resolve().parents[1]
 INJECT = str(ROOT / "tests" / "inject.py")
+# what Python looks at before it imports torch; see tests/cudalab/README.md
+OF_THE_STAND_IN = ("CUDALAB", "CUDALAB_COVER", "PATH", "PYTHONPATH")
 
 
 @dataclass
@@ -114,7 +116,7 @@ class Process:
 class Warm(Process):
     """Commands that tests/warm.py starts, which spares every process the import of torch."""
 
-    server: Any = None
+    servers: ClassVar[dict[str, Any]] = {}  # by the stand-in for CUDA that they have loaded, if any
     status: int | None = None
     copying: threading.Thread | None = None  # the terminal's output
 
@@ -127,21 +129,24 @@ class Warm(Process):
     ) -> None:
         """columns: stdout of the commands is a terminal of this width, copied to out0."""
         self.folder, self.parts = folder, []
-        if Warm.server is None:
-            Warm.server = subprocess.Popen(
+        name = envs[0].get("CUDALAB", "")
+        stand_in = {k: v for k, v in envs[0].items() if name and k in OF_THE_STAND_IN}
+        if name not in Warm.servers:
+            Warm.servers[name] = subprocess.Popen(
                 [sys.executable, str(ROOT / "tests" / "warm.py")],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,
-                env=environment(),
+                env=environment(**stand_in),
                 start_new_session=True,
             )
+        self.server = Warm.servers[name]
         files = [[str(folder / f"{name}{i}") for name in ("out", "err")] for i in range(len(envs))]
         if columns:
             name = self.open_terminal(columns)
             files = [[name, err] for _, err in files]
         request = {"commands": commands, "environments": envs, "files": files}
-        Warm.server.stdin.write(json.dumps(request | {"folder": os.getcwd()}).encode() + b"\n")
+        self.server.stdin.write(json.dumps(request | {"folder": os.getcwd()}).encode() + b"\n")
         for pid in self.answer(60):
             with contextlib.suppress(psutil.NoSuchProcess):  # over already
                 self.parts.append(psutil.Process(pid))
@@ -162,9 +167,9 @@ class Warm(Process):
         return os.ttyname(self.terminal)
 
     def answer(self, seconds: float) -> list[int]:
-        if not select.select([Warm.server.stdout], [], [], seconds)[0]:
+        if not select.select([self.server.stdout], [], [], seconds)[0]:
             self.fail(seconds)
-        return [int(word) for word in Warm.server.stdout.readline().split()]
+        return [int(word) for word in self.server.stdout.readline().split()]
 
     def wait(self, seconds: float) -> int:
         if self.status is None:

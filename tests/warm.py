@@ -21,8 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.launcher import api as launcher
 
 USED = (  # by the scripts; what a torch lacks is left to the script that asks for it
     "torch._dynamo",
@@ -89,12 +91,26 @@ def start(number: int, request: dict[str, Any]) -> int:
     os._exit(status_of(work))
 
 
+def without_gpus(function: Callable[..., None]) -> Callable[..., None]:
+    """The function, which meanwhile sees no accelerator."""
+
+    def call(*args: Any) -> None:
+        real, torch.accelerator.is_available = torch.accelerator.is_available, lambda: False
+        function(*args)
+        torch.accelerator.is_available = real
+
+    return call
+
+
 def main() -> None:
     for name in USED:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     # torch's own leaves by SystemExit, and the agent would wait for its answer
     torchrun.run_script_path = run_script  # type: ignore[assignment]
+    # the agent would count GPUs, after which CUDA cannot be used in a process that it forks
+    config: Any = launcher.LaunchConfig
+    config.__post_init__ = without_gpus(config.__post_init__)
     api.logger.exception = api.logger.error  # type: ignore[method-assign]  # as of a subprocess
     # what is imported is no garbage: the scripts look for some after each case
     gc.freeze()
