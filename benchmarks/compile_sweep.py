@@ -43,12 +43,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
-
-# private, as torchtitan imports it; seen to work with torch 2.11, 2.14 and 2.15
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointWrapper,
-    apply_activation_checkpointing,
-)
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.profiler import record_function
 
@@ -206,8 +201,10 @@ def modules_of(model: nn.Module, classes: list[str]) -> list[nn.Module]:
 def recompute(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     """Activation checkpointing: backward computes the activations of these layers anew. Returns the
     modules that replace the layers in the model."""
-    apply_activation_checkpointing(model, check_fn=lambda module: module in layers)
-    return [module for module in model.modules() if isinstance(module, CheckpointWrapper)][::-1]
+    # private, as torchtitan imports it; seen to work with torch 2.14 and 2.15
+    checkpoint_wrapper.apply_activation_checkpointing(model, check_fn=lambda m: m in layers)
+    wrapped = checkpoint_wrapper.CheckpointWrapper
+    return [module for module in model.modules() if isinstance(module, wrapped)][::-1]
 
 
 def wrap(
