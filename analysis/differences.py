@@ -14,7 +14,7 @@ from analysis.show import list_once
 HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
 GPU_HARDWARE = ("power.limit", "clocks.max.sm", "ecc.mode.current", "mig.mode.current")
 # Not of interest by themselves: rows for each rank and device, and lines derived from them.
-IGNORED = ("ranks", "gpus", "differences", "variables", "others")
+IGNORED = ("ranks", "gpus", "gpu_counts", "differences", "variables", "others")
 BUSY = 0.1  # other programs disturb a run where they use more of a node's cores
 
 

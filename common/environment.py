@@ -183,6 +183,9 @@ def collect(
         values = {rank: json.loads(job.store.get(f"variables/{rank}")) for rank in speakers}
     sets = other_variables(hashes, values)
     hosts_of_ranks = [rank["host"] for rank in ranks]
+    counts = [len(node["gpus"]) for node in nodes]
+    for node in nodes:
+        node["gpus"] = used_gpus(node["gpus"], ranks)
     return {
         "version": version(),
         "contents": contents or {},
@@ -202,6 +205,7 @@ def collect(
         "kernels": [node["kernel"] for node in nodes],
         "topologies": [node["topology"] for node in nodes],
         "gpus": [node["gpus"] for node in nodes],
+        "gpu_counts": counts,
         "others": [node["others"] for node in nodes if node["others"]],
         "ranks": ranks,
         "differences": variable_lines(sets, values, hosts_of_ranks) + differences(nodes, ranks),
@@ -355,6 +359,18 @@ def gpu_memory() -> dict[str, str]:
     return {gpu["uuid"]: gpu["memory.used"] for gpu in gpu_state("uuid,memory.used")}
 
 
+def used_gpus(gpus: list[dict[str, str]], ranks: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The GPUs of a node that ranks of the job use, by UUID: nvidia-smi also shows those of other
+    jobs. A GPU in MIG mode is kept: torch reports the UUID of the instance, nvidia-smi the GPU's.
+
+    gpus: as `gpu_state` returns them. ranks: rows of `describe_rank`, also of other nodes.
+    """
+    used = {row["uuid"] for row in ranks}
+    return [
+        gpu for gpu in gpus if bare(gpu["uuid"]) in used or gpu["mig.mode.current"] == "Enabled"
+    ]
+
+
 def topology(cuda: bool) -> str:
     """How the devices of this node are connected, as text."""
     if cuda and (text := run(["nvidia-smi", "topo", "-m"])):
@@ -467,14 +483,20 @@ def lacking(environment: dict[str, Any], wanted: int | None = None) -> dict[int,
 
     wanted: how many GPUs a node should have; by default as many as the node with the most.
     """
-    wanted = wanted or max(map(len, environment["gpus"]))
+    counts = environment["gpu_counts"]
+    wanted = wanted or max(counts)
     why = {}
-    for node, gpus in enumerate(environment["gpus"]):
-        for gpu in gpus:
-            if gpu[UNCORRECTED].strip("0").isdigit():  # also "[N/A]"
-                why[node] = f"GPU {gpu['index']} has uncorrected errors of its memory"
-        if len(gpus) < wanted:
-            why[node] = f"it has {len(gpus)} of {wanted} GPUs"
+    for node, (gpus, count) in enumerate(zip(environment["gpus"], counts, strict=True)):
+        # strip: the count may also be "[N/A]"
+        broken = [gpu["index"] for gpu in gpus if gpu[UNCORRECTED].strip("0").isdigit()]
+        reasons = []
+        if broken:
+            verb = "has" if len(broken) == 1 else "have"
+            reasons.append(f"GPU {cut(broken)} {verb} uncorrected memory errors")
+        if count < wanted:
+            reasons.append(f"it has {count} of {wanted} GPUs")
+        if reasons:
+            why[node] = "; ".join(reasons)
     return why
 
 

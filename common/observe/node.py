@@ -1,13 +1,14 @@
 """GPUs and networks of the nodes: what is wrong with them at the start, and what happened to them
 during the run."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
 
 from common.benchmark import Benchmark, Observer
 from common.cli import cut
-from common.environment import bounded, gpu_state, lacking
+from common.environment import bounded, gpu_state, lacking, used_gpus
 from common.groups import gather
 
 # The bits of clocks_event_reasons.active that slow a GPU down: NVML's nvmlClocksEventReasons.
@@ -31,12 +32,12 @@ LEAST_SLOWED_S = 0.1  # shorter slowdowns within a run are not worth a line
 COUNTED = ("errin", "errout", "dropin", "dropout")  # by psutil, for each network interface
 
 Gpus = list[dict[str, str]]  # what `gpu_state` says about each GPU of a node
-Slowed = list[dict[str, float]]  # for each GPU of a node: reason -> seconds
+Slowed = list[dict[str, float]]  # for each of our GPUs of a node: reason -> seconds
 Counters = dict[str, int]  # `eth0 dropin` -> how often
 
 
 class Node(Observer):
-    """The first rank of a node looks at the node's GPUs and network."""
+    """The first rank of a node looks at the node's network and at the GPUs that ranks use."""
 
     def __init__(self, bench: Benchmark) -> None:
         super().__init__(bench)
@@ -51,15 +52,15 @@ class Node(Observer):
     def end(self, last_line: dict[str, Any]) -> list[str]:
         """Adds a row for each node: `network`, and on CUDA also `gpus` and `slowed_s`."""
         row = None
+        environment = self.bench.report.environment
         if self.looks:
-            gpus = gpu_state() if self.asks_gpus else []
+            gpus = used_gpus(gpu_state(), environment["ranks"]) if self.asks_gpus else []
             after = gpu_state(COUNTERS) if self.asks_gpus else []
-            slowed = slowed_seconds(self.slowed_before, after)
+            slowed = slowed_seconds(self.slowed_before, after, [gpu["index"] for gpu in gpus])
             row = gpus, slowed, growth(self.network_before, network_errors())
         rows = [row for row in gather(row) or [] if row]
         if not rows:
             return []
-        environment = self.bench.report.environment
         hosts = environment["hosts"]
         lines: list[str] = []
         last_line["network"] = [errors for _, _, errors in rows]
@@ -68,7 +69,7 @@ class Node(Observer):
         if environment["cuda"]:
             last_line["gpus"] = [gpus for gpus, _, _ in rows]
             last_line["slowed_s"] = [slowed for _, slowed, _ in rows]
-            lines += slowed_lines(hosts, last_line["slowed_s"])
+            lines += slowed_lines(hosts, last_line["gpus"], last_line["slowed_s"])
             lines += without_counters(hosts, last_line["gpus"], last_line["slowed_s"])
         return lines
 
@@ -99,16 +100,16 @@ def throttled(hosts: list[str], gpus: list[Gpus]) -> list[str]:
     return lines
 
 
-def slowed_seconds(before: Gpus, after: Gpus) -> Slowed | None:
-    """How long each GPU was slowed down between two readings of COUNTERS. None if the driver does
-    not count it. One moment tells little: after the last case the GPUs are idle."""
-    starts = {gpu["index"]: gpu for gpu in before}
+def slowed_seconds(before: Gpus, after: Gpus, indices: Sequence[str]) -> Slowed | None:
+    """How long each of these GPUs was slowed down between two readings of COUNTERS. None if the
+    driver does not count it. One moment tells little: after the last case the GPUs are idle."""
+    starts, ends = ({gpu["index"]: gpu for gpu in gpus} for gpus in (before, after))
     slowed, known = Slowed(), False
-    for end in after:
+    for index in indices:
         seconds: dict[str, float] = {}
-        start = starts.get(end["index"], {})
+        start, end = starts.get(index, {}), ends.get(index, {})
         for counter, reason in SLOWED.items():
-            start_s, end_s = seconds_of(start.get(counter, "")), seconds_of(end[counter])
+            start_s, end_s = seconds_of(start.get(counter, "")), seconds_of(end.get(counter, ""))
             if start_s is None or end_s is None:
                 continue
             known = True
@@ -124,15 +125,16 @@ def seconds_of(text: str) -> float | None:
     return int(number) / 1e6 if number.isdigit() else None
 
 
-def slowed_lines(hosts: list[str], slowed: list[Slowed | None]) -> list[str]:
+def slowed_lines(hosts: list[str], gpus: list[Gpus], slowed: list[Slowed | None]) -> list[str]:
     """A line for each GPU that was slowed down, with the seconds of each reason.
 
     A power cap alone is a note: it is normal under large products. Heat and a power brake are not,
     so they are a warning, and their GPUs come first.
     """
     warnings, notes = list[str](), list[str]()
-    for host, node in zip(hosts, slowed, strict=True):
-        for gpu, seconds in enumerate(node or []):
+    for host, node, seconds_of_node in zip(hosts, gpus, slowed, strict=True):
+        for row, seconds in zip(node, seconds_of_node or [{}] * len(node), strict=True):
+            gpu = row["index"]
             reasons = ", ".join(f"{reason} for {s:.1f} s" for reason, s in seconds.items())
             if seconds.keys() - {POWER_CAP}:
                 warnings.append(f"warning: GPU {gpu} of {host} was throttled: {reasons}")

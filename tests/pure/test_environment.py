@@ -134,12 +134,28 @@ def test_the_state_of_gpus_is_what_nvidia_smi_says(
     (gpu,) = environment.gpu_state()
     assert (gpu["power.limit"], gpu["clocks_event_reasons.active"]) == ("700.00 W", "0x1")
     assert environment.gpu_state("memory.total") == []  # a field that this driver does not know
-    broken = {0: "GPU 3 has uncorrected errors of its memory"}
-    healthy, unknown = (gpu | {environment.UNCORRECTED: text} for text in ("0", "[N/A]"))
-    assert environment.lacking({"gpus": [[healthy, gpu], [unknown, healthy]]}) == broken
-    few = {1: "it has 7 of 8 GPUs"}
-    assert environment.lacking({"gpus": [[healthy] * 8, [healthy] * 7]}) == few
-    assert environment.lacking({"gpus": [[]]}, 8) == {0: "it has 0 of 8 GPUs"}
+    mig = gpu | {"uuid": "GPU-1", "mig.mode.current": "Enabled"}
+    other_jobs = gpu | {"uuid": "GPU-2"}
+    ranks = [{"uuid": "5e9f2c"}, {"uuid": "of an instance"}, {"uuid": ""}]  # the last: on the CPU
+    assert environment.used_gpus([other_jobs, gpu, mig], ranks) == [gpu, mig]
+
+
+def test_broken_and_missing_gpus() -> None:
+    """All GPUs with errors are named, and the missing ones with them. The number of GPUs is the
+    node's: the ranks may use fewer."""
+    gpus = [
+        {"index": str(i), environment.UNCORRECTED: count}
+        for i, count in enumerate(("0", "[N/A]", "1", "20", "0"))
+    ]
+    found = {"gpus": [gpus, gpus[:2], gpus[2:3]], "gpu_counts": [8, 7, 7]}
+    assert environment.lacking(found) == {
+        0: "GPU 2, 3 have uncorrected memory errors",
+        1: "it has 7 of 8 GPUs",
+        2: "GPU 2 has uncorrected memory errors; it has 7 of 8 GPUs",
+    }
+    assert environment.lacking({"gpus": [[]], "gpu_counts": [0]}, 8) == {0: "it has 0 of 8 GPUs"}
+    healthy = {"gpus": [gpus[:2]], "gpu_counts": [8]}
+    assert environment.lacking(healthy) == environment.lacking(healthy, 8) == {}
 
 
 @pytest.mark.parametrize("by_torchrun", [True, False])

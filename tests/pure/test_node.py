@@ -26,13 +26,15 @@ def test_what_is_wrong_at_the_start() -> None:
     unknown = {"index": "1", REASONS: "[N/A]", ECC: "[N/A]"}
     ranks = [{"rank": i, "uuid": "G0", "cores": 8 - 7 * i} for i in (0, 1)]
     found: dict[str, Any] = {"hosts": ["a", "b"], "gpus": [[hot, unknown], [unknown, capped]]}
+    found["gpu_counts"] = [8, 8]
     assert node.warnings_at_start(found | {"ranks": ranks}) == [
         "warning: GPU 0 of a is throttled: hardware thermal",
         "warning: GPU 3 of b is throttled: power cap",
-        "warning: a: GPU 0 has uncorrected errors of its memory",
+        "warning: a: GPU 0 has uncorrected memory errors",
         "warning: rank 1 has 1 core for its GPU; see srun --cpus-per-task",
     ]
-    on_cpu = {"hosts": ["a"], "gpus": [[]], "ranks": [{"uuid": "", "cores": 1}]}
+    on_cpu: dict[str, Any] = {"hosts": ["a"], "gpus": [[]], "gpu_counts": [0]}
+    on_cpu["ranks"] = [{"uuid": "", "cores": 1}]
     assert node.warnings_at_start(on_cpu) == []
 
 
@@ -41,23 +43,28 @@ def test_what_slowed_a_gpu_down_within_the_run() -> None:
     zeros = ("0 us",) * 4
     before = [counted(*["6869275397 us"] * 2, "0 us", "0 us", index="1"), counted(*zeros)]
     hot = counted("6881625397 us", "6869280000 us", "250000 us", "0 us", index="1")
-    slowed = node.slowed_seconds(before, [counted("12300000 us", *zeros[1:]), hot])
+    after = [counted("12300000 us", *zeros[1:]), hot, counted("9000000 us", *zeros[1:], index="2")]
+    slowed = node.slowed_seconds(before, after, ["1", "0"])
     assert slowed == [
-        {"power cap": 12.3},
         {"power cap": pytest.approx(12.35), "hardware thermal": 0.25},
+        {"power cap": 12.3},
     ]
-    assert node.slowed_lines(["a"], [slowed]) == [
+    gpus = [{"index": "1"}, {"index": "0"}]
+    assert node.slowed_lines(["a"], [gpus], [slowed]) == [
         "warning: GPU 1 of a was throttled: power cap for 12.3 s, hardware thermal for 0.2 s",
         "note: GPU 0 of a was limited by its power: power cap for 12.3 s",
     ]
-    assert node.slowed_seconds(before, before) == [{}, {}]
-    assert node.slowed_lines(["a"], [[{}, {}]]) == []
+    assert node.slowed_seconds(before, before, ["0", "1"]) == [{}, {}]
+    assert node.slowed_lines(["a"], [gpus], [[{}, {}]]) == []
+    assert node.slowed_lines(["a"], [gpus], [None]) == []
 
 
 def test_a_driver_without_counters_is_named() -> None:
     """Silence would read as `was not throttled`."""
     unknown = [counted(*["[N/A]"] * 4)]
-    assert node.slowed_seconds([], []) is node.slowed_seconds(unknown, unknown) is None
+    assert node.slowed_seconds([], [], []) is None
+    assert node.slowed_seconds(unknown, unknown, ["0"]) is None
+    assert node.slowed_seconds(unknown, [], ["0"]) is None  # the second query failed
     old, new = [{"driver_version": "535.113.01"}], [{"driver_version": "595.45.04"}]
     # d has no nvidia-smi
     assert node.without_counters([*"abcd"], [old, new, old, []], [None, [{}], None, None]) == [
@@ -84,22 +91,31 @@ def test_a_node_whose_counters_grew_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_last_lines_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node of two ranks, of which the second says nothing. The data did not go over the network,
-    so its drops are in the report alone."""
-    gpu = {"index": "0", "driver_version": "580.65.06", REASONS: "0x0", ECC: "0"}
-    readings = [counted(*["0 us"] * 4), counted("2000000 us", *["0 us"] * 3)]
-    monkeypatch.setattr(node, "gpu_state", lambda query="": [readings.pop(0) if query else gpu])
+    """A node with two ranks, of which the second does not look. The data did not go over the
+    network, so its drops are in the report alone. GPU 0 belongs to another job."""
+    gpus = [
+        {"index": index, "uuid": f"GPU-{index}", "driver_version": "580.65.06", REASONS: "0x0"}
+        for index in ("0", "1")
+    ]
+    gpus = [gpu | {ECC: "0", "mig.mode.current": "Disabled"} for gpu in gpus]
+    zeros = ("0 us",) * 4
+    start = [counted(*zeros), counted(*zeros, index="1")]
+    end = [counted(*["9000000 us"] * 4), counted("2000000 us", *zeros[1:], index="1")]
+    readings = [start, end]
+    monkeypatch.setattr(node, "gpu_state", lambda query="": readings.pop(0) if query else gpus)
     drops = [{"eth0 dropin": 1}, {"eth0 dropin": 8}]
     monkeypatch.setattr(node, "network_errors", lambda: drops.pop(0))
     monkeypatch.setattr(node, "gather", lambda row: [row, None])
-    environment = {"cuda": "13.2", "hosts": ["a"], "gpus": [[gpu]], "ranks": []}
+    ranks = [{"uuid": "1", "cores": 4, "rank": 0}]
+    environment = {"cuda": "13.2", "hosts": ["a"], "gpus": [gpus[1:]], "ranks": ranks}
+    environment["gpu_counts"] = [2]
     bench: Any = Mock(job=Mock(local_rank=0), report=Mock(environment=environment))
     observer, last_line = Node(bench), dict[str, Any]()
-    line = "note: GPU 0 of a was limited by its power: power cap for 2.0 s"
+    line = "note: GPU 1 of a was limited by its power: power cap for 2.0 s"
     assert observer.end(last_line) == [line]
     expected = {
         "network": [{"eth0 dropin": 7}],
-        "gpus": [[gpu]],
+        "gpus": [gpus[1:]],
         "slowed_s": [[{"power cap": 2.0}]],
     }
     assert last_line == expected
