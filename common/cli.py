@@ -154,9 +154,25 @@ def write(text: str) -> None:
         os.write(2, f"{text}\n".encode() if text else b"")
 
 
+OUT_OF_MEMORY = re.compile(  # torch 2.11 to 2.15: 500 characters, with advice and a link
+    r"CUDA out of memory\. Tried to allocate (\S+ \w+)[^.]*\. (GPU \d+) has a total capacity of "
+    r"(\S+ \w+) of which (\S+ \w+) is free\.(?:.*?(\S+ \w+) allowed;)?.*?(?='\)|$)",
+    re.MULTILINE,
+)
+
+
+def short_of_memory(match: re.Match[str]) -> str:
+    """A match of OUT_OF_MEMORY in few words. The limit that a process may have been given, and
+    reaches while the GPU still has free memory, is a part of it."""
+    wanted, gpu, capacity, free, allowed = match.groups()
+    limit = f"; {allowed} allowed" if allowed else ""
+    return f"{gpu} has {free} of {capacity} free, {wanted} needed{limit}"
+
+
 def describe(error: BaseException) -> str:
     """An error in one line."""
-    lines = str(error).strip().splitlines() or ["no message"]
+    text = OUT_OF_MEMORY.sub(short_of_memory, str(error))
+    lines = text.strip().splitlines() or ["no message"]
     if "On WorkerInfo(" in lines[0] and len(lines) > 1:  # RPC adds this line
         return lines[1]
     text = f"{type(error).__name__}: {lines[0].strip()}"

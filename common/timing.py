@@ -114,8 +114,8 @@ def time_block(
         event.record()
         return event
 
-    start = perf_counter()
     stamps = [stamp()]
+    start = perf_counter()
     for _ in range(iters):
         for _ in range(calls):
             step()
@@ -258,11 +258,15 @@ def cuda_graph(step: Callable[[], object], device: torch.device) -> Callable[[],
 
 
 def launch_share(ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """Launching over the device's time, for each step. The rank where this is largest counts."""
+    """Launching over the device's time, for each step. The rank where this is largest counts.
+
+    At most 1: a host that never gets ahead launches for as long as the device is busy or waits,
+    and two clocks measure these times.
+    """
     shares: dict[str, float] = {}
     for times in ranks:
         for name, launching_s in times.launching_s.items():
-            share = round(float(launching_s / np.sum(times.samples_s[name])), 3)
+            share = min(1.0, round(float(launching_s / np.sum(times.samples_s[name])), 3))
             shares[name] = max(share, shares.get(name, 0.0))
     return shares
 

@@ -111,6 +111,7 @@ IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     # the twelfth step is in a timed block
     "step-raises": (STEP, 12, raising(RuntimeError, "no kernel for this step"), 1),
     "stops": (STEP, 12, stop, 1),
+    "stops-in-all-reduce": ("torch.distributed.all_reduce", 60, stop, 1),  # in a timed block
     "slow-rank": (STEP, None, waiting(0.15), 1),  # longer than what a busy machine delays
     "slow-optimizer": (NEW_OPTIMIZER, 1, waiting(4), 1),
     # in the second model of a case

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import get_args_parser
 
@@ -155,6 +156,34 @@ def test_why_nccl_failed_is_part_of_the_line() -> None:
     assert nccl2.startswith("RuntimeError: Failed to initialize NCCL communicator: invalid usage: ")
     assert nccl2.endswith(": Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000")
     assert cli.describe(RuntimeError("a\nLast error:\n")) == "RuntimeError: a"  # none was recorded
+
+
+# as torch 2.14 writes it: of a full GPU, and of a process with a limit of its own
+FULL = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 1 has a total capacity of 79.11 GiB of "
+    "which 11.68 MiB is free. "
+)
+ADVICE = (
+    "Of the allocated memory 62.56 MiB is allocated by PyTorch, and 9.44 MiB is reserved by "
+    "PyTorch but unallocated. If reserved but unallocated memory is large try setting "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation "
+    "for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing)"
+)
+
+
+def test_out_of_memory_is_one_short_line() -> None:
+    short = "GPU 1 has 11.68 MiB of 79.11 GiB free, 20.00 MiB needed"
+    process = "Including non-PyTorch memory, this process has 77.16 GiB memory in use. "
+    for text in (FULL + process + ADVICE, FULL + "Process 7 has 78 GiB memory in use. " + ADVICE):
+        error = torch.OutOfMemoryError(text)
+        assert cli.describe(error) == f"OutOfMemoryError: {short}"
+        # as RPC brings it from a server
+        remote = f"On WorkerInfo(id=2, name=server0):\nOutOfMemoryError({text!r})\nTraceback (most"
+        assert cli.describe(RuntimeError(remote)) == f"OutOfMemoryError('{short}')"
+    limited = torch.OutOfMemoryError(f"{FULL}{process}11.87 GiB allowed; {ADVICE}")
+    assert cli.describe(limited) == f"OutOfMemoryError: {short}; 11.87 GiB allowed"
+    wrapped = RuntimeError(f"rank 1: {FULL}{ADVICE}\nsecond line")
+    assert cli.describe(wrapped) == f"RuntimeError: rank 1: {short}"
 
 
 def test_the_version_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,8 @@ def test_launch_share_is_of_the_rank_with_the_most() -> None:
     slow = RankTimes({"a": [1.0, 3.0]}, [2], "iters", {"a": 1.0})
     fast = RankTimes({"a": [0.5, 0.5]}, [2], "iters", {"a": 0.9})
     assert timing.launch_share([slow, fast]) == {"a": 0.9}
+    fast.launching_s["a"] = 1.32
+    assert timing.launch_share([slow, fast]) == {"a": 1.0}
 
 
 @pytest.fixture
