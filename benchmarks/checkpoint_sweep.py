@@ -157,9 +157,12 @@ def async_save(state: State, path: Path, by: AsyncCheckpointerType) -> Any:
             use_non_blocking_copy=cuda,
         )
         state.stager = DefaultStager(options)
+    # The copy is on the CPU. To read ahead from a GPU, the thread or process that writes would make
+    # a CUDA context on GPU 0, for each rank.
+    writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
     return dcp.async_save(
         state.dicts(),
-        checkpoint_id=path,
+        storage_writer=writer,
         process_group=state.group,
         async_stager=state.stager,
         async_checkpointer_type=by,
