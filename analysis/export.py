@@ -37,9 +37,22 @@ def to_csv(rows: Rows) -> str:
     import pandas as pd  # here: if it is missing, analysis/ has said so
 
     table = pd.json_normalize(rows).astype({"n": "Int64"})  # the key as columns key.*
+    table = table.map(as_text).rename(columns=as_text)
     last = ["metric", "value", "low", "high", "n"]
     first = table.columns.difference(last, sort=False)
     return table[[*first, *last]].to_csv(index=False)
+
+
+def as_text(cell: Any) -> Any:
+    """A cell, with a ' before text that a spreadsheet would take for a formula.
+
+    Names in a report may come from elsewhere, and a formula can call programs. Numbers stay.
+    """
+    try:
+        float(cell)
+    except (TypeError, ValueError):
+        return f"'{cell}" if str(cell).startswith(("=", "+", "-", "@", "\t", "\r")) else cell
+    return cell
 
 
 def to_gha(rows: Rows) -> str:

@@ -22,7 +22,7 @@ import pandas as pd
 from pandas.io.json import ujson_loads  # half the time of json's
 
 from analysis import foreign, nccl_tests
-from analysis.show import DAMAGE, canonical, is_number, unit_of
+from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
 from common import report as report_file
 from common.cli import suggest
 from common.report import Case, Estimate, Report
@@ -31,6 +31,7 @@ from common.stats import time_of_iterations
 STEP = "step"  # what a case is about, among its samples
 RATES = ("1/s", "GB/s", "MB/s")
 ENDINGS = (".json", ".jsonl")  # of reports in a folder
+SHORTEST_S, LONGEST_S = 1e-12, 1e9  # of the times of a case
 Value = str | float | Estimate  # a number that was estimated has its interval
 
 
@@ -103,7 +104,8 @@ def find(words: Sequence[str]) -> list[str]:
 def paths_of(word: str) -> list[str]:
     """A file, the reports below a folder, or the files that fit a pattern."""
     if os.path.isdir(word):
-        paths = [str(path) for path in Path(word).rglob("*") if path.suffix in ENDINGS]
+        inside = [path for path in Path(word).rglob("*") if path.suffix in ENDINGS]
+        paths = [str(path) for path in inside if path.is_file()]  # a FIFO would be waited for
         if not paths:
             raise ValueError(f"there is no report (*.jsonl) in {word}")
         return sorted(paths)
@@ -181,6 +183,7 @@ def read(path: str, measure: str | None) -> list[Run]:
         its_own = STEP if STEP in case.samples_s else next(iter(case.samples_s), "")
         step = measure or its_own
         samples = np.asarray(case.samples_s.get(step, []), dtype=np.float64)  # [ranks, iterations]
+        refuse_impossible(samples, path, case.name)
         case.samples_s = {}
         if samples.size:
             case.samples_s[step] = [time_of_iterations(samples, case.aligned).tolist()]
@@ -198,6 +201,8 @@ def read(path: str, measure: str | None) -> list[Run]:
         runs.append(run)
         cases = itertools.chain(*map(split_links, report.cases))
         index(run, [timed(case, measure) for case in cases], "several cases have the same key")
+        for row in run.rows.values():
+            refuse_impossible(row.time_s, path, row.name)
     rows = rows_of(runs)
     if measure and rows and not any(row.measure for row in rows):
         for row in rows:
@@ -206,6 +211,17 @@ def read(path: str, measure: str | None) -> list[Run]:
         why = f"{path}: no case has a step, a time or a rate above 0 named '{measure}'"
         raise ValueError(f"{why}; there are {', '.join(times) or 'none'}{suggest(measure, times)}")
     return runs
+
+
+def refuse_impossible(times_s: Any, path: str, name: str) -> None:
+    """Raise ValueError if a time of a case cannot be one: ratios of such times mean nothing.
+
+    times_s: a number or an array, in seconds; 0 for a time that is missing.
+    """
+    times_s = np.asarray(times_s)
+    if not ((times_s == 0) | ((times_s >= SHORTEST_S) & (times_s <= LONGEST_S))).all():
+        limits = f"from {SHORTEST_S:g} to {LONGEST_S:g} s"
+        raise ValueError(f"{path}: case {clean(name)!r} has a time that is not {limits}")
 
 
 def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> list[Report]:

@@ -306,6 +306,7 @@ def main() -> int:
             raise ValueError(f"expected a file that ends in .html, got {args.output!r}")
         if os.path.realpath(args.output) in map(os.path.realpath, find(args.reports)):
             raise ValueError(f"{args.output} is one of the reports, which it would overwrite")
+        show.refuse_foreign(args.output)
         page = as_page(*sections_of(args.reports))
         Path(args.output).write_text(page, encoding="utf-8")
     return 0

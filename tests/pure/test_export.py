@@ -73,3 +73,17 @@ def test_what_pytorchs_report_has_no_room_for(tmp_path: Path) -> None:
     bounded = ddp("x", 2) | {"bounded": True, "samples_s": {"step": [[1.1, 1.2]]}}
     large = write(tmp_path / "large.jsonl", bounded)
     assert "needs each rank's times" in run("export.py", large, "--to", "pytorch").stderr
+
+
+def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
+    """A spreadsheet would run it. Numbers stay as they are, also negative ones in words."""
+    key = {"=1+1": "@SUM(1)", "size": "-2+3", "root": "-1", "shift": -4}
+    about = {"key": key, "table": "=HYPERLINK(1)", "metrics": {"late_s": estimate(-0.5, -1, 0.25)}}
+    path = write(tmp_path / "a.jsonl", case("+1+1", **about), hosts=["=cmd"])
+    header, row = list(csv.reader(io.StringIO(export(path, "--to", "csv", "--metric", "late_s"))))
+    cells = dict(zip(header, row, strict=True))
+    assert cells["case"] == "'+1+1"
+    assert cells["table"] == "'=HYPERLINK(1)"
+    assert cells["key.=1+1"] == "'@SUM(1)"
+    assert cells["key.size"] == "'-2+3"
+    assert (cells["key.root"], cells["key.shift"], cells["low"]) == ("-1", "-4", "-1")

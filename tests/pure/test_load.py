@@ -1,6 +1,7 @@
 """analysis/load.py: reports as rows, for the other programs of analysis/ and for a notebook."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -123,3 +124,33 @@ def test_torch_is_never_imported() -> None:
     modules = [f"analysis.{path.stem}" for path in (ROOT / "analysis").glob("[a-z]*.py")]
     code = f"import sys, {', '.join(modules)}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_only_regular_files_of_a_folder_are_read(tmp_path: Path) -> None:
+    """A FIFO would be waited for, for ever. One that is named by itself is read."""
+    write(tmp_path / "a.jsonl", case("x"))
+    os.mkfifo(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").mkdir()
+    os.symlink(tmp_path / "a.jsonl", tmp_path / "of another suffix")
+    assert [run.label for run in load([str(tmp_path)])] == [str(tmp_path / "a.jsonl")]
+
+
+@pytest.mark.parametrize("seconds", ["Infinity", "NaN", "1e300", "-0.1", "1e-300"])
+@pytest.mark.parametrize("from_samples", [True, False])
+def test_a_time_that_cannot_be_one_is_refused(
+    tmp_path: Path, seconds: str, from_samples: bool
+) -> None:
+    """Ratios would have 300 digits, and statistics fail on infinite times."""
+    if from_samples:
+        line = case("x", [0.1, 77, 0.1])
+    else:
+        line = case("x", samples_s={}, metrics={"step_s": 77}, rounds=[])
+    path = Path(write(tmp_path / "a.jsonl", line))
+    path.write_text(path.read_text().replace(" 77", f" {seconds}"))
+    if not from_samples and seconds in ("Infinity", "NaN", "-0.1"):
+        (row,) = load([str(path)])[0].rows.values()
+        assert row.time_s == 0  # as if it were missing
+        return
+    why = "a.jsonl: case 'x' has a time that is not from 1e-12 to 1e+09 s"
+    with pytest.raises(ValueError, match=re.escape(why)):
+        load([str(path)])

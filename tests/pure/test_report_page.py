@@ -181,3 +181,17 @@ def test_a_page_replaces_no_report(tmp_path: Path) -> None:
     done = run("report.py", str(path), "-o", str(path))
     assert (done.returncode, "it would overwrite" in done.stderr) == (2, True)
     assert path.read_bytes() == before
+
+
+def test_only_a_page_of_its_own_is_replaced(tmp_path: Path) -> None:
+    report, page = write(tmp_path / "a.jsonl", case("x")), tmp_path / "page.html"
+    for _ in range(2):
+        assert run("report.py", report, "-o", str(page)).returncode == 0
+    page.write_text("<p>my notes</p>")
+    done = run("report.py", report, "-o", str(page))
+    assert done.returncode == 2
+    why = f"{page} is there already, and is no output of torchrun-bench; give another\n"
+    assert done.stderr == f"report.py: error: {why}"
+    assert page.read_text() == "<p>my notes</p>"
+    page.write_text("")
+    assert run("report.py", report, "-o", str(page)).returncode == 0
