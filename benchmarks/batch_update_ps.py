@@ -31,6 +31,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+# first: it names a package that is missing
+
+# isort: split
+
+# first: it names a package that is missing
+
+# isort: split
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# first: it names a package that is missing
+from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
@@ -39,12 +52,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.workloads.phases import own_pace
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
-from common.cli import Parser, add_common_flags, list_of, positive_int, refuse
 from common.environment import count_of
 from common.groups import Group, Job
 from common.report import Case

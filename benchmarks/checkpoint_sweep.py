@@ -35,6 +35,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, TypedDict, cast
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli  # first: it names a package that is missing
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -52,12 +57,10 @@ from torch.utils import _pytree  # private; seen to work with torch 2.11, 2.14 a
 
 if __name__ == "__mp_main__":  # the process that writes for async-process, where torch logs a lot
     logging.disable(logging.WARNING)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from benchmarks.workloads.folders import remove_at_end
 from benchmarks.workloads.meshes import forget_groups
-from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
 from common.groups import FOREVER, Group, agree, rendezvous, share

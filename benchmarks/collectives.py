@@ -33,19 +33,21 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli  # first: it names a package that is missing
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.workloads import operations, start_up
 from benchmarks.workloads.operations import OPERATIONS, REDOPS, VARIANTS, Member
 from benchmarks.workloads.ranks import partition
 from benchmarks.workloads.room import check_room
-from common import cli
 from common.benchmark import Answer, Benchmark, Key, Planned
 from common.environment import count_of, node_of_each
 from common.groups import Group, Job, connect, rendezvous

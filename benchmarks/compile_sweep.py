@@ -39,6 +39,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli  # first: it names a package that is missing
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -46,8 +51,6 @@ from torch.distributed import fsdp
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.profiler import record_function
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from benchmarks.workloads.meshes import forget_groups
@@ -60,7 +63,6 @@ from benchmarks.workloads.reference import (
     sgd,
     train_alone,
 )
-from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
 from common.groups import Group, Job, agree

@@ -33,6 +33,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+# first: it names a package that is missing
+
+# isort: split
+
+# first: it names a package that is missing
+
+# isort: split
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# first: it names a package that is missing
+from common.cli import Parser, add_common_flags, list_of, number, positive_int
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -44,12 +57,9 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.workloads.phases import Phases, Stamps, pool
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, relative_error, verdict
-from common.cli import Parser, add_common_flags, list_of, number, positive_int
 from common.groups import Group, Job
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers

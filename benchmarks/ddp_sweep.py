@@ -36,6 +36,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli  # first: it names a package that is missing
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -43,11 +48,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.workloads.own_model import is_own, make_own, own_batch_size
 from benchmarks.workloads.precision import PRECISION, name_precision, set_precision
-from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, verdict
 from common.environment import count_of

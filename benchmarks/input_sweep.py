@@ -41,6 +41,11 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli  # first: it names a package that is missing
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torchvision
@@ -51,10 +56,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from torchvision.datasets.folder import pil_loader
 from torchvision.transforms import v2
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.workloads.folders import remove_at_end
-from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, verdict
 from common.environment import count_of

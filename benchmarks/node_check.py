@@ -37,18 +37,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli  # first: it names a package that is missing
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.workloads import links, operations, start_up
 from benchmarks.workloads.operations import Member
 from benchmarks.workloads.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
-from common import cli
 from common.benchmark import Benchmark, Build, Derive, Key, Planned
 from common.check import digest, verdict
 from common.environment import Others, count_of, lacking, node_of_each

@@ -33,11 +33,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli  # first: it names a package that is missing
+
+# isort: split
 import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.links import (
     KINDS,
@@ -52,7 +55,6 @@ from benchmarks.workloads.links import (
 )
 from benchmarks.workloads.outliers import MARGIN, SIGMAS, sentences
 from benchmarks.workloads.ranks import partition
-from common import cli
 from common.benchmark import Benchmark, Key, folded
 from common.environment import count_of, node_of_each
 from common.table import percent

@@ -35,13 +35,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli  # first: it names a package that is missing
+
+# isort: split
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.workloads.axes import DTYPES, create, is_expert, train
 from benchmarks.workloads.decoder import DECODERS, flops_per_token, next_token_loss, random_text
@@ -62,7 +65,6 @@ from benchmarks.workloads.reference import (
     train_alone,
 )
 from benchmarks.workloads.room import check_room
-from common import cli
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
 from common.environment import sharers

@@ -39,6 +39,19 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+# first: it names a package that is missing
+
+# isort: split
+
+# first: it names a package that is missing
+
+# isort: split
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# first: it names a package that is missing
+from common.cli import By, Parser, add_common_flags, checked, list_of, number
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -49,12 +62,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.workloads.phases import Durations, Phases, Stamps, phase_table, pool, summaries
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, relative_error, verdict
-from common.cli import By, Parser, add_common_flags, checked, list_of, number
 from common.environment import count_of
 from common.groups import Group, Job
 from common.join import world

@@ -41,17 +41,19 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, NoReturn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli  # first: it names a package that is missing
+
+# isort: split
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.workloads import operations
 from benchmarks.workloads.operations import Member, Operation
 from benchmarks.workloads.room import check_room
-from common import cli
 from common.benchmark import Benchmark, Key
 from common.environment import count_of
 from common.groups import Group, Job, connect, gather, rendezvous, share

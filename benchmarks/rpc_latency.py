@@ -40,6 +40,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+# first: it names a package that is missing
+
+# isort: split
+
+# first: it names a package that is missing
+
+# isort: split
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# first: it names a package that is missing
+from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
+
+# isort: split
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
@@ -47,13 +60,10 @@ from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.workloads import patterns
 from benchmarks.workloads.phases import own_pace
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
-from common.cli import Parser, add_common_flags, list_of, positive_int, show_size, size
 from common.groups import Group, Job
 from common.report import Case, Estimate
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers

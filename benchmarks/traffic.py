@@ -30,6 +30,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import cli  # first: it names a package that is missing
+
+# isort: split
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -41,14 +46,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.workloads.axes import DTYPES, Trainer, train
 from benchmarks.workloads.decoder import DECODERS, flops_per_token
 from benchmarks.workloads.meshes import EXPERTS, Key, config_of, misfit, open_meshes, parse_mesh
 from benchmarks.workloads.operations import OPERATIONS
 from benchmarks.workloads.room import free_on_host
-from common import cli
 from common.benchmark import folded, report_lines, terminal_width
 from common.environment import count_of
 from common.groups import Group, Job
