@@ -350,8 +350,8 @@ class Link(NamedTuple):
     a: int
     b: int
     latency_us: float
-    there: float  # GB/s from a to b
-    back: float  # GB/s from b to a
+    there: float | None  # GB/s from a to b; None if only both ways at once were measured
+    back: float | None  # GB/s from b to a
     both: float  # GB/s, both ways at once
 
 
@@ -379,7 +379,9 @@ def split_links(case: Case) -> list[Case]:
             f"{link.a} <-> {link.b}": link.both,
         }
         costs = {f"{link.a} - {link.b} latency": {"latency_s": link.latency_us * 1e-6}}
-        costs |= {way: {"bandwidth_gb_per_s": rate} for way, rate in bandwidths.items()}
+        for way, rate in bandwidths.items():
+            if rate is not None:
+                costs[way] = {"bandwidth_gb_per_s": rate}
         for way, cost in costs.items():
             metrics = cost | {"spread": spread}
             cases.append(Case(key={"link": way} | key, name=way, ranks=[], metrics=metrics))

@@ -4,18 +4,24 @@
     alone     each rank by itself: products of matrices, copies of memory, to the device and back,
               the cost of a launch; on the CPU the ranks of a node, which share cores, take turns
     links     disjoint pairs in rounds: each two ranks of a node meet once, then each two nodes,
-              all their rails (a rail: the i-th ranks of all nodes) at the same time
+              all their rails (a rail: the i-th ranks of all nodes) at the same time. A sample is
+              messages of 4 MiB or more, back to back, for at least 50 ms
     together  all_reduce inside the nodes and between them, by rail
-    times     two are judged: the fastest sample, and the mean of a block (`sustained`). That is
-              the median block on CUDA, where heat slows all of them, and the fastest block on the
-              CPU, where neighbours slow only some
+    times     alone and together two are judged: the fastest sample, and the mean of a block
+              (`sustained`). That is the median block on CUDA, where heat slows all of them, and the
+              fastest block on the CPU, where neighbours slow only some. Of a link it is the slowest
+              block: a burst that a switch or a cloud lets pass is not what the link holds
     slow      takes longer than the median of its kind by --sigmas median absolute deviations and
-              by --margin, twice: what is about to be named is measured again. If other programs
-              take over a tenth of the cores, it cannot be told
+              by --margin, twice: what is about to be named is measured again. An all_reduce between
+              nodes is also compared with what its links gave
     wrong     results have other bits than on most ranks of the kind; data does not arrive; a node
               has fewer GPUs than the others, or than --gpus
     +-%       how steady a rank was: the 95 % interval of its median sample, the widest of its steps
     busbw     2(n-1)/n * bytes / time
+
+It cannot be told if anything is slow while other processes use over a tenth of the cores, or if the
+halves of a measurement differ by more than --margin, twice. What takes over 5 times as long as its
+peers is named all the same.
 
 Exit status: 0 fit; 1 slow or wrong, named in the last lines; 2 a mistake; 3 a hang; 4 nothing is
 wrong, and it cannot be told if something is slow.
@@ -50,10 +56,26 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from benchmarks.workloads import links, operations, start_up
 from benchmarks.workloads.operations import Member
-from benchmarks.workloads.outliers import SIGMAS, Costs, Findings, Hosts, Who, accuse, sentences
+from benchmarks.workloads.outliers import (
+    SIGMAS,
+    Costs,
+    Findings,
+    Names,
+    Slowness,
+    Who,
+    accuse,
+    sentences,
+)
 from common.benchmark import Benchmark, Build, Derive, Key, Planned
 from common.check import digest, verdict
-from common.environment import Others, count_of, lacking, node_of_each
+from common.environment import (
+    Others,
+    count_of,
+    lacking,
+    node_names,
+    node_of_each,
+    rank_names,
+)
 from common.groups import Group, Job, connect, rendezvous, share
 from common.report import Case, Report
 from common.stats import Times, in_rounds, median
@@ -64,8 +86,8 @@ Teams = list[list[int]]  # ranks of nodes, or of rails
 
 
 class Measure(NamedTuple):
-    """level: whom the time of a step tells something about. unit: of its rate in the metrics; the
-    table shows the rate times `scale` under `head`."""
+    """level: what the time of a step is a property of. unit: of its rate in the metrics; the table
+    shows the rate times `scale` under `head`."""
 
     level: str
     unit: str
@@ -96,6 +118,9 @@ FIRST_CASE_FRACTION = 0.1  # a guess: what the first case of a phase will take, 
 # --margin by default. CPUs have neighbours, and links and collectives cross their cores
 MARGIN_ALONE = {"cpu": 0.4, "cuda": 0.1}
 MARGIN_TOGETHER = {"cpu": 2.0, "cuda": 0.1}
+# An all_reduce between nodes is slow if its busbw is below what its links hold by this factor. On
+# the CPU a healthy one is below, too: the core that sends the numbers also adds them
+BELOW_LINKS = {"cpu": 8.0, "cuda": 4.0}
 
 
 def parse_args() -> argparse.Namespace:
@@ -243,7 +268,7 @@ def build_together(
 
 
 def rounds_by_node(members: Teams) -> list[list[links.Pair]]:
-    """Who meets whom in each round. members: the ranks of each node.
+    """The pairs that meet in each round. members: the ranks of each node.
 
     Each two ranks of a node meet once, all nodes at the same time. Then each two nodes meet once:
     the i-th rank of one and the i-th of the other, for all i at the same time.
@@ -301,7 +326,7 @@ def cluster_of(bench: Benchmark) -> Cluster:
 
 
 def odd_results(bits: list[str], kinds: list[str]) -> dict[int, str]:
-    """Whose results are not those of most ranks of its kind, or not finite: rank -> why."""
+    """The ranks whose results differ from most of their kind, or are not finite: rank -> why."""
     with_bits = Counter(zip(kinds, bits, strict=True))
     of_kind = Counter(kinds)
     odd: dict[int, str] = {}
@@ -324,20 +349,22 @@ def split(
         metrics = {"bits": fact.get("bits"), **fact.get("start_up", {})}
         samples = {}
         spreads: list[float | None] = []
+        drifts: list[float | None] = []
         for step, (part, amount) in fact["did"].items():
             how = STEPS[step]
             times_s = times.each(part)  # [ranks, iterations]
             team = next(team for team in cluster.teams[how.level] if rank in team)
             slowest = times_s[team].max(axis=0)
-            sustained_s = sustained(slowest, case)
+            blocks_s = [float(block.mean()) for block in in_rounds(slowest, case.rounds)]
+            on_cuda = case.key["device"] == "cuda"
+            sustained_s = sustained(blocks_s, on_cuda)
             metrics[f"{step}_s"] = float(slowest.min())
             metrics[f"{step}_sustained_s"] = sustained_s
             metrics[how.rate(step)] = amount / sustained_s
             spreads.append(median(slowest).relative)
+            drifts.append(links.drift_of(blocks_s, partial(sustained, on_cuda=on_cuda)))
             samples[step] = [times_s[rank].tolist()]
-        known = [spread for spread in spreads if spread is not None]
-        all_known = len(known) == len(spreads)
-        metrics["spread"] = max(known) if known and all_known else None
+        metrics["spread"], metrics["drift"] = links.widest(spreads), links.widest(drifts)
         of_rank = Case(
             key=case.key | {"rank": rank, "host": host},
             ranks=[rank],
@@ -353,14 +380,13 @@ def split(
     case.samples_s = {}
 
 
-def sustained(times_s: Any, case: Case) -> float:
-    """The mean of the block that counts. times_s: [iterations], in blocks of the case."""
-    means = [block.mean() for block in in_rounds(times_s, case.rounds)]
-    return float(np.median(means) if case.key["device"] == "cuda" else np.min(means))
+def sustained(blocks_s: Sequence[float], on_cuda: bool) -> float:
+    """The mean of the block that counts. blocks_s: the mean of each block."""
+    return float(np.median(blocks_s) if on_cuda else np.min(blocks_s))
 
 
 def judge(cases: list[Case], cluster: Cluster) -> Findings:
-    """Who takes longer than the others of its kind, or has a rate below its limit.
+    """What takes longer than its peers, or has a rate below its limit.
 
     All ranks of a node or of a rail have the same numbers: those of its first rank count.
     """
@@ -380,7 +406,8 @@ def judge(cases: list[Case], cluster: Cluster) -> Findings:
             got, least = by_rank[rank][rate], cluster.limits.get(step, 0)
             if got < least:
                 who = Who(how.level, ((number,),))
-                findings[who, rate.replace("_", " ")] = f"{got:.3g}, under {least:.3g}"
+                missed = Slowness(None, f"{got:.3g}, below {least:.3g}")
+                findings[who, rate.replace("_", " ")] = missed
         for name in (step, f"{step}_sustained"):
             for kind in dict.fromkeys(cluster.kinds):
                 costs = Costs()
@@ -404,19 +431,37 @@ COLUMNS: Columns = {
 }
 
 
-def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findings:
+class Judgement(NamedTuple):
+    """slow: what is slow. unsteady: what changed by more than the margin while it was measured.
+    left_out: what the budget had no time for, in words."""
+
+    slow: Findings
+    unsteady: list[Who]
+    left_out: str = ""
+
+
+def judge_ranks(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Judgement:
     """Print a row for each rank, and judge them."""
     rows = [case for case in cases if "rank" in case.key]
     if not rows:
-        return {}
+        return Judgement({}, [])
     # what the first rank lacks, all lack: it is left out, but for how steady they are
     shown = {head: text for head, text in COLUMNS.items() if head == "+-%" or text(rows[0]) != "-"}
     bench.print_table(shown, rows)
     bench.print("")
-    return judge(rows, cluster)
+    findings = judge(rows, cluster)
+    if "all_reduce_between_s" in rows[0].metrics:
+        measured = [link for case in bench.report.cases for link in links.links_of(case)]
+        findings |= below_links(rows, measured, cluster)
+    is_alone = any("copy_s" in row.metrics for row in rows)
+    margin = cluster.margins["rank" if is_alone else "node"]
+    unsteady = [
+        Who("rank", ((row.key["rank"],),)) for row in rows if drifted(row.metrics["drift"], margin)
+    ]
+    return Judgement(findings, unsteady)
 
 
-def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findings:
+def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Judgement:
     """Print how many rounds were measured, and judge their links."""
     if cases:
         size = cases[0].key["size"]
@@ -428,50 +473,98 @@ def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Findin
             if not cluster.cpu or cluster.nodes[link.a] != cluster.nodes[link.b]:
                 judged.append(link)
     margin = cluster.margins["link"]
-    return links.slow_links(judged, cluster.nodes, "rank", cluster.sigmas, margin)
+    findings = links.slow_links(judged, cluster.nodes, "rank", cluster.sigmas, margin)
+    unsteady = [Who("link", ((link.a, link.b),)) for link in judged if drifted(link.drift, margin)]
+    return Judgement(findings, unsteady)
+
+
+def drifted(drift: float | None, margin: float) -> bool:
+    """Whether a time changed by more than the margin; unknown is no evidence of steadiness."""
+    return drift is None or drift > margin
+
+
+def below_links(rows: list[Case], measured: list[links.Link], cluster: Cluster) -> Findings:
+    """The rails whose all_reduce is far slower than their slowest link.
+
+    rows: a case for each rank. In a ring each rank sends and receives at once, so half of a link's
+    bidirectional bandwidth is what busbw can reach.
+    """
+    findings: Findings = {}
+    rates = {case.key["rank"]: case.metrics for case in rows}
+    limit = BELOW_LINKS["cpu" if cluster.cpu else "cuda"]
+    for number, rail in enumerate(cluster.teams["rail"]):
+        own = [link.both / 2 for link in measured if {link.a, link.b} <= {*rail}]
+        busbw = rates[rail[0]].get("all_reduce_between_bytes_per_s")
+        if own and busbw and busbw * limit < min(own) * 1e9:
+            factor = min(own) * 1e9 / busbw
+            how = f"{busbw / 1e9:.3g} GB/s, and its slowest link holds {min(own):.3g} GB/s"
+            findings[Who("rail", ((number,),)), "all reduce between"] = Slowness(factor, how)
+    return findings
 
 
 # -- the last lines --------------------------------------------------------------------------------
 
 
+def doubts_of(unsteady: Sequence[str], others: Others | None, left_out: Sequence[str]) -> list[str]:
+    """Why it cannot be told that nothing is slow; empty if it can.
+
+    unsteady: names of what changed by more than the margin, twice. others: what other processes
+    used, if it was much. left_out: what the budget had no time for.
+    """
+    doubts = []
+    if others:
+        doubts.append(f"other processes used {others.busy:.1f} of {others.cores} cores")
+    if unsteady:
+        names = cli.cut(list(dict.fromkeys(unsteady)), 3)
+        doubts.append(f"the speed of {names} changed during both measurements")
+    if left_out:
+        doubts.append(f"the budget had no time for {', '.join(left_out)}; raise --budget")
+    return doubts
+
+
 def conclude(
     slow: Findings,
-    others: Others | None,
+    doubts: Sequence[str],
+    is_busy: bool,
     wrong: list[tuple[str, str]],
     fail_on: str,
-    hosts: Hosts,
+    names: Names,
     ran: str,
 ) -> tuple[int, list[str]]:
     """The status of the run and the last lines; the very last one is the verdict.
 
-    others: what other programs took, if it was much. wrong: names and why. ran: what was measured,
-    and how long that took, in words.
+    doubts: as of `doubts_of`. is_busy: other processes used much of the cores, so only what is far
+    off is certain. wrong: names and why. ran: what was measured, and how long that took, in words.
     """
-    lines = sentences(slow, hosts) + [f"wrong {name}: {why}" for name, why in wrong]
+    lines = sentences(slow, names) + [f"wrong {name}: {why}" for name, why in wrong]
     accused = [name for name, _ in wrong]
-    counts = slow if fail_on == "slow" else {}  # towards the status
-    if not others:
-        accused += [who.name(hosts) for who, _ in counts]
+    for (who, _), found in slow.items():
+        if fail_on == "slow" and (found.is_far or not is_busy):
+            accused.append(who.name(names))
     if accused:
         return 1, [*lines, f"not fit: {cli.cut(list(dict.fromkeys(accused)))}"]
-    if others and counts:
-        doubt = f"other programs took {others.busy:.1f} of {others.cores} cores"
-        return cli.NO_VERDICT, [*lines, f"cannot be told: {doubt}"]
+    why = "; ".join(doubts)
+    if doubts and fail_on == "slow":
+        return cli.NO_VERDICT, [*lines, f"cannot be told: {why}"]
+    if doubts:
+        return 0, [*lines, f"nothing is wrong; it cannot be told if anything is slow: {why}"]
     return 0, [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}"]
 
 
-def wrong_results(lacks: dict[int, str], cases: list[Case], hosts: Hosts) -> list[tuple[str, str]]:
-    """The nodes that lack something, and who has a wrong result or none: names, and why."""
-    wrong = [(Who("node", ((node,),)).name(hosts), why) for node, why in lacks.items()]
+def wrong_results(lacks: dict[int, str], cases: list[Case], names: Names) -> list[tuple[str, str]]:
+    """The nodes that lack something, and the ranks with a wrong result or none: names, and why."""
+    wrong = [(Who("node", ((node,),)).name(names), why) for node, why in lacks.items()]
     for case in cases:
         if not case.failed:
             continue
         why = case.check.removeprefix("failed: ")
         name = case.key["probe"]
         if "failed_rank" in case.metrics:  # it noticed the failure: another one may be its cause
-            why += f" on {hosts['rank'][case.metrics['failed_rank']]}"
+            failed = names["rank"][case.metrics["failed_rank"]]
+            why = why.replace(f"rank {case.metrics['failed_rank']}", failed)
+            why += "" if failed in why else f" on {failed.partition(' on ')[2]}"
         if "rank" in case.key:
-            name = Who("rank", ((case.key["rank"],),)).name(hosts)
+            name = Who("rank", ((case.key["rank"],),)).name(names)
         wrong.append((name, why))
     return list(dict.fromkeys(wrong))
 
@@ -490,12 +583,12 @@ class Part(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """fraction: of the budget, that each case is timed for. judge: who is slow, of all cases."""
+    """fraction: of the budget, that each case is timed for. judge: what is slow, of all cases."""
 
     name: str
     fraction: float
     parts: Sequence[Part]
-    judge: Callable[[list[Case]], Findings]
+    judge: Callable[[list[Case]], Judgement]
 
 
 def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
@@ -504,7 +597,8 @@ def plan(bench: Benchmark, cluster: Cluster) -> list[Phase]:
     turns, size = 1, 2**28
     if cluster.cpu:  # the ranks of a node share its cores
         turns, size = max(len(ranks) for ranks in teams["node"]), 2**20
-    messages = links.Messages(size // 8, 8, 1)
+    # both directions at once: a link that is slow in one of them is slow in both, in half the time
+    messages = links.Messages(max(size // 8, links.SUSTAINED_SIZE), 8, each_way=False)
     into_ranks = partial(split, bench.report, cluster)
     alone = [Part("each rank alone", {}, everyone, partial(build_alone, turns, job), into_ranks)]
     meetings: list[Part] = []
@@ -532,15 +626,15 @@ def seconds_left(budget: float) -> float:
 
 
 def key_of(bench: Benchmark, phase: Phase, attempt: int) -> Key:
-    """What all cases of a phase have in their keys. With the ranks it says who meets."""
+    """What all cases of a phase have in their keys. With the ranks it says which pairs meet."""
     nodes = bench.report.environment["num_nodes"]
     return {"probe": phase.name, "attempt": attempt, "nodes": nodes}
 
 
 def measure(
     bench: Benchmark, phase: Phase, attempt: int, parts: Sequence[Part]
-) -> tuple[Findings, Sequence[Part]]:
-    """Who is slow, on all ranks, and what was measured of these parts.
+) -> tuple[Judgement, Sequence[Part]]:
+    """What is slow or unsteady, on all ranks, and what was measured of these parts.
 
     The first time a case begins only if it is expected to end within half of what is left of the
     budget when the phase begins; the other half is for measuring again. It is expected to take as
@@ -554,11 +648,12 @@ def measure(
         rule = replace(rule, warmup_iters=2)
     left = seconds_left(budget)
     reserve = left / 2
-    expected = FIRST_CASE_FRACTION * budget
+    expected, left_out = FIRST_CASE_FRACTION * budget, ""
     for number, part in enumerate(parts):
         if attempt == 1 and left - expected < reserve:
             rounds = f"{len(parts) - number} of {len(parts)} rounds of " if number else ""
-            bench.print(f"# left out, for --budget {budget:g}: {rounds}{phase.name}")
+            left_out = f"{rounds}{phase.name}"
+            bench.print(f"# left out, for --budget {budget:g}: {left_out}")
             parts = parts[:number]
             break
         name = part.name if attempt == 1 else f"{part.name}, again"
@@ -571,23 +666,32 @@ def measure(
         expected = before - left
     # those whose key has all entries of the phase's
     cases = [case for case in bench.report.cases if key.items() <= case.key.items()]
-    return share(phase.judge(cases)), parts
+    return share(phase.judge(cases)._replace(left_out=left_out)), parts
 
 
-def measure_twice(bench: Benchmark, phase: Phase) -> Findings:
-    """Who is slow, in two measurements. The second one is only for a phase that has suspects."""
+def measure_twice(bench: Benchmark, phase: Phase) -> Judgement:
+    """What is slow or unsteady in two measurements. The second one is only made if the first one
+    has found something."""
     bench.print(f"\n{phase.name}")
-    suspects, parts = measure(bench, phase, 1, phase.parts)
+    first, parts = measure(bench, phase, 1, phase.parts)
+    suspects = [who for who, _ in first.slow] + first.unsteady
     if not suspects:
-        return {}
-    names = list(dict.fromkeys(who.name() for who, _ in suspects))
+        return first
+    names = list(dict.fromkeys(who.name() for who in suspects))
     bench.print(f"# {phase.name} again, for {cli.cut(names)}")
-    again, _ = measure(bench, phase, 2, parts)
-    return in_both(suspects, again)
+    second, _ = measure(bench, phase, 2, parts)
+    return in_both(first, second)
 
 
-def in_both(first: Findings, second: Findings) -> Findings:
-    return {finding: how for finding, how in second.items() if finding in first}
+def in_both(first: Judgement, second: Judgement) -> Judgement:
+    """What both measurements have found. The smaller factor counts."""
+    slow: Findings = {}
+    for finding in first.slow.keys() & second.slow.keys():
+        found = (first.slow[finding], second.slow[finding])
+        slow[finding] = min(found, key=lambda slowness: slowness.factor or 0.0)
+    in_order = {finding: slow[finding] for finding in second.slow if finding in slow}
+    unsteady = [who for who in first.unsteady if who in second.unsteady]
+    return Judgement(in_order, unsteady, first.left_out)
 
 
 def stay_near(device: torch.device) -> None:
@@ -606,7 +710,7 @@ def stay_near(device: torch.device) -> None:
 def main() -> int:
     args = parse_args()
     with Benchmark("node_check", args) as bench:
-        # the verdict is about now: nobody knows who took the cores in the run that is resumed
+        # the verdict is about now: the load during the run that is resumed is unknown
         bench.done, bench.report.cases = [], []
         stay_near(bench.job.device)  # or healthy ranks' copies to the host differ by the socket
         environment = bench.report.environment
@@ -618,9 +722,14 @@ def main() -> int:
             planned[phase.name] = parts
         bench.announce(planned)
         slow: Findings = {}
+        unsteady: list[Who] = []
+        left_out: list[str] = []
         for phase in phases:
             if phase.parts:
-                slow |= measure_twice(bench, phase)
+                judgement = measure_twice(bench, phase)
+                slow |= judgement.slow
+                unsteady += judgement.unsteady
+                left_out += [judgement.left_out] if judgement.left_out else []
         if not share(len(bench.report.cases)):
             bench.refuse(f"--budget {args.budget:g} ends before the first case; e.g. --budget 60")
         others, seconds = bench.disturbed(), args.budget - seconds_left(args.budget)
@@ -628,10 +737,11 @@ def main() -> int:
             nodes = count_of(environment["num_nodes"], "node")
             ranks = count_of(environment["world_size"], "rank")
             ran = f"{nodes}, {ranks}, {seconds:.0f} s of {args.budget:g}"
-            host_of_rank = [row["host"] for row in environment["ranks"]]
-            hosts = {"node": environment["hosts"], "rank": host_of_rank, "link": host_of_rank}
-            wrong = wrong_results(lacking(environment, args.gpus), bench.report.cases, hosts)
-            status, lines = conclude(slow, others, wrong, args.fail_on, hosts, ran)
+            of_ranks = rank_names(environment)
+            names = {"node": node_names(environment), "rank": of_ranks, "link": of_ranks}
+            wrong = wrong_results(lacking(environment, args.gpus), bench.report.cases, names)
+            doubts = doubts_of([who.name(names) for who in unsteady], others, left_out)
+            status, lines = conclude(slow, doubts, bool(others), wrong, args.fail_on, names, ran)
             if status:
                 bench.fail(lines[-1], status)
             of_cases = [case.metrics for case in bench.report.cases]

@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Which link, rank or node is the bad one? Latency and bandwidth between every pair of ranks.
+"""Which link, rank or node is slow? Latency and bandwidth between every pair of ranks.
 
 All pairs meet once, in the rounds of a tournament. The pairs of a round meet at the same time, or
 one after the other (--serial).
 
-    latency         = time of a ping-pong of --latency-size bytes / 2
+    latency         = time of a ping-pong of --latency-size bytes / 2; the fastest sample counts,
+                      since disturbances only add time
     a -> b          = size * n / (time of n sends and b's word that all have come)
     bidirectional   = 2 * size * n / time of n exchanges
-    The fastest sample counts: what disturbs a link only adds time. It has no interval, so +-% is
-    that of the median sample: how steady the link is.
-    slow            = costs 10 % and --sigmas median absolute deviations more than its like
+    n               = messages of a sample, back to back: as many as take 50 ms. The slowest block
+                      counts: what the link holds, after any burst that a switch lets pass
+    +-%             = the 95 % interval of the median sample: how steady the link is
+    slow            = costs 10 % and --sigmas median absolute deviations more than its peers; while
+                      other processes use over a tenth of the cores, more than 5 times as much
     a group holds   = the bandwidth of its worst link; the largest group that holds the median
                       link's, less 10 %: exact up to 12 nodes (of one node: ranks), then greedy
     --by node       = rank i of one node with rank i of the other, all at once; bandwidths added
@@ -44,6 +47,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from benchmarks.workloads.links import (
     KINDS,
+    SUSTAINED_SIZE,
     Link,
     Messages,
     Pair,
@@ -53,16 +57,16 @@ from benchmarks.workloads.links import (
     rounds_of,
     slow_links,
 )
-from benchmarks.workloads.outliers import MARGIN, SIGMAS, sentences
+from benchmarks.workloads.outliers import MARGIN, SIGMAS, Findings, Names, sentences
 from benchmarks.workloads.ranks import partition
 from common.benchmark import Benchmark, Key, folded
-from common.environment import count_of, node_of_each
+from common.environment import Others, count_of, node_names, node_of_each, rank_names
 from common.table import percent
 
 LARGEST_MATRIX = 32  # members; of more only the worst links are printed
 WORST = 20
-FEW_LINKS = 3  # of fewer no median says which one is slow
-EXACT = 12  # nodes or ranks of which all groups are looked at
+FEW_LINKS = 3  # with fewer it is impossible to tell which one is slow
+EXACT = 12  # nodes or ranks of which all groups are examined
 UNSURE = 0.5  # an interval that reaches farther from the median sample, as a share of it
 PLOTS = (".png", ".svg", ".pdf")
 PLOT = "a file that ends in .png, .svg or .pdf"
@@ -72,18 +76,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
     size = cli.positive_size
-    add("--size", type=size, metavar="SIZE", help="of messages (default: 1M, on CUDA 256M)")
+    add("--size", type=size, metavar="SIZE", help="of messages (default: 4M, on CUDA 256M)")
     add("--latency-size", type=size, default=8, metavar="SIZE", help="of a ping-pong (default: 8)")
-    few = cli.By(cuda=10, cpu=1)
-    calls = f"calls per sample (default: {few})"
-    add("-n", "--calls", type=cli.positive_int, default=few, metavar="N", help=calls)
+    calls = "messages per sample, and ping-pongs (default: as many messages as take 50 ms)"
+    add("-n", "--calls", type=cli.positive_int, metavar="N", help=calls)
     add("--by", choices=("rank", "node"), default="rank", help="(default: rank)")
     add("--serial", action="store_true", help="one pair at a time")
     limit = "threshold (default: 5)"
     add("--sigmas", type=cli.positive_float, default=SIGMAS, metavar="S", help=limit)
     drawn = cli.checked(str, lambda path: Path(path).suffix in PLOTS, PLOT, "e.g. links.png")
     add("--plot", type=drawn, metavar="PATH", help=f"draw a heat map: {PLOT}; needs matplotlib")
-    cli.add_common_flags(parser, min_iters=6, max_seconds=1)
+    cli.add_common_flags(parser, min_iters=6, max_seconds=2)
     args = parser.parse_args(argv)
     # gloo sends no CUDA tensors
     args.moved_to_cpu = args.backend == "gloo" and cli.on_cuda(args.device)
@@ -98,14 +101,14 @@ def rates_between(links: list[Link], owner: list[int]) -> dict[Pair, float]:
     rates: dict[Pair, float] = {}
     for link in links:
         a, b = sorted((owner[link.a], owner[link.b]))
-        if a != b:
+        if a != b and link.a_to_b is not None and link.b_to_a is not None:
             rate = min(link.a_to_b, link.b_to_a)
             rates[a, b] = min(rate, rates.get((a, b), rate))
     return rates
 
 
 def held(group: Sequence[int], rates: dict[Pair, float]) -> float:
-    """The bandwidth of the worst link of a group; 0 where one was not measured."""
+    """The bandwidth of the worst link of a group; 0 if one was not measured."""
     return min(rates.get(pair, 0.0) for pair in itertools.combinations(group, 2))
 
 
@@ -132,27 +135,42 @@ def good_group(count: int, rates: dict[Pair, float], least: float) -> list[int]:
     return group
 
 
-def leave_out(links: list[Link], node_of_member: list[int]) -> str | None:
-    """`without node 3: 7 nodes hold 380 GB/s, all 8 hold 94 GB/s`; None for two nodes or ranks."""
-    name, owner = "node", node_of_member
+def leave_out(
+    links: list[Link], node_of_member: list[int], names: Names, findings: Findings
+) -> str | None:
+    """`without node3: 7 nodes hold 380 GB/s, all 8 hold 94 GB/s`; None for two nodes or ranks.
+
+    A node or rank is left out only if it is in the findings, by itself or as an end of a slow link.
+    """
+    level, owner = "node", node_of_member
     if max(node_of_member) == 0:
-        name, owner = "rank", list(range(len(node_of_member)))
+        level, owner = "rank", list(range(len(node_of_member)))
     count, rates = max(owner) + 1, rates_between(links, owner)
     if count < 3 or not rates:
         return None
+    named = set()
+    for who, _ in findings:
+        for members in who.suspects:
+            named |= set(members) if who.level == level else {owner[member] for member in members}
     group = good_group(count, rates, median(rates.values()) / (1 + MARGIN))
-    rate = f"hold {held(group, rates):.4g} GB/s"
-    if len(group) == count:
-        return f"all {count} {name}s {rate}"
-    left = cli.cut([f"{name} {n}" for n in range(count) if n not in group])
-    of_all = held(range(count), rates)
-    return f"without {left}: {len(group)} {name}s {rate}, all {count} hold {of_all:.4g} GB/s"
+    left = [number for number in range(count) if number not in group]
+    of_all = f"all {count} {level}s hold {held(range(count), rates):.4g} GB/s"
+    if not left or not named.issuperset(left):
+        return of_all
+    without = cli.cut([names[level][number] for number in left])
+    return f"without {without}: {len(group)} {level}s hold {held(group, rates):.4g} GB/s, {of_all}"
 
 
-def tables(links: list[Link], n: int, by: str, room: int | None) -> str:
-    """The matrices of n members; if there are more than fit in `room` letters, the worst links."""
+def tables(links: list[Link], names: Sequence[str], by: str, room: int | None) -> str:
+    """The matrices; if there are more members than fit into `room` characters, the worst links.
+
+    names: of the members. A column has the name of a node, or the number of a rank.
+    """
     lines = []
-    fits = n <= LARGEST_MATRIX and (room is None or 5 + 9 * n <= room)
+    n = len(names)
+    heads = list(names) if by == "node" else [str(rank) for rank in range(n)]
+    width = max(9, *(len(head) + 1 for head in heads))
+    fits = n <= LARGEST_MATRIX and (room is None or width * (n + 1) <= room)
     matrices = [(f"{k} ({q.unit})", q.less_is_better, directed(links, k)) for k, q in KINDS.items()]
     spreads = {}
     for link in links:
@@ -162,18 +180,36 @@ def tables(links: list[Link], n: int, by: str, room: int | None) -> str:
     for title, less_is_better, values in matrices:
         lines.append(f"\n{title}, by {by}\n")
         if fits:
-            lines += matrix_lines(matrix_of(values, n))
+            lines += matrix_lines(matrix_of(values, n), heads, width)
             continue
         ranked = sorted(values, key=lambda pair: values[pair], reverse=less_is_better)
         worst = ranked[:WORST]
         lines.append(f"worst {len(worst)} of {len(values)} links:")
         for a, b in worst:
-            lines.append(f"  {a:>5} -> {b:<5} {shown(values[a, b])}")
+            lines.append(f"  {names[a]} -> {names[b]}  {shown(values[a, b])}")
+    if fits and by == "rank" and (places := ranks_of_nodes(names)):
+        lines.append(f"\n{places}")
     return "\n".join(lines)
 
 
+def ranks_of_nodes(names: Sequence[str]) -> str:
+    """`ranks 0 to 7 on node1, 8 to 15 on node2`; empty for one node. names: `rank 0 on node1`."""
+    of_node: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        of_node.setdefault(name.partition(" on ")[2], []).append(rank)
+    if len(of_node) < 2:
+        return ""
+    places = [
+        f"{ranks[0]} to {ranks[-1]} on {node}"
+        if len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
+        else f"{', '.join(map(str, ranks))} on {node}"
+        for node, ranks in of_node.items()
+    ]
+    return f"ranks {', '.join(places)}"
+
+
 def matrix_of(values: dict[Pair, float], n: int) -> np.ndarray:
-    """A row for each sender, a column for each receiver; nan where nothing was measured.
+    """A row for each sender, a column for each receiver; nan if nothing was measured.
 
     Without a direction both halves agree.
     """
@@ -192,28 +228,46 @@ def shown(value: float) -> str:
     return f"{value:.4g}" if np.isfinite(value) else ">100"
 
 
-def matrix_lines(matrix: np.ndarray) -> list[str]:
-    lines = [" " * 5 + "".join(f"{b:>9}" for b in range(len(matrix)))]
-    for a, row in enumerate(matrix):
-        line = f"{a:>4} "
-        for value in row:
-            line += f"{shown(value):>9}"
-        lines.append(line)
+def matrix_lines(matrix: np.ndarray, heads: Sequence[str], width: int) -> list[str]:
+    """A line for each sender. heads: of rows and columns, in columns of `width` characters."""
+    first = max(4, *map(len, heads))
+    lines = [" " * (first + 1) + "".join(f"{head:>{width}}" for head in heads)]
+    for head, row in zip(heads, matrix, strict=True):
+        lines.append(f"{head:>{first}} " + "".join(f"{shown(value):>{width}}" for value in row))
     return lines
 
 
-def answer(links: list[Link], node_of_member: list[int], by: str, sigmas: float) -> list[str]:
-    """Who is slow, and the range of the links. node_of_member: the node of each rank or node."""
-    lines = sentences(slow_links(links, node_of_member, by, sigmas))
+def answer(
+    links: list[Link],
+    node_of_member: list[int],
+    by: str,
+    sigmas: float,
+    names: Names,
+    others: Others | None = None,
+) -> list[str]:
+    """What is slow, and the range of the links.
+
+    node_of_member: the node of each rank or node. names: of nodes, ranks and the members of links.
+    others: what other processes used, if it was much: then only what is far off is named.
+    """
+    found = slow_links(links, node_of_member, by, sigmas)
+    if others:
+        found = {finding: slowness for finding, slowness in found.items() if slowness.is_far}
+    lines = sentences(found, names)
     spreads = [link.spread for link in links if link.spread is not None]
     unsure = len(spreads) < len(links) or max(spreads) > UNSURE
     if unsure:
         lines = [f"maybe {line}" for line in lines]
     if len(links) < FEW_LINKS:
-        lines = [f"with {count_of(len(links), 'link')} nobody can tell what is slow"]
+        found = {}
+        few = count_of(len(links), "link")
+        lines = [f"with {few} it is impossible to tell which link, rank or node is slow"]
+    elif not lines and others:
+        used = f"other processes used {others.busy:.1f} of {others.cores} cores"
+        lines = [f"cannot be told if a link, rank or node is slow: {used}"]
     lines = lines or ["no link, rank or node is slow beyond noise"]
     latencies = [link.latency_us for link in links]
-    rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a)]
+    rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a) if rate is not None]
     latency = f"latency {min(latencies):.4g} to {max(latencies):.4g} us"
     bandwidth = f"bandwidth {min(rates):.4g} to {max(rates):.4g} GB/s"
     steady = "no interval"
@@ -222,7 +276,7 @@ def answer(links: list[Link], node_of_member: list[int], by: str, sigmas: float)
     if unsure:
         steady += "; raise --max-seconds"
     lines.append(f"{latency}, {bandwidth} (the median sample of a link: {steady})")
-    group = leave_out(links, node_of_member)
+    group = leave_out(links, node_of_member, names, found)
     return [*lines, group] if group else lines
 
 
@@ -242,8 +296,10 @@ def draw(links: list[Link], members: int, path: str) -> None:
 
 
 def messages_of(args: argparse.Namespace, device: torch.device) -> Messages:
-    size = args.size or (2**28 if device.type == "cuda" else 2**20)
-    return Messages(size, args.latency_size, args.calls)
+    cuda = device.type == "cuda"
+    size = args.size or (2**28 if cuda else SUSTAINED_SIZE)
+    ping_pongs = args.calls or (10 if cuda else 1)
+    return Messages(size, args.latency_size, args.calls, ping_pongs)
 
 
 def plan(
@@ -270,7 +326,8 @@ def settings(args: argparse.Namespace, messages: Messages) -> str:
     """What all rounds share, in words."""
     how = "one pair at a time" if args.serial else "the pairs of a round at once"
     size, latency_size = cli.show_size(messages.size), cli.show_size(messages.latency_size)
-    return f"{how}; messages of {size} bytes (latency: {latency_size}), {messages.calls} a sample"
+    n = f"{messages.calls} per sample" if messages.calls else "for 50 ms per sample"
+    return f"{how}; messages of {size} bytes (latency: {latency_size}), {n}"
 
 
 def members_of(by: str, nodes: list[int]) -> list[list[int]]:
@@ -282,7 +339,7 @@ def members_of(by: str, nodes: list[int]) -> list[list[int]]:
 
 
 def check_plot(path: str) -> None:
-    """Raises ValueError where no heat map could be written, before anything is measured."""
+    """Raises ValueError if no heat map could be written, before anything is measured."""
     if find_spec("matplotlib") is None:
         raise ValueError("it needs matplotlib, which is not installed; try pip install matplotlib")
     if Path(path).is_dir():
@@ -315,10 +372,16 @@ def main() -> int:
             if case and case.failed:
                 bench.print(f"# {name}: {case.check}")
             links += links_of(case) if case else []
+        others = bench.disturbed()
         if links:
-            bench.print(tables(links, len(members), args.by, bench.room))
+            environment = bench.report.environment
+            of_nodes, of_ranks = node_names(environment), rank_names(environment)
+            of_members = of_nodes if args.by == "node" else of_ranks
+            names = {"node": of_nodes, "rank": of_ranks, "link": of_members}
+            bench.print(tables(links, of_members, args.by, bench.room))
             node_of_member = [nodes[ranks[0]] for ranks in members]
-            bench.conclude(answer(links, node_of_member, args.by, args.sigmas))
+            lines = answer(links, node_of_member, args.by, args.sigmas, names, others)
+            bench.conclude(lines)
             if args.plot:
                 try:
                     draw(links, len(members), args.plot)

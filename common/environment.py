@@ -310,6 +310,23 @@ def node_of_each(environment: dict[str, Any]) -> list[int]:
     return [numbers[node] for node in nodes]
 
 
+def node_names(environment: dict[str, Any]) -> list[str]:
+    """The name of each node: that of its host, and with its number if nodes share a host:
+    `vm (node 1)`."""
+    hosts = environment["hosts"]
+    return [
+        host if hosts.count(host) == 1 else f"{host} (node {number})"
+        for number, host in enumerate(hosts)
+    ]
+
+
+def rank_names(environment: dict[str, Any]) -> list[str]:
+    """The name of each rank: `rank 3 on vm`."""
+    nodes = node_names(environment)
+    of_rank = node_of_each(environment)
+    return [f"rank {rank} on {nodes[node]}" for rank, node in enumerate(of_rank)]
+
+
 def describe_rank(job: Job) -> dict[str, Any]:
     """This rank's row in the environment."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "")

@@ -1,18 +1,22 @@
-"""How often does node_check.py name a healthy rank, and how often a slow one?
+"""How often does node_check.py name a healthy rank or node, and how often a slow one?
 
-    python tests/simulate_node_check.py         the table of docs/node_check.md, half a minute
+    python tests/simulate_node_check.py         the table of docs/node_check.md, a minute
 
-8 ranks are measured once, and again if one of them looks slow. The script's functions judge them.
+8 ranks are measured once, and again if one of them looks slow or unsteady; then the links of 8
+nodes are, in the same way. The script's functions judge them.
 
 CPU, quiet    the noise of the ranks of one node with 2 cores where nothing else ran: levels that
               differ by 2 %, samples that are 6 to 25 % longer, and 3 in 100 several times as long
-CPU, N %      beside a program that takes N % of the 2 cores, in bursts of a second. A rank stays on
+CPU, N %      beside a program that uses N % of the 2 cores, in bursts of a second. A rank stays on
               the core where the program runs in half of the bursts; 85 in 100 of its samples then
               take 2 to 6 times as long
 GPU           levels that differ by 1.5 %, blocks that differ by 1 %; heat slows 1 of 10 blocks
+links, CPU    samples of 50 ms over gloo: 15 % of noise, and 3 in 100 take twice as long
+links, GPU    samples of 50 ms over NCCL: levels that differ by 1 %, 1 % of noise
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,12 +26,15 @@ from numpy.typing import NDArray
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import node_check
-from benchmarks.workloads.outliers import SIGMAS, Findings
+from benchmarks.node_check import Judgement
+from benchmarks.workloads.links import Link, drift_of, rounds_of, slow_links, widest
+from benchmarks.workloads.outliers import SIGMAS, Who
 from common.environment import BUSY, Others
 from common.report import Case
+from common.stats import median
 
 RANKS, CORES = 8, 2
-SLOW = 3  # the rank that is slow, where one is
+SLOW = 3  # the rank or node that is slow, if one is
 ROUNDS, ITERATIONS = 12, 2  # of a measurement, which takes a second
 NOISE = {"matmul_fp32": 0.06, "copy": 0.2, "launch": 0.25}  # of samples on the CPU
 Rng = np.random.Generator
@@ -37,7 +44,8 @@ Times = NDArray[np.float64]  # [iterations]
 class World(NamedTuple):
     device: str
     margin: float
-    neighbours: float  # their share of the cores
+    neighbours: float  # the share of the cores that other processes use
+    links: bool = False
 
 
 WORLDS = {
@@ -46,7 +54,11 @@ WORLDS = {
     "CPU, 9 %": World("cpu", 0.4, 0.09),
     "CPU, 30 %": World("cpu", 0.4, 0.3),
     "GPU": World("cuda", 0.1, 0.0),
+    "links, CPU": World("cpu", 2.0, 0.0, links=True),
+    "links, GPU": World("cuda", 0.1, 0.0, links=True),
 }
+# how many times as long the slow rank or node takes
+SLOWER = {"CPU": 1.6, "GPU": 1.2, "links, CPU": 4.0, "links, GPU": 1.3}
 
 
 def on_gpu(rng: Rng) -> Times:
@@ -77,37 +89,62 @@ def bursts(rng: Rng, share: float) -> NDArray[np.bool_]:
     return states
 
 
-def measured(rng: Rng, world: World, slow: float) -> list[Case]:
+def measured_ranks(rng: Rng, world: World, slow: float) -> Judgement:
     """A measurement of each rank alone. slow: how many times as long rank SLOW takes."""
-    runs = bursts(rng, world.neighbours)
-    cases = []
-    for rank in range(RANKS):
-        busy = runs & (rng.random() < 0.5)
-        metrics: dict[str, float] = {}
-        for step, noise in NOISE.items():
-            times = on_gpu(rng) if world.device == "cuda" else on_cpu(rng, noise, busy)
-            times *= slow if rank == SLOW else 1.0
-            case = Case(key={"device": world.device}, ranks=[rank], rounds=[ITERATIONS] * ROUNDS)
-            metrics[f"{step}_s"] = float(times.min())
-            metrics[f"{step}_sustained_s"] = node_check.sustained(times, case)
-            metrics[node_check.STEPS[step].rate(step)] = 1.0
-        cases.append(Case(key={"rank": rank}, ranks=[rank], metrics=metrics))
-    return cases
-
-
-def verdict(rng: Rng, world: World, slow: float) -> str:
-    """The last line of a run."""
     alone: list[list[int]] = [[rank] for rank in range(RANKS)]
     teams = {"rank": alone, "node": [list(range(RANKS))], "rail": alone}
     margins = dict.fromkeys(("rank", "node", "rail", "link"), world.margin)
     cluster = node_check.Cluster(True, [0] * 8, teams, ["kind"] * 8, margins, {}, SIGMAS)
-    found: Findings = node_check.judge(measured(rng, world, slow), cluster)
-    if found:
-        again = node_check.judge(measured(rng, world, slow), cluster)
-        found = node_check.in_both(found, again)
+    runs = bursts(rng, world.neighbours)
+    cases, unsteady = [], []
+    for rank in range(RANKS):
+        busy = runs & (rng.random() < 0.5)
+        metrics: dict[str, float] = {}
+        drifts: list[float | None] = []
+        for step, noise in NOISE.items():
+            on_cuda = world.device == "cuda"
+            times = on_gpu(rng) if on_cuda else on_cpu(rng, noise, busy)
+            times *= slow if rank == SLOW else 1.0
+            blocks = times.reshape(ROUNDS, ITERATIONS).mean(axis=1).tolist()
+            metrics[f"{step}_s"] = float(times.min())
+            metrics[f"{step}_sustained_s"] = node_check.sustained(blocks, on_cuda)
+            metrics[node_check.STEPS[step].rate(step)] = 1.0
+            judged = partial(node_check.sustained, on_cuda=on_cuda)
+            drifts.append(drift_of(blocks, judged))
+        cases.append(Case(key={"rank": rank}, ranks=[rank], metrics=metrics))
+        if node_check.drifted(widest(drifts), world.margin):
+            unsteady.append(Who("rank", ((rank,),)))
+    return Judgement(node_check.judge(cases, cluster), unsteady)
+
+
+def measured_links(rng: Rng, world: World, slow: float) -> Judgement:
+    """A measurement of the links of 8 nodes. slow: how many times as long those of SLOW take."""
+    links, unsteady = [], []
+    for a, b in (pair for pairs in rounds_of(RANKS) for pair in pairs):
+        level = rng.normal(1, 0.01) * (slow if SLOW in (a, b) else 1.0)
+        samples = level * np.exp(rng.normal(0, 0.15 if world.device == "cpu" else 0.01, 6))
+        if world.device == "cpu":
+            samples *= np.where(rng.random(6) < 0.03, 2.0, 1.0)
+        blocks = samples.reshape(2, 3).mean(axis=1).tolist()
+        link = Link(a, b, 10.0, None, None, 1 / max(blocks), median(samples).relative)
+        links.append(link._replace(drift=drift_of(blocks, max)))
+        if node_check.drifted(links[-1].drift, world.margin):
+            unsteady.append(Who("link", ((a, b),)))
+    found = slow_links(links, list(range(RANKS)), "rank", SIGMAS, world.margin)
+    return Judgement(found, unsteady)
+
+
+def verdict(rng: Rng, world: World, slow: float) -> str:
+    """The last line of a run."""
+    measured = measured_links if world.links else measured_ranks
+    found = measured(rng, world, slow)
+    if found.slow or found.unsteady:
+        found = node_check.in_both(found, measured(rng, world, slow))
     others = Others(world.neighbours * CORES, CORES) if world.neighbours > BUSY else None
-    hosts = {"rank": ["a"] * RANKS, "node": ["a"], "rail": ["a"]}
-    return node_check.conclude(found, others, [], "slow", hosts, "")[1][-1]
+    members = [f"member {number}" for number in range(RANKS)]
+    names = {"rank": members, "node": members, "link": members}
+    doubts = node_check.doubts_of([who.name(names) for who in found.unsteady], others, [])
+    return node_check.conclude(found.slow, doubts, bool(others), [], "slow", names, "")[1][-1]
 
 
 def rates(world: World, slow: float, runs: int) -> dict[str, float]:
@@ -117,15 +154,20 @@ def rates(world: World, slow: float, runs: int) -> dict[str, float]:
     return {
         "not fit": sum(line.startswith("not fit") for line in lines) / runs,
         "cannot be told": sum(line.startswith("cannot be told") for line in lines) / runs,
-        "named alone": lines.count(f"not fit: rank {SLOW} on a") / runs,
+        "named alone": lines.count(f"not fit: member {SLOW}") / runs,
     }
 
 
+def slower(name: str) -> float:
+    """How many times as long the slow rank or node of this world takes."""
+    return SLOWER.get(name) or SLOWER[name.partition(",")[0]]
+
+
 def main() -> None:
-    print("| 8 ranks | slow rank | not fit | cannot be told | that rank named alone |")
+    print("| 8 ranks, or links of 8 nodes | slow | not fit | cannot be told | named alone |")
     print("|---|---|---|---|---|")
     for name, world in WORLDS.items():
-        for slow in (1.0, 1.2 if world.device == "cuda" else 1.6):
+        for slow in (1.0, slower(name)):
             shares = [f"{share:.1%}" for share in rates(world, slow, 1000).values()]
             print(f"| {name} | {f'{slow:g} times' if slow > 1 else '-'} | {' | '.join(shares)} |")
 

@@ -17,10 +17,10 @@ SURE = ("--iters", "6", "--margin", "30")
 @pytest.mark.smoke
 def test_fit(bench: Callable[..., Any]) -> None:
     """Two nodes of two ranks: all that there is to measure, and to export."""
-    run = bench(SCRIPT, "--budget", "100", *SURE, nodes=2)
+    run = bench(SCRIPT, "--budget", "200", *SURE, nodes=2, inject="quiet")
     assert run.status == 0, run.out + run.err
     *_, start, last = run.out.splitlines()
-    assert re.fullmatch(r"# fit: 2 nodes, 4 ranks, \d+ s of 100", last)
+    assert re.fullmatch(r"# fit: 2 nodes, 4 ranks, \d+ s of 200", last)
     assert re.match("# start-up: .* to make the group .*; rendezvous .*, others waited up", start)
     assert "left out" not in run.out
     assert {(case.check, case.key["nodes"]) for case in run.report.cases} == {("passed", 2)}
@@ -34,7 +34,7 @@ def test_fit(bench: Callable[..., Any]) -> None:
     assert (a, c) == (b, d)  # the slowest rank's, of nodes and of rails
     a, b, c, d = (case.metrics["all_reduce_between_s"] for case in together)
     assert (a, b) == (c, d)
-    assert "\nlinks\n\n2 rounds, messages of 131,072 bytes\n" in run.out
+    assert "\nlinks\n\n2 rounds, messages of 4,194,304 bytes\n" in run.out
     links = [link[:2] for case in first for link in case.metrics.get("links", [])]
     assert links == [[0, 1], [2, 3], [0, 2], [1, 3]]
     exported = analyse("export.py", str(run.path), "--to", "csv")
@@ -54,7 +54,7 @@ def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any]) -> None:
     flags = ("--margin", "0.6", "--budget", "40")
     run = bench(SCRIPT, *flags, ranks=4, inject="half-speed,neighbours")
     cores = len(os.sched_getaffinity(0))
-    verdict = f"cannot be told: other programs took {0.8 * cores:.1f} of {cores} cores"
+    verdict = f"cannot be told: other processes used {0.8 * cores:.1f} of {cores} cores"
     assert run.status == 1  # of torchrun; its summary has that of the ranks
     assert "exitcode  : 4 " in run.err
     assert "# slow rank 1 on " in run.out
@@ -70,7 +70,7 @@ def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any]) -> None:
 @pytest.mark.faults
 def test_wrong_numbers_and_limits_are_named(bench: Callable[..., Any]) -> None:
     """Rank 1 computes another product than two others, and a wrong sum: that is so beside other
-    programs, too. Nobody is fast enough."""
+    processes, too. No rank is fast enough."""
     faults = "wrong-product,wrong-sum,neighbours"
     run = bench(SCRIPT, "--min-tflops", "1000", *SURE, ranks=3, inject=faults)
     assert "exitcode  : 1 " in run.err
@@ -80,4 +80,4 @@ def test_wrong_numbers_and_limits_are_named(bench: Callable[..., Any]) -> None:
     assert wrong[-1].endswith(": a wrong sum of all_reduce_inside")
     assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
     assert "# each rank alone again, for rank 0, rank 1, rank 2\n" in run.out
-    assert ", under 1e+15\n" in run.out
+    assert ", below 1e+15\n" in run.out

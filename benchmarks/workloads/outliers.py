@@ -1,4 +1,4 @@
-"""Who is slower than the others of its kind: nodes before ranks, ranks before links."""
+"""Nodes, ranks and links that are slower than their peers, in this order."""
 
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median, median_low
@@ -6,42 +6,58 @@ from typing import Any, NamedTuple
 
 Members = tuple[int, ...]  # of a level: one rank, or the two of a link
 Costs = dict[Members, float]  # seconds of a rank, or of a link of two
-Hosts = Mapping[str, Sequence[str]]  # level -> the host of each of its members
+Names = Mapping[str, Sequence[str]]  # level -> the name of each of its members
 
 SIGMAS = 5.0
 MARGIN = 0.10  # slower by less is not reported, however quiet the machine
+FAR = 5.0  # times as slow as its peers: no load of other processes explains it
 MAD_TO_SIGMA = 1.4826  # times a median absolute deviation: a standard one, if noise is normal
 
 
 class Who(NamedTuple):
-    """Who is slow: a node, a rail, a rank or a link. Two suspects where nobody can tell."""
+    """A node, a rail, a rank or a link that is slow. Two suspects if one of two is slow, and it is
+    impossible to tell which one."""
 
     level: str
     suspects: tuple[Members, ...]
 
-    def name(self, hosts: Hosts | None = None) -> str:
-        """`link 2 -> 5`, or `link 2 on a -> 5 on b` where the hosts of its level are known."""
-        places = (hosts or {}).get(self.level)
-        names = []
+    def name(self, names: Names | None = None) -> str:
+        """`link 2 -> 5`; with the names of its level `node3`, `rank 2 on node1` or
+        `link rank 2 on node1 -> rank 5 on node3`."""
+        known = (names or {}).get(self.level)
+        shown = []
         for members in self.suspects:
-            ends = [
-                f"{member} on {places[member]}" if places else str(member) for member in members
-            ]
-            names.append(f"{self.level} {' -> '.join(ends)}")
-        return " or ".join(names)
+            ends = " -> ".join(known[member] if known else str(member) for member in members)
+            prefix = "" if known and len(members) == 1 else f"{self.level} "
+            shown.append(prefix + ends)
+        return " or ".join(shown)
 
 
-Findings = dict[tuple[Who, str], str]  # who, and at what -> by how much
+class Slowness(NamedTuple):
+    """factor: times the median of its peers, or of the only other one; None if it misses a limit
+    that the user has set. how: the same in words."""
+
+    factor: float | None
+    how: str
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it is too large for any load of the machine to explain."""
+        return self.factor is not None and self.factor > FAR
+
+
+Findings = dict[tuple[Who, str], Slowness]  # what is slow, and at what
 
 
 def outliers(
-    costs: dict[Any, float], sigmas: float, margin: float = MARGIN
+    costs: dict[Any, float], sigmas: float, margin: float = MARGIN, noise: float = 0.0
 ) -> dict[Any, tuple[float, float]]:
     """What costs more than the median by `sigmas` deviations and by `margin`. The most costly comes
     first, with its factor and its deviations.
 
     The deviation is the median absolute one, scaled. The few that are slow move neither it nor the
-    median (Hampel 1974).
+    median (Hampel 1974). Of a few costs it may be far too small by chance, so it is at least
+    `noise` of the median: the standard deviation of one cost, as a share.
     """
     if len(costs) < 3:
         return {}
@@ -49,8 +65,7 @@ def outliers(
     if middle <= 0:  # no time of most: nothing is a multiple of it
         return {}
     deviation = MAD_TO_SIGMA * median(abs(cost - middle) for cost in costs.values())
-    # of a few costs those in the middle may be alike
-    deviation = max(deviation, middle / 1000)
+    deviation = max(deviation, middle * max(noise, 1e-3))
     slow = {}
     for name, cost in sorted(costs.items(), key=lambda item: -item[1]):
         deviations = (cost - middle) / deviation
@@ -67,12 +82,13 @@ def accuse(
     sigmas: float = SIGMAS,
     margin: float = MARGIN,
     of_two: bool = False,
+    noise: float = 0.0,
 ) -> Findings:
-    """The nodes, ranks and links that cost more than their like, each at `what`.
+    """The nodes, ranks and links that cost more than their peers, each at `what`.
 
     Level by level, then the items: what a slow node explains is not repeated for its ranks, and
     what a slow rank explains is not repeated for its links. levels: the owner of each member.
-    of_two: where there are only two, compare them, too.
+    of_two: if there are only two, compare them, too. noise: as in `outliers`.
     """
     findings: Findings = {}
     for level, owner in [*levels.items(), (item, [])]:
@@ -81,10 +97,10 @@ def accuse(
             pair = slower_of_two(level_costs, level, what, margin)
             if pair:
                 return findings | pair
-        slow = outliers(level_costs, sigmas, margin)
+        slow = outliers(level_costs, sigmas, margin, noise)
         for members, (factor, deviations) in slow.items():
             how = f"{factor:.2f}x the median's time, {deviations:.0f} sigmas"
-            findings[Who(level, (members,)), what] = how
+            findings[Who(level, (members,)), what] = Slowness(factor, how)
         if owner:
             costs = unexplained(costs, owner, slow)
     return findings
@@ -96,8 +112,9 @@ def slower_of_two(costs: Costs, level: str, what: str, margin: float) -> Finding
     if costs[fast] <= 0 or costs[slow] <= costs[fast] * (1 + margin):
         return {}
     who = Who(level, (slow, fast))  # in this order: a second run may say otherwise
-    factor = f"{costs[slow] / costs[fast]:.2f}x the other's"
-    return {(who, what): f"{factor}, and of two nobody can tell which is at fault"}
+    factor = costs[slow] / costs[fast]
+    how = f"{factor:.2f}x the other's time; with two it is impossible to tell which one is at fault"
+    return {(who, what): Slowness(factor, how)}
 
 
 def unexplained(costs: Costs, owner: list[int], slow: Collection[Members]) -> Costs:
@@ -112,8 +129,11 @@ def unexplained(costs: Costs, owner: list[int], slow: Collection[Members]) -> Co
 
 def medians(costs: Costs, owner: list[int]) -> Costs:
     """The median cost of each owner; a cost counts for the owners of all its members."""
-    # of an even number of ranks the lower median: one slow rank of two makes no slow node
-    middle = median if any(len(members) > 1 for members in costs) else median_low
+    # Of an even number the lower median: one slow rank of two makes no slow node, nor does one slow
+    # link of two. But if links have directions, a node that only sends slowly is slow in half of
+    # its costs, and each of its peers in fewer: the mean of the middle two tells them apart.
+    is_directed = any(members[::-1] in costs for members in costs if len(members) > 1)
+    middle = median if is_directed else median_low
     costs_of: dict[int, list[float]] = {}
     for members, cost in costs.items():
         for number in {owner[member] for member in members}:
@@ -121,5 +141,7 @@ def medians(costs: Costs, owner: list[int]) -> Costs:
     return {(number,): middle(values) for number, values in costs_of.items()}
 
 
-def sentences(findings: Findings, hosts: Hosts | None = None) -> list[str]:
-    return [f"slow {who.name(hosts)}: {what} {how}" for (who, what), how in findings.items()]
+def sentences(findings: Findings, names: Names | None = None) -> list[str]:
+    return [
+        f"slow {who.name(names)}: {what} {found.how}" for (who, what), found in findings.items()
+    ]

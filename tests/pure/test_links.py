@@ -21,21 +21,46 @@ def test_each_pair_once_and_nobody_twice_in_a_round(n: int) -> None:
 
 
 def test_links_of_a_round() -> None:
-    """1 MB, 2 messages a sample, the slower rank counts: 4 ms there is 0.5 GB/s, 2 ms back 1 GB/s;
-    both ways in 8 ms is 2 * 2 MB / 8 ms. Of the four times the median sample back is known least:
-    4 ms, 2 to 9 ms."""
-    back = [[0.003, 0.009, 0.0035, 0.006, 0.002, 0.0045], [0.001] * 6]
-    rows = {name: [[0.004] * 6, [0.003] * 6] for name in ("there", "latency")}
+    """1 MB, 2 messages a sample, two rounds of 3 samples, the slower rank counts. There: 4 ms in
+    each sample is 0.5 GB/s. Back: the slowest block's mean is 5 ms, of 3, 9 and 3 ms: 0.4 GB/s,
+    though its fastest sample takes 2 ms. Both ways in 8 ms is 2 * 2 MB / 8 ms. Latency: 2 ms for
+    both ways. Of the four times the median sample back is known least: 3.75 ms, 2 to 9 ms. The
+    blocks back differ most: 5 and 4 ms."""
+    back = [[0.003, 0.009, 0.003, 0.0055, 0.002, 0.0045], [0.001] * 6]
+    latency = [[0.002] * 6, [0.001] * 6]
+    rows = {"there": [[0.004] * 6, [0.003] * 6], "latency": latency}
     rows |= {"step": [[0.008] * 6] * 2, "back": back}
-    case, times = Case(key={}, ranks=[0, 5], samples_s=rows), Times(rows, [6])
-    messages = links.Messages(1_000_000, 8, 2)
-    links.derive({(0, 1): [(0, 5)]}, messages, case, times, [0, 0])
+    case, times = Case(key={}, ranks=[0, 5], samples_s=rows, rounds=[3, 3]), Times(rows, [3, 3])
+    messages = links.Messages(1_000_000, 8)
+    links.derive({(0, 1): [(0, 5)]}, messages, case, times, [(0, 2), (0, 2)])
     [link] = links.links_of(case)
-    assert link[:6] == (0, 1, 1000.0, 0.5, 1.0, 0.5)
-    assert link.spread == pytest.approx(1.25)
+    assert link[:6] == (0, 1, 1000.0, 0.5, 0.4, 0.5)
+    assert link.spread == pytest.approx((9 - 3.75) / 3.75)
+    assert link.drift == pytest.approx(0.25)
     assert case.check == "passed"
-    links.derive({(0, 1): [(0, 5)]}, messages, case, times, [0, 3])
+    links.derive({(0, 1): [(0, 5)]}, messages, case, times, [(0, 2), (3, 2)])
     assert case.check == "failed: wrong data came to rank 5"
+    del rows["there"], rows["back"]
+    links.derive({(0, 1): [(0, 5)]}, messages, case, Times(rows, [3, 3]), [(0, 2), (0, 2)])
+    [link] = links.links_of(case)
+    assert link[:6] == (0, 1, 1000.0, None, None, 0.5)  # both directions at once only
+
+
+@pytest.mark.parametrize(
+    ("message_s", "n"),
+    [(0.3, 1), (0.06, 1), (0.002, 30), (1e-9, links.MOST_MESSAGES)],  # 1.2 * 50 / 2
+)
+def test_a_sample_lasts(message_s: float, n: int) -> None:
+    """As many messages as take 50 ms; the pair's other rank takes over the number."""
+    told: list[int] = []
+
+    def decide(number: int) -> int:
+        told.append(number)
+        return number
+
+    assert links.calls_that_last(lambda calls: calls * message_s, decide) == n
+    answers = iter(told)
+    assert links.calls_that_last(lambda calls: 1.0, lambda number: next(answers)) == n
 
 
 @pytest.mark.parametrize(
@@ -59,3 +84,17 @@ def test_a_slow_link_is_no_slow_rank_and_the_other_way_round(
     nodes = [rank // ranks_of_node for rank in range(8)]
     lines = sentences(links.slow_links(matrix, nodes, "rank", 5))
     assert [line.partition(":")[0] for line in lines] == names
+
+
+@pytest.mark.parametrize("both_at_once", [True, False])
+def test_of_three_nodes_the_slow_one_has_two_of_three_links(both_at_once: bool) -> None:
+    """Node 1 sends at 0.01 GB/s, all others at 1. Measured in both directions at once, two of three
+    links are slow; in one direction each, two of six."""
+    matrix = []
+    for a, b in ((1, 2), (0, 2), (0, 1)):
+        rates = [0.01 if sender == 1 else 1.0 for sender in (a, b)]
+        both = 2 * min(rates)
+        ways = (None, None) if both_at_once else rates
+        matrix.append(Link(a, b, 80, *ways, 2.0 if not both_at_once else both, 0.1))
+    found = links.slow_links(matrix, [0, 1, 2], "rank", 5, margin=2.0)
+    assert [who.name() for who, _ in found] == ["node 1"]

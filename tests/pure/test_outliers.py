@@ -1,10 +1,10 @@
-"""Who is slower than the like: benchmarks/workloads/outliers.py, worked out by hand."""
+"""What is slower than its peers: benchmarks/workloads/outliers.py, worked out by hand."""
 
 from typing import Any
 
 import pytest
 
-from benchmarks.workloads.outliers import Costs, accuse, outliers, sentences
+from benchmarks.workloads.outliers import Costs, Who, accuse, outliers, sentences
 
 NODES = {"node": [0, 0, 1, 1, 2, 2]}
 ONE_NODE, TWO_NODES = {"node": [0, 0]}, {"node": [0, 0, 0, 1, 1, 1]}
@@ -19,6 +19,15 @@ def test_outliers() -> None:
     assert outliers(costs, 7) == {}
 
 
+def test_the_scatter_has_a_floor() -> None:
+    """Of three costs two are alike by chance: their deviation is 0.001, and 1.2 is 135 sigmas off.
+    If a cost is known to 10 %, it is 2 of these: (1.2 - 1.001) / 0.1001."""
+    costs = {0: 1.0, 1: 1.001, 2: 1.2}
+    assert outliers(costs, 5)[2][1] > 100
+    assert outliers(costs, 5, noise=0.1) == {}
+    assert outliers(costs | {2: 1.6}, 5, noise=0.1)[2][1] == pytest.approx(0.599 / 0.1001)
+
+
 @pytest.mark.parametrize(
     ("costs", "levels", "options", "names"),
     [
@@ -31,7 +40,7 @@ def test_outliers() -> None:
         ([1, 1.3, 1, 1, 1, 1], {}, {"margin": 0.2}, ["rank 1"]),
         # a slow node explains its ranks, and no rank of another node
         ([1.0, 1.0, 2.0, 2.1, 1.01, 3.0], NODES, {}, ["node 1", "rank 5"]),
-        # of two nobody knows which; the slower first: it must be so twice
+        # with two it can be either; the slower first: it must be so twice
         ([1.0, 3.0], ONE_NODE, {"of_two": True}, ["rank 1 or rank 0"]),
         ([1.0, 3.0], ONE_NODE, {}, []),
         ([1.0, 1.3], {}, {"margin": 0.4, "of_two": True}, []),
@@ -55,4 +64,14 @@ def test_in_words() -> None:
     found = accuse(costs, NODES, "rank", "a product")
     assert sentences(found) == ["slow rank 1: a product 1.98x the median's time, 134 sigmas"]
     two = accuse({(0,): 1.0, (1,): 3.0}, {}, "rank", "x", of_two=True)
-    assert "x 3.00x the other's" in sentences(two)[0]
+    assert "x 3.00x the other's time; with two it is impossible to tell" in sentences(two)[0]
+
+
+def test_names() -> None:
+    ranks = ["rank 0 on a", "rank 1 on b"]
+    names = {"node": ["a", "b"], "rank": ranks, "link": ranks}
+    assert Who("node", ((1,),)).name(names) == "b"
+    assert Who("node", ((1,), (0,))).name(names) == "b or a"
+    assert Who("rank", ((1,),)).name(names) == "rank 1 on b"
+    assert Who("link", ((0, 1),)).name(names) == "link rank 0 on a -> rank 1 on b"
+    assert (Who("rail", ((3,),)).name(names), Who("node", ((1,),)).name()) == ("rail 3", "node 1")

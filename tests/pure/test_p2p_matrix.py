@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import p2p_matrix
 from benchmarks.workloads.links import Link, Messages
+from benchmarks.workloads.outliers import Findings, Slowness, Who
+from common.environment import Others
 
 
 def test_the_key_of_a_round_says_who_meets() -> None:
@@ -20,6 +22,11 @@ def test_the_key_of_a_round_says_who_meets() -> None:
         p2p_matrix.check_plot("nowhere/links.png")
 
 
+def names_of(count: int) -> dict[str, list[str]]:
+    ranks = [f"rank {rank} on vm" for rank in range(count)]
+    return {"node": [f"node{number}" for number in range(count)], "rank": ranks, "link": ranks}
+
+
 def met(a: int, b: int, us: float, rate: float, spread: float | None = 0.1) -> Link:
     return Link(a, b, us, rate, rate, rate, spread)
 
@@ -27,21 +34,38 @@ def met(a: int, b: int, us: float, rate: float, spread: float | None = 0.1) -> L
 def test_matrices_and_many_links() -> None:
     """+-% in percent, in both halves. Of what is too wide the worst links are listed."""
     rows = [met(0, 1, 20, 1.0, 0.025), met(0, 2, 20, 1.0, 134.0)]
-    *_, spread = p2p_matrix.tables(rows, 3, "rank", 80).split("\n\n")
+    ranks = names_of(40)["rank"]
+    *_, spread = p2p_matrix.tables(rows, ranks[:3], "rank", 80).split("\n\n")
     cells = [["0", "-", "2.5", ">100"], ["1", "2.5", "-", "-"], ["2", ">100", "-", "-"]]
     assert [line.split() for line in spread.splitlines()[1:]] == cells
-    assert ["worst" in p2p_matrix.tables(rows, n, "rank", 80) for n in (8, 9)] == [False, True]
+    assert ["worst" in p2p_matrix.tables(rows, ranks[:n], "rank", 80) for n in (7, 8)] == [
+        False,
+        True,
+    ]
     pairs = itertools.combinations(range(40), 2)
     many = [met(a, b, 30 if (a, b) == (2, 5) else 10, 5) for a, b in pairs]
-    _, latency, *_ = p2p_matrix.tables(many, 40, "rank", None).split("\n\n")
-    assert latency.splitlines()[:2] == ["worst 20 of 780 links:", "      2 -> 5     30"]
+    _, latency, *_ = p2p_matrix.tables(many, ranks, "rank", None).split("\n\n")
+    worst = "  rank 2 on vm -> rank 5 on vm  30"
+    assert latency.splitlines()[:2] == ["worst 20 of 780 links:", worst]
+
+
+def test_a_matrix_has_the_names_of_hosts() -> None:
+    """Of nodes in rows and columns, of ranks in a line below."""
+    rows = [met(0, 1, 20, 1.0), met(0, 2, 20, 1.0), met(1, 2, 20, 1.0)]
+    nodes = ["a-long-name", "vm (node 1)", "vm (node 2)"]
+    table = p2p_matrix.tables(rows, nodes, "node", 80).split("\n\n")[1].splitlines()
+    assert table[0].split() == " ".join(nodes).split()
+    assert [line[:11] for line in table[1:]] == nodes
+    ranks = ["rank 0 on a", "rank 1 on a", "rank 2 on b"]
+    assert p2p_matrix.tables(rows, ranks, "rank", 80).endswith("\n\nranks 0 to 1 on a, 2 on b")
+    assert p2p_matrix.ranks_of_nodes(ranks[:2]) == ""
 
 
 def test_answer() -> None:
     """A slow link: 60 us, and the median of 20, 20, 20, 21, 22 and 60 is 20.5."""
     alike = [met(0, 1, 20, 1.0, 0.2), met(2, 3, 21, 1.1), met(0, 2, 20, 1.0), met(1, 3, 22, 1.0)]
     alike += [met(0, 3, 20, 1.05), met(1, 2, 20, 1.0, 0.05)]
-    where = ([0] * 4, "rank", 5.0)
+    where = ([0] * 4, "rank", 5.0, names_of(4))
     assert p2p_matrix.answer(alike, *where) == [
         "no link, rank or node is slow beyond noise",
         "latency 20 to 22 us, bandwidth 1 to 1.1 GB/s "
@@ -50,9 +74,29 @@ def test_answer() -> None:
     ]
     alike[-1] = met(1, 2, 60, 1.0, None)
     first, last, _ = p2p_matrix.answer(alike, *where)
-    assert first.startswith("maybe slow link 1 -> 2: latency within nodes 2.93x the median's time")
+    named = "maybe slow link rank 1 on vm -> rank 2 on vm: latency within nodes"
+    assert first.startswith(f"{named} 2.93x the median's time")
     assert last.endswith("(the median sample of a link: no interval; raise --max-seconds)")
-    assert "with 1 link nobody can tell" in p2p_matrix.answer(alike[:1], [0, 0], "rank", 5.0)[0]
+    few = p2p_matrix.answer(alike[:1], [0, 0], "rank", 5.0, names_of(2))
+    assert few[0] == "with 1 link it is impossible to tell which link, rank or node is slow"
+    # beside other processes only what is over 5 times as slow is named
+    busy, *_ = p2p_matrix.answer(alike, *where, Others(1.6, 2))
+    used = "other processes used 1.6 of 2 cores"
+    assert busy == f"cannot be told if a link, rank or node is slow: {used}"
+    alike[-1] = met(1, 2, 120, 1.0)
+    busy, *_ = p2p_matrix.answer(alike, *where, Others(1.6, 2))
+    assert busy.startswith("slow link rank 1 on vm -> rank 2 on vm: latency within nodes 5.85x")
+
+
+def test_three_links_have_no_scatter_by_themselves() -> None:
+    """Two links are alike by chance; the third takes 1.3 times as long, and a sample of a link is
+    known to 40 %: no name."""
+    rows = [met(0, 1, 20, 1.0, 0.4), met(0, 2, 20.02, 1.0, 0.4), met(1, 2, 26, 1.0, 0.4)]
+    first, *_ = p2p_matrix.answer(rows, [0] * 3, "rank", 5.0, names_of(3))
+    assert first == "no link, rank or node is slow beyond noise"
+    rows = [link._replace(spread=0.01) for link in rows]
+    first, *_ = p2p_matrix.answer(rows, [0] * 3, "rank", 5.0, names_of(3))
+    assert first.startswith("slow link rank 1 on vm -> rank 2 on vm: latency within nodes 1.30x")
 
 
 SLOW = {(min(3, n), max(3, n)): 94.0 for n in range(14) if n != 3}
@@ -64,15 +108,31 @@ WITHIN = {(0, 1): 1.0, (2, 4): 100.0, (1, 5): 300.0}  # the first one is within 
 @pytest.mark.parametrize(
     ("slow", "nodes", "line"),
     [
-        (SLOW, range(8), "without node 3, node 5: 6 nodes hold 380 GB/s, all 8 hold 50 GB/s"),
-        (SLOW, range(14), "without node 3, node 5: 12 nodes hold 380 GB/s, all 14 hold 50 GB/s"),
-        (SHARED, range(8), "without node 2: 7 nodes hold 380 GB/s, all 8 hold 94 GB/s"),
+        (SLOW, range(8), "without node3, node5: 6 nodes hold 380 GB/s, all 8 nodes hold 50 GB/s"),
+        (
+            SLOW,
+            range(14),
+            "without node3, node5: 12 nodes hold 380 GB/s, all 14 nodes hold 50 GB/s",
+        ),
+        (SHARED, range(8), "without node2: 7 nodes hold 380 GB/s, all 8 nodes hold 94 GB/s"),
         ({(1, 2): 350.0}, range(8), "all 8 nodes hold 350 GB/s"),  # 380 / 1.1 is 345
-        (WITHIN, [0, 0, 1, 1, 2, 2], "without node 2: 2 nodes hold 380 GB/s, all 3 hold 100 GB/s"),
+        (
+            WITHIN,
+            [0, 0, 1, 1, 2, 2],
+            "without node2: 2 nodes hold 380 GB/s, all 3 nodes hold 100 GB/s",
+        ),
     ],
 )
 def test_what_to_leave_out(slow: dict[tuple[int, int], float], nodes: list[int], line: str) -> None:
     """All other links hold 380 GB/s. 14 nodes are over EXACT."""
     pairs = itertools.combinations(range(len(nodes)), 2)
     links = [met(a, b, 20, slow.get((a, b), 380)) for a, b in pairs]
-    assert p2p_matrix.leave_out(links, list(nodes)) == line
+    names, found = names_of(len(nodes)), Slowness(4.0, "4x")
+    every: Findings = {(Who("node", ((node,),)), "x"): found for node in nodes}
+    assert p2p_matrix.leave_out(links, list(nodes), names, every) == line
+    nobody = p2p_matrix.leave_out(links, list(nodes), names, {})
+    assert nobody == line.split(" GB/s, ")[-1]  # all N hold ...: what is not named is not left out
+    ends: Findings = {
+        (Who("link", ((a, b),)), "x"): found for a, b in slow if max(a, b) < len(nodes)
+    }
+    assert p2p_matrix.leave_out(links, list(nodes), names, ends) == line
