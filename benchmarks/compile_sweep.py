@@ -54,7 +54,7 @@ from torch.profiler import record_function
 
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from benchmarks.workloads.meshes import forget_groups
-from benchmarks.workloads.own_model import is_own, make_own, own_batch_size
+from benchmarks.workloads.own_model import is_own, make_own, need_size, own_batch_size
 from benchmarks.workloads.precision import name_precision, set_precision
 from benchmarks.workloads.reference import (
     CHECKED_STEPS,
@@ -374,6 +374,7 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
     autocast = bf16 and strategy in ("none", "ddp")  # FSDP casts by itself
     memory = start_peak(device)
     model, batches = create(key["model"], key["batch_size"], min(ranks, BATCHES), device)
+    need_size(key["model"], key["batch_size"])
     alone = reference_of(model, batches, key["dtype"], ranks) if rank == 0 else None
     wanted: Reference | str = agree(alone, group)
     dynamo_counters().clear()
@@ -479,9 +480,11 @@ def answer(cases: list[Case]) -> list[str]:
     return sentences
 
 
-def title_of(args: Namespace, model: str, size: int, dtype: str, device: torch.device) -> str:
-    """The settings that all cases of a table share."""
-    words = [model, f"batch size {size}", name_precision(dtype, device)]
+def title_of(
+    args: Namespace, model: str, size: int | None, dtype: str, device: torch.device
+) -> str:
+    """The settings that all cases of a table share. size: of a batch; None if unknown."""
+    words = [model, f"batch size {size or 'unknown'}", name_precision(dtype, device)]
     if any(strategy.startswith("fsdp") for strategy in args.strategies):
         classes = cli.cut(args.fsdp_wrap_classes) or "the layers in lists"
         words.append(f"FSDP wraps {classes}" if args.fsdp_wrap else "FSDP in one unit")
@@ -494,7 +497,7 @@ def title_of(args: Namespace, model: str, size: int, dtype: str, device: torch.d
 # -- which cases -----------------------------------------------------------------------------------
 
 
-def plan(args: Namespace, job: Job, own: dict[str, int]) -> dict[str, list[Planned]]:
+def plan(args: Namespace, job: Job, own: dict[str, int | None]) -> dict[str, list[Planned]]:
     """The title of each table (a model and a dtype), and its cases. own: the batch sizes of the
     models that bring theirs. A key's flag is true only where it changes what the case does."""
     tables = {}

@@ -48,7 +48,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workloads.own_model import is_own, make_own, own_batch_size
+from benchmarks.workloads.own_model import is_own, make_own, need_size, own_batch_size
 from benchmarks.workloads.precision import PRECISION, name_precision, set_precision
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, verdict
@@ -225,6 +225,7 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
     torch.manual_seed(bench.job.rank)
     if is_own(key["model"]):
         model, inputs, loss_of = make_own(key["model"], device)
+        need_size(key["model"], key["batch_size"])
         batch: Batch = (inputs, loss_of)
     else:
         model = make_model(key["model"], device)
@@ -372,9 +373,9 @@ def name_of(ranks: int, node_ranks: int) -> str:
     return f"{machines}M/{min(ranks, node_ranks)}G" + (f" ({ranks})" if machines > 1 else "")
 
 
-def title_of(model: str, dtype: str, size: int, args: argparse.Namespace, job: Job) -> str:
-    """What all cases of a table share. size: the batch size of a rank."""
-    batch = f"batch size {size} a rank (weak scaling)"
+def title_of(model: str, dtype: str, size: int | None, args: argparse.Namespace, job: Job) -> str:
+    """What all cases of a table share. size: the batch size of a rank; None if unknown."""
+    batch = f"batch size {size or 'unknown'} a rank (weak scaling)"
     if args.global_batch:
         batch = f"global batch {args.global_batch} (strong scaling)"
     parts = [model, batch]
@@ -390,7 +391,7 @@ def title_of(model: str, dtype: str, size: int, args: argparse.Namespace, job: J
 
 
 def plan(
-    args: argparse.Namespace, job: Job, sizes: list[int], own: dict[str, int]
+    args: argparse.Namespace, job: Job, sizes: list[int], own: dict[str, int | None]
 ) -> dict[str, list[Planned]]:
     """The title of each table (a model and a dtype), and its cases. own: batch sizes, by model."""
     tables = {}

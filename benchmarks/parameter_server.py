@@ -211,7 +211,8 @@ def unpack(message: Message) -> Tensor:
     parts, size = message
     if len(parts) == 1:
         return parts[0]
-    return torch.sparse_coo_tensor(*parts, size, is_coalesced=True, check_invariants=False)
+    indices, values = parts
+    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True, check_invariants=False)
 
 
 def copy_to(device: torch.device, message: Message) -> Message:

@@ -64,3 +64,8 @@ def vector(device: torch.device) -> Any:
 
 def model_alone(device: torch.device) -> Any:
     return nn.Linear(4, 4)
+
+
+def too_large(device: torch.device) -> Any:
+    """16 TiB: no GPU has room for it."""
+    return nn.Linear(2**21, 2**21, device=device), (torch.ones(2, 4),), torch.sum

@@ -47,7 +47,7 @@ class Refused(ValueError):
 class Trial(NamedTuple):
     """What a rank found out about a model."""
 
-    samples: int  # of a batch: the first size of the first input
+    samples: int | None  # of a batch: the first size of the first input; None if unknown
     changes: list[str]  # of the process, by the function or its module; a line each
 
 
@@ -138,11 +138,13 @@ def place_of(error: BaseException) -> str:
 def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial:
     """Run the forward and backward passes once.
 
-    Raises ValueError as `make_own` does, for any error of the user's code, for a batch without
-    samples, if the loss is no scalar, and for a parameter without a gradient, unless
-    `idle_allowed`.
+    A model that does not fit into the GPU's memory is not refused: its cases fail with the reason,
+    and other models are measured. Raises ValueError as `make_own` does, for any other error of the
+    user's code, for a batch without samples, if the loss is no scalar, and for a parameter without
+    a gradient, unless `idle_allowed`.
     """
     changes: list[str] = []
+    samples = None
     try:
         model, inputs, loss = make_own(name, device, changes)
         shapes = [list(x.shape) for x in inputs]
@@ -157,6 +159,8 @@ def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial
             value.backward()
     except Refused:
         raise
+    except torch.OutOfMemoryError:
+        return Trial(samples, changes)
     except Exception as error:
         raise Refused(f"{name}: {describe(error)}{place_of(error)}") from None
     now = [list(x.shape) for x in inputs]
@@ -170,8 +174,9 @@ def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial
     return Trial(samples, changes)
 
 
-def own_batch_size(bench: Benchmark, name: str, idle_allowed: bool = True) -> int:
-    """The number of samples in a rank's batch of a user's model, which every rank tries once.
+def own_batch_size(bench: Benchmark, name: str, idle_allowed: bool = True) -> int | None:
+    """The number of samples in a rank's batch of a user's model, which every rank tries once. None
+    if no rank has the memory to make the model: then `build` must call `need_size`.
 
     All ranks call it. Ends the run if a rank refuses the model, or if the batch sizes differ. Rank
     0 prints what the function has changed.
@@ -179,19 +184,29 @@ def own_batch_size(bench: Benchmark, name: str, idle_allowed: bool = True) -> in
     attempt = partial(try_own, name, bench.job.device, idle_allowed)
     trial = bench.prepare("--model", attempt)
     trials: list[Trial] = share(gather(trial))
-    if problem := uneven(name, [trial.samples for trial in trials]):
+    samples = [trial.samples for trial in trials]
+    if problem := uneven(name, samples):
         bench.refuse(problem)
     for change in dict.fromkeys(change for trial in trials for change in trial.changes):
         ranks = [rank for rank, trial in enumerate(trials) if change in trial.changes]
         where = "" if len(ranks) == len(trials) else f" on rank {cut(ranks)}"
         bench.print(f"# {name} has changed {change}{where}")
-    return trial.samples
+    return next(filter(None, samples), None)
 
 
-def uneven(name: str, samples: list[int]) -> str | None:
-    """Why these batch sizes, by rank, are refused: rates assume that all ranks have the same."""
-    others = [rank for rank, count in enumerate(samples) if count != samples[0]]
+def need_size(name: str, samples: int | None) -> None:
+    """Refuse a case whose batch size is unknown, once its model has been made nevertheless."""
+    if samples is None:
+        raise ValueError(f"{name} did not fit when its batch size was read; run it again")
+
+
+def uneven(name: str, samples: list[int | None]) -> str | None:
+    """Why these batch sizes, by rank, are refused: rates assume that all ranks have the same. None
+    stands for an unknown size."""
+    known = {rank: count for rank, count in enumerate(samples) if count is not None}
+    first = next(iter(known), 0)
+    others = [rank for rank, count in known.items() if count != known[first]]
     if not others:
         return None
-    got = f"got {samples[0]} on rank 0 and {samples[others[0]]} on rank {cut(others)}"
+    got = f"got {known[first]} on rank {first} and {known[others[0]]} on rank {cut(others)}"
     return f"--model {name}: expected batches of the same size on all ranks, {got}"

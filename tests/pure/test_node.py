@@ -107,8 +107,8 @@ def test_the_last_lines_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "network_errors", lambda: drops.pop(0))
     monkeypatch.setattr(node, "gather", lambda row: [row, None])
     ranks = [{"uuid": "1", "cores": 4, "rank": 0}]
-    environment = {"cuda": "13.2", "hosts": ["a"], "gpus": [gpus[1:]], "ranks": ranks}
-    environment["gpu_counts"] = [2]
+    environment: dict[str, Any] = {"cuda": "13.2", "hosts": ["a"], "ranks": ranks}
+    environment |= {"gpus": [gpus[1:]], "gpu_counts": [2]}
     bench: Any = Mock(job=Mock(local_rank=0), report=Mock(environment=environment))
     observer, last_line = Node(bench), dict[str, Any]()
     line = "note: GPU 1 of a was limited by its power: power cap for 2.0 s"

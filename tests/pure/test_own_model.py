@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.workloads.own_model import Trial, make_own, try_own, uneven
+from benchmarks.workloads.own_model import Trial, make_own, need_size, try_own, uneven
 
 CPU = torch.device("cpu")
 USERS = """
@@ -106,6 +106,19 @@ def moves(device):
     os.chdir("elsewhere")
     sys.path.append("/a/library")
     return trio()
+
+
+def fills_the_gpu(device):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+class Large(nn.Linear):
+    def forward(self, x):
+        fills_the_gpu(x.device)
+
+
+def fills_the_gpu_in_forward(device):
+    return Large(4, 1), (torch.ones(2, 4),), torch.sum
 """
 
 
@@ -191,7 +204,22 @@ def test_a_changed_folder_and_path_stay_and_are_named(folder: Path) -> None:
     assert try_own("users:fine", CPU) == Trial(2, [])
 
 
+def test_a_model_that_does_not_fit_is_left_to_its_cases() -> None:
+    """They fail with the reason, and the other models of the command are measured. The model may
+    fit on some ranks."""
+    assert try_own("users:fills_the_gpu", CPU) == Trial(None, [])
+    assert try_own("users:fills_the_gpu_in_forward", CPU) == Trial(2, [])
+    with pytest.raises(torch.OutOfMemoryError):
+        make_own("users:fills_the_gpu", CPU)
+    need_size("mine:f", 2)
+    with pytest.raises(ValueError, match="mine:f did not fit when its batch size was read"):
+        need_size("mine:f", None)
+
+
 def test_batches_of_different_sizes_are_refused() -> None:
     assert uneven("mine:f", [3, 3, 3]) is None
     line = "--model mine:f: expected batches of the same size on all ranks, got 3 on rank 0 and "
     assert uneven("mine:f", [3, 3000, 3, 3000]) == f"{line}3000 on rank 1, 3"
+    assert uneven("mine:f", [None, 3, None]) is uneven("mine:f", [None, None]) is None
+    unknown = uneven("mine:f", [None, 3, 4]) or ""
+    assert unknown.endswith("got 3 on rank 1 and 4 on rank 2")
