@@ -9,6 +9,9 @@ asynchronous mode uploads its checkpoint, the training goes on, and its steps ma
     stall     what the training loses: blocked, and what the steps beside the upload take beyond
               the same number of steps when nothing is saved
     cost      stall / --every: what the training loses with a checkpoint every so many seconds
+    load      seconds until model and optimizer have the newest checkpoint again, the other half of
+              its price: read (the files), distribute (plans, or parts of the full state to ranks)
+              and apply (into model and optimizer). `from disk`: the page cache was dropped before
 
     torchrun --nproc-per-node 2 benchmarks/checkpoint_sweep.py
     torchrun --nproc-per-node 2 benchmarks/checkpoint_sweep.py --modes all --strategy fsdp2,ddp
@@ -45,13 +48,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree  # private; seen to work with torch 2.11, 2.14 and 2.15
 
@@ -65,11 +68,12 @@ from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
 from common.groups import FOREVER, Group, agree, rendezvous, share
 from common.report import Case, Estimate
-from common.stats import Times
+from common.stats import Times, median
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import RankTimes, Workload, rule_reached
 
 IDLE_STEPS = 4  # before an asynchronous checkpoint: what a step takes when nothing is saved
+FROM_DISK = 0.9  # a load is from disk if at least this share of the state was read from there
 CPU_TOKENS = 32  # of a sequence on the CPU
 DEFAULT_MODES = ["torch.save", "dcp.save", "async-thread"]
 
@@ -92,6 +96,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     batch = f"sequences per rank and step, {CPU_TOKENS} tokens long on the CPU "
     batch += "(default: %(default)s)"
     add("--batch-size", type=cli.positive_int, default=cli.By(8, 1), metavar="N", help=batch)
+    loads = "loads of the newest checkpoint, within --max-seconds (default: 7)"
+    add("--loads", type=cli.positive_int, default=7, metavar="N", help=loads)
     cli.add_common_flags(parser, min_iters=6)
     return parser.parse_args(argv)
 
@@ -105,13 +111,14 @@ class State:
     """What a checkpoint holds: a model and its optimizer.
 
     group: gloo, for the collectives of saving alone. On the group of the training they would meet
-    the collectives of the steps beside an upload.
+    the collectives of the steps beside an upload. training: that group.
     """
 
     model: Any
     optimizer: torch.optim.Optimizer
     device: torch.device
     group: dist.ProcessGroup
+    training: dist.ProcessGroup | None = None
     stager: DefaultStager | None = None  # of `async_save`
 
     def dicts(self, **options: Any) -> dict[str, Any]:
@@ -180,17 +187,103 @@ MODES: dict[str, Callable[[State, Path], Any]] = {
 }
 
 
-def load(state: State, path: Path) -> None:
-    """Each rank reads its part; of the one file of torch.save each rank reads all."""
-    one_file = path / "state.pt"
-    full = one_file.exists()
-    if full:
-        content = torch.load(one_file, map_location="cpu", weights_only=True)
-    else:
-        content = state.dicts()
-        dcp.load(content, checkpoint_id=path, process_group=state.group)
-    options = StateDictOptions(full_state_dict=full)
-    set_state_dict(state.model, state.optimizer, **content, options=options)
+class Marks(NamedTuple):
+    """Seconds since a load began, on a rank, when its parts had ended on all ranks."""
+
+    read: float  # of `dcp.load` the seconds that this rank spent reading
+    distributed: float
+    applied: float
+
+
+class TimedReader(FileSystemReader):
+    """Sums up the seconds that it spends reading."""
+
+    read_s = 0.0
+
+    def read_data(self, *args: Any) -> Any:
+        start = perf_counter()
+        done = super().read_data(*args)
+        self.read_s += perf_counter() - start
+        return done
+
+
+def dcp_load(state: State, path: Path) -> Marks:
+    """Each rank reads its part, of the files of any mode but `torch.save`."""
+    start = perf_counter()
+    content, reader = state.dicts(), TimedReader(path)
+    dcp.load(content, storage_reader=reader, process_group=state.group)
+    dist.barrier(state.group)
+    distributed = perf_counter() - start
+    return Marks(reader.read_s, distributed, apply(state, content, start))
+
+
+def torch_load(state: State, path: Path, source: int | None) -> Marks:
+    """The one file of `torch.save`. source: the only rank that reads it; None: each rank does."""
+    start = perf_counter()
+    full = None
+    if source in (None, dist.get_rank()):
+        full = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    dist.barrier(state.group)
+    read = perf_counter() - start
+    content = distribute(state, full, source)
+    dist.barrier(state.group)
+    distributed = perf_counter() - start
+    return Marks(read, distributed, apply(state, content, start))
+
+
+def distribute(state: State, full: Any, source: int | None) -> dict[str, Any]:
+    """This rank's part of a full state. source: the only rank that has it; None: each rank does."""
+    current, names = _pytree.tree_flatten(state.dicts())
+    wholes: list[Any] = [None] * len(current)
+    if full is not None:
+        wholes = _pytree.tree_leaves(_pytree.tree_map(lambda _, whole: whole, state.dicts(), full))
+    is_large = [isinstance(part, Tensor) and part.numel() > 1 for part in current]
+    if source is not None:
+        small = [whole for whole, large in zip(wholes, is_large, strict=True) if not large]
+        dist.broadcast_object_list(small, source, group=state.group)
+        of_source = iter(small)
+        wholes = [
+            whole if large else next(of_source)
+            for whole, large in zip(wholes, is_large, strict=True)
+        ]
+    parts: list[Any] = []
+    whole: Any
+    for part, whole, large in zip(current, wholes, is_large, strict=True):
+        if large and source is not None and whole is None:  # what arrives takes its place
+            whole = torch.empty(part.shape, dtype=part.dtype, device=state.device)
+        if isinstance(part, DTensor):
+            mesh, placements = part.device_mesh, part.placements
+            whole = whole.to(state.device)
+            whole = distribute_tensor(whole, mesh, placements, src_data_rank=source)
+        elif large and source is not None:
+            whole = whole.to(state.device)
+            dist.broadcast(whole, source, group=state.training)
+        parts.append(whole)
+    return cast(dict[str, Any], _pytree.tree_unflatten(parts, names))
+
+
+def apply(state: State, content: dict[str, Any], start: float) -> float:
+    """Load a state into model and optimizer. Returns the seconds since `start`."""
+    set_state_dict(state.model, state.optimizer, **content)
+    torch.get_device_module(state.device).synchronize()  # does nothing on the CPU
+    dist.barrier(state.group)
+    return perf_counter() - start
+
+
+def loaders(mode: str) -> dict[str, Callable[[State, Path], Marks]]:
+    """The ways to load what a mode has saved, by name."""
+    if mode != "torch.save":
+        return {"dcp.load": dcp_load}
+    ways = {"torch.load on each rank": None, "torch.load on rank 0": 0}
+    return {name: partial(torch_load, source=source) for name, source in ways.items()}
+
+
+def drop_page_cache(folder: Path) -> None:
+    """Ask this host to forget the content of the files. Some file systems ignore it."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 # [/core]
@@ -217,12 +310,20 @@ class Checkpoint(NamedTuple):
     upload: float
 
 
+class Load(NamedTuple):
+    """One load on a rank."""
+
+    marks: Marks
+    disk_bytes: int  # that were read from the storage, not from the page cache
+    same: bool  # whether it has brought what was saved
+
+
 class Training:
     """A decoder under its strategy, and the checkpoints of a case, on each rank. Each checkpoint is
     a folder in `path`, with a number."""
 
     def __init__(self, key: Key, path: Path, bench: Benchmark, group: Group) -> None:
-        self.bench, self.control = bench, group.control
+        self.bench, self.group, self.control = bench, group, group.control
         self.path, self.count = path, 0  # of checkpoints so far
         self.mode = key["mode"]
         device = bench.job.device
@@ -243,7 +344,7 @@ class Training:
             for unit in (*model.blocks, model):
                 fully_shard(unit, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        self.state = State(model, optimizer, device, uploads)
+        self.state = State(model, optimizer, device, uploads, group.test)
         texts = random_text(DECODERS[key["model"]], key["batch_size"], seed=bench.job.rank)
         length = CPU_TOKENS if device.type == "cpu" else None
         self.tokens, self.targets = (text[:, :length].to(device) for text in texts)
@@ -300,14 +401,44 @@ class Training:
         upload = uploads[0] if uploads else blocked
         return Checkpoint(blocked + sum(beside), alone, blocked, upload)
 
-    def comes_back(self) -> bool:
-        """Whether the newest checkpoint has this rank's part as it was, bit for bit."""
+    def load(self, way: Callable[[State, Path], Marks]) -> Load:
+        """Load the newest checkpoint, and compare this rank's part with what it was, bit by bit."""
+        import psutil  # not above: if it is missing, common/ says so in one line
+
         self.bench.phase(f"load {self.newest}")
+        dist.barrier(self.control)  # no rank reads
+        if self.bench.job.local_rank == 0:
+            drop_page_cache(self.newest)
         for part in local_tensors(self.state):
             part.zero_()  # the comparison then sees only what was read
-        load(self.state, self.newest)
+        torch.get_device_module(self.state.device).synchronize()
+        dist.barrier(self.control)
+        process = psutil.Process()
+        before = process.io_counters()
+        marks = way(self.state, self.newest)
+        after = process.io_counters()
         pairs = zip(local_tensors(self.state), self.copies, strict=True)
-        return all(torch.equal(part.cpu(), copy) for part, copy in pairs)
+        same = all(torch.equal(part.cpu(), copy) for part, copy in pairs)
+        return Load(marks, after.read_bytes - before.read_bytes, same)
+
+    def loads(self) -> dict[str, list[Load]]:
+        """The loads of each way, in turns: as many as --loads, --iters and --max-seconds allow.
+
+        Their number is odd, so that one of them has the median time.
+        """
+        ways, rule = loaders(self.mode), self.bench.rule
+        most = min(self.bench.args.loads, rule.iters or self.bench.args.loads)
+        done: dict[str, list[Load]] = {name: [] for name in ways}
+        start = perf_counter()
+        enough = False
+        while not enough:
+            for name, way in ways.items():
+                done[name].append(self.load(way))
+            count = len(done[name])
+            spent_s = perf_counter() - start
+            is_last = count + 2 > most or spent_s * (count + 2) / count > rule.max_seconds
+            enough = count % 2 == 1 and bool(agree(is_last, self.group))
+        return done
 
 
 # -- a case ----------------------------------------------------------------------------------------
@@ -317,7 +448,7 @@ class Facts(TypedDict):
     """What a rank says of a case."""
 
     first: Checkpoint
-    same: bool  # a load brought what was saved
+    loads: dict[str, list[Load]]
     shard_bytes: int
 
 
@@ -342,7 +473,7 @@ def folder_of(folders: dict[str, str], key: Key) -> Path:
 
 
 def measure(training: Training, group: Group) -> Workload:
-    """Write checkpoints until the stop rule ends it, then load the newest one."""
+    """Write checkpoints until the stop rule ends it, then load the newest one again and again."""
     first = training.write_checkpoint()
     timed: list[Checkpoint] = []
     stop = ""
@@ -356,7 +487,7 @@ def measure(training: Training, group: Group) -> Workload:
         stop = agree(reached, group)
     facts = Facts(
         first=first,
-        same=training.comes_back(),
+        loads=training.loads(),
         shard_bytes=sum(len(part) for part in training.copies),
     )
     samples_s = {"step": totals}
@@ -390,9 +521,41 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
         "write_gb_per_s": size / upload / 1e9,
         "cost": stall / every_s if upload.value < every_s else None,
     }
-    changed = [rank for rank, fact in zip(case.ranks, facts, strict=True) if not fact["same"]]
+    case.metrics["loads"] = [load_of(way, facts, size) for way in facts[0]["loads"]]
+    for number, row in enumerate(case.metrics["loads"]):
+        prefix = "load" if number == 0 else "load_from_rank_0"
+        case.metrics |= {f"{prefix}_s": row["load_s"], f"{prefix}_gb_per_s": row["load_gb_per_s"]}
+    changed = [
+        rank
+        for rank, fact in zip(case.ranks, facts, strict=True)
+        if not all(load.same for loads in fact["loads"].values() for load in loads)
+    ]
     problem = f"rank {changed[0]} loads another state than it saved" if changed else None
     case.check = verdict(problem)
+
+
+def load_of(way: str, facts: list[Facts], size: int) -> dict[str, Any]:
+    """The metrics of the loads of one way: the median load and its parts.
+
+    size: of the state, in bytes.
+    """
+    loads = [fact["loads"][way] for fact in facts]  # [ranks][loads]
+    # seconds of [ranks, loads, marks] -> of the slowest rank
+    marks = np.array([[load.marks for load in of_rank] for of_rank in loads]).max(axis=0)
+    order = np.argsort(marks[:, 2], kind="stable")
+    read_s, distributed_s, load_s = (float(mark) for mark in marks[order[len(order) // 2]])
+    total = median(marks[:, 2])
+    disk_bytes = sum(load.disk_bytes for of_rank in loads for load in of_rank) / len(order)
+    return {
+        "way": way,
+        "load_s": total,
+        "load_gb_per_s": size / total / 1e9,
+        "read_s": read_s,
+        "distribute_s": distributed_s - read_s,
+        "apply_s": load_s - distributed_s,
+        "from_disk": disk_bytes >= FROM_DISK * size,
+        "by_rank_s": [[load.marks.applied for load in of_rank] for of_rank in loads],
+    }
 
 
 COLUMNS: Columns = {
@@ -407,6 +570,38 @@ COLUMNS: Columns = {
     "first\nextra (s)": metric("first_extra_s", digits=3),
 }
 WIDEST = ["async-process", "0.000", "0.000", "0.000 to 0.000", *["0.000"] * 2]
+
+
+LOAD_COLUMNS: Columns = {  # of the median load: read + distribute + apply = load
+    "mode": lambda row: row.name,
+    "load by": lambda row: row.key["way"],
+    "load\n(s)": metric("load_s", digits=3),
+    "95% ci\n(s)": ends("load_s", digits=3),
+    "read\n(s)": metric("read_s", digits=3),
+    "distribute\n(s)": metric("distribute_s", digits=3),
+    "apply\n(s)": metric("apply_s", digits=3),
+    "from": lambda row: "disk" if row.key["from_disk"] else "page cache",
+    "load\nGB/s": metric("load_gb_per_s"),
+}
+
+
+def load_rows(cases: list[Case]) -> list[Case]:
+    """The rows of the table of loads: one of each way and case."""
+    rows = []
+    for case in cases:
+        for row in case.metrics.get("loads", []):
+            rows.append(Case(key=row, ranks=case.ranks, name=case.name, metrics=row))
+    return rows
+
+
+def answers(cases: list[Case]) -> list[str]:
+    """What checkpoints cost the training, and how long resuming from one takes."""
+    key, times = cases[0].key, {}
+    for row in load_rows(cases):
+        times[f"{row.key['way']} ({row.name})"] = row.metrics["load_s"]
+    ordered = sorted(times, key=lambda name: times[name].value)
+    loads = ", ".join(f"{times[name]} by {name}" for name in ordered)
+    return [answer(cases), f"{key['strategy']} from {key['path']}: a load takes {loads}"]
 
 
 def answer(cases: list[Case]) -> str:
@@ -487,11 +682,13 @@ def main() -> int:
         )
         folders = dict(zip(args.paths or ["TMPDIR"], share(made), strict=True))
         for title, cases in tables.items():
-            with bench.begin_table(title, COLUMNS, answer, Table(COLUMNS, WIDEST)):
+            with bench.begin_table(title, COLUMNS, answers, Table(COLUMNS, WIDEST)) as table:
                 for name, _, key in cases:
                     bench.measure(key, name, partial(build, bench, folders), derive)
                     if is_first:
                         shutil.rmtree(folder_of(folders, key), ignore_errors=True)
+                if rows := load_rows(table.passed):
+                    bench.print_table(LOAD_COLUMNS, rows)
         for folder in made:
             shutil.rmtree(folder, ignore_errors=True)
     return bench.status

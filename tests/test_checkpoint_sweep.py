@@ -36,6 +36,17 @@ def test_both_strategies_on_two_storages(bench: Callable[..., Any], tmp_path: Pa
         assert m["cost"].value == pytest.approx(m["stall_s"].value / 60)
         assert m["state_bytes"] == pytest.approx(12 * PARAMETERS, rel=1e-3)  # and the step counters
         assert (m["stall_s"] == m["blocked_s"]) == (case.name == "torch.save")
+        ways = ["torch.load on each rank", "torch.load on rank 0"]
+        assert [row["way"] for row in m["loads"]] == (
+            ways if case.name == "torch.save" else ["dcp.load"]
+        )
+        for row in m["loads"]:
+            parts = [row[f"{part}_s"] for part in ("read", "distribute", "apply")]
+            assert min(parts) > 0
+            assert sum(parts) == pytest.approx(row["load_s"].value)
+        assert m["load_s"] == m["loads"][0]["load_s"]
+        if case.key["path"] == memory:
+            assert not any(row["from_disk"] for row in m["loads"])
     title = f"decoder-nano, batch size 1, ddp, AdamW: 0.003 GB into {disk} every 60 s"
     assert f"\n{title}\n" in run.out
 

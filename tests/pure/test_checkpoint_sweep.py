@@ -20,7 +20,9 @@ def test_metrics_by_hand() -> None:
     seconds["upload"] = [0.8, 0.7]
     times = Times({part: [[s] * 6 for s in ranks] for part, ranks in seconds.items()}, [1] * 6)
     first = checkpoint_sweep.Checkpoint(total=1.10 + 0.80, alone=0.60, blocked=1.10, upload=1.6)
-    fact: Any = {"first": first, "shard_bytes": 200_000_000, "same": True}
+    marks = checkpoint_sweep.Marks(0.2, 0.3, 0.4)
+    load = checkpoint_sweep.Load(marks, 400_000_000, True)
+    fact: Any = {"first": first, "shard_bytes": 200_000_000, "loads": {"dcp.load": [load]}}
     case = Case(key={"strategy": "fsdp2", "every_s": 600}, ranks=[0, 1])
     checkpoint_sweep.derive(case, times, [fact, fact])
     m = case.metrics
@@ -31,9 +33,36 @@ def test_metrics_by_hand() -> None:
     assert m["write_gb_per_s"].low == pytest.approx(0.4 / 0.8)
     assert case.check == "passed"
     case.key |= {"strategy": "ddp", "every_s": 0.5}  # replicas are one state; uploads queue
-    checkpoint_sweep.derive(case, times, [fact, fact | {"same": False}])
+    other = load._replace(same=False)
+    checkpoint_sweep.derive(case, times, [fact, fact | {"loads": {"dcp.load": [other]}}])
     assert (case.metrics["state_bytes"], case.metrics["cost"]) == (200_000_000, None)
     assert case.check == "failed: rank 1 loads another state than it saved"
+
+
+def test_the_parts_of_the_median_load_by_hand() -> None:
+    """Of 7 loads of 0.4 GB the one of 0.5 s is in the middle: its slowest rank had read after 0.2,
+    and all had their parts after 0.3 s. From the disk came 0.2 GB on each of 2 ranks."""
+    middle = checkpoint_sweep.Marks(0.2, 0.3, 0.5)
+    apart = (0, -3, 3, -1, 1, -2, 2)  # tenths of a second
+    on_rank = [[middle._replace(applied=0.5 + n / 10) for n in apart] for _ in range(2)]
+    on_rank[1][0] = middle._replace(read=0.1)
+    rows = [[checkpoint_sweep.Load(each, 2 * 10**8, True) for each in row] for row in on_rank]
+    facts: Any = [{"loads": {"dcp.load": row}} for row in rows]
+    row = checkpoint_sweep.load_of("dcp.load", facts, 4 * 10**8)
+    assert row["load_s"].value == pytest.approx(0.5)
+    assert (row["load_s"].low, row["load_s"].high) == pytest.approx((0.2, 0.8))
+    parts = [row[f"{part}_s"] for part in ("read", "distribute", "apply")]
+    assert parts == pytest.approx([0.2, 0.1, 0.2])
+    assert row["load_gb_per_s"].value == pytest.approx(0.8)
+    assert row["from_disk"]
+    assert not checkpoint_sweep.load_of("dcp.load", facts, 5 * 10**8)["from_disk"]
+    case = Case(key={"path": "/x", "strategy": "ddp"}, ranks=[0], name="dcp.save")
+    case.metrics = {"loads": [row, row | {"way": "another"}], "cost": None}
+    case.key["every_s"] = 600
+    assert checkpoint_sweep.answers([case])[1] == (
+        "ddp from /x: a load takes 500 ms (200 to 800) by dcp.load (dcp.save), "
+        "500 ms (200 to 800) by another (dcp.save)"
+    )
 
 
 def test_the_answer_tells_no_order_of_modes() -> None:
