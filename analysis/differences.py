@@ -14,7 +14,10 @@ from analysis.show import list_once
 HARDWARE = ("devices", "topologies", "num_nodes", "local_world_size", "world_size", "cores")
 GPU_HARDWARE = ("power.limit", "clocks.max.sm", "ecc.mode.current", "mig.mode.current")
 # Not of interest by themselves: rows for each rank and device, and lines derived from them.
-IGNORED = ("ranks", "gpus", "gpu_counts", "differences", "variables", "others")
+IGNORED = (
+    *("ranks", "gpus", "gpu_counts", "differences", "variables", "other_variables", "others"),
+    "contents",
+)
 BUSY = 0.1  # other programs disturb a run where they use more of a node's cores
 
 
@@ -38,6 +41,25 @@ def is_disturbed(load: tuple[float, int] | None) -> bool:
     return load is not None and load[0] > BUSY * load[1]
 
 
+def parts_of(run: Run) -> list[int]:
+    """The parts of a resumed report that have cases, from 0; [0] for one that was never resumed."""
+    return sorted({row.part or 0 for row in run.rows.values()})
+
+
+def resumed_text(run: Run) -> str:
+    """`2 cases were measured 2026-11-28 03:12 UTC on node1, 3 ... on node2`; "" if all cases of a
+    report were measured by one run."""
+    parts = [row.part or 0 for row in run.rows.values()]
+    numbers = parts_of(run)
+    if len(numbers) < 2:
+        return ""
+    counts = [(parts.count(part), run.when_and_where(part)) for part in numbers]
+    (first, when), *others = counts
+    noun = "case was" if first == 1 else "cases were"
+    texts = [f"{first} {noun} measured {when}", *(f"{count} {place}" for count, place in others)]
+    return ", ".join(texts)
+
+
 def describe_environment(run: Run) -> dict[str, str]:
     """Each field of the environment as one text, where it says something."""
     described = {}
@@ -57,10 +79,15 @@ def fields_of(run: Run) -> dict[str, Any]:
     variables = environment.get("variables") or {}
     for name, value in variables.items():
         fields[f"variables.{name}"] = value
+    for part, digest in (environment.get("contents") or {}).items():
+        fields[f"contents of {part}"] = digest
+    hosts = [run.part_entry(part, "hosts") or [] for part in parts_of(run)]
+    fields["hosts"] = list(itertools.chain(*hosts)) or environment.get("hosts")
     for name, values in run.left_out.items():
         fields[f"key.{name}"] = values
     ranks = environment.get("ranks") or []
     fields["cores"] = [rank.get("cores") for rank in ranks]
+    fields["threads"] = [rank.get("threads") for rank in ranks]
     nodes = environment.get("gpus") or []
     gpus = list(itertools.chain(*nodes))
     for setting in GPU_HARDWARE:

@@ -293,9 +293,9 @@ def about(run: Run, row: Row) -> dict[str, Any]:
     """What a table says about a case. n: the number of its iterations."""
     return {
         "run": run.label,
-        "started_at": run.started_at,
+        "started_at": run.part_entry(row.part or 0, "at"),
         "torch": run.environment.get("torch"),
-        "host": ", ".join(str(host) for host in run.environment.get("hosts") or []),
+        "host": ", ".join(str(host) for host in run.part_entry(row.part or 0, "hosts") or []),
         "benchmark": run.benchmark,
         "table": row.table,
         "case": row.label,
@@ -384,5 +384,6 @@ def split_links(case: Case) -> list[Case]:
                 costs[way] = {"bandwidth_gb_per_s": rate}
         for way, cost in costs.items():
             metrics = cost | {"spread": spread}
-            cases.append(Case(key={"link": way} | key, name=way, ranks=[], metrics=metrics))
+            of_link: dict[str, Any] = {"ranks": [], "metrics": metrics, "part": case.part}
+            cases.append(Case(key={"link": way} | key, name=way, **of_link))
     return cases

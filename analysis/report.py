@@ -31,7 +31,14 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
-from analysis.differences import describe_environment, differences, is_disturbed, load_of_others
+from analysis.differences import (
+    describe_environment,
+    differences,
+    is_disturbed,
+    load_of_others,
+    parts_of,
+    resumed_text,
+)
 from analysis.figures import draw, svg
 from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, rows_of, values_of
 from common.cli import Parser, refuse, show_size
@@ -126,7 +133,8 @@ def environment(runs: Sequence[Run]) -> Section:
     """What the reports were measured on. A field has a row for each of its values."""
     columns = []
     for run in runs:
-        command = " ".join(str(word) for word in run.argv)
+        commands = [run.argv, *(run.part_entry(part, "argv") or () for part in parts_of(run))]
+        command = show.list_once(" ".join(str(word) for word in words) for words in commands)
         columns.append({"command": command} | describe_environment(run))
     names = dict.fromkeys(name for column in columns for name in column)
     names.pop("topologies", None)  # a page of text for each node
@@ -160,6 +168,8 @@ def warnings(runs: Sequence[Run]) -> list[str]:
             what = f"The hardware of the {name} reports differs ({', '.join(fields)})"
             lines.append(f"{what}: they do not compare one program with another.")
     for run in runs:
+        if resumed := resumed_text(run):
+            lines.append(f"{run.label} was resumed: {resumed}.")
         for line in run.environment.get("differences") or []:
             lines.append(f"Nodes differ, {run.label}: {line}")
     return lines
@@ -193,7 +203,8 @@ def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) ->
     names = []
     for run, row in cases:
         failed = " (failed)" if row.failed else ""
-        names.append(f"{row.name}{failed}" + (f", {run.label}" if has_reports else ""))
+        place = f" ({run.when_and_where(row.part)})" if resumed_text(run) else ""
+        names.append(f"{row.name}{failed}{place}" + (f", {run.label}" if has_reports else ""))
     metrics = [values_of({} if row.failed else row.metrics) for _, row in cases]
     columns = [column(name, metrics) for name in names_of_metrics(metrics)]
     title = title.removeprefix("# ") or "Metrics"  # as collectives.py prints it

@@ -14,7 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from analysis.differences import Difference, differences, is_disturbed, load_of_others
+from analysis.differences import (
+    Difference,
+    differences,
+    is_disturbed,
+    load_of_others,
+    resumed_text,
+)
 from analysis.load import Row, Run, rows_of
 from analysis.show import list_once
 
@@ -94,6 +100,8 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
     for run in runs:
         if run.status != "complete":
             lines.append(f"{run.label} is not complete: its status is {run.status}")
+        if resumed := resumed_text(run):
+            lines.append(f"{run.label} was resumed: {resumed}")
         if run.synchronized:
             what = "PyTorch's script waits for the device in each iteration, ddp_sweep once a block"
             lines.append(f"{run.label}: {what}; that alone may make ddp_sweep's steps shorter")

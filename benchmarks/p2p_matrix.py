@@ -366,12 +366,15 @@ def main() -> int:
         bench.announce({title: planned})
         bench.print("\n" + folded(title, bench.room))
         links: list[Link] = []  # on rank 0
+        parts: dict[int | None, str] = {}  # of the report: when and where it was measured
         for name, pairs, key in rounds:
             ranks, build, derive = round_of(pairs, members, messages, job)
             case = bench.measure(key, name, build, derive, ranks=ranks)
             if case and case.failed:
                 bench.print(f"# {name}: {case.check}")
             links += links_of(case) if case else []
+            if case and not case.failed:
+                parts[case.part] = bench.mark(case) or "now"
         others = bench.disturbed()
         if links:
             environment = bench.report.environment
@@ -380,8 +383,12 @@ def main() -> int:
             names = {"node": of_nodes, "rank": of_ranks, "link": of_members}
             bench.print(tables(links, of_members, args.by, bench.room))
             node_of_member = [nodes[ranks[0]] for ranks in members]
-            lines = answer(links, node_of_member, args.by, args.sigmas, names, others)
-            bench.conclude(lines)
+            if len(parts) > 1:  # the median over links would mix two states of the machine
+                times = cli.cut(list(parts.values()))
+                bench.conclude([f"no link is judged: the rounds were measured {times}"])
+            else:
+                lines = answer(links, node_of_member, args.by, args.sigmas, names, others)
+                bench.conclude(lines, case)
             if args.plot:
                 try:
                     draw(links, len(members), args.plot)

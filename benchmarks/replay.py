@@ -866,7 +866,7 @@ def main() -> int:
                 bench.print(f"# {case.check}")
             else:
                 bench.print_table(COLUMNS, rows)
-            bench.conclude(plan.lines if case.failed else [answer(case.metrics), *plan.lines])
+            bench.conclude(plan.lines if case.failed else [answer(case.metrics), *plan.lines], case)
     return bench.status
 
 

@@ -38,12 +38,13 @@ from common.contents import of_run
 from common.environment import BUSY, CpuLoad, Others, others_text
 from common.groups import Group, Groups, connect, gather, share
 from common.join import join, world
-from common.report import DISK_FAILED, Case, Report, load, not_json
+from common.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json
 from common.stats import Disturbed, Times, keep_samples, rounded, stacked
 from common.table import Columns, Table, omitted, render
 from common.timing import RankTimes, StopRule, TimedLoop, Workload, launch_share
 from common.watchdog import Watchdog, end_later
 
+LOAD_UNKNOWN = "CPU use by other processes is not known"
 T = TypeVar("T")
 Key = dict[str, Any]  # what tells a case from all others: flat, JSON
 Planned = tuple[str, int, Key]  # a case: its name, how many ranks it has, its key
@@ -153,7 +154,8 @@ class Benchmark:
             self.print(f"# the report that was there is now {self.replaced}")
         for remark in self.report.remarks:
             self.print(f"# {remark}")
-        self.done: list[Key] = share([case.key for case in self.report.cases if not case.failed])
+        kept = [case.key for case in self.report.cases if counts_as_done(case, args)]
+        self.done: list[Key] = share(kept)
 
     def open_report(self) -> str | None:
         """Begin the report or go on with it, on rank 0. The new name of one that was there."""
@@ -371,8 +373,11 @@ class Benchmark:
         for line in omitted(len(self.table.columns) - self.table.count):
             self.print(line)
         if self.table.passed and answer:
-            sentences = answer(self.table.passed) or []
-            self.answers += [sentences] if isinstance(sentences, str) else sentences
+            # of a resumed report each part is answered for itself: no sentence mixes two runs
+            for part in sorted({case.part or 0 for case in self.table.passed}):
+                cases = [case for case in self.table.passed if (case.part or 0) == part]
+                sentences = answer(cases) or []
+                self.conclude([sentences] if isinstance(sentences, str) else sentences, cases[0])
         self.title, self.table = "", None
 
     def print_table(
@@ -381,19 +386,35 @@ class Benchmark:
         """Print another table, of cases that were measured. omitted_rows: those that the caller has
         left out because this is a terminal, such as `3 trainers`."""
         above = [folded(title, self.room, ""), ""] if title else []
+        if any(self.mark(case) for case in cases):
+            first, *others = columns.items()
+            columns = dict([first, ("measured", lambda case: self.mark(case) or "now"), *others])
         self.print("\n".join(["", *above, render(columns, cases, self.room, omitted_rows)]))
 
-    def conclude(self, sentences: Sequence[str]) -> None:
-        """Sentences that answer what the script asks, for one without tables. Call it on rank 0."""
+    def conclude(self, sentences: Sequence[str], case: Case | None = None) -> None:
+        """Sentences that answer what the script asks, for one without tables. Call it on rank 0.
+
+        case: that they are about. If it was measured before the report was resumed, they say when
+        and where.
+        """
+        if case is not None and self.report.is_earlier(case):
+            begin = f"measured {self.report.when_and_where(case.part)}: "
+            sentences = [begin + with_cause(sentence, LOAD_UNKNOWN) for sentence in sentences]
         self.answers += sentences
 
     def show(self, case: Case | None, lines: list[str]) -> Case | None:
         """Print the row of a case, and what observers say of it."""
         if case and self.table:
-            self.print(self.table.row(case))
+            self.print(marked(self.table.row(case), self.mark(case), self.room))
+        elif case and self.mark(case):  # a script without rows, such as p2p_matrix.py
+            self.print(f"# {case.name}: measured {self.mark(case)}")
         for line in lines:
             self.print(folded(line, self.room))
         return case
+
+    def mark(self, case: Case) -> str:
+        """When and where a case was measured before the report was resumed; "" for a new one."""
+        return self.report.when_and_where(case.part) if self.report.is_earlier(case) else ""
 
     def print(self, text: str) -> None:
         """Print on rank 0. If stdout is gone, the run ends; the report has its cases."""
@@ -512,6 +533,22 @@ def report_lines(path: str | None, replaced: str | None) -> list[str]:
         before = short(replaced)
         lines.append(f"before {before}; {command('compare.py', before, '--test', path)}")
     return lines
+
+
+def counts_as_done(case: Case, args: argparse.Namespace) -> bool:
+    """Whether a case of a resumed report need not be measured again: it did not fail, and if this
+    run checks values, they were checked."""
+    return not case.failed and not (case.check == UNCHECKED and getattr(args, "check", 0))
+
+
+def marked(row: str, mark: str, room: int | None) -> str:
+    """A row with a mark at its end, or in a line below it if there is no room."""
+    if not mark:
+        return row
+    text = row.rstrip("\n")
+    *_, last = text.splitlines()
+    fits = room is None or len(f"{last}  # {mark}") <= room
+    return text + (f"  # {mark}" if fits else f"\n# ^ {mark}") + row[len(text) :]
 
 
 def with_cause(sentence: str, others: str) -> str:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 SCHEMA = "torchrun-bench/3"
+UNCHECKED = "skipped: -c 0"  # the check of a case whose values nobody wanted to be checked
 HEADER = ("schema", "benchmark", "argv", "started_at", "environment")  # the first line
 # A report is resumed only if these entries of the environment are the same as before, these of each
 # rank, the contents of the files, and the user's variables except those of a job and of a place.
@@ -185,6 +187,9 @@ class Case:
     check: str = "passed"  # or `failed: why`; `skipped: why` if it was measured, but not checked
     aligned: bool = True  # False: the ranks did not wait for each other within an iteration
     bounded: bool = False  # True: too many samples; samples_s has those of the slowest rank alone
+    # Not written: which part of the report has the case, counted by its lines `resumed_at`. None
+    # for a row that is no case of a report.
+    part: int | None = None
 
     @property
     def failed(self) -> bool:
@@ -205,7 +210,10 @@ class Report:
     finished_at: str | None = None
     end: dict[str, Any] = field(default_factory=dict)  # the other entries of the last line
     cases: list[Case] = field(default_factory=list)
-    resumed: list[dict[str, Any]] = field(default_factory=list)  # where it went on elsewhere
+    # The lines before the cases of each later part: resumed_at, hosts, argv, cases_before
+    resumed: list[dict[str, Any]] = field(default_factory=list)
+    part: int = 0  # the number of the part that is being written
+    taken_over: "Report | None" = None  # the report as it was before this run resumed it
     remarks: list[str] = field(default_factory=list)  # what a user must know of a resumed report
     files: list[IO[bytes]] = field(default_factory=list)  # the last one is written
     size: int = 0  # of the file after the last line that was written, in bytes
@@ -258,8 +266,10 @@ class Report:
             raise
 
     def take_over(self, old: "Report") -> None:
-        """Go on with an older report of the same benchmark in the same environment. Other hosts of
-        the same kind are written into a line, before their cases."""
+        """Go on with an older report of the same benchmark in the same environment.
+
+        A line with the time, the hosts and the arguments is written before the first new case.
+        """
         if damage := next(filter(None, map(damage_of, old.cases)), None):
             raise ValueError(f"{self.path} is damaged: {damage}; give another path")
         try:
@@ -274,21 +284,56 @@ class Report:
                 "give another path"
             )
         self.cases, self.resumed = old.cases, old.resumed
+        self.part, self.taken_over = len(old.resumed) + 1, old
         content = Path(self.path or "").read_bytes()
         self.files[-1].truncate(content.rfind(b"\n") + 1)  # without what `load` left out
         hosts = self.environment.get("hosts")
-        hosts_before = [old.environment, *old.resumed][-1].get("hosts")
-        if hosts != hosts_before and self.cases:
-            line = {"resumed_at": now(), "hosts": hosts, "cases_before": len(self.cases)}
-            self.resumed.append(line)
-            self.append(line, "it holds the cases of before")
-            measured = f"{len(self.cases)} cases were measured on {shown(hosts_before)}"
-            self.remarks.append(f"{measured}, not on {shown(hosts)}")
+        for part in range(self.part):
+            count = sum(case.part == part for case in old.cases)
+            if not count:
+                continue
+            noun = "case was" if count == 1 else "cases were"
+            argv, hosts_then = old.part_entry(part, "argv"), old.part_entry(part, "hosts")
+            told = f"{count} {noun} measured earlier, {old.when_and_where(part)}"
+            if hosts_then != hosts:
+                told += f", not on {shown(hosts)}"
+            if arguments_of(argv) != arguments_of(self.argv):
+                told += f", by {shown(shlex.join(map(str, argv or ())))}"
+            self.remarks.append(told)
+
+    def part_entry(self, part: int, name: str) -> Any:
+        """What the first line of a part says: its hosts, its argv, or when it began (`at`)."""
+        if part:
+            line = self.resumed[part - 1]
+            return line.get("resumed_at" if name == "at" else name)
+        first = self.taken_over or self
+        if name == "hosts":
+            return first.environment.get("hosts")
+        return first.started_at if name == "at" else getattr(first, name)
+
+    def when_and_where(self, part: int | None) -> str:
+        """`2026-11-28 03:12 UTC on node1`: when a part of the report began, and its hosts."""
+        part = part or 0
+        hosts = [str(host) for host in self.part_entry(part, "hosts") or ()]
+        more = f" and {len(hosts) - 2:,} more" if len(hosts) > 2 else ""
+        place = f" on {shown(hosts[:2])}{more}" if hosts else ""
+        return f"{shown(self.part_entry(part, 'at'))[:16].replace('T', ' ')} UTC{place}"
+
+    def is_earlier(self, case: Case) -> bool:
+        """Whether a case was measured before this run resumed the report."""
+        return case.part is not None and case.part < self.part
 
     def add(self, case: Case) -> None:
         """Append a case. A later one of the same key replaces an earlier one."""
+        if len(self.resumed) < self.part:  # the first case of this part
+            line = {"resumed_at": now(), "hosts": self.environment.get("hosts"), "argv": self.argv}
+            line["cases_before"] = len(self.cases)
+            self.resumed.append(line)
+            self.append(line, "it holds the cases of before")
+        case.part = self.part
         self.cases = [old for old in self.cases if old.key != case.key] + [case]
         line = dict(vars(case))  # not asdict: it would copy each of the samples
+        del line["part"]
         if case.aligned:  # nearly always
             del line["aligned"]
         if not case.bounded:
@@ -356,6 +401,12 @@ def identity(environment: dict[str, Any]) -> dict[str, Any]:
         for name, value in row["variables"].items():
             same[f"{name} (rank {row['ranks'][0]})"] = value
     return same
+
+
+def arguments_of(argv: Any) -> list[str]:
+    """The arguments of a command line, without those that every resumed run may change."""
+    words = [str(word) for word in argv or ()][1:]
+    return [word for word in words if word != "--resume"]
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -493,7 +544,7 @@ def load(
                     if "resumed_at" in content:
                         report.resumed.append(content)
                         continue
-                    case = Case(**content)
+                    case = Case(**content | {"part": len(report.resumed)})
                     case.metrics = with_estimates(case.metrics)
                     each(report, case)
                     name = json.dumps(case.key, sort_keys=True)

@@ -27,7 +27,8 @@ usage: launch/suite.sh [FLAG...] [SCRIPT...]
 
 Runs each SCRIPT of benchmarks/, writes its report into a folder, and makes one page of all reports.
 A script may bring flags of its own, in quotes. After a failure the next script runs. After Ctrl-C
-the same command goes on: it measures only what the reports lack.
+the same command goes on: it measures only what the reports lack. A report that was measured with
+other files, variables or versions is refused, with status 2: give another --out.
 
     --out FOLDER          for reports and page (default: suite)
     --flags "FLAG..."     that every script gets, e.g. "--max-seconds 1"

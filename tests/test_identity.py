@@ -1,6 +1,7 @@
 """Numbers belong together if the contents that made them are the same: files, variables, versions,
 on every rank."""
 
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -70,6 +71,30 @@ def test_an_edited_script_is_another_program(bench: Callable[..., Any], checkout
     run = bench(str(checkout), *FEW, "--resume", ranks=1)
     assert run.status != 0
     assert "has contents of collectives.py " in run.reason
+
+
+def test_a_resumed_run_marks_the_rows_of_before(bench: Callable[..., Any]) -> None:
+    """What was not checked is measured again; the report has the arguments of both parts."""
+    assert bench("benchmarks/collectives.py", *FEW, "-c", "0", ranks=1).status == 0
+    run = bench("benchmarks/collectives.py", *FEW, "--resume", ranks=1)
+    assert run.status == 0, run.err
+    assert [case.check for case in run.report.cases] == ["passed", "passed"]
+    assert [case.part for case in run.report.cases] == [1, 1]
+    assert run.report.argv[-4:-2] == ["-c", "0"]
+    (line,) = run.report.resumed
+    assert "--resume" in line["argv"]
+    more = (*FEW[:3], "32", *FEW[4:])
+    run = bench("benchmarks/collectives.py", *more, "--resume", ranks=1)
+    assert run.status == 0, run.err
+    rows = [text for text in run.out.splitlines() if text.split()[:1] in (["8"], ["16"], ["32"])]
+    assert [bool(re.search(r"  # 20\S+ \d\d:\d\d UTC on \S+$", row)) for row in rows] == [
+        True,
+        True,
+        False,
+    ]
+    earlier, now = [text for text in run.out.splitlines() if "bytes take" in text]
+    assert earlier.startswith("# measured 20")
+    assert now.startswith("# all_reduce float32 sum: 32 bytes take ")
 
 
 @pytest.fixture

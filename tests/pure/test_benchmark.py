@@ -5,6 +5,7 @@ import os
 import pty
 import termios
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -13,6 +14,7 @@ import pytest
 
 from common import benchmark
 from common.benchmark import Benchmark
+from common.report import Case, Report
 from common.stats import Disturbed
 from common.timing import StopRule
 
@@ -98,3 +100,72 @@ def test_a_wrong_turn_is_one_line_and_overwrites_no_file(
     (line,) = capsys.readouterr().err.splitlines()
     assert "TORCHRUN_BENCH_TURN: expected two named pipes such as /tmp/a:/tmp/b, got '" in line
     assert Path("a").read_text() == "precious"
+
+
+@pytest.fixture
+def resumed(tmp_path: Path) -> Any:
+    """What begin_table and show need, with a report whose second part is being written."""
+    path = str(tmp_path / "r.jsonl")
+    before = Report("x", {"hosts": ["node1"]}, path, started_at="2026-11-28T03:12:00+00:00")
+    before.start()
+    before.add(Case(key={"n": 1}, name="a", ranks=[0], metrics={"step_s": 3.0}))
+    before.files[-1].close()
+    bench: Any = Mock(report=Report("x", {"hosts": ["node2"]}, path), room=None, answers=[])
+    bench.printed = []
+    bench.print = bench.printed.append
+    bench.report.start(resume=True)
+    bench.report.add(Case(key={"n": 2}, name="b", ranks=[0], metrics={"step_s": 2.0}))
+    for name in ("mark", "conclude", "show", "print_table"):
+        setattr(bench, name, partial(getattr(Benchmark, name), bench))
+    return bench
+
+
+COLUMNS = {"": lambda case: case.name, "s": lambda case: str(case.metrics["step_s"])}
+
+
+def test_rows_of_before_are_marked_and_sentences_do_not_mix_them(resumed: Any) -> None:
+    """Two rows of before and now: each has a sentence of its own."""
+
+    def answer(cases: list[Case]) -> str:
+        sure = f"{cases[0].name} is the fastest of {len(cases)}"
+        return Disturbed(sure) if cases[0].name == "a" else sure
+
+    with Benchmark.begin_table(resumed, "Title", COLUMNS, answer) as table:
+        for case in resumed.report.cases:
+            resumed.show(case, ["two modes"])
+    when = "2026-11-28 03:12 UTC on node1"
+    rows = [text for text in resumed.printed if text.splitlines()[-1].startswith(("a ", "b "))]
+    first, second = rows
+    assert first.splitlines()[-1] == f"a          3.0  # {when}"
+    assert second == "b          2.0"
+    assert resumed.answers == [
+        f'measured {when}: disturbed: "a is the fastest of 1" cannot be; '
+        "CPU use by other processes is not known",
+        "b is the fastest of 1",
+    ]
+    resumed.print_table(COLUMNS, table.cases)
+    rows = resumed.printed[-1].splitlines()[-2:]
+    assert [row.split() for row in rows] == [["a", *when.split(), "3.0"], ["b", "now", "2.0"]]
+    resumed.print_table(COLUMNS, table.cases[1:])
+    assert "now" not in resumed.printed[-1]
+    resumed.table = None  # as in p2p_matrix.py
+    resumed.show(table.cases[0], [])
+    assert resumed.printed[-1] == f"# a: measured {when}"
+
+
+def test_a_mark_has_a_line_of_its_own_if_there_is_no_room() -> None:
+    assert benchmark.marked("1M/2R  0.5", "", 20) == "1M/2R  0.5"
+    assert benchmark.marked("head\n1M/2R  0.5", "then", 18) == "head\n1M/2R  0.5  # then"
+    assert benchmark.marked("1M/2R  0.5", "then", 17) == "1M/2R  0.5\n# ^ then"
+    assert benchmark.marked("All\nTrainer0\n", "then", None) == "All\nTrainer0  # then\n"
+
+
+def test_a_case_that_was_not_checked_is_measured_again_to_check_it() -> None:
+    """-c 0, then --resume without it."""
+    unchecked = Case(key={}, ranks=[], check="skipped: -c 0")
+    assert not benchmark.counts_as_done(unchecked, Mock(check=1))
+    assert benchmark.counts_as_done(unchecked, Mock(check=0))
+    assert benchmark.counts_as_done(Case(key={}, ranks=[], check="skipped: why"), Mock(check=1))
+    assert benchmark.counts_as_done(Case(key={}, ranks=[]), object())  # type: ignore[arg-type]
+    failed = Case(key={}, ranks=[], check="failed: why")
+    assert not benchmark.counts_as_done(failed, Mock(check=0))

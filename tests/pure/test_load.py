@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from analysis.differences import describe_environment, resumed_text
 from analysis.load import frame, load
+from analysis.report import sections_of
+from analysis.verdicts import warnings_of
 from tests.pure.reports import ROOT, case, estimate, write
 
 
@@ -154,3 +157,31 @@ def test_a_time_that_cannot_be_one_is_refused(
     why = "a.jsonl: case 'x' has a time that is not from 1e-12 to 1e+09 s"
     with pytest.raises(ValueError, match=re.escape(why)):
         load([str(path)])
+
+
+def test_each_case_of_a_resumed_report_has_the_host_that_measured_it(tmp_path: Path) -> None:
+    """Links too. A table, a comparison and a page say so."""
+    line = {
+        "resumed_at": "2026-01-02T03:04:05+00:00",
+        "hosts": ["node2"],
+        "argv": ["x", "--resume"],
+    }
+    link = case("round 1", samples_s={}, metrics={"links": [[0, 1, 5.0, 1.0, 1.0, 1.0]]})
+    path = write(tmp_path / "a.jsonl", case("no ddp", [1]), line, case("2 ranks", [2]), link)
+    (run,) = load([path])
+    table = frame([run])
+    assert table["host"].tolist() == ["vm"] + ["node2"] * 5
+    assert table["started_at"].tolist()[:2] == ["2026-01-01T00:00:00+00:00", line["resumed_at"]]
+    told = "1 case was measured 2026-01-01 00:00 UTC on vm, 5 2026-01-02 03:04 UTC on node2"
+    assert resumed_text(run) == told
+    assert describe_environment(run)["hosts"] == "vm, node2"
+    other = write(tmp_path / "b.jsonl", case("no ddp", [1]))
+    (plain,) = load([other])
+    assert resumed_text(plain) == ""
+    assert f"{path} was resumed: {told}" in warnings_of([run, plain])
+    _, sections = sections_of([path])
+    assert f"a was resumed: {told}." in sections[0].loud
+    cells = str(sections[1].tables)
+    assert "no ddp (2026-01-01 00:00 UTC on vm)" in cells
+    assert "2 ranks (2026-01-02 03:04 UTC on node2)" in cells
+    assert "x --resume" in str(sections[-1].tables)

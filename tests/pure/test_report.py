@@ -223,9 +223,46 @@ def test_a_requeued_job_goes_on_elsewhere(path: Path) -> None:
         resumed = begin(path, hosts=[host], variables=variables)
         resumed.start(resume=True)
         resumed.add(Case(key={"host": host}, ranks=[0]))
-    assert resumed.remarks == ["3 cases were measured on node2, not on node3"]
     told = [(line["hosts"], line["cases_before"]) for line in load(str(path)).resumed]
-    assert told == [(["node2"], 2), (["node3"], 3)]
+    assert told == [(["node2"], 2), (["node2"], 3), (["node3"], 3)]
+    first, second = resumed.remarks
+    assert first.startswith("2 cases were measured earlier, 20")
+    assert first.endswith(" UTC on node1, not on node3")
+    assert second.endswith(" UTC on node2, not on node3")
+
+
+def test_each_case_keeps_its_part_of_a_resumed_report(path: Path) -> None:
+    """Its time, hosts and arguments. A run that measures nothing adds no part."""
+    first = begin(path, hosts=["node1"])
+    first.argv = ["x.py", "--iters", "3", "--json", "r.jsonl"]
+    first.started_at = "2026-11-28T03:12:05+00:00"
+    first.start()
+    first.add(Case(key={"n": 0}, ranks=[0]))
+    first.files[-1].close()
+    begin(path, hosts=["node2"]).start(resume=True)
+    resumed = begin(path, hosts=["node2", "node3", "node4"])
+    resumed.argv = ["x.py", "--iters", "50", "--json", "r.jsonl", "--resume"]
+    resumed.start(resume=True)
+    assert resumed.remarks == [
+        "1 case was measured earlier, 2026-11-28 03:12 UTC on node1, not on node2, node3, node4, "
+        "by x.py --iters 3 --json r.jsonl"
+    ]
+    resumed.add(Case(key={"n": 1}, ranks=[0]))
+    assert [resumed.is_earlier(case) for case in resumed.cases] == [True, False]
+    lines = path.read_text().splitlines()
+    assert len(lines) == 4
+    assert '"part"' not in lines[1] + lines[3]
+    resumed.files[-1].close()
+    done = load(str(path))
+    assert [case.part for case in done.cases] == [0, 1]
+    assert done.part_entry(0, "argv") == first.argv
+    assert done.part_entry(1, "argv") == resumed.argv
+    assert done.when_and_where(0) == "2026-11-28 03:12 UTC on node1"
+    assert done.when_and_where(1).endswith(" UTC on node2, node3 and 1 more")
+    again = begin(path, hosts=["node2"])
+    again.start(resume=True)
+    again.add(Case(key={"n": 0}, ranks=[0]))  # it replaces the first one
+    assert [case.part for case in load(str(path)).cases] == [1, 2]
 
 
 def test_a_disk_that_is_full_at_the_first_line(path: Path) -> None:
