@@ -1,6 +1,7 @@
 """Statistics of repeated timings, by numpy. docs/measuring.md derives each."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -8,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from common.cli import cut, show_size
-from common.report import Case, Estimate
+from common.report import Case, Estimate, Report
 
 Interval = tuple[float, float]
 Samples = NDArray[np.float64]
@@ -343,6 +344,51 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
     if a.low is None or a.high is None or b.low is None or b.high is None:
         return Estimate(value)
     return Estimate(value, a.low + share * (b.low - a.low), a.high + share * (b.high - a.high))
+
+
+Layout = tuple[int, ...]  # number of ranks of a group on each of its hosts, the largest first
+TimesBySize = dict[int, Estimate]  # seconds, by size in bytes
+
+
+def collective_times(report: Report) -> dict[tuple[str, Layout, str], TimesBySize]:
+    """What collectives.py has measured, for `interpolate`: by collective, layout and dtype.
+
+    A time is that of the faster variant (in place or out of place); of several reductions the first
+    one in the report counts. Cases that failed are left out. Raises ValueError if the report is
+    another script's.
+    """
+    if report.benchmark != "collectives":
+        raise ValueError(f"expected a report of collectives.py, got one of {report.benchmark}.py")
+    hosts = {row["rank"]: row["host"] for row in report.environment.get("ranks") or ()}
+    found: dict[tuple[str, Layout, str], TimesBySize] = {}
+    for case in report.cases:
+        names = [f"{variant}_time_s" for variant in ("out_of_place", "in_place")]
+        times = [case.metrics[name] for name in names if name in case.metrics]
+        if not case.failed and times:
+            kind = (case.key["collective"], layout_of_case(case, hosts), case.key["dtype"])
+            by_size = found.setdefault(kind, {})
+            by_size.setdefault(case.key["size_bytes"], min(times, key=lambda time: time.value))
+    return found
+
+
+def layout_of_case(case: Case, hosts: Mapping[int, str]) -> Layout:
+    """The layout of the first group of a case of collectives.py. hosts: of each rank of the job."""
+    spec, count = case.key["groups"], case.key["group_ranks"]
+    if spec in ("node", "rank"):
+        return (count,)
+    if spec == "cross":
+        return (1,) * count
+    members: Sequence[int] = case.ranks
+    if spec != "world":  # `0-3/4,5,6,7`
+        words = [word.partition("-") for word in spec.split("/")[0].split(",")]
+        ranges = [range(int(first), int(last or first) + 1) for first, _, last in words]
+        members = [rank for part in ranges for rank in part]
+    return layout_of(hosts.get(rank) for rank in members)
+
+
+def layout_of(hosts: Iterable[Any]) -> Layout:
+    """The layout of a group. hosts: of each of its ranks."""
+    return tuple(sorted(Counter(hosts).values(), reverse=True))
 
 
 class Disturbed(str):

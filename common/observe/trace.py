@@ -70,7 +70,8 @@ class Trace(Observer):
                 self.run(steps, iters, group)
             return None
         warnings.filterwarnings("ignore", "Warning: Profiler clears events")  # torch 2.11: of any
-        with profile() as profiler:
+        # shapes: without them a trace does not say how many bytes gloo sends
+        with profile(record_shapes=True) as profiler:
             seconds = self.run(steps, iters, group)
         file = self.folder / f"{name_of_case(self.bench.report.benchmark, key)}-rank{rank}.json.gz"
         summary: dict[str, Any] = {"file": str(file)}

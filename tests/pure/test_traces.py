@@ -135,6 +135,9 @@ def test_against_a_count_on_a_grid(seed: int) -> None:
         assert [time * 1e3 for time in row] == pytest.approx(want, abs=1e-9)
 
 
+GROUP_COLUMNS = ["calls a step", "ms", "exposed (ms)", "waits (ms)", "late (ms)"]
+
+
 def nccl_rank(waits: float, group: str = "[0, 1]") -> list[Any]:
     """Two all-reduces that end at 100 and 200 us, and a send that tells nothing."""
     words = {"Collective_name": "allreduce", "Process_Group_Name": "7"}
@@ -153,18 +156,25 @@ def test_which_rank_the_others_wait_for(tmp_path: Path) -> None:
     """Rank 1 comes 20 us later. The clocks differ by a second, which does not matter."""
     late = [one | {"ts": one["ts"] + 1e6} for one in nccl_rank(0)]
     paths = [save(tmp_path / "a_rank1.json", late), save(tmp_path / "a_rank0.json", nccl_rank(20))]
-    assert table(*paths)[-3:] == [
-        ["dp", "[0, 1]", "0", "3", "0.26", "0.24", "0.04", "0 of 2"],
-        ["dp", "[0, 1]", "1", "3", "0.02", "0.02", "0", "2 of 2"],
-        ["# rank 1 comes last most often, to 2 of 2 collectives"],
+    rows = table(*paths)
+    first = rows.index(["group", "ranks", "rank", *GROUP_COLUMNS])
+    assert rows[first + 1 : first + 3] == [
+        ["dp", "[0, 1]", "0", "3", "0.26", "0.24", "0.04", "0"],
+        ["dp", "[0, 1]", "1", "3", "0.02", "0.02", "0", "0.04"],
     ]
+    late = "0.04 ms of a step of 0.19 ms (21.1%), in 1 of 1 steps for more than 5%"
+    assert rows[-1] == [f"# rank 1 makes the others wait {late}; mostly in all_reduce of dp"]
     apart = [save(tmp_path / f"b_rank{rank}.json", nccl_rank(rank, f"[{rank}]")) for rank in (0, 1)]
-    assert [row[-1] for row in table(*apart)[-2:]] == ["-", "-"]
+    assert [row[-2:] for row in table(*apart) if row[0] == "dp" and len(row) == 8] == [
+        ["-", "-"]
+    ] * 2
 
 
-@pytest.mark.parametrize(("ranks", "last"), [([0, 1], "1 of 2"), ([0, 2], "-")])
-def test_gloo_does_not_name_groups(tmp_path: Path, ranks: list[int], last: str) -> None:
-    """Two ranks of one group are compared; where a rank may be in another group, they are not."""
+@pytest.mark.parametrize(("ranks", "late"), [([0, 1], "0.0005"), ([0, 2], "-")])
+def test_gloo_does_not_name_groups(tmp_path: Path, ranks: list[int], late: str) -> None:
+    """Two ranks of one group are compared; where a rank may be in another group, they are not.
+
+    In two steps, each rank is 1 us later in one call of the first."""
     about = {"pg_config": [{"pg_name": "0", "ranks": ranks}, {"pg_name": "1", "ranks": [0]}]}
     paths = []
     for rank in (0, 1):
@@ -173,7 +183,8 @@ def test_gloo_does_not_name_groups(tmp_path: Path, ranks: list[int], last: str) 
         events[4]["dur"] -= rank
         info = about | {"rank": rank}
         paths.append(save(tmp_path / f"{rank}.json", events, distributedInfo=info))
-    assert [row[-1] for row in table(*paths) if row[0] == "not named"] == [last, last]
+    rows = [row for row in table(*paths) if row[0] == "not named" and len(row) == 7]
+    assert [row[-1] for row in rows] == [late, late]
 
 
 @pytest.mark.parametrize(
@@ -251,3 +262,26 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         check(tmp_path / "file" / "below", None, 2)
     with pytest.raises(ValueError, match=r"expected --profile-ranks from 0 to 3, got 4; e\.g\. 0"):
         check(tmp_path / "x", {0, 4}, 4)
+
+
+# -- one call that decides the shares --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first_is_long", [True, False])
+def test_one_call_has_nearly_all_of_the_communication(tmp_path: Path, first_is_long: bool) -> None:
+    """Four steps of 1 ms computing and 0.5 ms of an all-reduce. The first call takes 99 ms more,
+    of 101 ms in all: 98.51 % (of 99.5 ms). Without its 99.5 ms, the steps have (1 + 0) + 3 * 1.5 ms
+    in all, 1.375 in the mean, of which 3 * 0.5 / 4 are exposed: 27.3 %. If it is in a later step
+    it is no start-up, and shows in that step's row."""
+    events, start = [], 0.0
+    for number in range(4):
+        long = 99_000 * (number == (0 if first_is_long else 2))
+        events += [event("user_annotation", f"ProfilerStep#{number}", start, start + 10)]
+        events += launched("gemm", start + 1, start + 20, start + 1020)
+        events += launched("ncclDevKernel_AllReduce", start + 2, start + 1020, start + 1520 + long)
+        start += 1500 + long
+    path = save(tmp_path / "x.json", events)
+    lines = [row[0] for row in table(path) if "one call" in row[0]]
+    name = "all_reduce, 99.5 ms, in the first step"
+    line = f"# rank 0: one call of 4 ({name}) has 98.51% of the communication; without it "
+    assert lines == ([f"{line}exposed is 27.3% of 1.375 ms a step"] if first_is_long else [])

@@ -1,0 +1,289 @@
+"""Collectives of several ranks: which calls belong together, and who waits in them for whom.
+
+All ranks leave an all-reduce together, so a rank waits in it for as long as its own call exceeds
+the shortest one, which is that of the rank that came last. No clock is shared between nodes, so
+only durations count.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from analysis.collective import Collective
+from analysis.kineto import Activity, Span, Trace, union
+from analysis.show import clean
+from common.cli import cut
+
+# Operations that no rank ends before the last one begins
+TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+MATCHED = (*TOGETHER, "broadcast", "reduce", "gather", "scatter")  # each rank calls them
+LATE = 0.05  # of a step: a rank that makes the others wait for longer is named
+SEQ = "torch 2.12 and later number them (Seq)"
+
+
+class Call(NamedTuple):
+    step: str
+    activity: Activity
+
+    @property
+    def about(self) -> Collective:
+        collective = self.activity.collective
+        assert collective is not None  # of each call of a Group
+        return collective
+
+    @property
+    def us(self) -> float:
+        return self.activity.end - self.activity.start
+
+
+Matched = dict[int, Call]  # one collective: the call of each rank
+
+
+@dataclass
+class Group:
+    """A process group, as the traces name it."""
+
+    name: str
+    ranks: str  # `[0, 1]`; empty if the traces do not say
+    size: int | None  # number of its ranks; None if unknown
+    calls: dict[int, list[Call]]  # by rank
+    steps: int  # number of steps that all of these ranks have
+    comparable: bool  # its traces are known to be of one group
+    matched: dict[str, list[Matched]] = field(default_factory=dict)  # by operation
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def of_name(self) -> str:
+        """For a sentence: ` of dp`."""
+        return f" of {clean(self.name, 60)}" if self.name else ""
+
+    def of(self, operation: str) -> dict[int, list[Call]]:
+        return {
+            rank: [call for call in calls if call.about.name == operation]
+            for rank, calls in self.calls.items()
+        }
+
+
+def groups_of(traces: Mapping[int, Trace]) -> list[Group]:
+    """The process groups whose collectives are in the traces, with the calls matched."""
+    found = defaultdict[tuple[str, str], dict[int, list[Call]]](lambda: defaultdict(list))
+    for rank, trace in traces.items():
+        for step in trace.steps:
+            for one in step.calls:
+                if one.collective:
+                    key = (one.collective.group, one.collective.ranks)
+                    found[key][rank].append(Call(step.name, one))
+    of_job = [group for trace in traces.values() for group in trace.groups if len(group) > 1]
+    have_all = all(traces.keys() <= set(group) for group in set(of_job))
+    sizes = {len(group) for group in of_job}
+    groups = []
+    for (name, ranks), calls in sorted(found.items()):
+        names = [{step.name for step in traces[rank].steps} for rank in calls]
+        steps = len(set.intersection(*names)) or min(map(len, names))
+        told = {call.about.group_size for of_rank in calls.values() for call in of_rank} - {None}
+        if not told and len(sizes) == 1 and not ranks:
+            told = {*sizes}
+        size = told.pop() if len(told) == 1 else None
+        group = Group(name, ranks, size, dict(calls), steps, bool(ranks) or have_all)
+        if group.comparable:
+            match(group)
+        groups.append(group)
+    return groups
+
+
+# -- which calls belong together -------------------------------------------------------------------
+
+
+def match(group: Group) -> None:
+    """Fill in which calls of the ranks are one collective, and lines about those that cannot be
+    told.
+
+    By `Seq` and `Comms Id` where the traces have them. Otherwise by order within a step, if all
+    ranks have as many calls of an operation in it.
+    """
+    operations = {call.about.name for calls in group.calls.values() for call in calls}
+    alone, apart = 0, Counter[str]()
+    for operation in sorted(operations & set(MATCHED)):
+        of_rank = group.of(operation)
+        numbered = all(call.about.call for calls in of_rank.values() for call in calls)
+        places = defaultdict[Any, dict[int, list[Call]]](lambda: defaultdict(list))
+        for rank, calls in of_rank.items():
+            for call in calls:
+                places[call.about.call if numbered else call.step][rank].append(call)
+        matched: list[Matched] = []
+        for by_rank in places.values():
+            if len(by_rank) < len(group.calls):
+                alone += max(map(len, by_rank.values()))
+            elif len({len(calls) for calls in by_rank.values()}) > 1:
+                apart[operation] += 1
+            else:
+                matched += pair(by_rank)
+        group.matched[operation] = matched
+    if alone:
+        count = "1 call" if alone == 1 else f"{alone} calls"
+        what = f"{count}{group.of_name} that not every trace has"
+        group.remarks.append(f"left out {what}")
+    for operation, count_of_steps in apart.items():
+        what = f"{operation}{group.of_name} in {count_of_steps} steps"
+        why = "the ranks have different numbers of calls"
+        group.remarks.append(f"left out {what}: {why}; {SEQ}")
+
+
+def pair(by_rank: Mapping[int, Sequence[Call]]) -> Iterator[Matched]:
+    """As many calls of each rank, put together: by size if all ranks have the same sizes, since
+    threads of gloo take turns; and in order."""
+    sizes = [Counter(call.about.size_bytes for call in calls) for calls in by_rank.values()]
+    ordered = {}
+    for rank, calls in by_rank.items():
+        alike = all(size == sizes[0] for size in sizes)
+        by_size = sorted(calls, key=lambda call: call.about.size_bytes or 0)  # keeps the order
+        ordered[rank] = by_size if alike else calls
+    for calls in zip(*ordered.values(), strict=True):
+        yield dict(zip(ordered, calls, strict=True))
+
+
+# -- who waits for whom ----------------------------------------------------------------------------
+
+
+Spans = defaultdict[str, list[Span]]  # by step, on the rank's own clock
+
+
+def new_spans() -> Spans:
+    return defaultdict(list)
+
+
+@dataclass
+class Waiting:
+    """When a rank waits for others, and when others wait for it. Calls may overlap, as on gloo's
+    threads: a time in which a rank waits in two of them counts once."""
+
+    waits: Spans = field(default_factory=new_spans)
+    late: Spans = field(default_factory=new_spans)
+    where: Counter[str] = field(default_factory=Counter)  # late, in ns, by operation and group
+
+
+def waiting_in(group: Group) -> dict[int, Waiting]:
+    """By rank; empty if there is nothing to compare."""
+    waiting: dict[int, Waiting] = {}
+    for operation in TOGETHER:
+        for calls in group.matched.get(operation, ()):
+            if len(calls) < 2:
+                continue
+            lateness = late_by_rank({rank: call.us for rank, call in calls.items()})
+            shortest = min(call.us for call in calls.values())
+            for rank, call in calls.items():
+                one, start = waiting.setdefault(rank, Waiting()), call.activity.start
+                one.waits[call.step].append((start, start + call.us - shortest))
+                one.late[call.step].append((start - lateness[rank], start))
+                one.where[f"{operation}{group.of_name}"] += round(lateness[rank] * 1e3)
+    return waiting
+
+
+def ms_by_step(spans: Mapping[str, Sequence[Span]]) -> dict[str, float]:
+    """The milliseconds that the spans of each step cover."""
+    return {
+        step: sum(end - start for start, end in union(of_step)) / 1e3
+        for step, of_step in spans.items()
+    }
+
+
+def late_by_rank(lengths: Mapping[int, float]) -> dict[int, float]:
+    """How long the others wait for each rank in a collective, at the median of the others.
+
+    lengths: of each rank's call. If the number of the others is even, their lower median counts:
+    with a higher one, a single early rank would make all others look late.
+    """
+    ordered = sorted(lengths.values())
+    middle = (len(ordered) - 2) // 2
+    late = {}
+    for rank, length in lengths.items():
+        # the median of the others, without sorting them for each rank
+        of_others = ordered[middle + 1 if length <= ordered[middle] else middle]
+        late[rank] = max(0.0, of_others - length)
+    return late
+
+
+def total(waiting: Sequence[dict[int, Waiting]]) -> dict[int, Waiting]:
+    """Of all groups together."""
+    result: dict[int, Waiting] = {}
+    for of_group in waiting:
+        for rank, one in of_group.items():
+            whole = result.setdefault(rank, Waiting())
+            for into, more in ((whole.waits, one.waits), (whole.late, one.late)):
+                for step, spans in more.items():
+                    into[step] += spans
+            whole.where.update(one.where)
+    return result
+
+
+def sentence(
+    late: Mapping[int, Mapping[str, float]],
+    where: Mapping[int, Mapping[str, int]],
+    lengths: Mapping[int, Mapping[str, float]],
+    hosts: Mapping[int, str] | None = None,
+) -> str:
+    """Which ranks make the others wait, for more than LATE of the mean step and of most steps. At a
+    tie none is named.
+
+    late: milliseconds that the others wait for each rank, by step. where: the parts of that, by
+    operation. lengths: milliseconds of each rank's steps. hosts: those that are known.
+    """
+    mean = {rank: fmean(lengths[rank].values()) for rank in late}
+    cost = {rank: sum(by_step.values()) / len(lengths[rank]) for rank, by_step in late.items()}
+    large = [rank for rank in late if cost[rank] > LATE * mean[rank]]
+    large.sort(key=lambda rank: -cost[rank])
+
+    def often(rank: int, other: int | None = None) -> int:
+        """The number of steps in which a rank is late, or later than another one."""
+        margins = {step: LATE * length for step, length in lengths[rank].items()}
+        than = {} if other is None else late[other]
+        own = late[rank]
+        return sum(own.get(step, 0) - than.get(step, 0) > ms for step, ms in margins.items())
+
+    def is_usual(rank: int, other: int | None = None) -> bool:
+        return 2 * often(rank, other) > len(lengths[rank])
+
+    def name(rank: int) -> str:
+        host = (hosts or {}).get(rank)
+        return f"rank {rank} on {clean(host, 60)}" if host else f"rank {rank}"
+
+    def ms(rank: int) -> str:
+        share = f"{cost[rank] / mean[rank]:.1%}"
+        return f"{cost[rank]:.4g} ms of a step of {mean[rank]:.4g} ms ({share})"
+
+    def each(ranks: Sequence[int]) -> str:
+        return cut([f"{ms(rank)} for {name(rank)}" for rank in ranks], 3)
+
+    if not large:
+        return f"no rank makes the others wait for more than {LATE:.0%} of a step"
+    named = [rank for rank in large if is_usual(rank)]
+    if not named:
+        times = f"in {often(large[0])} of {len(lengths[large[0]])} steps"
+        return f"no rank is late in most steps; the others wait {each(large[:1])}, {times}"
+    if 2 * len(named) > len(late):  # most ranks are late somewhere: one of them must stand out
+        first, second = named[:2]
+        if cost[first] - cost[second] <= LATE * mean[first] or not is_usual(first, second):
+            return f"no rank stands out: the others wait {each(named)}"
+        named = [first]
+    if len(named) > 1:
+        return f"the others wait for {len(named)} ranks: {each(named)}"
+    (rank,) = named
+    most = max(where[rank], key=where[rank].__getitem__)
+    times = f"in {often(rank)} of {len(lengths[rank])} steps for more than {LATE:.0%}"
+    return f"{name(rank)} makes the others wait {ms(rank)}, {times}; mostly in {most}"
+
+
+# -- names of ranks --------------------------------------------------------------------------------
+
+
+def members(group: Group, traces: Mapping[int, Trace]) -> tuple[int, ...]:
+    """The ranks of a group; () if the traces do not say. torch shortens a long list."""
+    words = [word.strip() for word in group.ranks.strip("[]").split(",")]
+    if group.ranks and all(word.isdecimal() for word in words):
+        return tuple(map(int, words))
+    known = {ranks for rank in group.calls for ranks in traces[rank].groups if len(ranks) > 1}
+    fit = [ranks for ranks in known if set(group.calls) <= set(ranks)]
+    fit = [ranks for ranks in fit if group.size in (None, len(ranks))]
+    return fit[0] if len(fit) == 1 else ()

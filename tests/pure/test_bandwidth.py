@@ -1,0 +1,217 @@
+"""analysis/bandwidth.py: bytes, bandwidths and the time alone, by hand."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.bandwidth import bus_factor, layout_in, show_layout
+from analysis.kineto import Trace
+from common import report
+from common.report import Case, Estimate, Report
+from common.stats import collective_times, layout_of_case
+from tests.pure import reports
+from tests.pure.reports import estimate
+from tests.pure.traces import (
+    GEMM,
+    Events,
+    collective,
+    kernel,
+    refusal,
+    remarks,
+    save_ranks,
+    step,
+    table,
+)
+
+MIB = 2**18  # elements of float32
+
+
+def rank_of_two(late: float, *more: Events) -> Events:
+    """Two steps of 10 ms: an all-reduce of 1 MiB takes 1 ms and one of 2 MiB takes 2 ms, an
+    all-gather of 2 MiB takes 1 ms. late: microseconds that the other rank comes later."""
+    events: Events = []
+    out: dict[str, Any] = {"Out msg nelems": 2 * MIB}
+    for number in range(2):
+        start = 1000 + number * 10_000
+        events += step(number, start - 20, 9900) + kernel(GEMM, start, 9900)
+        for at, length, elements in ((1000, 1000, MIB), (3000, 2000, 2 * MIB)):
+            events += collective("allreduce", start + at - late, length + late, elements)
+        events += collective("_allgather_base", start + 8000, 1000, MIB, **out)
+        for other in more:
+            events += [one | {"ts": one["ts"] + start} for one in other]
+    return events
+
+
+def bandwidths(*words: str) -> dict[str, list[str]]:
+    """The rows of the collectives, by name; a second one of a name by name*."""
+    rows = table(*words)
+    first = next(n for n, row in enumerate(rows) if row[:2] == ["group", "collective"])
+    found: dict[str, list[str]] = {}
+    for row in rows[first + 1 :]:
+        if row[0] == "dp":
+            found[f"{row[1]}*" if row[1] in found else row[1]] = row[2:]
+    return found
+
+
+def test_bytes_and_bandwidths_without_waiting(tmp_path: Path) -> None:
+    """3 MiB in 3 ms are 1.0486 GB/s, and 2 MiB in 1 ms are 2.0972; among 2 ranks the busbw of an
+    all-reduce is the same, of an all-gather half. The mean step has 9.95 ms, of 10 and 9.9."""
+    paths = save_ranks(tmp_path, rank_of_two(700), rank_of_two(0))
+    assert bandwidths(*paths) == {
+        "all_gather": ["2", "1", "2M", "1", "2.097", "1.049", "10.1"],
+        "all_reduce": ["2", "2", "3M", "3", "1.049", "1.049", "30.2"],
+    }
+    alone = bandwidths(paths[0])
+    assert alone["all_reduce"] == ["2", "2", "3M", "4.4", "0.7149", "0.7149", "44.2"]
+    line = "# without the trace of each rank of a group: times of all_gather, all_reduce include "
+    assert remarks(paths[0]) == [f"{line}waiting for other ranks"]
+
+
+def test_the_factors_of_nccl_tests() -> None:
+    assert bus_factor("all_reduce", 4) == 1.5
+    assert bus_factor("reduce_scatter", 4) == bus_factor("scatter", 4) == 0.75
+    assert bus_factor("broadcast", 4) == bus_factor("send", 4) == 1
+
+
+def test_messages_are_those_of_a_rank(tmp_path: Path) -> None:
+    """A send of 1 MiB from each rank: 3 ms on rank 0, 1 ms on rank 1, so 2 ms of a rank."""
+    ranks = [rank_of_two(0, collective("send", 4500, length, MIB)) for length in (3000, 1000)]
+    paths = save_ranks(tmp_path, *ranks)
+    assert bandwidths(*paths)["send"] == ["2", "1", "1M", "2", "0.5243", "0.5243", "20.1"]
+    why = "which calls of the ranks belong together is not known"
+    assert remarks(*paths)[0] == f"# {why}: times of send include waiting for other ranks"
+
+
+# -- the time alone --------------------------------------------------------------------------------
+
+
+def measured(name: str, size: int, *time: float, **changes: Any) -> dict[str, Any]:
+    """A case of collectives.py on 2 ranks; in place it takes twice as long."""
+    key: dict[str, Any] = {
+        "collective": name,
+        "dtype": "float32",
+        "redop": "sum",
+        "groups": "world",
+    }
+    key |= {"group_ranks": 2, "size_bytes": size}
+    twice = [2 * seconds for seconds in time]
+    metrics = {"out_of_place_time_s": estimate(*time), "in_place_time_s": estimate(*twice)}
+    whole = reports.case(f"{name} {size} {changes}")
+    return whole | {"key": key | changes, "ranks": [0, 1], "metrics": metrics}
+
+
+def scan(path: Path, *cases: dict[str, Any], hosts: tuple[str, ...] = ("vm", "vm")) -> str:
+    ranks = [{"rank": rank, "local_rank": rank, "host": host} for rank, host in enumerate(hosts)]
+    return reports.write(path, *cases, benchmark="collectives", environment={"ranks": ranks})
+
+
+def all_reduces() -> list[dict[str, Any]]:
+    """1 MiB takes 0.5 ms (0.4 to 0.6), 3 MiB takes 1.5 ms (1.2 to 2.0)."""
+    small, large = (5e-4, 4e-4, 6e-4), (15e-4, 12e-4, 20e-4)
+    return [measured("all_reduce", 2**20, *small), measured("all_reduce", 3 * 2**20, *large)]
+
+
+def test_how_many_times_what_the_machine_does_alone(tmp_path: Path) -> None:
+    """2 MiB take 1.0 ms (0.8 to 1.3), halfway between 1 and 3 MiB. So a step has 3 ms, and alone
+    1.5 ms (1.2 to 1.9): a ratio of 2.00 (1.58 to 2.50). The all-gather takes 1 ms, and alone
+    0.25 ms: 4.00 of 10.1 % are more than 2.00 of 20 %, but less than 2.00 of 30.2 %."""
+    gathers = [measured("all_gather", 2 * 2**20, 2.5e-4, 2.5e-4, 2.5e-4)]
+    against = scan(tmp_path / "c.jsonl", *all_reduces(), *gathers)
+    paths = save_ranks(tmp_path, rank_of_two(700), rank_of_two(0), hosts=["vm", "vm"])
+    rows = bandwidths(*paths, "--against", against)
+    assert rows["all_reduce"][-4:] == ["30.2", "1.5", "2.00", "1.58 to 2.50"]
+    assert rows["all_gather"][-4:] == ["10.1", "0.25", "4.00", "4.00 to 4.00"]
+    what = "2.00 times (1.58 to 2.50) what this machine needs for it alone; 30.2% of the step"
+    assert remarks(*paths, "--against", against)[-1] == f"# all_reduce of dp matters most: {what}"
+
+
+def test_nothing_is_extrapolated(tmp_path: Path) -> None:
+    """Calls outside of the measured sizes are in a row of their own, which has no ratio."""
+    against = scan(tmp_path / "c.jsonl", *all_reduces())
+    tiny = collective("allreduce", 7000, 100, 1)
+    paths = save_ranks(tmp_path, rank_of_two(0, tiny), rank_of_two(0, tiny), hosts=["vm", "vm"])
+    rows = bandwidths(*paths, "--against", against)
+    assert rows["all_reduce"][-4:] == ["30.2", "1.5", "2.00", "1.58 to 2.50"]
+    assert rows["all_reduce*"][1:4] == ["1", "4", "0.1"]
+    assert rows["all_reduce*"][-3:] == rows["all_gather"][-3:] == ["-", "-", "-"]
+    what = "4 bytes are outside of the measured sizes, 1M to 3M"
+    lines = remarks(*paths, "--against", against)
+    assert f"# not compared: all_reduce of dp, 2 of 6 calls: {what}" in lines
+    assert "# not compared: all_gather of dp, 2 of 2 calls: it was not measured" in lines
+
+
+def test_only_the_same_layout_is_compared(tmp_path: Path) -> None:
+    """Two ranks of one host are not two hosts."""
+    against = scan(tmp_path / "c.jsonl", *all_reduces(), hosts=("a", "b"))
+    paths = save_ranks(tmp_path, rank_of_two(0), rank_of_two(0), hosts=["vm", "vm"])
+    lines = remarks(*paths, "--against", against)
+    what = "it was measured on 2 ranks of 2 hosts (1 each), not on 2 ranks of one host"
+    assert f"# not compared: all_reduce of dp, 4 of 4 calls: {what}" in lines
+    assert lines[-1] == "# no collective of these traces can be compared"
+    apart = remarks(*paths, "--against", against, "--gpus-per-node", "1")
+    assert apart[-1].startswith("# all_reduce of dp matters most: 2.00 times (1.58 to 2.50)")
+
+
+def test_a_type_that_was_not_measured(tmp_path: Path) -> None:
+    """bfloat16 has half the bytes. Another type of as many bytes serves, and a line says so."""
+    halves: dict[str, Any] = {"dtype": "BFloat16"}
+    rank = [
+        *kernel(GEMM, 0, 5000),
+        *collective("allreduce", 5000, 1000, 2 * MIB, **halves),
+    ]
+    paths = save_ranks(tmp_path, rank, rank, hosts=["vm", "vm"])
+    against = scan(tmp_path / "c.jsonl", *all_reduces())
+    assert bandwidths(*paths, "--against", against)["all_reduce"][2] == "1M"
+    lines = remarks(*paths, "--against", against)
+    assert "# alone: all_reduce was measured with float32, not with bfloat16" in lines
+
+
+def test_layouts() -> None:
+    def traces(*hosts: str) -> dict[int, Trace]:
+        return {rank: Trace("x", rank, True, [], [], [], host) for rank, host in enumerate(hosts)}
+
+    assert layout_in((0, 1, 2), traces("a", "b", "a"), None) == ((2, 1), False)
+    assert layout_in((0, 1, 2), traces("a", "", "a"), None) == ((3,), True)
+    assert layout_in((0, 8, 16), {}, None) == ((1, 1, 1), True)
+    assert layout_in((0, 1, 2), traces("a", "b", "a"), 2) == ((2, 1), False)
+    assert show_layout((8, 8)) == "16 ranks of 2 hosts (8 each)"
+    assert show_layout((2, 1)) == "3 ranks of 2 hosts (2 + 1)"
+    hosts = dict(enumerate("aabb"))
+
+    def of(groups: str, count: int) -> tuple[int, ...]:
+        key = {"groups": groups, "group_ranks": count}
+        return layout_of_case(Case(key=key, ranks=[0, 1, 2, 3]), hosts)
+
+    assert of("world", 4) == (2, 2)
+    assert (of("node", 2), of("cross", 2)) == ((2,), (1, 1))
+    assert (of("0,2/1,3", 2), of("0-2", 3)) == ((1, 1), (2, 1))
+
+
+def test_times_of_a_report() -> None:
+    """The better variant; failed cases and other scripts do not count."""
+    cases = [measured("all_reduce", 8, 3.0), measured("all_reduce", 16, 5.0, check="x")]
+    of = [
+        Case(key=one["key"], ranks=[0, 1], metrics=report.with_estimates(one["metrics"]))
+        for one in cases
+    ]
+    of[1].check = "failed: 3 wrong values"
+    environment = {"ranks": [{"rank": rank, "host": "vm"} for rank in (0, 1)]}
+    found = collective_times(Report("collectives", environment, cases=of))
+    assert found == {("all_reduce", (2,), "float32"): {8: Estimate(3.0)}}
+    with pytest.raises(
+        ValueError, match=r"^expected a report of collectives\.py, got one of x\.py"
+    ):
+        collective_times(Report("x", {}))
+
+
+def test_what_is_no_report_of_collectives(tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, rank_of_two(0))
+    other = reports.write(tmp_path / "x.jsonl")
+    words = "expected a report of collectives.py, got one of ddp_sweep.py"
+    assert f"--against {other}: {words}" in refusal(*paths, "--against", other)
+    absent = str(tmp_path / "absent")
+    assert re.search("--against .*No such file", refusal(*paths, "--against", absent))
+    damaged = scan(tmp_path / "d.jsonl", measured("all_reduce", 8, 1.0) | {"key": {}})
+    assert "an entry is not what a script writes" in refusal(*paths, "--against", damaged)

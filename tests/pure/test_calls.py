@@ -1,0 +1,202 @@
+"""analysis/calls.py: which calls belong together, and who waits for whom, by hand."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.calls import late_by_rank, sentence
+from tests.pure.traces import (
+    GEMM,
+    Events,
+    collective,
+    kernel,
+    remarks,
+    save_ranks,
+    step,
+    table,
+)
+
+
+def columns(*paths: str) -> dict[str, list[str]]:
+    """`waits` and `late` of each rank's row in the table of groups."""
+    rows = table(*paths)
+    first = next(n for n, row in enumerate(rows) if row[:3] == ["group", "ranks", "rank"])
+    last = next(n for n, row in enumerate(rows) if row[:2] == ["group", "collective"])
+    return {row[-6]: row[-2:] for row in rows[first + 1 : last]}
+
+
+# -- the late rank ---------------------------------------------------------------------------------
+
+
+def late_by_cost(rank: int) -> Events:
+    """Rank 1's backward takes 30 ms longer. In nine small all-gathers rank 0 is 5 us later."""
+    events = []
+    for number in range(3):
+        start = 1000 + number * 50_000
+        compute = 40_000 if rank else 10_000
+        events += step(number, start - 20, 49_900) + kernel(GEMM, start, compute)
+        end = start + 41_000
+        events += collective("allreduce", start + compute, end - start - compute, 25_000_000)
+        for call in range(9):
+            begin = end + 300 * call + (0 if rank else 5)
+            events += collective("allgather", begin, end + 300 * call + 45 - begin, 1024)
+    return events
+
+
+def test_the_late_rank_is_named_by_cost_and_not_by_count(tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, late_by_cost(0), late_by_cost(1))
+    assert columns(*paths) == {"0": ["30", "0.045"], "1": ["0.045", "30"]}
+    # steps of 50, 50 and 41 + 9 * 0.3 - 0.3 + 0.045 = 43.445 ms: 47.815 in the mean
+    cost = "30 ms of a step of 47.81 ms (62.7%), in 3 of 3 steps for more than 5%"
+    line = f"makes the others wait {cost}; mostly in all_reduce of dp"
+    assert remarks(*paths) == [f"# rank 1 {line}"]
+    paths = save_ranks(tmp_path, late_by_cost(0), late_by_cost(1), hosts=["vm7", "vm8"])
+    assert remarks(*paths) == [f"# rank 1 on vm8 {line}"]
+
+
+def test_two_equal_traces_name_none(tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, late_by_cost(1), late_by_cost(1))
+    assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
+    assert remarks(*paths) == ["# no rank makes the others wait for more than 5% of a step"]
+
+
+def test_lateness_counts_at_the_median_of_the_others() -> None:
+    """The shortest call is that of the rank that came last."""
+    assert late_by_rank({0: 31.0, 1: 1.0}) == {0: 0, 1: 30}
+    # two ranks of four come 30 ms later than the others: both are late
+    assert late_by_rank({0: 31, 1: 1, 2: 1.5, 3: 31}) == {0: 0, 1: 30, 2: 29.5, 3: 0}
+    # one early rank of three does not make the others late
+    assert late_by_rank({0: 31, 1: 1, 2: 1}) == {0: 0, 1: 0, 2: 0}
+    # of five, the median of the others of rank 0 is (2 4 6 8: the lower) 4
+    assert late_by_rank({0: 1, 1: 2, 2: 4, 3: 6, 4: 8}) == {0: 3, 1: 2, 2: 0, 3: 0, 4: 0}
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "words"),
+    [
+        # 5 % of the step is no more than 5 %
+        (
+            [(5, 5, 5), (0, 0, 0)],
+            "no rank makes the others wait for more than 5% of a step",
+        ),
+        (
+            [(6, 6, 6), (0, 0, 0)],
+            "rank 0 makes the others wait 6 ms of a step of 100 ms (6.0%",
+        ),
+        # in most steps: 2 of 3
+        (
+            [(9, 9, 0), (0, 0, 0)],
+            "rank 0 makes the others wait 6 ms of a step of 100 ms (6.0%",
+        ),
+        (
+            [(90, 0, 0), (0, 0, 0)],
+            "no rank is late in most steps; the others wait 30 ms of a ",
+        ),
+        # a tie, and a rank that stands out by more than 5 % of a step
+        (
+            [(20, 20, 20), (16, 16, 16)],
+            "no rank stands out: the others wait 20 ms of a step",
+        ),
+        (
+            [(20, 20, 20), (9, 9, 9)],
+            "rank 0 makes the others wait 20 ms of a step of 100 ms",
+        ),
+        # by more than that in the mean, but not in most steps
+        ([(90, 9, 9), (9, 9, 9)], "no rank stands out: the others wait 36 ms of a step"),
+        # two of four
+        (
+            [(30, 30, 30), (0, 0, 0), (29, 29, 29), (0, 0, 0)],
+            "the others wait for 2 ranks: 30 ms of a step of 100 ms (30.0%) for rank 0, 29 ms of",
+        ),
+    ],
+)
+def test_who_is_named(of_ranks: list[tuple[float, ...]], words: str) -> None:
+    """Three steps of 100 ms; milliseconds that the others wait for each rank."""
+    late = {rank: dict(zip("abc", ms, strict=True)) for rank, ms in enumerate(of_ranks)}
+    lengths = {rank: dict.fromkeys("abc", 100.0) for rank in late}
+    where = {rank: {"all_gather": 1, "all_reduce": 2} for rank in late}
+    assert sentence(late, where, lengths).startswith(words)
+
+
+def test_waiting_in_two_calls_at_once_counts_once(tmp_path: Path) -> None:
+    """Two threads of gloo: rank 0 waits in two calls, from 10 and 20 us on, for 90 us in all. So
+    rank 1 is late by 90 us, not by 90 + 80."""
+
+    def ranges(*starts: float) -> Events:
+        about = {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1}
+        events = [{**about, "cat": "cpu_op", "name": "aten::mm", "tid": 5, "ts": 0, "dur": 200}]
+        for thread, start in enumerate(starts):
+            events.append(about | {"tid": thread, "ts": start, "dur": 110 + 10 * thread - start})
+        return events
+
+    paths = save_ranks(tmp_path, ranges(10, 20), ranges(100, 100))
+    assert columns(*paths) == {"0": ["0.09", "0"], "1": ["0", "0.09"]}
+
+
+def test_ranks_wait_in_custom_all_reduces(tmp_path: Path) -> None:
+    """vLLM's has no arguments in a trace. Rank 1 comes 40 us later."""
+    name = "void vllm::cross_device_reduce_1stage<float, 2>(vllm::RankData*)"
+    ranks = [kernel(GEMM, 0, 50 + late) + kernel(name, 50 + late, 50 - late) for late in (0, 40)]
+    paths = save_ranks(tmp_path, *ranks)
+    assert columns(*paths) == {"0": ["0.04", "0"], "1": ["0", "0.04"]}
+
+
+# -- which calls belong together -------------------------------------------------------------------
+
+
+def gathers(dropped: bool = False, numbered: bool = True, windows: int = 0) -> Events:
+    """Three steps of four all-gathers of 9, 1, 9 and 1 ms; dropped: without the first of a step.
+    windows: number of the first step."""
+    events = []
+    for number in range(3):
+        start = 1000 + number * 50_000
+        events += step(number, start - 20, 49_900)
+        for call, length in enumerate((9000, 1000, 9000, 1000)):
+            seq: dict[str, Any] = (
+                {"Seq": 4 * (number + windows) + call, "Comms Id": 77} if numbered else {}
+            )
+            if not (dropped and call == 0):
+                at = start + 12_000 * call
+                events += collective("_allgather_base", at, length, 100 * length, **seq)
+    return events
+
+
+def test_calls_are_matched_by_seq(tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, gathers(), gathers(dropped=True))
+    assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
+    assert remarks(*paths) == [
+        "# left out 3 calls of dp that not every trace has",
+        "# no rank makes the others wait for more than 5% of a step",
+    ]
+
+
+def test_windows_that_start_apart(tmp_path: Path) -> None:
+    """Rank 1's profiler started a step later: 8 of its calls are in the trace of rank 0."""
+    paths = save_ranks(tmp_path, gathers(), gathers(windows=1))
+    assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
+    assert remarks(*paths)[0] == "# left out 8 calls of dp that not every trace has"
+
+
+def test_without_seq_other_numbers_of_calls_are_left_out(tmp_path: Path) -> None:
+    paths = save_ranks(tmp_path, gathers(numbered=False), gathers(True, numbered=False))
+    assert columns(*paths) == {"0": ["-", "-"], "1": ["-", "-"]}
+    why = "the ranks have different numbers of calls; torch 2.12 and later number them (Seq)"
+    assert f"# left out all_gather of dp in 3 steps: {why}" in remarks(*paths)
+    paths = save_ranks(tmp_path, gathers(numbered=False), gathers(numbered=False))
+    assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}
+
+
+def test_without_seq_calls_of_other_sizes_are_not_swapped(tmp_path: Path) -> None:
+    """Two threads of gloo: a large and a small all-reduce start in another order on rank 1."""
+
+    def ranges(first: int, second: int) -> Events:
+        events = []
+        for thread, (size, start) in enumerate(((first, 10), (second, 11))):
+            about = {"ph": "X", "cat": "user_annotation", "name": "gloo:all_reduce", "pid": 1}
+            shape = {"Input Dims": [[size]], "Input type": ["float"]}
+            events.append(about | {"tid": thread, "ts": start, "dur": size, "args": shape})
+        return [*events, events[0] | {"cat": "cpu_op", "name": "aten::mm", "tid": 5}]
+
+    paths = save_ranks(tmp_path, ranges(1000, 10), ranges(10, 1000))
+    assert columns(*paths) == {"0": ["0", "0"], "1": ["0", "0"]}

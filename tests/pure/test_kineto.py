@@ -1,0 +1,263 @@
+"""analysis/kineto.py: which events count, and what is refused."""
+
+import cProfile
+import json
+import pstats
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis import kineto, trace
+from analysis.collective import operation_of
+from tests.large_trace import events as large
+from tests.pure.traces import GEMM, collective, kernel, mean, refusal, remarks, save, step, table
+
+COMMUNICATE = [
+    "ncclDevKernel_Generic_4(ncclDevKernelArgsStorage<4096ul>)",
+    "ncclSymkDevKernel_AllReduce_RSxLD_AGxST(ncclSymkDevWorkArgs4K)",
+    "rcclGenericKernel",
+    "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(vllm::RankData*)",
+    "void aiter::reduce_scatter_cross_device_store<__hip_bfloat16, 8>(aiter::RankData*)",
+    "one_shot_all_reduce_kernel",
+    "two_shot_all_reduce_kernel",
+    "multimem_all_reduce_kernel",
+    "void flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<8>",
+    "void tensorrt_llm::kernels::ar_fusion::allreduce_fusion_kernel_twoshot_sync<...>",
+    "quickreduce::allreduce_prototype_twoshot<quickreduce::AllReduceTwoshot<__half>>",
+    "void mori::moe::EpDispatchIntraNodeKernel<hip_bfloat16>",
+    "void deep_ep::intranode::dispatch<8, 768, 8192>",
+    "void hybrid_ep::dispatch_kernel<...>",
+    "void uccl::internode_ll::combine<true>",
+    "mscclpp::allreduce7",
+    "oneccl_allreduce_ring_kernel",
+    "void sglang::custom_all_reduce::all_reduce_one_shot_push<...>",
+    "nvshmemi_proxy_quiet_entrypoint",
+    "rocshmem_alltoall_kernel",
+    "moeAllToAllDispatchKernel",
+    "triton_all_gather_matmul_kernel",
+]
+COMPUTE = [
+    "triton_red_fused_all_reduce_free_name_0",
+    "triton_poi_fused_all_gather_into_tensor_wait_tensor_3",
+    "triton_per_fused__to_copy_reduce_scatter_tensor_1",
+    "dequantize_and_gather_kv_cache_kernel",
+    "__amd_rocclr_copyBuffer",
+    "memory_mori_kernel",
+    "void at::native::_scatter_gather_elementwise_kernel<128, 8>",
+    "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>",
+]
+
+
+@pytest.mark.parametrize("name", [*COMMUNICATE, *COMPUTE])
+def test_kernels_that_communicate(name: str, tmp_path: Path) -> None:
+    """A millisecond of a matmul, then one of the kernel."""
+    path = save(tmp_path / "x.json", [*kernel(GEMM, 10, 1000), *kernel(name, 1010, 1000)])
+    assert mean(path)["exposed (%)"] == ("50.0" if name in COMMUNICATE else "0.0")
+
+
+def test_operations_have_one_name() -> None:
+    names = {
+        "_allgather_base": "all_gather",
+        "ALLGATHER_coalesced": "all_gather",
+        "_reduce_scatter_base": "reduce_scatter",
+        "all_to_allv": "all_to_all",
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "sendrecv",
+        "void vllm::cross_device_reduce_1stage<float, 8>(vllm::RankData*)": "all_reduce",
+        "void deep_ep::intranode::dispatch<8, 768>(int)": "deep_ep::intranode::dispatch",
+    }
+    assert {name: operation_of(name) for name in names} == names
+
+
+# -- one rank a file -------------------------------------------------------------------------------
+
+
+def test_a_merged_file_is_refused(tmp_path: Path) -> None:
+    other = [one | {"pid": 200} if one["cat"] != "kernel" else one for one in kernel(GEMM, 20, 5)]
+    path = save(tmp_path / "a.json", [*kernel(GEMM, 10, 5), *other])
+    assert "got events of 2 processes (100, 200) in one file: give a file for each" in refusal(path)
+    path = save(tmp_path / "b.json", [*kernel(GEMM, 10, 5), *kernel(GEMM, 20, 5, device=1)])
+    assert "got kernels of 2 devices in one file: give a file for each rank" in refusal(path)
+
+
+# -- events that cannot be -------------------------------------------------------------------------
+
+
+def healthy() -> list[dict[str, Any]]:
+    """Three steps of 1.2 ms: a matmul of 0.6 ms, then an all-reduce of 0.4 ms."""
+    events = []
+    for number in range(3):
+        start = 1000 + number * 1200
+        events += step(number, start - 20, 1190)
+        events += kernel(GEMM, start, 600) + collective("allreduce", start + 600, 400)
+    return events
+
+
+def test_an_event_that_runs_past_its_successors(tmp_path: Path) -> None:
+    """2 s of a kernel without other calls: nothing is known of its duration, and it is left out."""
+    damaged = kernel("elementwise", 1605, 2e6)
+    path = save(tmp_path / "rank0.json", healthy() + damaged)
+    row = mean(path)
+    assert (row["computing (%)"], row["exposed (%)"]) == ("52.9", "35.3")  # 1.8 and 1.2 of 3.4 ms
+    line = "# rank 0: 1 event runs past the next one on the same stream, for up to 2000 ms: cut: "
+    assert remarks(path)[0] == line + "elementwise"
+
+
+def test_it_ends_where_the_next_one_starts(tmp_path: Path) -> None:
+    """Kernels of 100 us, of which one in a stream has 50 us until the next one, and says 2 ms. One
+    that says 1.05 ms too much, or that is in a CUDA graph, is let alone."""
+    usual = [event for n in range(5) for event in kernel("k", 100.0 * n, 100)]
+    changed = kernel("k", 1000, 2000) + kernel(GEMM, 1050, 100)
+    path = save(tmp_path / "a.json", usual + changed)
+    assert mean(path)["ms"] == "1.150"
+    assert mean(path)["computing (%)"] == f"{100 * (500 + 50 + 100) / 1150:.1f}"
+    below = kernel("k", 1000, 1050) + kernel(GEMM, 1050, 100)  # 1 ms past the next one
+    graph = kernel("k", 1000, 2000, graph_node_id=5) + kernel(GEMM, 1050, 100)
+    graph[1]["args"]["graph node id"] = graph[1]["args"].pop("graph_node_id")
+    for name, events, length in (("b", below, "2.050"), ("c", graph, "3.000")):
+        path = save(tmp_path / f"{name}.json", usual + events)
+        assert (mean(path)["ms"], remarks(path)) == (length, [])
+
+
+def test_a_gap_far_longer_than_the_kernel_is_no_duration() -> None:
+    """Four kernels of 10 us; a fifth says 5 ms, and the next one starts 400 us later: 10 us."""
+    calls = [
+        kineto.Kernel(t, t + 10, "computing", "s", "k", 0, False, None) for t in range(0, 80, 20)
+    ]
+    damaged = calls[0]._replace(start=100, end=5100)
+    last = calls[0]._replace(start=500, end=510)
+    cut, (line,) = kineto.cut_impossible([*calls, damaged, last])
+    assert [one.end for one in cut[-2:]] == [110, 510]
+    assert line.endswith("for up to 5 ms: cut: k")
+
+
+@pytest.mark.parametrize("length", ["NaN", "-400", "Infinity", "null", '"7"', "1e400"])
+def test_a_duration_that_cannot_be(length: str, tmp_path: Path) -> None:
+    events = [*kernel(GEMM, 0, 10), *kernel("broken", 20, 12345), *kernel(GEMM, 90, 10)]
+    path = Path(save(tmp_path / "rank3.json", events))
+    path.write_text(path.read_text().replace("12345", length))
+    assert (mean(str(path))["ms"], mean(str(path))["computing (%)"]) == ("0.100", "20.0")
+    (line,) = remarks(str(path))
+    assert line.startswith("# rank 3: left out 1 event without a possible duration (")
+    assert line.endswith("): broken")
+
+
+# -- other accelerators ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("category", ["mtia_ccp_events", "privateuse1_runtime", "Kernel", ["a"]])
+def test_another_accelerator_is_refused_by_category(category: Any, tmp_path: Path) -> None:
+    about = {"ph": "X", "pid": 1, "tid": 1, "ts": 0, "dur": 9, "args": {}}
+    events = [about | {"cat": "cpu_op", "name": "aten::mm"}, about | {"cat": category, "name": "x"}]
+    line = refusal(save(tmp_path / "x.json", events))
+    assert f"got events of another kind ({category}): only kernels of CUDA, ROCm and XPU" in line
+
+
+def test_a_perfetto_trace_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "step.pftrace").write_bytes(b"\n!\b\0")
+    assert "got a Perfetto trace; export .json instead" in refusal(str(tmp_path / "step.pftrace"))
+
+
+# -- the text --------------------------------------------------------------------------------------
+
+
+def parsed(text: str) -> tuple[list[Any], dict[str, Any]]:
+    found: list[Any] = []
+    return found, kineto.parse(text, found.append, lambda share: None)
+
+
+def test_the_text_is_read_event_by_event() -> None:
+    event = {"ph": "X", "name": 'a "]}" \x07 \u00fc', "args": {"list": [[1, {}], []]}}
+    whole = {"a": [1, {"b": "]"}], "traceEvents": [event, {"ph": "M"}, event], "z": {"rank": 3}}
+    for text in (json.dumps(whole), f" {json.dumps(whole, indent=3)}\r\n\t"):
+        assert parsed(text) == ([event, event], whole | {"traceEvents": []})
+    assert parsed('{"traceEvents" :[ ] }') == ([], {"traceEvents": []})
+    raw = '{"traceEvents":[{"ph":"X","name":"\x07"}]}'  # Kineto does not escape it
+    assert parsed(raw)[0] == [{"ph": "X", "name": "\x07"}]
+
+
+@pytest.mark.parametrize("end", range(1, 63))
+def test_a_trace_that_is_cut_off(end: int) -> None:
+    whole = '{"a": 1, "traceEvents": [{"ph": "X"}, {"ph": "M"}], "b": [2] }'
+    assert parsed(whole)
+    with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
+        parsed(whole[: min(end, len(whole) - 1)])
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "7", '{"a": 1}', '{"traceEvents": 7}', '{"traceEvents": {"a": 1}}']
+)
+def test_json_that_is_no_trace(text: str) -> None:
+    with pytest.raises(kineto.NoTrace, match="JSON without traceEvents"):
+        parsed(text)
+
+
+@pytest.mark.parametrize("text", ['{"traceEvents": []} x', '{"traceEvents": [],}', "{,}"])
+def test_what_is_not_json(text: str) -> None:
+    with pytest.raises(json.JSONDecodeError):
+        parsed(text)
+
+
+# -- size ------------------------------------------------------------------------------------------
+
+
+def cost(path: str) -> tuple[int, int]:
+    """How many functions Python calls to print the tables of a trace, and the peak of bytes."""
+    profile = cProfile.Profile()
+    tracemalloc.start()
+    try:
+        one = profile.runcall(kineto.read, path)._replace(rank=0)
+        profile.runcall(trace.show_shares, [one])
+        profile.runcall(trace.show_collectives, {0: one}, None, None)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return pstats.Stats(profile).total_calls, peak  # type: ignore[attr-defined]
+
+
+def test_time_and_memory_grow_linearly(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Twice the steps: twice the calls and the bytes."""
+    files = [save(tmp_path / f"{n}.json", large(n, 10, 20)) for n in (100, 200)]
+    (calls, peak), (calls_of_twice, peak_of_twice) = map(cost, files)
+    capsys.readouterr()
+    assert calls_of_twice < 2.2 * calls
+    assert peak_of_twice < 2.2 * peak
+    assert peak_of_twice < 4 * Path(files[1]).stat().st_size
+
+
+# -- files and folders -----------------------------------------------------------------------------
+
+
+def test_a_folder_of_traces(tmp_path: Path) -> None:
+    """The ranks of a folder; a file without rank and kernels, and JSON that is no trace, are left
+    out with a line."""
+    for rank in (0, 1):
+        save(tmp_path / "a" / f"rank{rank}.pt.trace.json", healthy())
+    own = [
+        {"ph": "X", "cat": "cpu_op", "name": "aten::empty", "pid": 5, "tid": 5, "ts": 1, "dur": 3}
+    ]
+    server = save(tmp_path / "a" / "host7_4711.async_llm.json", own)
+    config = save(tmp_path / "a" / "config.json", [])
+    Path(config).write_text("{}")
+    rows = table(str(tmp_path / "a"))
+    assert [row[0] for row in rows if row[1:2] == ["mean of 3"]] == ["0", "1"]
+    assert rows[-3:-1] == [
+        [f"# left out {config}: JSON without traceEvents"],
+        [f"# left out {server}: it has neither a rank nor kernels"],
+    ]
+    assert "JSON without traceEvents" in refusal(config)  # a file that was named is not left out
+    assert f"{tmp_path}: expected a folder with .json or .json.gz; its folders are a" in refusal(
+        str(tmp_path)
+    )
+
+
+def test_ranks_of_files(tmp_path: Path) -> None:
+    """By position if none is known; a file without one beside others is refused, whatever their
+    order."""
+    unknown = [save(tmp_path / f"{name}.json", healthy()) for name in "ab"]
+    assert [row[0] for row in table(*unknown) if row[1:2] == ["mean of 3"]] == ["0", "1"]
+    known = save(tmp_path / "rank0.json", healthy())
+    expected = f"{unknown[0]}: expected a rank in the trace or in the file's name"
+    assert expected in refusal(unknown[0], known)
+    assert expected in refusal(known, unknown[0])
