@@ -27,6 +27,8 @@ from common import report
 from common.cli import TOKEN, TURN, complain, cut, refuse
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PR_SET_PDEATHSIG = 1
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # None: no Linux
 SET_CHILD_SUBREAPER = 36  # of prctl (linux/prctl.h)
 PLAN = "plan.txt"
 GOES_ON = "the finished runs are kept; the same command goes on"
@@ -69,15 +71,32 @@ class Command:
         if edited := plan.edited(self.folder.parent / PLAN, self.name, self.text, self.variables):
             what = f"{cut(edited)} changed since the first run"
             raise RuntimeError(f"{self.name} {number}: {what}; restore it, or give another --out")
+        words, own_pid = shlex.split(self.text), os.getpid()
+
+        def end_with_parent() -> None:
+            """Between fork and exec: let the command end if this process is killed."""
+            if PRCTL:
+                PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != own_pid:  # it has ended already
+                os._exit(1)
+
         with self.log(number).open("ab") as log:  # an earlier attempt's lines stay
-            return subprocess.Popen(
-                [*shlex.split(self.text), "--json", str(self.report(number))],
-                env=os.environ | self.variables | turns,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process, which ends the commands
-            )
+            try:
+                return subprocess.Popen(
+                    [*words, "--json", str(self.report(number))],
+                    env=os.environ | self.variables | turns,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Ctrl-C is for this process, which ends the commands
+                    preexec_fn=end_with_parent,
+                )
+            except FileNotFoundError as error:
+                what = f"{error.strerror}: {words[0]!r}"
+                if any(word.endswith(f"{self.name}={self.text}") for word in sys.argv):
+                    example = f"e.g. env {self.name}={self.text}"
+                    what += f"; {self.name}=... names a command, variables need `env`, {example}"
+                raise ValueError(what) from None
 
     def finish(
         self, number: int, process: subprocess.Popen[bytes], took_turns: bool = True
@@ -126,9 +145,12 @@ def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) 
         for name, value in report.without_secrets(command.variables).items():
             lines.append(f"variable of {command.name}: {name}={value}")
         lines += plan.lines_of_files(command.name, command.text, command.variables)
-        command.folder.mkdir(parents=True, exist_ok=True)
     lines += plan.lines_of_variables(os.environ)
     path = out / PLAN
+    if not path.exists():
+        refuse_files(commands)  # before anything is written
+    for command in commands:
+        command.folder.mkdir(parents=True, exist_ok=True)
     with report.open_alone(str(path)) as file:
         if not path.stat().st_size:
             refuse_files(commands)
@@ -141,7 +163,7 @@ def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) 
 def refuse_files(commands: Sequence[Command]) -> None:
     """Raise ValueError where a folder for reports holds files that no plan tells of."""
     for command in commands:
-        for name in sorted(os.listdir(command.folder)):
+        for name in sorted(os.listdir(command.folder) if command.folder.is_dir() else ()):
             what = f"{command.folder} holds {clean(name)}, of no plan of this program"
             raise ValueError(f"{what}; give another --out")
 
@@ -274,8 +296,8 @@ def interrupt(number: int, frame: Any) -> None:
 
 def adopt_orphans(adopt: bool) -> None:
     """Let this process become the parent of what the commands leave, so that it can be found."""
-    with contextlib.suppress(AttributeError):  # no Linux
-        ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, ctypes.c_ulong(adopt), 0, 0, 0)
+    if PRCTL:
+        PRCTL(SET_CHILD_SUBREAPER, ctypes.c_ulong(adopt), 0, 0, 0)
 
 
 def end_started(before: Collection[psutil.Process], patience_s: float) -> None:

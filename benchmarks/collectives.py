@@ -59,6 +59,7 @@ from common.timing import Step, Workload, cuda_graph
 Groups = list[list[int]]  # the ranks of each
 TYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
 ALIASES = {"float": "float32", "half": "float16", "double": "float64"}  # nccl-tests' names
+MOST_SIZES = 10_000  # of a table
 MOST_CALLS = 20  # in a sample on CUDA, without -n
 SAMPLE_BYTES = 2**32  # a sample of large sizes has fewer
 UNSURE = 0.5  # an interval that reaches farther from the time, as a share of it
@@ -112,8 +113,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.maxbytes < args.minbytes:
         got = f"-b {args.minbytes} and -e {args.maxbytes}"
         parser.error(f"expected -e from -b on, got {got}; e.g. -b 8 -e 64M")
-    if args.stepbytes and args.maxbytes > 10_000 * args.stepbytes:
-        parser.error("-i: over 10,000 sizes; expected larger steps, e.g. -f 2")
+    sizes = scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
+    if len(sizes) > MOST_SIZES:
+        flag = "-i" if args.stepbytes else "-f"
+        parser.error(f"{flag}: over {MOST_SIZES:,} sizes; expected larger steps, e.g. -f 2")
     if args.cudagraph and not cli.on_cuda(args.device):
         parser.error("-G replays CUDA graphs, and this run is on the CPU; leave it out")
     if args.cudagraph and args.per_iter_timing:
@@ -572,10 +575,13 @@ def answer(limit: float | None, cases: list[Case]) -> str:
 
 
 def scan(low: int, high: int, step: int | None, factor: float) -> list[int]:
-    """Sizes from `low` to `high`. Each is `step` bytes more than the last, or `factor` times it."""
+    """Sizes from `low` to `high`. Each is `step` bytes more than the last, or `factor` times it.
+
+    More than MOST_SIZES are cut off after the first one too many.
+    """
     sizes: list[int] = []
     size = max(1, low)
-    while size <= high:
+    while size <= high and len(sizes) <= MOST_SIZES:
         sizes.append(size)
         size = size + step if step else max(size + 1, int(min(size * factor, high + 1)))
     return sizes

@@ -37,6 +37,11 @@ OF_LAUNCHERS = {
     "--world-size": "the launcher sets it, e.g. torchrun --nproc-per-node 8",
     "--filestore": "the ranks meet in the store of torchrun",
 }
+LONGEST_LINE, LONGEST_VALUE = 2000, 200  # characters of a message, and of a value in it
+LAUNCHERS = (  # a variable of each launcher that gives all ranks one command line
+    *("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
+    *("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK"),
+)
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -45,7 +50,7 @@ def refuse(message: str, status: int = 2, speaks: bool | None = None) -> NoRetur
 
     speaks: whether this process prints the line; by default rank 0 does.
     """
-    line = f"{Path(sys.argv[0]).name}: error: {' '.join(message.split())}"
+    line = f"{Path(sys.argv[0]).name}: error: {shortened(' '.join(message.split()), LONGEST_LINE)}"
     tell_torchrun(line)
     if is_rank_0() if speaks is None else speaks:
         complain(line)
@@ -53,7 +58,16 @@ def refuse(message: str, status: int = 2, speaks: bool | None = None) -> NoRetur
         # If this rank ended first, the launcher would kill rank 0 before it spoke: there is no
         # store yet to wait in. The launcher ends this rank as soon as rank 0 has spoken.
         time.sleep(10)
+        if not any(name in os.environ for name in LAUNCHERS):  # by hand: each rank has its command
+            complain(line)
     sys.exit(status)
+
+
+def shortened(text: str, most: int) -> str:
+    """The text; of more than `most` characters the first ones, their number, and the last ones."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} ... ({len(text):,} characters) ... {text[-most // 4 :]}"
 
 
 def is_rank_0() -> bool:
@@ -401,7 +415,7 @@ def duration(seconds: float) -> str:
 
 def wrong(expected: str, got: str, example: str = "") -> NoReturn:
     """Refuse the value of a flag, from within its type."""
-    message = f"expected {expected}, got {got}"
+    message = f"expected {expected}, got {shortened(got, LONGEST_VALUE)}"
     raise argparse.ArgumentTypeError(f"{message}; {example}" if example else message)
 
 

@@ -22,10 +22,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, cut, end, refuse
+from common.cli import HANG, cut, end, refuse, suggest
 from common.groups import FOREVER, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
+LEAST_FILES = 32  # that a rank opens, and 2 for each rank: torch's and sockets of two groups
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt, in bytes
 TORCH_WAITS = 4  # times --timeout, until torch's own guard ends a group under test
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -37,6 +38,7 @@ SETTINGS = {  # of torch's NCCL, unless the user has set them; docs/gpus.md list
     # A lost device ends the run with a reason. If NCCL's watchdog saw it first, it would abort.
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
+NO_LOOPBACK = "{}: the loopback interface is down; try `ip link set lo up`"
 BY_HAND = (
     "without torchrun e.g. RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 "
     "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
@@ -58,7 +60,10 @@ def join(
     met, so that until then no rank of this job holds memory of a GPU.
     """
     rank, on_node, world_size, local_world_size = world()
-    raise_file_limit(64 + 16 * world_size)
+    limit, least = raise_file_limit(64 + 16 * world_size), LEAST_FILES + 2 * world_size
+    if limit < least:
+        opens = f"a rank opens at least {least} files, and {limit} are allowed on"
+        refuse(f"{opens} {socket.gethostname()}; try ulimit -n {64 + 16 * world_size}", speaks=True)
     chosen = choose_device(device, on_node)
     cuda = chosen.type == "cuda"
     backend = backend or ("nccl" if cuda else "gloo")
@@ -69,6 +74,8 @@ def join(
     second_store = store.clone()
     if world_size > 1:
         on_loopback = meets_on_loopback(world_size, local_world_size)
+        if on_loopback and not address_towards(LOOPBACK):
+            refuse(NO_LOOPBACK.format(socket.gethostname()))
         store, second_store = meet(rank, world_size, timeout_s, on_loopback, contents or {})
     if cuda:
         torch.cuda.set_device(chosen)
@@ -78,9 +85,14 @@ def join(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("TP_SOCKET_IFNAME", interface)
     control = dist.PrefixStore("control", store)
-    dist.init_process_group(
-        "gloo", store=control, rank=rank, world_size=world_size, timeout=FOREVER
-    )
+    try:
+        dist.init_process_group(
+            "gloo", store=control, rank=rank, world_size=world_size, timeout=FOREVER
+        )
+    except RuntimeError as error:
+        if "Unable to find address" not in str(error):
+            raise
+        refuse_interface()
     rendezvous_s = time.perf_counter() - start
     # imported modules are never garbage: collections between cases need not walk through them
     gc.freeze()
@@ -98,6 +110,17 @@ def join(
         keeps_memory=keep_freed_memory(),
         rendezvous_s=rendezvous_s,
     )
+
+
+def refuse_interface() -> NoReturn:
+    """Refuse the interface on which gloo has found no address. Other hosts may have one."""
+    name, here = os.environ.get("GLOO_SOCKET_IFNAME", ""), socket.gethostname()
+    if name == "lo":
+        refuse(NO_LOOPBACK.format(here), speaks=True)
+    known = psutil.net_if_addrs()
+    expected = f"expected one of {cut(sorted(known))}" if known else "there is none"
+    line = f"GLOO_SOCKET_IFNAME on {here}: {expected}, with an address, got {name!r}"
+    refuse(line + suggest(name, known), speaks=True)
 
 
 def choose_device(wanted: str, on_node: int) -> torch.device:

@@ -146,6 +146,7 @@ def test_a_folder_with_files_of_others_is_refused(out: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "a holds 01.jsonl, of no plan of this program; give another --out" in done.stderr
     assert notes.read_text() == "my notes"
+    assert [path.name for path in sorted(out.rglob("*"))] == ["a", "01.jsonl"]  # nothing is added
 
 
 def test_processes_that_a_command_leaves_are_ended(out: Path) -> None:
@@ -227,6 +228,17 @@ def test_a_signal_ends_the_commands_and_keeps_their_reports(out: Path) -> None:
         assert errors.read() == "the finished runs are kept; the same command goes on\n"
     assert not any(child.is_running() for child in started)
     assert load(str(out / "a" / "01.jsonl")).status == "complete"
+
+
+def test_a_command_ends_with_ab_that_is_killed(out: Path) -> None:
+    command = [sys.executable, str(ROOT / "analysis/ab.py"), *flags_of(out, "0.1 hang", "0.1 hang")]
+    with psutil.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        assert process.stderr.readline().startswith("round 1 of 6, 2 commands, took")
+        while not (started := process.children()):
+            assert process.is_running()
+        process.kill()
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert alive == []
 
 
 def test_looks_are_even_and_grow_by_a_third() -> None:

@@ -77,6 +77,7 @@ def test_torchrun_is_told_the_reason(
     path = str(tmp_path / "error.json")
     monkeypatch.setattr("common.cli.time.sleep", lambda seconds: None)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a run")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit):
@@ -234,3 +235,19 @@ def test_the_age_of_a_process_does_not_follow_the_wall_clock(
     day = time.time() - 86400
     monkeypatch.setattr("time.time", lambda: day)
     assert cli.age_s() >= youngest
+
+
+@pytest.mark.parametrize(("launcher", "speaks"), [("TORCHELASTIC_RUN_ID", False), (None, True)])
+def test_a_rank_that_was_started_by_hand_speaks_for_itself(
+    launcher: str | None, speaks: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Its command line is its own. A launcher gives all ranks the same one, and rank 0 speaks."""
+    for name in cli.LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    if launcher:
+        monkeypatch.setenv(launcher, "1")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with pytest.raises(SystemExit, match="2"):
+        cli.refuse("a typo")
+    assert ("error: a typo" in capsys.readouterr().err) == speaks

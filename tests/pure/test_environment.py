@@ -236,6 +236,36 @@ def test_a_port_in_use(by_hand: pytest.MonkeyPatch, capsys: Any) -> None:
             assert f"expected a free port (Address already in use), got '{port}'" in line
 
 
+def test_too_few_files_are_allowed(by_hand: pytest.MonkeyPatch, capsys: Any) -> None:
+    """32 files and 2 for each of 2 ranks; 64 and 16 for each are recommended."""
+    by_hand.setattr(join, "raise_file_limit", lambda needed: 35)
+    line = refused(capsys, join.join, "cpu", None, 20)
+    allowed = f"a rank opens at least 36 files, and 35 are allowed on {socket.gethostname()}"
+    assert f"error: {allowed}; try ulimit -n 96" in line
+
+
+def test_a_network_without_loopback(by_hand: pytest.MonkeyPatch, capsys: Any) -> None:
+    """As in `unshare -n`: torch prints frames of C++, and waits."""
+    by_hand.setattr(join, "address_towards", lambda host: "")
+    line = refused(capsys, join.join, "cpu", None, 20)
+    assert "the loopback interface is down; try `ip link set lo up`" in line
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("lo", f"{socket.gethostname()}: the loopback interface is down; try `ip link set lo up`"),
+        ("eht0", "expected one of eth0, lo, with an address, got 'eht0'; did you mean eth0?"),
+    ],
+)
+def test_an_interface_without_an_address(
+    name: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "eth0": []})
+    assert words in refused(capsys, join.refuse_interface)
+
+
 def test_backends_that_cannot_work_on_the_cpu(capsys: Any) -> None:
     no_cuda = "--backend nccl2 needs CUDA devices, this run is on the CPU; try gloo"
     assert no_cuda in refused(capsys, join.check_backend, "nccl2", False)

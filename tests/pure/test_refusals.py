@@ -18,6 +18,7 @@ MISTAKES = [
     ("p2p_matrix", "--szie 3", "unknown argument '--szie'; did you mean --size"),
     ("p2p_matrix", "--dev cpu", "unknown argument '--dev'"),  # no abbreviations
     ("p2p_matrix", "--local_rank=0", "unknown argument '--local-rank': torchrun sets LOCAL_RANK"),
+    ("p2p_matrix", f"--size {'9' * 20_000}", "9 ... (20,002 characters) ... 9999"),
     ("p2p_matrix", "--iters x", "argument --iters: expected a whole number of at least 1, got 'x'"),
     ("p2p_matrix", "--target-ci 2", "argument --target-ci: expected a share between 0 and 1"),
     ("p2p_matrix", "--timeout nan", "argument -T/--timeout: expected a number above 0, got 'nan'"),
@@ -46,7 +47,9 @@ MISTAKES = [
         "--beside all_to_all --collective all",
         "got sendrecv; e.g. --collective all_re",
     ),
+    ("collectives", "-f 1.0000001", "-f: over 10,000 sizes; expected larger steps, e.g. -f 2"),
     ("collectives", "-i 1", "-i: over 10,000 sizes; expected larger steps, e.g. -f 2"),
+    ("input_sweep", "--samples 5", "expected a whole number of at least 10, got '5'; at most 1,"),
     ("compile_sweep", "--models decoder-10k", "'decoder-10k'; did you mean decoder-10m"),
     ("compile_sweep", "--backends eager,inducter", "got 'inducter'; did you mean inductor?"),
     ("compile_sweep", "--strategies dpp", "got 'dpp'; did you mean ddp"),
@@ -129,6 +132,7 @@ MISTAKES = [
     ("ab", "--a x --b-env X --out ab", "expected NAME=VALUE, got 'X'"),
     ("ab", "--a 'python3 \"x' --out ab", "No closing quotation"),
     ("ab", "--a no-such-program --out ab", "No such file or directory: 'no-such-program'"),
+    ("ab", "--a 'X=1 cmd' --out ab", "X=... names a command, variables need `env`, e.g. env X=1"),
     ("ab", "--a x=y --b x=z --out ab", "two commands are called x; give each a "),
     ("ab", "--a x --b y z --out ab", "several commands need names, e.g. --b 1MB="),
     ("ab", "--a x --b y=y z=z --fail-on slower --out ab", "--fail-on is for one --b: "),
@@ -188,3 +192,4 @@ def test_a_mistake_is_one_line(
     (line,) = err.splitlines()
     assert line.startswith(f"{script}.py: error: ")
     assert words in line
+    assert len(line) < 2500
