@@ -9,9 +9,11 @@ and dense layers under DistributedDataParallel. A route says how the gradient bu
     rpc          every bucket through a parameter server, by RPC
     sparse_rpc   sparse buckets through a server, dense ones by all-reduce
 
-Bucket i goes to server i modulo the number of servers. A `running` server adds up gradients as they
-arrive. A `batch` server keeps all of them and then reduces. Both answer when the last trainer's
-gradient of a bucket is in.
+Bucket i goes to server i modulo the number of servers, which averages it over all trainers. With
+`--placement grouped` each server averages all buckets of an equal share of the trainers, as in the
+source program: the shares drift apart, and each server has the same load. A `running` server adds
+up gradients as they arrive. A `batch` server keeps all of them and then reduces. Both answer when
+the last of its trainers' gradients of a bucket is in.
 
     step   the slowest trainer counts in each iteration;  samples/s = trainers * batch size / step
     hook   from a step's first bucket launched to its last one averaged, slowest trainer
@@ -39,20 +41,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-# first: it names a package that is missing
-
-# isort: split
-
-# first: it names a package that is missing
-
-# isort: split
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 # first: it names a package that is missing
-from common.cli import By, Parser, add_common_flags, checked, list_of, number
+from common.cli import By, Parser, add_common_flags, checked, cut, list_of, number, refuse
 
 # isort: split
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc
@@ -62,7 +56,15 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workloads.phases import Durations, Phases, Stamps, phase_table, pool, summaries
+from benchmarks.workloads.phases import (
+    Durations,
+    Phases,
+    Stamps,
+    own_pace,
+    phase_table,
+    pool,
+    summaries,
+)
 from common.benchmark import Benchmark, Key, Planned
 from common.check import compare_replicas, digest, relative_error, verdict
 from common.environment import count_of
@@ -70,12 +72,13 @@ from common.groups import Group, Job
 from common.join import world
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
-from common.stats import Times, median, side_by_side, training_metrics
+from common.stats import Times, median, side_by_side, time_of_iterations, training_metrics
 from common.table import Columns, Table, metric, percentile_columns, relative
 from common.timing import Workload
 
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
 SERVERS = ("running", "batch")
+PLACEMENTS = ("buckets", "grouped")
 PYTORCH_SERVERS = {"AverageParameterServer": "running", "AverageBatchParameterServer": "batch"}
 ROLES = {
     "ntrainer": "trainers on the CPU",
@@ -129,6 +132,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     text = """running, batch or both (default: both). --server takes PyTorch's names as well:
         AverageParameterServer is running, AverageBatchParameterServer is batch"""
     add("--servers", "--server", type=servers, default="all", metavar="NAME", help=text)
+    placements = list_of(str, PLACEMENTS)
+    text = """buckets: the servers share the buckets, each averages over all trainers; grouped: the
+        servers share the trainers, each averages all of their buckets (default: buckets)"""
+    add("--placement", type=placements, default=["buckets"], metavar="NAME", help=text)
     text = """how tensors travel between trainers and servers that are both on CUDA: from GPU to
         GPU by device maps (cuda), or as copies on the CPU (cpu) (default: cuda)"""
     add("--wire", choices=("cpu", "cuda"), default="cuda", help=text)
@@ -233,10 +240,10 @@ class Bucket:
 
 
 class Server:
-    """Averages each bucket over its trainers, and answers all of them after the last gradient."""
+    """Averages buckets over its trainers, and answers all of them after the last gradient."""
 
     def __init__(self, kind: str, trainers: int, device: str) -> None:
-        """kind: `running` or `batch`. trainers: how many gradients make an average."""
+        """kind: `running` or `batch`. trainers: number of gradients in an average."""
         self.kind, self.trainers, self.device = kind, trainers, torch.device(device)
         self.cuda: list[Any] = [self.device] if self.device.type == "cuda" else []
         self.buckets: dict[tuple[int, int], Bucket] = {}  # by step and index
@@ -314,6 +321,11 @@ def send_bucket(
 Hook = Callable[[None, dist.GradBucket], Future[Tensor]]
 
 
+def by_server(route: str, sparse: bool) -> bool:
+    """Whether a route sends sparse (or dense) buckets to a server."""
+    return route == "rpc" or (route == "sparse_rpc" and sparse)
+
+
 def hook_of(
     route: str,
     through_server: Callable[[dist.GradBucket], Future[Tensor]],
@@ -324,7 +336,7 @@ def hook_of(
 
     def hook(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
         sparse = bucket.buffer().is_sparse
-        if route == "rpc" or (route == "sparse_rpc" and sparse):
+        if by_server(route, sparse):
             return through_server(bucket)
         return allreduce_hook(sparse_group if sparse else group, bucket)
 
@@ -393,14 +405,16 @@ def build(
     devices: of all ranks. timeout_s: how long it waits for the average of a gradient.
     """
     servers = [roles.name(rank) for rank in roles.servers] if key["server"] else []
+    trainers = trainers_of_a_server(key)
     if job.rank == 0 and servers:
         of_servers = {roles.name(rank): devices[rank] for rank in roles.servers}
-        rpc.rpc_sync("master", start_servers, args=(key["server"], key["ranks"], of_servers))
+        rpc.rpc_sync("master", start_servers, args=(key["server"], trainers, of_servers))
     phases = Phases(job.device)
     wire = job.device if key["wire"] == "cuda" else torch.device("cpu")
 
     def through_server(bucket: dist.GradBucket) -> Future[Tensor]:
-        server = servers[bucket.index() % len(servers)]
+        grouped = key["placement"] == "grouped"
+        server = servers[job.rank // trainers if grouped else bucket.index() % len(servers)]
         return send_bucket(server, phases.count, bucket, wire, timeout_s)
 
     # the one workload that a control group carries: it is over gloo, and idle within a block
@@ -413,7 +427,11 @@ def build(
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     batches = batches_of(key, job.rank, job.device)
     dist.barrier(group.control)  # the servers have started, and no trainer is late
-    wrong = compare_with_mean(ddp, optimizer, batches, phases, group.control)
+    members = {
+        sparse: trainers if by_server(key["route"], sparse) else key["ranks"]
+        for sparse in (True, False)
+    }
+    wrong = compare_with_mean(ddp, optimizer, batches, phases, group.control, members)
 
     def step() -> tuple[int, Stamps]:
         batch = next(batches)
@@ -436,7 +454,14 @@ def build(
             "servers": {name: rpc.rpc_sync(name, bucket_times) for name in asked},
         }
 
-    return Workload(step, facts=facts, returned=durations_by_step)
+    # trainers of different servers do not wait for each other, unless they also all-reduce
+    aligned = key["ranks"] in members.values()
+    return Workload(step, facts=facts, returned=durations_by_step, aligned=aligned)
+
+
+def trainers_of_a_server(key: Key) -> int:
+    """Number of trainers whose gradients a server averages."""
+    return int(key["ranks"]) // (key["servers"] if key["placement"] == "grouped" else 1)
 
 
 def compare_with_mean(
@@ -445,10 +470,14 @@ def compare_with_mean(
     batches: Iterator[Batch],
     phases: Phases,
     group: dist.ProcessGroup,
+    members: dict[bool, int],
 ) -> str | None:
-    """Train some steps. The first gradient that is not the mean of all trainers' own, or None.
+    """Train some steps. Returns the first gradient that is not the mean of the trainers' own, or
+    None.
 
-    Every rank does all steps, whatever differs: the steps hold collectives.
+    members: number of trainers in the mean of a sparse gradient (True) and of a dense one; ranks
+    0 to members - 1 of the group are the first such set. Every rank does all steps, whatever
+    differs: the steps hold collectives.
     """
     wrong = None
     frozen = torch.optim.SGD(ddp.parameters(), lr=0.0)
@@ -457,12 +486,17 @@ def compare_with_mean(
         with ddp.no_sync():  # this trainer's own gradients
             train(ddp, frozen, batch, phases.mark)
         gradients: Any = [parameter.grad for parameter in ddp.parameters()]
-        own = [gradient.to_dense() for gradient in gradients]
+        own = [(gradient.to_dense(), members[gradient.is_sparse]) for gradient in gradients]
         phases.begin()
         train(ddp, optimizer, batch, phases.mark)
-        for (name, parameter), gradient in zip(ddp.module.named_parameters(), own, strict=True):
-            dist.all_reduce(gradient, group=group)
-            error = relative_error(parameter.grad, gradient / group.size())
+        for (name, parameter), (gradient, count) in zip(
+            ddp.module.named_parameters(), own, strict=True
+        ):
+            sums = gradient.new_zeros(group.size() // count, *gradient.shape)  # of each set
+            mine = sums[group.rank() // count]
+            mine.copy_(gradient)
+            dist.all_reduce(sums, group=group)
+            error = relative_error(parameter.grad, mine / count)
             if not error <= TOLERANCE:  # NaN is an error, too
                 wrong = wrong or f"the gradient of {name} is off the trainers' mean by {error:.2g}"
     return wrong
@@ -472,14 +506,18 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     """Fill in the metrics and the check. facts: of each trainer."""
     metrics = case.metrics
     metrics["samples"] = len(case.ranks) * case.key["batch_size"]  # of a step
-    metrics |= training_metrics(times, metrics["samples"])
+    if case.aligned:
+        metrics |= training_metrics(times, metrics["samples"])
+    else:
+        of_step, steps_per_s = own_pace(times.each(), case.rounds, "step")
+        metrics |= of_step | {"samples_per_s": steps_per_s * case.key["batch_size"]}
     trainers, hooks = {}, []
     for trainer, durations in enumerate(times.returned):
         hooks.append([max(step["hook"]) for step in durations.values()])
         phases = pool(durations.values())
         del phases["hook"]  # its durations within a step overlap
         trainers[f"trainer{trainer}"] = phases
-    metrics["hook_s"] = median(np.max(hooks, axis=0))
+    metrics["hook_s"] = median(time_of_iterations(hooks, case.aligned))
     metrics["trainers"] = summaries(trainers)
     servers = {}
     for name, times_by_step in facts[0]["servers"].items():
@@ -488,8 +526,22 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
     if servers:
         metrics["servers"] = summaries(servers)
     wrong = [fact["wrong"] for fact in facts if fact["wrong"]]
-    differ = compare_replicas([fact["digest"] for fact in facts], case.ranks)
-    case.check = verdict(wrong[0] if wrong else differ)
+    share = trainers_of_a_server(case.key)
+    for first in range(0, len(facts), share):  # the replicas of different servers drift apart
+        digests = [fact["digest"] for fact in facts[first : first + share]]
+        differ = compare_replicas(digests, case.ranks[first : first + share])
+        wrong += [differ] if differ else []
+    case.check = verdict(wrong[0] if wrong else None)
+
+
+def idle_servers(case: Case) -> str | None:
+    """A line that names the servers to which no bucket went."""
+    of_servers = case.metrics.get("servers", {})
+    idle = [name for name, phases in of_servers.items() if name != "all" and not phases]
+    if not idle:
+        return None
+    shared = "--placement grouped gives each server trainers of its own"
+    return f"# {case.name}: no bucket went to {cut(idle)}; {shared}"
 
 
 # -- what is printed -------------------------------------------------------------------------------
@@ -544,19 +596,23 @@ def choose_roles(args: argparse.Namespace) -> Roles:
         counts |= {"servers": 0, "master": world()[2] > trainers}
     cuda_trainers = args.ncudatrainer if trainers else None
     roles = assign_roles(args, cuda_trainers, args.ncudaserver, per_server=4, **counts)
+    servers_of_roles = max(1, len(roles.servers))
+    if "grouped" in args.placement and len(roles.trainers) % servers_of_roles:
+        example = f"--ntrainer {servers_of_roles * 2} --nserver {servers_of_roles}"
+        refuse(f"--placement grouped: {roles} cannot be shared out equally; e.g. {example}")
     return replace(roles, cuda_wire=args.wire == "cuda")
 
 
 def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Planned]:
     """The cases: first those without servers."""
-    by_server = through_servers(args)
-    ways: list[Any] = [(route, None) for route in args.routes if route not in by_server]
-    ways += itertools.product(by_server, args.servers)
+    by_rpc = through_servers(args)
+    ways: list[Any] = [(route, None, None) for route in args.routes if route not in by_rpc]
+    ways += itertools.product(by_rpc, args.servers, args.placement)
     fixed: Key = {name: getattr(args, name) for name in SETTINGS}
     fixed["servers"] = len(roles.servers)
     cases: list[Planned] = []
-    for route, server in ways:
-        key = {"route": route, "server": server} | fixed
+    for route, server, placement in ways:
+        key = {"route": route, "server": server, "placement": placement} | fixed
         # nccl has no sparse all-reduce: as in PyTorch's runs over nccl, allreduce has a dense one
         dense = route == "allreduce" and roles.backend == "nccl"
         key["dense_embedding"] = args.dense_embedding or dense
@@ -564,6 +620,7 @@ def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Plan
         key["wire"] = roles.wire(0, roles.servers[0]) if server else None
         key |= rpc_settings if server else dict.fromkeys(rpc_settings)
         name = f"{route} {server}" if server else route
+        name += " grouped" if placement == "grouped" else ""
         cases.append((name, len(roles.trainers), key))
     return cases
 
@@ -590,7 +647,9 @@ def main() -> int:
                 build_case = partial(
                     build, bench.job, roles=roles, devices=devices, timeout_s=timeout_s
                 )
-                bench.measure(key, name, build_case, derive, ranks=roles.trainers)
+                case = bench.measure(key, name, build_case, derive, ranks=roles.trainers)
+                if case and (line := idle_servers(case)):
+                    bench.print(line)
         for role in ("trainers", "servers"):
             rows = [(c.name, c.metrics[role]) for c in table.passed if role in c.metrics]
             if rows:

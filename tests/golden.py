@@ -72,7 +72,7 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     left, gathered = list(recording["cases"]), map(rebuilt, recording["gathered"])
     real_join, real_write = benchmark.join, benchmark.Benchmark.write
 
-    def join(device: str, backend: str, timeout_s: float) -> Any:
+    def join(device: str, backend: str, timeout_s: float, *_: Any) -> Any:
         with patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}):
             job = real_join(device, backend, timeout_s)  # which meets nobody
         return dataclasses.replace(job, world_size=size, local_world_size=size)

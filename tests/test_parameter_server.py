@@ -1,5 +1,7 @@
 """parameter_server.py as its user runs it: routes, and faults that it must name."""
 
+import re
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -56,6 +58,63 @@ def test_five_processes(bench: Callable[..., Any]) -> None:
     assert counts[0] + counts[1] == counts[2] == dense + 9
     assert min(counts) > 0
     assert cases["sparse_rpc running"].metrics["servers"]["all"]["straggler"]["count"] == 9
+
+
+@pytest.mark.smoke
+def test_servers_with_trainers_of_their_own(bench: Callable[..., Any]) -> None:
+    """4 trainers, 2 servers: server 0 averages all buckets of trainers 0 and 1, server 1 those of 2
+    and 3. With `buckets` one server of sparse_rpc is idle, and a line says so."""
+    flags = (*TINY, "--iters", "6", "--servers", "running", "--nserver", "2", "--rpc-threads", "2")
+    routes = ("--routes", "allreduce,rpc,sparse_rpc", "--placement", "buckets,grouped")
+    run = bench(SCRIPT, *flags, *routes, ranks=7)
+    assert run.status == 0, run.err
+    ways = [
+        "rpc running",
+        "rpc running grouped",
+        "sparse_rpc running",
+        "sparse_rpc running grouped",
+    ]
+    assert checks(run) == dict.fromkeys(["allreduce", *ways], "passed")
+    cases = {case.name: case for case in run.report.cases}
+    assert cases["allreduce"].key["placement"] is None
+    assert [cases[way].key["placement"] for way in ways] == ["buckets", "grouped"] * 2
+    assert [case.aligned for case in cases.values()] == [True, True, False, True, True]
+    for way in ways[1::2]:
+        servers = cases[way].metrics["servers"]
+        trainers = cases[way].metrics["trainers"]
+        sent = [
+            phase for phase in ("hook sparse", "hook dense") if way[:3] == "rpc" or "sp" in phase
+        ]
+        for server, trainer in (("server0", "trainer1"), ("server1", "trainer2")):
+            # each server answers every bucket of its trainers
+            buckets = sum(trainers[trainer][phase]["count"] for phase in sent)
+            assert servers[server]["straggler"]["count"] == buckets
+    m = cases["rpc running grouped"].metrics
+    slowest = max(statistics.median(row) for row in cases["rpc running grouped"].samples_s["step"])
+    assert m["step_s"].value == pytest.approx(slowest)
+    advice = "--placement grouped gives each server trainers of its own"
+    lines = re.findall(r"^# (.*): no bucket went to (server\d); (.*)$", run.out, re.MULTILINE)
+    assert [(name, said) for name, _, said in lines] == [("sparse_rpc running", advice)]
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("ranks", "fault", "words"),
+    [
+        # rank 2 is the server of trainer 0 alone
+        (5, "wrong-answer", "the gradient of embedding.weight is off the trainers' mean by 0.001"),
+        # trainers 0 and 1 have a server in common
+        (7, "drifting-replica", "after the steps the parameters of rank 1 differ from rank 0's"),
+    ],
+)
+def test_a_fault_within_a_group(
+    bench: Callable[..., Any], ranks: int, fault: str, words: str
+) -> None:
+    flags = (*TINY, "--iters", "2", "--routes", "sparse_rpc", "--servers", "batch")
+    more = ("--placement", "grouped", "--nserver", "2", "--rpc-threads", "2")
+    run = bench(SCRIPT, *flags, *more, ranks=ranks, inject=fault)
+    assert run.status != 0
+    assert checks(run)["sparse_rpc batch grouped"].startswith(f"failed: {words}")
 
 
 @pytest.mark.faults

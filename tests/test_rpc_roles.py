@@ -110,3 +110,17 @@ def test_cases_of_parameter_server() -> None:
         assert [name for name, _, _ in cases] == ["allreduce", "rpc batch"]
         of_keys = [(key["rpc_threads"], key["wire"], key["dense_embedding"]) for _, _, key in cases]
         assert of_keys == [(None, None, backend == "nccl"), (2, "cpu", False)]
+    args = parameter_server.parse_args(["--servers", "batch", "--placement", "all"])
+    names = [name for name, _, _ in parameter_server.plan(args, roles, {})]
+    through = ["rpc batch", "rpc batch grouped", "sparse_rpc batch", "sparse_rpc batch grouped"]
+    assert names == ["allreduce", "hybrid", *through]
+
+
+def test_a_trainer_counts_in_the_mean_of_its_server() -> None:
+    """6 trainers and 3 servers: 2 to each, or all 6 to every bucket."""
+    key: dict[str, Any] = {"ranks": 6, "servers": 3}
+    counts = [
+        parameter_server.trainers_of_a_server(key | {"placement": p})
+        for p in ("grouped", "buckets", None)
+    ]
+    assert counts == [2, 6, 6]

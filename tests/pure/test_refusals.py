@@ -148,6 +148,7 @@ ROLES = [
     ("parameter_server", 4, "--ntrainer 4 --nserver 2", "are 7 processes, and there are 4"),
     ("parameter_server", 5, "--ncudaserver 1", "torch sees no CUDA device"),
     ("parameter_server", 5, "--ntrainer 1 --ncudatrainer 2", "on the CPU or on CUDA, e.g. --ncu"),
+    ("parameter_server", 6, "--nserver 2 --placement grouped", "--ntrainer 4 --nserver 2"),
     ("parameter_server", 4, "--ntrainer 3 --nserver 0", "3 trainers, 1 server and a master are 5"),
 ]
 
