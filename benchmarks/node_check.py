@@ -15,7 +15,8 @@
               by --margin, twice: what is about to be named is measured again. An all_reduce between
               nodes is also compared with what its links gave
     wrong     results have other bits than on most ranks of the kind; data does not arrive; a node
-              has fewer GPUs than the others, or than --gpus
+              has fewer GPUs than the others, or than --gpus; other processes held over 1 GiB of a
+              GPU's memory before the run
     +-%       how steady a rank was: the 95 % interval of its median sample, the widest of its steps
     busbw     2(n-1)/n * bytes / time
 
@@ -74,6 +75,7 @@ from common.environment import (
     lacking,
     node_names,
     node_of_each,
+    occupied,
     rank_names,
 )
 from common.groups import Group, Job, connect, rendezvous, share
@@ -551,6 +553,15 @@ def conclude(
     return 0, [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}"]
 
 
+def unfit(environment: dict[str, Any], gpus: int | None) -> dict[int, str]:
+    """The nodes that lack GPUs, whose GPUs have memory errors, or on whose GPUs other processes
+    held memory before the run -> why. gpus: --gpus."""
+    why = lacking(environment, gpus)
+    for node, held in occupied(environment).items():
+        why[node] = "; ".join(filter(None, [why.get(node), held]))
+    return why
+
+
 def wrong_results(lacks: dict[int, str], cases: list[Case], names: Names) -> list[tuple[str, str]]:
     """The nodes that lack something, and the ranks with a wrong result or none: names, and why."""
     wrong = [(Who("node", ((node,),)).name(names), why) for node, why in lacks.items()]
@@ -739,7 +750,8 @@ def main() -> int:
             ran = f"{nodes}, {ranks}, {seconds:.0f} s of {args.budget:g}"
             of_ranks = rank_names(environment)
             names = {"node": node_names(environment), "rank": of_ranks, "link": of_ranks}
-            wrong = wrong_results(lacking(environment, args.gpus), bench.report.cases, names)
+            lacks = unfit(environment, args.gpus)
+            wrong = wrong_results(lacks, bench.report.cases, names)
             doubts = doubts_of([who.name(names) for who in unsteady], others, left_out)
             status, lines = conclude(slow, doubts, bool(others), wrong, args.fail_on, names, ran)
             if status:

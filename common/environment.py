@@ -578,6 +578,6 @@ def warnings_of(environment: dict[str, Any]) -> list[str]:
         warnings.append(f"{busy}: times will scatter")
     if shared := sharing(environment):
         warnings.append(f"{shared}: their times include each other's turns")
-    hosts = environment["hosts"]
-    held = [f"{hosts[node]}: {why}" for node, why in occupied(environment).items()]
+    names = node_names(environment)
+    held = [f"{names[node]}: {why}" for node, why in occupied(environment).items()]
     return warnings + bounded(held, "nodes with memory in use")

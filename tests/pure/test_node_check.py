@@ -19,11 +19,12 @@ from benchmarks.node_check import (
     judge,
     odd_results,
     rounds_by_node,
+    unfit,
     wrong_results,
 )
 from benchmarks.workloads.links import Link, drift_of, widest
 from benchmarks.workloads.outliers import Slowness, Who, accuse, sentences
-from common.environment import Others
+from common.environment import UNCORRECTED, Others
 from common.report import Case
 from common.timing import StopRule
 from tests import simulate_node_check as simulation
@@ -97,6 +98,19 @@ def test_an_all_reduce_that_its_links_do_not_explain() -> None:
     assert slowness == (pytest.approx(20), "0.1 GB/s, and its slowest link holds 2 GB/s")
     assert below_links(rows, measured[2:], of_rails) == {}  # its links were not measured
     assert below_links(rows[:2], measured, of_rails._replace(cpu=False)) != {}
+
+
+def test_nodes_whose_gpus_others_use_are_not_fit() -> None:
+    """20 GiB are held by other processes on the second node, which also lacks a GPU."""
+    environment: dict[str, Any] = {"gpu_counts": [2, 1], "gpus": [], "ranks": []}
+    for node in range(2):
+        gpu = {"index": "0", "uuid": f"GPU-G{node}", UNCORRECTED: "0"}
+        gpu["memory.used"] = f"{20480 * node} MiB"
+        environment["gpus"].append([gpu])
+        environment["ranks"].append({"host": f"n{node}", "local_rank": 0, "uuid": f"G{node}"})
+    held = "other processes already held 20.0 GiB of GPU 0"
+    assert unfit(environment, None) == {1: f"it has 1 of 2 GPUs; {held}"}
+    assert unfit(environment, 1) == {1: held}
 
 
 def test_odd_results() -> None:
