@@ -22,7 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, cut, end, refuse, suggest
+from common.cli import HANG, ROOT, cut, end, refuse, suggest
 from common.groups import FOREVER, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
@@ -194,21 +194,47 @@ def has_local_variables() -> bool:
 
 
 def refuse_worlds_of_one() -> None:
-    """Refuse N processes that srun, mpirun or flux started without a wrapper: each would be rank 0
-    of a world of 1."""
+    """Refuse N processes that a launcher started without a wrapper: each would be rank 0 of a world
+    of 1."""
     if "RANK" in os.environ and os.environ.get("GROUP_WORLD_SIZE") != "1":
         return
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "FLUX_JOB_SIZE"):
-        tasks = os.environ.get(name, "1")
+    if "RANK" not in os.environ:
+        refuse_python_for_torchrun()
+    launchers = read_launchers()
+    ranks = ["RANK", *(rank for rank, _ in launchers)]
+    for _, size in launchers:
+        tasks = os.environ.get(size, "1")
         if tasks == "1":
             continue
-        ranks = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "FLUX_TASK_RANK")
         refuse(
-            f"{name} says {tasks} tasks, but each would run by itself; start them with "
+            f"{size} says {tasks} tasks, but each would run by itself; start them with "
             "launch/slurm_torchrun.sbatch (torchrun on each node, one job), "
-            "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, flux)",
+            "launch/slurm_srun.sbatch (a task a rank) or launch/mpi_env.sh (mpirun, mpiexec, flux)",
             speaks=all(os.environ.get(rank, "0") == "0" for rank in ranks),
         )
+
+
+def read_launchers() -> list[tuple[str, str]]:
+    """The variables that each launcher of launch/launchers.txt sets: rank and number of tasks. None
+    if the folder was not copied."""
+    lines = list[str]()
+    with contextlib.suppress(FileNotFoundError):
+        lines = (ROOT / "launch" / "launchers.txt").read_text().splitlines()
+    rows = [line.split() for line in lines if line and not line.startswith("#")]
+    return [(rank, size) for _, _, rank, size, *_ in rows]
+
+
+def refuse_python_for_torchrun() -> None:
+    """Refuse a process that python started where torchrun's own variables, as Kubeflow Trainer sets
+    them in each pod, are about several ranks (kubeflow/trainer#3930)."""
+    counts = {name: os.environ.get(name, "1") for name in ("PET_NNODES", "PET_NPROC_PER_NODE")}
+    if set(counts.values()) == {"1"}:
+        return
+    nodes, ranks = counts.values()
+    name = "PET_NNODES" if nodes != "1" else "PET_NPROC_PER_NODE"
+    what = f"{name} says {nodes} node{'s' * (nodes != '1')} of {ranks}"
+    # each pod has a log of its own
+    refuse(f"{what}, but python was started; start torchrun with this script", speaks=True)
 
 
 def variable(name: str, least: int, most: int = 2**31) -> int:

@@ -6,8 +6,8 @@
 #     mpirun -n 2 --map-by ppr:1:node bash launch/mpi_env.sh torchrun --nproc-per-node=8 SCRIPT
 #     flux run -N 2 -n 16 bash launch/mpi_env.sh python3 benchmarks/collectives.py
 #
-# For Open MPI, MPICH, Intel MPI and flux; no MPI library is loaded. A script reads RANK, WORLD_SIZE
-# and so on; torchrun reads PET_NNODES and so on, and sets the others anew for its ranks. MASTER_ADDR,
+# For Open MPI, MPICH, Intel MPI, MVAPICH, PALS (mpiexec of Cray), flux and jsrun, whose variables are
+# in launchers.txt; no MPI library is loaded. A script reads RANK, WORLD_SIZE and so on; torchrun reads PET_NNODES and so on, and sets the others anew for its ranks. MASTER_ADDR,
 # MASTER_PORT and OMP_NUM_THREADS stay as they are where they are set.
 set -euo pipefail
 
@@ -20,21 +20,29 @@ if [[ $# -eq 0 ]]; then refuse "expected a command, e.g. python3 benchmarks/coll
 
 # The launcher's variables: rank, size, rank on the node, ranks on the node (flux: nodes). srun sets
 # PMI_RANK and PMI_SIZE, too, but never MPI_LOCALRANKID, which MPICH and Intel MPI set.
-if [[ -n ${OMPI_COMM_WORLD_SIZE:-} ]]; then
-    names=(OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE)
-    names+=(OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE)
-elif [[ -n ${MPI_LOCALRANKID:-} ]]; then
-    names=(PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS)
-elif [[ -n ${FLUX_TASK_RANK:-} ]]; then
-    names=(FLUX_TASK_RANK FLUX_JOB_SIZE FLUX_TASK_LOCAL_ID FLUX_JOB_NNODES)
-elif [[ -n ${SLURM_STEP_ID:-} ]]; then
-    refuse "srun started this; use launch/slurm_env.sh"
-elif [[ -n ${PMIX_RANK:-} ]]; then
+launcher='' names=()
+while read -r name marker rank size local_rank local_size _; do
+    if [[ -n $name && $name != '#'* && -n ${!marker:-} ]]; then
+        launcher=$name names=("$rank" "$size" "$local_rank" "$local_size")
+        break
+    fi
+done <"$(dirname "${BASH_SOURCE[0]}")/launchers.txt"
+case $launcher in
+Slurm) refuse "srun started this; use launch/slurm_env.sh" ;;
+PALS) # older ones do not set PALS_SIZE; PBS_NODEFILE has a line for each node
+    if [[ -z ${PALS_SIZE:-} && -r ${PBS_NODEFILE:-} && ${PALS_LOCAL_SIZE:-} =~ ^[0-9]+$ ]]; then
+        PALS_SIZE=$(($(wc -l <"$PBS_NODEFILE") * 10#$PALS_LOCAL_SIZE))
+    fi
+    ;;
+'' | PMI)
+    if [[ -z ${PMIX_RANK:-} ]]; then
+        refuse "no launcher that this script knows started this: mpirun, mpiexec, flux or jsrun; \
+e.g. mpirun -n 2 bash launch/mpi_env.sh $*"
+    fi
     # a launcher that says the rank alone: the user says the rest, and ranks fill node after node
     names=(PMIX_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_WORLD_SIZE)
-else
-    refuse "neither mpirun nor flux started this; e.g. mpirun -n 2 bash launch/mpi_env.sh $*"
-fi
+    ;;
+esac
 numbers=()
 for name in "${names[@]}"; do
     number=${!name:-}
@@ -66,9 +74,10 @@ elif [[ -z ${MASTER_ADDR:-} ]]; then
     hosts=${OMPI_MCA_orte_hnp_uri:-} # of Open MPI 4: NUMBER;tcp://ADDRESS,ADDRESS:PORT...
     hosts=${hosts#*tcp://}
     hosts=${hosts%%:*},${control%:*}
-    if [[ ${names[0]} == FLUX_TASK_RANK ]]; then
-        hosts=$(flux hostlist --nth=0 local 2>/dev/null) || true
-    fi
+    case $launcher in
+    flux) hosts=$(flux hostlist --nth=0 local 2>/dev/null) || true ;;
+    PALS) hosts=$(head -n 1 "${PBS_NODEFILE:-/dev/null}" 2>/dev/null) || true ;;
+    esac
     for host in ${hosts//,/ }; do
         address=$(getent ahostsv4 "$host" | sed -n '1s/ .*//p') || continue # unknown here
         here=0
@@ -85,7 +94,8 @@ mpirun -x MASTER_ADDR=node1 (MPICH, Intel MPI: -genv MASTER_ADDR node1)"
 fi
 
 # From what only this job has, or from its allocation; below the ports that the kernel gives out
-job=${PMIX_NAMESPACE:-${FLUX_JOB_ID:-${control:-${SLURM_JOB_ID:-${PBS_JOBID:-${LSB_JOBID:-}}}}}}
+job=${PMIX_NAMESPACE:-${FLUX_JOB_ID:-${PALS_APID:-${control:-${SLURM_JOB_ID:-${PBS_JOBID:-}}}}}}
+job=${job:-${LSB_JOBID:-}}
 if [[ -z ${MASTER_PORT:-} ]]; then
     if [[ -z $job ]]; then refuse "set MASTER_PORT, e.g. mpirun -genv MASTER_PORT 29400"; fi
     job=$(cksum <<<"$job")

@@ -314,6 +314,38 @@ def test_the_numbers_of_ranks(by_hand: pytest.MonkeyPatch) -> None:
     assert groups.local_rank() == 2
 
 
+def one_world(given: pytest.MonkeyPatch, capsys: Any, **values: str) -> str:
+    """What is said to a process that python started with these variables of a launcher."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        given.delenv(name)
+    for name, value in values.items():
+        given.setenv(name, value)
+    return refused(capsys, join.world)
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"PET_NNODES": "2", "PET_NPROC_PER_NODE": "4", "PET_NODE_RANK": "1"}, "2 nodes of 4"),
+        ({"PET_NPROC_PER_NODE": "auto"}, "PET_NPROC_PER_NODE says 1 node of auto"),
+    ],
+)
+def test_python_where_torchrun_was_meant(
+    values: dict[str, str], said: str, by_hand: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Each pod says so."""
+    line = one_world(by_hand, capsys, **values)
+    assert f"{said}, but python was started; start torchrun" in line
+
+
+@pytest.mark.parametrize("size", [size for _, size in join.read_launchers()])
+def test_tasks_of_a_launcher_without_its_wrapper(
+    size: str, by_hand: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    line = one_world(by_hand, capsys, **{size: "4"})
+    assert f"{size} says 4 tasks, but each would run by itself; start them with launch/" in line
+
+
 def test_the_second_connection_does_not_wait_for_the_first(by_hand: pytest.MonkeyPatch) -> None:
     """The watchdog looks for other ranks while the main thread waits for one of them."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

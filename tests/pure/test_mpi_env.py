@@ -21,6 +21,11 @@ FLUX = "FLUX_TASK_RANK={rank} FLUX_JOB_SIZE=4 FLUX_TASK_LOCAL_ID={local} FLUX_JO
 FLUX += " FLUX_JOB_ID=ƒ2Sq5"
 OPEN = "OMPI_COMM_WORLD_RANK={rank} OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK={local}"
 OPEN += " OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_NAMESPACE=77 PMIX_RANK={rank}"
+PALS = "PALS_RANKID={rank} PALS_SIZE=4 PALS_LOCAL_RANKID={local} PALS_LOCAL_SIZE=2 PALS_APID=x"
+PALS += " PMI_RANK={rank} PMI_SIZE=4 PMI_LOCAL_RANK={local} PMI_LOCAL_SIZE=2"
+JSRUN = "JSM_NAMESPACE_RANK={rank} JSM_NAMESPACE_SIZE=4 JSM_NAMESPACE_LOCAL_RANK={local}"
+JSRUN += " JSM_NAMESPACE_LOCAL_SIZE=2"
+MVAPICH = OPEN.replace("OMPI", "MV2").partition(" PMIX")[0]
 PMIX = "PMIX_RANK={rank} PMIX_NAMESPACE=prterun-a-7@1"
 ADDRESS = "MASTER_ADDR=10.0.0.1"
 
@@ -49,6 +54,9 @@ def variables(given: str, rank: int = 0, path: str = "") -> list[str]:
         f"{INTEL} {ADDRESS} SLURM_JOB_ID=5 SLURM_STEP_ID=0 SLURM_PROCID=1",  # srun starts proxies
         f"{FLUX} {ADDRESS} PMI_RANK=9 PMI_SIZE=9",
         f"{PMIX} {ADDRESS} WORLD_SIZE=4 LOCAL_WORLD_SIZE=2",
+        f"{PALS} {ADDRESS}",
+        f"{MVAPICH} {ADDRESS} SLURM_JOB_ID=5",
+        f"{JSRUN} {ADDRESS} LSB_JOBID=5",
     ],
 )
 def test_ranks(launcher: str) -> None:
@@ -70,13 +78,29 @@ def test_the_address_is_found(tmp_path: Path) -> None:
     assert variables(FLUX, path=f"{tmp_path}:")[4] == "127.0.0.1"
 
 
+UNKNOWN = "no launcher that this script knows started this: mpirun, mpiexec, flux or jsrun"
+
+
+def test_pals_without_its_size(tmp_path: Path) -> None:
+    """cray-pals: lines of PBS_NODEFILE x PALS_LOCAL_SIZE. The first host is rank 0's."""
+    nodes = tmp_path / "nodes"
+    nodes.write_text("127.0.0.1\n192.0.2.77\n")
+    given = f"{PALS.replace('PALS_SIZE=4', '')} PBS_NODEFILE={nodes}"
+    *first, port = variables(given)
+    assert first == ["0", "0", "4", "2", "127.0.0.1", "2", "0", "1"]
+    assert variables(f"{given} {ADDRESS}", rank=3)[:4] == ["3", "1", "4", "2"]
+    assert port != variables(given.replace("APID=x", "APID=y"))[-1]
+
+
 LOST = f"on {socket.gethostname()} does not know where rank 0 is; set MASTER_ADDR, e.g. mpirun -x"
 
 
 @pytest.mark.parametrize(
     ("given", "want"),
     [
-        ("", "neither mpirun nor flux started this; e.g. mpirun -n 2 bash launch/mpi_env.sh true"),
+        ("", f"{UNKNOWN}; e.g. mpirun -n 2 bash launch/mpi_env.sh true"),
+        ("PMI_RANK=0 PMI_SIZE=2", UNKNOWN),
+        (PALS.replace("PALS_SIZE=4", ""), "expected a number in PALS_SIZE, got ''"),
         # srun's PMI_* are not mpirun's
         ("SLURM_STEP_ID=0 PMI_RANK=0 PMI_SIZE=2", "srun started this; use launch/slurm_env.sh"),
         (FLUX.replace("NNODES", "X"), "expected a number in FLUX_JOB_NNODES, got ''"),
