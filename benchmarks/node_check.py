@@ -28,7 +28,7 @@ Exit status: 0 fit; 1 slow or wrong, named in the last lines; 2 a mistake; 3 a h
 wrong, and it cannot be told if something is slow.
 
     torchrun --nproc-per-node 8 benchmarks/node_check.py
-    torchrun --nproc-per-node 8 benchmarks/node_check.py --min-tflops 600 --json node.jsonl
+    torchrun --nproc-per-node 8 benchmarks/node_check.py --min-tflops 600 --exclude-file bad.txt
     srun --ntasks-per-node 8 bash launch/slurm_env.sh python3 benchmarks/node_check.py && sbatch ...
 
 It asks what Megatron-LM's gpu_sniff_test.py asks, written anew. BSD-3-Clause. docs/node_check.md.
@@ -138,6 +138,9 @@ def parse_args() -> argparse.Namespace:
     add("--min-tflops", type=positive, default=0, metavar="T", help="required of each product")
     add("--min-busbw", type=positive, default=0, metavar="GB/S", help="required within each node")
     add("--gpus", type=cli.positive_int, metavar="N", help="required on each node")
+    hosts = "write the hosts that are not fit, for sbatch --exclude; nothing with status 4"
+    path = cli.checked(str, bool, "a file to write", "e.g. bad.txt")
+    add("--exclude-file", type=path, metavar="PATH", help=hosts)
     cli.add_common_flags(parser, min_iters=6, max_seconds=6, timeout=60)
     return parser.parse_args()
 
@@ -380,6 +383,7 @@ def split(
         )
         report.add(of_rank)
     case.samples_s = {}
+    case.metrics["num_ranks"] = len(facts)  # --resume takes a case without metrics for damaged
 
 
 def sustained(blocks_s: Sequence[float], on_cuda: bool) -> float:
@@ -540,9 +544,7 @@ def conclude(
     """
     lines = sentences(slow, names) + [f"wrong {name}: {why}" for name, why in wrong]
     accused = [name for name, _ in wrong]
-    for (who, _), found in slow.items():
-        if fail_on == "slow" and (found.is_far or not is_busy):
-            accused.append(who.name(names))
+    accused += [who.name(names) for who, _ in certain(slow, fail_on, is_busy)]
     if accused:
         return 1, [*lines, f"not fit: {cli.cut(list(dict.fromkeys(accused)))}"]
     why = "; ".join(doubts)
@@ -560,6 +562,49 @@ def unfit(environment: dict[str, Any], gpus: int | None) -> dict[int, str]:
     for node, held in occupied(environment).items():
         why[node] = "; ".join(filter(None, [why.get(node), held]))
     return why
+
+
+def certain(slow: Findings, fail_on: str, is_busy: bool) -> list[tuple[Who, str]]:
+    """The findings for which nodes are not fit: see `conclude`."""
+    if fail_on == "wrong":
+        return []
+    return [finding for finding, found in slow.items() if found.is_far or not is_busy]
+
+
+def hosts_at_fault(
+    findings: Sequence[tuple[Who, str]],
+    lacks: Sequence[int],
+    cases: list[Case],
+    teams: dict[str, Teams],
+    host_of_rank: Sequence[str],
+) -> list[str]:
+    """The hosts that may be at fault, sorted: of alternatives, of both ends of a link and of a rail
+    all of them.
+
+    findings: the slow ones that count. lacks: the nodes that lack something.
+    """
+    ranks: set[int] = set()
+    for who, _ in findings:
+        for members in who.suspects:
+            for member in members:
+                ranks.update([member] if who.level == "link" else teams[who.level][member])
+    for node in lacks:
+        ranks.update(teams["node"][node])
+    for case in cases:
+        if case.failed and "failed_rank" in case.metrics:
+            failed = case.metrics["failed_rank"]  # it noticed wrong data, which its peer has sent
+            pairs = [row[:2] for row in case.metrics.get("links", []) if failed in row[:2]]
+            ranks.update([failed, *(rank for pair in pairs for rank in pair)])
+        elif case.failed:
+            ranks.update(case.ranks)
+    return sorted({host_of_rank[rank] for rank in ranks})
+
+
+def check_exclude_file(path: str) -> None:
+    """Raises ValueError if the file could not be written, before anything is measured."""
+    folder = Path(path).parent
+    if Path(path).is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"expected a file in a folder that can be written, got {path}")
 
 
 def wrong_results(lacks: dict[int, str], cases: list[Case], names: Names) -> list[tuple[str, str]]:
@@ -723,9 +768,14 @@ def main() -> int:
     with Benchmark("node_check", args) as bench:
         # the verdict is about now: the load during the run that is resumed is unknown
         bench.done, bench.report.cases = [], []
+        if args.exclude_file:
+            is_first = bench.job.rank == 0  # it writes the file
+            check = partial(check_exclude_file, args.exclude_file) if is_first else lambda: None
+            bench.prepare("--exclude-file", check)
         stay_near(bench.job.device)  # or healthy ranks' copies to the host differ by the socket
         environment = bench.report.environment
-        phases = plan(bench, cluster_of(bench))
+        cluster = cluster_of(bench)
+        phases = plan(bench, cluster)
         planned: dict[str, list[Planned]] = {}
         for phase in phases:
             key = key_of(bench, phase, attempt=1)
@@ -756,6 +806,15 @@ def main() -> int:
             status, lines = conclude(slow, doubts, bool(others), wrong, args.fail_on, names, ran)
             if status:
                 bench.fail(lines[-1], status)
+            if args.exclude_file and status != cli.NO_VERDICT:
+                host_of_rank = [row["host"] for row in environment["ranks"]]
+                findings = certain(slow, args.fail_on, bool(others))
+                cases = bench.report.cases
+                hosts = hosts_at_fault(findings, [*lacks], cases, cluster.teams, host_of_rank)
+                try:  # Slurm's form of a list of hosts; empty if all are fit
+                    Path(args.exclude_file).write_text(",".join(hosts) + "\n" * bool(hosts))
+                except OSError as error:
+                    bench.fail(f"--exclude-file {args.exclude_file}: {error.strerror}")
             of_cases = [case.metrics for case in bench.report.cases]
             started = [metrics for metrics in of_cases if "group_s" in metrics]
             if started:

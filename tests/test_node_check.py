@@ -2,7 +2,9 @@
 
 import os
 import re
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +17,13 @@ SURE = ("--iters", "6", "--margin", "30")
 
 
 @pytest.mark.smoke
-def test_fit(bench: Callable[..., Any]) -> None:
+def test_fit(bench: Callable[..., Any], tmp_path: Path) -> None:
     """Two nodes of two ranks: all that there is to measure, and to export."""
-    run = bench(SCRIPT, "--budget", "200", *SURE, nodes=2, inject="quiet")
+    bad = tmp_path / "bad.txt"
+    flags = ("--budget", "200", *SURE, "--exclude-file", str(bad))
+    run = bench(SCRIPT, *flags, nodes=2, inject="quiet")
     assert run.status == 0, run.out + run.err
+    assert bad.read_text() == ""
     *_, start, last = run.out.splitlines()
     assert re.fullmatch(r"# fit: 2 nodes, 4 ranks, \d+ s of 200", last)
     assert re.match("# start-up: .* to make the group .*; rendezvous .*, others waited up", start)
@@ -49,9 +54,10 @@ def test_a_budget_that_is_too_small(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.faults
-def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any]) -> None:
-    """Not beside other programs. With --resume all is measured again."""
-    flags = ("--margin", "0.6", "--budget", "40")
+def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """Not beside other programs: then nothing is written. With --resume all is measured again."""
+    bad = tmp_path / "bad.txt"
+    flags = ("--margin", "0.6", "--budget", "40", "--exclude-file", str(bad))
     run = bench(SCRIPT, *flags, ranks=4, inject="half-speed,neighbours")
     cores = len(os.sched_getaffinity(0))
     verdict = f"cannot be told: other processes used {0.8 * cores:.1f} of {cores} cores"
@@ -60,10 +66,12 @@ def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any]) -> None:
     assert "# slow rank 1 on " in run.out
     assert run.out.splitlines()[-1] == f"# {verdict}"
     assert (run.reason, run.report.status) == (verdict, "complete")
+    assert not bad.exists()
     run = bench(SCRIPT, *flags, "--resume", ranks=4, inject="half-speed,quiet")
     assert run.status == 1, run.out + run.err
     assert "# each rank alone again, for rank 1\n" in run.out
     assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
+    assert bad.read_text() == f"{socket.gethostname()}\n"
     assert run.reason == run.out.splitlines()[-1].removeprefix("# ")
 
 

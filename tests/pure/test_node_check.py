@@ -242,3 +242,37 @@ def test_healthy_ranks_are_fit_and_a_slow_one_is_named(name: str) -> None:
     else:
         assert healthy["not fit"] + healthy["cannot be told"] <= 0.07
         assert slow["named alone"] >= 0.9
+
+
+def test_the_hosts_to_exclude() -> None:
+    """4 nodes of 2 ranks. Both of two suspects, both ends of a link, all of a rail; what lacks
+    something; who noticed wrong data, and its peer."""
+    hosts = ["d", "d", "c", "c", "b", "b", "a", "a"]
+    teams = {"rank": [[rank] for rank in range(8)], "node": [[0, 1], [2, 3], [4, 5], [6, 7]]}
+    teams["rail"] = [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+    def excluded(
+        level: str = "", *suspects: tuple[int, ...], lacks: Any = (), case: Any = None
+    ) -> list[str]:
+        findings = [(Who(level, suspects), "copy")] if level else []
+        cases = [case] if case else []
+        return node_check.hosts_at_fault(findings, lacks, cases, teams, hosts)
+
+    assert excluded() == []
+    assert excluded("node", (1,)) == ["c"]
+    assert excluded("node", (1,), (3,)) == ["a", "c"]
+    assert excluded("rank", (3,)) == ["c"]
+    assert excluded("link", (0, 7)) == ["a", "d"]
+    assert excluded("link", (0, 1)) == ["d"]
+    assert excluded("rail", (0,)) == ["a", "b", "c", "d"]
+    assert excluded(lacks=[2]) == ["b"]
+    found = {"failed_rank": 2, "links": [[0, 1, 9.0], [2, 4, 9.0]]}
+    assert excluded(case=Case(key={}, ranks=[0, 1, 2, 4], metrics=found, check="failed: x")) == [
+        *("b", "c")
+    ]
+    assert excluded(case=Case(key={}, ranks=[6], check="failed: x")) == ["a"]
+    assert excluded(case=Case(key={}, ranks=[6], check="passed")) == []
+    with pytest.raises(
+        ValueError, match="expected a file in a folder that can be written, got /no"
+    ):
+        node_check.check_exclude_file("/no/folder/bad.txt")
