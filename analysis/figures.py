@@ -8,22 +8,29 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from cycler import cycler
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import NullLocator
 
-from analysis.load import Run, numbers
+from analysis.load import Run, number_of, numbers
 from analysis.show import clean, scaled_unit, show_number, show_time, show_value, unit_of
 from common.cli import show_size
 
 # colours, each with a contrast of 3 to white and to a dark page
 SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f7f7f", "#a0522d")
 MAX_FIGURES, MAX_BARS = 12, 40
+MAX_RANKS = 64  # rows of a heat map; with more members a row is a host
+MAX_LABELS, MAX_NUMBERS = 16, 8  # rows with a label each, and cells with their numbers
+MOST_MEMBERS = 100_000  # a report with a higher number is damaged
+
+Members = tuple[int, ...]
+Corner = tuple[float, float]
 
 mpl.rcParams |= {
     "svg.fonttype": "none",  # text stays text
@@ -44,7 +51,10 @@ def svg(figure: Figure) -> str:
     """The figure as an element of a page."""
     file = io.StringIO()
     none = dict.fromkeys(("Creator", "Date", "Format", "Type"))  # no metadata, with its addresses
-    figure.savefig(file, format="svg", transparent=True, bbox_inches="tight", metadata=none)
+    # dpi: of heat maps, which are images
+    figure.savefig(
+        file, format="svg", transparent=True, bbox_inches="tight", metadata=none, dpi=200
+    )
     document = file.getvalue()
     element = document[document.index("<svg") :].replace("#000000", "currentColor")
     return re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", element)  # alike in all figures
@@ -152,8 +162,173 @@ FIGURES: dict[str, list[Plot]] = {  # by benchmark
 PANELS = ("model", "dtype", "collective", "operation")  # a figure for each value of them
 
 
+class Matrix(NamedTuple):
+    """A kind of number of links. way: between the two members in a link's name."""
+
+    title: str
+    way: str
+    metric: str
+    scale: float
+    less_is_better: bool
+    name: str  # with which what is slow begins
+
+
+MATRICES = (
+    Matrix("latency (us)", "-", "latency_s", 1e6, True, "latency"),
+    Matrix("bandwidth (GB/s)", "->", "bandwidth_gb_per_s", 1, False, "bandwidth"),
+    Matrix("both directions (GB/s)", "<->", "bandwidth_gb_per_s", 1, False, "bidirectional"),
+)
+
+
+def heat_maps(run: Run, name: str) -> list[Figure]:
+    """A figure of each matrix of a report of p2p_matrix.py. name: of the report, if it needs one.
+
+    Rows send and columns receive. With more than MAX_RANKS members a cell is the worst link between
+    two hosts.
+    """
+    figures = []
+    hosts = hosts_of_members(run)
+    for matrix in MATRICES:
+        values, slow = links_of(run, matrix), slow_of(run, matrix.name, len(hosts))
+        labels = [f"{host} {number}" for number, host in enumerate(hosts)]
+        if len(set(hosts)) <= 1:
+            labels = [str(number) for number in range(len(hosts))]
+        if is_by_node(run):
+            labels = hosts
+        groups = hosts
+        if len(hosts) > MAX_RANKS:
+            labels = groups = list(dict.fromkeys(hosts))
+            values = by_host(values, hosts, matrix.less_is_better)
+            place = [groups.index(host) for host in hosts]
+            slow = {tuple(place[member] for member in members) for members in slow}
+        if values:
+            figures.append(heat_map(matrix, values, labels, groups, slow))
+            figures[-1].set_label(", ".join(word for word in (matrix.title, name) if word))
+    return figures
+
+
+def is_by_node(run: Run) -> bool:
+    return any(row.key.get("by") == "node" for row in run.rows.values())
+
+
+def hosts_of_members(run: Run) -> list[str]:
+    """The host of each rank or node; `?` where the report has none."""
+    environment = run.environment
+    hosts = environment.get("hosts") or []
+    if not is_by_node(run):
+        hosts = [row.get("host") for row in environment.get("ranks") or []]
+    ends = [member for matrix in MATRICES for pair in links_of(run, matrix) for member in pair]
+    count = max([len(hosts) - 1, *ends], default=-1) + 1
+    named = [clean(host or "?", 40) for host in hosts]
+    return named + ["?"] * (count - len(named))
+
+
+def links_of(run: Run, matrix: Matrix) -> dict[Members, float]:
+    """(sender, receiver) -> value; without a direction both ways."""
+    values: dict[Members, float] = {}
+    for row in run.rows.values():
+        words = str(row.key.get("link", "")).split()
+        number = number_of(row.metrics.get(matrix.metric))
+        ends = words[:1] + words[2:3]
+        if row.failed or number is None or len(ends) < 2 or words[1] != matrix.way:
+            continue
+        if not all(end.isdecimal() and int(end) < MOST_MEMBERS for end in ends):
+            continue
+        a, b = map(int, ends)
+        values[a, b] = number * matrix.scale
+        if matrix.way != "->":
+            values[b, a] = values[a, b]
+    return values
+
+
+def slow_of(run: Run, name: str, count: int) -> set[Members]:
+    """The members of what the report calls slow: two of a link, otherwise one. count: of all."""
+    found: set[Members] = set()
+    for entry in run.end.get("slow") or []:
+        if str(entry["what"]).startswith(name):
+            found |= {(member,) for member in entry.get("members", [])}
+            found |= {tuple(entry["link"])} if "link" in entry else set()
+    return {members for members in found if set(members) <= set(range(count))}
+
+
+def by_host(
+    values: dict[Members, float], hosts: Sequence[str], less_is_better: bool
+) -> dict[Members, float]:
+    """The worst link between each two hosts, by their numbers."""
+    names = list(dict.fromkeys(hosts))
+    worst: dict[Members, float] = {}
+    for (a, b), value in values.items():
+        pair = (names.index(hosts[a]), names.index(hosts[b]))
+        pick = max if less_is_better else min
+        worst[pair] = pick(value, worst.get(pair, value))
+    return worst
+
+
+def heat_map(
+    matrix: Matrix,
+    values: dict[Members, float],
+    labels: Sequence[str],
+    groups: Sequence[str],
+    slow: set[Members],
+) -> Figure:
+    """labels: of the members. groups: the host of each. slow: members whose cells are outlined."""
+    n = len(labels)
+    cells = np.full((n, n), np.nan)
+    for (a, b), value in values.items():
+        cells[a, b] = value
+    figure = Figure(figsize=(5.6, 4.8))
+    ax = figure.add_subplot(xlabel="receives", ylabel="sends")
+    ax.grid(visible=False)
+    colours = "viridis_r" if matrix.less_is_better else "viridis"
+    image = ax.imshow(cells, cmap=colours, interpolation="nearest")
+    figure.colorbar(image, ax=ax, shrink=0.8)
+    starts = [i for i in range(n) if i == 0 or groups[i] != groups[i - 1]]
+    ticks = list(range(n)) if n <= MAX_LABELS else starts[:: 1 + len(starts) // MAX_LABELS]
+    turned = 90 if max(len(labels[i]) for i in ticks) > 3 else 0
+    ax.set_xticks(ticks, [labels[i] for i in ticks], rotation=turned)
+    ax.set_yticks(ticks, [labels[i] for i in ticks])
+    if len(starts) < n:
+        for start in starts[1:]:  # between hosts
+            ax.axhline(start - 0.5, color="white", lw=1)
+            ax.axvline(start - 0.5, color="white", lw=1)
+    if n <= MAX_NUMBERS:
+        for (a, b), value in values.items():
+            is_dark = image.norm(value) < 0.5
+            ax.text(
+                *(b, a, show_number(value)),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if is_dark != matrix.less_is_better else "#111111",
+            )
+    for members in slow:
+        for corner, width, height in outlines(members, n, both=matrix.way != "->"):
+            edge = {"fill": False, "edgecolor": "#ff3b30", "linewidth": 2, "clip_on": False}
+            edge["zorder"] = 3  # above the lines between hosts
+            ax.add_patch(Rectangle(corner, width, height, **edge))
+    if slow:
+        ax.set_title("outlined: slow, as the answer says", fontsize=8)
+    return figure
+
+
+def outlines(members: Members, n: int, both: bool) -> list[tuple[Corner, float, float]]:
+    """Corner, width and height of what is outlined: a link's cell, or the row and column of a rank
+    or node. both: a link has no direction, and so two cells."""
+    if len(members) == 1 or members[0] == members[1]:
+        place = members[0] - 0.5
+        return [((-0.5, place), n, 1), ((place, -0.5), 1, n)]
+    a, b = members[:2]
+    corners = [(b - 0.5, a - 0.5)] + [(a - 0.5, b - 0.5)] * both
+    return [(corner, 1, 1) for corner in corners]
+
+
 def draw(runs: Sequence[Run]) -> list[Figure]:
     """The figures of the reports of one benchmark."""
+    if runs[0].benchmark == "p2p_matrix":
+        maps = [
+            figure for run in runs for figure in heat_maps(run, run.label if len(runs) > 1 else "")
+        ]
+        return maps[:MAX_FIGURES]
     rows = pd.DataFrame(numbers(runs))
     if rows.empty:
         return []

@@ -35,6 +35,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -237,6 +238,32 @@ def matrix_lines(matrix: np.ndarray, heads: Sequence[str], width: int) -> list[s
     return lines
 
 
+def named(
+    links: list[Link], node_of_member: list[int], by: str, sigmas: float, others: Others | None
+) -> Findings:
+    """What is slow, as far as it can be told: see `answer`."""
+    if len(links) < FEW_LINKS:
+        return {}
+    found = slow_links(links, node_of_member, by, sigmas)
+    if others:
+        found = {finding: slowness for finding, slowness in found.items() if slowness.is_far}
+    return found
+
+
+def outlined(findings: Findings, node_of_member: list[int]) -> list[dict[str, Any]]:
+    """What report.py outlines: at what it is slow, and the two members of a link, or the members of
+    which all links are slow."""
+    rows: list[dict[str, Any]] = []
+    for who, what in findings:
+        for members in who.suspects:
+            if who.level == "link":
+                rows.append({"what": what, "link": list(members)})
+                continue
+            owner = node_of_member if who.level == "node" else range(len(node_of_member))
+            rows.append({"what": what, "members": [m for m, x in enumerate(owner) if x in members]})
+    return rows
+
+
 def answer(
     links: list[Link],
     node_of_member: list[int],
@@ -250,16 +277,13 @@ def answer(
     node_of_member: the node of each rank or node. names: of nodes, ranks and the members of links.
     others: what other processes used, if it was much: then only what is far off is named.
     """
-    found = slow_links(links, node_of_member, by, sigmas)
-    if others:
-        found = {finding: slowness for finding, slowness in found.items() if slowness.is_far}
+    found = named(links, node_of_member, by, sigmas, others)
     lines = sentences(found, names)
     spreads = [link.spread for link in links if link.spread is not None]
     unsure = len(spreads) < len(links) or max(spreads) > UNSURE
     if unsure:
         lines = [f"maybe {line}" for line in lines]
     if len(links) < FEW_LINKS:
-        found = {}
         few = count_of(len(links), "link")
         lines = [f"with {few} it is impossible to tell which link, rank or node is slow"]
     elif not lines and others:
@@ -389,6 +413,8 @@ def main() -> int:
             else:
                 lines = answer(links, node_of_member, args.by, args.sigmas, names, others)
                 bench.conclude(lines, case)
+                found = named(links, node_of_member, args.by, args.sigmas, others)
+                bench.last_line["slow"] = outlined(found, node_of_member)
             if args.plot:
                 try:
                     draw(links, len(members), args.plot)

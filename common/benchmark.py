@@ -115,6 +115,7 @@ class Benchmark:
         self.table: Table | None = None
         self.title = ""
         self.answers: list[str] = []  # printed together, as the last lines
+        self.last_line: dict[str, Any] = {}  # what a script adds to the report's last line
         self.measured: list[Key] = []
         rank, on_node, _, _ = world()
         self.is_first = rank == 0
@@ -477,7 +478,7 @@ class Benchmark:
 
     def finish(self) -> None:
         """Print remarks about the run as a whole, write the report's last line, and set status."""
-        last_line: dict[str, Any] = {}
+        last_line = self.last_line
         remarks: list[str] = []
         for observer in self.observers:
             remarks += guarded(observer, observer.end, last_line)

@@ -4,6 +4,7 @@ test_golden_texts.py has the words of one page, tests/test_report_page.py looks 
 """
 
 import html
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 
-from analysis.figures import draw
+from analysis.figures import draw, outlines
 from analysis.load import load
 from analysis.report import Section, sections_of
 from tests.pure.reports import case, estimate, run, write
@@ -195,3 +196,77 @@ def test_only_a_page_of_its_own_is_replaced(tmp_path: Path) -> None:
     assert page.read_text() == "<p>my notes</p>"
     page.write_text("")
     assert run("report.py", report, "-o", str(page)).returncode == 0
+
+
+def write_links(
+    path: Path, hosts: list[str], slow: list[dict[str, Any]], by: str = "rank", slowest: Any = ()
+) -> str:
+    """A report of p2p_matrix.py: each pair once. The link of a and b has a latency of 10 a + b us,
+    and 1 GB/s there, 2 back and 3 both ways; the slowest one a tenth."""
+    count = len(hosts)
+    rows = []
+    for a in range(count):
+        for b in range(a + 1, count):
+            share = 0.1 if (a, b) == slowest else 1
+            rows.append([a, b, 10 * a + b, share, 2 * share, 3 * share])
+    key = {"round": 1, "by": by, "members": count}
+    metrics = {"links": rows, "links_spread": [0.1] * len(rows)}
+    names = list(dict.fromkeys(hosts))
+    ranks = [{"rank": rank, "host": host} for rank, host in enumerate(hosts)]
+    about = {"benchmark": "p2p_matrix", "environment": {"hosts": names, "ranks": ranks}}
+    write(path, case("round 1", key=key, metrics=metrics, samples_s={}), status=None, **about)
+    with path.open("a") as file:
+        file.write(json.dumps({"status": "complete", "slow": slow}) + "\n")
+    return str(path)
+
+
+def cells(figure: Figure) -> Any:
+    return figure.axes[0].images[0].get_array().filled(-1).tolist()
+
+
+def test_a_heat_map_of_each_matrix(tmp_path: Path) -> None:
+    """Two hosts of two ranks. Rows send, and -1 is no link. Rank 1 is slow at latency, and 2 -> 0
+    at bandwidth."""
+    slow = [
+        {"what": "latency within nodes", "members": [1]},
+        {"what": "bandwidth between nodes", "link": [2, 0]},
+        {"what": "bandwidth between nodes", "link": [7, 9]},  # of no rank: a damaged report
+    ]
+    path = write_links(tmp_path / "p.jsonl", ["a", "a", "b", "b"], slow)
+    latency, bandwidth, both = draw(load([path]))
+    titles = [figure.get_label() for figure in (latency, bandwidth, both)]
+    assert titles == ["latency (us)", "bandwidth (GB/s)", "both directions (GB/s)"]
+    rows = [[-1, 1, 2, 3], [1, -1, 12, 13], [2, 12, -1, 23], [3, 13, 23, -1]]
+    assert cells(latency) == [pytest.approx(row) for row in rows]
+    assert cells(bandwidth) == [[-1, 1, 1, 1], [2, -1, 1, 1], [2, 2, -1, 1], [2, 2, 2, -1]]
+    assert cells(both)[0] == [-1, 3, 3, 3]
+    axes = latency.axes[0]
+    labels = ["a 0", "a 1", "b 2", "b 3"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == labels
+    assert [text.get_text() for text in axes.get_xticklabels()] == labels
+    frames = [(*p.get_xy(), p.get_width(), p.get_height()) for p in axes.patches]
+    assert frames == [(-0.5, 0.5, 4, 1), (0.5, -0.5, 1, 4)]  # the row and the column of rank 1
+    frames = [(*p.get_xy(), p.get_width(), p.get_height()) for p in bandwidth.axes[0].patches]
+    assert frames == [(-0.5, 1.5, 1, 1)]  # 2 sends to 0
+    assert list(both.axes[0].patches) == []
+    assert outlines((1, 2), 4, both=True) == [((1.5, 0.5), 1, 1), ((0.5, 1.5), 1, 1)]
+
+
+def test_a_heat_map_of_many_ranks_is_by_host(tmp_path: Path) -> None:
+    """Of 66 ranks on 3 hosts a cell is the worst link; of 64 each rank has a row. With --by node
+    rows are the hosts of the report."""
+    hosts = [f"node{rank // 22}" for rank in range(66)]
+    slow = [{"what": "bandwidth between nodes", "link": [1, 65]}]
+    path = write_links(tmp_path / "p.jsonl", hosts, slow, slowest=(1, 65))
+    _, bandwidth, _ = draw(load([path]))
+    assert cells(bandwidth) == [[1, 1, 0.1], [2, 1, 1], [0.2, 2, 1]]
+    axes = bandwidth.axes[0]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["node0", "node1", "node2"]
+    assert [patch.get_xy() for patch in axes.patches] == [(1.5, -0.5)]
+    figures = draw(load([write_links(tmp_path / "q.jsonl", hosts[:64], [])]))
+    assert [len(cells(figure)) for figure in figures] == [64] * 3
+    [text, *_] = figures[0].axes[0].get_yticklabels()
+    assert text.get_text() == "node0 0"
+    path = write_links(tmp_path / "r.jsonl", ["x", "y", "z"], [], by="node")
+    labels = draw(load([path]))[0].axes[0].get_yticklabels()
+    assert [text.get_text() for text in labels] == ["x", "y", "z"]
