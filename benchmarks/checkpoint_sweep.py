@@ -6,8 +6,10 @@ asynchronous mode uploads its checkpoint, the training goes on, and its steps ma
 
     blocked   seconds until the call that saves returns, which includes making the state dict
     upload    seconds from that call until all of the checkpoint is on disk, with fsync
-    stall     what the training loses: blocked, and what the steps beside the upload take beyond
-              the same number of steps when nothing is saved
+    saving    seconds of the call that saves and of the steps beside the upload
+    alone     seconds of the same number of steps when nothing is saved
+    stall     what the training loses: saving - alone
+    gmean     geometric mean over checkpoints, if there are 6 or more; otherwise the median
     cost      stall / --every: what the training loses with a checkpoint every so many seconds
     load      seconds until model and optimizer have the newest checkpoint again, the other half of
               its price: read (the files), distribute (plans, or parts of the full state to ranks)
@@ -508,13 +510,15 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     """Fill in the metrics and the check. Each checkpoint takes as long as its slowest rank."""
     shards = [fact["shard_bytes"] for fact in facts]
     size = sum(shards) if case.key["strategy"] == "fsdp2" else max(shards)
-    upload, stall = times.median("upload"), times.beyond("alone")
+    upload, stall = times.mean("upload"), times.beyond("alone")
     first_total = max(fact["first"].total for fact in facts)
     first_alone = max(fact["first"].alone for fact in facts)
     every_s = case.key["every_s"]
     case.metrics |= {
-        "blocked_s": times.median("blocked"),
+        "blocked_s": times.mean("blocked"),
         "upload_s": upload,
+        "saving_s": times.mean(),
+        "alone_s": times.mean("alone"),
         "stall_s": stall,
         "first_extra_s": first_total - first_alone - stall,
         "state_bytes": size,
@@ -560,11 +564,13 @@ def load_of(way: str, facts: list[Facts], size: int) -> dict[str, Any]:
 
 COLUMNS: Columns = {
     "mode": lambda case: case.name,
-    "blocked\n(s)": metric("blocked_s", digits=3),
+    "blocked\ngmean (s)": metric("blocked_s", digits=3),
     "stall\n(s)": metric("stall_s", digits=3),
     "95% ci\n(s)": ends("stall_s", digits=3),
+    "saving\ngmean (s)": metric("saving_s", digits=3),
+    "alone\ngmean (s)": metric("alone_s", digits=3),
     "cost\n(%)": metric("cost", 100, 3),
-    "upload\n(s)": metric("upload_s", digits=3),
+    "upload\ngmean (s)": metric("upload_s", digits=3),
     "95% ci": relative("upload_s"),
     "write\nGB/s": metric("write_gb_per_s"),
     "first\nextra (s)": metric("first_extra_s", digits=3),

@@ -12,9 +12,14 @@ nodes (`2M/8G`: 2 machines with 8 ranks each).
                     not hide, copies into and out of buckets, and what both take from computing
     late          = local compute of the slowest rank - of the median rank
     overlap       = 1 - exposed / alone
-    efficiency    = step of one rank alone / step, timed in turns;   speed-up = ranks * efficiency
-                    --global-batch: that rank has the whole batch, and efficiency = this / ranks
-    ex/sec/dev    = batch size of a rank / step;     samples/s = ranks * ex/sec/dev
+    one rank        the step of one rank alone, timed in turns with the step under DDP
+    efficiency    = one rank / step;   speed-up = ranks * efficiency
+                    --global-batch: that rank has the whole batch; efficiency = one rank / (ranks *
+                    step)
+    ex/sec/dev    = batch size of a rank / step;     samples/s = ranks * batch size / step
+
+Percentiles are over iterations. gmean: geometric mean over rounds of block medians. A printed ratio
+or difference is the quotient or the difference of the printed gmeans.
 
     torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py
     torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py --model package.module:function
@@ -280,6 +285,7 @@ def derive(case: Case, times: Times, facts: list[tuple[str, dict[str, float]]]) 
         metrics |= breakdown(times, "local compute", "alone" if "alone" in times else None)
     if "no ddp" in times:
         # weak scaling: `no ddp` does 1 / ranks of the work; strong scaling: all of it
+        metrics["no_ddp_s"] = times.mean("no ddp")
         metrics["efficiency"] = times.ratio("no ddp") / (ranks if case.key["global_batch"] else 1)
     digests = [of_replica for of_replica, _ in facts]
     memories = [memory for _, memory in facts]
@@ -292,19 +298,20 @@ def derive(case: Case, times: Times, facts: list[tuple[str, dict[str, float]]]) 
 
 STEPS: Columns = {
     "": lambda case: case.name,
-    "95% ci\nof p50": relative("step_s"),
+    "95% ci\nof p50": relative("step_p50_s"),
     **percentile_columns("step", "sec/iter", "ex/sec/dev", lambda case: case.key["batch_size"]),
 }
 BREAKDOWN: Columns = {
     "": lambda case: case.name,
     "efficiency\n(%)": metric("efficiency", 100, 1),
     "95% ci\n(%)": ends("efficiency", 100, 1),
-    "step\n(ms)": metric("step_s", 1e3),
+    "one rank\ngmean (ms)": metric("no_ddp_s", 1e3),
+    "step\ngmean (ms)": metric("step_s", 1e3),
     "exposed\ncommun.\n(ms)": metric("exposed_s", 1e3),
     "95% ci\n(ms)": ends("exposed_s", 1e3, 1),
+    "local\ncompute\ngmean (ms)": metric("local_compute_s", 1e3),
     "samples/s": metric("samples_per_s", digits=1),
-    "local\ncompute\n(ms)": metric("local_compute_s", 1e3),
-    "commun.\nalone\n(ms)": metric("communication_s", 1e3),
+    "commun.\nalone\ngmean (ms)": metric("communication_s", 1e3),
     "overlap\n(%)": metric("overlap", 100, 0),
     "late\n(ms)": metric("late_s", 1e3),
     "slowest\nrank": metric("straggler_rank", digits=0),

@@ -12,6 +12,8 @@ with one batch that stays on the device. A third block takes batches and does no
     training takes  ranks * batch size / resident, in samples/s
     workers needed  workers * loader / resident, if each one has a core
 
+gmean: geometric mean over rounds of block medians; rates follow from it.
+
 Workers fetch ahead. So before a resident block everything that they have fetched is thrown away,
 and they get no more work: a block with the loader begins with an empty queue.
 
@@ -62,7 +64,7 @@ from common.check import compare_replicas, digest, verdict
 from common.environment import count_of
 from common.groups import Group, Job, share
 from common.report import Case
-from common.stats import Times, straggler, training_metrics
+from common.stats import Times, straggler, telling, training_metrics
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload
 
@@ -351,12 +353,12 @@ def derive(case: Case, times: Times, facts: list[Facts]) -> None:
     m, key = case.metrics, case.key
     samples = len(case.ranks) * key["batch_size"]
     m |= training_metrics(times, samples)
-    loader, resident = times.median("loader"), times.median("resident")
+    loader, resident = times.mean("loader"), times.mean("resident")
     m["exposed_wait_s"] = times.beyond("resident")
     m["resident_s"], m["loader_s"] = resident, loader
     m["loader_samples_per_s"] = samples / loader
     m["training_samples_per_s"] = samples / resident
-    m["workers_needed"] = loader * max(1, key["workers"]) / resident
+    m["workers_needed"] = telling(loader * max(1, key["workers"]) / resident)
     m["from_device"] = facts[0].from_device
     if slow := straggler(times.each("loader")):
         m["straggler_rank"], m["straggler_factor"] = slow
@@ -410,8 +412,8 @@ def name_of(args: argparse.Namespace, key: Key) -> str:
 
 COLUMNS: Columns = {
     "": lambda case: case.name,
-    "step\n(ms)": metric("step_s", 1e3, 1),
-    "resident\n(ms)": metric("resident_s", 1e3, 1),
+    "step\ngmean (ms)": metric("step_s", 1e3, 1),
+    "resident\ngmean (ms)": metric("resident_s", 1e3, 1),
     "wait\n(ms)": metric("exposed_wait_s", 1e3, 1),
     "95% ci\n(ms)": ends("exposed_wait_s", 1e3, 1),
     "workers\nneeded": metric("workers_needed", digits=1),

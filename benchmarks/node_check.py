@@ -69,8 +69,8 @@ from benchmarks.workloads.outliers import (
 )
 from common.benchmark import Benchmark, Build, Derive, Key, Planned
 from common.check import digest, verdict
+from common.cpu_load import Others
 from common.environment import (
-    Others,
     count_of,
     lacking,
     node_names,

@@ -13,9 +13,11 @@ a product of axes over all ranks, such as dp4tp2, dp2pp4:1f1b or dp2ep4:
 Each axis is also timed without its communication: the same code runs, in alternating blocks, on a
 twin of the mesh whose collectives return at once (torch's `fake` backend). A twin computes garbage.
 
-    exposed(axis) = median over rounds of step - step with the axis fake
+    exposed(axis) = step - step without the axis, whose collectives are fake
     compute       = step with all axes fake
-    idle          = 1 - step with pp fake, the mean over the places of the pipeline / step
+    busy          = step without pp, the mean over the places of the pipeline
+    idle          = 1 - busy / step
+    gmean         = geometric mean over rounds of block medians
     theory        = (p - 1) / (v m + p - 1): p places, v stages at each, m microbatches
 
     torchrun --nproc-per-node 4 benchmarks/parallel_sweep.py
@@ -70,8 +72,8 @@ from common.check import verdict
 from common.environment import sharers
 from common.groups import Group, Job, share
 from common.memory import peak, reset_peak, start_peak
-from common.report import Case, Estimate, show_seconds
-from common.stats import Disturbed, Times, median, straggler, training_metrics
+from common.report import Case, show_seconds
+from common.stats import Disturbed, Times, straggler, training_metrics
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Step, Workload
 
@@ -255,8 +257,9 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
 
     A place is the ranks that have the same stages: one stage, or two, as the schedule says.
     """
-    metrics: dict[str, Any] = {"compute_s": times.median("compute")}
+    metrics: dict[str, Any] = {"compute_s": times.mean("compute")}
     for axis in mesh.axes:
+        metrics[f"without_{axis}_s"] = times.mean(without(mesh, axis))
         metrics[f"exposed_{axis}_s"] = times.beyond(without(mesh, axis))
     if slow := straggler(times.each("compute")):
         metrics["straggler_rank"], metrics["straggler_factor"] = slow
@@ -267,15 +270,18 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
         """Seconds at each place of pp, [n], the outermost axis of the ranks. Its slowest counts."""
         return [ranks.max(axis=0) for ranks in np.split(times.each(part), mesh.pp)]
 
-    def idle(busy_s: Any) -> Estimate:
-        return 1 - Times({"step": times.each(), "busy": [busy_s]}, times.rounds).ratio("busy")
+    def with_busy(seconds: Any) -> Times:
+        return Times({"step": times.each(), "busy": [seconds]}, times.rounds)
 
     busy_s = at_places(without(mesh, "pp"))
-    metrics["pipeline_idle"] = idle(np.mean(busy_s, axis=0))
+    of_a_place = with_busy(np.mean(busy_s, axis=0))
+    metrics["pipeline_busy_s"] = of_a_place.mean("busy")
+    metrics["pipeline_idle"] = 1 - of_a_place.ratio("busy")
     slots = mesh.stages // mesh.pp * microbatches
     metrics["pipeline_idle_theory"] = (mesh.pp - 1) / (slots + mesh.pp - 1)
-    metrics["stage_idle"] = [idle(seconds) for seconds in busy_s]
-    metrics["stage_compute_s"] = [median(seconds) for seconds in at_places("compute")]
+    metrics["stage_busy_s"] = [with_busy(seconds).mean("busy") for seconds in busy_s]
+    metrics["stage_compute_s"] = [with_busy(s).mean("busy") for s in at_places("compute")]
+    metrics["stage_idle"] = [1 - with_busy(seconds).ratio("busy") for seconds in busy_s]
     return metrics
 
 
@@ -301,23 +307,27 @@ def answer(cases: list[Case]) -> list[str]:
 
 
 def places_lines(case: Case) -> list[str]:
-    """`# pp2:1f1b, place 1: computes for 20.3 ms (19.9 to 21.1), idle 33 % (30 to 36)`, ..."""
-    lines = []
-    for place, compute_s in enumerate(case.metrics.get("stage_compute_s", [])):
-        idle = case.metrics["stage_idle"][place].text("%", 100, 0)
-        lines.append(f"# {case.name}, place {place + 1}: computes for {compute_s}, idle {idle}")
+    """`# pp2:1f1b, place 1: computes for 20.3 ms (19.9 to 21.1); busy for 22.0 ms (21.1 to 23.0) of
+    a step's 33.0 ms: idle 33 % (30 to 36)`, ..."""
+    lines, metrics = [], case.metrics
+    for place, compute_s in enumerate(metrics.get("stage_compute_s", [])):
+        idle = metrics["stage_idle"][place].text("%", 100, 0)
+        busy = f"busy for {metrics['stage_busy_s'][place]} of a step's"
+        where = f"# {case.name}, place {place + 1}: computes for {compute_s}"
+        lines.append(f"{where}; {busy} {show_seconds(metrics['step_s'].value)}: idle {idle}")
     return lines
 
 
 FIRST_COLUMNS: Columns = {
     "mesh": lambda case: case.name,
     "tokens/s": metric("tokens_per_s", digits=0),
-    "95% ci\nof p50": relative("step_s"),
-    "step\n(ms)": metric("step_s", 1e3, 1),
+    "95% ci\nof step": relative("step_s"),
+    "step\ngmean (ms)": metric("step_s", 1e3, 1),
 }
 LAST_COLUMNS: Columns = {
-    "compute\n(ms)": metric("compute_s", 1e3, 1),
+    "compute\ngmean (ms)": metric("compute_s", 1e3, 1),
     "\n95% ci": relative("compute_s"),
+    "busy\ngmean (ms)": metric("pipeline_busy_s", 1e3, 1),
     "idle\n(%)": metric("pipeline_idle", 100, 0),
     "95% ci\n(%)": ends("pipeline_idle", 100, 0),
     "theory\n(%)": metric("pipeline_idle_theory", 100, 0),
@@ -335,6 +345,7 @@ def columns_of(meshes: list[Mesh]) -> Columns:
     columns = dict(FIRST_COLUMNS)
     for mesh in meshes:
         for axis in mesh.axes:
+            columns[f"without\n{axis}, gmean\n(ms)"] = metric(f"without_{axis}_s", 1e3, 1)
             columns[f"exposed\n{axis} (ms)"] = metric(f"exposed_{axis}_s", 1e3, 1)
             columns[f"\n{axis} 95% ci (ms)"] = ends(f"exposed_{axis}_s", 1e3, 1)
     return columns | LAST_COLUMNS

@@ -548,7 +548,7 @@ def idle_servers(case: Case) -> str | None:
 
 COLUMNS: Columns = {
     "": lambda case: case.name,
-    "step\n(ms)": metric("step_s", 1e3),
+    "step\ngmean (ms)": metric("step_s", 1e3),
     "95% ci\nof step": relative("step_s"),
     "\nsamples/s": metric("samples_per_s", digits=1),
     "hook\n(ms)": metric("hook_s", 1e3),

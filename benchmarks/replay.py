@@ -58,7 +58,7 @@ from common.benchmark import Benchmark, Key
 from common.environment import count_of
 from common.groups import Group, Job, connect, gather, rendezvous, share
 from common.report import Case, show_seconds
-from common.stats import Times, median, percentiles
+from common.stats import Times, median, percentiles, telling
 from common.table import Columns, ends, metric, relative
 from common.timing import STEP, Step, Workload
 
@@ -777,7 +777,7 @@ def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
     for name, estimate in seconds.items():
         row[f"{name}_s"] = estimate
         row[f"{name}_busbw_gb_per_s"] = bus_bytes / estimate / 1e9
-    row["replayed_over_alone"] = seconds["replayed"] / seconds["alone"]
+    row["replayed_over_alone"] = telling(seconds["replayed"] / seconds["alone"])
     return row
 
 
@@ -787,13 +787,13 @@ COLUMNS: Columns = {  # GB/s: busbw
     "bytes": lambda row: cli.show_size(row.key["size_bytes"]),
     "replayed\n(ms)": metric("replayed_s", 1e3, 3),
     "95% ci\n(ms)": ends("replayed_s", 1e3, 3),
+    "alone\n(ms)": metric("alone_s", 1e3, 3),
+    "95% ci\n(alone)": relative("alone_s"),
     "replayed\n/ alone": metric("replayed_over_alone"),
     "95% ci\n(ratio)": relative("replayed_over_alone"),
     "calls": metric("calls", digits=1),
     "share\n(%)": metric("share", 100, 0),
     "replayed\n(GB/s)": metric("replayed_busbw_gb_per_s"),
-    "alone\n(ms)": metric("alone_s", 1e3, 3),
-    "95% ci": relative("alone_s"),
     "alone\n(GB/s)": metric("alone_busbw_gb_per_s"),
     "job\n(ms)": metric("job_s", 1e3, 3),
     "job\n(GB/s)": metric("job_busbw_gb_per_s"),

@@ -7,6 +7,7 @@ Ground: needs the standard library only, so that analysis/ can use it.
 
 Core: what stands behind every measuring script.
     stats       medians and differences with intervals, Times, stragglers: numpy
+    cpu_load    CPU use by other processes: psutil
     table       columns and rows as they come
     groups      Job, Group; process groups of a case; gather, share, agree
     timing      Workload, the timed loop, the rule that ends it; CUDA graphs

@@ -35,7 +35,8 @@ from common.cli import (
     tell_torchrun,
 )
 from common.contents import of_run
-from common.environment import BUSY, CpuLoad, Others, others_text
+from common.cpu_load import BUSY, CpuLoad, Others
+from common.environment import others_text
 from common.groups import Group, Groups, connect, gather, share
 from common.join import join, world
 from common.report import DISK_FAILED, UNCHECKED, Case, Report, load, not_json

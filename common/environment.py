@@ -8,18 +8,18 @@ import platform
 import re
 import socket
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
 
 from common.cli import TURN, cut, version
+from common.cpu_load import BUSY, CpuLoad, Others
 from common.groups import Job, gather, peers, share
 from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from common.report import FAMILIES, shown, without_secrets
@@ -51,9 +51,6 @@ OF_GPUS = (
 MOST_SETS = 64  # of variables, of which the values are gathered
 MOST_LINES = 16  # of a kind
 HELD_GIB = 1.0  # of a GPU's memory: more than a driver holds by itself
-SHELLS = ("bash", "dash", "sh", "zsh")  # a wrapper of each rank, such as launch/mpi_env.sh, is one
-LEAST_S = 0.1  # Linux counts CPU time in hundredths of a second
-BUSY = 0.1  # other programs are named above this share of a node's cores
 
 
 def user_variables() -> dict[str, str]:
@@ -67,77 +64,14 @@ def user_variables() -> dict[str, str]:
     return without_secrets(variables)
 
 
-class Others(NamedTuple):
-    """What other programs used of a node, on average over some time."""
-
-    busy: float  # cores
-    cores: int  # that the job may use on this node
-
-    @property
-    def fraction(self) -> float:
-        return self.busy / self.cores
-
-
-class CpuLoad:
-    """Counts from the moment that it is made. Make it on a node's first rank.
-
-    Linux counts the busy time of each core, and of each process. The job's processes are those
-    that its launcher has started on this node, and its cores are the launcher's. What the job did
-    not use, others did.
-    """
-
-    def __init__(self) -> None:
-        # started by python, a run is one process, and its parent is the user's shell
-        launched = "RANK" in os.environ
-        self.job = launcher_of(psutil.Process()) if launched else psutil.Process()
-        self.cores = self.job.cpu_affinity()
-        self.start_s = time.monotonic()
-        self.busy_s, self.job_s = busy_seconds(self.cores), job_seconds(self.job)
-
-    def of_others(self) -> Others:
-        """What others used since this was made. Waits until that is LEAST_S ago."""
-        time.sleep(max(0.0, self.start_s + LEAST_S - time.monotonic()))
-        wall_s = time.monotonic() - self.start_s
-        busy_s = busy_seconds(self.cores) - self.busy_s
-        job_s = job_seconds(self.job) - self.job_s
-        return Others(round(max(0.0, busy_s - job_s) / wall_s, 2), len(self.cores))
-
-
-def launcher_of(process: psutil.Process) -> psutil.Process:
-    """What has started the ranks of this node: the first ancestor that is no shell, or the last."""
-    parent = process.parent()
-    while parent and parent.name() in SHELLS and (above := parent.parent()):
-        parent = above
-    return parent or process
-
-
-def busy_seconds(cores: Sequence[int]) -> float:
-    """How long these cores have been busy since the machine started. What a hypervisor has taken
-    for other machines (steal) counts. Interrupts do not: many serve the job's own messages."""
-    times = psutil.cpu_times(percpu=True)
-    spent = [times[core] for core in cores]
-    return sum(core.user + core.nice + core.system + core.steal for core in spent)
-
-
-def job_seconds(root: psutil.Process) -> float:
-    """The CPU time of a process and of all that it has started, also of those that have ended."""
-    seconds = 0.0
-    with suppress(psutil.Error):
-        for process in [root, *root.children(recursive=True)]:
-            with suppress(psutil.Error):  # it has ended meanwhile
-                used = process.cpu_times()
-                seconds += used.user + used.system + used.children_user + used.children_system
-    return seconds
-
-
 def others_text(hosts: Sequence[str], loads: Sequence[Others]) -> str:
-    """Which nodes other programs kept busy; "" if none. loads: of each node."""
+    """The nodes whose cores other processes used; "" if none. loads: of each node."""
     busy = [
         f"{load.busy:.1f} of {load.cores} cores of {host}"
         for host, load in zip(hosts, loads, strict=False)  # a dry run has no loads
         if load.fraction > BUSY
     ]
-    return f"other programs take {cut(busy, 3)}" if busy else ""
+    return f"other processes used {cut(busy, 3)}" if busy else ""
 
 
 def collect(

@@ -15,6 +15,8 @@ Interval = tuple[float, float]
 Samples = NDArray[np.float64]
 BATCHES = 6  # in time, for the interval of a median
 SIZES_APART = 4.0  # greatest ratio of two successive sizes between which `interpolate` works
+MIN_ROUNDS = 6  # fewer give no interval of a ratio or a difference
+WIDEST = 3.0  # an interval of a time, rate or ratio that reaches farther says nothing
 MODES_APART = 2.0  # the slow mode takes so many times as long, at least
 FEWEST_OF_MODE = 5  # samples
 
@@ -104,9 +106,23 @@ def student(confidence: float, freedom: int) -> float:
 
 
 def median(samples: ArrayLike) -> Estimate:
-    """The median of samples [n] in the order of time, with its 95 % interval."""
+    """The median of times [n] in the order in which they were measured, with its 95 % interval."""
+    return telling(median_difference(samples))
+
+
+def median_difference(samples: ArrayLike) -> Estimate:
+    """The same of differences of times, which keep their interval however wide it is."""
     low, high = median_interval(samples) or (None, None)
     return Estimate(float(np.median(np.asarray(samples))), low, high)
+
+
+def telling(estimate: Estimate) -> Estimate:
+    """A time, rate or ratio without its interval if that says nothing: if it reaches to more than
+    WIDEST times the value, or to less than a WIDEST-th of it."""
+    if estimate.low is None or estimate.high is None:
+        return estimate
+    says = WIDEST * estimate.low >= estimate.value and estimate.high <= WIDEST * estimate.value
+    return estimate if says else Estimate(estimate.value)
 
 
 def alike(a: ArrayLike, b: ArrayLike) -> bool:
@@ -169,31 +185,41 @@ def time_of_iterations(samples: ArrayLike, aligned: bool) -> NDArray[np.float64]
     return np.asarray(x[slowest])
 
 
-def gap(a: ArrayLike, b: ArrayLike) -> float:
-    """How much longer `a` takes than `b` in one round: the difference of their medians."""
-    return float(np.median(np.asarray(a)) - np.median(np.asarray(b)))
-
-
-def difference(a: ArrayLike, b: ArrayLike, rounds: Sequence[int]) -> Estimate:
-    """How much longer `a` takes than `b`, timed in the same rounds, with its 95 % interval.
-
-    Each round gives one `gap`, so that a drift of the machine cancels. The result is the median of
-    these gaps. a, b: [n]; rounds: iterations of each round, n in all. There is no interval under 6
-    rounds.
-    """
-    pairs = zip(in_rounds(a, rounds), in_rounds(b, rounds), strict=True)
-    return median_of_rounds([gap(x, y) for x, y in pairs])
-
-
-def median_of_rounds(values: ArrayLike) -> Estimate:
-    """The median of values [n] of which each round gives one, with its 95 % interval."""
-    low, high = interval_of_rounds(values) or (None, None)
-    return Estimate(float(np.median(np.asarray(values))), low, high)
-
-
 def in_rounds(samples: ArrayLike, rounds: Sequence[int]) -> list[NDArray[np.float64]]:
     """Samples [n], split into those of each round. rounds: iterations of each, n in all."""
     return np.split(np.asarray(samples, dtype=np.float64), np.cumsum(rounds)[:-1])
+
+
+def block_medians(samples: ArrayLike, rounds: Sequence[int]) -> Samples | None:
+    """The median of each round's block, [rounds]; None if they are too few for an interval, or if
+    one of them is 0. samples: [n]; rounds: iterations of each round, n in all."""
+    if len(rounds) < MIN_ROUNDS:
+        return None
+    medians = np.array([np.median(block) for block in in_rounds(samples, rounds)])
+    return medians if medians.min() > 0 else None
+
+
+def time_of_rounds(samples: ArrayLike, rounds: Sequence[int]) -> float:
+    """The geometric mean over rounds of block medians; under MIN_ROUNDS rounds the median.
+
+    Of two steps that were timed in the same rounds, the quotient of these times is the geometric
+    mean of the rounds' ratios: a drift of the machine cancels. tests/simulate_ratios.py compares
+    this with medians. samples: seconds [n]; rounds: iterations of each round, n in all.
+    """
+    medians = block_medians(samples, rounds)
+    if medians is None:
+        return float(np.median(np.asarray(samples)))
+    first = medians[0]  # as the unit: then equal blocks have exactly their own mean
+    return float(first * np.exp(np.log(medians / first).mean()))
+
+
+def half_of_mean(values: Samples) -> float:
+    """Half the width of the 95 % interval of the mean of values [n], n >= MIN_ROUNDS, of which each
+    round gives one: Student's t. Up to 8 values count as independent; of more, the autocorrelation
+    time says how much they depend on each other."""
+    n = len(values)
+    tau = autocorrelation_time(values) if n > 8 else 1.0
+    return student(0.95, n - 1) * float(np.std(values, ddof=1)) * float(np.sqrt(tau / n))
 
 
 class Times:
@@ -229,21 +255,52 @@ class Times:
         """The median over the iterations of the slowest rank's seconds."""
         return median(self.slowest(name))
 
+    def mean(self, name: str = "step") -> Estimate:
+        """The slowest rank's seconds: `time_of_rounds`, which ratios and differences are made of.
+
+        Its interval is that of the mean over rounds, or the wider one by the means of six batches
+        of rounds; under 6 rounds that of the median.
+        """
+        value = time_of_rounds(self.slowest(name), self.rounds)
+        medians = block_medians(self.slowest(name), self.rounds)
+        if medians is None:
+            return self.median(name)
+        logs = np.log(medians)
+        half = half_of_mean(logs)
+        if len(logs) >= 3 * BATCHES:
+            means = np.array([np.mean(batch) for batch in np.array_split(logs, BATCHES)])
+            half = max(half, half_of_mean(means))
+        return telling(Estimate(value, value * float(np.exp(-half)), value * float(np.exp(half))))
+
     def ratio(self, part: str) -> Estimate:
-        """part / step: the median over the rounds of the ratio of their medians in a round."""
-        pairs = zip(
-            in_rounds(self.slowest(part), self.rounds),
-            in_rounds(self.slowest(), self.rounds),
-            strict=True,
-        )
-        return median_of_rounds([float(np.median(a) / np.median(b)) for a, b in pairs])
+        """`mean` of the part / `mean` of the step; its 95 % interval is over the rounds' ratios.
+
+        There is no interval under 6 rounds.
+        """
+        a, b = self.slowest(part), self.slowest()
+        value = time_of_rounds(a, self.rounds) / time_of_rounds(b, self.rounds)
+        both = block_medians(a, self.rounds), block_medians(b, self.rounds)
+        if both[0] is None or both[1] is None:
+            return Estimate(value)
+        reach = float(np.exp(half_of_mean(np.log(both[0] / both[1]))))
+        return telling(Estimate(value, value / reach, value * reach))
 
     def beyond(self, part: str) -> Estimate:
-        """How much longer the step takes than the part: `difference`.
+        """How much longer the step takes than the part: the difference of their `mean`s.
 
-        The slowest rank counts on both sides, so that a late rank cancels out.
+        The slowest rank counts on both sides, so that a late rank cancels out. The 95 % interval is
+        over rounds: a round's share in the difference is, to first order, step * log(its block of
+        the step) - part * log(its block of the part). There is no interval under 6 rounds.
         """
-        return difference(self.slowest(), self.slowest(part), self.rounds)
+        a, b = self.slowest(), self.slowest(part)
+        if not b.any():  # a part that does nothing, such as steps beside a save that blocks
+            return self.mean()
+        step, other = (time_of_rounds(x, self.rounds) for x in (a, b))
+        both = block_medians(a, self.rounds), block_medians(b, self.rounds)
+        if both[0] is None or both[1] is None:
+            return Estimate(step - other)
+        half = half_of_mean(step * np.log(both[0]) - other * np.log(both[1]))
+        return Estimate(step - other, step - other - half, step - other + half)
 
 
 def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | None:
@@ -277,12 +334,13 @@ def straggler(samples: ArrayLike, margin: float = 0.05) -> tuple[int, float] | N
 def training_metrics(times: Times, samples_per_step: float) -> dict[str, Any]:
     """The metrics of a training step. The slowest rank counts in each iteration.
 
+    step_s is `Times.mean`, which ratios are made of; step_p50_s is the median over iterations.
     samples_per_step: how many samples all ranks together train on in a step.
     """
     slowest = times.slowest()
-    metrics: dict[str, Any] = {"step_s": median(slowest)}
+    metrics: dict[str, Any] = {"step_s": times.mean()}
     metrics |= percentiles(slowest, "step")
-    del metrics["step_p50_s"]  # it is step_s
+    metrics["step_p50_s"] = times.median()
     metrics["step_mean_s"] = float(slowest.mean())
     metrics["samples_per_s"] = samples_per_step / metrics["step_s"]
     return metrics
@@ -300,12 +358,12 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     by_rank = times.each(local)
     exposed = times.beyond(local)
     metrics: dict[str, Any] = {
-        "local_compute_s": times.median(local),
+        "local_compute_s": times.mean(local),
         "exposed_s": exposed,
-        "late_s": median(times.slowest(local) - np.median(by_rank, axis=0)),
+        "late_s": median_difference(times.slowest(local) - np.median(by_rank, axis=0)),
     }
     if alone is not None:
-        metrics["communication_s"] = times.median(alone)
+        metrics["communication_s"] = times.mean(alone)
         certain = not exposed.may_be(0) and metrics["communication_s"].value > 0
         metrics["overlap"] = 1 - exposed / metrics["communication_s"] if certain else None
     if slow := straggler(by_rank):
@@ -401,7 +459,7 @@ def fastest(times: Mapping[str, Estimate]) -> str:
     first, *others = sorted(times, key=lambda name: times[name].value)
     if not others:
         return f"{first} takes {times[first]}"
-    ratios = {name: times[name] / times[first] for name in others}
+    ratios = {name: telling(times[name] / times[first]) for name in others}
     alike = [name for name, ratio in ratios.items() if ratio.may_be(1)]
     if alike:
         return f"{first} and {cut(alike, 3)} cannot be told apart"

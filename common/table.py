@@ -156,22 +156,27 @@ def percentile_columns(
 ) -> Columns:
     """p50, p75, p90 and p95 of a time in seconds, each with the rate that follows from it.
 
-    prefix: the metrics are `{prefix}_s`, `{prefix}_p75_s` and so on. amount:
-    what is done in that time, such as the samples of a step; the rate is amount / time.
+    prefix: the metrics are `{prefix}_p50_s`, or `{prefix}_s` if that is the median,
+    `{prefix}_p75_s` and so on. amount: what is done in that time, such as the samples of a step;
+    the rate is amount / time.
     """
 
+    def value_of(name: str, case: Case) -> Any:
+        is_median = name.endswith("_p50_s") and name not in case.metrics
+        return case.metrics.get(f"{prefix}_s" if is_median else name)
+
     def time(name: str, case: Case) -> str:
-        value = case.metrics.get(name)
+        value = value_of(name, case)
         digits = digits_beside(case.metrics.get(f"{prefix}_s"))
         return "-" if value is None else f"{number_of(value):.{digits}f}"
 
     def rate(name: str, case: Case) -> str:
-        value = case.metrics.get(name)
+        value = value_of(name, case)
         return f"{amount(case) / number_of(value):.1f}" if value else "-"
 
     columns: Columns = {}
     for q in (50, 75, 90, 95):
-        name = f"{prefix}_s" if q == 50 else f"{prefix}_p{q}_s"
+        name = f"{prefix}_p{q}_s"
         columns |= {f"p{q}\n{unit}": partial(time, name)}
         columns |= {f"p{q}\n{rate_unit}": partial(rate, name)}
     return columns

@@ -15,14 +15,13 @@ import torch
 import torch.distributed as dist
 
 from common.groups import Group, agree
-from common.stats import alike, gap, interval_of_rounds, median
+from common.stats import MIN_ROUNDS, alike, median
 
 Step = Callable[[], object]
 STEP = "step"  # the name of the step that a case is about, beside the names of its parts
 
 ROUNDS = 12  # the budget of a case is planned for so many rounds
 TURN_ROUNDS = 24  # the same where two commands take turns
-MIN_ROUNDS = 6  # fewer give no 95 % interval of a difference between steps
 MIN_SAMPLES = 6  # fewer give no 95 % interval of a median
 LARGEST_BLOCK = 1000  # iterations, of a warm-up's window as well
 SLOW_BLOCK = 3  # iterations of a block where MIN_ROUNDS do not fit into the budget
@@ -153,12 +152,9 @@ class TimedLoop:
         self.returned: list[Any] = []  # by the step since the block began
         samples_s: dict[str, Any] = {name: [] for name, step in self.steps.items() if step}
         self.times = RankTimes(samples_s, [], aligned=workload.aligned)
-        # The next two are right on the group's first rank, which decides. Elsewhere only their
-        # lengths are right. The slowest rank counts in each iteration.
-        self.slowest_s: list[float] = []  # of the step, in each iteration
-        self.gaps_s: dict[str, list[float]] = {}  # step - part in each round, of compared parts
-        for name in workload.compared:
-            self.gaps_s[name] = []
+        # Of the step, the slowest rank in each iteration. It is right on the group's first rank,
+        # which decides; elsewhere only its length is right.
+        self.slowest_s: list[float] = []
 
     def run(self) -> RankTimes:
         round_s = sum([self.warm_up(name) for name in self.steps])
@@ -235,15 +231,10 @@ class TimedLoop:
 
     def judge(self, block: int, spent_s: float) -> str:
         """The rule that ends the case, or "". The group's first rank decides for all."""
-        names = (STEP, *self.workload.compared)
-        newest = self.slowest_rank([self.times.samples_s[name][-block:] for name in names])
-        slowest = dict(zip(names, newest, strict=True))
-        self.slowest_s += slowest[STEP]
-        for name in self.workload.compared:
-            self.gaps_s[name].append(gap(slowest[STEP], slowest[name]))
-        gaps_s = list(self.gaps_s.values())
-        rounds = len(self.times.rounds)
-        return agree(rule_reached(self.slowest_s, rounds, spent_s, self.rule, gaps_s), self.group)
+        [newest] = self.slowest_rank([self.times.samples_s[STEP][-block:]])
+        self.slowest_s += newest
+        rounds, compared = len(self.times.rounds), bool(self.workload.compared)
+        return agree(rule_reached(self.slowest_s, rounds, spent_s, self.rule, compared), self.group)
 
 
 def cuda_graph(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
@@ -319,25 +310,24 @@ def rule_reached(
     rounds: int,
     spent_s: float,
     rule: StopRule,
-    gaps: Sequence[Sequence[float]] = (),
+    compared: bool = False,
 ) -> str:
     """The rule that ends the case now: iters, rounds, target-ci or max-seconds; "" to go on.
 
-    slowest: the samples of the step so far, the slowest rank's in each iteration. gaps: for each
-    compared part, its difference from the step in each round. A case has MIN_ROUNDS at least,
-    however long they take; without compared parts MIN_SAMPLES are enough once its budget is spent.
-    While the step or a difference has no interval, it goes on as long as the rule's patience lasts.
+    slowest: the samples of the step so far, the slowest rank's in each iteration. compared: whether
+    the case compares parts with the step. Then it has MIN_ROUNDS at least, however long they take;
+    otherwise MIN_SAMPLES are enough once its budget is spent. While the step has no interval, it
+    goes on as long as the rule's patience lasts.
     """
     if rule.iters:
         return "iters" if len(slowest) >= rule.iters else ""
     if rule.rounds:
         return "rounds" if rounds >= rule.rounds else ""
-    short = not gaps and spent_s >= rule.max_seconds and len(slowest) >= MIN_SAMPLES
+    short = not compared and spent_s >= rule.max_seconds and len(slowest) >= MIN_SAMPLES
     if rounds < MIN_ROUNDS and not short:
         return ""
     ci = median(slowest).relative
-    unsure = ci is None or any(interval_of_rounds(differences) is None for differences in gaps)
-    if unsure and spent_s < rule.patience * rule.max_seconds:
+    if ci is None and spent_s < rule.patience * rule.max_seconds:
         return ""
     # looked at after 6, 12, 18, ... rounds only: who looks often stops at a lucky moment
     looks = rounds % MIN_ROUNDS == 0

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "golden"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.json"))
 UNSTEADY = re.compile(
-    r"^# (elapsed|report |others|other programs|rank \d+: other|.*took)|\d+ s of \d+"
+    r"^# (elapsed|report |others|other processes|rank \d+: other|.*took)|\d+ s of \d+"
 )
 
 
@@ -72,9 +72,9 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
     left, gathered = list(recording["cases"]), map(rebuilt, recording["gathered"])
     real_join, real_write = benchmark.join, benchmark.Benchmark.write
 
-    def join(device: str, backend: str, timeout_s: float, *_: Any) -> Any:
+    def join(device: str, backend: str, timeout_s: float, *contents: Any) -> Any:
         with patch.dict(os.environ, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}):
-            job = real_join(device, backend, timeout_s)  # which meets nobody
+            job = real_join(device, backend, timeout_s, *contents)  # which meets nobody
         return dataclasses.replace(job, world_size=size, local_world_size=size)
 
     def write(self: Any, case: Any, derive: Any, results: Any, lines: list[str]) -> Any:

@@ -36,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from common import cli
 from common.groups import Group, Groups, Job
 from common.join import join
-from common.stats import median_of_rounds
+from common.report import Estimate
+from common.stats import interval_of_rounds
 from common.timing import Step, StopRule, TimedLoop, Workload
 
 ROUNDS = 6
@@ -159,7 +160,10 @@ def compare(step: Step, args: argparse.Namespace, job: Job, group: Group) -> lis
         medians_s.append(median(times["bare"]))
         for name, statistic in STATISTICS.items():
             ratios[name].append(statistic(times["harness"]) / statistic(times["bare"]))
-    shown = [median_of_rounds(values).text(digits=3) for values in ratios.values()]
+    shown = []
+    for values in ratios.values():
+        ends = interval_of_rounds(values) or (None, None)
+        shown.append(Estimate(median(values), *ends).text(digits=3))
     return [f"{median(medians_s) * 1e6:.0f}", str(calls), *shown]
 
 

@@ -29,7 +29,7 @@ from benchmarks import node_check
 from benchmarks.node_check import Judgement
 from benchmarks.workloads.links import Link, drift_of, rounds_of, slow_links, widest
 from benchmarks.workloads.outliers import SIGMAS, Who
-from common.environment import BUSY, Others
+from common.cpu_load import BUSY, Others
 from common.report import Case
 from common.stats import median
 

@@ -1,11 +1,14 @@
 """What was uncertain in a run, why, and which flag helps. What is launch-bound or has two modes."""
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from common.benchmark import Observer
-from common.environment import Others, node_of_each, others_text
+from common.cli import TURN
+from common.cpu_load import Others
+from common.environment import node_of_each, others_text
 from common.report import Case, Estimate, show_seconds
 from common.stats import autocorrelation_time, modes, time_of_iterations
 from common.timing import MIN_SAMPLES
@@ -33,7 +36,7 @@ class Hints(Observer):
         passed = [case for case in self.bench.report.cases if not case.failed]
         busy = others_text(measured_on["hosts"], others)
         crowded = crowded_text(measured_on["ranks"], others, node_of_each(measured_on))
-        lines = hints(passed, args, busy, crowded)
+        lines = hints(passed, args, busy, crowded, bool(others))
         if any(launch_bound(case) for case in passed):
             lines.append(LAUNCH_HINT)
         return lines
@@ -107,12 +110,14 @@ def drifts(case: Case) -> bool:
     return len(samples) / autocorrelation_time(samples) < MIN_SAMPLES
 
 
-def hints(cases: Sequence[Case], args: Any, busy: str, crowded: str) -> list[str]:
+def hints(
+    cases: Sequence[Case], args: Any, busy: str, crowded: str, is_load_known: bool = True
+) -> list[str]:
     """If intervals are missing or wide: which, and a line for each cause that can be seen, with
     the flag that helps.
 
-    cases: those that did not fail. busy, crowded: what others take of the cores, and where ranks
-    share cores, as text.
+    cases: those that did not fail. busy, crowded: CPU use by other processes, and where ranks share
+    cores, as text. is_load_known: whether CPU use by other processes was measured.
     """
     lacking = [case for case in cases if without_interval(case)]
     wide = [case for case in cases if with_wide_interval(case) and case not in lacking]
@@ -128,16 +133,22 @@ def hints(cases: Sequence[Case], args: Any, busy: str, crowded: str) -> list[str
     if wide:
         how.append(f"wider than +-{WIDE:.0%} in {len(wide)}")
     first = f"95 % interval of {', '.join(sorted(names))}: {', '.join(how)} of {len(cases)} cases"
-    return [first, *(f"  {cause}" for cause in causes(doubtful, args, busy, crowded))]
+    return [
+        first,
+        *(f"  {cause}" for cause in causes(doubtful, args, busy, crowded, is_load_known)),
+    ]
 
 
-def causes(doubtful: Sequence[Case], args: Any, busy: str, crowded: str) -> list[str]:
-    """A line for each cause that can be seen, with what helps against it; else what helps often."""
+def causes(
+    doubtful: Sequence[Case], args: Any, busy: str, crowded: str, is_load_known: bool
+) -> list[str]:
+    """A line for each cause that can be seen, with what helps against it; if there is none, what
+    often helps."""
     lines = []
     if crowded:
         lines.append(f"{crowded}: start fewer ranks")
     if busy:
-        cure = "wait for their end, or compare by analysis/ab.py --interleave"
+        cure = "wait until they end, or compare by analysis/ab.py --interleave"
         lines.append(f"{busy}: {cure}")
     counts = [len(slowest_s(case)) for case in doubtful]
     drifting = sum(drifts(case) for case in doubtful)
@@ -146,7 +157,11 @@ def causes(doubtful: Sequence[Case], args: Any, busy: str, crowded: str) -> list
         lines.append(f"the samples of {drifting} drift, so they count as fewer: {longer}")
     elif min(counts) < args.min_iters:
         lines.append(f"few samples, {min(counts)} in one of them: {longer}")
-    return lines or [f"no cause is seen; what helps often: {longer}"]
+    if is_load_known:
+        return lines or [f"no cause is seen; what often helps: {longer}"]
+    by_ab = "ab.py records it" if os.environ.get(TURN) else "so it may be the cause"
+    unknown = f"CPU use by other processes was not measured here; {by_ab}"
+    return [*lines, unknown] if lines else [f"{unknown}; what often helps: {longer}"]
 
 
 def flag_for_more(doubtful: Sequence[Case], args: Any) -> str:

@@ -55,7 +55,7 @@ def test_a_failed_case_has_let_go_of_its_model_when_its_groups_are_closed(
 def test_a_number_that_cannot_be_is_disturbed() -> None:
     """The sentence has no verdict but who took the cores."""
     sure = "DDP on 2 ranks trains 3.00 times (2.80 to 3.10) as fast as one rank alone"
-    others = "other programs take 0.9 of 2 cores of vm"
+    others = "other processes used 0.9 of 2 cores of vm"
     assert benchmark.with_cause(sure, others) == sure
     shown = benchmark.with_cause(Disturbed(sure), others)
     assert shown == f'disturbed: "{sure}" cannot be; {others}'

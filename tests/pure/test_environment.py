@@ -17,9 +17,10 @@ import psutil
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from common import environment, groups, join
+from common import cpu_load, environment, groups, join
 from common.benchmark import Benchmark
-from common.environment import Others, problem
+from common.cpu_load import Others
+from common.environment import problem
 from tests import process
 
 
@@ -109,7 +110,7 @@ def test_what_the_first_lines_warn_of() -> None:
     found["gpus"] = [[gpu, gpu | {"index": "1", "uuid": "GPU-G1"}]]  # nobody here uses the second
     assert environment.warnings_of(found) == [
         "b is small",
-        "other programs take 1.5 of 8 cores of a: times will scatter",
+        "other processes used 1.5 of 8 cores of a: times will scatter",
         "ranks 0 and 1 share a GPU on a: their times include each other's turns",
         "a: other processes already held 20.0 GiB of GPU 0",
     ]
@@ -398,9 +399,9 @@ def test_what_the_job_did_not_use_others_did(monkeypatch: pytest.MonkeyPatch) ->
     """In 10 s the cores were busy for 12 s, of which the job used 7."""
     clock, busy, job = [100.0], [50.0], [20.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(environment, "busy_seconds", lambda cores: busy[0])
-    monkeypatch.setattr(environment, "job_seconds", lambda root: job[0])
-    load = environment.CpuLoad()
+    monkeypatch.setattr(cpu_load, "busy_seconds", lambda cores: busy[0])
+    monkeypatch.setattr(cpu_load, "job_seconds", lambda root: job[0])
+    load = cpu_load.CpuLoad()
     clock[0], busy[0], job[0] = 110.0, 62.0, 27.0
     assert load.of_others().busy == 0.5
     job[0] = 33.0  # both are counted in ticks: never below 0
@@ -421,8 +422,8 @@ def test_what_belongs_to_a_job() -> None:
         assert shell.stdout
         assert shell.stdout.readline() == "1\n"
         (own,) = psutil.Process(shell.pid).children()
-        assert environment.launcher_of(own).pid == os.getpid()
-        assert environment.job_seconds(own) >= 0.55  # in ticks of 0.01 s
+        assert cpu_load.launcher_of(own).pid == os.getpid()
+        assert cpu_load.job_seconds(own) >= 0.55  # in ticks of 0.01 s
         shell.communicate("\n", timeout=60)
 
 
@@ -431,7 +432,7 @@ def test_a_run_is_disturbed_from_a_tenth_of_a_node_on(monkeypatch: pytest.Monkey
     monkeypatch.setattr("common.benchmark.share", lambda value: value)
     quiet, busy, busiest = [Others(0.2, 2), Others(6.0, 64)], Others(0.21, 2), Others(1.6, 2)
     told = environment.others_text(["a", "b", "c"], [*quiet, busy])
-    assert told == "other programs take 0.2 of 2 cores of c"
+    assert told == "other processes used 0.2 of 2 cores of c"
 
     def taken(*loads: Others) -> Others | None:
         return Benchmark.disturbed(Mock(load_of_others=lambda: loads))
@@ -439,3 +440,15 @@ def test_a_run_is_disturbed_from_a_tenth_of_a_node_on(monkeypatch: pytest.Monkey
     assert taken() is None
     assert taken(*quiet) is None
     assert taken(busy, busiest, *quiet) == busiest
+
+
+def test_the_file_for_training_loops_of_ones_own_stands_alone(tmp_path: Path) -> None:
+    """A copy of it needs neither torch nor this project."""
+    copy = tmp_path / "cpu_load.py"
+    copy.write_text(Path(cpu_load.__file__).read_text())
+    code = "import sys, cpu_load; print(cpu_load.CpuLoad().of_others().cores > 0)\n"
+    code += "print('torch' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert run.stdout == "True\nFalse\n", run.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from common.benchmark import report_lines
 from common.cli import ROOT
-from common.environment import Others
+from common.cpu_load import Others
 from common.observe.hints import Hints, crowded_text, hints
 from common.observe.progress import Pace
 from common.report import Case, Estimate
@@ -54,7 +54,7 @@ def test_which_intervals_are_doubtful() -> None:
     assert lines[0] == "95 % interval of step: missing (-) in 1, wider than +-10% in 1 of 3 cases"
 
 
-OTHERS = "other programs take 1.0 of 2 cores of vm"
+OTHERS = "other processes used 1.0 of 2 cores of vm"
 CROWDED = "4 ranks share 2 cores of vm"
 FEW, SWING = case([2.0] * 6, step_s=NONE), case([0.125, 0.25] * 20, step_s=WIDE)
 GROWING = case([0.1 + 0.01 * i for i in range(30)], step_s=NONE)  # they tell as much as a few
@@ -66,12 +66,12 @@ GROWING = case([0.1 + 0.01 * i for i in range(30)], step_s=NONE)  # they tell as
         # 12 s of samples, with the untimed iterations up to 24 s: twice that
         (said(FEW), ["few samples, 6 in one of them: --max-seconds 48"]),
         (said(FEW, iters=6), ["few samples, 6 in one of them: --iters 12"]),
-        (said(SWING), ["no cause is seen; what helps often: --max-seconds 30"]),
+        (said(SWING), ["no cause is seen; what often helps: --max-seconds 30"]),
         (
             said(SWING, busy=OTHERS, crowded=CROWDED),
             [
                 f"{CROWDED}: start fewer ranks",
-                f"{OTHERS}: wait for their end, or compare by analysis/ab.py --interleave",
+                f"{OTHERS}: wait until they end, or compare by analysis/ab.py --interleave",
             ],
         ),
         (said(GROWING), ["the samples of 1 drift, so they count as fewer: --max-seconds 30"]),
@@ -81,6 +81,17 @@ def test_each_cause_that_is_seen_has_a_line_and_what_helps(
     causes: list[str], lines: list[str]
 ) -> None:
     assert causes[1:] == [f"  {line}" for line in lines]
+
+
+def test_a_cause_that_was_not_looked_for_is_not_called_unseen() -> None:
+    """As while two commands take turns: then no rank measures the load."""
+    args = SimpleNamespace(iters=None, min_iters=20, max_seconds=5)
+    unknown = "  CPU use by other processes was not measured here; so it may be the cause"
+    assert hints([SWING], args, "", "", False)[1:] == [
+        f"{unknown}; what often helps: --max-seconds 30"
+    ]
+    few = "  few samples, 6 in one of them: --max-seconds 48"
+    assert hints([FEW], args, "", "", False)[1:] == [few, unknown]
 
 
 def test_lines_below_a_row() -> None:

@@ -24,7 +24,8 @@ from benchmarks.node_check import (
 )
 from benchmarks.workloads.links import Link, drift_of, widest
 from benchmarks.workloads.outliers import Slowness, Who, accuse, sentences
-from common.environment import UNCORRECTED, Others
+from common.cpu_load import Others
+from common.environment import UNCORRECTED
 from common.report import Case
 from common.timing import StopRule
 from tests import simulate_node_check as simulation

@@ -1,0 +1,106 @@
+"""Which estimator of a ratio: medians and their quotient, or geometric means over rounds? Both are
+quotients of two times that can be printed. Simulated rounds of two steps, whose ratio is 0.8.
+
+    python tests/simulate_ratios.py          the table of docs/measuring.md, a minute
+
+steady      samples differ by 5 %
+drift       the machine becomes 30 % slower over the run, for both steps alike
+outliers    one block in ten takes twice as long
+neighbour   another program comes and goes, with phases of half a block, 3, 10 or 30 blocks on
+            average, and slows down by 50 % whatever runs
+
+medians: the quotient of the medians over all iterations. Its interval is by the bootstrap: rounds
+are drawn 300 times with replacement, and the deviation of the logarithms times Student's t.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.report import Estimate
+from common.stats import Times, student
+
+RATIO, NOISE = 0.8, 0.05
+Rng = np.random.Generator
+Samples = NDArray[np.float64]  # [rounds, iterations of a block]
+WORLDS = ("steady", "drift", "outliers", *(f"neighbour, {x:g}" for x in (0.5, 3, 10, 30)))
+SIZES = ((6, 8), (12, 4), (24, 4))  # rounds, iterations of a block
+
+
+def level(world: str, rounds: int, block: int, rng: Rng) -> Samples:
+    """How slow the machine is at each iteration of a run, in the order of time."""
+    count = 2 * rounds * block
+    slow = np.ones(count)
+    if world == "drift":
+        slow = np.linspace(1, 1.3, count)
+    if world == "outliers":
+        slow = np.repeat(np.where(rng.random(2 * rounds) < 0.1, 2.0, 1.0), block)
+    if world.startswith("neighbour"):
+        phase, is_on, at = float(world.split()[1]) * block, rng.random() < 0.5, 0
+        while at < count:
+            length = max(1, int(rng.exponential(phase)))
+            slow[at : at + length] = 1.5 if is_on else 1.0
+            is_on, at = not is_on, at + length
+    return slow
+
+
+def two_steps(world: str, rounds: int, block: int, rng: Rng) -> tuple[Samples, Samples]:
+    """The part and the step. Every other round goes backwards, as in common/timing.py."""
+    count = 2 * rounds * block
+    samples = level(world, rounds, block, rng) * np.exp(NOISE * rng.normal(size=count))
+    blocks = samples.reshape(rounds, 2, block)
+    blocks[1::2] = blocks[1::2, ::-1]
+    return RATIO * blocks[:, 0], blocks[:, 1]
+
+
+def by_rounds(part: Samples, step: Samples, rng: Rng) -> Estimate:
+    """As the scripts do it."""
+    rounds = [part.shape[1]] * part.shape[0]
+    return Times({"part": [part.ravel()], "step": [step.ravel()]}, rounds).ratio("part")
+
+
+def by_medians(part: Samples, step: Samples, rng: Rng) -> Estimate:
+    rounds = len(part)
+    drawn = rng.integers(0, rounds, size=(300, rounds))
+    medians = [np.median(x[drawn].reshape(300, -1), axis=1) for x in (part, step)]
+    spread = np.std(np.log(medians[0] / medians[1]), ddof=1) * np.sqrt(rounds / (rounds - 1))
+    value, reach = np.median(part) / np.median(step), np.exp(student(0.95, rounds - 1) * spread)
+    return Estimate(float(value), float(value / reach), float(value * reach))
+
+
+ESTIMATORS: dict[str, Callable[[Samples, Samples, Rng], Estimate]] = {
+    "geometric means": by_rounds,
+    "medians": by_medians,
+}
+
+
+def judged(name: str, world: str, rounds: int, block: int, runs: int) -> tuple[float, float]:
+    """(share of intervals that hold the ratio, median of half their width as a share of it)."""
+    rng = np.random.default_rng(0)
+    holds, widths = [], []
+    for _ in range(runs):
+        estimate = ESTIMATORS[name](*two_steps(world, rounds, block, rng), rng)
+        holds.append(estimate.may_be(RATIO))
+        if estimate.low is not None and estimate.high is not None:
+            widths.append(np.log(estimate.high / estimate.low) / 2)
+    return float(np.mean(holds)), float(np.median(widths))
+
+
+def main() -> None:
+    print(f"{'world':16} {'rounds':>6}   " + "   ".join(f"{name:>16}" for name in ESTIMATORS))
+    for world in WORLDS:
+        for rounds, block in SIZES:
+            cells = []
+            for name in ESTIMATORS:
+                holds, width = judged(name, world, rounds, block, 1000)
+                cells.append(f"{holds:7.1%} +-{width:6.1%}")
+            print(f"{world:16} {rounds:6}   {'   '.join(cells)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
