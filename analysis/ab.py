@@ -9,7 +9,11 @@
 
 Without --b it runs A against A, and prints the smallest change that this many runs can show here.
 
-The order is A B, B A, A B: a drift of the machine hits both alike, and neighbours make a pair.
+A round runs A and B once, and its two runs make a pair. Of each 4 rounds two begin with A and two
+with B, in an order that is drawn at random, so that no rhythm of the machine favours one of them. A
+pair during which other processes used the cores unequally is no evidence: then one more round is
+run, up to --max-runs.
+
 `--json` is added to each command, so that every run writes its report to OUT/a or OUT/b. The same
 call resumes after an interruption: a run whose report is complete is not run again.
 
@@ -36,18 +40,20 @@ Exit status: 0; 1 if a run or the disk fails, or if a case has a verdict of --fa
 
 import argparse
 import functools
+import itertools
 import math
 import random
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.commands import Command, ending_all, open_plan, run_round
+from analysis.commands import Command, ending_all, open_plan, run_round, seed_of
 from analysis.compare import add_verdict_flags, conclude, show
+from analysis.evidence import UNLIKE
 from analysis.load import load
 from analysis.show import one_line, put
 from analysis.verdicts import Comparison, Design, Result, compare, persists
@@ -55,6 +61,13 @@ from common.cli import Parser, checked, number, positive_int, wrong
 
 Compared = Callable[[str, str, int], Comparison]  # the first rounds of two commands, by their names
 Commands = dict[str, Command]  # by their names; the first one is A
+
+
+class Plan(NamedTuple):
+    """How the rounds are run."""
+
+    seed: int  # of the order of the commands
+    interleave: bool
 
 
 class Race:
@@ -87,7 +100,7 @@ class Race:
 
 def is_slower(result: Result) -> bool:
     """Whether TEST is slower than BASE with confidence, by however little."""
-    return result.interval is not None and result.interval[0] > 1
+    return result.enough and result.interval is not None and result.interval[0] > 1
 
 
 def overall(comparison: Comparison) -> Result:
@@ -95,33 +108,65 @@ def overall(comparison: Comparison) -> Result:
     return comparison.mean or comparison.cases[0]
 
 
-def run_rounds(
-    commands: Commands, looks: Sequence[int], interleave: bool, compared: Compared
-) -> Race:
-    """Run the commands in rounds. Raises RuntimeError where a run fails.
+PATTERNS = [*sorted(set(itertools.permutations([False, False, True, True])))]  # of 4 rounds
 
-    Two commands run in all rounds, A B, B A. Of several, those that are slower are dropped at the
-    looks, until the fastest is known or the looks are over.
+
+def order_of(names: Sequence[str], n: int, seed: int) -> list[str]:
+    """The order of the commands in round n. The same seed gives the same order after an
+    interruption.
+
+    Of two commands each is first in two of 4 rounds (rounds 1 to 4, 5 to 8, ...), at random; the
+    order of several is drawn anew in each round.
+    """
+    if len(names) > 2:
+        order = list(names)
+        random.Random(f"{seed} {n}").shuffle(order)
+        return order
+    block, place = divmod(n - 1, 4)
+    is_reversed = random.Random(f"{seed} {block}").choice(PATTERNS)[place]
+    return list(reversed(names)) if is_reversed else list(names)
+
+
+def lost_pairs(comparison: Comparison) -> int:
+    """The number of pairs of runs that load alone has made useless."""
+    return sum(why == UNLIKE for why in comparison.left_out.values())
+
+
+def run_rounds(
+    commands: Commands, looks: Sequence[int], most: int, plan: Plan, compared: Compared
+) -> tuple[Race, int]:
+    """Run the commands in rounds. Returns the race and the number of rounds. Raises RuntimeError if
+    a run fails.
+
+    Of several commands, those that are slower are dropped at the looks, until the fastest is known
+    or the looks are over. Two commands run in all rounds. Then pairs that load has made useless
+    are replaced, until there are most rounds.
     """
 
     def result_of(base: str, test: str, rounds: int) -> Result:
         return overall(compared(base, test, rounds))
 
+    def run(names: Sequence[str], n: int, last: int) -> None:
+        order = [commands[name] for name in order_of(names, n, plan.seed)]
+        run_round(order, n, plan.interleave, f"round {n} of {last}, {len(order)} commands,")
+
     first, *others = commands
     race = Race(list(commands))
     for n in range(1, looks[-1] + 1):
-        order = [commands[name] for name in race.racing]
-        if len(others) > 1:
-            random.Random(n).shuffle(order)  # the same order after an interruption
-        elif n % 2 == 0:
-            order.reverse()
-        run_round(order, n, interleave, f"round {n} of {looks[-1]}, {len(order)} commands,")
+        run(race.racing, n, looks[-1])
         if n == 1:  # do keys meet?
             for name in others:
                 compared(first, name, 1)
         if len(others) > 1 and n in looks and race.look(n, result_of):
+            return race, n
+    rounds = looks[-1]
+    while len(others) == 1 and rounds < most:
+        needed = min(most, looks[-1] + lost_pairs(compared(first, others[0], rounds)))
+        if rounds >= needed:
             break
-    return race
+        rounds += 1
+        run(race.racing, rounds, needed)
+    return race, rounds
 
 
 def planned_looks(first: int, most: int) -> list[int]:
@@ -144,12 +189,13 @@ def measure(args: argparse.Namespace) -> int:
     is_race = len(names) > 2
     if is_race and args.fail_on:
         raise ValueError("--fail-on is for one --b: a verdict is about two commands")
-    looks = [args.runs]
-    if is_race:
-        looks = planned_looks(args.runs, max(args.runs, args.max_runs or 4 * args.runs))
-    # each look at each pair has its part of the 5 % of error: nobody knows which pairs will count
+    most = max(args.runs, args.max_runs or (4 if is_race else 2) * args.runs)
+    looks = planned_looks(args.runs, most) if is_race else [args.runs]
+    # each look at each pair has its part of the 5 % of error: any of the pairs may count
     all_looks = len(looks) * math.comb(len(names), 2)
-    design = Design(args.margin, True, args.interleave, all_looks)
+    design = Design(
+        args.margin, True, args.interleave, args.runs, args.allow_disturbed, looks=all_looks
+    )
 
     @functools.cache
     def compared(base: str, test: str, rounds: int) -> Comparison:
@@ -162,13 +208,15 @@ def measure(args: argparse.Namespace) -> int:
             test_runs = [run_of[path] for path in test_paths]
             return compare(base_runs, test_runs, design)
 
-    settings = {"interleave": args.interleave, "looks after runs": looks}
-    with open_plan(Path(args.out), list(commands.values()), settings):
-        race = run_rounds(commands, looks, args.interleave, compared)
+    out = Path(args.out)
+    plan = Plan(seed_of(out), args.interleave)
+    settings = {"interleave": plan.interleave, "looks after runs": looks, "seed": plan.seed}
+    with open_plan(out, list(commands.values()), settings):
+        race, rounds = run_rounds(commands, looks, most, plan, compared)
     if is_race:
         show_race(race, compared, args.margin)
         return 0
-    comparison = compared(*names, args.runs)
+    comparison = compared(*names, rounds)
     is_like_with_like = not args.b and not args.b_env
     put(show(comparison, args.fail_on, is_like_with_like))
     return conclude(comparison, args.fail_on)
@@ -261,7 +309,8 @@ def add_flags(parser: Parser) -> None:
     add("--runs", type=number(int, 2), default=6, metavar="N", help=runs)
     interleave = "start the runs of a round together; they take turns, block by block"
     add("--interleave", action="store_true", help=interleave)
-    limit = "with several --b: the most runs of each command (default: 4 times --runs)"
+    limit = "maximum number of runs of each command (default: 2 times --runs, to replace disturbed "
+    limit += "pairs; with several --b 4 times --runs)"
     add("--max-runs", type=positive_int, metavar="N", help=limit)
     add_verdict_flags(parser)
 

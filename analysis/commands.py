@@ -6,7 +6,10 @@ run again: so the same call goes on where it was interrupted. OUT/plan.txt holds
 
 import contextlib
 import ctypes
+import json
 import os
+import random
+import re
 import select
 import shlex
 import signal
@@ -22,9 +25,11 @@ from typing import IO, Any
 import psutil
 
 from analysis import plan
+from analysis.load import LOAD_ENDING
 from analysis.show import clean
 from common import report
 from common.cli import TOKEN, TURN, complain, cut, refuse
+from common.cpu_load import Counters, CpuLoad, spent
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
@@ -52,6 +57,13 @@ class Command:
 
     def log(self, number: int) -> Path:
         return self.folder / f"{number:02d}.log"
+
+    def write_load(self, number: int, load: CpuLoad, wall_s: float, others_s: float) -> None:
+        """Write what other processes used of this machine's cores during a run, beside its report;
+        analysis/load.py reads it where the report itself does not say."""
+        others = {"others": [load.mean(wall_s, others_s)]}
+        path = self.report(number).with_suffix(LOAD_ENDING)
+        path.write_text(json.dumps(others) + "\n")
 
     def why_no_report(self, number: int) -> str | None:
         """Why a run's report is of no use; None where it is complete."""
@@ -160,6 +172,16 @@ def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) 
         yield
 
 
+def seed_of(out: Path) -> int:
+    """The seed in the plan of a folder; a new one if there is no plan yet."""
+    with contextlib.suppress(OSError):
+        if match := re.search(
+            r"^seed: (\d+)$", (out / PLAN).read_text(errors="surrogateescape"), re.MULTILINE
+        ):
+            return int(match[1])
+    return random.SystemRandom().randrange(2**32)
+
+
 def refuse_files(commands: Sequence[Command]) -> None:
     """Raise ValueError where a folder for reports holds files that no plan tells of."""
     for command in commands:
@@ -187,7 +209,9 @@ def run_round(commands: Sequence[Command], number: int, interleave: bool, name: 
         end_started(before, 10)
     else:
         for command in todo:
+            load = CpuLoad(psutil.Process())  # this process, and the commands that it has started
             command.finish(number, command.start(number, {}))
+            command.write_load(number, load, *spent(load.start, load.read()))
             end_started(before, 10)
     complain(f"{name} took {time.monotonic() - began:.1f} s")
 
@@ -204,6 +228,14 @@ class Turns:
     turn: IO[bytes]
     back: IO[bytes]
     has_answered: bool = False
+    wall_s: float = 0.0  # of its turns
+    others_s: float = 0.0  # CPU time of other processes in its turns
+
+    def count(self, start: Counters, end: Counters) -> None:
+        """Add a turn, from one reading of the counters to the other."""
+        wall_s, others_s = spent(start, end)
+        self.wall_s += wall_s
+        self.others_s += others_s
 
     def take(self) -> bool:
         """Give the run its turn and wait until it gives it back; False where it ends instead."""
@@ -236,17 +268,27 @@ def start_turns(command: Command, number: int, folder: str, files: contextlib.Ex
 
 
 def take_turns(commands: Sequence[Command], number: int) -> None:
-    """Run commands at once of which only one measures. Raises RuntimeError where one fails."""
+    """Run commands at once of which only one measures. Raises RuntimeError if one fails.
+
+    The load of a run is that of its turns: CPU use by processes that none of the commands started.
+    """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
         if ":" in folder:  # it stands between the names of the pipes
             raise ValueError(f"--interleave: expected a TMPDIR without a colon, got {folder!r}")
+        load = CpuLoad(psutil.Process())
         running = [start_turns(command, number, folder, files) for command in commands]
+        start = load.start
         while running:
             for run in running.copy():
-                if not run.take():  # it has ended; the others go on
+                is_running = run.take()
+                end = load.read()  # between two turns, so that it disturbs neither
+                run.count(start, end)
+                start = end
+                if not is_running:  # it has ended; the others go on
                     has_left_turn = is_readable(run.turn, 0)
                     took_turns = run.has_answered and not has_left_turn
                     run.command.finish(number, run.process, took_turns)
+                    run.command.write_load(number, load, run.wall_s, run.others_s)
                     running.remove(run)
 
 

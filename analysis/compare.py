@@ -7,14 +7,19 @@
 # ///
 """Is TEST slower than BASE, faster, the same, or can these reports not tell?
 
-The run is the unit. The time of a run is the median over its iterations, and the time of an
-iteration is the maximum over ranks. The 95 % interval is that of the ratio TEST / BASE, by
-Student's t on the logarithms of the runs' times. The verdicts:
+The run is the unit. The time of a run is the geometric mean over rounds of block medians, or the
+median over iterations if the report has no rounds; the time of an iteration is the maximum over
+ranks. BASE and TEST are geometric means over runs, and the ratio is TEST / BASE. Its 95 % interval
+is by Student's t on the logarithms of the runs' times. The verdicts:
 
     slower, faster  the interval excludes 1, with a false discovery rate of 5 % over all cases, and
                     the ratio is beyond --margin
     same            the interval lies within --margin
-    undecided       neither: measure more runs. One run a side is always undecided
+    undecided       neither, or too few runs are evidence: a verdict needs two a side
+    failed          the case failed in at least half of TEST's runs
+
+Interrupted runs, copies of a run, and runs during which other processes used more than a tenth of
+the cores are left out and named. --allow-disturbed keeps the last kind.
 
 Cases are joined by their keys. Files, folders and patterns are read: reports of this project and of
 PyTorch's DDP benchmark, JSON and logs of nccl-tests and rccl-tests.
@@ -22,8 +27,9 @@ PyTorch's DDP benchmark, JSON and logs of nccl-tests and rccl-tests.
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower
 
-Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 a case has such a verdict; 4 no verdict: a
-case is undecided, missing or cannot be compared. docs/compare.md derives the numbers. BSD-3-Clause.
+Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 a case has such a verdict, or failed; 4 no
+verdict: a case is undecided, missing or cannot be compared. docs/compare.md derives the numbers.
+BSD-3-Clause.
 """
 
 import argparse
@@ -43,7 +49,7 @@ from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare, war
 from common.cli import Parser, checked, fraction, list_of, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
-NO_VERDICT = ("undecided", "missing", "not compared")  # a case that nobody could judge
+NO_VERDICT = ("undecided", "missing", "not compared")  # there was too little to judge
 STATUSES = {"pass": 0, "failed": 1, "no verdict": 4}  # the exit status of an outcome
 
 
@@ -55,18 +61,22 @@ def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
     key = "join cases whose keys differ only in these fields; a list"
     add("--ignore-key", type=list_of(str), default=[], metavar="NAME", help=key)
     fail = (
-        f"exit with 1 if a case, or the mean, is one of {', '.join(FAILURES)}, "
-        "else with 4 if a case has no verdict; a list"
+        f"exit with 1 if a case has failed, or if it or the mean is one of {', '.join(FAILURES)}; "
+        "otherwise with 4 if a case has no verdict; a list"
     )
     add("--fail-on", type=list_of(str, FAILURES), default=[], metavar="VERDICT", help=fail)
+    allow = "keep runs during which other processes used the cores; every verdict then says so"
+    add("--allow-disturbed", action="store_true", help=allow)
 
 
 def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str]:
     """`failed`, `no verdict` or `pass`, and why: `2 slower`. fail_on: the verdicts that fail.
 
-    A test that could not look has not passed: so `pass` means that every case has a verdict.
+    A test that could not look has not passed: so `pass` means that every case has a verdict. A case
+    that failed fails every gate.
     """
-    failed = [case for case in comparison.cases if case.verdict in fail_on]
+    failing = [*fail_on, "failed"]
+    failed = [case for case in comparison.cases if case.verdict in failing]
     if failed:
         return "failed", count_verdicts(failed)
     if comparison.mean and comparison.mean.verdict in fail_on:
@@ -78,9 +88,15 @@ def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str
 
 
 def count_verdicts(results: Sequence[Result]) -> str:
-    """`2 slower, 1 missing`"""
-    counts = Counter(result.verdict for result in results)
+    """`2 slower, 1 missing`, each with what it has to say beside itself"""
+    counts = Counter(verdict_text(result) for result in results)
     return ", ".join(f"{n} {verdict}" for verdict, n in counts.items())
+
+
+def verdict_text(result: Result) -> str:
+    """`slower [load not recorded]`"""
+    has_one = result.verdict in ("slower", "faster", "same") and result.caveats
+    return f"{result.verdict} [{', '.join(result.caveats)}]" if has_one else result.verdict
 
 
 def show(
@@ -114,7 +130,7 @@ def show(
 
 def above(comparison: Comparison) -> list[str]:
     """The heading, warnings, and what differs between the sides."""
-    lines = [heading(comparison)]
+    lines = [heading(comparison), estimator(comparison)]
     for warning in comparison.warnings:
         lines.append(f"warning: {warning}")
     for difference in comparison.environment:
@@ -145,17 +161,27 @@ def heading(comparison: Comparison) -> str:
     return f"torchrun-bench compare {names} ({measures}): {sides}; {how}"
 
 
+def estimator(comparison: Comparison) -> str:
+    """What the times in the table are; the ratio is their quotient."""
+    kinds = list_once(kind for case in comparison.cases for kind in case.times_are)
+    of_a_run = kinds.replace(", ", " or ") or "none"
+    return f"BASE and TEST: geometric means over runs; of a run: {of_a_run}"
+
+
 def cells(result: Result) -> list[str]:
     """A row of the table."""
     base, test = show_mean(result.base_s), show_mean(result.test_s)
     if not result.key:  # a mean of different cases has no time of its own
         base, test = "", ""
-    ratio, ends = show_ratio(result.ratio), show_ends(result.interval)
-    return [result.label, base, test, ratio, ends, result.verdict]
+    ratio, ends = show_ratio(result.ratio), show_ends(result)
+    return [result.label, base, test, ratio, ends, verdict_text(result)]
 
 
-def show_ends(interval: tuple[float, float] | None) -> str:
-    return "-" if interval is None else " to ".join(f"{end:.4g}" for end in interval)
+def show_ends(result: Result) -> str:
+    """`0.9686 to 1.037`; `no interval` if it is so wide that it says nothing."""
+    if result.interval is None:
+        return "-"
+    return " to ".join(f"{x:.4g}" for x in result.interval) if result.is_telling else "no interval"
 
 
 def show_mean(times_s: Sequence[float]) -> str:
@@ -186,13 +212,24 @@ def below(comparison: Comparison) -> list[str]:
     fields = ",".join(fields_apart(cases))
     if fields:
         lines.append(f"cases of one name have different keys; --ignore-key {fields} joins them")
-    wide = [case for case in cases if case.verdict == "undecided" and case.interval]
-    most = max((case.runs_needed or MAX_RUNS for case in wide), default=0)
-    if most > len(comparison.base):
-        margin = f"+-{comparison.design.margin * 100:g} %"
-        chance = f"{most} runs a side have an even chance to narrow the intervals to {margin}"
-        lines.append(f"{chance}; {3 * most} decide in about 9 of 10 comparisons")
-    return lines
+    if any(case.disturbed for case in cases):
+        cure = "measure on a quiet machine, or in pairs by ab.py"
+        lines.append(f"{cure}; --allow-disturbed keeps runs that were disturbed")
+    return lines + runs_that_decide(comparison)
+
+
+def runs_that_decide(comparison: Comparison) -> list[str]:
+    """How many runs might decide the cases that are undecided because their intervals are wide."""
+    wide = [c for c in comparison.cases if c.verdict == "undecided" and c.enough and c.interval]
+    margin = f"+-{comparison.design.margin * 100:g} %"
+    if any(case.runs_needed is None or not case.is_telling for case in wide):
+        more = f"more than {MAX_RUNS} runs a side would be needed for {margin}"
+        return [f"runs of a case differ too much: {more}; look for the cause, or --interleave"]
+    most = max((case.runs_needed or 0 for case in wide), default=0)
+    if most <= len(comparison.base):
+        return []
+    chance = f"{most} runs a side have an even chance to narrow the intervals to {margin}"
+    return [f"{chance}; {3 * most} decide in about 9 of 10 comparisons"]
 
 
 def fields_apart(cases: Sequence[Result]) -> list[str]:
@@ -209,7 +246,8 @@ def fields_apart(cases: Sequence[Result]) -> list[str]:
 
 def below_like_with_like(comparison: Comparison) -> list[str]:
     """What the smallest change means, and whether chance alone moves the runs."""
-    lines = [f"smallest change: {len(comparison.base)} runs a side show it in 9 of 10 comparisons"]
+    count = max((len(case.base_s) for case in comparison.cases), default=0)
+    lines = [f"smallest change: {count} runs a side show it in 9 of 10 comparisons"]
     differing = [case for case in comparison.cases if case.verdict in ("slower", "faster")]
     if differing:
         what = f"in {len(differing)} cases A differs from itself"
@@ -231,7 +269,9 @@ def two_sides(args: argparse.Namespace) -> Comparison:
     base = [run for run in runs if run.path in base_paths]
     test = [run for run in runs if run.path not in base_paths]
     paired = args.paired or args.interleaved
-    comparison = compare(base, test, Design(args.margin, paired, args.interleaved))
+    allow = args.allow_disturbed
+    design = Design(args.margin, paired, args.interleaved, allow_disturbed=allow)
+    comparison = compare(base, test, design)
     if not paired:
         comparison.warnings.extend(warning_of_order(base, test))
     return comparison

@@ -18,7 +18,6 @@ IGNORED = (
     *("ranks", "gpus", "gpu_counts", "differences", "variables", "other_variables", "others"),
     "contents",
 )
-BUSY = 0.1  # other programs disturb a run where they use more of a node's cores
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,6 @@ class Difference:
     base: list[str]  # each value of the side once
     test: list[str]
     hardware: bool
-
-
-def load_of_others(run: Run) -> tuple[float, int] | None:
-    """How many cores other programs used on the busiest node, and of how many."""
-    loads = run.end.get("others") or []
-    return max(loads, key=lambda load: load[0] / load[1]) if loads else None
-
-
-def is_disturbed(load: tuple[float, int] | None) -> bool:
-    return load is not None and load[0] > BUSY * load[1]
 
 
 def parts_of(run: Run) -> list[int]:

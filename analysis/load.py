@@ -9,9 +9,11 @@ nccl-tests and rccl-tests. What metrics and their intervals are is said here alo
 """
 
 import glob
+import hashlib
 import itertools
+import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,11 +28,14 @@ from analysis.show import DAMAGE, canonical, clean, is_number, unit_of
 from common import report as report_file
 from common.cli import suggest
 from common.report import Case, Estimate, Report
-from common.stats import time_of_iterations
+from common.stats import MIN_ROUNDS, time_of_iterations, time_of_rounds
 
+BY_ROUNDS = "geometric mean over rounds of block medians"  # what the time of a run is
+BY_ITERATIONS, BY_SCRIPT = "median over iterations", "the metric in the report"
 STEP = "step"  # what a case is about, among its samples
 RATES = ("1/s", "GB/s", "MB/s")
 ENDINGS = (".json", ".jsonl")  # of reports in a folder
+LOAD_ENDING = ".load"  # of a file with the load during a run, beside its report
 SHORTEST_S, LONGEST_S = 1e-12, 1e9  # of the times of a case
 Value = str | float | Estimate  # a number that was estimated has its interval
 
@@ -42,6 +47,7 @@ class Row(Case):
     label: str = ""  # its name; `table: name` where several tables of a run have that name
     measure: str = ""  # the step or the metric that its time is taken from
     time_s: float = 0.0  # the case's time in this run; 0 where there is none
+    time_is: str = ""  # by which estimator
     times_s: Sequence[float] = ()  # of each iteration
 
 
@@ -52,6 +58,9 @@ class Run(Report):
     rows: dict[str, Row] = field(default_factory=dict)  # its cases by their canonical keys
     label: str = ""  # its path, or its name on a page
     left_out: dict[str, list[Any]] = field(default_factory=dict)  # field of the keys -> its values
+    digest: str = ""  # of the report's bytes, and of its place in the file
+    # of each node: the cores that other processes used, and of how many; empty: not recorded
+    loads: list[tuple[float, int]] = field(default_factory=list)
     synchronized: bool = False  # of a program that waits for the device in each iteration
 
 
@@ -169,6 +178,7 @@ def let_meet(runs: Sequence[Run]) -> None:
                 row.key = nccl_tests.key_of_nccl_tests(row.key)
                 if row.measure == STEP and is_time(nccl_tests.TIME, row.metrics):
                     row.measure, row.times_s = nccl_tests.TIME, ()  # what tables of both show
+                    row.time_is = BY_SCRIPT
                     row.time_s = number_of(row.metrics[nccl_tests.TIME]) or 0
         index(run, rows, f"several cases are one for {run.benchmark}")
 
@@ -188,9 +198,10 @@ def read(path: str, measure: str | None) -> list[Run]:
         if samples.size:
             case.samples_s[step] = [time_of_iterations(samples, case.aligned).tolist()]
 
+    content = hashlib.sha256()
     try:
         with open(path, "rb") as file:
-            reports = parse(path, file, shrink)
+            reports = parse(path, file, shrink, content)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
     except DAMAGE as error:
@@ -198,6 +209,8 @@ def read(path: str, measure: str | None) -> list[Run]:
     runs = []
     for number, report in enumerate(reports, 1):
         run = Run(**vars(report), label=path if number == 1 else f"run {number} of {path}")
+        run.digest = f"{content.hexdigest()} {number}"
+        run.loads = loads_in(report.end) or loads_beside(path)
         runs.append(run)
         cases = itertools.chain(*map(split_links, report.cases))
         index(run, [timed(case, measure) for case in cases], "several cases have the same key")
@@ -224,22 +237,55 @@ def refuse_impossible(times_s: Any, path: str, name: str) -> None:
         raise ValueError(f"{path}: case {clean(name)!r} has a time that is not {limits}")
 
 
-def parse(path: str, file: IO[bytes], each: Callable[[Report, Case], None]) -> list[Report]:
+def parse(
+    path: str, file: IO[bytes], each: Callable[[Report, Case], None], content: Any
+) -> list[Report]:
     """The reports in an open file, which is read once: it may be a pipe.
 
-    each: called with every case as soon as it is read.
+    each: called with every case as soon as it is read. content: a hash that is updated with all
+    bytes of the file.
     """
+
+    def hashed(lines: Iterable[bytes]) -> Iterator[bytes]:
+        for line in lines:
+            content.update(line)
+            yield line
+
     first = file.readline()
     if not first or b'"schema"' in first[:4096]:
-        lines = itertools.chain([first], file)
+        lines = hashed(itertools.chain([first], file))
         return [report_file.load(path, each, partial(ujson_loads, precise_float=True), lines)]
-    reports = foreign.read(first + file.read(), path)
+    text = first + file.read()
+    content.update(text)
+    reports = foreign.read(text, path)
     if not reports:
         raise ValueError(f"{path} is neither a report nor a log with a table of nccl-tests")
     for report in reports:
         for case in report.cases:
             each(report, case)
     return reports
+
+
+def loads_in(end: dict[str, Any]) -> list[tuple[float, int]]:
+    """What other processes used of each node, from the last line of a report; [] if it does not
+    say."""
+    others = end.get("others")
+    rows = others if isinstance(others, list) else []
+    pairs = [row for row in rows if isinstance(row, list) and len(row) == 2]
+    return [(busy, cores) for busy, cores in pairs if is_number(busy) and cores and cores > 0]
+
+
+def loads_beside(path: str) -> list[tuple[float, int]]:
+    """The same from the file that ab.py writes beside a report: 01.load beside 01.jsonl."""
+    beside = os.path.splitext(path)[0] + LOAD_ENDING
+    if not os.path.isfile(beside):
+        return []
+    with open(beside, "rb") as file:
+        try:
+            content = json.load(file)
+        except ValueError:  # cut short: the load is not known
+            return []
+    return loads_in(content) if isinstance(content, dict) else []
 
 
 def is_time(name: str, metrics: dict[str, Any]) -> bool:
@@ -257,25 +303,45 @@ def number_of(value: Any) -> float | None:
 def timed(case: Case, measure: str | None) -> Row:
     """A case and its time.
 
-    The time is the median of its iterations; of a case without samples it is the first metric in
-    seconds, else the first rate, or the one that `measure` names. A time follows from a rate.
+    The time is `time_of_blocks`; of a case without samples it is the first metric in seconds, else
+    the first rate, or the one that `measure` names. A time follows from a rate.
     """
     row = Row(**vars(case) | {"samples_s": {}, "name": case.name or canonical(case.key)})
     if row.failed:
         return row
     if case.samples_s:
         row.measure, (row.times_s,) = case.samples_s.popitem()  # the only one that was kept
-        row.time_s = float(np.median(row.times_s))
+        row.time_s = time_of_blocks(row.times_s, row.rounds)
+        has_blocks = is_in_rounds(row.times_s, row.rounds) and len(row.rounds) >= MIN_ROUNDS
+        row.time_is = BY_ROUNDS if has_blocks else BY_ITERATIONS
         return row
     times_first = sorted(row.metrics, key=lambda name: unit_of(name).name != "s")
     for name in [measure] if measure else times_first:
         value = number_of(row.metrics.get(name))
         if value and is_time(name, row.metrics):
             is_rate = unit_of(name).name in RATES
-            row.measure = f"1 / {name}" if is_rate else name
+            row.measure, row.time_is = f"1 / {name}" if is_rate else name, BY_SCRIPT
             row.time_s = 1 / value if is_rate else value
             break
     return row
+
+
+def time_of_blocks(
+    times_s: Sequence[float], rounds: Sequence[int], blocks: int | None = None
+) -> float:
+    """The time of a run from the seconds of its iterations [n]: `stats.time_of_rounds`, or their
+    median if the rounds are not known (n is not their sum).
+
+    blocks: the number of rounds that count, from the first one on; None for all.
+    """
+    if not is_in_rounds(times_s, rounds):
+        return float(np.median(times_s))
+    kept = rounds[:blocks]
+    return time_of_rounds(times_s[: sum(kept)], kept)
+
+
+def is_in_rounds(times_s: Sequence[float], rounds: Sequence[int]) -> bool:
+    return 0 < sum(rounds) == len(times_s)
 
 
 def by_benchmark(runs: Sequence[Run]) -> dict[str, list[Run]]:

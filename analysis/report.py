@@ -34,11 +34,10 @@ from analysis import show
 from analysis.differences import (
     describe_environment,
     differences,
-    is_disturbed,
-    load_of_others,
     parts_of,
     resumed_text,
 )
+from analysis.evidence import is_disturbed, load_of_others, load_text, unfit
 from analysis.figures import draw, svg
 from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, rows_of, values_of
 from common.cli import Parser, refuse, show_size
@@ -83,11 +82,10 @@ def summary(runs: Sequence[Run]) -> Section:
     for i, run in enumerate(runs):
         name = f"{run.label}: " if len(runs) > 1 else ""
         section.answers += [f"{name}{sentence}" for sentence in run.end.get("answer") or []]
-        load = load_of_others(run)
-        if load:
-            line = f"{name}Other programs used {load[0]:g} of {load[1]} cores of a node meanwhile"
-            if is_disturbed(load):
-                section.loud.append(f"{line}: they disturbed it, and its times may be too long.")
+        if load_of_others(run):
+            line = f"{name}Other processes used {load_text(run)} of a node"
+            if is_disturbed(run):
+                section.loud.append(f"{line}: the run was disturbed, its times may be too long.")
             else:
                 section.quiet.append(f"{line}.")
         counts = Counter(re.split("[:,]", case.check)[0] for case in run.rows.values())
@@ -102,6 +100,8 @@ def summary(runs: Sequence[Run]) -> Section:
             reports.marks[i] = "failed"
     if failures.rows:
         section.tables.append(failures)
+    for label, why in unfit(runs).items():
+        section.loud.append(f"{label} is no evidence in a comparison: {why}.")
     section.loud += warnings(runs)
     return section
 
@@ -178,12 +178,13 @@ def warnings(runs: Sequence[Run]) -> list[str]:
 def time_of_step(row: Row) -> dict[str, Any]:
     """The median of a case's step with its interval, where none of its metrics is about it."""
     step = row.measure.replace(" ", "_")
-    numbers = [number_of(value) for value in row.metrics.values()]
     has_name = any(name.startswith(step) for name in row.metrics)
-    has_value = any(math.isclose(x, row.time_s) for x in numbers if x is not None)
-    if not len(row.times_s) or has_name or has_value:
+    if not len(row.times_s) or has_name:
         return {}
-    return {f"{step}_s": median(row.times_s)}
+    time = median(row.times_s)
+    numbers = [number_of(value) for value in row.metrics.values()]
+    has_value = any(math.isclose(x, time.value) for x in numbers if x is not None)
+    return {} if has_value else {f"{step}_s": time}
 
 
 def benchmark(runs: Sequence[Run]) -> Section:
@@ -195,6 +196,9 @@ def benchmark(runs: Sequence[Run]) -> Section:
             cases.setdefault(row.table, []).append((run, row))
     tables = [table_of(title, of_title, len(runs) > 1) for title, of_title in cases.items()]
     quiet = [f"In all cases: {alike_in_all(rows_of(runs)) or 'nothing'}."]
+    if any("step_p50_s" in row.metrics for row in rows_of(runs)):
+        what = "geometric means over rounds of block medians"
+        quiet.append(f"Times are {what}, and ratios their quotients; p50 to p99 are percentiles.")
     return Section(runs[0].benchmark, tables, quiet=quiet, runs=runs)
 
 

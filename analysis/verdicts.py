@@ -1,6 +1,6 @@
 """Runs of a base against runs of a test, case by case: ratio, interval, verdict.
 
-The run is the unit: only its median counts, on a log scale. The iterations within a run do not tell
+The run is the unit: only its time counts, on a log scale. The iterations within a run do not tell
 how much two runs differ that were started alike. docs/compare.md derives the formulas.
 """
 
@@ -8,28 +8,32 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import log1p, sqrt
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy import stats
 
-from analysis.differences import (
-    Difference,
-    differences,
+from analysis.differences import Difference, differences, resumed_text
+from analysis.evidence import (
+    ALLOWED,
+    Evidence,
+    evidence,
     is_disturbed,
+    is_timed,
     load_of_others,
-    resumed_text,
+    noteworthy,
 )
-from analysis.load import Row, Run, rows_of
+from analysis.load import Row, Run, rows_of, time_of_blocks
 from analysis.show import list_once
 
+Side = Sequence[tuple[Run, Row | None]]  # the runs of a side, and the case in each
 Rows = Sequence[Row | None]  # those of a case, one a run; None where a run lacks the case
 
 ALPHA = 0.05  # of error, two-sided
 POWER = 0.9  # the smallest change is shown in so many of all comparisons
-MIN_BLOCKS = 6  # in a pair of runs that took turns; with fewer blocks the runs' medians count
-MAX_RUNS = 1000  # a larger number of runs is never recommended
+MAX_RUNS = 100  # a larger number of runs is never recommended
+WIDEST = 3.0  # an interval that reaches farther from its ratio, as a factor, says nothing
+UNEXPLAINED = 5.0  # a change by a larger factor is reported although the runs were disturbed
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class Design:
 
     margin: float = 0.02  # the smallest relative change that matters
     paired: bool = False  # base[i] and test[i] were neighbours in time: their ratio is the unit
-    interleaved: bool = False  # the blocks of both took turns, and make pairs as well
+    interleaved: bool = False  # the blocks of both took turns: as many of each count
+    runs: int = 2  # a verdict needs this number of runs a side that are evidence
+    allow_disturbed: bool = False  # the load of a run is no reason to leave it out
     looks: int = 1  # how often the growing data are looked at; the looks share the error rate
 
     @property
@@ -51,8 +57,9 @@ class Design:
 class Result:
     """One case on both sides. Times in seconds, one a run; ratio = test / base, over 1 is slower.
 
-    verdict: slower, faster, same, undecided; missing where TEST has no time, new where BASE has
-    none, else not compared.
+    verdict: slower, faster, same, undecided; failed if the case failed in at least half of TEST's
+    runs; missing if TEST has no time in at least half of them, new if BASE has none; otherwise
+    not compared.
     """
 
     benchmark: str
@@ -60,9 +67,16 @@ class Result:
     label: str = ""
     verdict: str = "not compared"
     reason: str = ""
+    caveats: list[str] = field(default_factory=list)  # what the verdict has to say beside itself
     measure: str = ""  # the step or metric whose times are compared; empty: nothing is
+    times_are: list[str] = field(default_factory=list)  # by which estimator; see load.timed
+    base_runs: list[int] = field(default_factory=list)  # the positions of the runs that count
+    test_runs: list[int] = field(default_factory=list)
     base_s: list[float] = field(default_factory=list)
     test_s: list[float] = field(default_factory=list)
+    enough: bool = True  # runs for a verdict
+    disturbed: bool = False  # there would be enough if their load were no reason to leave them out
+    left_out: dict[str, str] = field(default_factory=dict)  # label of a run -> why
     ratio: float | None = None
     # of the ratio, with 1 - Design.error_rate; None where nothing tells how much runs scatter
     interval: tuple[float, float] | None = None
@@ -70,47 +84,65 @@ class Result:
     runs_needed: int | None = None  # a side, about, to narrow the interval to +-margin
     # the smallest change, as a fraction, that so many runs show in 9 of 10 comparisons
     smallest_change: float | None = None
-    pair_ratios: list[float] = field(default_factory=list)  # where runs are compared in pairs
+
+    @property
+    def pair_ratios(self) -> list[float]:
+        """test / base of each pair, if runs are compared in pairs."""
+        return [test / base for base, test in zip(self.base_s, self.test_s, strict=True)]
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the interval says anything: it reaches to at most WIDEST times the ratio."""
+        if self.interval is None or self.ratio is None:
+            return False
+        low, high = self.interval
+        return self.ratio / WIDEST <= low and high <= self.ratio * WIDEST
 
 
 @dataclass(frozen=True)
 class Comparison:
     cases: list[Result]
-    mean: Result | None  # the geometric mean over the cases that every run has
+    mean: Result | None  # the geometric mean over the cases that all counting runs have
     environment: list[Difference]  # hardware first
     warnings: list[str]
     base: Sequence[Run]
     test: Sequence[Run]
     design: Design
 
+    @property
+    def left_out(self) -> dict[str, str]:
+        """The runs, or pairs, that are no evidence for any case -> why: see Evidence.left_out."""
+        return {label: why for case in self.cases for label, why in case.left_out.items()}
+
 
 def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Comparison:
     """Compare every case that either side has. Raises ValueError where no case is on both."""
     cases = results_of_cases(base, test, design)
-    compared = [case for case in cases if case.measure]
-    runs = (len(base), len(test))
-    mean = mean_of([case for case in compared if (len(case.base_s), len(case.test_s)) == runs])
-    judge_all([*compared, mean] if mean else compared, design)
-    said = warnings_of([*base, *test])
-    return Comparison(cases, mean, differences(base, test), said, base, test, design)
+    mean = mean_of(cases)
+    judge_all([*cases, mean] if mean else cases, design)
+    environment = differences(base, test)
+    comparison = Comparison(cases, mean, environment, [], base, test, design)
+    comparison.warnings.extend(warnings_of(comparison))
+    return comparison
 
 
-def warnings_of(runs: Sequence[Run]) -> list[str]:
-    lines = []
+def warnings_of(comparison: Comparison) -> list[str]:
+    """Runs that are left out and why, runs that were disturbed and count, and other programs."""
+    lines, design = noteworthy(comparison.left_out), comparison.design
+    runs = [*comparison.base, *comparison.test]
+    disturbed = [load for run in runs if is_disturbed(run) and (load := load_of_others(run))]
+    if disturbed and (design.paired or design.allow_disturbed):
+        busy, cores = max(disturbed)
+        what = f"other processes used up to {busy:.3g} of {cores} cores"
+        which = f"{len(disturbed)} of {len(runs)} runs"
+        rule = ALLOWED if design.allow_disturbed else "pairs count if both sides were loaded alike"
+        lines.append(f"{what} in {which}: {rule}")
     for run in runs:
-        if run.status != "complete":
-            lines.append(f"{run.label} is not complete: its status is {run.status}")
         if resumed := resumed_text(run):
             lines.append(f"{run.label} was resumed: {resumed}")
         if run.synchronized:
             what = "PyTorch's script waits for the device in each iteration, ddp_sweep once a block"
             lines.append(f"{run.label}: {what}; that alone may make ddp_sweep's steps shorter")
-    loads = [load_of_others(run) for run in runs]
-    disturbed = [load for load in loads if load and is_disturbed(load)]
-    if disturbed:
-        busy, cores = max(disturbed)
-        what = f"other programs used up to {busy:g} of {cores} cores in {len(disturbed)} of them"
-        lines.append(f"{len(runs)} runs: {what}, and what they did is in the times")
     return lines
 
 
@@ -155,10 +187,10 @@ def results_of_cases(base: Sequence[Run], test: Sequence[Run], design: Design) -
         raise ValueError(f"no case is on both sides: {why_none_joins(base, test)}")
     results = []
     for benchmark, form in base_cases | test_cases:
-        base_rows = [run.rows.get(form) for run in base if run.benchmark == benchmark]
-        test_rows = [run.rows.get(form) for run in test if run.benchmark == benchmark]
-        if not all(is_bare(row) for row in base_rows + test_rows):
-            results.append(times_of_case(benchmark, base_rows, test_rows, design))
+        base_side = [(run, run.rows.get(form)) for run in base if run.benchmark == benchmark]
+        test_side = [(run, run.rows.get(form)) for run in test if run.benchmark == benchmark]
+        if not all(is_bare(row) for _, row in base_side + test_side):
+            results.append(result_of_case(benchmark, base_side, test_side, design))
     if not results:
         raise ValueError("no case has a time or a metric, in BASE or in TEST")
     if len({result.benchmark for result in results}) > 1:
@@ -176,10 +208,6 @@ def cases_of(runs: Sequence[Run]) -> dict[tuple[str, str], Row]:
     return cases
 
 
-def is_timed(row: Row | None) -> TypeGuard[Row]:
-    return row is not None and row.time_s > 0
-
-
 def is_bare(row: Row | None) -> bool:
     """Whether a case says that it passed and nothing else, as of a probe that looks at no rank."""
     return row is None or (row.check, row.metrics, len(row.times_s)) == ("passed", {}, 0)
@@ -195,57 +223,72 @@ def why_untimed(side: str, rows: Rows) -> str:
     return f"{side}: no time in {len(untimed)} of {len(rows)} runs: {why}"
 
 
-def times_of_case(benchmark: str, base: Rows, test: Rows, design: Design) -> Result:
+def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Result:
     """The times of a case on both sides, or why they cannot be compared."""
     if design.paired and len(base) != len(test):
         raise ValueError(f"pairs need as many runs a side, got {len(base)} and {len(test)}")
-    first = next(row for row in (*base, *test) if row)
+    base_rows, test_rows = [row for _, row in base], [row for _, row in test]
+    first = next(row for row in (*base_rows, *test_rows) if row)
     result = Result(benchmark, first.key, first.label)
-    reasons = [why_untimed("BASE", base), why_untimed("TEST", test)]
+    reasons = [why_untimed("BASE", base_rows), why_untimed("TEST", test_rows)]
     result.reason = "; ".join(filter(None, reasons))
-    timed_base = [row for row in base if is_timed(row)]
-    timed_test = [row for row in test if is_timed(row)]
-    if not timed_base or not timed_test:
-        result.verdict = "new" if timed_test or not any(base) else "missing"
+    failed = sum(row is not None and row.failed for row in test_rows)
+    timed = sum(is_timed(row) for row in test_rows)
+    if failed and 2 * failed >= len(test):
+        result.verdict = "failed"
         return result
-    measures = sorted({row.measure for row in timed_base + timed_test})
+    if not any(is_timed(row) for row in base_rows):
+        result.verdict = "new" if timed or not any(base_rows) else "missing"
+        return result
+    if 2 * timed <= len(test):
+        result.verdict = "missing"
+        return result
+    measures = sorted({row.measure for row in base_rows + test_rows if is_timed(row)})
     if len(measures) > 1:
         result.reason = f"different times were kept: {', '.join(measures)}"
         return result
-    if design.paired:
-        pairs = [(a, b) for a, b in zip(base, test, strict=True) if is_timed(a) and is_timed(b)]
-        if not pairs:
-            return result
-        timed_base, timed_test = [a for a, _ in pairs], [b for _, b in pairs]
-        result.pair_ratios = [ratio_of(a, b, design.interleaved) for a, b in pairs]
+    found = evidence(base, test, design.paired, design.allow_disturbed)
+    result.left_out, result.caveats = found.left_out, found.caveats
+    choose_runs(result, found, design)
+    if not result.base_runs or not result.test_runs:
+        return result
     result.measure = measures[0]
-    result.base_s = [row.time_s for row in timed_base]
-    result.test_s = [row.time_s for row in timed_test]
+    result.times_are = sorted({row.time_is for row in base_rows + test_rows if is_timed(row)})
+    for i in result.base_runs:
+        result.base_s.append(base_rows[i].time_s)
+    for i in result.test_runs:
+        result.test_s.append(test_rows[i].time_s)
+    if design.interleaved:
+        pairs = zip(result.base_runs, result.test_runs, strict=True)
+        times = [times_of_turns(base_rows[i], test_rows[j]) for i, j in pairs]
+        result.base_s, result.test_s = [a for a, _ in times], [b for _, b in times]
     return result
 
 
-def ratio_of(base: Row, test: Row, interleaved: bool) -> float:
-    """TEST / BASE in a pair of runs.
+def choose_runs(result: Result, found: Evidence, design: Design) -> None:
+    """The runs whose times are shown. If too few are evidence for a verdict, these are all that
+    have a time and no other fault than their load."""
+    result.base_runs, result.test_runs = found.base, found.test
+    counts = len(found.base), len(found.test)
+    if min(counts) >= design.runs:
+        return
+    result.enough = False
+    result.disturbed = min(len(found.base_timed), len(found.test_timed)) >= design.runs
+    result.base_runs, result.test_runs = found.base_timed, found.test_timed
+    if counts == (1, 1) and not found.left_out:
+        return  # `judge` says that one run a side tells nothing
+    noun = "pairs" if design.paired else "runs a side"
+    have = f"{counts[0]}" if design.paired else f"{counts[0]} of BASE and {counts[1]} of TEST"
+    why = f"{design.runs} usable {noun} are needed, there are {have}"
+    result.reason = "; ".join(filter(None, [why, result.reason]))
 
-    It is the ratio of their medians. Where the runs took turns, it is the median over the blocks
-    that were neighbours in time: a slow moment hits both blocks of a pair, or is an outlier.
-    """
-    if interleaved:
-        base_s, test_s = block_medians(base), block_medians(test)
-        count = min(len(base_s), len(test_s))  # one run may have had more blocks than the other
-        base_s, test_s = base_s[:count], test_s[:count]
-        if count >= MIN_BLOCKS and base_s.min() > 0 and test_s.min() > 0:
-            logs = np.log(test_s / base_s)
-            return float(np.exp(np.median(logs)))
-    return test.time_s / base.time_s
 
-
-def block_medians(row: Row) -> NDArray[np.float64]:
-    """The median of each block of a run that took turns; none where its blocks are not known."""
-    if not 0 < sum(row.rounds) == len(row.times_s):
-        return np.array([])
-    blocks = np.split(np.asarray(row.times_s), np.cumsum(row.rounds)[:-1])
-    return np.array([np.median(block) for block in blocks])
+def times_of_turns(base: Row, test: Row) -> tuple[float, float]:
+    """The times of two runs that took turns: from as many blocks of each, since one run may have
+    had more of them than the other."""
+    blocks = min(len(base.rounds), len(test.rounds))
+    times = [time_of_blocks(row.times_s, row.rounds, blocks) for row in (base, test)]
+    return times[0], times[1]
 
 
 def persists(ratios: Sequence[float]) -> bool:
@@ -267,14 +310,20 @@ def persists(ratios: Sequence[float]) -> bool:
 def mean_of(cases: Sequence[Result]) -> Result | None:
     """The geometric mean over cases, run by run, since what hits one case of a run hits others.
 
-    None for fewer than two cases.
+    Over the cases that have all runs that count for any case; None for fewer than two of them.
     """
-    if len(cases) < 2:
+    compared = [case for case in cases if case.measure]
+    base_runs = sorted({i for case in compared for i in case.base_runs})
+    test_runs = sorted({i for case in compared for i in case.test_runs})
+    full = [c for c in compared if (c.base_runs, c.test_runs) == (base_runs, test_runs)]
+    if len(full) < 2:
         return None
-    mean = Result(cases[0].benchmark, {}, f"geometric mean of {len(cases)} cases")
-    mean.base_s = geometric_means([case.base_s for case in cases])
-    mean.test_s = geometric_means([case.test_s for case in cases])
-    mean.pair_ratios = geometric_means([case.pair_ratios for case in cases])
+    mean = Result(full[0].benchmark, {}, f"geometric mean of {len(full)} cases")
+    mean.base_s = geometric_means([case.base_s for case in full])
+    mean.test_s = geometric_means([case.test_s for case in full])
+    mean.enough = all(case.enough for case in full)
+    mean.disturbed = not mean.enough and all(case.enough or case.disturbed for case in full)
+    mean.caveats = full[0].caveats
     return mean
 
 
@@ -291,12 +340,14 @@ def judge_all(cases: Sequence[Result], design: Design) -> None:
     Of the cases that count as a difference at most error_rate are false on average. (Benjamini and
     Hochberg, J. R. Statist. Soc. B 57, 1995.)
     """
-    for case in cases:
+    compared = [case for case in cases if case.base_s and case.test_s]
+    for case in compared:
         estimate(case, design)
-    p_values = [case.p for case in cases if case.p is not None]
+    p_values = [case.p for case in compared if case.p is not None and case.enough]
     adjusted = iter(stats.false_discovery_control(p_values) if p_values else [])
-    for case in cases:
-        is_discovery = case.p is not None and next(adjusted) <= design.error_rate
+    for case in compared:
+        is_counted = case.p is not None and case.enough
+        is_discovery = is_counted and next(adjusted) <= design.error_rate
         case.verdict, why = judge(case, is_discovery, design.margin)
         case.reason = "; ".join(filter(None, [why, case.reason]))
 
@@ -307,8 +358,9 @@ def estimate(case: Result, design: Design) -> None:
     The pair is the unit, or the run: then by Welch's t (Biometrika 34, 1947). A side of one run
     has no scatter that could be seen: the other side's counts for it.
     """
-    base, test, ratios = (np.log(x) for x in (case.base_s, case.test_s, case.pair_ratios))
-    log_ratio = ratios.mean() if design.paired else test.mean() - base.mean()
+    base, test = np.log(case.base_s), np.log(case.test_s)
+    ratios = test - base if design.paired else np.array([])
+    log_ratio = test.mean() - base.mean()
     case.ratio = finite_exp(log_ratio)
     units = len(ratios) if design.paired else len(base) + len(test) - 1
     if units < 2:
@@ -367,6 +419,11 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
         why = "one run a side: how much runs differ is unknown; measure several, better 6"
         return "undecided", why
     low, high = case.interval
+    if not case.enough:
+        if case.disturbed and (low > UNEXPLAINED or high < 1 / UNEXPLAINED):
+            what = f"over {UNEXPLAINED:g} times, which load does not explain"
+            return "slower" if low > 1 else "faster", what
+        return "undecided", ""
     most = 1 + margin
     least = 1 / most
     if least <= low and high <= most:

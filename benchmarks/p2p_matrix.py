@@ -61,7 +61,8 @@ from benchmarks.workloads.links import (
 from benchmarks.workloads.outliers import MARGIN, SIGMAS, Findings, Names, sentences
 from benchmarks.workloads.ranks import partition
 from common.benchmark import Benchmark, Key, folded
-from common.environment import Others, count_of, node_names, node_of_each, rank_names
+from common.cpu_load import Others
+from common.environment import count_of, node_names, node_of_each, rank_names
 from common.table import percent
 
 LARGEST_MATRIX = 32  # members; of more only the worst links are printed

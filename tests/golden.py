@@ -85,12 +85,14 @@ def recorded(recording: dict[str, Any]) -> Iterator[None]:
         rows = [row and benchmark.RankResult(row[0], row[1], seen) for row in received]
         return real_write(self, case, derive, rows, lines)
 
+    measured_on = recording["environment"]  # recorded without what was added to it later
+    measured_on = {"gpu_counts": list(map(len, measured_on["gpus"]))} | measured_on
     launcher = {"RANK": "0", "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
     launcher |= {"LOCAL_WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     with (
         patch.dict(os.environ, launcher),
         patch.object(benchmark, "join", join),
-        patch.object(environment, "collect", return_value=recording["environment"]),
+        patch.object(environment, "collect", return_value=measured_on),
         patch.object(groups.Groups, "take", return_value=(None, False)),
         patch.object(groups.Groups, "give_back"),
         patch.object(benchmark.Benchmark, "attempt", return_value=None),

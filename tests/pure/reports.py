@@ -2,6 +2,7 @@
 
 import gc
 import io
+import itertools
 import json
 import random
 import runpy
@@ -38,15 +39,26 @@ def case(name: str, times: Sequence[Any] = (0.1,), **changes: Any) -> dict[str, 
     return line | changes
 
 
+STARTS = itertools.count()  # no two reports are copies of one run
+
+
+def start(hour: int = 0) -> str:
+    """Another moment in this hour of 2026-01-01 in each call."""
+    minute, second = divmod(next(STARTS) % 3600, 60)
+    return f"2026-01-01T{hour:02}:{minute:02}:{second:02}+00:00"
+
+
 def write(path: Path, *cases: dict[str, Any], **changes: Any) -> str:
-    """A complete report of ddp_sweep at `path`; `changes` of its first line, or its status."""
-    status = changes.pop("status", "complete")
+    """A complete report of ddp_sweep at `path`; `changes` of its first line, or its status, or what
+    other processes used of the cores (others; None: not recorded)."""
+    status, others = changes.pop("status", "complete"), changes.pop("others", [[0.0, 2]])
     about = {"torch": "2.15.0", "world_size": 2, "devices": ["a CPU"], "hosts": ["vm"]}
     head = {"schema": "torchrun-bench/3", "benchmark": "ddp_sweep", "environment": about}
-    head |= {"argv": ["benchmarks/ddp_sweep.py"], "started_at": "2026-01-01T00:00:00+00:00"}
+    head |= {"argv": ["benchmarks/ddp_sweep.py"], "started_at": start()}
     lines = [head | changes, *cases]
     if status:
-        lines.append({"status": status, "finished_at": "2026-01-01T00:01:00+00:00"})
+        last = {"status": status, "finished_at": "2026-01-01T00:01:00+00:00"}
+        lines.append(last if others is None else last | {"others": others})
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return str(path)
@@ -55,8 +67,8 @@ def write(path: Path, *cases: dict[str, Any], **changes: Any) -> str:
 def runs(folder: Path, times: Sequence[float], name: str = "no ddp", **changes: Any) -> str:
     """A folder of reports, one a time in seconds, started an hour apart."""
     for i, seconds in enumerate(times):
-        start = {"started_at": f"2026-01-01T{i:02}:00:00+00:00"}
-        write(folder / f"{i:02}.jsonl", case(name, [seconds] * 5), **(start | changes))
+        head = {"started_at": start(i)} | changes
+        write(folder / f"{i:02}.jsonl", case(name, [seconds] * 5), **head)
     return str(folder)
 
 

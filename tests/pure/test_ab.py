@@ -1,5 +1,6 @@
 """analysis/ab.py with small python commands that write reports, in turn or taking turns."""
 
+import itertools
 import math
 import os
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from analysis.ab import Race, planned_looks, sentence, show_race
+from analysis.ab import Race, order_of, planned_looks, sentence, show_race
 from analysis.verdicts import Comparison, Design, Result, persists
 from common.report import load
 from tests.pure.reports import ROOT, run
@@ -69,13 +70,15 @@ def flags_of(out: Path, a: str, b: str, *more: str) -> list[str]:
 
 
 def test_abba_and_resume(out: Path) -> None:
-    more = ("--runs", "3", "--b-env", "FAKE=B", "HF_TOKEN=hunter2")
+    more = ("--runs", "3", "--allow-disturbed", "--b-env", "FAKE=B", "HF_TOKEN=hunter2")
     done = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more))
     assert done.returncode == 0, done.stderr
     assert "1.10x slower" in done.stdout
     assert "# environment: variables.FAKE: unset in BASE, B in TEST" in done.stdout
     order = (out / "order").read_text().split()[0::2]
-    assert order == [*["0.1"] * 48, *["0.11"] * 96, *["0.1"] * 96, *["0.11"] * 48]  # AB BA AB
+    seed = int(re.search(r"^seed: (\d+)$", (out / "plan.txt").read_text(), re.MULTILINE)[1])
+    names = [name for n in (1, 2, 3) for name in order_of(["0.1", "0.11"], n, seed)]
+    assert order == [name for name in names for _ in range(48)]
     assert "hunter2" not in (out / "plan.txt").read_text()
     (out / "b" / "02.jsonl").unlink()
     again = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more))
@@ -165,7 +168,8 @@ def test_processes_that_a_command_leaves_are_ended(out: Path) -> None:
 
 def test_a_against_a(out: Path) -> None:
     """What so many runs can show."""
-    done = run("ab.py", "--a", fake(out, "0.1 x"), "--out", str(out), "--runs", "4")
+    words = ("--runs", "4", "--allow-disturbed")
+    done = run("ab.py", "--a", fake(out, "0.1 x"), "--out", str(out), *words)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^case +BASE .* interval +smallest change\n", done.stdout, re.M)
     # the fake times depend on the round alone
@@ -177,6 +181,7 @@ def test_several_commands_that_take_turns(out: Path) -> None:
     """One of three is 10 % slower and has fewer blocks; two have the same times."""
     flags = ["--a", f"quick={fake(out, '0.1 x')}", "--b", f"slow={fake(out, '0.11 short')}"]
     flags += [f"equal={fake(out, '0.100 x')}", "--runs", "2", "--max-runs", "4", "--interleave"]
+    flags += ["--allow-disturbed"]
     done = run("ab.py", *flags, "--out", str(out))
     assert done.returncode == 0, done.stderr
     for name in ("equal", "slow"):
@@ -241,6 +246,19 @@ def test_a_command_ends_with_ab_that_is_killed(out: Path) -> None:
     assert alive == []
 
 
+def test_each_command_is_first_in_two_of_four_rounds_at_random() -> None:
+    seen = set()
+    for seed in range(40):
+        order = [order_of(["a", "b"], n, seed)[0] for n in range(1, 13)]
+        assert [sorted(order[i : i + 4]) for i in (0, 4, 8)] == [["a", "a", "b", "b"]] * 3
+        assert order == [order_of(["a", "b"], n, seed)[0] for n in range(1, 13)]
+        seen.add("".join(order[:4]))
+    assert len(seen) == 6  # every way to place two of each
+    assert {tuple(order_of(["a", "b", "c"], n, 7)) for n in range(1, 60)} == set(
+        itertools.permutations("abc")
+    )
+
+
 def test_looks_are_even_and_grow_by_a_third() -> None:
     assert planned_looks(6, 24) == [6, 8, 12, 16, 24]
     assert planned_looks(6, 6) == [6]
@@ -261,7 +279,7 @@ def test_the_last_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """`best` is said of one that all others are slower than; then what is wrong with the order."""
     level = [math.exp(x) for x in (1, 1, 1, 1, -1, -1, -1, -1)]
     results = {
-        "a": Result("", {}, ratio=1.123, interval=(1.0801, 1.171), pair_ratios=level),
+        "a": Result("", {}, ratio=1.123, interval=(1.0801, 1.171), base_s=[1.0] * 8, test_s=level),
         "c": Result("", {}, ratio=1.01, interval=(0.98, 1.04)),
         "e": Result("", {}, ratio=1.05, interval=(0.99, 1.1)),
         "f": Result("", {}),

@@ -130,8 +130,10 @@ def test_answer() -> None:
 
 
 def test_beside_by_hand() -> None:
-    """Alone 10 and 5 ms, both 12 ms; the slowest of 2 ranks counts. 12 / 10 and 15 / 10; in one of
-    6 rounds 18 / 10. Both are 1,000 times as fast on rank 1."""
+    """Alone 10 and 5 ms, both 12 ms, in one of 6 rounds 18 ms; the slowest of 2 ranks counts. The
+    geometric mean is 12 * 1.5^(1 / 6) = 12.839 ms, and the standard deviation of the logarithms
+    0.1655, so the interval is 1.284 exp(-+ 2.571 * 0.1655 / sqrt(6)). Both are 1,000 times as fast
+    on rank 1."""
     both = [0.012, 0.012, 0.018, 0.012, 0.012, 0.012]
     rows = {"step": both, "alone": [0.010] * 6, "beside": [0.005] * 6}
     samples = {name: [row, [x / 1e3 for x in row]] for name, row in rows.items()}
@@ -141,12 +143,12 @@ def test_beside_by_hand() -> None:
     collectives.derive_beside(args, case, Times(samples, [1] * 6), facts)
     m = case.metrics
     times = [m[f"{name}_time_s"].value for name in ("both", "alone", "beside", "longer")]
-    assert times == pytest.approx([0.012, 0.010, 0.005, 0.010])
+    assert times == pytest.approx([0.012839, 0.010, 0.005, 0.010], rel=1e-4)
     ratio = m["both_over_longer"]
-    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.2, 1.2, 1.8))
+    assert (ratio.value, ratio.low, ratio.high) == pytest.approx((1.2839, 1.0792, 1.5275), rel=1e-3)
     assert (m["longer"], m["in_turn_over_longer"]) == ("all_reduce", pytest.approx(1.5))
     assert case.check == "passed"
-    sentence = "both at the same time take 1.20 times (1.20 to 1.80) as long as all_reduce alone"
+    sentence = "both at the same time take 1.28 times (1.08 to 1.53) as long as all_reduce alone"
     end = "; one after the other, 1.50 times"
     pair = "all_reduce of 61.04M bytes beside all_to_all of 1M"
     assert collectives.answer_beside([case]) == f"{pair}: {sentence}{end}"

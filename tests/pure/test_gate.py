@@ -16,6 +16,7 @@ import yaml
 
 from analysis.ab import add_flags
 from common.cli import Parser
+from common.cpu_load import CpuLoad
 from common.report import load
 from tests.process import ROOT
 
@@ -80,6 +81,7 @@ def test_eight_lines_write_a_report_of_ones_own(
     assert len(lines.splitlines()) == 8
     names = {"json": json, "os": os, "sys": sys, "datetime": datetime, "UTC": UTC}
     names |= {"torch": SimpleNamespace(__version__="2.15.0"), "step_times": [0.1, 0.3, 0.2]}
+    names["load"] = CpuLoad()
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setattr(sys, "argv", ["train.py", "--json", str(tmp_path / rank)])
@@ -87,6 +89,8 @@ def test_eight_lines_write_a_report_of_ones_own(
     report = load(str(tmp_path / "0"))
     assert (report.benchmark, report.status) == ("my_training", "complete")
     assert report.cases[0].samples_s == {"step": [[0.1, 0.3, 0.2]]}
+    ((busy, cores),) = report.end["others"]
+    assert 0 <= busy <= cores
     assert not (tmp_path / "1").exists()
 
 

@@ -12,7 +12,7 @@ import pytest
 from analysis.differences import describe_environment, resumed_text
 from analysis.load import frame, load
 from analysis.report import sections_of
-from analysis.verdicts import warnings_of
+from analysis.verdicts import Design, compare
 from tests.pure.reports import ROOT, case, estimate, write
 
 
@@ -101,7 +101,7 @@ def test_links_are_cases_of_their_own(tmp_path: Path) -> None:
 
 def test_folders_and_patterns(tmp_path: Path) -> None:
     for name in ("b", "a"):
-        write(tmp_path / f"{name}.jsonl", case("x"))
+        write(tmp_path / f"{name}.jsonl", case("x"), started_at="2026-01-01T00:00:00+00:00")
     (tmp_path / "notes.txt").write_text("no report")
     assert [Path(run.label).name for run in load([str(tmp_path)])] == ["a.jsonl", "b.jsonl"]
     assert len(load([f"{tmp_path}/*.jsonl"])) == 2
@@ -167,7 +167,8 @@ def test_each_case_of_a_resumed_report_has_the_host_that_measured_it(tmp_path: P
         "argv": ["x", "--resume"],
     }
     link = case("round 1", samples_s={}, metrics={"links": [[0, 1, 5.0, 1.0, 1.0, 1.0]]})
-    path = write(tmp_path / "a.jsonl", case("no ddp", [1]), line, case("2 ranks", [2]), link)
+    cases = (case("no ddp", [1]), line, case("2 ranks", [2]), link)
+    path = write(tmp_path / "a.jsonl", *cases, started_at="2026-01-01T00:00:00+00:00")
     (run,) = load([path])
     table = frame([run])
     assert table["host"].tolist() == ["vm"] + ["node2"] * 5
@@ -178,7 +179,7 @@ def test_each_case_of_a_resumed_report_has_the_host_that_measured_it(tmp_path: P
     other = write(tmp_path / "b.jsonl", case("no ddp", [1]))
     (plain,) = load([other])
     assert resumed_text(plain) == ""
-    assert f"{path} was resumed: {told}" in warnings_of([run, plain])
+    assert f"{path} was resumed: {told}" in compare([run], [plain], Design()).warnings
     _, sections = sections_of([path])
     assert f"a was resumed: {told}." in sections[0].loud
     cells = str(sections[1].tables)

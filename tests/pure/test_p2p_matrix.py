@@ -7,7 +7,7 @@ import pytest
 from benchmarks import p2p_matrix
 from benchmarks.workloads.links import Link, Messages
 from benchmarks.workloads.outliers import Findings, Slowness, Who
-from common.environment import Others
+from common.cpu_load import Others
 
 
 def test_the_key_of_a_round_says_who_meets() -> None:

@@ -1,0 +1,299 @@
+"""Which runs are evidence: by copies, failures, interruptions and load. The gate, the table and the
+page have to agree."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis.compare import show
+from analysis.load import load
+from analysis.verdicts import Comparison, Design, compare
+from tests.pure.reports import case, run, runs, start, write
+
+FAILED = case("no ddp", check="failed: wrong average", samples_s={}, rounds=[])
+BUSY = {"others": [[1.9, 2]]}
+
+
+def gate(base: str, test: str, *more: str) -> tuple[int, str]:
+    """The exit status of `--fail-on slower`, and what is printed."""
+    done = run("compare.py", base, "--test", test, "--fail-on", "slower", *more)
+    return done.returncode, done.stdout
+
+
+def reason_line(printed: str) -> str:
+    return next(line for line in printed.splitlines() if line.startswith("# 1 case"))
+
+
+# -- copies ----------------------------------------------------------------------------------------
+
+
+def test_a_copy_of_a_run_is_no_second_run(tmp_path: Path) -> None:
+    """Two runs a side, in two copies: with them the interval would be 1.002 to 1.066."""
+    for side, times in (("old", [1.0, 1.02]), ("new", [1.04, 1.06])):
+        runs(tmp_path / side, times)
+        for copy in ("backup1", "backup2"):
+            shutil.copytree(tmp_path / side, tmp_path / copy)
+            shutil.move(tmp_path / copy, tmp_path / side / copy)
+    status, printed = gate(str(tmp_path / "old"), str(tmp_path / "new"))
+    assert status == 4
+    # of two runs a side: exp(0.0389 +- 4.303 * 0.0137)
+    assert re.search(
+        r"no ddp +1.01 s +1.05 s +1.04x slower +0.97\d+ to 1.10\d+ +undecided", printed
+    )
+    assert re.search(r"# warning: left out: a copy of \S+old/00.jsonl: \S+/00.jsonl, \S+", printed)
+
+
+def test_four_copies_of_one_run_are_one_run(tmp_path: Path) -> None:
+    runs(tmp_path / "a", [1.0, 1.1])
+    for number in range(4):
+        path = write(tmp_path / "b" / f"{number}.jsonl", case("no ddp", [0.9]), started_at="x")
+        Path(path).write_text(Path(path).read_text() + "\n" * number)  # other bytes, the same run
+    status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert status == 4
+    assert "2 usable runs a side are needed, there are 2 of BASE and 1 of TEST" in printed
+
+
+def test_a_side_that_is_a_copy_of_the_other_one_is_not_the_same(tmp_path: Path) -> None:
+    base = runs(tmp_path / "a", [1.0, 1.0, 1.0])
+    shutil.copytree(base, tmp_path / "b")
+    assert gate(base, str(tmp_path / "b"))[0] == 4
+
+
+def test_without_host_or_start_a_copy_has_the_same_bytes(tmp_path: Path) -> None:
+    """As logs, and reports of a training loop of one's own."""
+    for number, seconds in enumerate((1.0, 1.0, 1.0)):
+        about: dict[str, Any] = {"environment": {"torch": "2"}, "argv": [number]}
+        write(tmp_path / "a" / f"{number}.jsonl", case("x", [seconds]), started_at="t", **about)
+        same: dict[str, Any] = about | {"argv": ["the same"]}
+        write(tmp_path / "b" / f"{number}.jsonl", case("x", [seconds]), started_at="t", **same)
+    status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert status == 4
+    assert "there are 3 of BASE and 1 of TEST" in printed
+
+
+def test_runs_of_one_second_with_other_samples_are_two_runs(tmp_path: Path) -> None:
+    for side in "ab":
+        for number in range(3):
+            times = [1.0 + 0.001 * number]
+            write(tmp_path / side / f"{number}.jsonl", case("x", times), started_at=f"{side} 12:00")
+    assert gate(str(tmp_path / "a"), str(tmp_path / "b"))[0] == 0
+
+
+# -- failed, missing, interrupted ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "count", "fail_on", "status", "verdict"),
+    [
+        # `failed` in half of TEST's runs or more fails every gate
+        ([FAILED], 4, "slower", 1, "failed"),
+        ([FAILED], 3, "faster", 1, "failed"),
+        ([FAILED], 2, "slower", 0, "same"),
+        ([case("another")], 4, "slower,missing", 1, "missing"),
+        ([case("another")], 4, "slower", 4, "missing"),
+        ([case("another")], 2, "slower", 4, "same"),  # `another` is new, and has no verdict
+    ],
+)
+def test_runs_of_test_in_which_the_case_failed_or_is_missing(
+    tmp_path: Path, bad: list[dict[str, Any]], count: int, fail_on: str, status: int, verdict: str
+) -> None:
+    base = runs(tmp_path / "a", [1.0, 1.001, 0.999, 1.0, 1.001, 0.999])
+    for number in range(6):
+        lines = bad if number < count else [case("no ddp", [1.0])]
+        write(tmp_path / "b" / f"{number}.jsonl", *lines)
+    if verdict == "same" and bad != [FAILED]:
+        status = 0  # what is new has nothing to pass
+    words = ("compare.py", base, "--test", str(tmp_path / "b"), "--fail-on", fail_on)
+    done = run(*words)
+    assert done.returncode == status, done.stdout
+    assert re.search(rf"^no ddp .*\b{verdict}$", done.stdout, re.MULTILINE)
+
+
+@pytest.mark.parametrize("status", ["failed", None])
+def test_a_run_that_did_not_end_in_order_is_no_evidence(tmp_path: Path, status: str | None) -> None:
+    """status: None for an interrupted run. No case failed, but something else did."""
+    base = runs(tmp_path / "a", [1.0, 1.001, 0.999])
+    test = runs(tmp_path / "b", [1.0, 1.001, 0.999], status=status)
+    gave, printed = gate(base, test)
+    assert gave == 4
+    why = "the run failed" if status else "interrupted"
+    assert f"# warning: left out: {why}: {test}/00.jsonl, {test}/01.jsonl" in printed
+    page = tmp_path / "page.html"
+    assert run("report.py", test, "-o", str(page)).returncode == 0
+    assert f"00 is no evidence in a comparison: {why}." in page.read_text()
+
+
+def test_a_case_that_failed_leaves_the_other_cases_of_its_run(tmp_path: Path) -> None:
+    base, test = tmp_path / "a", tmp_path / "b"
+    for number in range(3):
+        write(base / f"{number}.jsonl", case("x", [1.0]), case("no ddp", [2.0]))
+        write(test / f"{number}.jsonl", case("x", [1.0]), FAILED, status="failed")
+    status, printed = gate(str(base), str(test))
+    assert status == 1
+    assert re.search(r"^x +1 s +1 s +1.00x +1 to 1 +same$", printed, re.MULTILINE)
+    assert re.search(r"^no ddp +- +- +- +- +failed$", printed, re.MULTILINE)
+
+
+def test_an_interval_that_says_nothing_is_not_printed(tmp_path: Path) -> None:
+    """104 and 832 ms against four runs of 100 ms: 2.3e-06 to 5.5e+05 before."""
+    base = runs(tmp_path / "a", [0.1, 0.101, 0.099, 0.1])
+    test = runs(tmp_path / "b", [0.104, 0.832])
+    status, printed = gate(base, test)
+    assert status == 4
+    assert re.search(r"2.94x slower +no interval +undecided", printed)
+    assert "more than 100 runs a side would be needed for +-2 %; look for the cause" in printed
+    assert "even chance" not in printed
+
+
+# -- load ------------------------------------------------------------------------------------------
+
+
+def test_disturbed_runs_are_left_out_by_their_load(tmp_path: Path) -> None:
+    """12 reports beside a program on 1.9 of 2 cores; TEST takes 1.12 times as long."""
+    times = [1.0, 1.01, 0.99, 1.0, 1.01, 0.99]
+    base = runs(tmp_path / "a", times, **BUSY)
+    test = runs(tmp_path / "b", [1.12 * time for time in times], **BUSY)
+    status, printed = gate(base, test)
+    assert status == 4
+    assert "2 usable runs a side are needed, there are 0 of BASE and 0 of TEST" in printed
+    busy = r"# warning: left out: other processes used more than a tenth of the cores: \S+/00.jsonl"
+    assert re.search(rf"{busy} \(1.9 of 2 cores\), \S+", printed)
+    status, printed = gate(base, test, "--allow-disturbed")
+    assert status == 1
+    assert re.search(r"^no ddp .* slower \[disturbed runs allowed\]$", printed, re.MULTILINE)
+    assert "used up to 1.9 of 2 cores in 12 of 12 runs: disturbed runs allowed" in printed
+
+
+def test_two_quiet_runs_a_side_are_enough(tmp_path: Path) -> None:
+    """A run is left out by its load, never by its time."""
+    for side, times in (("a", [1.0, 1.001, 1.3]), ("b", [1.2, 1.201, 1.5])):
+        for number, seconds in enumerate(times):
+            others = [[1.0 if number == 2 else 0.2, 2]]
+            write(tmp_path / side / f"{number}.jsonl", case("x", [seconds]), others=others)
+    status, printed = gate(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert status == 1
+    assert re.search(r"^x +1 s +1.2 s +1.20x slower .* slower$", printed, re.MULTILINE)
+
+
+def test_an_effect_that_load_does_not_explain_is_reported(tmp_path: Path) -> None:
+    base = runs(tmp_path / "a", [1.0, 1.01, 0.99], **BUSY)
+    test = runs(tmp_path / "b", [22.0, 22.2, 21.8], **BUSY)
+    status, printed = gate(base, test)
+    assert status == 1
+    assert "slower: over 5 times, which load does not explain" in printed
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "status"),
+    [
+        ([[1.9, 2]], [[1.75, 2]], 1),  # disturbed, but alike: 0.075 of the cores apart
+        ([[0.0, 2]], [[0.2, 2]], 1),
+        ([[0.0, 2]], [[0.21, 2]], 4),
+        ([[1.0, 2], [0.0, 2]], [[0.0, 2], [1.0, 2]], 4),  # each node with itself
+        ([[1.0, 2], [0.0, 2]], [[1.0, 2], [0.0, 2]], 1),
+        (None, [[1.0, 2]], 1),  # and the verdict says that the load was not recorded
+    ],
+)
+def test_a_pair_counts_if_its_sides_were_loaded_alike(
+    tmp_path: Path, a: Any, b: Any, status: int
+) -> None:
+    times = [1.0, 1.01, 0.99, 1.0]
+    base = runs(tmp_path / "a", times, others=a)
+    test = runs(tmp_path / "b", [1.1 * time for time in times], others=b)
+    for flag in ("--paired", "--interleaved"):
+        gave, printed = gate(base, test, flag)
+        assert gave == status
+        if status == 4:
+            assert "2 usable pairs are needed, there are 0" in printed
+            assert "used the cores unequally during the two runs of a pair: " in printed
+        else:
+            assert ("slower [load not recorded]" in printed) == (a is None)
+
+
+def test_the_load_of_other_nodes_may_be_unknown(tmp_path: Path) -> None:
+    """--interleave measures this machine's."""
+    about = {"environment": {"torch": "2", "num_nodes": 2, "hosts": ["a", "b"]}}
+    base = runs(tmp_path / "a", [1.0, 1.001, 0.999], **about)
+    test = runs(tmp_path / "b", [1.1, 1.101, 1.099], **about)
+    assert "slower [load of other nodes not measured]" in gate(base, test)[1]
+
+
+def test_the_load_stands_beside_a_report_that_does_not_say(tmp_path: Path) -> None:
+    path = Path(write(tmp_path / "01.jsonl", case("x"), others=None))
+    assert load([str(path)])[0].loads == []
+    (tmp_path / "01.load").write_text(json.dumps({"others": [[0.5, 2]]}))
+    assert load([str(path)])[0].loads == [(0.5, 2)]
+    write(path, case("x"), others=[[0.25, 2]])  # the report itself comes first
+    assert load([str(path)])[0].loads == [(0.25, 2)]
+    for damaged in ("x", [["x", 2]], [[1, 0]], [[1]], 3):
+        write(path, case("x"), others=damaged)
+        assert load([str(path)])[0].loads == [(0.5, 2)]
+
+
+# -- ab.py -----------------------------------------------------------------------------------------
+
+CACHED = """
+import shutil, sys
+shutil.copy(sys.argv[1], sys.argv[sys.argv.index("--json") + 1])
+"""
+
+
+def test_a_command_that_copies_a_cached_report_has_one_run(tmp_path: Path) -> None:
+    (tmp_path / "cached.py").write_text(CACHED)
+    sides = []
+    for name, seconds in (("a", 1.0), ("b", 1.1)):
+        report = write(tmp_path / f"{name}.jsonl", case("x", [seconds] * 5), started_at=start())
+        sides.append(f"{sys.executable} {tmp_path}/cached.py {report}")
+    words = ["ab.py", "--runs", "3", "--out", str(tmp_path / "out"), "--fail-on", "slower"]
+    done = run(*words, "--a", sides[0], "--b", sides[1], "--allow-disturbed")
+    assert done.returncode == 4, done.stdout
+    assert "3 usable pairs are needed, there are 1" in done.stdout
+    assert "left out: a copy of " in done.stdout
+
+
+# -- what is printed agrees ------------------------------------------------------------------------
+
+UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+ROW = re.compile(
+    r"^(\S.*?) {2,}([\d.]+) (s|ms|us) +([\d.]+) (s|ms|us) +([\d.]+)x( slower| faster)?"
+)
+
+
+def comparison(folder: Path, design: Design) -> Comparison:
+    """Runs of 8 rounds of 3 on a machine that drifts and stutters; TEST has a round more."""
+    sides = []
+    for side, factor in (("a", 1.0), ("b", 1.07)):
+        paths = []
+        for i in range(5):
+            rounds = [3] * (8 + (side == "b"))
+            times = []
+            for j in range(sum(rounds)):
+                stutter = 2.5 if (7 * i + 3 * j + len(side)) % 11 == 0 else 1.0
+                times.append(factor * stutter * (1 + 0.2 * i + 0.03 * ((5 * j + i) % 7)) * 17e-3)
+            lines = [case("x", times, rounds=rounds), case("y", [900e-6 * factor * (1 + i / 9)])]
+            paths.append(write(folder / side / f"{i}.jsonl", *lines))
+        sides.append(load(paths))
+    return compare(sides[0], sides[1], design)
+
+
+@pytest.mark.parametrize(
+    "design", [Design(), Design(paired=True), Design(paired=True, interleaved=True)]
+)
+def test_a_printed_ratio_is_the_quotient_of_the_printed_times(
+    tmp_path: Path, design: Design
+) -> None:
+    text = show(comparison(tmp_path, design))
+    rows = [match for line in text.splitlines() if (match := ROW.match(line))]
+    assert len(rows) == 2
+    for row in rows:
+        base, test = (float(row[i]) * UNITS[row[i + 1]] for i in (2, 4))
+        quotient = test / base if row[7] == " slower" else base / test
+        assert float(row[6]) == pytest.approx(quotient, abs=0.0051 + quotient * 1e-3)
+        assert (test > base) == (row[7] == " slower")
+    estimator = "# BASE and TEST: geometric means over runs; of a run: "
+    assert f"{estimator}geometric mean over rounds of block medians or median over" in text
