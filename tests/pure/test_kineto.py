@@ -226,6 +226,14 @@ def test_time_and_memory_grow_linearly(tmp_path: Path, capsys: pytest.CaptureFix
     assert peak_of_twice < 4 * Path(files[1]).stat().st_size
 
 
+def test_the_progress_of_reading(tmp_path: Path) -> None:
+    """Shares of the file, for the progress bar: every 2,000 of 5,100 events."""
+    path = save(tmp_path / "x.json", large(100, 10, 30))
+    shares: list[float] = []
+    kineto.read(path, shares.append)
+    assert shares == pytest.approx([2000 / 5100, 4000 / 5100], rel=0.05)
+
+
 # -- files and folders -----------------------------------------------------------------------------
 
 
