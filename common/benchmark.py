@@ -117,6 +117,7 @@ class Benchmark:
         self.title = ""
         self.answers: list[str] = []  # printed together, as the last lines
         self.last_line: dict[str, Any] = {}  # what a script adds to the report's last line
+        self.commands: list[str] = []  # that read what the run wrote, from observers; as they are
         self.measured: list[Key] = []
         rank, on_node, _, _ = world()
         self.is_first = rank == 0
@@ -487,7 +488,7 @@ class Benchmark:
         # commands are not folded, so that they can be copied
         damage = self.report.lost()
         path = None if damage else self.report.path
-        lines += [f"# {line}" for line in report_lines(path, self.replaced)]
+        lines += [f"# {line}" for line in [*self.commands, *report_lines(path, self.replaced)]]
         lines.append(f"# elapsed {duration(age_s())}")
         self.print("\n" + "\n".join(lines))
         others = others_text(self.report.environment["hosts"], self.load_of_others())
@@ -525,16 +526,17 @@ def report_lines(path: str | None, replaced: str | None) -> list[str]:
     """Where the report is, and the next commands. replaced: where an older report is now."""
     if not path or path == "-":
         return []
-
-    def command(script: str, *words: str) -> str:
-        file = str(ROOT / "analysis" / script)
-        return shlex.join(["python", min(short(file), file, key=len), *words])
-
-    lines = [f"report {path}; {command('report.py', path, '-o', 'page.html')}"]
+    lines = [f"report {path}; {analysis_command('report.py', path, '-o', 'page.html')}"]
     if replaced:
         before = short(replaced)
-        lines.append(f"before {before}; {command('compare.py', before, '--test', path)}")
+        lines.append(f"before {before}; {analysis_command('compare.py', before, '--test', path)}")
     return lines
+
+
+def analysis_command(script: str, *words: str) -> str:
+    """The command that starts a script of analysis/ from the current folder."""
+    file = str(ROOT / "analysis" / script)
+    return shlex.join(["python", min(short(file), file, key=len), *words])
 
 
 def counts_as_done(case: Case, args: argparse.Namespace) -> bool:

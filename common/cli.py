@@ -268,6 +268,11 @@ class Parser(argparse.ArgumentParser):
         text = "print the version of these scripts and exit"
         self.add_argument("--version", action=ShowVersion, nargs=0, help=text)
 
+    def print_help(self, file: Any = None) -> None:
+        """Rank 0 prints the help of a job."""
+        if is_rank_0():
+            super().print_help(file)
+
     def error(self, message: str) -> NoReturn:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             tell_torchrun(message)

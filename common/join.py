@@ -13,7 +13,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -332,7 +332,7 @@ def meet(
     prefix = f"torchrun-bench/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     store = dist.PrefixStore(prefix, tcp)
     here, address = socket.gethostname(), os.environ["MASTER_ADDR"]
-    words = [os.path.basename(sys.argv[0]), *sys.argv[1:]]
+    words = [os.path.basename(sys.argv[0]), *without_paths(sys.argv[1:])]
     row = [here, address_towards(address), words, dict(contents)]
     store.set(f"here/{rank}", json.dumps(row))
     if rank == 0:
@@ -354,6 +354,21 @@ def meet(
         lost = f"{here} lost rank 0 at {address}:{port} before all had met"
         end(HANG, lost, say=local_rank() == 0)
     return store, dist.PrefixStore(prefix, second_tcp)
+
+
+def without_paths(words: Sequence[str]) -> list[str]:
+    """The arguments with PATH instead of the values of --json and --profile, which need not be the
+    same on all ranks: rank 0 alone writes the report, and each rank its own traces."""
+    flags = ("-J", "--json", "--output-file", "--output_file", "--profile")
+    kept: list[str] = []
+    for last, word in zip(["", *words], words, strict=False):
+        name, equals, _ = word.partition("=")
+        if last in flags and word != "-":
+            word = "PATH"
+        elif name in flags and equals:
+            word = f"{name}=PATH"
+        kept.append(word)
+    return kept
 
 
 def wait_for(store: dist.Store, keys: list[str], until: float) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import profile, record_function
 
-from common.benchmark import Benchmark, Observer
+from common.benchmark import Benchmark, Observer, analysis_command
 from common.environment import node_of_each
 from common.groups import Group
 from common.report import Case
@@ -103,6 +103,7 @@ class Trace(Observer):
         of_rank = zip(map(str, case.ranks), seen, strict=True)
         if traces := {rank: summary for rank, summary in of_rank if summary}:
             case.metrics["traces"] = traces
+            self.bench.commands = commands_for(traces) or self.bench.commands
         return lines_about(traces)
 
 
@@ -121,6 +122,17 @@ def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
         words = f"; under the profiler a step took {slowdown:.2f} times as long on rank {slowest}"
         lines.append(f"trace of {named(written)}: {file}{words if slowdown > SLOW else ''}")
     return lines
+
+
+def commands_for(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The command that reads the traces of a case; none if all were lost. traces: what `after`
+    returned, by rank."""
+    written = {rank: summary["file"] for rank, summary in traces.items() if "lost" not in summary}
+    for rank, file in written.items():
+        begin, _, end = file.rpartition(f"-rank{rank}.")
+        # the shell expands the pattern, so it is not quoted
+        return [f"traces of the last case; {analysis_command('trace.py', begin)}-rank*.{end}"]
+    return []
 
 
 def named(ranks: Sequence[str]) -> str:

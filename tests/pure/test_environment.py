@@ -315,6 +315,15 @@ def test_the_numbers_of_ranks(by_hand: pytest.MonkeyPatch) -> None:
     assert groups.local_rank() == 2
 
 
+def test_the_path_of_the_report_may_differ_between_ranks() -> None:
+    """--json on some ranks only is another command line; so is - for stdout."""
+    words = ["-b", "8", "--json", "a.jsonl", "--output-file=b", "--profile", "c", "--resume"]
+    want = ["-b", "8", "--json", "PATH", "--output-file=PATH", "--profile", "PATH", "--resume"]
+    assert join.without_paths(words) == want
+    assert join.without_paths(["--json", "-"]) == ["--json", "-"]
+    assert join.without_paths(["a.jsonl", "--json"]) == ["a.jsonl", "--json"]
+
+
 def one_world(given: pytest.MonkeyPatch, capsys: Any, **values: str) -> str:
     """What is said to a process that python started with these variables of a launcher."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):

@@ -15,7 +15,14 @@ import torch
 from torch.profiler import profile, record_function
 
 from analysis import trace
-from common.observe.trace import check, choose_ranks, lines_about, name_of_case, write
+from common.observe.trace import (
+    check,
+    choose_ranks,
+    commands_for,
+    lines_about,
+    name_of_case,
+    write,
+)
 from tests.pure.reports import run
 
 
@@ -285,3 +292,13 @@ def test_one_call_has_nearly_all_of_the_communication(tmp_path: Path, first_is_l
     name = "all_reduce, 99.5 ms, in the first step"
     line = f"# rank 0: one call of 4 ({name}) has 98.51% of the communication; without it "
     assert lines == ([f"{line}exposed is 27.3% of 1.375 ms a step"] if first_is_long else [])
+
+
+def test_the_command_that_reads_the_traces_of_the_last_case() -> None:
+    """The shell expands its pattern, whatever else the folder's name has."""
+    traces = {"0": {"lost": "full", "file": "a b/x-rank0.json.gz"}}
+    assert commands_for(traces) == []
+    traces["3"] = {"file": "a b/x-rank3.json.gz"}
+    (command,) = commands_for(traces)
+    assert command.startswith("traces of the last case; python ")
+    assert command.endswith("analysis/trace.py 'a b/x'-rank*.json.gz")
