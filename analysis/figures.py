@@ -292,8 +292,9 @@ def heat_map(
             ax.axhline(start - 0.5, color="white", lw=1)
             ax.axvline(start - 0.5, color="white", lw=1)
     if n <= MAX_NUMBERS:
+        middle = (np.nanmin(cells) + np.nanmax(cells)) / 2
         for (a, b), value in values.items():
-            is_dark = image.norm(value) < 0.5
+            is_dark = value < middle
             ax.text(
                 *(b, a, show_number(value)),
                 ha="center",
@@ -303,7 +304,12 @@ def heat_map(
             )
     for members in slow:
         for corner, width, height in outlines(members, n, both=matrix.way != "->"):
-            edge = {"fill": False, "edgecolor": "#ff3b30", "linewidth": 2, "clip_on": False}
+            edge: dict[str, Any] = {
+                "fill": False,
+                "edgecolor": "#ff3b30",
+                "linewidth": 2,
+                "clip_on": False,
+            }
             edge["zorder"] = 3  # above the lines between hosts
             ax.add_patch(Rectangle(corner, width, height, **edge))
     if slow:
