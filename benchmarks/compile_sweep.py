@@ -37,7 +37,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -54,7 +54,14 @@ from torch.profiler import record_function
 
 from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, random_text
 from benchmarks.workloads.meshes import forget_groups
-from benchmarks.workloads.own_model import is_own, make_own, need_size, own_batch_size
+from benchmarks.workloads.own_model import (
+    Optimize,
+    is_own,
+    make_own,
+    need_size,
+    own_batch_size,
+    without_rate,
+)
 from benchmarks.workloads.precision import name_precision, set_precision
 from benchmarks.workloads.reference import (
     CHECKED_STEPS,
@@ -134,10 +141,12 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             hint = cli.suggest(name, [*TOYS, *DECODERS]) or "; e.g. toy or package.module:function"
             parser.error(f"unknown model '{name}'{hint}")
         if is_own(name) and args.batch_size:
-            parser.error(f"--batch-size: {name} brings its own batch; leave it out")
+            example = f"'{name.partition('?')[0]}?batch=16' passes a parameter to the function"
+            cannot = f"--batch-size cannot be used with {name}, which defines its own batch"
+            parser.error(f"{cannot}; e.g. {example}")
     cuda = cli.on_cuda(args.device)
     if not cuda and ("tf32" in args.dtype or "cudagraphs" in args.backends):
-        parser.error("tf32 and cudagraphs need CUDA; try --dtype fp32 or --backends inductor")
+        parser.error("tf32 and cudagraphs require CUDA; use --dtype fp32 or --backends inductor")
     args.batch_size = args.batch_size or (8 if cuda else 4)
     return args
 
@@ -156,7 +165,8 @@ def backend_name(text: str) -> str:
 TOYS = {"toy": (10000, 1000), "toy-small": (1000, 100)}  # widths; toy has the original's
 LISTS = (nn.ModuleList, nn.ModuleDict)
 Loss = Callable[[Any], Tensor]  # of a model's output
-Batch = tuple[tuple[Tensor, ...], Loss]  # inputs, and the loss for their targets
+# positional and keyword arguments of the forward pass, and the loss for their targets
+Batch = tuple[tuple[Any, ...], dict[str, Any], Loss]
 
 
 class Layer(nn.Linear):
@@ -182,7 +192,7 @@ class Toy(nn.Module):
 
 def toy_batch(size: int, device: torch.device) -> Batch:
     x, targets = torch.rand(size, 10, device=device), torch.randint(5, (size,), device=device)
-    return (x,), partial(nn.functional.cross_entropy, target=targets)
+    return (x,), {}, partial(nn.functional.cross_entropy, target=targets)
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -241,9 +251,9 @@ def compile_by(backend: str, model: Any) -> Any:
 def loss_of(model: nn.Module, batch: Batch, bf16: bool = False) -> Tensor:
     """bf16: by autocast. It keeps the weights that it has cast until its end, although a step
     changes them: so it begins anew in each call."""
-    inputs, loss = batch
-    with torch.autocast(inputs[0].device.type, torch.bfloat16, enabled=bf16):
-        return loss(model(*inputs))
+    args, kwargs, loss = batch
+    with torch.autocast(next(model.parameters()).device.type, torch.bfloat16, enabled=bf16):
+        return loss(model(*args, **kwargs))
 
 
 def steps_of(
@@ -275,32 +285,48 @@ def steps_of(
 # -- what a case trains, and its check -------------------------------------------------------------
 
 
-def create(name: str, size: int, count: int, device: torch.device) -> tuple[nn.Module, list[Batch]]:
+class Made(NamedTuple):
+    """A model before it is wrapped, and its batches.
+
+    optimize: of one's own model, a function from parameters to an optimizer. units: of one's own
+    model, the modules that FSDP shards.
+    """
+
+    model: nn.Module
+    batches: list[Batch]
+    optimize: Optimize | None = None
+    units: list[nn.Module] | None = None
+
+
+def create(name: str, size: int, count: int, device: torch.device) -> Made:
     """A model and `count` batches, the same on all ranks. One's own model has one batch."""
     torch.manual_seed(0)
     if is_own(name):
-        model, inputs, loss = make_own(name, device)
-        return model, [(inputs, loss)] * count
+        own = make_own(name, device)
+        batch = (own.args, own.kwargs, own.loss)
+        return Made(own.model, [batch] * count, own.optimizer, own.fsdp_units)
     if name in TOYS:
         with device:
-            return Toy(*TOYS[name]), [toy_batch(size, device) for _ in range(count)]
+            return Made(Toy(*TOYS[name]), [toy_batch(size, device) for _ in range(count)])
     batches: list[Batch] = []
     for seed in range(count):
         tokens, targets = random_text(DECODERS[name], size, seed)
-        batches.append(((tokens.to(device),), partial(next_token_loss, targets=targets.to(device))))
+        loss = partial(next_token_loss, targets=targets.to(device))
+        batches.append(((tokens.to(device),), {}, loss))
     with device:
-        return Decoder(DECODERS[name]), batches
+        return Made(Decoder(DECODERS[name]), batches)
 
 
-def reference_of(model: nn.Module, batches: list[Batch], dtype: str, ranks: int) -> Reference | str:
+def reference_of(made: Made, dtype: str, ranks: int) -> Reference | str:
     """The same steps in one eager process, with the batches of all ranks; or why there is nothing
     to compare with."""
+    batches = made.batches
     weights = [len(range(batch, ranks, BATCHES)) / ranks for batch in range(len(batches))]
     loss = partial(loss_of, bf16=dtype == "bf16")
     try:
-        alone = copy.deepcopy(model)
+        alone = copy.deepcopy(made.model)
         once = float(loss(alone, batches[0]).detach())
-        reference = train_alone(alone, batches, loss, weights)
+        reference = train_alone(alone, batches, loss, weights, made.optimize)
     except RuntimeError as error:  # if it fails on all ranks as well, the case fails
         return f"one process alone fails: {cli.describe(error)}"
     if abs(reference.losses[0][0] - once) > TOLERANCES[dtype] / 100 * abs(once):
@@ -348,9 +374,15 @@ def check(key: Key, rank: int, losses: list[float], wanted: Reference | str, gra
 # -- a case ----------------------------------------------------------------------------------------
 
 
-def choose_layers(model: nn.Module, key: Key) -> list[nn.Module]:
-    """The modules that FSDP shards as units of their own, or checkpoints. Raises ValueError if the
-    model has no class that was asked for, or nothing to checkpoint."""
+def choose_layers(
+    model: nn.Module, key: Key, own: list[nn.Module] | None = None
+) -> list[nn.Module]:
+    """The modules that FSDP shards as units of their own, or checkpoints: of the classes that were
+    asked for, else those that one's own model names, else the layers in its lists. Inner modules
+    come first.
+
+    Raises ValueError if the model has no class that was asked for, or nothing to checkpoint.
+    """
     if not key["fsdp_wrap"] and not key["fsdp_checkpoint"]:
         return []
     classes = list(filter(None, key["fsdp_wrap_classes"].split(",")))
@@ -360,6 +392,8 @@ def choose_layers(model: nn.Module, key: Key) -> list[nn.Module]:
             near = cli.suggest(name, known) or f"; it has {cli.cut(sorted(known))}"
             raise ValueError(f"--fsdp-wrap-classes: the model has no module {name!r}{near}")
     layers = modules_of(model, classes) if classes else layers_of(model)
+    if own is not None and not classes:
+        layers = [module for module in model.modules() if module in own][::-1]
     if key["fsdp_checkpoint"] and not layers:
         advice = "e.g. --fsdp-wrap-classes BertLayer"
         raise ValueError(f"--fsdp-checkpoint: the model has no layers in lists; {advice}")
@@ -373,21 +407,25 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
     bf16, strategy = key["dtype"] == "bf16", key["strategy"]
     autocast = bf16 and strategy in ("none", "ddp")  # FSDP casts by itself
     memory = start_peak(device)
-    model, batches = create(key["model"], key["batch_size"], min(ranks, BATCHES), device)
+    made = create(key["model"], key["batch_size"], min(ranks, BATCHES), device)
+    model, batches = made.model, made.batches
     need_size(key["model"], key["batch_size"])
-    alone = reference_of(model, batches, key["dtype"], ranks) if rank == 0 else None
+    alone = reference_of(made, key["dtype"], ranks) if rank == 0 else None
     wanted: Reference | str = agree(alone, group)
     dynamo_counters().clear()
     mesh = dist.DeviceMesh.from_group(group.test, device.type)
     forget_groups(mesh)  # or caches would keep the group open where a later case aborts it
-    layers = choose_layers(model, key)
+    layers = choose_layers(model, key, made.units)
     if key["fsdp_checkpoint"]:
         layers = recompute(model, layers)
     units = layers if key["fsdp_wrap"] else []
     model = wrap(model, strategy, mesh, units, bf16)
     reset_peak(device)  # leaves out the full model, from which FSDP has cut the shards
     compiled, batch = compile_by(key["compiler"], model), batches[rank % BATCHES]
-    optimizer = sgd(model, wanted.lr if isinstance(wanted, Reference) else 0.0)
+    if made.optimize:
+        optimizer = made.optimize(model.parameters())
+    else:
+        optimizer = sgd(model, wanted.lr if isinstance(wanted, Reference) else 0.0)
     step, without_optimizer = steps_of(compiled, batch, autocast, optimizer)
     losses, times_s, graphs = list[Tensor](), list[float](), list[int]()
     for number in range(1, CHECKED_STEPS + 1):  # all ranks of the case start each step together
@@ -395,7 +433,7 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
         dist.barrier(group.control)
         times_s += time_block(lambda: losses.append(step()), 1, device)[0]
         graphs.append(dynamo_counters()["stats"]["unique_graphs"])
-    optimizer.param_groups[0]["lr"] = 0.0  # costs the same, and the weights stay finite
+    without_rate(optimizer)  # costs the same, and the weights stay finite
     costs = {"start_s": start_s, "first_step_s": times_s[0], "first_steps_s": sum(times_s)}
     costs |= peak(device, memory)
     costs["fsdp_units"] = len(units)
@@ -499,8 +537,8 @@ def title_of(
 
 
 def plan(args: Namespace, job: Job, own: dict[str, int | None]) -> dict[str, list[Planned]]:
-    """The title of each table (a model and a dtype), and its cases. own: the batch sizes of the
-    models that bring theirs. A key's flag is true only where it changes what the case does."""
+    """The title of each table (a model and a dtype), and its cases. own: the batch sizes of
+    one's own models. A key's flag is true only if it changes what the case does."""
     tables = {}
     for model, dtype in itertools.product(args.models, args.dtype):
         size = own.get(model, args.batch_size)

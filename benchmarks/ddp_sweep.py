@@ -31,15 +31,16 @@ BSD-3-Clause.
 """
 
 import argparse
+import contextlib
 import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -49,14 +50,20 @@ from common import cli  # first: it names a package that is missing
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workloads.own_model import is_own, make_own, need_size, own_batch_size
+from benchmarks.workloads.own_model import (
+    is_own,
+    make_own,
+    need_size,
+    own_batch_size,
+    without_rate,
+)
 from benchmarks.workloads.precision import PRECISION, name_precision, set_precision
 from common.benchmark import Benchmark, Key, Planned
-from common.check import compare_replicas, digest, verdict
+from common.check import NOT_FINITE, compare_replicas, digest, digest_of, verdict
 from common.environment import count_of
 from common.groups import Group, Job, agree
 from common.memory import peak, start_peak
@@ -98,6 +105,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", type=list_of(str, all_dtypes), default=["default"], metavar="D", help=dtypes)
     for option in DDP_OPTIONS:
         add(f"--{option.replace('_', '-')}", action="store_true", help="passed to DDP")
+    several = "batches of a step: DDP averages the gradients of all after the last one (default: 1)"
+    add("--accumulate", type=positive_int, default=1, metavar="K", help=several)
     only = "time only the step: about 4 times as fast, but no efficiency"
     add("--no-breakdown", action="store_true", help=only)
     cli.add_common_flags(parser)
@@ -111,7 +120,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     known -= {"googlenet", "inception_v3"}  # they return the outputs of several heads
     for name in args.models:
         if is_own(name) and (args.batch_size or args.global_batch):
-            parser.error(f"--batch-size and --global-batch: {name} brings its own batch")
+            example = f"'{name.partition('?')[0]}?batch=16' passes a parameter to the function"
+            both = "--batch-size and --global-batch cannot be used with"
+            parser.error(f"{both} {name}, which defines its own batch; e.g. {example}")
         if not is_own(name) and name not in known:
             hint = cli.suggest(name, known) or "; e.g. resnet50 or package.module:function"
             parser.error(f"unknown model '{name}'{hint}")
@@ -132,22 +143,47 @@ HOOKS: dict[str, Any] = {  # how DDP averages gradients
     "allreduce": default_hooks.allreduce_hook,
     "fp16": default_hooks.fp16_compress_hook,
     "bf16": default_hooks.bf16_compress_hook,
+    "powersgd": powerSGD_hook.powerSGD_hook,  # of rank 1
 }
 Step = Callable[[], object]
-Batch = tuple[tuple[Tensor, ...], Callable[[Any], Tensor]]  # inputs; the loss of a model's output
+# positional and keyword arguments of the forward pass, and the loss of a model's output
+Batch = tuple[tuple[Any, ...], dict[str, Any], Callable[[Any], Tensor]]
 
 
-def training_step(model: nn.Module, batch: Batch, lr: float, dtype: str) -> Step:
-    """One training step of a model on a batch."""
-    inputs, loss_of = batch
-    device_type = inputs[0].device.type
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9, weight_decay=1e-4)
+
+
+def training_step(
+    model: nn.Module,
+    batch: Batch,
+    optimizer: torch.optim.Optimizer,
+    dtype: str,
+    accumulate: int = 1,
+    average: bool = True,
+) -> Step:
+    """One training step of a model. It accumulates the gradients of `accumulate` passes over the
+    batch; DDP averages them in the last pass if `average` is set."""
+    args, kwargs, loss_of = batch
+    device_type = next(model.parameters()).device.type
+    keep_local: Callable[[], Any] = (
+        contextlib.nullcontext
+    )  # passes whose gradients DDP does not average
+    if isinstance(model, DistributedDataParallel):
+        keep_local = model.no_sync
+
+    def forward_backward() -> None:
+        with torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bf16"):
+            loss = loss_of(model(*args, **kwargs))
+        (loss / accumulate if accumulate > 1 else loss).backward()
 
     def step() -> None:
         optimizer.zero_grad()
-        with torch.autocast(device_type, torch.bfloat16, enabled=dtype == "bf16"):
-            loss = loss_of(model(*inputs))
-        loss.backward()
+        with keep_local():
+            for _ in range(accumulate - average):
+                forward_backward()
+        for _ in range(average):
+            forward_backward()
         optimizer.step()
 
     return step
@@ -163,7 +199,7 @@ def make_batch(samples: int, pixels: int, device: torch.device) -> Batch:
     """Random images, [samples, 3, pixels, pixels], and cross-entropy with random targets."""
     targets = torch.randint(1000, (samples,), device=device)
     loss_of = partial(nn.functional.cross_entropy, target=targets)
-    return (torch.rand(samples, 3, pixels, pixels, device=device),), loss_of
+    return (torch.rand(samples, 3, pixels, pixels, device=device),), {}, loss_of
 
 
 def wrap(
@@ -176,19 +212,27 @@ def wrap(
     settings: dict[str, Any] = {send_buffers: False, **options}
     settings |= {"process_group": group, "bucket_cap_mb": bucket_mb}
     ddp = DistributedDataParallel(model, **settings)
+    state: Any = group
+    if hook == "powersgd":  # by default the first 1,000 steps are not compressed; 2 is the least
+        state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2)
     if hook != "none":
-        ddp.register_comm_hook(group, HOOKS[hook])
+        ddp.register_comm_hook(state, HOOKS[hook])
     return ddp
+
+
+def bucket_sizes(ddp: DistributedDataParallel) -> list[int]:
+    """The bytes of each of DDP's buckets."""
+    # private: the text of DDP's log, "1000, 400"; seen to work with torch 2.11, 2.14 and 2.15
+    logged = ddp._get_ddp_logging_data()
+    sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]
+    return [int(size) for size in str(sizes).split(", ")]
 
 
 def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
     """A step that averages as DDP does: buckets of the same sizes, all at once, by the same hook.
     DDP shows its buckets to nobody, so zeros take their place."""
-    # private: the text of DDP's log, "1000, 400"; seen to work with torch 2.11, 2.14 and 2.15
-    logged = ddp._get_ddp_logging_data()
-    sizes = logged.get("rebuilt_bucket_sizes") or logged["bucket_sizes"]  # in bytes
     dtype = next(ddp.parameters()).dtype
-    counts = [int(size) // dtype.itemsize for size in str(sizes).split(", ")]
+    counts = [size // dtype.itemsize for size in bucket_sizes(ddp)]
     buckets = [torch.zeros(count, dtype=dtype, device=ddp.device) for count in counts]
 
     def average(bucket: Tensor) -> Any:
@@ -204,17 +248,6 @@ def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
     return average_all
 
 
-def local_step(ddp: DistributedDataParallel, batch: Batch, dtype: str) -> Step:
-    """A training step that averages no gradients. A rate of 0 leaves the replicas equal."""
-    step = training_step(ddp, batch, 0.0, dtype)
-
-    def local_compute() -> None:
-        with ddp.no_sync():
-            step()
-
-    return local_compute
-
-
 # [/core]
 # -- a case ----------------------------------------------------------------------------------------
 
@@ -228,43 +261,84 @@ def build(bench: Benchmark, key: Key, group: Group) -> Workload:
     set_precision(dtype)
     memory_before = start_peak(device)
     torch.manual_seed(bench.job.rank)
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
+    tokens = 0
     if is_own(key["model"]):
-        model, inputs, loss_of = make_own(key["model"], device)
+        own = make_own(key["model"], device)
         need_size(key["model"], key["batch_size"])
-        batch: Batch = (inputs, loss_of)
+        model, tokens = own.model, own.tokens()
+        batch: Batch = (own.args, own.kwargs, own.loss)
+        make_optimizer = own.optimizer or sgd
     else:
         model = make_model(key["model"], device)
         batch = make_batch(key["batch_size"], pixels, device)
     if key["ddp"]:
         options = {name: key[name] for name in DDP_OPTIONS}
         model = wrap(model, group.test, key["bucket_size_mb"], key["comm_hook"], **options)
-    step = training_step(model, batch, 1e-3, dtype)
+        refuse_deadlock(model, key, dist.get_backend(group.test))
+    # One optimizer for all steps: its state takes memory. The wrapped model has the same parameters
+    optimizer = make_optimizer(model.parameters())
+    make_step = partial(training_step, optimizer=optimizer, dtype=dtype)
+    step = make_step(model, batch, accumulate=key["accumulate"])
     for _ in range(SETTLING_STEPS):
         step()
+    # A step costs the same, and whatever the loss is, the timed steps leave the weights finite, and
+    # equal on all ranks
+    without_rate(optimizer)
     memory = peak(device, memory_before)
 
     parts: dict[str, Step | None] = {}  # None: this rank waits while the first one does it
     if isinstance(model, DistributedDataParallel) and key["breakdown"]:
-        parts["local compute"] = local_step(model, batch, dtype)
+        local = make_step(model, batch, accumulate=key["accumulate"], average=False)
+        parts["local compute"] = local
         if key["ranks"] > 1:
-            parts["alone"] = average_alone(model, key["comm_hook"])
+            if key["comm_hook"] != "powersgd":  # its low-rank factors are not sent at once
+                parts["alone"] = average_alone(model, key["comm_hook"])
             one_rank = None  # the step of one rank alone; it is the case's first rank
             if dist.get_rank(group.test) == 0:
                 all_of_it = key["global_batch"]
                 its_batch = make_batch(all_of_it, pixels, device) if all_of_it else batch
-                # no second model: the one within DDP, at a rate that leaves the replicas equal
-                one_rank = training_step(model.module, its_batch, 0.0, dtype)
+                # no second model: the one within DDP
+                one_rank = make_step(model.module, its_batch, accumulate=key["accumulate"])
             if agree(one_rank and fits(one_rank), group):  # as the first rank says
                 parts["no ddp"] = one_rank
             else:
                 bench.print(f"# no efficiency: a batch of {key['global_batch']} fits on no rank")
+
+    def facts() -> Facts:
+        step()  # a fresh one: its gradients are averaged ones
+        gradients = (p.grad for p in model.parameters() if p.grad is not None)
+        return Facts(digest(model), digest_of(gradients), memory, tokens)
+
     return Workload(
         step,
         parts,
         compared=("local compute",) if "local compute" in parts else (),  # exposed's interval
-        facts=lambda: (digest(model), memory),
+        facts=facts,
         launches=True,
     )
+
+
+class Facts(NamedTuple):
+    """What a rank knows after a case: digests of its parameters and of the gradients of one more
+    step, its memory by metric, the tokens of its batch (0: unknown)."""
+
+    parameters: str
+    gradients: str
+    memory: dict[str, float]
+    tokens: int
+
+
+def refuse_deadlock(model: nn.Module, key: Key, backend: str) -> None:
+    """Raises ValueError for PowerSGD over gloo if the gradients do not fit into one bucket: torch's
+    hook waits for an all-reduce in a callback of the thread that runs all of them, and hangs."""
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    can_hang = key["comm_hook"] == "powersgd" and backend == "gloo"
+    if can_hang and size > key["bucket_size_mb"] * 2**20:
+        raise ValueError(
+            f"the powersgd hook hangs over gloo with several buckets, and the gradients take "
+            f"{size / 2**20:.3g} MB; try --bucket-size {size // 2**20 + 1}"
+        )
 
 
 def fits(step: Step) -> bool:
@@ -276,30 +350,54 @@ def fits(step: Step) -> bool:
     return True
 
 
-def derive(case: Case, times: Times, facts: list[tuple[str, dict[str, float]]]) -> None:
-    """Fill in the metrics and the check, on rank 0. facts: digests of parameters, memory."""
-    metrics, ranks = case.metrics, len(case.ranks)
-    metrics |= training_metrics(times, ranks * case.key["batch_size"])
+def derive(case: Case, times: Times, facts: list[Facts]) -> None:
+    """Fill in the metrics and the check, on rank 0."""
+    metrics, key, ranks = case.metrics, case.key, len(case.ranks)
+    samples = ranks * key["batch_size"] * key["accumulate"]
+    metrics |= training_metrics(times, samples)
+    metrics["sample_s"] = metrics["step_s"] / samples
+    if facts[0].tokens:
+        tokens = sum(fact.tokens for fact in facts) * key["accumulate"]
+        metrics["tokens_per_s"] = tokens / metrics["step_s"]
     metrics["step_cv"] = float(times.slowest().std() / times.slowest().mean())
     if "local compute" in times:
         metrics |= breakdown(times, "local compute", "alone" if "alone" in times else None)
     if "no ddp" in times:
         # weak scaling: `no ddp` does 1 / ranks of the work; strong scaling: all of it
         metrics["no_ddp_s"] = times.mean("no ddp")
-        metrics["efficiency"] = times.ratio("no ddp") / (ranks if case.key["global_batch"] else 1)
-    digests = [of_replica for of_replica, _ in facts]
-    memories = [memory for _, memory in facts]
-    case.check = verdict(compare_replicas(digests, case.ranks))
-    for name in memories[0]:
-        metrics[name] = max(memory[name] for memory in memories)
+        metrics["efficiency"] = times.ratio("no ddp") / (ranks if key["global_batch"] else 1)
+    case.check = check(facts, case.ranks)
+    for name in facts[0].memory:
+        metrics[name] = max(fact.memory[name] for fact in facts)
+
+
+def check(facts: list[Facts], ranks: list[int]) -> str:
+    """Whether all ranks have the same parameters, and averaged to the same gradients.
+
+    A loss that diverges is no fault of DDP: if values are not finite on every rank, the check is
+    skipped.
+    """
+    for what in ("parameters", "gradients"):
+        digests = [getattr(fact, what) for fact in facts]
+        if set(digests) == {NOT_FINITE}:
+            return f"skipped: the loss diverges: the {what} of all ranks are not finite"
+        if problem := compare_replicas(digests, ranks, what):
+            return verdict(problem)
+    return "passed"
 
 
 # -- what is printed -------------------------------------------------------------------------------
 
+
+def samples_of_rank(case: Case) -> int:
+    """The samples of a rank in a step."""
+    return int(case.key["batch_size"] * case.key["accumulate"])
+
+
 STEPS: Columns = {
     "": lambda case: case.name,
     "95% ci\nof p50": relative("step_p50_s"),
-    **percentile_columns("step", "sec/iter", "ex/sec/dev", lambda case: case.key["batch_size"]),
+    **percentile_columns("step", "sec/iter", "ex/sec/dev", samples_of_rank),
 }
 BREAKDOWN: Columns = {
     "": lambda case: case.name,
@@ -311,12 +409,20 @@ BREAKDOWN: Columns = {
     "95% ci\n(ms)": ends("exposed_s", 1e3, 1),
     "local\ncompute\ngmean (ms)": metric("local_compute_s", 1e3),
     "samples/s": metric("samples_per_s", digits=1),
+    "tokens/s": metric("tokens_per_s", digits=0),
     "commun.\nalone\ngmean (ms)": metric("communication_s", 1e3),
     "overlap\n(%)": metric("overlap", 100, 0),
     "late\n(ms)": metric("late_s", 1e3),
     "slowest\nrank": metric("straggler_rank", digits=0),
     "memory\n(GiB)": metric("memory_gib"),
+    "per\nsample\n(ms)": metric("sample_s", 1e3),
 }
+
+
+def shown(cases: list[Case]) -> Columns:
+    """The columns of the breakdown; tokens/s only if the number of tokens is known."""
+    known = any("tokens_per_s" in case.metrics for case in cases)
+    return {head: cell for head, cell in BREAKDOWN.items() if known or head != "tokens/s"}
 
 
 def answer(cases: list[Case]) -> str:
@@ -393,6 +499,8 @@ def title_of(model: str, dtype: str, size: int | None, args: argparse.Namespace,
         parts.append(f"buckets of {args.bucket_size[0]:g} MB")
     if len(args.comm_hook) == 1 and args.comm_hook != ["none"]:
         parts.append(f"hook {args.comm_hook[0]}")
+    if args.accumulate > 1:
+        parts.append(f"{args.accumulate} batches accumulated")
     parts += [name.replace("_", " ") for name in DDP_OPTIONS if getattr(args, name)]
     return ", ".join(parts)
 
@@ -402,7 +510,7 @@ def plan(
 ) -> dict[str, list[Planned]]:
     """The title of each table (a model and a dtype), and its cases. own: batch sizes, by model."""
     tables = {}
-    fixed = {name: getattr(args, name) for name in ("global_batch", *DDP_OPTIONS)}
+    fixed = {name: getattr(args, name) for name in ("global_batch", "accumulate", *DDP_OPTIONS)}
     for model, dtype in itertools.product(args.models, args.dtype):
         of_table = {"model": model, "dtype": dtype, **fixed, "breakdown": not args.no_breakdown}
         of_table["image_size"] = None if is_own(model) else args.image_size
@@ -429,7 +537,8 @@ def refused(args: argparse.Namespace, world_size: int, sizes: list[int]) -> str 
     batch = args.global_batch or 0  # 0 divides among any ranks
     if uneven := [ranks for ranks in sizes if batch % ranks]:
         fit = ",".join(str(n) for n in range(1, world_size + 1) if batch % n == 0)
-        return f"--global-batch {batch} is no multiple of {uneven[0]}; try --world-sizes {fit}"
+        ranks = count_of(uneven[0], "rank")
+        return f"--global-batch {batch} is not divisible by {ranks}; try --world-sizes {fit}"
     return None
 
 
@@ -449,7 +558,8 @@ def main() -> int:
                 for name, ranks, key in cases:
                     bench.measure(key, name, partial(build, bench), derive, ranks=range(ranks))
             if table.passed:
-                bench.print_table(BREAKDOWN, table.passed, f"Where the time goes: {title}")
+                columns = shown(table.passed)
+                bench.print_table(columns, table.passed, f"Where the time goes: {title}")
     return bench.status
 
 

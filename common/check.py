@@ -2,27 +2,37 @@
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+NOT_FINITE = "not finite"  # instead of a digest
 
 
 def digest(model: nn.Module) -> str:
-    """A hash of all parameters, bit by bit; `not finite` if a value is infinite or NaN."""
+    """`digest_of` the parameters."""
+    return digest_of(model.parameters())
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """A hash of the tensors, bit by bit; `not finite` if a value is infinite or NaN."""
     hasher = hashlib.blake2b(digest_size=16)
-    for parameter in model.parameters():
-        if not bool(parameter.isfinite().all()):
-            return "not finite"
-        flat = parameter.detach().cpu().contiguous().flatten()
+    for tensor in tensors:
+        if not bool(tensor.isfinite().all()):
+            return NOT_FINITE
+        flat = tensor.detach().cpu().contiguous().flatten()
         hasher.update(flat.view(torch.uint8).numpy().tobytes())
     return hasher.hexdigest()
 
 
-def compare_replicas(digests: Sequence[str], ranks: Sequence[int]) -> str | None:
-    """What is wrong with the digests, one for each of the ranks; None if they are alike."""
-    if "not finite" in digests:
-        return f"parameters of rank {ranks[list(digests).index('not finite')]} are not finite"
+def compare_replicas(
+    digests: Sequence[str], ranks: Sequence[int], what: str = "parameters"
+) -> str | None:
+    """What is wrong with the digests of `what`, one for each of the ranks; None if they are
+    equal."""
+    if NOT_FINITE in digests:
+        return f"{what} of rank {ranks[list(digests).index(NOT_FINITE)]} are not finite"
     pairs = zip(ranks, digests, strict=True)
     different = [str(rank) for rank, hashed in pairs if hashed != digests[0]]
     if not different:
@@ -30,10 +40,10 @@ def compare_replicas(digests: Sequence[str], ranks: Sequence[int]) -> str | None
     names = ", ".join(different[:8])
     if len(different) > 8:
         names += ", ..."
-    return f"after the steps the parameters of rank {names} differ from rank {ranks[0]}'s"
+    return f"after the steps the {what} of rank {names} differ from rank {ranks[0]}'s"
 
 
-def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+def relative_error(got: Tensor, want: Tensor) -> float:
     """The largest difference / the largest value in `want`; infinite if a value is not finite.
 
     Both have the same shape. Each may be dense or sparse.
@@ -46,7 +56,7 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return error / largest if largest > 0 and math.isfinite(error) else math.inf
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def dense(tensor: Tensor) -> Tensor:
     """In float64, without its gradient."""
     tensor = tensor.detach()
     if tensor.is_sparse:

@@ -19,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import ddp_sweep
 
+ACCUMULATE = 3  # passes over the same batch: their mean is the gradient of one
+
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
@@ -29,14 +31,13 @@ def make_model() -> nn.Module:
 def batch_of(rank: int) -> ddp_sweep.Batch:
     targets = (torch.arange(4) * 5 + rank * 3) % 16
     loss_of = partial(nn.functional.cross_entropy, target=targets)
-    return (torch.linspace(-1, 1, 96).repeat(4, 1),), loss_of
+    return (torch.linspace(-1, 1, 96).repeat(4, 1),), {}, loss_of
 
 
 def gradients_of(model: Any, rank: int, local: bool = False) -> torch.Tensor:
     """All gradients of a step on the batch of a rank, as one row."""
-    step = ddp_sweep.training_step(model, batch_of(rank), 0.0, "fp32")
-    if local:
-        step = ddp_sweep.local_step(model, batch_of(rank), "fp32")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = ddp_sweep.training_step(model, batch_of(rank), optimizer, "fp32", ACCUMULATE, not local)
     for _ in range(ddp_sweep.SETTLING_STEPS):
         step()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -48,7 +49,8 @@ def main() -> None:
     assert world is not None
     alone = [gradients_of(make_model(), each) for each in range(dist.get_world_size())]
     average = torch.stack(alone).mean(0)
-    for name in [*ddp_sweep.HOOKS, "local"]:
+    exact = [name for name in ddp_sweep.HOOKS if name != "powersgd"]
+    for name in [*exact, "local"]:
         local = name == "local"
         # buckets so small that there are several
         ddp = ddp_sweep.wrap(make_model(), world, 0.05, "none" if local else name)

@@ -273,6 +273,22 @@ def unaveraged_gradients() -> None:
 
 
 @fault
+def stops_averaging() -> None:
+    """After 12 buckets the hook of each rank returns the rank's own gradients."""
+    from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+    def register(real: Any, model: Any, state: Any, hook: Any) -> None:
+        calls = itertools.count(1)
+
+        def stopping(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            return (hook if next(calls) <= 12 else noop_hook)(state, bucket)
+
+        real(model, state, stopping)
+
+    patch("torch.nn.parallel.DistributedDataParallel.register_comm_hook", register, rank=None)
+
+
+@fault
 def wrong_axis() -> None:
     """FSDP's gradients are summed over the ranks of a shard's group, not averaged."""
 

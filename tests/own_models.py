@@ -69,3 +69,40 @@ def model_alone(device: torch.device) -> Any:
 def too_large(device: torch.device) -> Any:
     """16 TiB: no GPU has room for it."""
     return nn.Linear(2**21, 2**21, device=device), (torch.ones(2, 4),), torch.sum
+
+
+def batch_of_transformers(device: torch.device, batch: int = 2, long: bool = False) -> Any:
+    """Keyword arguments, as a tokenizer and a data collator return them: nested, with a flag."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(8, 4)
+
+        def forward(self, input_ids: Tensor, extra: dict[str, Any], use_cache: bool) -> Any:
+            assert not use_cache
+            return {"loss": (self.embedding(input_ids) * extra["masks"][0]).mean()}
+
+    tokens = torch.zeros(batch, 5 if long else 3, dtype=torch.long, device=device)
+    masks = {"masks": [torch.ones(batch, 1, 1, device=device)]}
+    inputs = {"input_ids": tokens, "extra": masks, "use_cache": False}
+    return Model().to(device), inputs, lambda output: output["loss"]
+
+
+def everything(device: torch.device) -> Any:
+    """A dict with an optimizer and FSDP's units."""
+    inner = nn.Linear(4, 1, bias=False)
+    outer = nn.Sequential(inner)
+    return {
+        "model": nn.Sequential(outer).to(device),
+        "args": (torch.ones(3, 4, device=device),),
+        "loss": torch.sum,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        "fsdp_units": [outer, inner],
+    }
+
+
+def diverges(device: torch.device) -> Any:
+    """The loss is infinite from the first step on."""
+    model = nn.Linear(4, 1).to(device)
+    return model, (torch.ones(3, 4, device=device),), lambda output: output.sum() * float("inf")

@@ -256,8 +256,8 @@ def test_the_answer() -> None:
 
 def test_one_process_alone() -> None:
     """What a rank's losses are compared with, and why there may be nothing."""
-    model, batches = compile_sweep.create("toy-small", 4, 8, CPU)
-    reference = compile_sweep.reference_of(model, batches, "fp32", 10)
+    made = compile_sweep.create("toy-small", 4, 8, CPU)
+    reference = compile_sweep.reference_of(made, "fp32", 10)
     assert isinstance(reference, Reference)
     assert [len(row) for row in reference.losses] == [8] * 3  # ranks 8 and 9 share those of 0 and 1
     means = [sum(row) / 8 for row in reference.losses]
@@ -270,9 +270,22 @@ def test_one_process_alone() -> None:
     losses[2] *= 1.01
     failed = compile_sweep.check(key, 9, losses, reference, 1)
     assert failed.startswith("failed: the loss of rank 9 in step 3 is ")
-    model, batches = compile_sweep.create("tests.own_models:noisy", 0, 2, CPU)
-    why = compile_sweep.reference_of(model, batches, "fp32", 2)
+    made = compile_sweep.create("tests.own_models:noisy", 0, 2, CPU)
+    why = compile_sweep.reference_of(made, "fp32", 2)
     assert why == "the model draws random numbers, such as those of dropout"
+
+
+def test_ones_own_optimizer_and_units() -> None:
+    """The reference trains with the function's optimizer: after a step of SGD at lr 0.5 the loss of
+    y = w x, the sum, falls by 0.5 * |x|^2. The units come inner ones first."""
+    made = compile_sweep.create("tests.own_models:everything", 0, 1, CPU)
+    reference = compile_sweep.reference_of(made, "fp32", 1)
+    assert isinstance(reference, Reference)
+    first, second, _ = (row[0] for row in reference.losses)
+    assert first - second == pytest.approx(0.5 * 3 * 4)  # twelve ones
+    key = {"fsdp_wrap": True, "fsdp_checkpoint": False, "fsdp_wrap_classes": ""}
+    inner, outer = compile_sweep.choose_layers(made.model, key, made.units)
+    assert (type(outer), inner) == (nn.Sequential, outer[0])
 
 
 def test_units_are_the_layers_of_lists_inner_ones_first() -> None:

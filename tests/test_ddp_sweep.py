@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import ddp_sweep
+from common.check import NOT_FINITE
 from common.report import Case, Estimate
 from common.stats import Disturbed, Times
 from tests.process import ROOT
@@ -124,7 +125,7 @@ def test_labels_and_sets_of_ranks() -> None:
     assert ddp_sweep.sizes_of(None, 24, 8) == [1, 2, 4, 8, 16, 24]
     assert ddp_sweep.sizes_of([2, "nodes"], 20, 8) == [2, 8, 16, 20]
     args: Any = SimpleNamespace(global_batch=8)
-    line = "--global-batch 8 is no multiple of 3; try --world-sizes 1,2"
+    line = "--global-batch 8 is not divisible by 3 ranks; try --world-sizes 1,2"
     assert ddp_sweep.refused(args, 3, [1, 2, 3]) == line
 
 
@@ -137,14 +138,16 @@ def test_the_metrics_of_a_case_by_hand() -> None:
         "alone": [[0.004] * 6, [0.003] * 6],
         "no ddp": [[0.006] * 6],
     }
-    case = Case(key={"batch_size": 5, "global_batch": None}, ranks=[0, 1])
-    facts: list[Any] = [("abc", {"memory_gib": gib}) for gib in (0.5, 0.75)]
+    case = Case(key={"batch_size": 5, "global_batch": None, "accumulate": 1}, ranks=[0, 1])
+    facts = [ddp_sweep.Facts("abc", "g", {"memory_gib": gib}, 35) for gib in (0.5, 0.75)]
     ddp_sweep.derive(case, Times(rows, [1] * 6), facts)
     values = {name: getattr(number, "value", number) for name, number in case.metrics.items()}
     expected = {
         "step_s": 0.010,
         "step_cv": 0,
         "samples_per_s": 2 * 5 / 0.010,
+        "tokens_per_s": 2 * 35 / 0.010,
+        "sample_s": 0.001,
         "efficiency": 0.6,
         "local_compute_s": 0.008,
         "exposed_s": 0.002,
@@ -156,10 +159,76 @@ def test_the_metrics_of_a_case_by_hand() -> None:
     assert {name: values[name] for name in expected} == pytest.approx(expected)
     assert case.check == "passed"
     case.key["global_batch"] = 10
-    facts[1] = ("abd", {"memory_gib": 0.75})
+    case.key["accumulate"] = 4
+    facts[1] = facts[1]._replace(parameters="abd")
     ddp_sweep.derive(case, Times(rows, [1] * 6), facts)
     assert case.metrics["efficiency"].value == pytest.approx(0.3)
-    assert case.check.startswith("failed: ")
+    assert case.metrics["samples_per_s"].value == pytest.approx(4 * 2 * 5 / 0.010)
+    assert case.metrics["tokens_per_s"].value == pytest.approx(4 * 2 * 35 / 0.010)
+    assert case.check == "failed: after the steps the parameters of rank 1 differ from rank 0's"
+
+
+@pytest.mark.parametrize(
+    ("digests", "verdict"),
+    [
+        ([("a", "g"), ("a", "g")], "passed"),
+        ([("a", "g"), ("a", "h")], "failed: after the steps the gradients of rank 1 differ from r"),
+        ([("a", "g"), ("a", NOT_FINITE)], "failed: gradients of rank 1 are not finite"),
+        ([("a", NOT_FINITE)] * 2, "skipped: the loss diverges: the gradients of all ranks are not"),
+        ([(NOT_FINITE, "g")] * 2, "skipped: the loss diverges: the parameters of all ranks are n"),
+    ],
+)
+def test_a_loss_that_diverges_is_no_fault_of_ddp(
+    digests: list[tuple[str, str]], verdict: str
+) -> None:
+    facts = [ddp_sweep.Facts(*pair, {}, 0) for pair in digests]
+    assert ddp_sweep.check(facts, [0, 1]).startswith(verdict)
+
+
+@smoke
+def test_ones_own_batch_of_tokens_and_a_loss_that_diverges(bench: Callable[..., Any]) -> None:
+    """Two sizes of a model by its parameter; of each pass over the batch one sample has 3 tokens. A
+    sum as the loss is measured, and an infinite one is, too."""
+    own = "tests.own_models"
+    models = f"{own}:batch_of_transformers?batch=2,{own}:batch_of_transformers?batch=4"
+    flags = ("--models", f"{models},{own}:everything,{own}:diverges", "--world-sizes", "2")
+    run = bench(SCRIPT, *SHORT, *flags, "--accumulate", "3")
+    assert run.status == 0, run.err
+    of_two = [case for case in run.report.cases if len(case.ranks) == 2]
+    assert [case.key["batch_size"] for case in of_two] == [2, 4, 3, 3]
+    assert [case.check for case in of_two[:3]] == ["passed"] * 3
+    assert of_two[3].check.startswith("skipped: the loss diverges: ")
+    tokens, step = of_two[1].metrics["tokens_per_s"], of_two[1].metrics["step_s"]
+    assert tokens.value == pytest.approx(3 * 2 * 4 * 3 / step.value)
+    assert "tokens_per_s" not in of_two[2].metrics
+    assert run.out.count("tokens/s") == 2  # in the tables of two models
+    assert "batch size 4 a rank (weak scaling), torch's" in run.out
+    assert ", 3 batches accumulated" in run.out
+
+
+@smoke
+def test_powersgd_over_gloo(bench: Callable[..., Any]) -> None:
+    """In one bucket it trains; in several torch's hook would hang, so the case fails with the size
+    that fits: 16 x 32 + 3 x 1,104 parameters are 15 KiB."""
+    flags = ("--model", "tests.own_models:gpt", "--comm-hook", "powersgd", "--world-sizes", "2")
+    run = bench(SCRIPT, *SHORT, *flags, "--bucket-size", "25,0.001")
+    assert run.status == 1, run.err
+    _, one, several = run.report.cases
+    assert one.check == "passed"
+    assert list(one.samples_s) == ["step", "local compute", "no ddp"]
+    assert "overlap" not in one.metrics
+    assert several.check.startswith("failed: ValueError: the powersgd hook hangs over gloo with ")
+    assert "take 0.0146 MB; try --bucket-size 1" in several.check
+
+
+@pytest.mark.faults
+def test_a_hook_that_stops_averaging_is_found(bench: Callable[..., Any]) -> None:
+    """In a timed block, and from then on. The weights cannot show it: their rate is 0."""
+    flags = ("--model", "tests.own_models:gpt", "--comm-hook", "bf16", "--world-sizes", "2")
+    run = bench(SCRIPT, "--iters", "12", "--warmup-iters", "1", *flags, inject="stops-averaging")
+    assert run.status == 1
+    _, case = run.report.cases
+    assert case.check == "failed: after the steps the gradients of rank 1 differ from rank 0's"
 
 
 def answer_of(efficiency: Estimate, exposed: Estimate, global_batch: int | None = None) -> str:

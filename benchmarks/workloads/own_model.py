@@ -1,22 +1,34 @@
 """One's own model, by `--model package.module:function`. For ddp_sweep.py and compile_sweep.py.
 
-    def function(device: torch.device):
+    def function(device: torch.device, batch: int = 16):
         return model, inputs, loss
 
-model: an nn.Module on the device. inputs: a tuple of tensors, the batch of a rank; `model(*inputs)`
-is the forward pass. loss: a function from the model's output to a scalar.
+model: an nn.Module on the device. inputs: the batch of a rank, a tuple of positional arguments or a
+dict of keyword arguments of the forward pass; tensors may be nested in tuples, lists and dicts.
+loss: a function from the model's output, which may be any object, to a scalar.
+
+Or the function returns a dict: model, loss, args (a tuple) or kwargs (a dict) or both, and if
+wanted
+
+    optimizer       a function from parameters to a torch.optim.Optimizer, instead of SGD
+    fsdp_units      a list of the model's modules that FSDP shards as units
+
+`package.module:function?batch=16&rope=true` passes keyword arguments: ints, floats, true or false,
+or strings.
 """
 
 import importlib
+import inspect
 import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +37,10 @@ from common.benchmark import Benchmark
 from common.cli import cut, describe, suggest
 from common.groups import gather, share
 
-Inputs = tuple[Tensor, ...]
 Loss = Callable[[Any], Tensor]
+Optimize = Callable[[Any], torch.optim.Optimizer]
+FIELDS = ("model", "args", "kwargs", "loss", "optimizer", "fsdp_units")  # of a dict
+TOKENS = "input_ids"  # the argument whose elements are tokens, as transformers calls it
 # Settings of the process that the function must not change for the models that follow: the word
 # for it, how to read it, how to set it. A default device of "cpu" is torch's own: none is set.
 SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
@@ -44,10 +58,41 @@ class Refused(ValueError):
     """Why a model cannot be measured, in one line."""
 
 
+class OwnModel(NamedTuple):
+    """What the user's function has returned."""
+
+    model: nn.Module
+    args: tuple[Any, ...]  # of the forward pass
+    kwargs: dict[str, Any]
+    loss: Loss
+    optimizer: Optimize | None = None
+    fsdp_units: list[nn.Module] | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Those of the batch, in the order of the arguments."""
+        return [leaf for _, leaf in leaves_of([*self.args, self.kwargs])]
+
+    def tokens(self) -> int:
+        """The number of tokens of the batch; 0 if no argument is called input_ids."""
+        named = leaves_of([*self.args, self.kwargs])
+        return sum(tensor.numel() for name, tensor in named if name == TOKENS)
+
+
+def leaves_of(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
+    """The tensors in nested tuples, lists and dicts, each with the key of the innermost dict."""
+    if isinstance(value, Tensor):
+        return [(name, value)]
+    if isinstance(value, Mapping):
+        return [leaf for key, entry in value.items() for leaf in leaves_of(entry, str(key))]
+    if isinstance(value, (tuple, list)):
+        return [leaf for entry in value for leaf in leaves_of(entry, name)]
+    return []
+
+
 class Trial(NamedTuple):
     """What a rank found out about a model."""
 
-    samples: int | None  # of a batch: the first size of the first input; None if unknown
+    samples: int | None  # of a batch: the first size of the first tensor; None if unknown
     changes: list[str]  # of the process, by the function or its module; a line each
 
 
@@ -55,18 +100,41 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
-def make_own(
-    name: str, device: torch.device, changes: list[str] | None = None
-) -> tuple[nn.Module, Inputs, Loss]:
+def parameters_of(name: str) -> tuple[str, str, dict[str, Any]]:
+    """`package.module:function?batch=16` -> package.module, function, {"batch": 16}.
+
+    Raises Refused if it has another form.
+    """
+    path, _, query = name.partition("?")
+    module_name, _, function_name = path.partition(":")
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        example = "e.g. my_model:make for the function make in my_model.py"
+        raise Refused(f"expected package.module:function, got {name!r}; {example}")
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError:
+        form = "expected parameters as in 'my_model:make?batch=16&layers=4'"
+        raise Refused(f"{name}: {form}, got {query!r}") from None
+    return module_name, function_name, {key: value_of(text) for key, text in pairs}
+
+
+def value_of(text: str) -> int | float | bool | str:
+    """`16` -> 16, `1e-3` -> 0.001, `true` -> True; anything else is a string."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def make_own(name: str, device: torch.device, changes: list[str] | None = None) -> OwnModel:
     """What the user's function returns. The working folder is on the path.
 
     changes: gets a line for each setting of the process that the function has changed. Raises
     ValueError if there is no such function, or if it returns something else.
     """
-    module_name, _, function_name = name.partition(":")
-    if not all(part.isidentifier() for part in module_name.split(".")):
-        example = "e.g. my_model:make for the function make in my_model.py"
-        raise Refused(f"expected package.module:function, got {name!r}; {example}")
+    module_name, function_name, parameters = parameters_of(name)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     with contained(name, [] if changes is None else changes):
@@ -82,15 +150,57 @@ def make_own(
             file = getattr(module, "__file__", None) or module_name
             got = f", but a value of type {type(function).__name__}" if function else ""
             raise Refused(f"{name}: {file} has no function {function_name!r}{got}{near}")
-        returned = function(device)
+        if parameters:
+            refuse_unknown(name, function, parameters)
+        returned = function(device, **parameters)
+    return own_of(name, returned)
+
+
+def refuse_unknown(name: str, function: Callable[..., Any], parameters: dict[str, Any]) -> None:
+    """Raises Refused if the function has no such parameters."""
+    known = inspect.signature(function).parameters
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for parameter in parameters:
+        if parameter not in known:
+            names = cut([*known][1:]) or "none"  # the first one is the device
+            near = suggest(parameter, known)
+            raise Refused(f"{name}: expected parameters {names}, got {parameter!r}{near}")
+
+
+def own_of(name: str, returned: Any) -> OwnModel:
+    """The model that a function has returned, as a tuple or as a dict. Raises Refused for anything
+    else."""
     kinds = type(returned).__name__
+    form = "expected a module, a batch (a tuple or a dict with tensors), a function"
     if isinstance(returned, tuple) and len(returned) == 3:
         model, inputs, loss = returned
-        tensors = isinstance(inputs, tuple) and all(isinstance(x, Tensor) for x in inputs)
-        if isinstance(model, nn.Module) and inputs and tensors and callable(loss):
-            return model, inputs, loss
-        kinds = ", ".join(type(part).__name__ for part in returned)
-    raise Refused(f"{name}: expected a module, a tuple of tensors, a function; got {kinds}")
+        args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
+        returned = {"model": model, "args": args, "kwargs": kwargs, "loss": loss}
+        kinds = ", ".join(type(part).__name__ for part in (model, inputs, loss))
+    elif isinstance(returned, Mapping):
+        form = f"expected a dict with model, loss and args or kwargs ({', '.join(FIELDS)})"
+        kinds = ", ".join(f"{key}: {type(part).__name__}" for key, part in returned.items())
+        if unknown := [key for key in returned if key not in FIELDS]:
+            near = suggest(str(unknown[0]), FIELDS)
+            raise Refused(f"{name}: {form}; got the key {unknown[0]!r}{near}")
+    else:
+        raise Refused(f"{name}: {form}; got {kinds}")
+    model, loss, optimizer = (returned.get(part) for part in ("model", "loss", "optimizer"))
+    args, kwargs = returned.get("args", ()), returned.get("kwargs", {})
+    are_inputs = isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping)
+    are_functions = callable(loss) and (optimizer is None or callable(optimizer))
+    if not (isinstance(model, nn.Module) and are_inputs and are_functions):
+        raise Refused(f"{name}: {form}; got {kinds}")
+    own = OwnModel(model, tuple(args), dict(kwargs), loss, optimizer, returned.get("fsdp_units"))
+    if not own.tensors():
+        raise Refused(f"{name}: {form}; got no tensor in the batch")
+    inside = set(model.modules())
+    for unit in own.fsdp_units or ():
+        if unit not in inside:
+            got = type(unit).__name__
+            raise Refused(f"{name}: expected modules of the model in fsdp_units, got a {got}")
+    return own
 
 
 @contextmanager
@@ -146,32 +256,50 @@ def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial
     changes: list[str] = []
     samples = None
     try:
-        model, inputs, loss = make_own(name, device, changes)
-        shapes = [list(x.shape) for x in inputs]
+        own = make_own(name, device, changes)
+        shapes = [list(tensor.shape) for tensor in own.tensors()]
         samples = shapes[0][0] if shapes[0] else 0
         if not samples:
             raise Refused(f"{name}: expected a batch of at least 1 sample, got {shapes[0]}")
         with contained(name, changes):
-            value = loss(model(*inputs))
+            value = own.loss(own.model(*own.args, **own.kwargs))
             if not isinstance(value, Tensor) or value.numel() != 1:
                 got = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise Refused(f"{name}: expected a loss that is a scalar, got {got}")
             value.backward()
+            if own.optimizer:
+                without_rate(own.optimizer(own.model.parameters()))
     except Refused:
         raise
     except torch.OutOfMemoryError:
         return Trial(samples, changes)
     except Exception as error:
         raise Refused(f"{name}: {describe(error)}{place_of(error)}") from None
-    now = [list(x.shape) for x in inputs]
+    now = [list(tensor.shape) for tensor in own.tensors()]
     if now != shapes:
         raise Refused(f"{name}: a step changes the shape of its inputs, from {shapes} to {now}")
-    trained = [(path, weight) for path, weight in model.named_parameters() if weight.requires_grad]
-    idle = [path for path, weight in trained if weight.grad is None]
+    weights = own.model.named_parameters()
+    idle = [path for path, weight in weights if weight.requires_grad and weight.grad is None]
     if idle and not idle_allowed:
         flag = "--find-unused-parameters"
         raise Refused(f"{name}: {idle[0]} gets no gradient; try {flag}")
     return Trial(samples, changes)
+
+
+def without_rate(optimizer: torch.optim.Optimizer) -> None:
+    """Set the learning rate to 0: a step costs the same, and the weights stay as they are.
+
+    Raises ValueError if the optimizer has no learning rate.
+    """
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            rate.zero_()  # a captured graph or a compiled step reads it there
+        elif isinstance(rate, (int, float)):
+            group["lr"] = 0.0
+        else:
+            kind = type(optimizer).__name__
+            raise ValueError(f"expected an optimizer with a learning rate, got {kind} (lr {rate})")
 
 
 def own_batch_size(bench: Benchmark, name: str, idle_allowed: bool = True) -> int | None:

@@ -34,12 +34,14 @@ def train_alone(
     batches: Sequence[Any],
     loss_of: Callable[[nn.Module, Any], torch.Tensor],
     weights: Sequence[float] = (1.0,),
+    optimize: Callable[[Any], torch.optim.Optimizer] | None = None,
 ) -> Reference:
-    """Train on all batches with `sgd`. The loss is the weighted sum of the batches' losses.
+    """Train on all batches. The loss is the weighted sum of the batches' losses.
 
-    lr = FALL * |loss| / |gradient|^2 in the first step: to first order the loss falls by FALL.
+    optimize: makes the optimizer from the parameters; by default `sgd`, with the rate lr = FALL *
+    |loss| / |gradient|^2 of the first step: to first order the loss falls by FALL.
     """
-    optimizer = sgd(model, 0.0)
+    optimizer = optimize(model.parameters()) if optimize else sgd(model, 0.0)
     lr = 0.0
     losses: list[list[float]] = []
     norms: list[float] = []
@@ -54,7 +56,7 @@ def train_alone(
             total += losses[step][-1] * weight
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         norms.append(float(torch.nn.utils.get_total_norm(gradients)))
-        if step == 0 and 0 < norms[0] < math.inf:
+        if step == 0 and 0 < norms[0] < math.inf and not optimize:
             lr = FALL * abs(total) / norms[0] ** 2
             optimizer.param_groups[0]["lr"] = lr
         optimizer.step()

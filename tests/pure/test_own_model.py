@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.workloads.own_model import Trial, make_own, need_size, try_own, uneven
+from benchmarks.workloads.own_model import (
+    Trial,
+    leaves_of,
+    make_own,
+    need_size,
+    parameters_of,
+    try_own,
+    uneven,
+    without_rate,
+)
 
 CPU = torch.device("cpu")
 USERS = """
@@ -27,6 +36,42 @@ def trio(samples=2, width=4):
 
 def fine(device):
     return trio()
+
+
+def sized(device, samples=2, width=4):
+    return trio(samples, width)
+
+
+def no_tuple(device):
+    return nn.Linear(4, 1), torch.ones(2, 4), torch.sum
+
+
+def no_tensor(device):
+    return nn.Linear(4, 1), {"x": 3}, torch.sum
+
+
+def other_key(device):
+    return {"modle": nn.Linear(4, 1)}
+
+
+def no_model(device):
+    return {"args": (torch.ones(2, 4),), "loss": torch.sum}
+
+
+def other_unit(device):
+    model, args, loss = trio()
+    return {"model": model, "args": args, "loss": loss, "fsdp_units": [nn.Linear(1, 1)]}
+
+
+class Rateless(torch.optim.SGD):
+    def __init__(self, parameters):
+        super().__init__(parameters)
+        self.param_groups[0]["lr"] = None
+
+
+def no_rate(device):
+    model, args, loss = trio()
+    return {"model": model, "args": args, "loss": loss, "optimizer": Rateless}
 
 
 def exits(device):
@@ -141,7 +186,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("nowhere:gpt", "cannot import nowhere: No module named 'nowhere'; e.g. my"),
         ("tests.own_models:gtp", "own_models.py has no function 'gtp'; did you mean gpt"),
-        ("tests.own_models:model_alone", "a tuple of tensors, a function; got Linear"),
+        ("tests.own_models:model_alone", "a tuple or a dict with tensors), a function; got Linear"),
+        ("users:no_tuple", "tensors), a function; got Linear, Tensor, builtin_function_or_method"),
+        ("users:no_tensor", "a function; got no tensor in the batch"),
+        ("users:other_key", "got the key 'modle'; did you mean model?"),
+        ("users:no_model", "expected a dict with model, loss and args or kwargs (model, args, "),
+        ("users:other_unit", "expected modules of the model in fsdp_units, got a Linear"),
+        ("users:no_rate", "expected an optimizer with a learning rate, got Rateless (lr None)"),
+        ("users:sized?wdith=8", "expected parameters samples, width, got 'wdith'; did you mean"),
+        ("users:fine?width=8", "expected parameters none, got 'width'"),
+        ("users:sized?width", "expected parameters as in 'my_model:make?batch=16&layers=4', got"),
         ("tests.own_models:vector", "expected a loss that is a scalar, got [3, 4]"),
         ("tests.own_models:idle", "1.weight gets no gradient; try --find-unused-"),
         ("./users:fine", "expected package.module:function, got './users:fine'; e.g. my_model:"),
@@ -150,13 +204,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (":fine", "expected package.module:function, got ':fine'; e.g. my_model:"),
         ("users:", "users.py has no function ''"),
         ("users:number", "users.py has no function 'number', but a value of type int"),
-        ("users:exits", "users:exits: SystemExit: 0 (users.py:21)"),
-        ("users:interrupts", "users:interrupts: KeyboardInterrupt: no message (users.py:25)"),
-        ("users:exits_in_forward", "SystemExit: enough (users.py:66)"),
+        ("users:exits", "users:exits: SystemExit: 0 (users.py:57)"),
+        ("users:interrupts", "users:interrupts: KeyboardInterrupt: no message (users.py:61)"),
+        ("users:exits_in_forward", "SystemExit: enough (users.py:102)"),
         ("leaving:f", "leaving:f: SystemExit: from the module (leaving.py:1)"),
         ("unfinished:f", "unfinished:f: SyntaxError: invalid syntax (unfinished.py, line 1)"),
-        ("users:divides", "users:divides: ZeroDivisionError: division by zero (users.py:29)"),
-        ("users:missing_file", "No such file or directory: 'weights.pt' (users.py:33)"),
+        ("users:divides", "users:divides: ZeroDivisionError: division by zero (users.py:65)"),
+        ("users:missing_file", "No such file or directory: 'weights.pt' (users.py:69)"),
         ("users:wrong_shape", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         ("users:empty", "expected a batch of at least 1 sample, got [0, 4]"),
         ("users:no_batch", "expected a batch of at least 1 sample, got []"),
@@ -223,3 +277,36 @@ def test_batches_of_different_sizes_are_refused() -> None:
     assert uneven("mine:f", [None, 3, None]) is uneven("mine:f", [None, None]) is None
     unknown = uneven("mine:f", [None, 3, 4]) or ""
     assert unknown.endswith("got 3 on rank 1 and 4 on rank 2")
+
+
+def test_parameters_in_the_name() -> None:
+    name = "a.b:make?batch=16&rate=1e-3&rope=true&cache=False&kind=tiny%20one&empty="
+    parameters = {"batch": 16, "rate": 1e-3, "rope": True, "cache": False, "kind": "tiny one"}
+    assert parameters_of(name) == ("a.b", "make", parameters | {"empty": ""})
+    assert parameters_of("a:make") == ("a", "make", {})
+    assert try_own("users:sized?samples=3&width=2", CPU) == Trial(3, [])
+
+
+def test_a_batch_of_keyword_arguments() -> None:
+    """As a Hugging Face batch: nested, with values that are no tensors. 4 x 5 tokens."""
+    name = "tests.own_models:batch_of_transformers?batch=4&long=true"
+    assert try_own(name, CPU, idle_allowed=False) == Trial(4, [])
+    own = make_own(name, CPU)
+    assert own.tokens() == 20
+    assert (own.args, list(own.kwargs)) == ((), ["input_ids", "extra", "use_cache"])
+    assert [list(tensor.shape) for tensor in own.tensors()] == [[4, 5], [4, 1, 1]]
+    assert [key for key, _ in leaves_of(own.kwargs)] == ["input_ids", "masks"]
+
+
+def test_a_dict_with_an_optimizer_and_units() -> None:
+    own = make_own("tests.own_models:everything", CPU)
+    assert own.fsdp_units == [own.model[0], own.model[0][0]]
+    assert own.optimizer is not None
+    optimizer = own.optimizer(own.model.parameters())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    without_rate(optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    rate = torch.tensor(0.5)
+    by_tensor = torch.optim.Adam(own.model.parameters(), lr=rate)
+    without_rate(by_tensor)
+    assert float(by_tensor.param_groups[0]["lr"]) == 0.0

@@ -53,9 +53,9 @@ MISTAKES = [
     ("compile_sweep", "--models decoder-10k", "'decoder-10k'; did you mean decoder-10m"),
     ("compile_sweep", "--backends eager,inducter", "got 'inducter'; did you mean inductor?"),
     ("compile_sweep", "--strategies dpp", "got 'dpp'; did you mean ddp"),
-    ("compile_sweep", "--models a.b:c --batch-size 2", "--batch-size: a.b:c brings its own batch"),
+    ("compile_sweep", "--models a.b:c --batch-size 2", "--batch-size cannot be used with a.b:c, "),
     ("compile_sweep", "--ddp --fsdp", "argument --fsdp: not allowed with argument --ddp"),
-    ("compile_sweep", "--device cpu --dtype tf32", "tf32 and cudagraphs need CUDA; try"),
+    ("compile_sweep", "--device cpu --dtype tf32", "tf32 and cudagraphs require CUDA; use"),
     ("compile_sweep", "--dtype fp16", "expected some of default, fp32, tf32, bf16"),
     ("compile_sweep", "--torchbench-model hf_Bert", "--model tb:hf_Bert, with the tb.py of"),
     ("compile_sweep", "--profile --verbose x", "unknown argument '--verbose': TORCH_LOGS=graph_co"),
@@ -71,7 +71,7 @@ MISTAKES = [
     ("ddp_sweep", "--model resnet5", "unknown model 'resnet5'; did you mean resnet50"),
     ("ddp_sweep", "--model fcn_resnet50", "unknown model 'fcn_resnet50'"),  # no classifier
     ("ddp_sweep", "--model googlenet", "unknown model 'googlenet'"),  # several heads
-    ("ddp_sweep", "--model a:b --batch-size 2", "a:b brings its own batch"),
+    ("ddp_sweep", "--model a:b --batch-size 2", "cannot be used with a:b, which defi"),
     ("ddp_sweep", "--global-batch 4 --batch-size 2", "not allowed with argument --global-batch"),
     ("ddp_sweep", "--bucket-size 25,x", "--bucket-size: expected a number above 0, got 'x'"),
     ("ddp_sweep", "--comm-hook bf61", "got 'bf61'; did you mean bf16?"),
