@@ -70,7 +70,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     whole = partial(add, type=cli.positive_int, metavar="N")
     whole("--ranks", required=True, help="world size of the simulated job, e.g. 1024")
     meshes, as_there = cli.list_of(parse_mesh), "in the syntax of parallel_sweep.py"
-    add("--mesh", type=meshes, required=True, help=as_there)
+    add("--mesh", type=meshes, help=f"{as_there} (default: dp over all ranks)")
     ranks = "ranks to simulate (default: 0); pipeline stages differ"
     add("--rank", type=cli.list_of(cli.number(int, 0)), default=[0], metavar="N,...", help=ranks)
     whole("--gpus-per-node", default=8, help="consecutive ranks per node (default: 8)")
@@ -82,7 +82,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--wide", action="store_true", help="print all columns, also on a terminal")
     report = cli.checked(str, bool, "a report", "e.g. report.jsonl")
     add("-J", "--json", type=report, metavar="PATH", help="write a report; - is stdout")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    args.mesh = args.mesh or [parse_mesh(f"dp{args.ranks}")]
+    return args
 
 
 # [core]

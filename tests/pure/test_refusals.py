@@ -104,7 +104,7 @@ MISTAKES = [
     ("traffic", "--ranks 4 --mesh pp4:1f1", "after a pipeline, got 'pp4:1f1'; e.g. pp4:1f1b"),
     ("traffic", "--ranks 3 --mesh dp3 --global-batch 4", "4, --global-batch; e.g. --global-ba"),
     ("traffic", "--ranks 4 --mesh pp4:1f1b --microbatches 2", "e.g. --microbatches 4"),
-    ("traffic", "--ranks 1", "required: --mesh"),
+    ("traffic", "--mesh dp8", "required: --ranks"),
     ("traffic", "--ranks 9 --mesh dp9 --sequence-length 1000000000", "of 18 sequences of 1,000,"),
     ("traffic", "--ranks 8 --mesh dp8 --global-batch 1000000000", "bytes of memory here, and "),
     ("traffic", "--ranks 1 --mesh dp1 --json no/r.jsonl", "No such file or directory"),

@@ -26,6 +26,11 @@ def key_of(mesh: str, ranks: int, *flags: str) -> traffic.Key:
     return key
 
 
+def test_without_a_mesh_all_ranks_are_dp() -> None:
+    (key,) = traffic.plan(traffic.parse_args(["--ranks", "6", *NANO]))
+    assert key == key_of("dp6", 6)
+
+
 def totals(step: traffic.Step) -> dict[str, int]:
     """The bytes of each collective."""
     sums = Counter[str]()
