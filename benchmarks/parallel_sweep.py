@@ -31,6 +31,7 @@ project, BSD-3-Clause. The function of each axis, to copy, is in benchmarks/work
 import argparse
 import importlib
 import logging
+import os
 import sys
 import warnings
 from functools import partial
@@ -40,6 +41,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import cli  # first: it names a package that is missing
+
+# Before torch is imported, or NCCL's backend warns of a pipeline's first sends, amid the table.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 # isort: split
 import numpy as np
@@ -388,6 +392,8 @@ def main() -> int:
     args = parse_args()
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # the check gathers
+    # torch 2.15 advises another backend once a run; docs/parallel_sweep.md has it
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.ERROR)
     # registers a backend `fake` whose collectives return at once; seen with torch 2.11, 2.14, 2.15
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
     torch.set_flush_denormal(True)  # a twin's garbage must not be slow to compute with

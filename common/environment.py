@@ -25,7 +25,10 @@ from common.join import ERROR_HANDLING, torchrun_set_error_handling
 from common.report import FAMILIES, shown, without_secrets
 
 # These of the FAMILIES tell nothing.
-PER_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN)
+PER_RUN = (
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "NCCL_DEBUG_FILE", TURN),
+    "TORCH_CPP_LOG_LEVEL",
+)
 UNITS = "units: 64K, 4M, MiB and GiB count by 1,024; MB/s and GB/s by 1,000"
 MOST_RANKS = 64  # the preamble prints no more of them
 UNCORRECTED = "ecc.errors.uncorrected.volatile.total"
