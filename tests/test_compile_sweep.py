@@ -364,6 +364,16 @@ def test_what_fsdp_means(flags: str, strategies: list[str], wrap: bool) -> None:
     }
 
 
+def test_one_graph_under_ddp_is_in_the_title_and_the_keys_of_ddp() -> None:
+    flags = "--device cpu --strategies ddp,fsdp2 --backends eager,aot_eager"
+    args = compile_sweep.parse_args([*flags.split(), "--dynamo-no-optimize-ddp"])
+    job: Any = Namespace(world_size=2, device=CPU)
+    ((title, cases),) = compile_sweep.plan(args, job, {}).items()
+    assert title.endswith(", one graph under DDP")
+    changed = [name for name, _, key in cases if key["dynamo_no_optimize_ddp"]]
+    assert changed == ["ddp aot_eager"]
+
+
 def test_the_tenth_backend_is_started_as_the_first_one() -> None:
     """Dynamo compiles a function for eight backends, then no more."""
     started: list[Any] = []
