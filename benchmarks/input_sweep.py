@@ -70,6 +70,7 @@ from common.timing import Workload
 
 CLASSES = 10  # of the images that are made
 FILE_PIXELS = 400  # of a side of the images that are made
+LONGEST_FOLDER = 107 - len("/listener-12345678")  # characters: a socket's path has at most 107
 SMALL_WAIT = 0.05  # of a resident step: a shorter wait is not worth a change
 LISTS = ("workers", "cache", "prefetch", "start_method")
 FROM_DEVICE = 0.9  # a case is cold if so much of what was read came from the device
@@ -466,6 +467,19 @@ def find_files(folder: Path) -> Files:
     return files
 
 
+def make_folder_of_sockets() -> None:
+    """Make the folder in which multiprocessing and its workers open sockets.
+
+    multiprocessing removes it only if this process ends in order. Raises ValueError if its path is
+    too long for a socket: workers would then fail to send their batches.
+    """
+    folder = get_temp_dir()
+    remove_at_end(folder)
+    if len(folder) > LONGEST_FOLDER:
+        limit = f"expected a folder of at most {LONGEST_FOLDER} characters for sockets of workers"
+        raise ValueError(f"{limit}, got {folder}; e.g. TMPDIR=/tmp")
+
+
 def prepare(bench: Benchmark, args: argparse.Namespace) -> tuple[Files, str]:
     """The images of this run, and the folder that was made for them; "" for those of the user."""
     job = bench.job
@@ -506,9 +520,9 @@ def main() -> int:
         title += f", page cache {' and '.join(args.cache)}"
         cases = plan(args, bench.job.world_size)
         bench.announce({title: cases})
+        if any(args.workers):
+            bench.prepare("TMPDIR", make_folder_of_sockets)
         files, folder = prepare(bench, args)
-        if any(args.workers):  # multiprocessing removes it only where this process ends in order
-            remove_at_end(get_temp_dir())
         cores = len(os.sched_getaffinity(0))
         answer_here = partial(answer, bench.job.local_world_size, cores)
         with bench.begin_table(title, COLUMNS, answer_here, Table(COLUMNS, WIDEST)):

@@ -71,8 +71,17 @@ def raising(error: type[Exception], text: str) -> Callable[[], None]:
     return fail
 
 
+planted_s = 0.0  # of this process: how long its planted delays were, for `planted-time`
+
+
+def wait(seconds: float) -> None:
+    global planted_s
+    time.sleep(seconds)
+    planted_s += seconds
+
+
 def waiting(seconds: float) -> Callable[[], None]:
-    return partial(time.sleep, seconds)
+    return partial(wait, seconds)
 
 
 def busy(seconds: float) -> None:
@@ -113,7 +122,7 @@ IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     "stops": (STEP, 12, stop, 1),
     "stops-in-all-reduce": ("torch.distributed.all_reduce", 60, stop, 1),  # in a timed block
     "slow-rank": (STEP, None, waiting(0.15), 1),  # longer than what a busy machine delays
-    "slow-optimizer": (NEW_OPTIMIZER, 1, waiting(4), 1),
+    "slow-optimizer": (NEW_OPTIMIZER, 1, waiting(12), 1),
     # in the second model of a case
     "twin-raises": (NEW_OPTIMIZER, 2, raising(torch.OutOfMemoryError, "no memory for a twin"), 1),
     "build-raises": (MODEL, 1, full_memory, 1),
@@ -134,6 +143,17 @@ IN_CALL: dict[str, tuple[str, int | None, Callable[[], object], int | None]] = {
     # images; a DataLoader's worker has the fault if it is forked: --start-method fork
     "slow-decoder": (DECODE, None, waiting(0.005), None),
 }
+
+
+@fault
+def planted_time() -> None:
+    """The clock shows planted delays alone, and a microsecond for each look at it.
+
+    What a test compares is then the same on a busy machine. Steps take as long as the delays that
+    were planted in them on the same rank, not as long as they wait for other ranks.
+    """
+    looks = itertools.count()
+    time.perf_counter = lambda: planted_s + next(looks) * 1e-6
 
 
 # -- machine: a rank that dies or does not come; a full disk, a closed stdout ----------------------
@@ -336,7 +356,7 @@ def slow_axis() -> None:
             return real(*args, **kwargs)
         if axis_of((*args, *kwargs.values())) == slow:
             calls += 1
-            time.sleep(delay_s)
+            wait(delay_s)
         within = True
         try:
             return real(*args, **kwargs)

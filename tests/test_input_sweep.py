@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,40 @@ TINY = ("--samples", "25", "--image-size", "32", "--cache", "warm", "--warmup-it
 FORK = ("--start-method", "fork")  # the faults are in this process
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder whose path is short enough for the workers' sockets."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 @pytest.mark.smoke
-def test_a_slow_decoder_shows_as_wait(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """5 ms for each of 32 images: 160 ms a step in the rank itself. Of a worker's time the training
-    hides what it computes, and no more: the worker does not run ahead in the resident blocks."""
+def test_a_slow_decoder_shows_as_wait(bench: Callable[..., Any], short: Path) -> None:
+    """5 ms for each of 32 images: 160 ms a step in the rank itself, by a clock that shows nothing
+    else. The delays of a worker are not on the clock of its rank; tests/pure/test_input_sweep.py
+    checks that workers do not run ahead in the resident blocks."""
     flags = ("--batch-size", "32", "--iters", "2", "--workers", "0,1", *FORK)
-    run = bench(SCRIPT, *TINY, *flags, inject="slow-decoder", TMPDIR=str(tmp_path))
+    run = bench(SCRIPT, *TINY, *flags, inject="planted-time,slow-decoder", TMPDIR=str(short))
     assert run.status == 0, run.out + run.err
-    planted_s = 32 * 0.005
-    by_rank, by_worker = (case.metrics for case in run.report.cases)
-    assert by_rank["loader_s"].value > planted_s
-    assert by_rank["exposed_wait_s"].value > 0.75 * planted_s  # more if other programs compete
-    loader_s, resident_s = by_worker["loader_s"].value, by_worker["resident_s"].value
-    least_s = loader_s - min(resident_s, loader_s)  # more if they compete for cores
-    assert by_worker["exposed_wait_s"].value > least_s - 0.25 * planted_s
+    planted_s = pytest.approx(32 * 0.005, rel=0.01)
+    m = run.report.cases[0].metrics
+    assert (m["loader_s"].value, m["step_s"].value) == (planted_s, planted_s)
+    assert m["exposed_wait_s"].value == planted_s
+    assert m["resident_s"].value < 0.001
     for case in run.report.cases:
         assert case.check == "passed"
         assert set(case.samples_s) == {"step", "resident", "loader"}
-    assert list(tmp_path.glob("input_sweep-*")) == []
+    assert list(short.glob("input_sweep-*")) == []
+
+
+@pytest.mark.smoke
+def test_a_path_that_is_too_long_for_sockets(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """Workers could not send their batches, and the ranks would wait for them."""
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    run = bench(SCRIPT, *TINY, "--workers", "1", ranks=0, TMPDIR=str(folder))
+    assert run.status == 2
+    assert "error: TMPDIR: expected a folder of at most 89 characters for sockets of w" in run.err
 
 
 @pytest.mark.smoke
@@ -78,28 +94,26 @@ def left_over(folder: Path) -> list[psutil.Process]:
 @pytest.mark.faults
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_the_fork_server_and_its_workers_end_with_the_rank(
-    start: Callable[..., Any], number: signal.Signals
+    start: Callable[..., Any], short: Path, number: signal.Signals
 ) -> None:
     """Ctrl-C, which reaches all processes of the terminal, and a kill of the rank alone. No process
     is left, no folder and no semaphore."""
-    with tempfile.TemporaryDirectory() as short:  # a socket's path has at most 107 characters
-        folder = Path(short)
-        flags = ("--workers", "2", "--iters", "100000", *TINY)
-        process = start(SCRIPT, *flags, ranks=0, cold=True, TMPDIR=short)
-        rank = process.parts[0]
-        # the rank, two shells that remove folders, resource tracker, fork server, two workers
-        process.until(lambda: len(left_over(folder)) >= 7, seconds=120)
-        maps = [row.path.removesuffix(" (deleted)") for row in rank.memory_maps()]
-        semaphores = [Path(path) for path in maps if path.startswith("/dev/shm/sem.")]
-        assert semaphores
-        if number is signal.SIGINT:
-            os.killpg(rank.pid, number)
-        else:
-            rank.kill()
-        assert process.wait(60) != 0
-        process.until(lambda: not left_over(folder))
-        assert [path for path in semaphores if path.exists()] == []
-        assert os.listdir(short) == []
+    flags = ("--workers", "2", "--iters", "100000", *TINY)
+    process = start(SCRIPT, *flags, ranks=0, cold=True, TMPDIR=str(short))
+    rank = process.parts[0]
+    # the rank, two shells that remove folders, resource tracker, fork server, two workers
+    process.until(lambda: len(left_over(short)) >= 7, seconds=120)
+    maps = [row.path.removesuffix(" (deleted)") for row in rank.memory_maps()]
+    semaphores = [Path(path) for path in maps if path.startswith("/dev/shm/sem.")]
+    assert semaphores
+    if number is signal.SIGINT:
+        os.killpg(rank.pid, number)
+    else:
+        rank.kill()
+    assert process.wait(60) != 0
+    process.until(lambda: not left_over(short))
+    assert [path for path in semaphores if path.exists()] == []
+    assert os.listdir(short) == []
 
 
 @pytest.mark.faults
@@ -116,16 +130,16 @@ def test_ranks_wait_for_the_files_longer_than_their_own_timers(
 
 
 @pytest.mark.faults
-def test_nothing_is_left_where_all_are_killed(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_nothing_is_left_where_all_are_killed(start: Callable[..., Any], short: Path) -> None:
     """The files go, and so do the processes. test_checkpoint_sweep.py ends by Ctrl-C."""
     flags = ("--workers", "1", "--iters", "100000", *TINY, *FORK)
-    process = start(SCRIPT, *flags, TMPDIR=str(tmp_path))
+    process = start(SCRIPT, *flags, TMPDIR=str(short))
     # torchrun, two ranks, their workers and the shell that removes
-    process.until(lambda: [*tmp_path.glob("input_sweep-*/*/24.jpg")] and len(process.tree()) > 6)
+    process.until(lambda: [*short.glob("input_sweep-*/*/24.jpg")] and len(process.tree()) > 6)
     family = process.tree()
     for each in (process.parts[0], *process.ranks().values()):
         each.kill()
     assert process.wait(60) != 0
-    process.until(lambda: not [*tmp_path.glob("input_sweep-*")])
+    process.until(lambda: not [*short.glob("input_sweep-*")])
     _, alive = psutil.wait_procs(family, timeout=20)
     assert alive == []

@@ -38,7 +38,9 @@ def test_by_node(bench: Callable[..., Any]) -> None:
 @pytest.mark.faults
 def test_wrong_data_and_a_slow_rank_are_named(bench: Callable[..., Any]) -> None:
     """Rank 1 receives a wrong byte in each of its 4 rounds; rank 2 sends late."""
-    run = bench(SCRIPT, *SHORT, "--serial", inject="one-wrong-value,slow-sends,quiet", ranks=5)
+    run = bench(
+        SCRIPT, *SHORT, "--serial", inject="planted-time,one-wrong-value,slow-sends,quiet", ranks=5
+    )
     assert run.status == 1
     assert len(pairs(run)) == 5 * 4 / 2
     for case in run.report.cases:
