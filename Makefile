@@ -3,8 +3,14 @@ PYTEST = python -m pytest -n 3 --dist worksteal -rs
 
 quick:
 	$(PYTEST)
-smoke faults launch gpu oldest cudalab:
+smoke faults launch gpu oldest:
 	$(PYTEST) -m $@
+cudalab: # CUDA and NCCL code on a stand-in, and which lines of it no row has run
+	rm -f tests/cudalab/.build/lines
+	mkdir -p tests/cudalab/.build
+	CUDALAB_COVER="$(CURDIR)/tests/cudalab/.build/lines:benchmarks,common" \
+		$(PYTEST) -n 2 -m $@ tests/test_cudalab.py
+	python tests/cudalab_lines.py tests/cudalab/.build/lines
 all: quick smoke faults launch
 lint:
 	ruff check .

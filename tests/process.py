@@ -147,7 +147,7 @@ class Warm(Process):
             files = [[name, err] for _, err in files]
         request = {"commands": commands, "environments": envs, "files": files}
         self.server.stdin.write(json.dumps(request | {"folder": os.getcwd()}).encode() + b"\n")
-        for pid in self.answer(60):
+        for pid in self.answer(300):  # the first one waits for the import of torch
             with contextlib.suppress(psutil.NoSuchProcess):  # over already
                 self.parts.append(psutil.Process(pid))
 

@@ -1,15 +1,244 @@
-"""CUDA and NCCL code on the stand-in of tests/cudalab (`make cudalab`)."""
+"""CUDA and NCCL code on the stand-in of tests/cudalab (`make cudalab`).
 
+ROWS has a command a row, and what it must do. Values are checked; times mean nothing there, so none
+is. Sizes are small, because the CPU computes. tests/gpu has what runs on a GPU.
+"""
+
+import inspect
+import re
+import signal
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from tests.process import Run
+from common.report import Case, Estimate, load
+from tests.process import ROOT, Process, Run
+from tests.smaller import SIZES
 
 pytestmark = pytest.mark.cudalab
-# each implementation of NCCL's process group that this torch has; see docs/gpus.md
-NCCL2 = ["0", "1"] if hasattr(dist, "ProcessGroupNCCL2") else ["0"]
+
+LIMIT_S = 500  # of a command; a quiet machine with 2 cores needs 2 to 30 s
+INJECT, SMALLER = "tests/inject.py", "tests/smaller.py"
+HAS_NCCL2 = hasattr(dist, "ProcessGroupNCCL2")
+# The values of TORCH_DIST_USE_NCCL2 that the rows run with: both if `nccl` means nccl2 unless the
+# variable is 0. Otherwise nccl2 has rows of its own.
+REGISTER: Any = getattr(distributed_c10d, "_register_builtin_nccl_backend", None)
+BY_DEFAULT = REGISTER and 'NCCL2") == "0"' in inspect.getsource(REGISTER)
+NCCL2 = ["1", "0"] if BY_DEFAULT else ["0"]
+
+
+EXAMPLES = [
+    pytest.param(path.name, marks=[pytest.mark.ci] if path.stem == "record_collectives" else [])
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A command and its result.
+
+    command: script and flags. status: one or several exit statuses that are right. says: patterns
+    of stdout and stderr. failed: a text in the check of at least one case; all other cases pass, or
+    are skipped. on_cpu: flags that let the command run on the CPU over gloo, with the same values.
+    implementations: whether to run it with each implementation of `nccl`.
+    """
+
+    name: str
+    ranks: int
+    command: str
+    status: tuple[int, ...] = (0,)
+    says: tuple[str, ...] = ()
+    failed: str = ""
+    on_cpu: str = ""
+    ci: bool = False
+    implementations: bool = True
+    cold: bool = False
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+SHORT = "--iters 6 --warmup-iters 1"
+TWELVE = "--iters 12 --warmup-iters 1"  # tests/inject.py plants some faults in the twelfth step
+B = "benchmarks"
+CPU = "--device cpu"
+SERVERS = "--device cuda --server-device cuda"
+DDP = f"{B}/ddp_sweep.py --model tests.own_models:gpt"
+PAR = f"{B}/parallel_sweep.py --model decoder-nano --global-batch 4"
+ALL = f"{B}/collectives.py --collective all -b 64 -e 4K -f 64 -n 2 {SHORT}"
+ONE = f"{B}/collectives.py -b 64 -e 4K -f 64 -n 2 {SHORT}"
+P2P = f"{B}/p2p_matrix.py --size 64K -n 4 {SHORT}"
+CKPT = f"{B}/checkpoint_sweep.py --model decoder-nano --batch-size 2 --iters 1 --warmup-iters 1"
+COMPILE = f"{B}/compile_sweep.py --models toy-small --batch-size 4 {SHORT}"
+INPUT = f"{B}/input_sweep.py --samples 16 --workers 1 --model mobilenet_v3_small --batch-size 4"
+INPUT += f" --image-size 32 {SHORT}"
+NODE = f"{SMALLER} {B}/node_check.py --budget 8 --fail-on wrong {SHORT}"
+RPC = f"{B}/rpc_latency.py --sizes 4,64K {SHORT}"
+PS = f"{B}/parameter_server.py --num-embeddings 64 --embedding-dim 32 --dense-layers 2"
+PS += f" --dense-size 32 --sample-length 8 --batch-size 4 --bucket-size 0.01 {SHORT}"
+NAMED = "does not answer"
+MEMORY = {"CUDALAB_MEMORY_GIB": "0.54"}  # 0.49 of it is the context's
+GLOO: dict[str, Any] = {"implementations": False}  # or a fixed backend
+REASONS = ("sw_power_cap", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown")
+COUNTERS = [f"clocks_event_reasons_counters.{reason}" for reason in REASONS]
+
+
+def smi(answers: str) -> dict[str, str]:
+    return {"CUDALAB_SMI": answers}
+
+
+ROWS = [
+    # each script with the defaults of CUDA, and its values beside those of the CPU
+    Row("ddp_sweep", 2, f"{DDP} {SHORT}", on_cpu=CPU, ci=True),
+    Row("parallel_sweep", 2, f"{PAR} {SHORT} --mesh dp2,tp2", on_cpu=CPU, ci=True),
+    Row(
+        *("collectives", 2, f"{ALL} -d float32,bfloat16,int8 -o sum,avg,max"),
+        on_cpu=f"{CPU} -o sum,max",
+        ci=True,
+    ),
+    Row("p2p_matrix", 2, P2P, on_cpu=CPU, ci=True),
+    Row("node_check", 2, NODE, status=(0, 4), on_cpu=CPU, ci=True),
+    Row("checkpoint_sweep", 2, f"{CKPT} --modes all --strategy fsdp2,ddp", on_cpu=CPU),
+    Row("input_sweep", 2, INPUT, on_cpu=CPU),
+    Row(
+        *("compile_sweep", 2, f"{COMPILE} --strategies ddp --backends eager,aot_eager"),
+        on_cpu=CPU,
+        ci=True,
+    ),
+    Row("rpc_latency", 2, f"{RPC} {SERVERS}", on_cpu=f"{CPU} --server-device cpu", ci=True, **GLOO),
+    Row(
+        *("ddp_rpc", 4, f"{B}/ddp_rpc.py {SERVERS} {SHORT}"),
+        on_cpu=f"{CPU} --server-device cpu",
+        ci=True,
+    ),
+    Row(
+        *("batch_update_ps", 3, f"{B}/batch_update_ps.py {SERVERS} {SHORT}"),
+        on_cpu=f"{CPU} --server-device cpu",
+        ci=True,
+    ),
+    Row(
+        *("parameter_server", 3, f"{PS} --ncudatrainer 1 --nserver 1"),
+        # by allreduce NCCL averages dense gradients and gloo sparse ones
+        on_cpu="--ncudatrainer 0 --ntrainer 1 --routes hybrid,rpc,sparse_rpc",
+        ci=True,
+    ),
+    # flags that only CUDA has, and other combinations of device and backend
+    Row("ddp dtypes", 2, f"{DDP} {SHORT} --dtype fp32,tf32,bf16 --comm-hook none,fp16,bf16"),
+    Row("ddp torchvision", 2, f"{B}/ddp_sweep.py --model mobilenet_v3_small --image-size 32 "
+        f"--batch-size 4 {SHORT} --dtype bf16"),
+    Row("ddp gloo", 2, f"{DDP} {SHORT} --backend gloo", **GLOO),
+    Row("ddp nccl2", 2, f"{DDP} {SHORT} --backend nccl2", **GLOO),
+    Row("ddp 4 ranks", 4, f"{DDP} {SHORT} --bucket-size 0.01,25 --no-breakdown"),
+    Row("ddp profile", 2, f"{DDP} {SHORT} --profile {{tmp}}/traces", says=("traces",)),
+    Row("meshes ddp, cp", 2, f"{PAR} {SHORT} --mesh ddp2,cp2"),
+    Row("meshes pp", 2, f"{PAR} {SHORT} --mesh pp2:gpipe,pp2:1f1b,pp2:interleaved,pp2:izb,pp2:zbv"),
+    Row("meshes ring, ep", 2, f"{PAR} {SHORT} --mesh cp2:ring,ep2,dp2 --dtype bf16"),
+    Row("meshes 4", 4, f"{PAR} {SHORT} --mesh dp2tp2,dp2x2,dp2pp2:1f1b --no-breakdown "
+        "--global-batch 8"),
+    Row("mesh gloo", 2, f"{PAR} {SHORT} --mesh dp2,tp2 --backend gloo", **GLOO),
+    Row("refused pp over gloo", 2, f"{PAR} {SHORT} --mesh pp2:1f1b --backend gloo", (1, 2),
+        ("gloo sends no CUDA tensors between stages",), **GLOO),
+    Row("mesh nccl2", 2, f"{PAR} {SHORT} --mesh dp2,tp2,pp2:1f1b --backend nccl2", **GLOO),
+    Row("collectives -G", 2, f"{ALL} -G 3"),
+    # gloo waits on the host, which a capture forbids
+    Row("collectives -G gloo", 2, f"{ONE} -G 3 --backend gloo -e 64", (1,), failed="capture",
+        **GLOO),
+    Row("collectives warm, -I", 2, f"{ALL} --cache-warm -I 1"),
+    Row("collectives gloo", 2, f"{ALL} -d float32,bfloat16 --backend gloo", **GLOO),
+    Row("collectives nccl2", 2, f"{ALL} --backend nccl2 -G 2", **GLOO),
+    Row("collectives two backends", 2, f"{ONE} --backend cpu:gloo,cuda:nccl"),
+    Row("collectives beside", 2, f"{ONE} --beside all_to_all"),
+    Row("collectives groups", 4, f"{ONE} --collective all_reduce,all_to_all --groups 0,1/2-3"),
+    Row("p2p 4", 4, P2P),
+    Row("p2p gloo", 2, f"{P2P} --backend gloo", **GLOO),
+    Row("compile strategies", 2, f"{COMPILE} --strategies none,fsdp1,fsdp2 --backends aot_eager"),
+    Row("compile cudagraphs", 2, f"{COMPILE} --strategies ddp --backends eager,cudagraphs"),
+    Row("compile no optimize", 2, f"{COMPILE} --strategies ddp --backends aot_eager "
+        "--dynamo-no-optimize-ddp"),
+    # kernels of Triton do nothing on the stand-in: the check of the losses has to say so
+    Row("compile inductor", 2, f"{COMPILE} --strategies ddp --backends eager,inductor", (1,),
+        failed="loss"),
+    Row("input_sweep warm", 1, f"{INPUT} --cache warm", ci=True),
+    Row("checkpoint dcp", 2, f"{CKPT} --modes dcp.save", ci=True),
+    Row("rpc to a CPU", 2, f"{RPC} --device cuda --server-device cpu", **GLOO),
+    Row("ddp_rpc to a CPU", 4, f"{B}/ddp_rpc.py --device cuda {SHORT}"),
+    Row("ddp_rpc sparse", 4, f"{B}/ddp_rpc.py {SERVERS} --sparse {SHORT}"),
+    Row("batch_update to a CPU", 3, f"{B}/batch_update_ps.py --device cuda {SHORT}"),
+    # tensors between GPUs of trainers and servers
+    Row("ps wire cuda", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1", ci=True),
+    Row("ps wire cpu", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1 --wire cpu"),
+    Row("ps gloo", 4, f"{PS} --ncudatrainer 2 --ncudaserver 1 --backend gloo", **GLOO),
+    Row("ps servers on CUDA", 3, f"{PS} --ntrainer 1 --ncudaserver 1", **GLOO),
+    Row("ps dense", 4, f"{PS} --ncudatrainer 2 --nserver 1 --routes allreduce,rpc "
+        "--dense-embedding"),
+    # what nvidia-smi says
+    Row("gpus slowed", 2, f"{DDP} {SHORT}", says=("slowed",), variables=smi("slowed")),
+    Row("gpus with errors", 2, f"{DDP} {SHORT}", says=("GPU 0, 1 have uncorrected memory errors",),
+        variables=smi("ecc.errors.uncorrected.volatile.total=3")),
+    Row("gpus at their power limit", 2, f"{DDP} {SHORT}", says=("limited by its power",),
+        variables=smi("clocks_event_reasons_counters.sw_power_cap=grows")),
+    Row("gpus missing", 2, f"{NODE} --gpus 9", (1,), ("8 of 9 GPUs",)),
+    Row("gpus hot", 2, f"{DDP} {SHORT}", variables=smi("temperature.gpu=90;"
+        "clocks_event_reasons.active=0x0000000000000020")),
+    Row("gpus without counters", 2, f"{DDP} {SHORT}", says=("no throttle counters",),
+        variables=smi(";".join(f"{name}=[N/A]" for name in COUNTERS))),
+    Row("gpus in use", 2, f"{DDP} {SHORT}", says=("already held 4.0 GiB of GPU 1",),
+        variables=smi("1:memory.used=4096 MiB")),
+    # faults: the case is a row with its reason, and the next case is measured
+    Row("fault step", 2, f"{INJECT} step-raises {DDP} {TWELVE} --comm-hook none,fp16 "
+        "--no-breakdown --world-sizes 2", (1,), failed="injected", ci=True),
+    Row("fault step nccl2", 2, f"{INJECT} step-raises {DDP} {TWELVE} --comm-hook none,fp16 "
+        "--no-breakdown --world-sizes 2 --backend nccl2", (1,), failed="injected", **GLOO),
+    Row("fault step 4", 4, f"{INJECT} step-raises {PAR} {TWELVE} --mesh dp2tp2,dp4 --no-breakdown",
+        (1,), failed="injected"),
+    Row("fault twin", 4, f"{INJECT} twin-raises {PAR} {TWELVE} --mesh dp2tp2,dp4", (1,),
+        failed="injected"),
+    Row("fault graph", 2, f"{INJECT} graph-raises {ONE} --collective all_reduce -G 3", (1,),
+        failed="injected"),
+    Row("fault graph cycle", 2, f"{INJECT} graph-raises,cyclic-graphs {ONE} -G 3", (1,),
+        failed="injected"),
+    Row("fault p2p graph", 2, f"{INJECT} graph-raises {P2P}", (1,), failed="injected"),
+    Row("fault hang", 2, f"{INJECT} stops {DDP} {TWELVE} --world-sizes 2 --no-breakdown "
+        "--timeout 15", (1, 3), (NAMED, "rank 1"), ci=True),
+    Row("fault hang nccl2", 2, f"{INJECT} stops {DDP} {TWELVE} --world-sizes 2 --no-breakdown "
+        "--timeout 15 --backend nccl2", (1, 3), (NAMED, "rank 1"), **GLOO),
+    Row("fault assert", 1, f"{INJECT} device-assert {DDP} {TWELVE}", (1,),
+        ("this process cannot use its GPU any more",)),
+    Row("fault memory", 1, f"{B}/ddp_sweep.py --models resnet18,tests.own_models:gpt "
+        f"--no-breakdown --image-size 64 {SHORT}", (1,), failed="OutOfMemoryError",
+        variables=MEMORY),
+    # refusals: a line, status 2
+    Row("refused shared GPU", 2, P2P, (1, 2), ("NCCL wants one for each rank",),
+        variables={"CUDALAB_DEVICES": "1"}),
+    Row("refused no GPU", 2, f"{P2P} --device cuda", (1, 2), ("--device cuda",),
+        variables={"CUDALAB_DEVICES": "0"}),
+    Row("refused nccl on the CPU", 2, f"{P2P} --device cpu --backend nccl", (1, 2), ("nccl",)),
+    Row("refused backend", 2, f"{P2P} --backend cuda=nccl", (1, 2), ("cpu:gloo,cuda:nccl",)),
+    Row("refused size", 2, f"{B}/collectives.py -b 8 -e 4G", (1, 2), ("4G",),
+        variables={"CUDALAB_MEMORY_GIB": "1"}),
+    Row("refused -G on the CPU", 2, f"{ONE} --device cpu -G 3", (1, 2),
+        ("-G replays CUDA graphs",)),
+    Row("refused -G with -I", 2, f"{ONE} -G 3 -I 1", (1, 2), ("-I shows single calls",)),
+    Row("refused cudagraphs", 2, f"{COMPILE} --device cpu --backends cudagraphs", (1, 2),
+        ("need CUDA",)),
+    Row("refused both devices", 3, f"{PS} --ntrainer 1 --ncudatrainer 1 --nserver 1", (1, 2),
+        ("--ncudatrainer 8 --nserver 2",)),
+    Row("refused trainers without GPU", 3, f"{PS} --ncudatrainer 1 --nserver 1", (1, 2),
+        ("torch sees no CUDA device",), variables={"CUDALAB_DEVICES": "0"}),
+    Row("refused channels", 2, f"{RPC} --device cpu --rpc-channels cuda_ipc", (1, 2),
+        ("for CUDA alone",)),
+    Row("refused ring", 2, f"{PAR} {SHORT} --mesh cp2:ring --device cpu", (1, 2),
+        ("ring attention needs CUDA",)),
+    Row("refused tf32", 2, f"{DDP} --dtype tf32 --device cpu", (1, 2), ("tf32",)),
+    # ranks that see a GPU each, as Slurm's --gpus-per-task gives them
+    Row("own GPU", 2, f"tests/own_gpu.py {ALL}", cold=True),
+    Row("own GPU rpc", 2, f"tests/own_gpu.py {RPC} {SERVERS}", cold=True, **GLOO),
+    Row("one GPU", 2, f"tests/gpu/share_gpu.py {P2P}", cold=True),
+]  # fmt: skip
 
 
 @pytest.mark.ci
@@ -37,3 +266,198 @@ def test_a_gpu_that_another_process_uses(bench: Callable[..., Run], lab: dict[st
     limit = "power limit of GPU 1 500.00 W (700.00 W elsewhere)"
     assert f"# warning: {host} differs: {limit}\n" in run.out
     assert "30.0 GiB" not in run.out + run.err
+
+
+def words_of(command: str, folder: Path) -> list[str]:
+    """The words of a row's command, with the paths of files in the checkout."""
+    words = command.replace("{tmp}", str(folder)).split()
+    files = ("benchmarks/", "tests/")
+    return [str(ROOT / word) if word.startswith(files) else word for word in words]
+
+
+def judge(row: Row, run: Run) -> None:
+    """Fail the test unless the run did what its row says."""
+    said = run.out + run.err
+    assert run.status in row.status, said
+    assert ("this kernel does nothing" in said) == ("inductor" in row.command), said
+    for pattern in row.says:
+        assert re.search(pattern, said), f"no {pattern!r} in\n{said}"
+    checks = [case.check for case in run.report.cases] if run.path.exists() else []
+    if row.status == (0,):
+        assert "passed" in checks, said
+    failed = [check for check in checks if check.startswith("failed")]
+    assert [check for check in failed if not row.failed or row.failed not in check] == [], said
+    assert bool(failed) == bool(row.failed), said
+    if row.failed and len(checks) > 1:  # a failed case does not keep the others from passing
+        assert "passed" in checks, said
+
+
+# of a case's key: what differs between the two runs on purpose
+DEVICES = {
+    "device",
+    "devices",
+    "backend",
+    "server_device",
+    "callee_device",
+    "wire",
+    "dtype",
+    "size",
+}
+TIMES = re.compile(  # metrics that are times, are computed from times, or differ between devices
+    r"(_s|_per_s|_cv|_factor|_share|_rank|overlap|efficiency|idle|spread|drift|links|bits|slowest)$"
+    r"|from_device|mfu|memory|launch_share|slowed|log|gradients_per_update"
+)
+
+
+def values_of(metrics: Any, place: str = "") -> dict[str, Any]:
+    """By path: the entries that are neither times nor computed from times."""
+    if isinstance(metrics, Estimate) or TIMES.search(place):
+        return {}
+    if isinstance(metrics, dict):
+        parts = metrics.items()
+    elif isinstance(metrics, list):
+        parts = dict(enumerate(metrics)).items()
+    else:
+        return {place: metrics}
+    return {k: v for name, part in parts for k, v in values_of(part, f"{place}.{name}").items()}
+
+
+def compare(cuda: list[Case], cpu: list[Case]) -> None:
+    """Each case of the CPU has one on CUDA with the same key, check and values. CUDA may have more,
+    such as averages, which gloo lacks."""
+
+    def key_of(case: Case) -> str:
+        return repr(sorted((k, v) for k, v in case.key.items() if k not in DEVICES))
+
+    on_cuda = {key_of(case): case for case in cuda}
+    assert cpu
+    for other in cpu:
+        case = on_cuda[key_of(other)]
+        assert case.check == other.check, case.name
+        names = case.metrics.keys() ^ other.metrics.keys()
+        assert [name for name in names if not TIMES.search(name)] == [], case.name
+        values, expected = values_of(case.metrics), values_of(other.metrics)
+        assert values.keys() == expected.keys(), case.name
+        for name, value in values.items():
+            if isinstance(value, (int, float)):  # torch.save writes the name of the device as well
+                assert value == pytest.approx(expected[name], rel=1e-3), (case.name, name)
+            else:
+                assert value == expected[name], (case.name, name)
+
+
+def variants() -> list[Any]:
+    """A parameter for each row and each implementation of `nccl` that it has to run with."""
+    parameters = []
+    for row in ROWS:
+        for nccl2 in NCCL2 if row.implementations else NCCL2[:1]:
+            # the second implementation is for `make cudalab`
+            marks = [pytest.mark.ci] if row.ci and nccl2 == NCCL2[0] else []
+            if "nccl2" in row.command and not HAS_NCCL2:
+                marks.append(pytest.mark.skip(reason="this torch has no nccl2"))
+            name = f"{row.name}, legacy" if nccl2 != NCCL2[0] else row.name
+            parameters.append(pytest.param(row, nccl2, id=name, marks=marks))
+    return parameters
+
+
+@pytest.mark.parametrize(("row", "nccl2"), variants())
+def test_row(
+    row: Row, nccl2: str, bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
+) -> None:
+    script, *flags = words_of(row.command, tmp_path)
+    options: dict[str, Any] = {"ranks": row.ranks, "timeout": LIMIT_S, "cold": row.cold}
+    options |= lab | row.variables | {"TORCH_DIST_USE_NCCL2": nccl2}
+    run = bench(script, *flags, **options)
+    judge(row, run)
+    if row.on_cpu:
+        cuda = run.report.cases
+        run = bench(script, *flags, *row.on_cpu.split(), **options)
+        judge(row, run)
+        compare(cuda, run.report.cases)
+
+
+@pytest.mark.parametrize("nccl2", NCCL2)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(
+    name: str, nccl2: str, bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
+) -> None:
+    smaller = [str(ROOT / SMALLER)] if name in SIZES else []
+    flags = ["aot_eager"] if name == "compiled_ddp.py" else []  # Triton's kernels do nothing
+    if name == "record_collectives.py":
+        flags = [str(tmp_path / "trace")]
+    words = [*smaller, str(ROOT / "examples" / name), *flags]
+    ranks = 3 if "server" in (ROOT / "examples" / name).read_text() else 2
+    options = lab | {"TORCH_DIST_USE_NCCL2": nccl2}
+    options["TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING"] = "false"  # pp_bubble.py's
+    run = bench(*words, ranks=ranks, json=False, timeout=LIMIT_S, **options)
+    assert run.status == 0, run.out + run.err
+    assert "95 % interval" in run.out
+    if name == "record_collectives.py":
+        flags = [str(tmp_path / "trace"), *SHORT.split()]
+        run = bench(f"{B}/replay.py", *flags, ranks=ranks, timeout=LIMIT_S, **options)
+        assert run.status == 0, run.out + run.err
+        assert "# not replayed: 0 of " in run.out
+        assert {case.check for case in run.report.cases} == {"passed"}
+
+
+PROFILED = """
+import os, sys
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+x = torch.ones(64, device="cuda")
+dist.all_reduce(x)
+with torch.profiler.profile(record_shapes=True) as profile:
+    for _ in range(3):
+        dist.all_reduce(x)
+        dist.all_gather_into_tensor(torch.empty(128, device="cuda"), x)
+    torch.cuda.synchronize()
+profile.export_chrome_trace(f"{sys.argv[1]}/rank{rank}_trace.json")
+dist.destroy_process_group()
+"""
+
+
+def test_a_profile_is_replayed(
+    bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
+) -> None:
+    """Kineto's trace of collectives over NCCL; of those of nccl2 it has no sizes."""
+    (tmp_path / "profiled.py").write_text(PROFILED)
+    (tmp_path / "traces").mkdir()
+    options: dict[str, Any] = lab | {"timeout": LIMIT_S, "TORCH_DIST_USE_NCCL2": "0"}
+    run = bench(str(tmp_path / "profiled.py"), str(tmp_path / "traces"), json=False, **options)
+    assert run.status == 0, run.out + run.err
+    run = bench(f"{B}/replay.py", str(tmp_path / "traces"), *SHORT.split(), **options)
+    assert run.status == 0, run.out + run.err
+    assert "# not replayed: 0 of " in run.out
+    assert {case.check for case in run.report.cases} == {"passed"}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("nccl2", NCCL2)
+def test_ctrl_c(
+    nccl2: str, start: Callable[..., Process], lab: dict[str, str], tmp_path: Path
+) -> None:
+    """While rank 0 waits in NCCL for rank 1: the report and the reason are there, no process is."""
+    marker, report = tmp_path / "waits", tmp_path / "report.jsonl"
+    flags = f"{TWELVE} --model tests.own_models:gpt --world-sizes 2 --no-breakdown".split()
+    options: dict[str, Any] = lab | {"TORCH_DIST_USE_NCCL2": nccl2, "MARKER": str(marker)}
+    script = f"{B}/ddp_sweep.py"
+    process = start(script, *flags, "--json", str(report), inject="waits", cold=True, **options)
+    process.until(marker.exists, LIMIT_S)
+    ranks = process.ranks().values()
+    for each in process.parts * 2:  # as a terminal does, to torchrun and then to its ranks
+        each.send_signal(signal.SIGINT)
+    assert process.wait(120) != 0
+    assert psutil.wait_procs(ranks, timeout=60)[1] == []
+    assert re.search(r"SIGINT: \d cases? (is|are) measured and in ", process.err), process.err
+    assert load(str(report)).status == "interrupted"
+
+
+@pytest.mark.ci
+def test_a_missing_function_is_named(bench: Callable[..., Run], lab: dict[str, str]) -> None:
+    """A run that calls what the stand-in lacks fails, and says so."""
+    code = Path(lab["CUDALAB_STATE"]).with_name("missing.py")
+    code.write_text("import ctypes, torch\nctypes.CDLL('libcudart.so.13').cudaDeviceReset()\n")
+    run = bench(str(code), ranks=1, json=False, cold=True, **lab)
+    assert run.status != 0
+    assert "called cudaDeviceReset, which is not implemented" in run.err

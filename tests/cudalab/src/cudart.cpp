@@ -1,4 +1,5 @@
-// libcudart.so.13: devices, memory, streams, events, graphs. Kernels do nothing: see ops.cpp.
+// libcudart.so.13: devices, memory, streams, events and graphs. A kernel that is launched through it
+// does nothing and is reported; ops.cpp computes what torch's own kernels would.
 #include "lab.h"
 #include <algorithm>
 #include <condition_variable>
@@ -42,7 +43,7 @@ struct Capture {
   std::set<cudaStream_t> streams;
   cudaStream_t origin;
   Graph graph;  // so far
-  std::vector<std::pair<char*, std::string>> kept;  // what a capture must not have changed
+  std::vector<std::pair<char*, std::string>> kept;  // memory and its contents before the capture
   bool invalid = false;
 };
 struct Stream {
@@ -57,21 +58,21 @@ struct Event {
   bool recorded = false;
   int64_t recorded_ns = 0;
   lab::Works works;
-  shared_ptr<Capture> capture;  // recorded while this was going on
+  shared_ptr<Capture> capture;  // the capture in which it was recorded
 };
 struct Segment {
   size_t size;
 };
-struct Slot {  // in a file that all processes of this user share
+struct Slot {  // memory use of a process, by physical device; in a file shared by all processes
   std::atomic<int> pid;
   std::atomic<size_t> used[64];
 };
 constexpr int SLOTS = 512;
 
-mutex m;  // guards all of this
+mutex m;  // guards the state below
 std::condition_variable finished;
-std::map<cudaStream_t, Stream*> streams;                       // made by the user
-std::map<std::pair<int, cudaStream_t>, Stream*> default_streams;  // by device: 0, legacy, per thread
+std::map<cudaStream_t, Stream*> streams;                       // created by the program
+std::map<std::pair<int, cudaStream_t>, Stream*> default_streams;  // by device and handle
 std::set<shared_ptr<Capture>> captures;
 std::map<int, std::map<size_t, Segment>> segments;  // device -> offset -> segment
 std::map<const char*, size_t> host_memory;
@@ -125,7 +126,7 @@ struct Visible {
       } else if (!word.empty() && strspn(word.c_str(), " 0123456789") == word.size()) {
         number = atoi(word.c_str());
       }
-      if (number < 0 || number >= all) break;  // as CUDA does: what follows is invisible
+      if (number < 0 || number >= all) break;  // as in CUDA, which ignores the rest of the list
       physical.push_back(number);
     }
   }
@@ -135,7 +136,7 @@ const Visible& visible() {
   return v;
 }
 
-// The entry of this process in the file of all processes; made anew after a fork.
+// The slot of this process. A forked process takes a new one.
 Slot* own_slot() {
   if (!slots) {
     std::string path = variable("CUDALAB_STATE", ("/dev/shm/cudalab-" + std::to_string(getuid())).c_str());
@@ -161,32 +162,32 @@ Slot* own_slot() {
   return nullptr;
 }
 
-constexpr size_t CONTEXT = size_t(500) << 20;  // what a context takes of a device
+constexpr size_t CONTEXT = size_t(500) << 20;  // device memory that a context uses
 
-void activate(int device) {  // m is held
+void activate(int device) {  // create the primary context; requires m
   if (actives[device]) return;
   actives[device] = true;
   if (Slot* slot = own_slot()) slot->used[lab::physical(device)] += CONTEXT;
   if (!lab::verbose()) return;
   fprintf(stderr, "cudalab: pid %d has a context on device %d\n", getpid(), device);
-  void* frames[24];  // who made it
+  void* frames[24];
   if (*variable("CUDALAB_VERBOSE", "") == '2') backtrace_symbols_fd(frames, backtrace(frames, 24), 2);
 }
 
-char* arena(int device) {  // m is held
+char* arena(int device) {  // the address range of a device; requires m
   if (!arenas[device]) {
     int fd = memfd_create("cudalab", MFD_CLOEXEC);
     if (fd < 0 || ftruncate(fd, lab::ARENA)) return nullptr;
     void* p = mmap(nullptr, lab::ARENA, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (p == MAP_FAILED) { perror("cudalab: mmap"); return nullptr; }
     arenas[device] = (char*)p;
-    arena_fds[device] = fcntl(fd, F_DUPFD_CLOEXEC, 500);  // out of the way of small numbers
+    arena_fds[device] = fcntl(fd, F_DUPFD_CLOEXEC, 500);  // above the descriptors that programs count on
     close(fd);
   }
   return arenas[device];
 }
 
-Stream* find(cudaStream_t s) {  // m is held; nullptr for a stream that does not exist
+Stream* find(cudaStream_t s) {  // nullptr if the stream does not exist; requires m
   if (s == nullptr || s == cudaStreamLegacy || s == cudaStreamPerThread) {
     auto& stream = default_streams[{t_device, s == cudaStreamPerThread ? s : nullptr}];
     if (!stream) stream = new Stream{t_device};
@@ -200,7 +201,8 @@ void drop_done(lab::Works& works) {
   works.erase(std::remove_if(works.begin(), works.end(), [](auto& w) { return w->done.load(); }), works.end());
 }
 
-// A call that a capture forbids: cudaMalloc, queries, waits. m is held.
+// Called first by what a stream capture forbids, such as cudaMalloc, queries and waits; it invalidates
+// the captures that it disturbs. about_capture: the call is about a capturing stream. Requires m.
 cudaError_t unsafe(bool about_capture = false) {
   if (lab::broken()) return cudaErrorAssert;
   for (auto& capture : captures) {
@@ -264,7 +266,7 @@ cudaError_t release(void* pointer) {
 
 }  // namespace
 
-// ---- for the other libraries ---------------------------------------------------------------------
+// ---- what the other libraries use ---------------------------------------------------------------------
 
 namespace lab {
 
@@ -424,11 +426,11 @@ API cudaSetDevice(int d) {
   TOUCH;
   return cudaSuccess;
 }
-extern "C" long lab_missing(const char* name) {  // see build.sh
+extern "C" long lab_missing(const char* name) {  // a stub calls it, see build.sh
   fprintf(stderr, "cudalab: pid %d called %s, which is not implemented: add it to src/, or to src/no_effect.txt with a reason\n", getpid(), name);
   abort();
 }
-extern "C" void lab_use_device(int d) { t_device = d; }  // of the driver's contexts: makes none
+extern "C" void lab_use_device(int d) { t_device = d; }  // as cuCtxSetCurrent: creates no context
 API cudaDeviceGetAttribute(int* v, cudaDeviceAttr a, int d) {
   if (d < 0 || d >= count()) return fail(cudaErrorInvalidDevice);
   *v = attribute(a, d);
@@ -597,7 +599,7 @@ API cudaIpcGetMemHandle(cudaIpcMemHandle_t* h, void* p) {
   *(IpcHandle*)h = {getpid(), found.fd, found.offset};
   return cudaSuccess;
 }
-extern "C" char* lab_map(int pid, int fd) {  // another process's memory of a device
+extern "C" char* lab_map(int pid, int fd) {  // map the device memory of another process
   lock_guard<mutex> lock(m);
   auto& base = mapped[{pid, fd}];
   if (!base) {
@@ -613,7 +615,7 @@ extern "C" char* lab_map(int pid, int fd) {  // another process's memory of a de
 API cudaIpcOpenMemHandle(void** p, cudaIpcMemHandle_t h, unsigned) {
   TOUCH;
   IpcHandle* handle = (IpcHandle*)&h;
-  if (handle->pid == getpid()) return fail(cudaErrorInvalidDevice);  // CUDA refuses one's own
+  if (handle->pid == getpid()) return fail(cudaErrorInvalidDevice);  // CUDA refuses handles of the same process
   char* base = lab_map(handle->pid, handle->fd);
   if (!base) return fail(cudaErrorMapBufferObjectFailed);
   *p = base + handle->offset;
@@ -680,7 +682,7 @@ API cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
     if (!stream->capture) { stream->capture = event->capture; event->capture->streams.insert(s); }
   } else if (stream->capture) {
     if (!event->works.empty()) drop_done(event->works);
-    if (event->recorded) {  // CUDA: a captured stream must not wait for an event from outside
+    if (event->recorded) {  // a captured stream must not wait for an event from outside the capture
       stream->capture->invalid = true;
       return fail(cudaErrorStreamCaptureIsolation);
     }
@@ -847,11 +849,9 @@ static const char* kernel_name(const void* function) {
 static cudaError_t launch(const void* function) {
   TOUCH;
   if (broken()) return fail(cudaErrorAssert);
-  if (verbose()) {
-    lock_guard<mutex> lock(m);
-    const char* name = kernel_name(function);
-    if (said.insert(name).second) fprintf(stderr, "cudalab: a kernel did nothing: %.200s\n", name);
-  }
+  lock_guard<mutex> lock(m);
+  const char* name = kernel_name(function);
+  if (said.insert(name).second) fprintf(stderr, "cudalab: pid %d: this kernel does nothing: %.200s\n", getpid(), name);
   return cudaSuccess;
 }
 struct Configuration { dim3 grid, block; size_t shared; cudaStream_t stream; };
@@ -871,7 +871,7 @@ extern "C" void __cudaRegisterFatBinaryEnd(void**) {}
 extern "C" void __cudaUnregisterFatBinary(void**) {}
 extern "C" char __cudaInitModule(void**) { return 1; }
 extern "C" cudaError_t __cudaGetKernel(cudaKernel_t* k, const void* f) { *k = (cudaKernel_t)f; return cudaSuccess; }
-extern "C" void __cudaRegisterFunction(void**, const char* f, char*, const char* name, int, void*, void*, void*, void*, int*) { if (verbose()) kernels.emplace_back(f, name); }
+extern "C" void __cudaRegisterFunction(void**, const char* f, char*, const char* name, int, void*, void*, void*, void*, int*) { kernels.emplace_back(f, name); }
 extern "C" void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
 API cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   memset(a, 0, sizeof *a);

@@ -1,0 +1,33 @@
+"""Runs a script with smaller sizes than it has on CUDA: smaller.py SCRIPT FLAGS...
+
+Some sizes are no flags, and a CPU needs minutes for them: tests/test_cudalab.py starts these
+scripts so. Lines keep their numbers.
+"""
+
+import sys
+from pathlib import Path
+
+WIDTH = {"else 8192": "else 64"}
+SIZES: dict[str, dict[str, str]] = {  # text of a script -> what replaces it
+    "node_check.py": {"n = 8192 if": "n = 128 if", "size = 2**29 if": "size = 2**20 if"},
+    "allreduce_busbw.py": {"ROUNDS = 15": "ROUNDS = 6", ", 2**20, 2**24]": "]", ", 2**28]": "]"},
+    "compiled_ddp.py": {"ROUNDS, STEPS = 16, ": "ROUNDS, STEPS = 6, ", **WIDTH},
+    "dcp_stall.py": {"SAVES, IDLE = 8, 5": "SAVES, IDLE = 7, 1", **WIDTH},
+    "ddp_exposed.py": {"ROUNDS, STEPS = 16, ": "ROUNDS, STEPS = 6, ", **WIDTH},
+    "fsdp_exposed.py": {"ROUNDS, STEPS = 16, ": "ROUNDS, STEPS = 6, ", **WIDTH},
+    "pp_bubble.py": {"ROUNDS, BATCH = 16": "ROUNDS, BATCH = 6", **WIDTH},
+    "tp_exposed.py": {"ROUNDS, STEPS = 16, ": "ROUNDS, STEPS = 6, ", "else 6144": "else 64"},
+    "who_is_slow.py": {"(8192, 1024)": "(64, 8)"},
+}
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    path = Path(sys.argv[0]).resolve()
+    sys.path[0], __file__ = str(path.parent), str(path)
+    source = path.read_text()
+    for text, smaller in SIZES[path.name].items():
+        if source.count(text) != 1:
+            sys.exit(f"smaller.py: expected {text!r} once in {path.name}")
+        source = source.replace(text, smaller)
+    exec(compile(source, path, "exec"), globals())
