@@ -728,6 +728,8 @@ def prepared(kind: Kind, ranks: tuple[int, ...], group: Any, job: Job) -> Step:
     in_place = operation.variants[0] == "in_place"
     sent = received if in_place else zeros(to_send)
     start = partial(operation.call, sent, received, member, async_op=True)
+    if kind.op == "barrier" and "nccl" in job.backend:  # or torch warns that it guesses the device
+        start = partial(start, device_ids=[job.device.index])
     operations.fill(sent, received, member)
     wait(start())
     if operations.count_wrong(operation, received, member):
