@@ -27,7 +27,7 @@ from analysis import bandwidth, calls
 from analysis.bandwidth import Row
 from analysis.calls import Group, Waiting
 from analysis.kineto import Activity, Cover, Span, Step, Trace, union
-from analysis.show import DAMAGE, clean, put, show_table
+from analysis.show import DAMAGE, GENERATOR, clean, put, refuse_foreign, show_table
 from analysis.traces import by_rank, files_in, read_all
 from common import cli, report
 from common.stats import collective_times
@@ -207,7 +207,8 @@ def draw(traces: Mapping[int, Trace], path: str) -> None:
     axes.set_yticks(range(len(bars)), bars)
     axes.invert_yaxis()
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
-    figure.savefig(path, dpi=150)
+    writer = "Software" if path.endswith(".png") else "Creator"  # the name of the entry, by format
+    figure.savefig(path, dpi=150, metadata={writer: GENERATOR})
 
 
 # -- collectives ----------------------------------------------------------------------------------
@@ -265,6 +266,8 @@ def main() -> int:
     add("--gpus-per-node", type=cli.positive_int, metavar="N", help=nodes)
     args = parser.parse_args()
     try:
+        if args.output:
+            refuse_foreign(args.output)
         alone = read_alone(args.against) if args.against else None
         every, left_out = read_all(files_in(args.trace))
         traces, more = by_rank(every)

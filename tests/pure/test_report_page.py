@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from analysis.figures import draw, outlines
 from analysis.load import load
 from analysis.report import Section, sections_of
-from tests.pure.reports import case, estimate, run, write
+from tests.pure.reports import ROOT, case, estimate, run, write
 
 BAD = "</title></svg><script>alert(1)</script><img src=x onerror=alert(1)>&\"'{{7*7}}$x^2$\x1b[31m"
 
@@ -270,3 +270,17 @@ def test_a_heat_map_of_many_ranks_is_by_host(tmp_path: Path) -> None:
     path = write_links(tmp_path / "r.jsonl", ["x", "y", "z"], [], by="node")
     labels = draw(load([path]))[0].axes[0].get_yticklabels()
     assert [text.get_text() for text in labels] == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
+def test_only_a_picture_of_its_own_is_replaced(suffix: str, tmp_path: Path) -> None:
+    picture = tmp_path / f"step.{suffix}"
+    trace = str(ROOT / "tests" / "recordings" / "profiler_2.14" / "rank0_trace.json.gz")
+    for _ in range(2):
+        done = run("trace.py", trace, "-o", str(picture))
+        assert done.returncode == 0, done.stderr
+    picture.write_bytes(b"my picture")
+    done = run("trace.py", trace, "-o", str(picture))
+    assert done.returncode == 2
+    assert f"{picture} is there already, and is no output of torchrun-bench" in done.stderr
+    assert picture.read_bytes() == b"my picture"
