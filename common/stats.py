@@ -15,6 +15,7 @@ Interval = tuple[float, float]
 Samples = NDArray[np.float64]
 BATCHES = 6  # in time, for the interval of a median
 SIZES_APART = 4.0  # greatest ratio of two successive sizes between which `interpolate` works
+DISAGREE = 0.9  # standard deviation of the batches' mean signs, which are -1 to 1
 MIN_ROUNDS = 6  # fewer give no interval of a ratio or a difference
 WIDEST = 3.0  # an interval of a time, rate or ratio that reaches farther says nothing
 MODES_APART = 2.0  # the slow mode takes so many times as long, at least
@@ -52,12 +53,14 @@ def autocorrelation_time(samples: ArrayLike) -> float:
 
 def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | None:
     """The confidence interval of the median of samples [n] in the order of time; None for too few
-    (under 6 at 95 %), or where they drift.
+    (under 6 at 95 %), if they drift, or if their batches disagree.
 
     It goes from the k-th smallest sample to the k-th largest, k = round(n/2 - h), where h is the
     larger one of two (docs/measuring.md says how often that holds):
     z sqrt(n tau) / 2: tau is the autocorrelation time of the signs about the median (Campbell and
     Gardner 1988, BMJ 296:1454; Sen 1968).
+    The batches disagree if s is above DISAGREE, from 12 samples on: nearly every one of them is on
+    one side of the median, so that the samples tell little about the next ones.
     t s n / (2 sqrt(6)), from 18 samples on: s is the standard deviation over 6 batches in time of
     their mean sign (Schmeiser 1982, Operations Research 30:556; Woodruff 1952, JASA 47:635).
     """
@@ -65,10 +68,14 @@ def median_interval(samples: ArrayLike, confidence: float = 0.95) -> Interval | 
     n = len(x)
     signs = np.sign(x - np.median(x)) if n else x
     half = half_by_signs(signs, autocorrelation_time(signs), confidence)
-    if n >= 3 * BATCHES:
+    if n >= 2 * BATCHES:
         means = [np.mean(batch) for batch in np.array_split(signs, BATCHES)]
-        spread = float(np.std(means, ddof=1)) * n / np.sqrt(BATCHES)
-        half = max(half, student(confidence, BATCHES - 1) * spread / 2)
+        deviation = float(np.std(means, ddof=1))
+        if deviation > DISAGREE:
+            return None
+        if n >= 3 * BATCHES:
+            spread = deviation * n / np.sqrt(BATCHES)
+            half = max(half, student(confidence, BATCHES - 1) * spread / 2)
     return between(x, half)
 
 

@@ -7,6 +7,8 @@ independent   lognormal samples
 AR .6         neighbours that are correlated by 0.6: normal, and then e^x
 levels        a third of the variance is the level of a block, the rest is of each sample; levels of
               neighbouring blocks are correlated by 0.2
+AR .9         the same with 0.9: as strong a dependence as a case may meet
+phases        two levels that are 20 % apart, and last 30 samples on average
 difference    two steps in 12 rounds of 2; the machine drifts by 30 % over the run, for both alike
 ratio         the same, of which the ratio is taken
 straggler     8 ranks of 60 iterations each; neighbours in time are correlated by 0.6
@@ -47,6 +49,16 @@ def levels(blocks: int, size: int, rng: Rng) -> Series:
     return of_blocks * np.sqrt(1 / 3) + rng.normal(size=blocks * size) * np.sqrt(2 / 3)
 
 
+def phases(n: int, rng: Rng) -> Series:
+    """Two levels that are 20 % apart, and last 30 samples on average; samples differ by 1 %."""
+    x, at, is_slow = rng.normal(size=n) * 0.01, 0, rng.random() < 0.5
+    while at < n:
+        length = max(1, int(rng.exponential(30)))
+        x[at : at + length] += np.log(1.2) / 2 * (1 if is_slow else -1)
+        at, is_slow = at + length, not is_slow
+    return x / SPREAD
+
+
 def of_median(make: Callable[[Rng], Series], rng: Rng) -> Estimate:
     return median(np.exp(make(rng) * SPREAD))
 
@@ -67,6 +79,14 @@ CASES: dict[str, tuple[float, float, Callable[[Rng], Estimate]]] = {
     "AR .6, 48": (1.0, 0.93, partial(of_median, partial(correlated, 48, 0.6))),
     "AR .8, 48": (1.0, 0.90, partial(of_median, partial(correlated, 48, 0.8))),
     "levels, 12 x 12": (1.0, 0.92, partial(of_median, partial(levels, 12, 12))),
+    **{
+        f"AR .9, {n}": (1.0, low, partial(of_median, partial(correlated, n, 0.9)))
+        for n, low in ((12, 0.45), (24, 0.7), (60, 0.8))
+    },
+    **{
+        f"phases, {n}": (1.0, low, partial(of_median, partial(phases, n)))
+        for n, low in ((12, 0.1), (24, 0.2), (60, 0.4), (240, 0.7))
+    },
     "difference": (1.15, 0.94, partial(of_two_steps, Times.beyond)),
     "ratio": (0.5, 0.94, partial(of_two_steps, Times.ratio)),
 }

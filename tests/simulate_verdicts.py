@@ -1,6 +1,10 @@
 """How often do compare.py and ab.py err? Simulated runs, by the functions that the scripts use.
 
     python tests/simulate_verdicts.py            the table of docs/compare.md, some minutes
+    python tests/simulate_verdicts.py load       that of docs/measuring.md: beside other programs
+
+Beside other programs a run takes a second, and as many times as long as 1 + the share of the cores
+that they use during it; runs differ by 1 %. The load is known to 1 % of the cores.
 
 The logarithm of a run's time is the machine's level and noise of 3 %. A level that drifts is
 correlated by 0.8 from run to run, and has 3 % as well.
@@ -12,11 +16,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.ab import Race, planned_looks
-from analysis.verdicts import Design, Result, judge_all
+from analysis.ab import Race, lost_pairs, order_of, planned_looks
+from analysis.load import Row, Run
+from analysis.verdicts import Comparison, Design, Result, compare, judge_all
 
 NOISE, RHO = 0.03, 0.8
 Logs = NDArray[np.float64]
@@ -129,6 +135,103 @@ CASES: dict[str, Callable[[Rng], float]] = {
 }
 
 
+# -- beside other programs -------------------------------------------------------------------------
+
+CORES, GAP_S, RUNS = 2, 0.3, 6
+BESIDE = {  # condition -> seconds on, seconds off, share of the cores while on
+    "(a) idle": (1.0, 0.0, 0.0),
+    "(b) a busy loop throughout": (1.0, 0.0, 0.5),
+    **{f"(c) a busy loop every {s} s": (s / 2, s / 2, 0.5) for s in (2, 10, 30, 60, 120)},
+    **{f"(d) {p} % of the cores": (1.0, 0.0, p / 100) for p in (5, 10, 15, 30)},
+}
+
+
+def load_between(condition: str, begin_s: float, end_s: float) -> float:
+    """The mean share of the cores that the other program uses."""
+    on, off, share = BESIDE[condition]
+
+    def on_until(at_s: float) -> float:
+        whole, rest = divmod(at_s, on + off)
+        return whole * on + min(rest, on)
+
+    return share * (on_until(end_s) - on_until(begin_s)) / (end_s - begin_s)
+
+
+def run_of(rng: Rng, condition: str, begin_s: float, change: float) -> tuple[Run, float]:
+    """A run and its end. A run that takes longer meets more of the other program."""
+    alone_s = (1 + change) * float(np.exp(0.01 * rng.normal()))
+    time_s = alone_s
+    for _ in range(3):
+        time_s = alone_s * (1 + load_between(condition, begin_s, begin_s + time_s))
+    load = load_between(condition, begin_s, begin_s + time_s) + 0.01 * rng.normal()
+    run = Run("work", {"hosts": ["vm"]}, started_at=str(begin_s), status="complete")
+    run.label, run.loads = str(begin_s), [(max(0.0, load) * CORES, CORES)]
+    row = Row(key={"n": 1}, name="x", ranks=[0], measure="step", time_s=time_s, times_s=[time_s])
+    run.rows = {"{}": row}
+    return run, begin_s + time_s + GAP_S
+
+
+def by_ab(rng: Rng, condition: str, change: float) -> Comparison:
+    """As ab.py --runs 6 does it: pairs in random order, up to 12 of them."""
+    seed, now_s = int(rng.integers(2**32)), float(rng.uniform(0, 1000))
+    runs: dict[str, list[Run]] = {"a": [], "b": []}
+    design = Design(paired=True, runs=RUNS)
+    rounds, needed = 0, RUNS
+    while rounds < needed:
+        rounds += 1
+        for name in order_of(["a", "b"], rounds, seed):
+            run, now_s = run_of(rng, condition, now_s, change if name == "b" else 0.0)
+            runs[name].append(run)
+        comparison = compare(runs["a"], runs["b"], design) if rounds >= RUNS else None
+        if comparison:
+            needed = min(2 * RUNS, RUNS + lost_pairs(comparison))
+    assert comparison
+    return comparison
+
+
+def by_compare(rng: Rng, condition: str, change: float) -> Comparison:
+    """As compare.py does it with a stored baseline: six runs a side, at different times."""
+    sides = []
+    for slower in (0.0, change):
+        side, now_s = list[Run](), float(rng.uniform(0, 1000))
+        for _ in range(RUNS):
+            run, now_s = run_of(rng, condition, now_s, slower)
+            side.append(run)
+        sides.append(side)
+    return compare(sides[0], sides[1], Design())
+
+
+def beside(
+    how: Callable[[Rng, str, float], Comparison], condition: str, change: float, count: int
+) -> tuple[float, float, float]:
+    """Shares of comparisons: with a wrong verdict, without any, and that find the change."""
+    rng = np.random.default_rng(0)
+    verdicts = [how(rng, condition, change).cases[0].verdict for _ in range(count)]
+    wrong = ("slower", "faster") if change == 0 else ("faster", "same")
+    shares = [
+        verdicts.count("undecided") + verdicts.count("not compared"),
+        verdicts.count("slower"),
+    ]
+    return sum(map(verdicts.count, wrong)) / count, shares[0] / count, shares[1] / count
+
+
+def show_beside(count: int = 300) -> None:
+    """The table of docs/measuring.md."""
+    print(
+        "| | ab.py: wrong | at most | no verdict | finds 3 % | 10 % | 30 % | compare.py: wrong |"
+        " no verdict | finds 30 % |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for condition in BESIDE:
+        wrong, none, _ = beside(by_ab, condition, 0, count)
+        most = stats.beta.ppf(0.95, round(wrong * count) + 1, count - round(wrong * count))
+        found = [beside(by_ab, condition, change, count // 3)[2] for change in (0.03, 0.1, 0.3)]
+        stored = beside(by_compare, condition, 0, count)
+        late = beside(by_compare, condition, 0.3, count // 3)[2]
+        cells = [wrong, most, none, *found, stored[0], stored[1], late]
+        print(f"| {condition} | {' | '.join(f'{cell:.1%}' for cell in cells)} |", flush=True)
+
+
 def share(name: str, count: int) -> float:
     """The mean over so many simulations."""
     rng = np.random.default_rng(0)
@@ -136,5 +239,7 @@ def share(name: str, count: int) -> float:
 
 
 if __name__ == "__main__":
-    for name in CASES:
+    if sys.argv[1:] == ["load"]:
+        show_beside()
+    for name in CASES if not sys.argv[1:] else ():
         print(f"| {name} | {share(name, 1000):.1%} |", flush=True)

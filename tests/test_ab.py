@@ -20,7 +20,7 @@ def test_two_runs_take_turns(tmp_path: Path) -> None:
     """One of two ranks and one of a single process: another world size, and a case less."""
     python = shlex.quote(sys.executable)
     torchrun = f"{python} -m torch.distributed.run --standalone --nproc-per-node 2"
-    command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2"]
+    command = [sys.executable, "analysis/ab.py", "--interleave", "--runs", "2", "--max-runs", "2"]
     command += ["--ignore-key", "world_size,ranks", "--out", str(tmp_path)]
     command += ["--a", f"{torchrun} {SWEEP} all_reduce,broadcast"]
     command += ["--b", f"{python} {SWEEP} all_reduce"]

@@ -1,9 +1,11 @@
 """tests/simulate_verdicts.py, few simulations, wide limits; docs/compare.md has its table."""
 
+from typing import Any
+
 import pytest
 
 from tests.process import ROOT
-from tests.simulate_verdicts import CASES, share
+from tests.simulate_verdicts import BESIDE, CASES, beside, by_ab, by_compare, share
 
 LIMITS = {  # how many simulations, the least and the most
     "the same, TEST scatters 3 times as much | 95 %": (100, 0.85, 1),
@@ -24,3 +26,20 @@ def test_errors_are_as_rare_as_promised(name: str) -> None:
 def test_the_page_names_what_is_simulated() -> None:
     page = (ROOT / "docs" / "compare.md").read_text()
     assert all(f"| {name} | " in page for name in CASES)
+
+
+@pytest.mark.parametrize("how", [by_ab, by_compare])
+def test_equal_programs_beside_another_one_are_not_called_different(how: Any) -> None:
+    for condition in ("(b) a busy loop throughout", "(c) a busy loop every 10 s"):
+        assert beside(how, condition, 0, 15)[0] <= 0.2
+
+
+def test_a_steady_load_hides_no_change_from_pairs_and_leaves_no_verdict_without() -> None:
+    condition = "(d) 30 % of the cores"
+    assert beside(by_ab, condition, 0.1, 6)[2] == 1
+    assert beside(by_compare, condition, 0.1, 6)[1] == 1
+
+
+def test_the_page_has_each_condition() -> None:
+    page = (ROOT / "docs" / "measuring.md").read_text()
+    assert all(f"| {condition} | " in page for condition in BESIDE)
