@@ -24,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -83,7 +84,9 @@ def main() -> int:
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    device_id = None if device.type == "cpu" else device
+    limit = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=limit, device_id=device_id)
     sizes = SIZES if device.type == "cpu" else [*SIZES, 2**28]
     # zeros: any other sum would grow from call to call until it is infinite
     buffers = [torch.zeros(size // 4, device=device) for size in sizes]

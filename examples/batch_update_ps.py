@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,9 @@ def main() -> int:
     if rank == trainers:
         rpc.shutdown()  # when all ranks call it: until then this one answers
         return 0
-    dist.init_process_group("gloo", rank=rank, world_size=trainers)  # only `compare` uses it
+    limit = timedelta(seconds=120)  # a hang ends with an error
+    # only `compare` uses it
+    dist.init_process_group("gloo", timeout=limit, rank=rank, world_size=trainers)
 
     def gradient() -> Tensor:
         loss = model(batches[rank]).square().mean()

@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -83,7 +84,9 @@ def main() -> int:
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    device_id = None if device.type == "cpu" else device
+    limit = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=limit, device_id=device_id)
     torch.manual_seed(dist.get_rank())  # each rank has data of its own; DDP sends rank 0's weights
     compiler = sys.argv[1] if len(sys.argv) > 1 else "inductor"
     dim = 512 if device.type == "cpu" else 8192

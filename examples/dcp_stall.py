@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ def join_with_gloo() -> tuple[torch.device, str]:
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    device_id = None if device.type == "cpu" else device
+    limit = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=limit, device_id=device_id)
     return device, backend
 
 

@@ -20,6 +20,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -88,7 +89,10 @@ def main() -> int:
         return 0
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    dist.init_process_group(backend, rank=rank, world_size=trainers, device_id=device_id)
+    limit = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(
+        backend, timeout=limit, rank=rank, world_size=trainers, device_id=device_id
+    )
     torch.manual_seed(rank)  # each trainer has data of its own
     indices, targets = torch.randint(1000, (64, 4)).to(device), torch.randint(8, (64,)).to(device)
     # [wrap]

@@ -19,6 +19,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -84,7 +85,9 @@ def main() -> int:
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    device_id = None if device.type == "cpu" else device
+    limit = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=limit, device_id=device_id)
     torch.set_flush_denormal(True)  # what the twin computes with is garbage, which may be slow
     width = 1024 if device.type == "cpu" else 8192
 

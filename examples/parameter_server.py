@@ -22,6 +22,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -105,7 +106,10 @@ def main() -> int:
         return 0
     backend = dist.get_default_backend_for_device(device)
     device_id = None if device.type == "cpu" else device
-    dist.init_process_group(backend, rank=rank, world_size=TRAINERS, device_id=device_id)
+    limit = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(
+        backend, timeout=limit, rank=rank, world_size=TRAINERS, device_id=device_id
+    )
     torch.manual_seed(rank)  # each trainer has data of its own; DDP sends rank 0's weights
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)]).to(device)
     x = torch.randn(64, 512, device=device)

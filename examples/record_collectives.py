@@ -26,6 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,9 @@ def main() -> None:
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    device_id = None if device.type == "cpu" else device
+    limit = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=limit, device_id=device_id)
     ranks = dist.get_world_size()
     shape = (ranks, 1) if ranks % 2 else (ranks // 2, 2)
     kind = "DDP" if ddp else f"dp x tp = {shape}"

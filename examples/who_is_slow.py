@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -71,7 +72,9 @@ def main() -> int:
         device = torch.device(device.type, dist.get_node_local_rank())
         torch.accelerator.set_device_index(device.index)
     backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    device_id = None if device.type == "cpu" else device
+    limit = timedelta(seconds=120)  # a hang ends with an error
+    dist.init_process_group(backend, timeout=limit, device_id=device_id)
     width, batch = (512, 64) if device.type == "cpu" else (8192, 1024)
     # [wrap]
     layers = [nn.Linear(width, width) for _ in range(4)]
