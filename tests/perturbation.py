@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 tests/perturbation.py                              10 minutes
     torchrun --nproc-per-node 4 tests/perturbation.py --kinds all_reduce,train     some of it
     torchrun --nproc-per-node 2 tests/perturbation.py --kinds first                some seconds
+    torchrun --nproc-per-node 4 tests/perturbation.py --kinds sources              10 minutes
 
 A pair is a case of the harness (common.timing.TimedLoop) and a bare loop of as many calls, every
 other pair in reverse order. Both give a median and a mean of the calls of rank 0. A ratio is the
@@ -14,15 +15,21 @@ docs/measuring.md has the results.
 
 import argparse
 import gc
+import json
+import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,12 +40,15 @@ from torch.futures import Future
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import batch_update_ps, compile_sweep, ddp_rpc, ddp_sweep, parameter_server
 from common import cli
 from common.groups import Group, Groups, Job
 from common.join import join
 from common.report import Estimate
+from common.rpc import Roles, split_roles
 from common.stats import interval_of_rounds
 from common.timing import Step, StopRule, TimedLoop, Workload
+from tests import plain_loops
 
 ROUNDS = 6
 FIRST = "first"  # against the last case
@@ -91,7 +101,7 @@ def rpc_call(function: Callable[..., Any], size: int, job: Job, group: Group) ->
     """The first rank calls the last one with a payload, and gets as much back. size: bytes."""
     payload = torch.ones(size // 4)
     Server.parameters = payload.clone()
-    call = partial(rpc.rpc_sync, f"rank{job.world_size - 1}", function, (payload,))
+    call = partial(rpc.rpc_sync, job.world_size - 1, function, (payload,))
     return call if job.rank == 0 else lambda: None
 
 
@@ -124,6 +134,125 @@ KINDS: dict[str, tuple[Callable[[int, Job, Group], Step], tuple[int, ...]]] = {
 }
 
 
+# -- the five scripts that replace programs of PyTorch ---------------------------------------------
+
+Pair = tuple[
+    Callable[[], Step], Callable[[], Step]
+]  # what makes the script's step and the plain one
+
+
+def key_of(cases: Any, job: Job, group: Group) -> dict[str, Any]:
+    """The key of the last case that a script plans, completed as `Benchmark` does."""
+    *_, (_, _, key) = cases
+    place = {"device": "cpu", "backend": "gloo", "world_size": job.world_size}
+    return place | {"ranks": len(group.ranks)} | key
+
+
+def pair_of_ddp_sweep(job: Job, group: Group, roles: Roles) -> Pair:
+    flags = "--device cpu --model mobilenet_v3_small --batch-size 8 --image-size 64 --no-breakdown"
+    args = ddp_sweep.parse_args(flags.split())
+    (cases,) = ddp_sweep.plan(args, job, [len(group.ranks)], {}).values()
+    bench: Any = SimpleNamespace(job=job, print=print, phase=lambda *_: None)
+    key = key_of(cases, job, group)
+    plain = partial(plain_loops.ddp_sweep, group.test, job.rank, "mobilenet_v3_small", 8, 64)
+    return lambda: ddp_sweep.build(bench, key, group).step, plain
+
+
+def pair_of_compile_sweep(job: Job, group: Group, roles: Roles) -> Pair:
+    """Forward and backward: the source has no optimizer."""
+    flags = "--device cpu --model toy-small --batch-size 20 --ddp --dynamo eager"
+    args = compile_sweep.parse_args(flags.split())
+    (cases,) = compile_sweep.plan(args, job, {}).values()
+    bench: Any = SimpleNamespace(job=job, print=print, phase=lambda *_: None)
+    key = key_of(cases, job, group) | {"ranks": len(group.ranks)}
+    widths = [10, *[1000] * 3, *[100] * 8]
+    plain = partial(plain_loops.compile_sweep, group.test, job.rank, widths, 20)
+
+    def script() -> Step:
+        step = compile_sweep.build(bench, 0.0, key, group).parts["forward+backward"]
+        assert step is not None
+        return step
+
+    return script, plain
+
+
+def pair_of_ddp_rpc(job: Job, group: Group, roles: Roles) -> Pair:
+    flags = "--device cpu --embedding-dim 512 --lookup sequential --autograd distributed"
+    args = ddp_rpc.parse_args(flags.split())
+    key = key_of(ddp_rpc.plan(args, roles, {}), job, group)
+    epoch = ddp_rpc.epoch_of(key, job.rank)
+    plain = partial(plain_loops.ddp_rpc, group.test, job.rank, key["number_embeddings"], epoch)
+    return lambda: ddp_rpc.build(job, key, group, devices=["cpu"]).step, plain
+
+
+def pair_of_parameter_server(job: Job, group: Group, roles: Roles) -> Pair:
+    args = parameter_server.parse_args(
+        ["--device", "cpu", "--routes", "rpc", "--servers", "running"]
+    )
+    key = key_of(parameter_server.plan(args, roles, {}), job, group)
+    names = ("num_embeddings", "embedding_dim", "dense_layers", "dense_size")
+    batches = parameter_server.batches_of(key, job.rank, job.device)
+    sizes = [key[name] for name in names]
+    plain = partial(
+        plain_loops.parameter_server, group.test, *sizes, batches, bucket_mb=key["bucket_size"]
+    )
+    devices = ["cpu"] * roles.servers.stop
+    build = partial(parameter_server.build, roles=roles, devices=devices, timeout_s=60)
+    return lambda: build(job, key, group).step, plain
+
+
+def pair_of_batch_update_ps(job: Job, group: Group, roles: Roles) -> Pair:
+    args = batch_update_ps.parse_args(["--device", "cpu", "--payload", "module"])
+    key = key_of(batch_update_ps.plan(args, roles), job, group)
+    batches = batch_update_ps.batches_of(key, job.rank)
+    plain = partial(plain_loops.batch_update_ps, group.test, job.rank, batches)
+    build = partial(batch_update_ps.build, server_device="cpu", timeout_s=60)
+    return lambda: build(job, key, group).step, plain
+
+
+SOURCES: dict[str, Callable[[Job, Group, Roles], Pair]] = {
+    "ddp_rpc": pair_of_ddp_rpc,
+    "ddp_sweep": pair_of_ddp_sweep,
+    "parameter_server": pair_of_parameter_server,
+    "batch_update_ps": pair_of_batch_update_ps,
+    "compile_sweep": pair_of_compile_sweep,
+}
+
+
+@contextmanager
+def recorded_losses() -> Iterator[list[float]]:
+    """The losses that are computed meanwhile, by either of the two functions for them."""
+    losses: list[float] = []
+
+    def recording(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def loss_of(*args: Any, **kwargs: Any) -> torch.Tensor:
+            loss = real(*args, **kwargs)
+            losses.append(float(loss.detach()))
+            return loss
+
+        return loss_of
+
+    module = torch.nn.functional
+    with (
+        patch.object(module, "cross_entropy", recording(module.cross_entropy)),
+        patch.object(module, "l1_loss", recording(module.l1_loss)),
+    ):
+        yield losses
+
+
+def print_losses(name: str, pair: Pair, steps: int, job: Job, group: Group) -> None:
+    """A line of JSON from each trainer: the losses of setting up and of so many steps."""
+    found: dict[str, Any] = {"source": name, "rank": job.rank}
+    for way, make in zip(("script", "plain"), pair, strict=True):
+        with recorded_losses() as losses:
+            step = make()
+            for _ in range(steps):
+                step()
+        found[way] = losses
+        dist.barrier(group.control)
+    print(json.dumps(found), flush=True)
+
+
 def harness(step: Step, seconds: float, job: Job, group: Group) -> list[float]:
     """Seconds of each call, as a case would report them: warm-up, then ROUNDS blocks."""
     rule = StopRule(max_seconds=seconds, rounds=ROUNDS)
@@ -146,12 +275,17 @@ def bare_loop(step: Step, calls: int, job: Job, group: Group) -> list[float]:
     return times[5:]
 
 
-def compare(step: Step, args: argparse.Namespace, job: Job, group: Group) -> list[str]:
-    """The cells of a row: the bare loop's median, and the ratio of each statistic."""
+def compare(
+    step: Step, args: argparse.Namespace, job: Job, group: Group, plain: Step | None = None
+) -> list[str]:
+    """The cells of a row: the bare loop's median, and the ratio of each statistic.
+
+    plain: what the bare loop calls, if not the same step.
+    """
     calls = len(harness(step, args.seconds, job, group))
     ways = {
         "harness": partial(harness, step, args.seconds, job, group),
-        "bare": partial(bare_loop, step, calls, job, group),
+        "bare": partial(bare_loop, plain or step, calls, job, group),
     }
     medians_s: list[float] = []
     ratios: dict[str, list[float]] = {name: [] for name in STATISTICS}
@@ -187,28 +321,49 @@ def first_and_last(seconds: float, job: Job, group: Group) -> float:
 def main() -> None:
     parser = cli.Parser(__doc__)
     add = parser.add_argument
-    kinds = cli.list_of(str, (*KINDS, FIRST))
-    add("--kinds", type=kinds, default=list(KINDS), help=f"also {FIRST} (default: all others)")
+    kinds = cli.list_of(str, (*KINDS, *SOURCES, "sources", FIRST))
+    text = f"also {FIRST}, sources, or some of {', '.join(SOURCES)} (default: all others)"
+    add("--kinds", type=kinds, default=list(KINDS), help=text)
+    add("--losses", type=int, metavar="N", help="of sources: print the losses of N steps")
     add("--pairs", type=int, default=30, help="of a step (default: %(default)s)")
     add("--seconds", type=float, default=0.5, help="of a case (default: %(default)s)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     args = parser.parse_args()
     job = join(args.device, None, 300)
-    group, _ = Groups(job).take(tuple(range(job.world_size)), None)
+    groups = Groups(job)
+    group, _ = groups.take(tuple(range(job.world_size)), None)
     assert group is not None
+    sources = [name for name in SOURCES if {name, "sources"} & {*args.kinds}]
+    args.kinds = [kind for kind in args.kinds if kind in (*KINDS, FIRST)]
     if FIRST in args.kinds:
         ratio = first_and_last(args.seconds, job, group)
         if job.rank == 0:
             print(f"first / last {ratio:.4f}", flush=True)
         args.kinds.remove(FIRST)
     warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
-    rpc.init_rpc(f"rank{job.rank}", rank=job.rank, world_size=job.world_size)
+    roles, name = None, f"rank{job.rank}"
+    if sources:  # all but a server and the master train
+        roles = split_roles(job.world_size, servers=1, master=True)
+        name = roles.name(job.rank)
+    rpc.init_rpc(name, rank=job.rank, world_size=job.world_size)
     rows = []
     for kind in args.kinds:
         make, sizes = KINDS[kind]
         for size in sizes:
             step = make(size, job, group)
             rows.append([f"{kind} {cli.show_size(size)}", *compare(step, args, job, group)])
+    if roles:
+        logging.captureWarnings(True)  # torch's functional optimizers warn of themselves
+        trainers, _ = groups.take(tuple(roles.trainers), None)
+        of_case = replace(job, world_size=len(roles.trainers), local_world_size=len(roles.trainers))
+        for source in sources if trainers else []:
+            assert trainers is not None
+            pair = SOURCES[source](of_case, trainers, roles)
+            if args.losses:
+                print_losses(source, pair, args.losses, job, trainers)
+                continue
+            script, plain = (make() for make in pair)
+            rows.append([source, *compare(script, args, job, trainers, plain)])
     if job.rank == 0 and rows:
         print(f"{job.world_size} ranks, {args.pairs} pairs, {job.device.type}, {job.backend}\n")
         heads = ["step", "bare loop\n(us)", "calls"]
