@@ -32,6 +32,8 @@ from common.cli import HANG, end, tell_torchrun, write
 from common.groups import Group, Job, abort_group, peers
 from common.report import Report
 
+LISTEN_S = 1.0  # between two looks at whether the store answers
+CUT_OFF_S = 10.0  # beyond --timeout and two polls: a store that is silent for so long is lost
 GRACE_S = 2.0  # how long a roll call waits for answers, beyond the time between two looks
 RANKS_A_LOOK = 500  # so many ranks may look into the store each second
 MOST_STACKS = 64  # in a larger job few ranks print their stack
@@ -53,6 +55,7 @@ class Watchdog:
         # for the watching thread, which must not wait while the main thread waits for a key
         self.watched = dist.PrefixStore("watchdog", job.second_store or job.store.clone())
         self.over = threading.Event()
+        self.answers = 0  # of the store, counted by both threads
         self.poll_s = max(0.5, job.world_size / RANKS_A_LOOK)  # the time between two looks
         self.case = 0  # the number of the case
         self.failed_case = 0  # the newest one that the watching thread has seen fail
@@ -64,6 +67,7 @@ class Watchdog:
         self.phase("set up")
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
+        threading.Thread(target=self._listen, name="listener", daemon=True).start()
         self._end_on_signals()
 
     def begin(self, label: str, member: bool = True) -> None:
@@ -90,6 +94,7 @@ class Watchdog:
         with peers():
             self.store.set(f"phase/{rank}", json.dumps(state))
             self.store.add("changes", 1)
+        self.answers += 1
         end_later(self.timeout_s)
 
     def fail(self, reason: str) -> None:
@@ -118,6 +123,7 @@ class Watchdog:
         while not self.over.wait(self.poll_s):
             try:
                 changes = self.watched.add("changes", 0)
+                self.answers += 1
                 changed = changes != seen
                 if changed:
                     seen, since = changes, time.monotonic()
@@ -133,6 +139,21 @@ class Watchdog:
             except RuntimeError:  # the store is gone: its host has died, or the run is over
                 if not self.over.wait(10):
                     end(1, f"{self.where}: the rendezvous store is gone")
+
+    def _listen(self) -> None:
+        """End this process if the store stops answering: it is then cut off from the other ranks,
+        and no roll call reaches it. While its host is only slow, the store does answer."""
+        silent_s, before = 0, self.answers
+        # counted in waits, not by the clock: this process may have been stopped meanwhile
+        while not self.over.wait(LISTEN_S):
+            silent_s = silent_s + LISTEN_S if self.answers == before else 0
+            before = self.answers
+            if silent_s >= self.timeout_s + 2 * self.poll_s + CUT_OFF_S:
+                host, where = socket.gethostname(), self.where
+                faulthandler.dump_traceback(all_threads=True)
+                reason = f"HANG: {host} has lost the other ranks: the rendezvous store has not "
+                reason += f"answered for {silent_s:g} s; {where}"
+                end(HANG, reason, say=self.job.local_rank == 0)
 
     def _abort_failed(self, changed: bool) -> None:
         """Abort the groups of a case that has failed; at later looks those made meanwhile."""

@@ -120,11 +120,12 @@ def test_ranks_with_other_files_are_refused(two_nodes: Callable[..., Warm], chec
     """Whatever git calls them."""
     edit(checkout)
     process = two_nodes([ROOT / "benchmarks" / "collectives.py", checkout], list(FEW))
-    assert process.wait(120) == 2
-    (line,) = process.err.splitlines()
-    assert line.startswith(
+    assert process.wait(120) in (2, 3)  # 3: rank 1 was too slow to see why rank 0 ended
+    begin = (
         "collectives.py: error: expected the same files on all ranks, but collectives.py of rank 1 "
     )
+    told = process.err.splitlines()  # one line of each rank that speaks for its node
+    assert any(line.startswith(begin) for line in told), process.err
 
 
 def test_variables_of_one_node(two_nodes: Callable[..., Warm], tmp_path: Path) -> None:

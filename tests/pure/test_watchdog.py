@@ -61,7 +61,8 @@ def test_the_group_of_a_case_is_let_go_before_the_number_changes() -> None:
 def test_each_phase_winds_up_the_last_resort(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends a process whose threads all wait for Python's lock, and so cannot look themselves."""
     monkeypatch.setattr(watchdog, "faulthandler", wind_up := Mock())
-    of_rank_3: Any = Mock(timeout_s=100.0, order=0, case=1, label="a case", job=Mock(rank=3))
+    of_rank_3: Any = Mock(timeout_s=100.0, order=0, case=1, label="a case", answers=0)
+    of_rank_3.job.rank = 3
     Watchdog.phase(of_rank_3, "step, block 1")
     # after torch's and our own time limits
     wind_up.dump_traceback_later.assert_called_once_with(170.0, exit=True)
@@ -70,7 +71,7 @@ def test_each_phase_winds_up_the_last_resort(monkeypatch: pytest.MonkeyPatch) ->
 def test_progress_of_other_ranks_restarts_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four looks into the store: the counter moves twice, so the timer is started twice."""
     monkeypatch.setattr(watchdog, "faulthandler", timer := Mock())
-    waiting: Any = Mock(timeout_s=100.0)
+    waiting: Any = Mock(timeout_s=100.0, answers=0)
     waiting.over.wait.side_effect = [False, False, False, False, True]
     waiting.watched.add.side_effect = [7, 7, 8, 8]
     waiting.watched.check.return_value = False
@@ -193,3 +194,38 @@ def test_under_nohup_a_rank_outlives_its_terminal_but_not_its_launcher() -> None
     done = subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=50)
     assert done.returncode == -signal.SIGKILL
     assert (done.stdout, done.stderr) == ("", "SIGTERM: 0 cases are measured\n")
+
+
+def test_a_node_that_is_cut_off_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At --timeout 30, polls of 0.5 s: 41 looks without an answer. One answer begins anew."""
+    ended: list[Any] = []
+
+    def end(*given: Any, **more: Any) -> None:
+        ended.append((given, more))
+        raise SystemExit
+
+    monkeypatch.setattr(watchdog, "end", end)
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback", lambda all_threads: None)
+    rank: Any = Mock(timeout_s=30, poll_s=0.5, answers=7, where="rank 2 on b, case 'x', step")
+    rank.job.local_rank = 0
+    looks: list[int] = []
+
+    def wait(seconds: float) -> bool:
+        looks.append(len(looks))
+        if len(looks) == 40:  # just in time
+            rank.answers += 1
+        return False
+
+    rank.over.wait = wait
+    with pytest.raises(SystemExit):
+        Watchdog._listen(rank)
+    assert len(looks) == 40 + 41
+    ((status, reason), more) = ended[0]
+    assert (status, more) == (3, {"say": True})
+    assert reason == (
+        f"HANG: {socket.gethostname()} has lost the other ranks: the rendezvous store has not "
+        "answered for 41 s; rank 2 on b, case 'x', step"
+    )
+    rank.over.wait = lambda seconds: True  # the run is over
+    Watchdog._listen(rank)
+    assert len(ended) == 1
