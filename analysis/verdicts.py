@@ -254,13 +254,12 @@ def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Re
         return result
     result.measure = measures[0]
     result.times_are = sorted({row.time_is for row in base_rows + test_rows if is_timed(row)})
-    for i in result.base_runs:
-        result.base_s.append(base_rows[i].time_s)
-    for i in result.test_runs:
-        result.test_s.append(test_rows[i].time_s)
+    kept_base = [row for i in result.base_runs if (row := base_rows[i])]
+    kept_test = [row for i in result.test_runs if (row := test_rows[i])]
+    result.base_s = [row.time_s for row in kept_base]
+    result.test_s = [row.time_s for row in kept_test]
     if design.interleaved:
-        pairs = zip(result.base_runs, result.test_runs, strict=True)
-        times = [times_of_turns(base_rows[i], test_rows[j]) for i, j in pairs]
+        times = [times_of_turns(a, b) for a, b in zip(kept_base, kept_test, strict=True)]
         result.base_s, result.test_s = [a for a, _ in times], [b for _, b in times]
     return result
 
