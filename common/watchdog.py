@@ -94,8 +94,8 @@ class Watchdog:
         with peers():
             self.store.set(f"phase/{rank}", json.dumps(state))
             self.store.add("changes", 1)
-        self.answers += 1
         end_later(self.timeout_s)
+        self.answers += 1
 
     def fail(self, reason: str) -> None:
         """Say that the case failed on this rank. The first reason counts; others follow from it."""
