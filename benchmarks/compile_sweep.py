@@ -215,7 +215,7 @@ def recompute(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
     modules that replace the layers in the model."""
     # private, as torchtitan imports it; seen to work with torch 2.14 and 2.15
     checkpoint_wrapper.apply_activation_checkpointing(model, check_fn=lambda m: m in layers)
-    wrapped = checkpoint_wrapper.CheckpointWrapper
+    wrapped: type[nn.Module] = checkpoint_wrapper.CheckpointWrapper
     return [module for module in model.modules() if isinstance(module, wrapped)][::-1]
 
 

@@ -192,10 +192,8 @@ def pair_of_parameter_server(job: Job, group: Group, roles: Roles) -> Pair:
     key = key_of(parameter_server.plan(args, roles, {}), job, group)
     names = ("num_embeddings", "embedding_dim", "dense_layers", "dense_size")
     batches = parameter_server.batches_of(key, job.rank, job.device)
-    sizes = [key[name] for name in names]
-    plain = partial(
-        plain_loops.parameter_server, group.test, *sizes, batches, bucket_mb=key["bucket_size"]
-    )
+    sizes: Any = {"sizes": [key[name] for name in names], "bucket_mb": key["bucket_size"]}
+    plain = partial(plain_loops.parameter_server, group.test, batches, **sizes)
     devices = ["cpu"] * roles.servers.stop
     build = partial(parameter_server.build, roles=roles, devices=devices, timeout_s=60)
     return lambda: build(job, key, group).step, plain

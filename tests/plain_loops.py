@@ -112,7 +112,9 @@ SUMS: dict[tuple[int, int], list[Any]] = {}  # of a server: future, sum and coun
 
 
 def as_sparse(parts: list[Tensor], size: tuple[int, ...]) -> Tensor:
-    return torch.sparse_coo_tensor(*parts, size, is_coalesced=True, check_invariants=False)
+    indices, values = parts
+    settings: Any = {"is_coalesced": True, "check_invariants": False}
+    return torch.sparse_coo_tensor(indices, values, size, **settings)
 
 
 @rpc.functions.async_execution
@@ -138,16 +140,12 @@ def average(
 
 
 def parameter_server(
-    group: dist.ProcessGroup,
-    rows: int,
-    columns: int,
-    layers: int,
-    width: int,
-    batches: Any,
-    bucket_mb: float,
+    group: dist.ProcessGroup, batches: Any, *, sizes: Sequence[int], bucket_mb: float
 ) -> Step:
     """An embedding and linear layers under DDP, every bucket averaged by a server. batches: an
-    iterator over row numbers and classes."""
+    iterator over row numbers and classes. sizes: rows and columns of the embedding, number of
+    linear layers, and their width."""
+    rows, columns, layers, width = sizes
     torch.manual_seed(0)
     embedding = nn.EmbeddingBag(rows, columns, sparse=True)
     widths = [columns] + [width] * layers
