@@ -484,8 +484,7 @@ def measure(training: Training, group: Group) -> Workload:
         timed.append(training.write_checkpoint())
         spent = perf_counter() - started
         totals = [checkpoint.total for checkpoint in timed]
-        stalls = [checkpoint.total - checkpoint.alone for checkpoint in timed]
-        reached = rule_reached(totals, len(totals), spent, training.bench.rule, [stalls])
+        reached = rule_reached(totals, len(totals), spent, training.bench.rule, compared=True)
         stop = agree(reached, group)
     facts = Facts(
         first=first,

@@ -542,7 +542,7 @@ def analysis_command(script: str, *words: str) -> str:
 def counts_as_done(case: Case, args: argparse.Namespace) -> bool:
     """Whether a case of a resumed report need not be measured again: it did not fail, and if this
     run checks values, they were checked."""
-    return not case.failed and not (case.check == UNCHECKED and getattr(args, "check", 0))
+    return not case.failed and not (case.check == UNCHECKED and getattr(args, "check", False))
 
 
 def marked(row: str, mark: str, room: int | None) -> str:

@@ -143,10 +143,10 @@ class Watchdog:
     def _listen(self) -> None:
         """End this process if the store stops answering: it is then cut off from the other ranks,
         and no roll call reaches it. While its host is only slow, the store does answer."""
-        silent_s, before = 0, self.answers
+        silent_s, before = 0.0, self.answers
         # counted in waits, not by the clock: this process may have been stopped meanwhile
         while not self.over.wait(LISTEN_S):
-            silent_s = silent_s + LISTEN_S if self.answers == before else 0
+            silent_s = silent_s + LISTEN_S if self.answers == before else 0.0
             before = self.answers
             if silent_s >= self.timeout_s + 2 * self.poll_s + CUT_OFF_S:
                 host, where = socket.gethostname(), self.where

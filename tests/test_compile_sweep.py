@@ -285,7 +285,7 @@ def test_ones_own_optimizer_and_units() -> None:
     assert first - second == pytest.approx(0.5 * 3 * 4)  # twelve ones
     key = {"fsdp_wrap": True, "fsdp_checkpoint": False, "fsdp_wrap_classes": ""}
     inner, outer = compile_sweep.choose_layers(made.model, key, made.units)
-    assert (type(outer), inner) == (nn.Sequential, outer[0])
+    assert (type(outer), type(inner)) == (nn.Sequential, nn.Linear)
 
 
 def test_units_are_the_layers_of_lists_inner_ones_first() -> None:

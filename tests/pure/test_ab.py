@@ -76,7 +76,7 @@ def test_abba_and_resume(out: Path) -> None:
     assert "1.10x slower" in done.stdout
     assert "# environment: variables.FAKE: unset in BASE, B in TEST" in done.stdout
     order = (out / "order").read_text().split()[0::2]
-    seed = int(re.search(r"^seed: (\d+)$", (out / "plan.txt").read_text(), re.MULTILINE)[1])
+    (seed,) = map(int, re.findall(r"^seed: (\d+)$", (out / "plan.txt").read_text(), re.MULTILINE))
     names = [name for n in (1, 2, 3) for name in order_of(["0.1", "0.11"], n, seed)]
     assert order == [name for name in names for _ in range(48)]
     assert "hunter2" not in (out / "plan.txt").read_text()

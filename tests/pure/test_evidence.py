@@ -16,7 +16,7 @@ from analysis.verdicts import Comparison, Design, compare
 from tests.pure.reports import case, run, runs, start, write
 
 FAILED = case("no ddp", check="failed: wrong average", samples_s={}, rounds=[])
-BUSY = {"others": [[1.9, 2]]}
+BUSY: dict[str, Any] = {"others": [[1.9, 2]]}
 
 
 def gate(base: str, test: str, *more: str) -> tuple[int, str]:
@@ -217,7 +217,7 @@ def test_a_pair_counts_if_its_sides_were_loaded_alike(
 
 def test_the_load_of_other_nodes_may_be_unknown(tmp_path: Path) -> None:
     """--interleave measures this machine's."""
-    about = {"environment": {"torch": "2", "num_nodes": 2, "hosts": ["a", "b"]}}
+    about: dict[str, Any] = {"environment": {"torch": "2", "num_nodes": 2, "hosts": ["a", "b"]}}
     base = runs(tmp_path / "a", [1.0, 1.001, 0.999], **about)
     test = runs(tmp_path / "b", [1.1, 1.101, 1.099], **about)
     assert "slower [load of other nodes not measured]" in gate(base, test)[1]

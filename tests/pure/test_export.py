@@ -78,7 +78,11 @@ def test_what_pytorchs_report_has_no_room_for(tmp_path: Path) -> None:
 def test_no_cell_of_csv_is_a_formula(tmp_path: Path) -> None:
     """A spreadsheet would run it. Numbers stay as they are, also negative ones in words."""
     key = {"=1+1": "@SUM(1)", "size": "-2+3", "root": "-1", "shift": -4}
-    about = {"key": key, "table": "=HYPERLINK(1)", "metrics": {"late_s": estimate(-0.5, -1, 0.25)}}
+    about: dict[str, Any] = {
+        "key": key,
+        "table": "=HYPERLINK(1)",
+        "metrics": {"late_s": estimate(-0.5, -1, 0.25)},
+    }
     path = write(tmp_path / "a.jsonl", case("+1+1", **about), hosts=["=cmd"])
     header, row = list(csv.reader(io.StringIO(export(path, "--to", "csv", "--metric", "late_s"))))
     cells = dict(zip(header, row, strict=True))

@@ -94,7 +94,7 @@ def test_of_three_nodes_the_slow_one_has_two_of_three_links(both_at_once: bool) 
     for a, b in ((1, 2), (0, 2), (0, 1)):
         rates = [0.01 if sender == 1 else 1.0 for sender in (a, b)]
         both = 2 * min(rates)
-        ways = (None, None) if both_at_once else rates
-        matrix.append(Link(a, b, 80, *ways, 2.0 if not both_at_once else both, 0.1))
+        there, back = (None, None) if both_at_once else rates
+        matrix.append(Link(a, b, 80, there, back, both if both_at_once else 2.0, 0.1))
     found = links.slow_links(matrix, [0, 1, 2], "rank", 5, margin=2.0)
     assert [who.name() for who, _ in found] == ["node 1"]

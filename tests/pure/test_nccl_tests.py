@@ -342,8 +342,8 @@ def test_the_footer_names_the_table_above_it() -> None:
 
 def test_a_name_that_the_table_contradicts_is_not_taken_over(tmp_path: Path) -> None:
     """The second table has no redop, so it is not the all-reduce of the first one."""
-    header, *rows = LOG.splitlines()[5:]
-    other = "\n".join([header, *(row.replace(" sum ", "none ") for row in rows)])
+    header, *lines = LOG.splitlines()[5:]
+    other = "\n".join([header, *(row.replace(" sum ", "none ") for row in lines)])
     _, rows = read(tmp_path, LOG + other)
     assert [row.key["collective"] for row in rows] == ["all_reduce"] * 2 + ["unknown"] * 2
 

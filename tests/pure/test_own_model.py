@@ -300,7 +300,7 @@ def test_a_batch_of_keyword_arguments() -> None:
 
 def test_a_dict_with_an_optimizer_and_units() -> None:
     own = make_own("tests.own_models:everything", CPU)
-    assert own.fsdp_units == [own.model[0], own.model[0][0]]
+    assert own.fsdp_units == [*own.model.modules()][1:3]
     assert own.optimizer is not None
     optimizer = own.optimizer(own.model.parameters())
     assert optimizer.param_groups[0]["lr"] == 0.5

@@ -121,7 +121,10 @@ class Hostile:
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_of_plain_data_is_read(protocol: int) -> None:
-    plain = {"a": [None, True, -7, 2**70, 0.5, "\u00fc", (), (1,), (1, 2, 3, 4), {}], "b": b"x"}
+    plain: dict[str, Any] = {
+        "a": [None, True, -7, 2**70, 0.5, "\u00fc", (), (1,), (1, 2, 3, 4), {}],
+        "b": b"x",
+    }
     if protocol < 3:
         del plain["b"]  # a call of codecs.encode there
     assert replay.plain_pickle(pickle.dumps(plain, protocol)) == plain
@@ -245,8 +248,9 @@ def of_kineto(folder: Path, *events: Any, name: str = "rank0.json", **about: Any
 def test_a_trace_over_nccl(tmp_path: Path) -> None:
     """The times are those of the kernels. What is outside of the steps does not count."""
     kernel = comm(2500, cat="kernel", **{"External id": 2000}) | {"dur": 300.0}
+    wait: dict[str, Any] = {"Collective name": "wait"}
     copy = comm(2500, cat="gpu_user_annotation")
-    calls = [comm(9e5), comm(2000, Seq=7), comm(2001, **{"Collective name": "wait"})]
+    calls = [comm(9e5), comm(2000, Seq=7), comm(2001, **wait)]
     recording = of_kineto(tmp_path, *calls, kernel, copy)
     assert (recording.steps, recording.time_s) == pytest.approx((1, 0.02))
     (call,) = recording.calls

@@ -221,7 +221,13 @@ def write_links(
 
 
 def cells(figure: Figure) -> Any:
-    return figure.axes[0].images[0].get_array().filled(-1).tolist()
+    values: Any = figure.axes[0].images[0].get_array()
+    return values.filled(-1).tolist()
+
+
+def frames_of(axes: Any) -> list[tuple[float, ...]]:
+    """The outlines: x, y, width and height."""
+    return [(*patch.get_xy(), patch.get_width(), patch.get_height()) for patch in axes.patches]
 
 
 def test_a_heat_map_of_each_matrix(tmp_path: Path) -> None:
@@ -244,10 +250,11 @@ def test_a_heat_map_of_each_matrix(tmp_path: Path) -> None:
     labels = ["a 0", "a 1", "b 2", "b 3"]
     assert [text.get_text() for text in axes.get_yticklabels()] == labels
     assert [text.get_text() for text in axes.get_xticklabels()] == labels
-    frames = [(*p.get_xy(), p.get_width(), p.get_height()) for p in axes.patches]
-    assert frames == [(-0.5, 0.5, 4, 1), (0.5, -0.5, 1, 4)]  # the row and the column of rank 1
-    frames = [(*p.get_xy(), p.get_width(), p.get_height()) for p in bandwidth.axes[0].patches]
-    assert frames == [(-0.5, 1.5, 1, 1)]  # 2 sends to 0
+    assert frames_of(axes) == [
+        (-0.5, 0.5, 4, 1),
+        (0.5, -0.5, 1, 4),
+    ]  # the row and the column of rank 1
+    assert frames_of(bandwidth.axes[0]) == [(-0.5, 1.5, 1, 1)]  # 2 sends to 0
     assert list(both.axes[0].patches) == []
     assert outlines((1, 2), 4, both=True) == [((1.5, 0.5), 1, 1), ((0.5, 1.5), 1, 1)]
 
@@ -262,7 +269,7 @@ def test_a_heat_map_of_many_ranks_is_by_host(tmp_path: Path) -> None:
     assert cells(bandwidth) == [[1, 1, 0.1], [2, 1, 1], [0.2, 2, 1]]
     axes = bandwidth.axes[0]
     assert [text.get_text() for text in axes.get_yticklabels()] == ["node0", "node1", "node2"]
-    assert [patch.get_xy() for patch in axes.patches] == [(1.5, -0.5)]
+    assert [frame[:2] for frame in frames_of(axes)] == [(1.5, -0.5)]
     figures = draw(load([write_links(tmp_path / "q.jsonl", hosts[:64], [])]))
     assert [len(cells(figure)) for figure in figures] == [64] * 3
     [text, *_] = figures[0].axes[0].get_yticklabels()

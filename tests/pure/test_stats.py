@@ -64,7 +64,7 @@ def swinging(value: float) -> list[float]:
     return [value * float(np.exp(0.1 * (-1) ** i)) for i in range(6)]
 
 
-def of_two(step: ArrayLike, part: ArrayLike, rounds: list[int]) -> stats.Times:
+def of_two(step: Any, part: Any, rounds: list[int]) -> stats.Times:
     return stats.Times({"step": [step], "part": [part]}, rounds)
 
 
