@@ -40,7 +40,7 @@ from analysis.differences import (
 from analysis.evidence import is_disturbed, load_of_others, load_text, unfit
 from analysis.figures import draw, svg
 from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, rows_of, values_of
-from common.cli import Parser, refuse, show_size
+from common.cli import Parser, refuse, refuse_foreign, show_size
 from common.report import Estimate, digits_of
 from common.stats import median
 
@@ -321,7 +321,7 @@ def main() -> int:
             raise ValueError(f"expected a file that ends in .html, got {args.output!r}")
         if os.path.realpath(args.output) in map(os.path.realpath, find(args.reports)):
             raise ValueError(f"{args.output} is one of the reports, which it would overwrite")
-        show.refuse_foreign(args.output)
+        refuse_foreign(args.output)
         page = as_page(*sections_of(args.reports))
         Path(args.output).write_text(page, encoding="utf-8")
     return 0

@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,6 @@ SIZES = {  # of the units of a kind, in the one that metrics have
     "1/s": {"G": 1e9, "M": 1e6, "": 1.0},
 }
 DAMAGE = (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-GENERATOR = "torchrun-bench"  # of a page or a picture, in its metadata
-AT_AN_END = 2**14  # bytes of a file in which GENERATOR is looked for
 # what the name of a metric ends in -> its unit; the first end that fits counts
 UNITS_BY_END = {
     "_gb_per_s": "GB/s",
@@ -72,21 +69,6 @@ def put(text: str) -> None:
     except OSError as error:
         abandon(sys.stdout)
         refuse(f"stdout: {error.strerror}", status=1)
-
-
-def refuse_foreign(path: str) -> None:
-    """Raise ValueError if a page or picture would replace a file that these programs have not
-    written. Theirs have GENERATOR near the beginning or the end."""
-    if not os.path.isfile(path):  # nothing is there, or a device
-        return
-    with open(path, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        ends = bytearray()
-        for start in (0, max(0, size - AT_AN_END)):
-            file.seek(start)
-            ends += file.read(AT_AN_END)
-    if size and GENERATOR.encode() not in ends:
-        raise ValueError(f"{path} is there already, and is no output of {GENERATOR}; give another")
 
 
 class Unit(NamedTuple):

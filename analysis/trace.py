@@ -27,7 +27,7 @@ from analysis import bandwidth, calls
 from analysis.bandwidth import Row
 from analysis.calls import Group, Waiting
 from analysis.kineto import Activity, Cover, Span, Step, Trace, union
-from analysis.show import DAMAGE, GENERATOR, clean, put, refuse_foreign, show_table
+from analysis.show import DAMAGE, clean, put, show_table
 from analysis.traces import by_rank, files_in, read_all
 from common import cli, report
 from common.stats import collective_times
@@ -208,7 +208,7 @@ def draw(traces: Mapping[int, Trace], path: str) -> None:
     axes.invert_yaxis()
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
     writer = "Software" if path.endswith(".png") else "Creator"  # the name of the entry, by format
-    figure.savefig(path, dpi=150, metadata={writer: GENERATOR})
+    figure.savefig(path, dpi=150, metadata={writer: cli.GENERATOR})
 
 
 # -- collectives ----------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         if args.output:
-            refuse_foreign(args.output)
+            cli.refuse_foreign(args.output)
         alone = read_alone(args.against) if args.against else None
         every, left_out = read_all(files_in(args.trace))
         traces, more = by_rank(every)

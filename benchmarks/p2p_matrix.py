@@ -317,7 +317,8 @@ def draw(links: list[Link], members: int, path: str) -> None:
         ax.set(title=f"{kind} ({quantity.unit})", xlabel="receives", ylabel="sends")
         ax.set(xticks=ticks, yticks=ticks)
         figure.colorbar(image, ax=ax, shrink=0.7)
-    figure.savefig(path, dpi=150)
+    writer = "Software" if path.endswith(".png") else "Creator"  # the name of the entry, by format
+    figure.savefig(path, dpi=150, metadata={writer: cli.GENERATOR})
 
 
 def messages_of(args: argparse.Namespace, device: torch.device) -> Messages:
@@ -364,7 +365,8 @@ def members_of(by: str, nodes: list[int]) -> list[list[int]]:
 
 
 def check_plot(path: str) -> None:
-    """Raises ValueError if no heat map could be written, before anything is measured."""
+    """Raises ValueError if no heat map could be written, or if it would replace a file that is not
+    one, before anything is measured."""
     if find_spec("matplotlib") is None:
         raise ValueError("it needs matplotlib, which is not installed; try pip install matplotlib")
     if Path(path).is_dir():
@@ -372,6 +374,7 @@ def check_plot(path: str) -> None:
     folder = Path(path).parent
     if not os.access(folder, os.W_OK):
         raise ValueError(f"expected a folder that can be written, got {folder}")
+    cli.refuse_foreign(path)
 
 
 def main() -> int:

@@ -26,6 +26,8 @@ HANG = 3  # the exit status of a run that hung
 NO_VERDICT = 4  # of one that cannot tell what it was asked
 MOST = 1e9  # the largest number that a flag takes: more is a slip, and overflows somewhere
 ROOT = Path(__file__).resolve().parents[1]  # the folder of all these scripts
+GENERATOR = "torchrun-bench"  # of a page or a picture, in its metadata
+AT_AN_END = 2**14  # bytes of a file in which GENERATOR is looked for
 BEFORE = "torchrun's flags go before the script"
 # flags that all scripts of PyTorch and older launchers have, and what replaces them
 OF_LAUNCHERS = {
@@ -466,3 +468,18 @@ def add_common_flags(
     add("--profile-ranks", type=lambda text: {*rank_list(text)}, metavar="RANK", help=ranks)
     hang = f"end the run after S seconds without progress; name who hangs (default: {timeout:g})"
     add("-T", "--timeout", type=positive_float, default=timeout, metavar="S", help=hang)
+
+
+def refuse_foreign(path: str) -> None:
+    """Raise ValueError if a page or picture would replace a file that these programs have not
+    written. Theirs have GENERATOR near the beginning or the end."""
+    if not os.path.isfile(path):  # nothing is there, or a device
+        return
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        ends = bytearray()
+        for start in (0, max(0, size - AT_AN_END)):
+            file.seek(start)
+            ends += file.read(AT_AN_END)
+    if size and GENERATOR.encode() not in ends:
+        raise ValueError(f"{path} is there already, and is no output of {GENERATOR}; give another")

@@ -1,6 +1,7 @@
 """The plan, the tables and the answers of p2p_matrix.py."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,15 @@ def test_the_key_of_a_round_says_who_meets() -> None:
         p2p_matrix.members_of("rank", [0])
     with pytest.raises(ValueError, match="a folder that can be written, got nowhere"):
         p2p_matrix.check_plot("nowhere/links.png")
+
+
+def test_a_heat_map_replaces_only_heat_maps(tmp_path: Path) -> None:
+    own, other = tmp_path / "own.png", tmp_path / "other.png"
+    p2p_matrix.draw([met(0, 1, 20, 1.0)], 2, str(own))
+    p2p_matrix.check_plot(str(own))
+    other.write_bytes(b"\x89PNG of another program")
+    with pytest.raises(ValueError, match="is there already, and is no output of torchrun-bench"):
+        p2p_matrix.check_plot(str(other))
 
 
 def names_of(count: int) -> dict[str, list[str]]:
