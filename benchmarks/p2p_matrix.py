@@ -287,9 +287,11 @@ def answer(
     if len(links) < FEW_LINKS:
         few = count_of(len(links), "link")
         lines = [f"with {few} it is impossible to tell which link, rank or node is slow"]
-    elif not lines and others:
-        used = f"other processes used {others.busy:.1f} of {others.cores} cores"
-        lines = [f"cannot be told if a link, rank or node is slow: {used}"]
+    elif not lines and (others or unsure):
+        why = "the links are too unsteady; raise --max-seconds"
+        if others:
+            why = f"other processes used {others.busy:.1f} of {others.cores} cores"
+        lines = [f"cannot be told if a link, rank or node is slow: {why}"]
     lines = lines or ["no link, rank or node is slow beyond noise"]
     latencies = [link.latency_us for link in links]
     rates = [rate for link in links for rate in (link.a_to_b, link.b_to_a) if rate is not None]

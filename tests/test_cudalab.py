@@ -144,7 +144,7 @@ ROWS = [
     Row("refused pp over gloo", 2, f"{PAR} {SHORT} --mesh pp2:1f1b --backend gloo", (1, 2),
         ("gloo sends no CUDA tensors between stages",), **GLOO),
     Row("mesh nccl2", 2, f"{PAR} {SHORT} --mesh dp2,tp2,pp2:1f1b --backend nccl2", **GLOO),
-    Row("collectives -G", 2, f"{ALL} -G 3"),
+    Row("collectives -G", 2, f"{ALL} -G 3", ci=True),
     # gloo waits on the host, which a capture forbids
     Row("collectives -G gloo", 2, f"{ONE} -G 3 --backend gloo -e 64", (1,), failed="capture",
         **GLOO),
@@ -199,7 +199,7 @@ ROWS = [
     Row("fault twin", 4, f"{INJECT} twin-raises {PAR} {TWELVE} --mesh dp2tp2,dp4", (1,),
         failed="injected"),
     Row("fault graph", 2, f"{INJECT} graph-raises {ONE} --collective all_reduce -G 3", (1,),
-        failed="injected"),
+        failed="injected", ci=True),
     Row("fault graph cycle", 2, f"{INJECT} graph-raises,cyclic-graphs {ONE} -G 3", (1,),
         failed="injected"),
     Row("fault p2p graph", 2, f"{INJECT} graph-raises {P2P}", (1,), failed="injected"),
@@ -208,10 +208,10 @@ ROWS = [
     Row("fault hang nccl2", 2, f"{INJECT} stops {DDP} {TWELVE} --world-sizes 2 --no-breakdown "
         "--timeout 15 --backend nccl2", (1, 3), (NAMED, "rank 1"), **GLOO),
     Row("fault assert", 1, f"{INJECT} device-assert {DDP} {TWELVE}", (1,),
-        ("this process cannot use its GPU any more",)),
+        ("this process cannot use its GPU any more",), ci=True),
     Row("fault memory", 1, f"{B}/ddp_sweep.py --models resnet18,tests.own_models:gpt "
         f"--no-breakdown --image-size 64 {SHORT}", (1,), failed="OutOfMemoryError",
-        variables=MEMORY),
+        variables=MEMORY, ci=True),
     # refusals: a line, status 2
     Row("refused shared GPU", 2, P2P, (1, 2), ("NCCL wants one for each rank",),
         variables={"CUDALAB_DEVICES": "1"}),
@@ -225,7 +225,7 @@ ROWS = [
         ("-G replays CUDA graphs",)),
     Row("refused -G with -I", 2, f"{ONE} -G 3 -I 1", (1, 2), ("-I shows single calls",)),
     Row("refused cudagraphs", 2, f"{COMPILE} --device cpu --backends cudagraphs", (1, 2),
-        ("need CUDA",)),
+        ("require CUDA",)),
     Row("refused both devices", 3, f"{PS} --ntrainer 1 --ncudatrainer 1 --nserver 1", (1, 2),
         ("--ncudatrainer 8 --nserver 2",)),
     Row("refused trainers without GPU", 3, f"{PS} --ncudatrainer 1 --nserver 1", (1, 2),
@@ -271,7 +271,7 @@ def test_a_gpu_that_another_process_uses(bench: Callable[..., Run], lab: dict[st
 
 def words_of(command: str, folder: Path) -> list[str]:
     """The words of a row's command, with the paths of files in the checkout."""
-    words = command.replace("{tmp}", str(folder)).split()
+    words = [word.replace("{tmp}", str(folder)) for word in command.split()]
     files = ("benchmarks/", "tests/")
     return [str(ROOT / word) if word.startswith(files) else word for word in words]
 

@@ -5,8 +5,8 @@
 set -euo pipefail
 mkdir -p "${1:?usage: ./build.sh DIR}"
 out=$(cd "$1" && pwd)
+python=$(realpath -s "$(command -v "${PYTHON:-python3}")") # a link stays: it is in its environment
 cd "$(dirname "${BASH_SOURCE[0]}")"
-python=${PYTHON:-python3}
 find_site='import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])'
 site=$(CUDALAB='' "$python" -c "$find_site")/..
 cuda=$site/nvidia/cu13 nccl=$site/nvidia/nccl
