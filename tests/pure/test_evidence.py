@@ -3,6 +3,7 @@ page have to agree."""
 
 import json
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -248,7 +249,7 @@ def test_a_command_that_copies_a_cached_report_has_one_run(tmp_path: Path) -> No
     sides = []
     for name, seconds in (("a", 1.0), ("b", 1.1)):
         report = write(tmp_path / f"{name}.jsonl", case("x", [seconds] * 5), started_at=start())
-        sides.append(f"{sys.executable} {tmp_path}/cached.py {report}")
+        sides.append(shlex.join([sys.executable, f"{tmp_path}/cached.py", report]))
     words = ["ab.py", "--runs", "3", "--out", str(tmp_path / "out"), "--fail-on", "slower"]
     done = run(*words, "--a", sides[0], "--b", sides[1], "--allow-disturbed")
     assert done.returncode == 4, done.stdout

@@ -1,5 +1,6 @@
 """What a call of ab.py measures: the files that its commands name, and the variables."""
 
+import shlex
 import os
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_the_files_that_a_command_names(folder: Path) -> None:
 
 
 def test_a_checkout_of_these_scripts_has_its_harness(folder: Path) -> None:
-    named = plan.files_of(f"x {ROOT}/benchmarks/collectives.py", {"PATH": ""})
+    named = plan.files_of(shlex.join(["x", f"{ROOT}/benchmarks/collectives.py"]), {"PATH": ""})
     assert f"{ROOT}/common/timing.py" in named
     assert f"{ROOT}/benchmarks/workloads/operations.py" in named
     assert not [label for label in named if label.endswith("ddp_sweep.py")]
