@@ -105,9 +105,11 @@ class Command:
                 )
             except FileNotFoundError as error:
                 what = f"{error.strerror}: {words[0]!r}"
-                if any(word.endswith(f"{self.name}={self.text}") for word in sys.argv):
-                    example = f"e.g. env {self.name}={self.text}"
-                    what += f"; {self.name}=... names a command, variables need `env`, {example}"
+                ending = f"={self.text}"  # without --b the second side has the same text
+                if given := [word for word in sys.argv if word.endswith(ending)]:
+                    name = given[0].removesuffix(ending).rpartition("=")[2]
+                    example = f"e.g. env {name}={self.text}"
+                    what += f"; {name}=... names a command, variables need `env`, {example}"
                 raise ValueError(what) from None
 
     def finish(

@@ -1,7 +1,7 @@
 """What a call of ab.py measures: the files that its commands name, and the variables."""
 
-import shlex
 import os
+import shlex
 from pathlib import Path
 
 import pytest
