@@ -595,7 +595,9 @@ def load_rows(cases: list[Case]) -> list[Case]:
     rows = []
     for case in cases:
         for row in case.metrics.get("loads", []):
-            rows.append(Case(key=row, ranks=case.ranks, name=case.name, metrics=row))
+            of_case = Case(key=row, ranks=case.ranks, name=case.name, metrics=row)
+            of_case.part = case.part
+            rows.append(of_case)
     return rows
 
 
@@ -692,8 +694,8 @@ def main() -> int:
                     bench.measure(key, name, partial(build, bench, folders), derive)
                     if is_first:
                         shutil.rmtree(folder_of(folders, key), ignore_errors=True)
-                if rows := load_rows(table.passed):
-                    bench.print_table(LOAD_COLUMNS, rows)
+            if rows := load_rows(table.passed):
+                bench.print_table(LOAD_COLUMNS, rows)
         for folder in made:
             shutil.rmtree(folder, ignore_errors=True)
     return bench.status

@@ -522,7 +522,10 @@ def answer_beside(cases: list[Case]) -> str:
     sizes = [cli.show_size(key[name]) for name in ("size_bytes", "beside_bytes")]
     pair = f"{key['collective']} of {sizes[0]} bytes beside {key['beside']} of {sizes[1]}"
     cost = f"both at the same time take {ratio.times()} as long as {case.metrics['longer']} alone"
-    if ratio.may_be(1):
+    if ratio.relative is None:
+        cost = f"how much both slow each other down cannot be told: {ratio.times()} as long as "
+        cost += f"{case.metrics['longer']} alone"
+    elif ratio.may_be(1):
         cost = f"no significant slowdown, {ratio.times()} as long as {case.metrics['longer']} alone"
     return f"{pair}: {cost}; one after the other, {case.metrics['in_turn_over_longer']:.2f} times"
 
@@ -649,7 +652,8 @@ def main() -> int:
         nodes = node_of_each(environment)
         groups = bench.prepare("--groups", lambda: partition(args.groups, nodes))
         bench.prepare("--root", lambda: check_root(args, len(groups[0])))
-        needed = args.maxbytes + (args.beside or (0, 0))[1] + bool(args.beside) * args.maxbytes
+        _, size = args.beside or (None, 0)  # 0: as the collective under test
+        needed = args.maxbytes + ((size or args.maxbytes) if args.beside else 0)
         bench.prepare("-e", lambda: check_room(2 * needed, job, environment, "-e"))
         tables = plan(args, job.device.type, groups)
         reasons = {title: why_not_measured(cases[0][2], job) for title, cases in tables.items()}

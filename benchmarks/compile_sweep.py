@@ -75,7 +75,7 @@ from common.check import verdict
 from common.groups import Group, Job, agree
 from common.memory import peak, reset_peak, start_peak
 from common.report import Case
-from common.stats import Times, training_metrics
+from common.stats import Times, telling, training_metrics
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload, time_block
 
@@ -468,7 +468,8 @@ def compare_with_eager(metrics: dict[str, Any], times: Times) -> dict[str, Any]:
     gain_s = 0 - times.beyond("eager")
     if gain_s.value > 0 and not gain_s.may_be(0):
         cost_s = metrics["start_s"] + metrics["first_steps_s"]
-        gains["payback_steps"] = max(0.0, cost_s - CHECKED_STEPS * gains["eager_s"].value) / gain_s
+        cost_s -= CHECKED_STEPS * gains["eager_s"].value
+        gains["payback_steps"] = telling(max(0.0, cost_s) / gain_s)
     return gains
 
 

@@ -33,13 +33,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# first: it names a package that is missing
-
-# isort: split
-
-# first: it names a package that is missing
-
-# isort: split
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 # first: it names a package that is missing

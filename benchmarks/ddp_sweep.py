@@ -17,6 +17,7 @@ nodes (`2M/8G`: 2 machines with 8 ranks each).
                     --global-batch: that rank has the whole batch; efficiency = one rank / (ranks *
                     step)
     ex/sec/dev    = batch size of a rank / step;     samples/s = ranks * batch size / step
+                    --accumulate K: a step has K batches, and so have these rates
 
 Percentiles are over iterations. gmean: geometric mean over rounds of block medians. A printed ratio
 or difference is the quotient or the difference of the printed gmeans.

@@ -479,7 +479,8 @@ def judge_links(bench: Benchmark, cluster: Cluster, cases: list[Case]) -> Judgem
             if not cluster.cpu or cluster.nodes[link.a] != cluster.nodes[link.b]:
                 judged.append(link)
     margin = cluster.margins["link"]
-    findings = links.slow_links(judged, cluster.nodes, "rank", cluster.sigmas, margin)
+    rule = (cluster.sigmas, margin)
+    findings = links.slow_links(judged, cluster.nodes, "rank", *rule, of_two=True)
     unsteady = [Who("link", ((link.a, link.b),)) for link in judged if drifted(link.drift, margin)]
     return Judgement(findings, unsteady)
 
@@ -511,13 +512,18 @@ def below_links(rows: list[Case], measured: list[links.Link], cluster: Cluster) 
 # -- the last lines --------------------------------------------------------------------------------
 
 
-def doubts_of(unsteady: Sequence[str], others: Others | None, left_out: Sequence[str]) -> list[str]:
+def doubts_of(
+    unsteady: Sequence[str], others: Others | None, left_out: Sequence[str], no_peer: str = ""
+) -> list[str]:
     """Why it cannot be told that nothing is slow; empty if it can.
 
     unsteady: names of what changed by more than the margin, twice. others: what other processes
-    used, if it was much. left_out: what the budget had no time for.
+    used, if it was much. left_out: what the budget had no time for. no_peer: what is the only
+    one of its kind, so that nothing can be compared with it.
     """
     doubts = []
+    if no_peer:
+        doubts.append(f"{no_peer}, with nothing to compare it with")
     if others:
         doubts.append(f"other processes used {others.busy:.1f} of {others.cores} cores")
     if unsteady:
@@ -526,6 +532,15 @@ def doubts_of(unsteady: Sequence[str], others: Others | None, left_out: Sequence
     if left_out:
         doubts.append(f"the budget had no time for {', '.join(left_out)}; raise --budget")
     return doubts
+
+
+def without_peer(cluster: Cluster) -> str:
+    """What is the only one of its kind, in words; "" if everything has a peer or a limit."""
+    if len(cluster.nodes) == 1 and not any(cluster.limits.values()):
+        return "there is one rank without a limit such as --min-tflops"
+    if len(cluster.teams["node"]) == 2 and len(cluster.teams["rail"]) == 1:
+        return "there is one link between the nodes"
+    return ""
 
 
 def conclude(
@@ -802,7 +817,8 @@ def main() -> int:
             names = {"node": node_names(environment), "rank": of_ranks, "link": of_ranks}
             lacks = unfit(environment, args.gpus)
             wrong = wrong_results(lacks, bench.report.cases, names)
-            doubts = doubts_of([who.name(names) for who in unsteady], others, left_out)
+            changed = [who.name(names) for who in unsteady]
+            doubts = doubts_of(changed, others, left_out, without_peer(cluster))
             status, lines = conclude(slow, doubts, bool(others), wrong, args.fail_on, names, ran)
             if status:
                 bench.fail(lines[-1], status)

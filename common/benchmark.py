@@ -491,7 +491,8 @@ class Benchmark:
         lines += [f"# {line}" for line in [*self.commands, *report_lines(path, self.replaced)]]
         lines.append(f"# elapsed {duration(age_s())}")
         self.print("\n" + "\n".join(lines))
-        others = others_text(self.report.environment["hosts"], self.load_of_others())
+        loads = self.load_of_others()
+        others = others_text(self.report.environment["hosts"], loads) if loads else LOAD_UNKNOWN
         answers = [with_cause(sentence, others) for sentence in self.answers]
         if answers:
             self.print("\n" + "\n".join(folded(sentence, self.room) for sentence in answers))

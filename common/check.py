@@ -19,6 +19,8 @@ def digest_of(tensors: Iterable[Tensor]) -> str:
     """A hash of the tensors, bit by bit; `not finite` if a value is infinite or NaN."""
     hasher = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
+        if tensor.is_sparse:  # equal values may lie in different orders
+            tensor = tensor.detach().to_dense()
         if not bool(tensor.isfinite().all()):
             return NOT_FINITE
         flat = tensor.detach().cpu().contiguous().flatten()

@@ -42,7 +42,7 @@ OF_LAUNCHERS = {
 LONGEST_LINE, LONGEST_VALUE = 2000, 200  # characters of a message, and of a value in it
 LAUNCHERS = (  # a variable of each launcher that gives all ranks one command line
     *("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-    *("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK"),
+    *("PMIX_RANK", "PALS_RANKID", "FLUX_TASK_RANK", "MV2_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK"),
 )
 UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 

@@ -6,9 +6,10 @@
 #     mpirun -n 2 --map-by ppr:1:node bash launch/mpi_env.sh torchrun --nproc-per-node=8 SCRIPT
 #     flux run -N 2 -n 16 bash launch/mpi_env.sh python3 benchmarks/collectives.py
 #
-# For Open MPI, MPICH, Intel MPI, MVAPICH, PALS (mpiexec of Cray), flux and jsrun, whose variables are
-# in launchers.txt; no MPI library is loaded. A script reads RANK, WORLD_SIZE and so on; torchrun reads PET_NNODES and so on, and sets the others anew for its ranks. MASTER_ADDR,
-# MASTER_PORT and OMP_NUM_THREADS stay as they are where they are set.
+# For Open MPI, MPICH, Intel MPI, MVAPICH, PALS (mpiexec of Cray), flux and jsrun, whose variables
+# are in launchers.txt; no MPI library is loaded. A script reads RANK, WORLD_SIZE and so on; torchrun
+# reads PET_NNODES and so on, and sets the others anew for its ranks. MASTER_ADDR, MASTER_PORT and
+# OMP_NUM_THREADS keep the values that the user has set.
 set -euo pipefail
 
 refuse() {

@@ -20,7 +20,7 @@ COMMANDS: dict[str, tuple[int, tuple[str, ...]]] = {  # another script has TIMES
     "batch_update_ps": (3, RPC),
     "checkpoint_sweep": (2, ("--modes", "all", "--model", "decoder-tiny", "--iters", "1")),
     "input_sweep": (2, ("--workers", "1", "--samples", "16", "--cache", "warm", *TIMES)),
-    "node_check": (2, ("--budget", "100", "--margin", "3", *TIMES)),
+    "node_check": (2, ("--budget", "100", "--fail-on", "wrong", *TIMES)),
     "parallel_sweep": (2, ("--mesh", "dp2,tp2,pp2:1f1b", *TIMES)),
 }
 

@@ -290,9 +290,15 @@ def directed(links: Sequence[Link], kind: str) -> dict[Pair, float]:
 
 
 def slow_links(
-    links: Sequence[Link], node_of: list[int], by: str, sigmas: float, margin: float = MARGIN
+    links: Sequence[Link],
+    node_of: list[int],
+    by: str,
+    sigmas: float,
+    margin: float = MARGIN,
+    of_two: bool = False,
 ) -> Findings:
     """Nodes, ranks and links that are slower than their peers. node_of: the node of each member.
+    of_two: as in `accuse`.
 
     The scatter of the links is at least what the samples of a link scatter: half of `spread`, the
     interval of which reaches two standard deviations.
@@ -301,7 +307,8 @@ def slow_links(
     levels = {"node": node_of}
     if by == "rank":
         levels["rank"] = list(range(len(node_of)))
-    noise = middle_of([link.spread or 0.0 for link in links]) / 2 if links else 0.0
+    spreads = [link.spread for link in links if link.spread is not None]
+    noise = middle_of(spreads) / 2 if spreads else 0.0
     for kind, quantity in KINDS.items():
         within, between = Costs(), Costs()
         for (a, b), value in directed(links, kind).items():
@@ -310,5 +317,5 @@ def slow_links(
         name = kind.partition(",")[0]
         for where, costs in (("within", within), ("between", between)):
             what = f"{name} {where} nodes"
-            findings |= accuse(costs, levels, "link", what, sigmas, margin, noise=noise)
+            findings |= accuse(costs, levels, "link", what, sigmas, margin, of_two, noise)
     return findings

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from common.environment import count_of
 from common.report import Case, Estimate
-from common.stats import interval_of_rounds, median, percentiles
+from common.stats import interval_of_rounds, median, percentiles, telling
 from common.table import Columns, metric
 
 Stamps = list[tuple[str, Any, Any]]  # the phases of a step: name, start and end
@@ -145,4 +145,4 @@ def own_pace(
     blocks_s = [float(block.sum(axis=1).max()) for block in blocks]
     rates = [block.size / block_s for block, block_s in zip(blocks, blocks_s, strict=True)]
     low, high = interval_of_rounds(rates) or (None, None)
-    return metrics, Estimate(x.size / sum(blocks_s), low, high)
+    return metrics, telling(Estimate(x.size / sum(blocks_s), low, high))

@@ -86,6 +86,16 @@ def test_a_slow_link_is_no_slow_rank_and_the_other_way_round(
     assert [line.partition(":")[0] for line in lines] == names
 
 
+def test_of_two_links_either_may_be_slow() -> None:
+    rows = [Link(0, 2, 80, None, None, 4.0, 0.1), Link(1, 3, 80, None, None, 0.04, 0.1)]
+    assert links.slow_links(rows, [0, 0, 1, 1], "rank", 5, margin=2.0) == {}
+    [(who, what)] = links.slow_links(rows, [0, 0, 1, 1], "rank", 5, margin=2.0, of_two=True)
+    assert (who.name(), what) == (
+        "link 1 -> 3 or link 0 -> 2",
+        "bidirectional bandwidth between nodes",
+    )
+
+
 @pytest.mark.parametrize("both_at_once", [True, False])
 def test_of_three_nodes_the_slow_one_has_two_of_three_links(both_at_once: bool) -> None:
     """Node 1 sends at 0.01 GB/s, all others at 1. Measured in both directions at once, two of three

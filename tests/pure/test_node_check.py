@@ -175,6 +175,21 @@ def test_the_verdict(
         assert lines[-3:-1] == ["wrong rank 2 on b: why", "wrong links: rank 1 on b"]
 
 
+def test_fit_needs_a_peer_or_a_limit() -> None:
+    """One rank alone, and one link between two nodes, are compared with nothing."""
+    alone = cluster([[0]], ["k"])
+    assert node_check.without_peer(alone).startswith("there is one rank without a limit")
+    assert node_check.without_peer(alone._replace(limits={"matmul_fp32": 1e12})) == ""
+    pair = cluster([[0], [1]], ["k"] * 2)
+    pair.teams["rail"] = [[0, 1]]
+    why = doubts_of([], None, [], node_check.without_peer(pair))
+    assert why == ["there is one link between the nodes, with nothing to compare it with"]
+    assert conclude({}, why, False, [], "slow", NAMES, "41 s")[0] == 4
+    four = cluster([[0, 1], [2, 3]], ["k"] * 4)
+    four.teams["rail"] = [[0, 2], [1, 3]]
+    assert node_check.without_peer(four) == ""
+
+
 def test_both_measurements_count() -> None:
     """The smaller factor of the two; unsteady is what was unsteady twice."""
     who = (Who("rank", ((1,),)), "copy")
