@@ -626,6 +626,8 @@ def plan(args: argparse.Namespace, roles: Roles, rpc_settings: Key) -> list[Plan
 
 
 def main() -> int:
+    # torch 2.11 warns of its default in each call, even of one with check_invariants=False
+    torch.sparse.check_sparse_tensor_invariants.disable()
     args = parse_args()
     roles = choose_roles(args)
     steps = steps_of_epoch(args.sample_count, len(roles.trainers), args.batch_size)

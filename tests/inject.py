@@ -563,14 +563,14 @@ def same_part() -> None:
 # -- node: a slow or wrong one, for node_check.py --------------------------------------------------
 
 
-@fault
-def half_speed() -> None:
-    """Rank 1 takes twice the time for products, copies and additions. It keeps its core busy."""
+def slow_down(factor: float) -> None:
+    """Rank 1 takes `factor` times as long for products, copies and additions. It keeps its core
+    busy."""
 
     def slowed(real: Any, *args: Any, **more: Any) -> Any:
         start = time.perf_counter()
         result = real(*args, **more)
-        busy(time.perf_counter() - start)
+        busy((factor - 1) * (time.perf_counter() - start))
         return result
 
     for path in ("torch.mm", "torch.Tensor.copy_", ADD):
@@ -597,6 +597,8 @@ def others_take(part: float) -> None:
     patch("psutil.Process.cpu_times", of_process, rank=None)
 
 
+FAULTS["half-speed"] = partial(slow_down, 2.0)
+FAULTS["fiftieth-speed"] = partial(slow_down, 50.0)  # no neighbour has such an effect
 FAULTS["quiet"] = partial(others_take, 0.0)  # whatever runs beside the test
 FAULTS["neighbours"] = partial(others_take, 0.8)
 

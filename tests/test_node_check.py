@@ -54,20 +54,21 @@ def test_a_budget_that_is_too_small(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.faults
-def test_a_rank_at_half_speed_is_named(bench: Callable[..., Any], tmp_path: Path) -> None:
-    """Not beside other programs: then nothing is written. With --resume all is measured again."""
+def test_a_slow_rank_is_named(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """At half speed not beside other processes: then nothing is written. With --resume all is
+    measured again."""
     bad = tmp_path / "bad.txt"
-    flags = ("--margin", "0.6", "--budget", "40", "--exclude-file", str(bad))
+    flags = ("--budget", "60", "--exclude-file", str(bad), *SURE)
     run = bench(SCRIPT, *flags, ranks=4, inject="half-speed,neighbours")
     cores = len(os.sched_getaffinity(0))
     verdict = f"cannot be told: other processes used {0.8 * cores:.1f} of {cores} cores"
     assert run.status == 1  # of torchrun; its summary has that of the ranks
     assert "exitcode  : 4 " in run.err
-    assert "# slow rank 1 on " in run.out
-    assert run.out.splitlines()[-1] == f"# {verdict}"
-    assert (run.reason, run.report.status) == (verdict, "complete")
+    assert run.out.splitlines()[-1].startswith(f"# {verdict}")
+    assert run.reason.startswith(verdict)
+    assert run.report.status == "complete"
     assert not bad.exists()
-    run = bench(SCRIPT, *flags, "--resume", ranks=4, inject="half-speed,quiet")
+    run = bench(SCRIPT, *flags, "--resume", ranks=4, inject="fiftieth-speed,quiet")
     assert run.status == 1, run.out + run.err
     assert "# each rank alone again, for rank 1\n" in run.out
     assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
