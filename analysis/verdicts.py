@@ -25,6 +25,7 @@ from analysis.evidence import (
 )
 from analysis.load import Row, Run, rows_of, time_of_blocks
 from analysis.show import list_once
+from common.cli import cut
 
 Side = Sequence[tuple[Run, Row | None]]  # the runs of a side, and the case in each
 Rows = Sequence[Row | None]  # those of a case, one a run; None where a run lacks the case
@@ -34,6 +35,8 @@ POWER = 0.9  # the smallest change is shown in so many of all comparisons
 MAX_RUNS = 100  # a larger number of runs is never recommended
 WIDEST = 3.0  # an interval that reaches farther from its ratio, as a factor, says nothing
 UNEXPLAINED = 5.0  # a change by a larger factor is reported although the runs were disturbed
+FEWEST = 5  # runs of a side among which one can be far off
+FAR_SIGMAS, FAR = 5.0, 1.2  # a run is far off by this number of deviations and by this factor
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,39 @@ def compare(base: Sequence[Run], test: Sequence[Run], design: Design) -> Compari
     return comparison
 
 
+def far_off(
+    runs: Sequence[Run], times: Sequence[tuple[list[int], list[float]]]
+) -> dict[str, float]:
+    """The runs of a side whose time is far off those of the others: label -> the largest factor.
+
+    times: for each case the positions of the runs, and their seconds. The deviation is the median
+    absolute one of the logarithms, times 1.4826 (Hampel 1974).
+    """
+    found: dict[str, float] = {}
+    for positions, seconds in times:
+        if len(seconds) < FEWEST:
+            continue
+        logs = np.log(seconds)
+        off = logs - np.median(logs)
+        limit = max(FAR_SIGMAS * 1.4826 * float(np.median(np.abs(off))), np.log(FAR))
+        for position, distance in zip(positions, off, strict=True):
+            if abs(distance) > limit:
+                label, factor = runs[position].label, float(np.exp(distance))
+                found[label] = max(found.get(label, factor), factor, key=lambda x: abs(np.log(x)))
+    return found
+
+
 def warnings_of(comparison: Comparison) -> list[str]:
     """Runs that are left out and why, runs that were disturbed and count, and other programs."""
     lines, design = noteworthy(comparison.left_out), comparison.design
+    for side, all_runs in (("base", comparison.base), ("test", comparison.test)):
+        times = [
+            (getattr(case, f"{side}_runs"), getattr(case, f"{side}_s")) for case in comparison.cases
+        ]
+        if far := far_off(all_runs, times):
+            names = cut([f"{name} ({factor:.2f} times)" for name, factor in far.items()], 4)
+            what = f"far off the other runs of {side.upper()}: {names}"
+            lines.append(f"{what}; they count, and widen the intervals: look for the cause")
     runs = [*comparison.base, *comparison.test]
     disturbed = [load for run in runs if is_disturbed(run) and (load := load_of_others(run))]
     if disturbed and (design.paired or design.allow_disturbed):

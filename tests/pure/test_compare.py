@@ -272,3 +272,17 @@ def test_nothing_of_a_report_reaches_the_terminal(tmp_path: Path) -> None:
         write(tmp_path / f"{side}.jsonl", case(bad, check=check), case("x"), **about)
     done = run("compare.py", str(tmp_path / "a.jsonl"), "--test", str(tmp_path / "b.jsonl"))
     assert (done.returncode, done.stdout.count("\x1b")) == (0, 0), done.stderr
+
+
+def test_runs_far_off_the_others_are_named(tmp_path: Path) -> None:
+    """Of 12 nights of 100 ms, 2 % apart, two took 150 and 60 ms. Five are needed to tell."""
+    times = [0.1, 0.102, 0.1, 0.098, 0.15, 0.101, 0.1, 0.099, 0.06, 0.1, 0.1, 0.102]
+    for number, seconds in enumerate(times):
+        write(tmp_path / "nights" / f"{number:02}.jsonl", case("x", [seconds] * 6))
+    today = write(tmp_path / "today.jsonl", case("x", [0.13] * 6))
+    nights = str(tmp_path / "nights")
+    shown = run("compare.py", nights, "--test", today).stdout
+    assert f"far off the other runs of BASE: {nights}/04.jsonl (1.50 times), " in shown
+    assert f"{nights}/08.jsonl (0.60 times); they count, and widen the intervals" in shown
+    few = [f"{nights}/{number:02}.jsonl" for number in (0, 1, 2, 4)]
+    assert "far off" not in run("compare.py", *few, "--test", today).stdout
