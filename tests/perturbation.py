@@ -248,7 +248,8 @@ def print_losses(name: str, pair: Pair, steps: int, job: Job, group: Group) -> N
                 step()
         found[way] = losses
         dist.barrier(group.control)
-    print(json.dumps(found), flush=True)
+    sys.stdout.write(json.dumps(found) + "\n")  # in one piece: the ranks share stdout
+    sys.stdout.flush()
 
 
 def harness(step: Step, seconds: float, job: Job, group: Group) -> list[float]:
