@@ -62,8 +62,10 @@ class CpuLoad:
         return self.mean(*spent(self.start, self.read()))
 
     def mean(self, wall_s: float, others_s: float) -> Others:
-        """The mean over the wall-clock time in which other processes used this CPU time."""
-        return Others(round(max(0.0, others_s) / wall_s, 2), len(self.cores))
+        """The mean over the wall-clock time in which other processes used this CPU time. At most
+        all cores: the clock and the counters are not read at the same moment."""
+        busy = min(max(0.0, others_s) / wall_s, len(self.cores))
+        return Others(round(busy, 2), len(self.cores))
 
 
 def spent(start: Counters, end: Counters) -> tuple[float, float]:
