@@ -45,7 +45,7 @@ import math
 import random
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,11 +55,12 @@ from analysis.commands import Command, ending_all, open_plan, run_round, seed_of
 from analysis.compare import add_verdict_flags, conclude, show
 from analysis.evidence import UNLIKE
 from analysis.load import load
+from analysis.plan import Verdict
+from analysis.race import Compared, Race, against_the_best, conclusions, design_of, overall, sides
 from analysis.show import one_line, put
-from analysis.verdicts import Comparison, Design, Result, compare, persists
+from analysis.verdicts import Comparison, Result, compare
 from common.cli import Parser, checked, number, positive_int, wrong
 
-Compared = Callable[[str, str, int], Comparison]  # the first rounds of two commands, by their names
 Commands = dict[str, Command]  # by their names; the first one is A
 
 
@@ -68,44 +69,6 @@ class Plan(NamedTuple):
 
     seed: int  # of the order of the commands
     interleave: bool
-
-
-class Race:
-    """Which of several commands is the fastest, as far as their rounds tell.
-
-    Successive elimination (Even-Dar et al., J. Mach. Learn. Res. 7, 2006).
-    """
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.racing = list(names)
-        self.rounds = dict.fromkeys(names, 0)  # how many each has run
-        self.lost_to: dict[str, str] = {}  # who was dropped, and who was faster
-        self.best = names[0]
-
-    def look(self, rounds: int, result_of: Callable[[str, str, int], Result]) -> bool:
-        """Drop those that are slower than the fastest. Whether there is no more to find out."""
-        self.rounds |= dict.fromkeys(self.racing, rounds)
-        self.best = self.racing[0]
-        for rival in self.racing[1:]:
-            ratio = result_of(self.best, rival, rounds).ratio
-            if ratio is not None and ratio < 1:
-                self.best = rival
-        rivals = [name for name in self.racing if name != self.best]
-        results = {name: result_of(self.best, name, rounds) for name in rivals}
-        slower = [name for name in rivals if is_slower(results[name])]
-        self.lost_to |= dict.fromkeys(slower, self.best)
-        self.racing = [name for name in self.racing if name not in slower]
-        return all(results[name].verdict == "same" for name in self.racing if name != self.best)
-
-
-def is_slower(result: Result) -> bool:
-    """Whether TEST is slower than BASE with confidence, by however little."""
-    return result.enough and result.interval is not None and result.interval[0] > 1
-
-
-def overall(comparison: Comparison) -> Result:
-    """The geometric mean over the cases, or the only case."""
-    return comparison.mean or comparison.cases[0]
 
 
 PATTERNS = [*sorted(set(itertools.permutations([False, False, True, True])))]  # of 4 rounds
@@ -191,11 +154,9 @@ def measure(args: argparse.Namespace) -> int:
         raise ValueError("--fail-on is for one --b: a verdict is about two commands")
     most = max(args.runs, args.max_runs or (4 if is_race else 2) * args.runs)
     looks = planned_looks(args.runs, most) if is_race else [args.runs]
-    # each look at each pair has its part of the 5 % of error: any of the pairs may count
-    all_looks = len(looks) * math.comb(len(names), 2)
-    design = Design(
-        args.margin, True, args.interleave, args.runs, args.allow_disturbed, looks=all_looks
-    )
+    is_like_with_like = not args.b and not args.b_env
+    verdict = Verdict(args.margin, args.ignore_key, args.allow_disturbed, is_like_with_like)
+    design = design_of(verdict, looks, args.interleave, len(names))
 
     @functools.cache
     def compared(base: str, test: str, rounds: int) -> Comparison:
@@ -203,62 +164,29 @@ def measure(args: argparse.Namespace) -> int:
         test_paths = commands[test].reports(rounds)
         with one_line([args.out]):
             runs = load([*base_paths, *test_paths], ignore=args.ignore_key)
-            run_of = {run.path: run for run in runs}
-            base_runs = [run_of[path] for path in base_paths]  # in the order of the rounds
-            test_runs = [run_of[path] for path in test_paths]
-            return compare(base_runs, test_runs, design)
+            return compare(*sides(runs, base_paths, test_paths), design)
 
     out = Path(args.out)
     plan = Plan(seed_of(out), args.interleave)
     settings = {"interleave": plan.interleave, "looks after runs": looks, "seed": plan.seed}
     with open_plan(out, list(commands.values()), settings):
+        verdict.write(out)
         race, rounds = run_rounds(commands, looks, most, plan, compared)
     if is_race:
         show_race(race, compared, args.margin)
         return 0
     comparison = compared(*names, rounds)
-    is_like_with_like = not args.b and not args.b_env
     put(show(comparison, args.fail_on, is_like_with_like))
     return conclude(comparison, args.fail_on)
 
 
 def show_race(race: Race, compared: Compared, margin: float) -> None:
     """Each command against the best one, and in one sentence."""
-    comparisons = {}
-    for name, rounds in race.rounds.items():
-        if name != race.best:
-            comparisons[name] = compared(race.best, name, rounds)
-    fastest_first = sorted(comparisons, key=lambda name: overall(comparisons[name]).ratio or 1)
-    for name in fastest_first:
-        put(f"# BASE: {race.best}. TEST: {name}.\n{show(comparisons[name])}\n")
-    results = {name: overall(comparisons[name]) for name in fastest_first}
-    put(f"# {sentence(race, results, margin)}")
-    persistent = [name for name, result in results.items() if persists(result.pair_ratios)]
-    if persistent:
-        put(
-            f"# warning: {', '.join(persistent)} against {race.best}: a level that persists over "
-            "rounds; it is not in the interval, and such orders err more often than 5 %"
-        )
-
-
-def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
-    """`best: X; Z is 1.12 (1.08 to 1.17) times slower`; of equals none is called the best."""
-    are_slower = [name in race.lost_to or is_slower(result) for name, result in results.items()]
-    head = "best" if all(are_slower) else "no clear best; smallest mean time"
-    parts = [f"{head}: {race.best}"]
-    for name, result in results.items():
-        if result.interval is None:
-            parts.append(f"{name} has no time to compare")
-        elif is_slower(result):
-            low, high = result.interval
-            parts.append(f"{name} is {result.ratio:.3g} ({low:.3g} to {high:.3g}) times slower")
-        elif result.verdict == "same":
-            parts.append(f"{name} is the same within {100 * margin:g} %")
-        elif name in race.lost_to:
-            parts.append(f"{name} was slower than {race.lost_to[name]}")
-        else:
-            parts.append(f"{name} cannot be told apart from it")
-    return "; ".join(parts)
+    comparisons = against_the_best(race, compared)
+    for name, comparison in comparisons.items():
+        put(f"# BASE: {race.best}. TEST: {name}.\n{show(comparison)}\n")
+    for line in conclusions(race, comparisons, margin):
+        put(f"# {line}")
 
 
 def commands_of(args: argparse.Namespace) -> Commands:

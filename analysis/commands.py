@@ -35,7 +35,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # None: no Linux
 SET_CHILD_SUBREAPER = 36  # of prctl (linux/prctl.h)
-PLAN = "plan.txt"
 GOES_ON = "the finished runs are kept; the same command goes on"
 
 
@@ -80,7 +79,9 @@ class Command:
     def start(self, number: int, turns: dict[str, str]) -> subprocess.Popen[bytes]:
         """Start a run. turns: the variable that names the pipes, if runs take turns. Raises
         RuntimeError if a program of the command has changed since the plan was written."""
-        if edited := plan.edited(self.folder.parent / PLAN, self.name, self.text, self.variables):
+        if edited := plan.edited(
+            self.folder.parent / plan.PLAN, self.name, self.text, self.variables
+        ):
             what = f"{cut(edited)} changed since the first run"
             raise RuntimeError(f"{self.name} {number}: {what}; restore it, or give another --out")
         words, own_pid = shlex.split(self.text), os.getpid()
@@ -160,7 +161,7 @@ def open_plan(out: Path, commands: Sequence[Command], settings: dict[str, Any]) 
             lines.append(f"variable of {command.name}: {name}={value}")
         lines += plan.lines_of_files(command.name, command.text, command.variables)
     lines += plan.lines_of_variables(os.environ)
-    path = out / PLAN
+    path = out / plan.PLAN
     if not path.exists():
         refuse_files(commands)  # before anything is written
     for command in commands:
@@ -178,7 +179,7 @@ def seed_of(out: Path) -> int:
     """The seed in the plan of a folder; a new one if there is no plan yet."""
     with contextlib.suppress(OSError):
         if match := re.search(
-            r"^seed: (\d+)$", (out / PLAN).read_text(errors="surrogateescape"), re.MULTILINE
+            r"^seed: (\d+)$", (out / plan.PLAN).read_text(errors="surrogateescape"), re.MULTILINE
         ):
             return int(match[1])
     return random.SystemRandom().randrange(2**32)

@@ -43,7 +43,7 @@ from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.load import find, load
+from analysis.load import Run, find, load
 from analysis.show import clean, list_once, one_line, put, show_table, show_time
 from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare, warning_of_order
 from common.cli import Parser, checked, fraction, list_of, refuse
@@ -53,20 +53,39 @@ NO_VERDICT = ("undecided", "missing", "not compared")  # there was too little to
 STATUSES = {"pass": 0, "failed": 1, "no verdict": 4}  # the exit status of an outcome
 
 
-def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags that ab.py has as well."""
+def add_design_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that change verdicts, which ab.py and report.py have as well."""
     add = parser.add_argument
     margin = "the smallest change that matters (default: 2%%)"
     add("--margin", type=fraction, default=0.02, metavar="P", help=margin)
     key = "join cases whose keys differ only in these fields; a list"
     add("--ignore-key", type=list_of(str), default=[], metavar="NAME", help=key)
+    allow = "keep runs during which other processes used the cores; every verdict then says so"
+    add("--allow-disturbed", action="store_true", help=allow)
+
+
+def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that ab.py has as well."""
+    add_design_flags(parser)
     fail = (
         f"exit with 1 if a case has failed, or if it or the mean is one of {', '.join(FAILURES)}; "
         "otherwise with 4 if a case has no verdict; a list"
     )
-    add("--fail-on", type=list_of(str, FAILURES), default=[], metavar="VERDICT", help=fail)
-    allow = "keep runs during which other processes used the cores; every verdict then says so"
-    add("--allow-disturbed", action="store_true", help=allow)
+    fail_on = list_of(str, FAILURES)
+    parser.add_argument("--fail-on", type=fail_on, default=[], metavar="VERDICT", help=fail)
+
+
+def add_side_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags for two sides of reports that are there, which report.py has as well."""
+    add = parser.add_argument
+    test = "reports, folders or patterns to compare with BASE"
+    add("--test", nargs="+", default=[], metavar="TEST", help=test)
+    paired = "compare in pairs: run i of BASE and run i of TEST were neighbours in time"
+    add("--paired", action="store_true", help=paired)
+    interleaved = "compare block by block: the runs of a pair took turns (ab.py --interleave)"
+    add("--interleaved", action="store_true", help=interleaved)
+    measure = "compare this step, time or rate, such as exposed_s, instead of the step time"
+    add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
 
 
 def outcome_of(comparison: Comparison, fail_on: Sequence[str]) -> tuple[str, str]:
@@ -103,6 +122,25 @@ def show(
     comparison: Comparison, fail_on: Sequence[str] = (), is_like_with_like: bool = False
 ) -> str:
     """A comparison as text; if TEST is BASE again, with the smallest change."""
+    header, rows = table_of(comparison, is_like_with_like)
+    table = show_table(header, rows, (1, 2)).splitlines()
+    if comparison.mean:
+        rule = table[1]
+        table.insert(-1, rule)  # above the mean
+    notes = notes_of(comparison, is_like_with_like)
+    if fail_on:
+        outcome, why = outcome_of(comparison, fail_on)
+        reason = f" ({why})" if why else ""
+        notes.append(f"--fail-on {','.join(fail_on)}: {outcome}{reason}")
+    heads = [f"# {clean(line, 500)}" for line in above(comparison)]
+    ends = [f"# {clean(line, 500)}" for line in notes]
+    return "\n".join([*heads, "", *table, "", *ends])
+
+
+def table_of(
+    comparison: Comparison, is_like_with_like: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """The header of the table and its rows: the cases, then their mean if there is one."""
     sure = f"{100 * (1 - comparison.design.error_rate):.4g} %"
     last = "smallest change" if is_like_with_like else "verdict"
     header = ["case", "BASE", "TEST", "TEST is", f"{sure} interval", last]
@@ -114,18 +152,12 @@ def show(
             change = result.smallest_change
             row[-1] = "-" if change is None else f"{100 * change:.2g} %"
         rows.append(row)
-    table = show_table(header, rows, (1, 2)).splitlines()
-    if mean:
-        rule = table[1]
-        table.insert(-1, rule)  # above the mean
-    notes = below_like_with_like(comparison) if is_like_with_like else below(comparison)
-    if fail_on:
-        outcome, why = outcome_of(comparison, fail_on)
-        reason = f" ({why})" if why else ""
-        notes.append(f"--fail-on {','.join(fail_on)}: {outcome}{reason}")
-    heads = [f"# {clean(line, 500)}" for line in above(comparison)]
-    ends = [f"# {clean(line, 500)}" for line in notes]
-    return "\n".join([*heads, "", *table, "", *ends])
+    return header, rows
+
+
+def notes_of(comparison: Comparison, is_like_with_like: bool = False) -> list[str]:
+    """The lines below the table: its conclusions."""
+    return below_like_with_like(comparison) if is_like_with_like else below(comparison)
 
 
 def above(comparison: Comparison) -> list[str]:
@@ -263,8 +295,8 @@ def conclude(comparison: Comparison, fail_on: Sequence[str]) -> int:
     return 0
 
 
-def two_sides(args: argparse.Namespace) -> Comparison:
-    runs = load([*args.base, *args.test], args.measure, args.ignore_key, join_foreign=True)
+def two_sides(args: argparse.Namespace, runs: Sequence[Run]) -> Comparison:
+    """Compare those of the runs that args.base names with the others, which are args.test."""
     base_paths = find(args.base)
     base = [run for run in runs if run.path in base_paths]
     test = [run for run in runs if run.path not in base_paths]
@@ -281,22 +313,16 @@ def main() -> int:
     parser = Parser(__doc__)
     add = parser.add_argument
     add("base", nargs="*", metavar="BASE", help="reports, folders of reports, or patterns")
-    test = "reports, folders or patterns to compare with BASE"
-    add("--test", nargs="+", default=[], metavar="TEST", help=test)
-    paired = "compare in pairs: run i of BASE and run i of TEST were neighbours in time"
-    add("--paired", action="store_true", help=paired)
-    interleaved = "compare block by block: the runs of a pair took turns (ab.py --interleave)"
-    add("--interleaved", action="store_true", help=interleaved)
-    measure = "compare this step, time or rate, such as exposed_s, instead of the step time"
-    add("--measure", type=checked(str, bool, "a name"), metavar="NAME", help=measure)
+    add_side_flags(parser)
     add_verdict_flags(parser)
     args = parser.parse_args()
     if not args.base or not args.test:
         example = "e.g. compare.py base.jsonl --test test.jsonl"
         refuse(f"expected reports of two sides, BASE and --test TEST; {example}")
     gc.disable()  # a report is millions of numbers without a cycle among them
-    with one_line([*args.base, *args.test]):
-        comparison = two_sides(args)
+    paths = [*args.base, *args.test]
+    with one_line(paths):
+        comparison = two_sides(args, load(paths, args.measure, args.ignore_key, join_foreign=True))
         put(show(comparison, args.fail_on))
         return conclude(comparison, args.fail_on)
 

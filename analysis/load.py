@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -77,13 +77,25 @@ def load(
     those of ddp_sweep.py, and those of nccl-tests collectives.py. Raises ValueError with one line.
     """
     runs = [run for path in find(words) for run in read(path, measure)]
+    arrange(runs, ignore, join_foreign)
+    return runs
+
+
+def arrange(runs: list[Run], ignore: Sequence[str] = (), join_foreign: bool = False) -> None:
+    """Put runs into the order of their start and give their cases keys and labels; see `load`."""
     runs.sort(key=lambda run: run.started_at)
     if join_foreign:
         let_meet(runs)
     leave_out(runs, ignore)
     for same in by_benchmark(runs).values():
         tell_apart(same)
-    return runs
+
+
+def copies(runs: Sequence[Run]) -> list[Run]:
+    """Runs that can be arranged anew without a change of these. Their numbers are shared."""
+    return [
+        replace(run, rows={form: replace(row) for form, row in run.rows.items()}) for run in runs
+    ]
 
 
 def tell_apart(runs: Sequence[Run]) -> None:

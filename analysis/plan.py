@@ -1,20 +1,24 @@
 """What a call of ab.py measures: its commands, the files that they name, inherited variables.
 
 OUT/plan.txt holds them as lines. A later call in the same folder goes on only if they are the same.
+OUT/verdict.txt holds what may change from call to call: how the runs were last compared.
 """
 
 import contextlib
+import json
 import os
 import re
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from common.cli import cut
 from common.contents import harness, is_installed, modules, of_file, python_program
 from common.report import shown, without_secrets
 
+PLAN, VERDICT = "plan.txt", "verdict.txt"  # files of OUT
 ADDRESS = ("tcp://", "udp://")  # of a service, which Kubernetes sets
 HASHED = 2**28  # bytes; of a larger file the size and the time of its last change are compared
 FILE = "file of "
@@ -34,6 +38,19 @@ PASSING = re.compile(
     r"|.*_SERVICE_(HOST|PORT).*|.*_PORT_\d+_(TCP|UDP).*"
     r"|TMP|TEMP|TEMPDIR|(.*_)?TMPDIR"
 )
+
+
+class Verdict(NamedTuple):
+    """The flags of a call of ab.py that change its verdicts, but not what is run."""
+
+    margin: float
+    ignore_key: list[str]
+    allow_disturbed: bool
+    is_like_with_like: bool  # A was compared with itself
+
+    def write(self, out: Path) -> None:
+        """Into the folder of the call, for report.py."""
+        (out / VERDICT).write_text(json.dumps(self._asdict()) + "\n")
 
 
 def lines_of_files(name: str, text: str, variables: Mapping[str, str]) -> list[str]:

@@ -20,8 +20,9 @@ from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis.ab import Race, lost_pairs, order_of, planned_looks
+from analysis.ab import lost_pairs, order_of, planned_looks
 from analysis.load import Row, Run
+from analysis.race import Race
 from analysis.verdicts import Comparison, Design, Result, compare, judge_all
 
 NOISE, RHO = 0.03, 0.8

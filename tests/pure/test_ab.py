@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from analysis.ab import Race, order_of, planned_looks, sentence, show_race
+from analysis.ab import order_of, planned_looks, show_race
+from analysis.race import Race, sentence
 from analysis.verdicts import Comparison, Design, Result, persists
 from common.report import load
 from tests.pure.reports import ROOT, run
