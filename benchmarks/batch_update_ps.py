@@ -157,10 +157,14 @@ class BatchUpdateServer:
             self.sent[trainer] += 1
             # fewer are enough where nobody is missing: all may have sent their last ones
             if len(self.waiting) == self.update_size or not self.missing():
+                # no copy if all wait for the answer: the next gradient comes after it
+                stays = len(self.waiting) == len(self.sent) and self.device == gradient.device
                 self.step()
-                # the model may change while its copy is sent
-                new = flat(self.model.parameters()) if is_flat else copy.deepcopy(self.model)
-                parameters = new.to(gradient.device)
+                if is_flat:
+                    new: Any = flat(self.model.parameters())
+                else:
+                    new = self.model if stays else copy.deepcopy(self.model)
+                parameters = new if stays else new.to(gradient.device)
                 self.updated = Future(devices=self.cuda)
             if self.cuda:  # each request has a stream of its own
                 torch.cuda.current_stream(self.device).synchronize()
@@ -258,7 +262,8 @@ def build(job: Job, key: Key, group: Group, *, server_device: str, timeout_s: fl
             vector_to_parameters(parameters, model.parameters())
         else:
             on_wire = [gradient.to(wire) for gradient in gradients]
-            model = send_gradients(trainer, on_wire, timeout_s).to(device)
+            answer = send_gradients(trainer, on_wire, timeout_s)
+            model = answer if wire == device else answer.to(device)
         sent += 1
         return perf_counter() - start
 

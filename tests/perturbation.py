@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import logging
+import os
 import sys
 import threading
 import warnings
@@ -339,12 +340,18 @@ def main() -> None:
         if job.rank == 0:
             print(f"first / last {ratio:.4f}", flush=True)
         args.kinds.remove(FIRST)
-    warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
     roles, name = None, f"rank{job.rank}"
     if sources:  # all but a server and the master train
         roles = split_roles(job.world_size, servers=1, master=True)
         name = roles.name(job.rank)
-    rpc.init_rpc(name, rank=job.rank, world_size=job.world_size)
+    kinds_of_rpc = {"rpc_sync", "batch_update", "ddp_rpc", "parameter_server", "batch_update_ps"}
+    over_rpc = bool(kinds_of_rpc & {*args.kinds, *sources})
+    if over_rpc:  # its idle threads would run beside the others' steps
+        warnings.filterwarnings("ignore", message="You are using a Backend")  # torch itself uses it
+        few_cores = job.world_size > len(os.sched_getaffinity(0))
+        transports = ["uv"] if few_cores else None  # as common.rpc.rpc_options: shm polls
+        options = rpc.TensorPipeRpcBackendOptions(_transports=transports)
+        rpc.init_rpc(name, rank=job.rank, world_size=job.world_size, rpc_backend_options=options)
     rows = []
     for kind in args.kinds:
         make, sizes = KINDS[kind]
@@ -368,7 +375,8 @@ def main() -> None:
         heads = ["step", "bare loop\n(us)", "calls"]
         heads += [f"harness / bare\n{name}s" for name in STATISTICS]
         print(tabulate(rows, heads, disable_numparse=True), flush=True)
-    rpc.shutdown()
+    if over_rpc:
+        rpc.shutdown()
     dist.barrier()
     dist.destroy_process_group()
 
