@@ -15,12 +15,14 @@ import ctypes
 import faulthandler
 import json
 import os
+import select
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,6 +37,7 @@ from common.report import Report
 LISTEN_S = 1.0  # between two looks at whether the store answers
 CUT_OFF_S = 10.0  # beyond --timeout and two polls: a store that is silent for so long is lost
 GRACE_S = 2.0  # how long a roll call waits for answers, beyond the time between two looks
+TOGETHER_S = 0.01  # signals that follow each other this closely count as sent at once
 RANKS_A_LOOK = 500  # so many ranks may look into the store each second
 MOST_STACKS = 64  # in a larger job few ranks print their stack
 MOST_NAMED = 16  # ranks of one fate, a line each
@@ -231,8 +234,7 @@ class Watchdog:
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
         def wait() -> None:
-            while (number := os.read(read, 1)[0]) not in ends:
-                pass
+            number = first_of(read, ends)
             path = self.report.path
             count = len(self.report.cases)
             cases = "1 case is" if count == 1 else f"{count} cases are"
@@ -241,6 +243,22 @@ class Watchdog:
             end(128 + number, line, say=self.job.rank == 0)
 
         threading.Thread(target=wait, name="signals", daemon=True).start()
+
+
+def first_of(pipe: int, numbers: Collection[int]) -> int:
+    """Wait for one of these signals. Of several at once the lowest number counts.
+
+    pipe: the end of the wakeup pipe to read, which gets a byte for each signal. torchrun sends its
+    ranks SIGINT and SIGTERM within a millisecond of a second Ctrl-C. If both are pending, the
+    kernel runs the handler of SIGTERM first, so that its byte comes first.
+    """
+    came: set[int] = set()
+    while not came:
+        came.update(set(os.read(pipe, 4096)) & set(numbers))
+    time.sleep(TOGETHER_S)
+    if select.select([pipe], [], [], 0)[0]:
+        came.update(set(os.read(pipe, 4096)) & set(numbers))
+    return min(came)
 
 
 def end_later(timeout_s: float) -> None:

@@ -454,7 +454,9 @@ def test_ctrl_c(
         each.send_signal(signal.SIGINT)
     assert process.wait(120) != 0
     assert psutil.wait_procs(ranks, timeout=60)[1] == []
-    assert re.search(r"SIGINT: \d cases? (is|are) measured and in ", process.err), process.err
+    # torchrun may be faster, and ends its ranks by SIGTERM after the second one
+    named = r"SIG(INT|TERM): \d cases? (is|are) measured and in "
+    assert re.search(named, process.err), process.err
     assert load(str(report)).status == "interrupted"
 
 

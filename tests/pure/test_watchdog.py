@@ -196,6 +196,28 @@ def test_under_nohup_a_rank_outlives_its_terminal_but_not_its_launcher() -> None
     assert (done.stdout, done.stderr) == ("", "SIGTERM: 0 cases are measured\n")
 
 
+SIGNALLED = """
+import os, signal, time
+from unittest.mock import Mock
+from common.watchdog import Watchdog
+both = {signal.SIGINT, signal.SIGTERM}
+signal.pthread_sigmask(signal.SIG_BLOCK, both)  # of the threads that follow, too
+Watchdog._end_on_signals(Mock(report=Mock(path=None, cases=[]), job=Mock(rank=0)))
+for number in both:
+    os.kill(os.getpid(), number)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, both)  # both are delivered now
+time.sleep(60)
+"""
+
+
+def test_of_two_signals_at_once_the_lower_one_is_named() -> None:
+    """Both are pending, as after a second Ctrl-C: the kernel runs the handler of SIGTERM first."""
+    command = [sys.executable, "-c", SIGNALLED]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50)
+    assert done.stderr == "SIGINT: 0 cases are measured\n"
+    assert done.returncode == 128 + signal.SIGINT
+
+
 def test_a_node_that_is_cut_off_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """At --timeout 30, polls of 0.5 s: 41 looks without an answer. One answer begins anew."""
     ended: list[Any] = []
