@@ -83,6 +83,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     report = cli.checked(str, bool, "a report", "e.g. report.jsonl")
     add("-J", "--json", type=report, metavar="PATH", help="write a report; - is stdout")
     args = parser.parse_args(argv)
+    cli.check_output("--json", args.json)
     args.mesh = args.mesh or [parse_mesh(f"dp{args.ranks}")]
     return args
 

@@ -39,6 +39,7 @@ OF_LAUNCHERS = {
     "--world-size": "the launcher sets it, e.g. torchrun --nproc-per-node 8",
     "--filestore": "the ranks meet in the store of torchrun",
 }
+OUTPUTS = ("--json", "--plot", "--exclude-file")  # flags that name a file which rank 0 writes
 LONGEST_LINE, LONGEST_VALUE = 2000, 200  # characters of a message, and of a value in it
 LAUNCHERS = (  # a variable of each launcher that gives all ranks one command line
     *("TORCHELASTIC_RUN_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"),
@@ -297,6 +298,9 @@ class Parser(argparse.ArgumentParser):
             if isinstance(value, By):
                 setattr(parsed, name, value.cuda if on_cuda(parsed.device) else value.cpu)
         if self.measures and args is None:  # the command line of this process
+            for flag in () if parsed.dry_run else OUTPUTS:
+                name = flag.removeprefix("--").replace("-", "_")
+                check_output(flag, getattr(parsed, name, None))
             begin_output(sys.stderr if parsed.json == "-" else sys.stdout)
         return parsed
 
@@ -468,6 +472,25 @@ def add_common_flags(
     add("--profile-ranks", type=lambda text: {*rank_list(text)}, metavar="RANK", help=ranks)
     hang = f"end the run after S seconds without progress; name who hangs (default: {timeout:g})"
     add("-T", "--timeout", type=positive_float, default=timeout, metavar="S", help=hang)
+
+
+def check_output(flag: str, path: str | None) -> None:
+    """Refuse the path of an output file that rank 0 could not write, before the ranks meet: its
+    folder is missing or read-only, or it is a folder itself.
+
+    The ranks of another node than rank 0's check nothing, since they may lack the folder.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    is_on_one_node = os.environ.get("LOCAL_WORLD_SIZE", world_size) == world_size
+    if path in (None, "", "-") or not (is_rank_0() or is_on_one_node):
+        return
+    if os.path.isdir(path):
+        refuse(f"{flag}: expected the path of a file, got the folder {path}; e.g. {path}/1.jsonl")
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        refuse(f"{flag} {path}: the folder {folder} is missing; try mkdir -p {shlex.quote(folder)}")
+    if not os.path.exists(path) and not os.access(folder, os.W_OK):
+        refuse(f"{flag} {path}: the folder {folder} is read-only for this user; give another path")
 
 
 def refuse_foreign(path: str) -> None:

@@ -4,12 +4,16 @@ The scripts run in this process, and end before they meet anybody.
 """
 
 import importlib
+import io
 import re
 import shlex
+import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from common.cli import check_output
 from tests.process import ROOT
 from tests.pure.reports import case, write
 
@@ -107,7 +111,6 @@ MISTAKES = [
     ("traffic", "--mesh dp8", "required: --ranks"),
     ("traffic", "--ranks 9 --mesh dp9 --sequence-length 1000000000", "of 18 sequences of 1,000,"),
     ("traffic", "--ranks 8 --mesh dp8 --global-batch 1000000000", "bytes of memory here, and "),
-    ("traffic", "--ranks 1 --mesh dp1 --json no/r.jsonl", "No such file or directory"),
     ("traffic", "--ranks 1 --mesh dp1 --json=", "--json: expected a report, got ''"),
     ("compare", "a.jsonl", "expected reports of two sides, BASE and --test TEST; e.g. compare"),
     ("compare", "a.jsonl --test a.jsonl", "is the same file as"),
@@ -137,6 +140,8 @@ MISTAKES = [
     ("ab", "--a x --b y z --out ab", "several commands need names, e.g. --b 1MB="),
     ("ab", "--a x --b y=y z=z --fail-on slower --out ab", "--fail-on is for one --b: "),
 ]
+# what a script needs beside --json
+NEEDED = {"replay": "trace", "traffic": "--ranks 1 --mesh dp1"}
 # ... and the number of ranks: what the roles of a world refuse
 ROLES = [
     ("rpc_latency", 1, "", "are 2 processes, and there are 1; e.g. torchrun"),
@@ -153,8 +158,11 @@ ROLES = [
 ]
 
 
+MEASURING = [path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")]
+
+
 def test_every_command_is_here() -> None:
-    commands = [path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")]
+    commands = [*MEASURING]
     commands += ["compare", "export", "report", "trace", "ab"]
     assert {name for name, *_ in ROLES} | {name for name, *_ in MISTAKES} == set(commands)
 
@@ -194,3 +202,54 @@ def test_a_mistake_is_one_line(
     assert line.startswith(f"{script}.py: error: ")
     assert words in line
     assert len(line) < 2500
+
+
+@pytest.mark.parametrize(
+    ("script", "flag"),
+    [
+        *((script, "--json base/1.jsonl") for script in MEASURING),
+        ("p2p_matrix", "--plot base/1.png"),
+        ("node_check", "--exclude-file base/1.txt"),
+    ],
+)
+def test_a_missing_folder_is_refused_before_the_ranks_meet(
+    script: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two ranks without MASTER_ADDR, each would be refused for that if it tried to meet."""
+
+    def refused(flags: str) -> str:
+        monkeypatch.setattr("sys.argv", [f"{script}.py", *shlex.split(NEEDED.get(script, ""))])
+        monkeypatch.setattr("sys.argv", [*sys.argv, *shlex.split(flags)])
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.raises(SystemExit) as end, redirect_stdout(out), redirect_stderr(err):
+            importlib.import_module(f"benchmarks.{script}").main()
+        assert (end.value.code, out.getvalue(), err.getvalue().count("\n")) == (2, "", 1)
+        return err.getvalue()
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    named = f"{script}.py: error: {flag}: the folder base is missing; try mkdir -p base\n"
+    assert refused(flag) == named
+    (tmp_path / "base" / Path(flag).name).mkdir(parents=True)
+    a_folder = f": error: {flag.split()[0]}: expected the path of a file, got the folder base/1."
+    assert a_folder in refused(flag)
+
+
+def test_ranks_of_other_nodes_do_not_look_for_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 writes the report. A read-only folder is refused as well, unless the file exists."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    check_output("--json", str(tmp_path / "no" / "1.jsonl"))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # as root every folder is writable
+    with pytest.raises(SystemExit):
+        check_output("--json", str(tmp_path / "1.jsonl"))
+    (tmp_path / "1.jsonl").touch()
+    check_output("--json", str(tmp_path / "1.jsonl"))
+    check_output("--json", "-")
