@@ -14,8 +14,8 @@ with B, in an order that is drawn at random, so that no rhythm of the machine fa
 pair during which other processes used the cores unequally is no evidence: then one more round is
 run, up to --max-runs.
 
-`--json` is added to each command, so that every run writes its report to OUT/a or OUT/b. The same
-call resumes after an interruption: a run whose report is complete is not run again.
+`--json` is added to each command, so that every run writes its report to OUT/a or OUT/b. Repeating
+the same call continues an interrupted one: a run whose report is complete is not run again.
 
 Several commands have a NAME each. Each runs once a round, in a random order. After 6, 8, 12, ...
 rounds a command that is slower than the fastest with confidence is dropped. The run ends when one
@@ -35,7 +35,7 @@ is left, when the others are the same within --margin, or after --max-runs. See 
 this project's scripts, and rank 0 on this machine.
 
 Exit status: 0; 1 if a run or the disk fails, or if a case has a verdict of --fail-on; 2 bad usage;
-4 no verdict, with --fail-on; 130 after Ctrl-C. BSD-3-Clause.
+4 no verdict, with --fail-on; 130 after Ctrl-C, 143 after SIGTERM. BSD-3-Clause.
 """
 
 import argparse
@@ -47,19 +47,21 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from analysis import as_json
 from analysis.commands import Command, ending_all, open_plan, run_round, seed_of
-from analysis.compare import add_verdict_flags, conclude, show
+from analysis.compare import add_verdict_flags, as_pair, exit_status, in_format, show
 from analysis.evidence import UNLIKE
 from analysis.load import load
 from analysis.plan import Verdict
 from analysis.race import Compared, Race, against_the_best, conclusions, design_of, overall, sides
 from analysis.show import one_line, put
 from analysis.verdicts import Comparison, Result, compare
-from common.cli import Parser, checked, number, positive_int, wrong
+from common.cli import Parser, checked, complain, duration, number, positive_int, wrong
 
 Commands = dict[str, Command]  # by their names; the first one is A
 
@@ -109,9 +111,24 @@ def run_rounds(
     def result_of(base: str, test: str, rounds: int) -> Result:
         return overall(compared(base, test, rounds))
 
+    is_race = len(commands) > 2
+    took: list[tuple[int, float]] = []  # the rounds of this call: number of commands, seconds
+    spare = 0 if is_race else most - looks[-1]
+
     def run(names: Sequence[str], n: int, last: int) -> None:
         order = [commands[name] for name in order_of(names, n, plan.seed)]
-        run_round(order, n, plan.interleave, f"round {n} of {last}, {len(order)} commands,")
+        label = f"round {n} of {last}, {len(order)} commands,"
+        seconds = run_round(order, n, plan.interleave)
+        if seconds is None:
+            complain(f"{label} is already complete")
+            return
+        took.append((len(order), seconds))
+        left = sum(not all(c.report(i).is_file() for c in order) for i in range(n + 1, last + 1))
+        if len(took) == 1:
+            text = total_time(seconds, left + 1, spare, looks[0] if is_race else None)
+        else:
+            text = time_left([s for count, s in took if count == len(order)], left, is_race)
+        complain(f"{label} took {duration(seconds)}{text}")
 
     first, *others = commands
     race = Race(list(commands))
@@ -120,16 +137,40 @@ def run_rounds(
         if n == 1:  # do keys meet?
             for name in others:
                 compared(first, name, 1)
-        if len(others) > 1 and n in looks and race.look(n, result_of):
+        if is_race and n in looks and race.look(n, result_of):
             return race, n
     rounds = looks[-1]
-    while len(others) == 1 and rounds < most:
+    while not is_race and rounds < most:
         needed = min(most, looks[-1] + lost_pairs(compared(first, others[0], rounds)))
         if rounds >= needed:
             break
         rounds += 1
         run(race.racing, rounds, needed)
     return race, rounds
+
+
+def total_time(seconds: float, rounds: int, spare: int, first_look: int | None) -> str:
+    """`; 6 rounds take about 4 min`: the estimate after the first round of a call.
+
+    seconds: of that round. rounds: that the call has to run, this one included. spare: the number
+    of rounds that may be added. first_look: the round after which a race may end; None for a pair.
+    """
+    if rounds == 1:
+        return ""
+    total = f"{rounds} rounds take about {duration(rounds * seconds)}"
+    if first_look is not None:
+        return f"; at most {total}; the first look is after round {first_look}"
+    if spare:
+        most = duration((rounds + spare) * seconds)
+        total += f", or up to {most} if load makes pairs useless"
+    return f"; {total}"
+
+
+def time_left(took_s: Sequence[float], left: int, is_race: bool) -> str:
+    """`; about 3 min left`. took_s: seconds of rounds with as many commands."""
+    if not left:
+        return ""
+    return f"; {'at most' if is_race else 'about'} {duration(left * fmean(took_s))} left"
 
 
 def planned_looks(first: int, most: int) -> list[int]:
@@ -173,16 +214,22 @@ def measure(args: argparse.Namespace) -> int:
         verdict.write(out)
         race, rounds = run_rounds(commands, looks, most, plan, compared)
     if is_race:
-        show_race(race, compared, args.margin)
+        show_race(race, compared, args.margin, args.format)
         return 0
     comparison = compared(*names, rounds)
-    put(show(comparison, args.fail_on, is_like_with_like))
-    return conclude(comparison, args.fail_on)
+    both = names[0], names[1]
+    put(in_format(args.format, comparison, args.fail_on, is_like_with_like, both))
+    return exit_status(comparison, args.fail_on)
 
 
-def show_race(race: Race, compared: Compared, margin: float) -> None:
-    """Each command against the best one, and in one sentence."""
+def show_race(race: Race, compared: Compared, margin: float, form: str = "table") -> None:
+    """Each command against the best one, and in one sentence. form: --format."""
     comparisons = against_the_best(race, compared)
+    if form == "json":
+        pairs = [as_pair(each, race.best, name) for name, each in comparisons.items()]
+        about = as_json.race_of(race, comparisons, margin)
+        put(as_json.document(pairs, race=about, gate=None, status=0))
+        return
     for name, comparison in comparisons.items():
         put(f"# BASE: {race.best}. TEST: {name}.\n{show(comparison)}\n")
     for line in conclusions(race, comparisons, margin):
@@ -247,7 +294,7 @@ def main() -> int:
     parser = Parser(__doc__)
     add_flags(parser)
     args = parser.parse_args()
-    with ending_all():
+    with ending_all(args.out):
         status = measure(args)
     return status
 

@@ -1,7 +1,7 @@
 """Commands that are measured in rounds: how each is run, resumed and ended. Behind ab.py.
 
 A command is run once a round, with `--json` added to it. A round whose reports are complete is not
-run again: so the same call goes on where it was interrupted. OUT/plan.txt holds what the call was.
+run again, so repeating the call continues an interrupted one. OUT/plan.txt holds what the call was.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 PRCTL = getattr(ctypes.CDLL(None), "prctl", None)  # None: no Linux
 SET_CHILD_SUBREAPER = 36  # of prctl (linux/prctl.h)
-GOES_ON = "the finished runs are kept; the same command goes on"
+KEPT = "finished runs are kept in {}; repeat the same command to continue"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Command:
         with self.log(number).open("ab") as log:  # an earlier attempt's lines stay
             try:
                 return subprocess.Popen(
-                    [*words, "--json", str(self.report(number))],
+                    # absolute, because a command may change its folder, as `env -C` does
+                    [*words, "--json", str(self.report(number).absolute())],
                     env=os.environ | self.variables | turns,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -196,15 +197,13 @@ def refuse_files(commands: Sequence[Command]) -> None:
 # -- a round, and runs that take turns in it -------------------------------------------------------
 
 
-def run_round(commands: Sequence[Command], number: int, interleave: bool, name: str) -> None:
-    """Run the commands in this order, but not those whose report is complete already.
-
-    name: of the round, such as `round 3 of 6`, for stderr. Raises RuntimeError where a run fails.
+def run_round(commands: Sequence[Command], number: int, interleave: bool) -> float | None:
+    """Run the commands in this order, except those whose report is already complete. Returns the
+    seconds that it took, or None if all reports were complete. Raises RuntimeError if a run fails.
     """
     todo = [command for command in commands if command.why_no_report(number)]
     if not todo:
-        complain(f"{name} is there already")
-        return
+        return None
     began = time.monotonic()
     before = psutil.Process().children(recursive=True)
     if interleave:
@@ -216,7 +215,7 @@ def run_round(commands: Sequence[Command], number: int, interleave: bool, name: 
             command.finish(number, command.start(number, {}))
             command.write_load(number, load, *spent(load.start, load.read()))
             end_started(before, 10)
-    complain(f"{name} took {time.monotonic() - began:.1f} s")
+    return time.monotonic() - began
 
 
 @dataclass
@@ -299,11 +298,11 @@ def take_turns(commands: Sequence[Command], number: int) -> None:
 
 
 @contextlib.contextmanager
-def ending_all() -> Iterator[None]:
+def ending_all(out: str) -> Iterator[None]:
     """However the block ends, the commands that it has started end as well.
 
-    Exits with 2 for a mistake of the user, with 1 where a run or the disk fails, with 130 after
-    Ctrl-C.
+    out: the folder of the runs. Exits with 2 for a mistake of the user, with 1 if a run or the disk
+    fails, with 130 after Ctrl-C.
     """
     script = Path(sys.argv[0]).name
     before = psutil.Process().children(recursive=True)
@@ -316,11 +315,11 @@ def ending_all() -> Iterator[None]:
         refuse(clean(error, 1000), 1 if has_no_disk else 2)
     except RuntimeError as error:
         complain(f"{script}: {error}")
-        complain(GOES_ON)
+        complain(KEPT.format(out))
         sys.exit(1)
     except KeyboardInterrupt as interruption:
         complain(f"{script}: interrupted")
-        complain(GOES_ON)
+        complain(KEPT.format(out))
         sys.exit(int(interruption.args[0]))
     finally:
         handle_signals(signal.SIG_IGN)  # a program that ends now stays deaf to a second signal

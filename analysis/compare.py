@@ -37,15 +37,23 @@ import gc
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from math import exp, log
 from pathlib import Path
-from statistics import fmean
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from analysis import as_json
 from analysis.load import Run, find, load
 from analysis.show import clean, list_once, one_line, put, show_table, show_time
-from analysis.verdicts import MAX_RUNS, Comparison, Design, Result, compare, warning_of_order
+from analysis.verdicts import (
+    MAX_RUNS,
+    Comparison,
+    Design,
+    Result,
+    compare,
+    geometric_mean,
+    warning_of_order,
+)
 from common.cli import Parser, checked, fraction, list_of, refuse
 
 FAILURES = ("slower", "faster", "undecided", "missing")
@@ -73,6 +81,8 @@ def add_verdict_flags(parser: argparse.ArgumentParser) -> None:
     )
     fail_on = list_of(str, FAILURES)
     parser.add_argument("--fail-on", type=fail_on, default=[], metavar="VERDICT", help=fail)
+    form = "what to print: the table, or a JSON document with its numbers (default: table)"
+    parser.add_argument("--format", choices=("table", "json"), default="table", help=form)
 
 
 def add_side_flags(parser: argparse.ArgumentParser) -> None:
@@ -218,9 +228,8 @@ def show_ends(result: Result) -> str:
 
 def show_mean(times_s: Sequence[float]) -> str:
     """The geometric mean of the runs' times."""
-    if not times_s:
-        return "-"
-    return show_time(exp(fmean(log(time_s) for time_s in times_s)))
+    mean = geometric_mean(times_s)
+    return "-" if mean is None else show_time(mean)
 
 
 def show_ratio(ratio: float | None) -> str:
@@ -287,12 +296,35 @@ def below_like_with_like(comparison: Comparison) -> list[str]:
     return lines
 
 
-def conclude(comparison: Comparison, fail_on: Sequence[str]) -> int:
-    """The exit status, after a line on stderr where it is not 0."""
-    outcome, why = outcome_of(comparison, fail_on)
-    if fail_on and outcome != "pass":
-        refuse(f"{outcome}: {why} (--fail-on)", status=STATUSES[outcome])
-    return 0
+def in_format(
+    name: str,
+    comparison: Comparison,
+    fail_on: Sequence[str],
+    is_like_with_like: bool = False,
+    sides: tuple[str, str] = ("BASE", "TEST"),
+) -> str:
+    """A comparison as --format says. sides: what a JSON document calls them."""
+    if name == "table":
+        return show(comparison, fail_on, is_like_with_like)
+    gate = None
+    if fail_on:
+        outcome, why = outcome_of(comparison, fail_on)
+        gate = {"fail_on": fail_on, "outcome": outcome, "why": why}
+    pair = as_pair(comparison, *sides, is_like_with_like)
+    status = exit_status(comparison, fail_on)
+    return as_json.document([pair], race=None, gate=gate, status=status)
+
+
+def as_pair(
+    comparison: Comparison, base: str, test: str, is_like_with_like: bool = False
+) -> dict[str, Any]:
+    """A comparison in a JSON document. base, test: what the sides are called."""
+    return as_json.pair_of(comparison, notes_of(comparison, is_like_with_like), base, test)
+
+
+def exit_status(comparison: Comparison, fail_on: Sequence[str]) -> int:
+    """0 without --fail-on. The last line of the table says why it is another one."""
+    return STATUSES[outcome_of(comparison, fail_on)[0]] if fail_on else 0
 
 
 def two_sides(args: argparse.Namespace, runs: Sequence[Run]) -> Comparison:
@@ -323,8 +355,8 @@ def main() -> int:
     paths = [*args.base, *args.test]
     with one_line(paths):
         comparison = two_sides(args, load(paths, args.measure, args.ignore_key, join_foreign=True))
-        put(show(comparison, args.fail_on))
-        return conclude(comparison, args.fail_on)
+        put(in_format(args.format, comparison, args.fail_on))
+        return exit_status(comparison, args.fail_on)
 
 
 if __name__ == "__main__":

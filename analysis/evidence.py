@@ -32,6 +32,7 @@ class Evidence:
     base_timed, test_timed: these, and those that are left out for their load alone.
     left_out: runs that are no evidence for any case, by label -> why: interrupted, copied or
     disturbed ones.
+    base_why, test_why: the position of each run that is no evidence for this case -> why.
     caveats: what every verdict from these runs has to say.
     """
 
@@ -40,6 +41,8 @@ class Evidence:
     base_timed: list[int] = field(default_factory=list)
     test_timed: list[int] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
+    base_why: dict[int, str] = field(default_factory=dict)
+    test_why: dict[int, str] = field(default_factory=dict)
     caveats: list[str] = field(default_factory=list)
 
 
@@ -52,19 +55,27 @@ def evidence(base: Side, test: Side, paired: bool, allow_disturbed: bool) -> Evi
     found = Evidence()
     both = [*base, *test]
     copies = copies_of(both)
-    is_sound = []
+    whys = []
     for i, (run, row) in enumerate(both):
         why = unfinished(run)
         if i in copies:
             why = f"a copy of {both[copies[i]][0].label}"
         if why:
             found.left_out[run.label] = why
-        is_sound.append(not why and is_timed(row))
-    found.base_timed = [i for i in range(len(base)) if is_sound[i]]
-    found.test_timed = [i for i in range(len(test)) if is_sound[len(base) + i]]
+        whys.append(why or untimed(row))
+    found.base_why = {i: why for i, why in enumerate(whys[: len(base)]) if why}
+    found.test_why = {i: why for i, why in enumerate(whys[len(base) :]) if why}
+    found.base_timed = [i for i in range(len(base)) if i not in found.base_why]
+    found.test_timed = [i for i in range(len(test)) if i not in found.test_why]
     if paired:
         in_both = [i for i in found.base_timed if i in found.test_timed]
         found.base_timed = found.test_timed = in_both
+        other = "the other run of its pair, {}, does not count"
+        for i in found.base_why.keys() ^ found.test_why.keys():
+            if i in found.test_why:
+                found.base_why[i] = other.format(test[i][0].label)
+            else:
+                found.test_why[i] = other.format(base[i][0].label)
     found.base, found.test = list(found.base_timed), list(found.test_timed)
     if not allow_disturbed:
         leave_out_disturbed(found, base, test, paired)
@@ -80,15 +91,19 @@ def leave_out_disturbed(found: Evidence, base: Side, test: Side, paired: bool) -
             a, b = base[i][0], test[i][0]
             if are_loaded_unlike(a, b):
                 found.base.remove(i)
-                pair = f"{a.label} and {b.label} ({load_text(a)} and {load_text(b)})"
+                loads = f"{load_text(a)} and {load_text(b)}"
+                found.base_why[i] = found.test_why[i] = f"{UNLIKE}: {loads}"
+                pair = f"{a.label} and {b.label} ({loads})"
                 found.left_out[pair] = UNLIKE
         found.test = list(found.base)
         return
-    for side, kept in ((base, found.base), (test, found.test)):
+    sides = ((base, found.base, found.base_why), (test, found.test, found.test_why))
+    for side, kept, whys in sides:
         for i in kept.copy():
             run = side[i][0]
             if is_disturbed(run):
                 kept.remove(i)
+                whys[i] = f"{DISTURBED}: {load_text(run)}"
                 found.left_out[f"{run.label} ({load_text(run)})"] = DISTURBED
 
 
@@ -107,6 +122,15 @@ def caveats_of(runs: Sequence[Run], allow_disturbed: bool) -> list[str]:
 def is_timed(row: Row | None) -> TypeGuard[Row]:
     """Whether a case was measured, did not fail, and has a time."""
     return row is not None and not row.failed and row.time_s > 0
+
+
+def untimed(row: Row | None) -> str:
+    """Why a case has no time in a run; "" if it has one."""
+    if is_timed(row):
+        return ""
+    if row is None:
+        return "not measured"
+    return "it has none above 0" if row.check == "passed" else row.check
 
 
 def unfinished(run: Run) -> str:

@@ -84,8 +84,7 @@ def conclusions(race: Race, comparisons: dict[str, Comparison], margin: float) -
     """The race in one sentence, and a warning if rounds depend on each other."""
     results = {name: overall(comparison) for name, comparison in comparisons.items()}
     lines = [sentence(race, results, margin)]
-    persistent = [name for name, result in results.items() if persists(result.pair_ratios)]
-    if persistent:
+    if persistent := persistent_of(comparisons):
         lines.append(
             f"warning: {', '.join(persistent)} against {race.best}: a level that persists over "
             "rounds; it is not in the interval, and such orders err more often than 5 %"
@@ -93,10 +92,20 @@ def conclusions(race: Race, comparisons: dict[str, Comparison], margin: float) -
     return lines
 
 
+def persistent_of(comparisons: dict[str, Comparison]) -> list[str]:
+    """The commands whose ratios of successive rounds depend on each other."""
+    results = {name: overall(comparison) for name, comparison in comparisons.items()}
+    return [name for name, result in results.items() if persists(result.pair_ratios)]
+
+
+def is_clear(race: Race, results: dict[str, Result]) -> bool:
+    """Whether each of the other commands was slower than the best one, or than another one."""
+    return all(name in race.lost_to or is_slower(result) for name, result in results.items())
+
+
 def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
     """`best: X; Z is 1.12 (1.08 to 1.17) times slower`; of equals none is called the best."""
-    are_slower = [name in race.lost_to or is_slower(result) for name, result in results.items()]
-    head = "best" if all(are_slower) else "no clear best; smallest mean time"
+    head = "best" if is_clear(race, results) else "no clear best; smallest mean time"
     parts = [f"{head}: {race.best}"]
     for name, result in results.items():
         if result.interval is None:

@@ -7,7 +7,8 @@ how much two runs differ that were started alike. docs/compare.md derives the fo
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import log1p, sqrt
+from math import exp, log, log1p, sqrt
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from analysis.evidence import (
     is_timed,
     load_of_others,
     noteworthy,
+    untimed,
 )
 from analysis.load import Row, Run, rows_of, time_of_blocks
 from analysis.show import list_once
@@ -80,6 +82,9 @@ class Result:
     enough: bool = True  # runs for a verdict
     disturbed: bool = False  # there would be enough if their load were no reason to leave them out
     left_out: dict[str, str] = field(default_factory=dict)  # label of a run -> why
+    # the position of each run that does not count for this case -> why
+    base_why: dict[int, str] = field(default_factory=dict)
+    test_why: dict[int, str] = field(default_factory=dict)
     ratio: float | None = None
     # of the ratio, with 1 - Design.error_rate; None where nothing tells how much runs scatter
     interval: tuple[float, float] | None = None
@@ -248,12 +253,8 @@ def is_bare(row: Row | None) -> bool:
 
 def why_untimed(side: str, rows: Rows) -> str:
     """`BASE: no time in 2 of 6 runs: failed: ...`, or nothing where every run has a time."""
-    untimed = [row for row in rows if not is_timed(row)]
-    if not untimed:
-        return ""
-    check = untimed[0].check if untimed[0] else "not measured"
-    why = "it has none above 0" if check == "passed" else check
-    return f"{side}: no time in {len(untimed)} of {len(rows)} runs: {why}"
+    whys = [why for row in rows if (why := untimed(row))]
+    return f"{side}: no time in {len(whys)} of {len(rows)} runs: {whys[0]}" if whys else ""
 
 
 def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Result:
@@ -265,6 +266,8 @@ def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Re
     result = Result(benchmark, first.key, first.label)
     reasons = [why_untimed("BASE", base_rows), why_untimed("TEST", test_rows)]
     result.reason = "; ".join(filter(None, reasons))
+    found = evidence(base, test, design.paired, design.allow_disturbed)
+    result.base_why, result.test_why = found.base_why, found.test_why
     failed = sum(row is not None and row.failed for row in test_rows)
     timed = sum(is_timed(row) for row in test_rows)
     if failed and 2 * failed >= len(test):
@@ -280,7 +283,6 @@ def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Re
     if len(measures) > 1:
         result.reason = f"different times were kept: {', '.join(measures)}"
         return result
-    found = evidence(base, test, design.paired, design.allow_disturbed)
     result.left_out, result.caveats = found.left_out, found.caveats
     choose_runs(result, found, design)
     if not result.base_runs or not result.test_runs:
@@ -357,6 +359,11 @@ def mean_of(cases: Sequence[Result]) -> Result | None:
     mean.disturbed = not mean.enough and all(case.enough or case.disturbed for case in full)
     mean.caveats = full[0].caveats
     return mean
+
+
+def geometric_mean(times_s: Sequence[float]) -> float | None:
+    """That of the times of runs; None without any."""
+    return exp(fmean(map(log, times_s))) if times_s else None
 
 
 def geometric_means(rows: Sequence[Sequence[float]]) -> list[float]:

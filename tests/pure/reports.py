@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import runpy
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SIGNALS = {signal.SIGHUP: 129, signal.SIGINT: 130, signal.SIGTERM: 143}  # ab.py's exit status
 
 
 def estimate(value: Any, low: Any = None, high: Any = None) -> dict[str, Any]:

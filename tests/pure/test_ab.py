@@ -1,10 +1,12 @@
 """analysis/ab.py with small python commands that write reports, in turn or taking turns."""
 
 import itertools
+import json
 import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from analysis.ab import order_of, planned_looks, show_race
+from analysis.ab import order_of, planned_looks, show_race, time_left, total_time
 from analysis.race import Race, sentence
 from analysis.verdicts import Comparison, Design, Result, persists
 from common.report import load
-from tests.pure.reports import ROOT, run
+from tests.pure.reports import ROOT, SIGNALS, run
+from tests.pure.tables import check_pair
 
 # writes a report of 24 blocks to --json; takes its turns where there are any
 COMMAND = """
@@ -24,8 +27,8 @@ import json, os, subprocess, sys, time
 seconds, mode = float(sys.argv[1]), sys.argv[2]
 path = sys.argv[sys.argv.index("--json") + 1]
 number, out = int(os.path.basename(path)[:2]), os.path.dirname(os.path.dirname(path))
-if mode == "hang" and number == 2:
-    time.sleep(1000)
+while mode == "hang" and number == 2 and not os.path.exists(out + "/go on"):
+    time.sleep(0.1)
 if mode == "leave":
     code = "import os, time; os.fork() and os._exit(0); time.sleep(1000)"
     subprocess.run([sys.executable, "-c", code, out], start_new_session=True)
@@ -90,9 +93,14 @@ def test_abba_and_resume(out: Path) -> None:
     (out / "b" / "02.jsonl").unlink()
     again = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more))
     assert without_load(again.stdout) == without_load(done.stdout)
-    assert "round 1 of 3, 2 commands, is there already" in again.stderr
+    assert "round 1 of 3, 2 commands, is already complete" in again.stderr
     assert "round 2 of 3, 2 commands, took" in again.stderr
+    assert "rounds take" not in again.stderr  # the third one is complete
     assert len((out / "order").read_text().split()[0::2]) == 288 + 48
+    as_json = run("ab.py", *flags_of(out, "0.1 x", "0.11 x", *more), "--format", "json")
+    (pair,) = json.loads(as_json.stdout)["pairs"]
+    assert (pair["base"], pair["test"]) == ("a", "b")
+    check_pair(pair, again.stdout)
     other = run("ab.py", *flags_of(out, "0.1 x", "0.12 x", *more))
     assert (other.returncode, other.stderr.count("\n")) == (2, 1)
     assert "fake.py 0.12 x; give another --out" in other.stderr
@@ -182,6 +190,9 @@ def test_a_against_a(out: Path) -> None:
     # the fake times depend on the round alone
     assert re.search(r"^x +100.2 ms +100.2 ms +1.00x +1 to 1 +0 %$", done.stdout, re.M)
     assert "# smallest change: 4 runs a side show it in 9 of 10 comparisons" in done.stdout
+    words += ("--format", "json")
+    as_json = run("ab.py", "--a", fake(out, "0.1 x"), "--out", str(out), *words)
+    check_pair(json.loads(as_json.stdout)["pairs"][0], done.stdout, is_like_with_like=True)
 
 
 def test_several_commands_that_take_turns(out: Path) -> None:
@@ -205,7 +216,20 @@ def test_several_commands_that_take_turns(out: Path) -> None:
         assert set(first_turns[place : place + 3]) == {"0.1", "0.11", "0.100"}
     again = run("ab.py", *flags, "--out", str(out))
     assert again.stdout == done.stdout
-    assert "round 2 of 4, 3 commands, is there already" in again.stderr
+    assert "round 2 of 4, 3 commands, is already complete" in again.stderr
+    content = json.loads(run("ab.py", *flags, "--out", str(out), "--format", "json").stdout)
+    pairs = content["pairs"]
+    assert [(pair["base"], pair["test"]) for pair in pairs] == [
+        ("quick", "equal"),
+        ("quick", "slow"),
+    ]
+    for pair in pairs:
+        _, table = done.stdout.split(f"# BASE: quick. TEST: {pair['test']}.\n")
+        check_pair(pair, re.split(r"\n\n# (?=BASE: |no clear best)", table)[0])
+    race = content["race"]
+    assert done.stdout.endswith(f"\n# {race['sentence']}\n")
+    assert (race["best"], race["is_clear"], race["lost_to"]) == ("quick", False, {"slow": "quick"})
+    assert race["rounds"] == {"quick": 2, "slow": 2, "equal": 2}
 
 
 @pytest.mark.parametrize(
@@ -219,27 +243,41 @@ def test_a_command_that_fails_ends_the_round(out: Path, mode: str, message: str)
     done = run("ab.py", *flags_of(out, "0.1 x", f"0.1 '{mode}'", "--interleave"))
     assert done.returncode == 1
     assert re.search(message, done.stderr)
-    assert "the same command goes on" in done.stderr
+    assert f"finished runs are kept in {out}; repeat the same command to continue\n" in done.stderr
 
 
-def test_a_signal_ends_the_commands_and_keeps_their_reports(out: Path) -> None:
-    flags = flags_of(out, "0.1 hang", "0.1 hang", "--interleave")
+@pytest.mark.parametrize(
+    ("number", "more"),
+    [*((number, ["--interleave"]) for number in SIGNALS), (signal.SIGINT, [])],
+)
+def test_a_signal_keeps_the_finished_runs_and_the_same_call_continues(
+    out: Path, number: signal.Signals, more: list[str]
+) -> None:
+    flags = flags_of(out, "0.1 hang", "0.1 hang", "--runs", "3", *more)
     command = [sys.executable, str(ROOT / "analysis/ab.py"), *flags]
     process = psutil.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ)
-    assert process.stderr.readline().startswith("round 1 of 6, 2 commands, took")
-    while len(started := process.children()) < 2:
+    assert process.stderr.readline().startswith("round 1 of 3, 2 commands, took")
+    while len(started := process.children()) < (2 if more else 1):
         assert process.is_running()
     second = run("ab.py", *flags)
     assert (second.returncode, second.stderr.count("\n")) == (2, 1)
     assert second.stderr.startswith("ab.py: error: another run is writing ")
-    process.terminate()
+    process.send_signal(number)
     assert process.stderr.readline() == "ab.py: interrupted\n"
-    process.terminate()  # a second one changes nothing
-    assert process.wait(30) == 143
+    process.send_signal(number)  # a second one changes nothing
+    assert process.wait(30) == SIGNALS[number]
     with process.stderr as errors:
-        assert errors.read() == "the finished runs are kept; the same command goes on\n"
+        kept = f"finished runs are kept in {out}; repeat the same command to continue\n"
+        assert errors.read() == kept
     assert not any(child.is_running() for child in started)
     assert load(str(out / "a" / "01.jsonl")).status == "complete"
+    (out / "go on").touch()
+    again = run("ab.py", *flags, "--allow-disturbed")
+    assert again.returncode == 0, again.stderr
+    rounds = [line.partition("; ")[0] for line in again.stderr.splitlines()]
+    assert rounds[0] == "round 1 of 3, 2 commands, is already complete"
+    assert [line[:28] for line in rounds[1:]] == [f"round {n} of 3, 2 commands, to" for n in (2, 3)]
+    assert "; 2 rounds take about " in again.stderr  # those that this call has to run
 
 
 def test_a_command_ends_with_ab_that_is_killed(out: Path) -> None:
@@ -264,6 +302,43 @@ def test_each_command_is_first_in_two_of_four_rounds_at_random() -> None:
     assert {tuple(order_of(["a", "b", "c"], n, 7)) for n in range(1, 60)} == set(
         itertools.permutations("abc")
     )
+
+
+def test_what_may_differ_in_a_call_that_continues(out: Path) -> None:
+    """How the runs are judged, not what is run, nor how many runs the result is looked at after."""
+    flags = flags_of(out, "0.1 x", "0.1 x", "--allow-disturbed", "--runs", "2")
+    assert run("ab.py", *flags).returncode == 0
+    for more in ("--margin 5%", "--max-runs 9", "--fail-on slower", "--format json"):
+        assert run("ab.py", *flags, *more.split()).returncode == 0
+    for more in ("--runs 3", "--interleave", "--b-env X=1"):
+        done = run("ab.py", *flags, *more.split())
+        assert (done.returncode, done.stdout) == (2, ""), more
+        assert "is the plan of another call: it lacks" in done.stderr
+
+
+def test_a_command_may_change_its_folder(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OUT is a relative path, and `env -C` starts the command elsewhere."""
+    monkeypatch.chdir(out.parent)
+    (out.parent / "elsewhere").mkdir()
+    command = f"env -C elsewhere {fake(out, '0.1 x')}"
+    done = run("ab.py", "--a", command, "--out", "out", "--runs", "2", "--allow-disturbed")
+    assert done.returncode == 0, done.stderr
+    assert (out / "a" / "02.jsonl").exists()
+
+
+def test_the_estimates_by_hand() -> None:
+    """40 s a round: 6 rounds are 4 min, 12 are 8 min, 24 are 16 min."""
+    assert total_time(40, 6, 6, None) == (
+        "; 6 rounds take about 4 min, or up to 8 min if load makes pairs useless"
+    )
+    assert total_time(40, 6, 0, None) == "; 6 rounds take about 4 min"
+    assert total_time(40, 24, 0, 6) == (
+        "; at most 24 rounds take about 16 min; the first look is after round 6"
+    )
+    assert total_time(40, 1, 6, None) == ""
+    assert time_left([40, 50, 30], 3, False) == "; about 2 min left"
+    assert time_left([300], 22, True) == "; at most 1 h 50 min left"
+    assert time_left([300], 0, True) == ""
 
 
 def test_looks_are_even_and_grow_by_a_third() -> None:

@@ -1,0 +1,130 @@
+"""What compare.py and ab.py print with `--format json`. docs/compare.md describes the fields.
+
+The numbers are those of the table, in full: seconds, ratios of TEST / BASE and fractions. A number
+that the table shows as `-` or as `no interval` is null.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from analysis.evidence import load_of_others
+from analysis.load import Run
+from analysis.race import Race, is_clear, overall, persistent_of, sentence
+from analysis.verdicts import Comparison, Design, Result, geometric_mean
+from common.cli import VERSION
+
+SCHEMA = "torchrun-bench-verdicts/1"
+
+
+def document(pairs: Sequence[dict[str, Any]], **about: Any) -> str:
+    """The document as text. pairs: from `pair_of`. about: race, gate and status."""
+    content = {"schema": SCHEMA, "version": VERSION, "pairs": pairs, **about}
+    return json.dumps(finite(content), indent=1, allow_nan=False)
+
+
+def finite(content: Any) -> Any:
+    """The same without NaN and infinity, which JSON lacks: None instead, at any depth."""
+    if isinstance(content, Mapping):
+        return {name: finite(value) for name, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def pair_of(comparison: Comparison, notes: Sequence[str], base: str, test: str) -> dict[str, Any]:
+    """A comparison of two sides. base, test: what they are called. notes: the sentences below its
+    table."""
+    mean = comparison.mean
+    cases = [row_of(case) | {"runs": runs_of_case(case, comparison)} for case in comparison.cases]
+    return {
+        "base": base,
+        "test": test,
+        "design": design_of(comparison.design),
+        "cases": cases,
+        # a mean of different cases has no time of its own
+        "mean": row_of(mean) | {"base_s": None, "test_s": None} if mean else None,
+        "runs": {"base": runs_of(comparison.base), "test": runs_of(comparison.test)},
+        "environment": [vars(difference) for difference in comparison.environment],
+        "warnings": comparison.warnings,
+        "notes": notes,
+    }
+
+
+def race_of(race: Race, comparisons: dict[str, Comparison], margin: float) -> dict[str, Any]:
+    """What a race of several commands tells. comparisons: of each command with the best one."""
+    results = {name: overall(comparison) for name, comparison in comparisons.items()}
+    return {
+        "best": race.best,
+        "is_clear": is_clear(race, results),
+        "rounds": race.rounds,
+        "lost_to": race.lost_to,
+        "persistent": persistent_of(comparisons),
+        "sentence": sentence(race, results, margin),
+    }
+
+
+def design_of(design: Design) -> dict[str, Any]:
+    """How the sides are compared."""
+    return {
+        "unit": "pair" if design.paired else "run",
+        "interleaved": design.interleaved,
+        "margin": design.margin,
+        "confidence": round(1 - design.error_rate, 9),
+        "looks": design.looks,
+        "needed": design.runs,
+        "allow_disturbed": design.allow_disturbed,
+    }
+
+
+def row_of(case: Result) -> dict[str, Any]:
+    """A row of the table."""
+    return {
+        "benchmark": case.benchmark,
+        "case": case.label,
+        "key": case.key,
+        "measure": case.measure,
+        "verdict": case.verdict,
+        "caveats": case.caveats,
+        "reason": case.reason,
+        "base_s": geometric_mean(case.base_s),
+        "test_s": geometric_mean(case.test_s),
+        "ratio": case.ratio,
+        "interval": case.interval if case.is_telling else None,
+        "p": case.p,
+        "smallest_change": case.smallest_change,
+        "runs_needed": case.runs_needed,
+    }
+
+
+def runs_of_case(case: Result, comparison: Comparison) -> list[dict[str, Any]]:
+    """Each run of both sides: its time if it is a part of the printed mean, whether it counts, and
+    if not, why."""
+    sides = (
+        ("base", comparison.base, case.base_runs, case.base_s, case.base_why),
+        ("test", comparison.test, case.test_runs, case.test_s, case.test_why),
+    )
+    rows = []
+    for side, runs, positions, times_s, whys in sides:
+        time_of = dict(zip(positions, times_s, strict=False))  # no times: it is not compared
+        for i, run in enumerate(runs):
+            why = whys.get(i) or (None if i in time_of else f"the case is {case.verdict}")
+            row = {"side": side, "run": run.label, "counts": not why, "time_s": time_of.get(i)}
+            rows.append(row | {"why": why})
+    return rows
+
+
+def runs_of(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """The reports of a side. load: the cores that other processes used on the busiest node, and of
+    how many; null if it was not recorded."""
+    return [
+        {
+            "run": run.label,
+            "path": run.path,
+            "started_at": run.started_at,
+            "status": run.status,
+            "load": load_of_others(run),
+        }
+        for run in runs
+    ]

@@ -1,0 +1,159 @@
+"""`--format json` of compare.py and ab.py: every number of the table, and the runs behind it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from analysis import as_json
+from analysis.compare import as_pair, show
+from analysis.load import load
+from analysis.verdicts import Comparison, Design, Result, compare
+from tests.pure.reports import alike, case, run, start, write
+from tests.pure.tables import check_pair
+
+
+def document(*words: str) -> tuple[dict[str, Any], str]:
+    """What a script prints as JSON, and the table of the same call."""
+    done, table = run(*words, "--format", "json"), run(*words)
+    content = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (content["status"], "")
+    assert table.returncode == done.returncode
+    assert content["schema"] == as_json.SCHEMA
+    return content, table.stdout
+
+
+def two_sides(folder: Path) -> tuple[str, ...]:
+    """Six runs a side of three cases: equal; 10 % slower; and one that fails or is missing.
+
+    BASE 5 is a copy of BASE 4, BASE 6 was disturbed, and TEST 6 was interrupted.
+    """
+    for side, factor in (("a", 1.0), ("b", 1.1)):
+        equal, changed = alike(6, 0.1, 1 + (side == "b"), 0.002), alike(6, 2e-4, 3, 0.01)
+        for i in range(6):
+            cases = [case("equal", [equal[i]] * 5), case("slower", [changed[i] * factor] * 5)]
+            if side == "a":
+                cases.append(case("fails", [1.0] * 5))
+            elif i < 4:
+                failed = {"check": "failed: out of memory", "samples_s": {}, "rounds": []}
+                cases.append(case("fails", **failed))
+            about: dict[str, Any] = {"started_at": start(i)}
+            if (side, i) == ("a", 4):
+                about["others"] = [[1.5, 2]]
+            if (side, i) == ("b", 5):
+                about["status"] = None
+            environment = {"torch": "2.14" if side == "a" else "2.15", "hosts": ["vm"]}
+            path = folder / side / f"{i}.jsonl"
+            write(path, *cases, environment=environment, **about)
+            if (side, i) == ("a", 3):
+                (folder / side / "5 a copy.jsonl").write_bytes(path.read_bytes())
+    (folder / "a" / "5.jsonl").unlink()
+    return ("compare.py", str(folder / "a"), "--test", str(folder / "b"), "--margin", "3%")
+
+
+def test_two_sides_of_which_some_runs_do_not_count(tmp_path: Path) -> None:
+    words = two_sides(tmp_path)
+    content, table = document(*words, "--fail-on", "slower,faster")
+    (pair,) = content["pairs"]
+    check_pair(pair, table)
+    assert (pair["base"], pair["test"], content["race"]) == ("BASE", "TEST", None)
+    assert {row["case"]: row["verdict"] for row in pair["cases"]} == {
+        "equal": "same",
+        "slower": "slower",
+        "fails": "failed",
+    }
+    equal, _, fails = pair["cases"]
+    whys = {Path(one["run"]).stem + one["side"][0]: one["why"] for one in equal["runs"]}
+    base = tmp_path / "a"
+    assert {name: why for name, why in whys.items() if why} == {
+        "4b": "other processes used more than a tenth of the cores: 1.5 of 2 cores",
+        "5 a copyb": f"a copy of {base}/3.jsonl",
+        "5t": "interrupted",
+    }
+    assert [one["why"] for one in fails["runs"] if one["side"] == "test"] == [
+        *["failed: out of memory"] * 4,
+        "not measured",
+        "interrupted",
+    ]
+    assert content["gate"] == {
+        "fail_on": ["slower", "faster"],
+        "outcome": "failed",
+        "why": "1 slower, 1 failed",
+    }
+    assert (content["status"], table.splitlines()[-1]) == (
+        1,
+        "# --fail-on slower,faster: failed (1 slower, 1 failed)",
+    )
+    assert [one["load"] for one in pair["runs"]["base"]].count([1.5, 2]) == 1
+    content, table = document(*words)  # without a gate
+    assert (content["gate"], content["status"]) == (None, 0)
+    assert "--fail-on" not in table
+
+
+def test_too_few_runs_and_pairs(tmp_path: Path) -> None:
+    """One a side has no interval; two far apart have one that says nothing; pairs loaded unlike."""
+    for side, times in (("a", [0.1, 0.4]), ("b", [0.3, 0.1])):
+        for i, seconds in enumerate(times):
+            others = [[1.0 * (side == "b" and i == 1), 2]]
+            path = tmp_path / side / f"{i}.jsonl"
+            write(path, case("x", [seconds] * 5), others=others, started_at=start(i))
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    content, table = document("compare.py", f"{a}/0.jsonl", "--test", f"{b}/0.jsonl")
+    check_pair(content["pairs"][0], table)
+    assert content["pairs"][0]["cases"][0]["interval"] is None
+    content, table = document("compare.py", a, "--test", b, "--allow-disturbed")
+    check_pair(content["pairs"][0], table)
+    assert "no interval" in table
+    (row,) = content["pairs"][0]["cases"]
+    assert (row["interval"], row["caveats"]) == (None, ["disturbed runs allowed"])
+    content, table = document("compare.py", a, "--test", b, "--paired", "--fail-on", "slower")
+    check_pair(content["pairs"][0], table)
+    (row,) = content["pairs"][0]["cases"]
+    why = "other processes used the cores unequally during the two runs of a pair: "
+    loads = "0 of 2 cores and 1 of 2 cores"
+    assert [(one["counts"], one["why"]) for one in row["runs"]] == [
+        (True, None),
+        (False, why + loads),
+    ] * 2
+    assert all(one["time_s"] for one in row["runs"])  # too few count, so all are shown
+    assert (content["status"], content["gate"]["outcome"]) == (4, "no verdict")
+
+
+def test_a_run_whose_pair_does_not_count(tmp_path: Path) -> None:
+    for side in "ab":
+        for i in range(3):
+            failed = {"check": "failed: x", "samples_s": {}} if (side, i) == ("b", 1) else {}
+            lines = [case("x", [0.1 + 0.001 * i] * 5, **failed), case("y", [0.1] * 5)]
+            write(tmp_path / side / f"{i}.jsonl", *lines, started_at=start(i))
+    words = ("compare.py", str(tmp_path / "a"), "--test", str(tmp_path / "b"), "--paired")
+    content, table = document(*words)
+    check_pair(content["pairs"][0], table)
+    runs = content["pairs"][0]["cases"][0]["runs"]
+    other = f"the other run of its pair, {tmp_path}/b/1.jsonl, does not count"
+    assert [one["why"] for one in runs] == [None, other, None, None, "failed: x", None]
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    result = Result("x", {"n": 1}, "x", p=float("nan"), ratio=1.0, interval=(1.0, 1.0))
+    comparison = Comparison([result], None, [], [], [], [], Design())
+    text = as_json.document([as_pair(comparison, "a", "b")], status=0)
+    (row,) = json.loads(text, parse_constant=pytest.fail)["pairs"][0]["cases"]
+    assert (row["p"], row["interval"], row["base_s"]) == (None, [1.0, 1.0], None)
+
+
+def test_a_mistake_leaves_stdout_empty(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", case("x"))
+    done = run("compare.py", path, "--test", str(tmp_path / "b.jsonl"), "--format", "json")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+
+
+def test_the_looks_of_a_race_share_the_error(tmp_path: Path) -> None:
+    for side in "ab":
+        for i, seconds in enumerate(alike(4, 0.1, ord(side))):
+            write(tmp_path / side / f"{i}.jsonl", case("x", [seconds] * 5), started_at=start(i))
+    runs = [load([str(tmp_path / side)]) for side in "ab"]
+    comparison = compare(runs[0], runs[1], Design(paired=True, looks=6, runs=4))
+    pair = json.loads(as_json.document([as_pair(comparison, "a", "b")]))["pairs"][0]
+    check_pair(pair, show(comparison))
+    assert pair["design"]["confidence"] == pytest.approx(1 - 0.05 / 6)
