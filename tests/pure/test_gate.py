@@ -1,15 +1,18 @@
-"""Gates: git bisect with the script of docs/compare.md, the step times of one's own training loop,
-and the workflow to copy. `python` is a stub here: test_ab.py runs ab.py."""
+"""Gates as docs/compare.md has them: git bisect, the step times of one's own training loop, a
+workflow of GitHub to copy, a stored baseline, and every exit status."""
 
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -19,6 +22,7 @@ from common.cli import Parser
 from common.cpu_load import CpuLoad
 from common.report import load
 from tests.process import ROOT
+from tests.pure.reports import SIGNALS, case, run, write
 
 PAGE = (ROOT / "docs" / "compare.md").read_text()
 # The 5th of 6 commits is slow, and of the 3rd nobody can tell. It is tried first, and skipped.
@@ -94,19 +98,211 @@ def test_eight_lines_write_a_report_of_ones_own(
     assert not (tmp_path / "1").exists()
 
 
-@pytest.mark.parametrize(("status", "ends_with"), [(0, 0), (1, 1), (4, 0)])
-def test_the_workflow_shows_no_verdict_as_neutral(
-    tmp_path: Path, status: int, ends_with: int
+# -- the workflow of the page, in a scratch repository ---------------------------------------------
+
+# A training of the scratch repository: 12 steps. Those of the file `seconds` in its folder, and by
+# number of the run the noise of the variable NOISE.
+TRAIN = """
+import json, os, sys
+seconds = float(open("seconds").read())
+path = sys.argv[-1]
+number = int(os.path.basename(path).partition(".")[0])
+out = os.path.dirname(os.path.dirname(path))
+noise = [float(x) for x in os.environ["NOISE_" + os.path.basename(out)].split(",")]
+is_head = os.path.basename(os.path.dirname(path)) == "b"
+seconds *= 1 + noise[number % len(noise)] * (1 if is_head else -1)
+head = {"schema": "torchrun-bench/3", "benchmark": "train", "environment": {"hosts": [path]}}
+head |= {"started_at": f"2026-01-01T00:{number:02}:00+00:00"}
+case = {"key": {"n": 1}, "name": "step", "ranks": [0], "samples_s": {"step": [[seconds] * 12]}}
+with open(path, "w") as file:
+    for line in (head, case, {"status": "complete", "others": [[0.0, 2]]}):
+        file.write(json.dumps(line) + "\\n")
+"""
+PYTHON = f'exec {shlex.quote(sys.executable)} "$@"'
+QUIET, NOISY = "0.001,-0.001", "0.2,-0.2"
+COMMITS = """
+git init -q . && git config user.name x && git config user.email x@example.org
+echo '*.pyc' >.gitignore && echo torch >requirements.txt
+echo 0.1 >seconds && git add . && git commit -qm base
+echo "$1" >seconds && git commit -qam head --allow-empty
+"""
+EXPRESSIONS = {  # stand-ins for what GitHub evaluates
+    "github.event.pull_request.head.sha || github.sha": "abc",
+    "github.token": "a token",
+}
+
+
+def workflow() -> Any:
+    """The one of the page."""
+    (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    return yaml.safe_load(text)
+
+
+def evaluated(text: str) -> str:
+    """Expressions of GitHub by their stand-ins; a new one needs one as well."""
+    return re.sub(r"\$\{\{ (.*?) \}\}", lambda match: EXPRESSIONS[match[1]], text)
+
+
+class Github:
+    """A runner: a checkout of a repository with two commits, the second checkout, its variables."""
+
+    def __init__(self, folder: Path, seconds: str, **variables: str) -> None:
+        self.folder, self.job = folder, workflow()["jobs"]["speed"]
+        self.workspace, self.temp = folder / "work", folder / "a runner temp"
+        for path in (self.workspace, self.temp, folder / "bin"):
+            path.mkdir()
+        (self.workspace / "train.py").write_text(TRAIN)
+        set_up = ["bash", "-euc", COMMITS, "-", seconds]
+        subprocess.run(set_up, cwd=self.workspace, check=True, timeout=60)
+        (self.workspace / "torchrun-bench").symlink_to(ROOT)
+        program(folder / "bin", "python", PYTHON)
+        program(folder / "bin", "pip", 'echo "$@" >>"$LOG"')
+        program(folder / "bin", "gh", 'printf "%s\\n" "$*" >>"$LOG"; exit "$GH_STATUS"')
+        env = {name: evaluated(value) for name, value in self.job["env"].items()}
+        self.variables = env | {
+            "MEASURE": "python train.py",
+            "RUNNER_TEMP": str(self.temp),
+            "GITHUB_REPOSITORY": "me/mine",
+            "GITHUB_STEP_SUMMARY": str(folder / "summary"),
+            "LOG": str(folder / "calls"),
+            "GH_STATUS": "0",
+            **variables,
+        }
+
+    def run(self) -> tuple[int, str]:
+        """All `run:` lines in turn, as GitHub runs them. Exit status and stdout of the last one."""
+        assert workflow()["defaults"]["run"]["shell"] == "bash"
+        status, printed = 0, ""
+        for step in self.job["steps"]:
+            if status == 0 and "run" in step:
+                where = {"folder": self.folder / "bin", "cwd": self.workspace}
+                status, printed = bash(script=step["run"], **where, **self.variables)
+        return status, printed
+
+    def calls(self) -> list[str]:
+        return (self.folder / "calls").read_text().splitlines()
+
+
+def test_what_the_workflow_takes_from_github() -> None:
+    """The checkouts are where its lines look for them, and its token cannot write code."""
+    content = workflow()
+    first, second, python, *others = content["jobs"]["speed"]["steps"]
+    assert [step["uses"] for step in (first, second)] == ["actions/checkout@v4"] * 2
+    assert first["with"] == {"fetch-depth": 2}  # the merge commit and its parents
+    assert second["with"]["path"] == "torchrun-bench"
+    assert python["uses"].startswith("actions/setup-python@")
+    assert content["permissions"] == {"contents": "read", "checks": "write"}
+    assert set(content[True]) == {"pull_request", "workflow_dispatch"}  # YAML 1.1: `on` is true
+    upload = others[-1]
+    assert (upload["if"], upload["with"]["path"]) == ("always()", "${{ runner.temp }}/speed")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "noise", "status", "verdict"),
+    [
+        ("0.1", [QUIET], 0, "pass"),
+        ("0.12", [QUIET], 1, "failed (1 slower)"),
+        ("0.09", [QUIET], 0, "pass"),
+        ("0.12", [NOISY, QUIET], 1, "failed (1 slower)"),  # at the second try
+        ("0.1", [NOISY, NOISY], 0, "no verdict (1 undecided)"),
+    ],
+)
+def test_the_workflow_in_a_scratch_repository(
+    tmp_path: Path, seconds: str, noise: list[str], status: int, verdict: str
 ) -> None:
-    workflow = yaml.safe_load((ROOT / ".github/workflows/gate.yml").read_text())
-    (step,) = [s for s in workflow["jobs"]["gate"]["steps"] if s.get("name") == "compare"]
-    program(tmp_path, "python", f'echo "$@"; exit {status}')
-    program(tmp_path, "gh", 'echo "$@" >"$RUNNER_TEMP/calls"')
-    variables = {"MEASURE": "x.py -b 8", "HEAD": "abc", "GITHUB_REPOSITORY": "me/mine"}
-    variables |= {"RUNNER_TEMP": str(tmp_path), "GITHUB_STEP_SUMMARY": str(tmp_path / "summary")}
-    assert bash(tmp_path, step["run"], tmp_path, **variables)[0] == ends_with
-    summary = (tmp_path / "summary").read_text()
-    assert "../base/x.py -b 8 --b torchrun --standalone --nproc-per-node 2 ../head/x.py" in summary
-    calls = [path.read_text() for path in tmp_path.glob("calls")]
-    assert len(calls) == (status == 4)
-    assert all("api repos/me/mine/check-runs" in c and "conclusion=neutral" in c for c in calls)
+    tries = dict(zip(("NOISE_6", "NOISE_12"), noise, strict=False))
+    github = Github(tmp_path, seconds, **tries)
+    assert github.run()[0] == status
+    installed, *calls = github.calls()
+    assert installed == "install -r requirements.txt"
+    assert calls[0] == "install -r torchrun-bench/analysis/requirements.txt"
+    tables = (tmp_path / "summary").read_text().split("```\n")[1::2]
+    assert len(tables) == len(noise)
+    assert tables[-1].endswith(f"# --fail-on slower: {verdict}\n")
+    for table, runs in zip(tables, (6, 12), strict=False):
+        assert (
+            f": {runs} of BASE, {runs} of TEST; margin 5 %; the pair of runs is the unit" in table
+        )
+        folder = github.temp / "speed" / str(runs)
+        assert len(list(folder.glob("a/*.jsonl"))) == len(list(folder.glob("b/*.jsonl"))) == runs
+    neutral = [call for call in calls if "conclusion=neutral" in call]
+    assert len(neutral) == verdict.startswith("no verdict")
+    assert all("api repos/me/mine/check-runs" in call for call in neutral)
+    assert all("head_sha=abc" in call for call in neutral)
+
+
+def test_a_fork_has_a_notice_instead_of_the_neutral_check(tmp_path: Path) -> None:
+    github = Github(tmp_path, "0.1", NOISE_6=NOISY, NOISE_12=NOISY, GH_STATUS="1")
+    status, printed = github.run()
+    assert status == 0
+    assert "::notice title=speed::no verdict" in printed
+    assert printed.endswith("the token is read-only: no neutral check, the notice above says it\n")
+
+
+def test_a_command_that_fails_is_red(tmp_path: Path) -> None:
+    github = Github(tmp_path, "0.1", MEASURE="false")
+    assert github.run()[0] == 1
+    assert not any("check-runs" in call for call in github.calls())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status", "verdict"),
+    [("0.1", 0, "pass"), ("0.12", 1, "failed (1 slower)"), ("0.08", 1, "failed (1 faster)")],
+)
+def test_the_stored_baseline(tmp_path: Path, seconds: str, status: int, verdict: str) -> None:
+    make, base, test, compare = block("mkdir -p base test").splitlines()
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "torchrun-bench").symlink_to(ROOT)
+    program(tmp_path, "python", PYTHON)
+    variables = {"MEASURE": "python train.py", "NOISE_": QUIET}
+    for script, its_seconds in ((f"{make}; {base}", "0.1"), (test, seconds)):
+        (tmp_path / "seconds").write_text(its_seconds)
+        assert bash(tmp_path, script, tmp_path, **variables) == (0, "")
+    done, printed = bash(tmp_path, compare, tmp_path)
+    assert (done, printed.splitlines()[-1]) == (status, f"# --fail-on slower,faster: {verdict}")
+    assert ": 6 of BASE, 3 of TEST; margin 5 %" in printed
+
+
+def test_each_status_of_the_page(tmp_path: Path) -> None:
+    """A run for each row of the table. test_ab.py has the signals."""
+    table = PAGE[PAGE.index("| exit status | last line |") :].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    kept = "finished runs are kept in gate; ..."
+    assert [(row[0], row[1].strip("`")) for row in rows if row[1] != "one line on stderr"] == [
+        ("0", "# --fail-on slower: pass"),
+        ("1", "# --fail-on slower: failed (2 slower)"),
+        ("4", "# --fail-on slower: no verdict (1 undecided)"),
+        (", ".join(map(str, sorted(SIGNALS.values()))), kept),
+    ]
+    assert [row[0] for row in rows if row[1] == "one line on stderr"] == ["1", "2"]
+    for name, seconds in {"base": 0.1, "same": 0.1, "slow": 0.2, "wild": None}.items():
+        for i in range(4):
+            times = [seconds or 0.02 * 3**i] * 5
+            path = tmp_path / name / f"{i}.jsonl"
+            write(path, case("x", times), *([case("y", times)] if name != "wild" else []))
+    (tmp_path / "fails.py").write_text("raise SystemExit('a reason')")
+    both = f"{tmp_path}/base --fail-on slower --test {tmp_path}"
+
+    def ended(*words: str) -> tuple[int, str, str]:
+        done = run(*shlex.split(" ".join(words)))
+        return done.returncode, done.stdout.rpartition("\n# ")[2], done.stderr
+
+    assert ended(f"compare.py {both}/same") == (0, "--fail-on slower: pass\n", "")
+    assert ended(f"compare.py {both}/slow") == (1, "--fail-on slower: failed (2 slower)\n", "")
+    wild = f"compare.py {tmp_path}/wild --fail-on slower --test {tmp_path}/wild/../wild2"
+    shutil.copytree(tmp_path / "wild", tmp_path / "wild2")
+    for path in (tmp_path / "wild2").iterdir():
+        write(path, case("x", [0.1] * 5))
+    assert ended(wild) == (4, "--fail-on slower: no verdict (1 undecided)\n", "")
+    status, _, error = ended(f"compare.py {both}/absent")
+    assert (status, error.count("\n")) == (2, 1)
+    failing = shlex.quote(f"{sys.executable} {tmp_path}/fails.py")
+    status, _, error = ended(f"ab.py --out {tmp_path}/out --a {failing}")
+    assert status == 1
+    assert re.match("ab.py: [ab] 1: exit status 1; it has written no report; ", error)
+    assert "    a reason\n" in error
+    command = [sys.executable, str(ROOT / "analysis/compare.py"), *shlex.split(f"{both}/same")]
+    with open("/dev/full", "w") as full:
+        options: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "timeout": 60}
+        done = subprocess.run(command, stdout=full, **options)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
