@@ -27,6 +27,7 @@ SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f
 MAX_FIGURES, MAX_BARS = 12, 40
 MAX_RANKS = 64  # rows of a heat map; with more members a row is a host
 MAX_LABELS, MAX_NUMBERS = 16, 8  # rows with a label each, and cells with their numbers
+IDEAL = "one rank alone, timed in turns, times ranks"
 MOST_MEMBERS = 100_000  # a report with a higher number is damaged
 
 Members = tuple[int, ...]
@@ -63,24 +64,23 @@ def svg(figure: Figure) -> str:
 def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
     """Values over x, a curve for whatever tells cases apart; None where no case has an x above 0.
 
-    A case without DDP is no point: a dashed line shows what it would scale to.
+    rows: if they have an `ideal`, a dash shows it at each point.
     """
     rows = rows.assign(x=pd.to_numeric(rows["key"].str.get(x), "coerce"))
-    is_alone = rows["key"].str.get("ddp").eq(False)
-    alone = rows[is_alone]
-    rows = rows[~is_alone & (rows["x"] > 0)].sort_values("x", kind="stable")
+    rows = rows[rows["x"] > 0].sort_values("x", kind="stable")
     if rows.empty:
         return None
     figure = Figure(figsize=(5.6, 3.4), label=name)
     ax = figure.add_subplot(xlabel=x.replace("_", " "), ylabel=title)
     rows["curve"] = names_of_curves(rows, x)
+    ideal = IDEAL
     for label, part in rows.groupby("curve", sort=False):
         reach = [part["value"] - part["low"], part["high"] - part["value"]]  # NaN draws nothing
         ax.errorbar(part["x"], part["value"], yerr=reach, fmt="o-", ms=4, capsize=2, label=label)
-    if x == "ranks" and len(alone):
-        one_rank, ends = alone.iloc[0], np.array([1, rows["x"].max()])
-        ideal = "one rank without DDP, times ranks"
-        ax.plot(ends, ends * one_rank["value"], "k--", lw=1, label=ideal)
+        if "ideal" in part and part["ideal"].notna().any():
+            colour = ax.lines[-1].get_color()
+            ax.plot(part["x"], part["ideal"], "_", ms=22, mew=2, color=colour, label=ideal)
+            ideal = "_"  # which the legend leaves out: once is enough
     if x.endswith("_bytes"):
         ax.set(xscale="log", yscale="log")
         ax.xaxis.set_major_formatter(lambda value, _: show_size(value))
@@ -97,6 +97,28 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
     if any(labels):
         ax.legend()
     return figure
+
+
+def scaling(rows: pd.DataFrame, title: str, name: str) -> Figure | None:
+    """samples/s over ranks. The dash of a point is ranks x samples/s of one rank alone, which was
+    timed in turns with it: samples/s / efficiency.
+
+    rows: of both metrics. A case without DDP is no point.
+    """
+    settings, keys = [], []
+    for metric, key in zip(rows["metric"], rows["key"], strict=True):
+        # `25MB bf16 samples_per_s`, or the first of the settings that were timed in turns
+        settings.append(
+            metric.rpartition(" ")[0] or str(key.get("settings", "")).partition(", ")[0]
+        )
+        # under strong scaling the batch of a rank follows from the number of ranks
+        keys.append(key | {"batch_size": None} if key.get("global_batch") else key)
+    rows = rows.assign(series=settings, key=keys)
+    is_share, place = rows["metric"].str.endswith("efficiency"), ["run", "case", "series"]
+    shares = rows[is_share].drop_duplicates(place).rename(columns={"value": "share"})
+    points = rows[~is_share & rows["key"].str.get("ddp").ne(False)]
+    points = points.merge(shares[[*place, "share"]], "left", place)
+    return curves(points.assign(ideal=points["value"] / points["share"]), title, name, "ranks")
 
 
 def names_of_curves(rows: pd.DataFrame, x: str) -> list[str]:
@@ -150,7 +172,7 @@ BUSBW = ("busbw (GB/s)", PLACES, over_size)
 Plot = tuple[str, list[str], Callable[..., Figure | None]]  # title, metrics, how they are drawn
 FIGURES: dict[str, list[Plot]] = {  # by benchmark
     "ddp_sweep": [
-        ("samples/s", ["samples_per_s"], partial(curves, x="ranks")),
+        ("samples/s", ["samples_per_s", "efficiency"], scaling),
         ("Where a step's time goes", ["local_compute_s", "exposed_s"], bars),
     ],
     "collectives": [BUSBW],
@@ -339,8 +361,7 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     if rows.empty:
         return []
     rows = rows.astype({"low": float, "high": float})
-    stems = [metric.removesuffix(unit_of(metric).ending) for metric in rows["metric"]]
-    rows["series"] = [stem.replace("_", " ") for stem in stems]
+    rows["series"] = names_of_series(rows)
     rows["panel"] = [name_of_panel(key) for key in rows["key"]]
     figures = draw_plots(rows, FIGURES.get(runs[0].benchmark, []))
     if not figures:
@@ -351,11 +372,24 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
     return figures[:MAX_FIGURES]
 
 
+def names_of_series(rows: pd.DataFrame) -> list[str]:
+    """The name of each metric. Where settings were timed in turns, that of the first one has its
+    label before it, as the others have."""
+    names = []
+    of_settings = {metric.rpartition(" ")[2] for metric in rows["metric"] if " " in metric}
+    for metric, key in zip(rows["metric"], rows["key"], strict=True):
+        name = metric.removesuffix(unit_of(metric).ending).replace("_", " ")
+        first = str(key.get("settings", "")).partition(", ")[0]
+        names.append(f"{first} {name}" if first and metric in of_settings else name)
+    return names
+
+
 def draw_plots(rows: pd.DataFrame, plots: Sequence[Plot]) -> list[Figure]:
     """Each plot, a figure for each panel."""
     figures = []
     for title, metrics, kind in plots:
-        chosen = rows[rows["metric"].isin(metrics)]
+        # of `25MB bf16 step_s` the part behind the setting counts
+        chosen = rows[rows["metric"].str.rpartition(" ")[2].isin(metrics)]
         for name, part in chosen.groupby("panel", sort=False):
             figure = kind(part, title, f"{title}, {name}".strip(", "))
             if figure:

@@ -67,8 +67,6 @@ def tutorial_commands() -> list[str]:
 def draw_picture(report: Path) -> None:
     """samples/s over ranks, as report.py draws it, of the second model."""
     figure = draw(load([str(report)]))[1]
-    (ax,) = figure.axes
-    ax.legend(ax.lines[-1:], ["one rank times ranks"])
     figure.savefig(ROOT / "docs" / "scaling.png", dpi=80, bbox_inches="tight")
 
 

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
@@ -67,14 +68,50 @@ def ddp(ranks: int, seconds: float, **more: Any) -> dict[str, Any]:
     return case(f"{ranks} ranks" if ranks else "no ddp", [seconds] * 5, key=key, metrics=numbers)
 
 
+IDEAL = "one rank alone, timed in turns, times ranks"
+
+
+def dashes(figure: Figure) -> list[list[float]]:
+    """The number of ranks times samples/s of one rank alone, at each point of each curve. The ends
+    of whiskers are shorter."""
+    lines = [line for line in figure.axes[0].lines if line.get_markersize() > 10]
+    return [[float(y) for y in np.asarray(line.get_ydata())] for line in lines]
+
+
+def legend(figure: Figure) -> list[str]:
+    _, labels = figure.axes[0].get_legend_handles_labels()
+    return labels
+
+
 def test_a_scaling_curve_begins_at_0_and_has_whiskers(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", ddp(0, 0.1), ddp(1, 0.1), ddp(2, 0.2))
+    """One rank alone, timed in turns with 2 ranks, trains on 80 samples/s. The row `no ddp`, timed
+    at another time, is no part of the picture."""
+    path = write(tmp_path / "a.jsonl", ddp(0, 0.05), ddp(1, 0.1), ddp(2, 0.2, efficiency=0.5))
     (figure,) = draw(load([path]))
     ends = [[y for _, y in pair] for pair in whiskers(figure)]
     assert ends == [pytest.approx([80 * 0.98, 80 * 1.01])] * 2
     (ax,) = figure.axes
     assert ax.get_ylim()[0] == 0
-    assert ax.get_ylim()[1] > 160  # the dashed line: what 2 ranks would do
+    assert ax.get_ylim()[1] > 160
+    assert dashes(figure) == [pytest.approx([np.nan, 160], nan_ok=True)]
+    assert legend(figure) == [IDEAL]
+
+
+def test_strong_scaling_is_one_curve_and_settings_in_turns_are_several(tmp_path: Path) -> None:
+    """The batch of a rank follows from the number of ranks. Of settings in turns each has its own
+    curve, and all have the same dashes: 80 / 0.5 = 100 / 0.625 = 160."""
+    lines = [ddp(ranks, 0.1 * ranks, efficiency=0.4) for ranks in (2, 4)]
+    for line in lines:
+        line["key"] |= {"global_batch": 8, "batch_size": 8 // line["key"]["ranks"]}
+    (figure,) = draw(load([write(tmp_path / "a.jsonl", *lines)]))
+    assert dashes(figure) == [pytest.approx([200, 200])]
+    assert legend(figure) == [IDEAL]
+    others = {"25MB bf16 samples_per_s": estimate(100.0), "25MB bf16 efficiency": 0.625}
+    line = ddp(2, 0.2, efficiency=0.5, **others)
+    line["key"] |= {"settings": "25MB none, 25MB bf16"}
+    (figure,) = draw(load([write(tmp_path / "b.jsonl", line)]))
+    assert dashes(figure) == [pytest.approx([160])] * 2
+    assert sorted(legend(figure)) == ["25MB bf16", "25MB none", IDEAL]
 
 
 def test_bars_begin_at_0_have_whiskers_and_short_names(tmp_path: Path) -> None:
