@@ -86,6 +86,9 @@ def to_pytorch(paths: list[str]) -> str:
         raise ValueError(f"{paths[0]}: --to pytorch takes one report, of ddp_sweep.py")
     if any(case.bounded for case in cases):
         raise ValueError(f"{paths[0]}: --to pytorch needs each rank's times, got the slowest's")
+    if turns := [key["settings"] for key in wrapped if "settings" in key]:
+        got = f"{turns[0]} of --interleave"
+        raise ValueError(f"{paths[0]}: --to pytorch has room for one setting, got {got}")
     settings = {canonical({name: key[name] for name in SETTING}) for key in wrapped}
     if len(settings) > 1:
         raise ValueError(f"{paths[0]}: --to pytorch has room for one of {', '.join(settings)}")

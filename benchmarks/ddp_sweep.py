@@ -3,7 +3,7 @@
 
 Times whole training steps (zero_grad, forward, loss, backward with gradient averaging, optimizer
 step) of torchvision models or of your own: `no ddp`, then 1, 2, 4, ... ranks of a node, then whole
-nodes (`2M/8G`: 2 machines with 8 ranks each).
+nodes (`2M/8G`: 2 machines with 8 GPUs each; on the CPU `1M/2R`: 1 machine with 2 ranks).
 
     step            the step; the slowest rank counts in each iteration
     local compute   the same step without averaging gradients (DDP's no_sync)
@@ -11,7 +11,7 @@ nodes (`2M/8G`: 2 machines with 8 ranks each).
     exposed       = step - local compute: what DDP adds. It is communication that computing does
                     not hide, copies into and out of buckets, and what both take from computing
     late          = local compute of the slowest rank - of the median rank
-    overlap       = 1 - exposed / alone
+    overlap       = 1 - exposed / alone; none if exposed exceeds alone
     one rank        the step of one rank alone, timed in turns with the step under DDP
     efficiency    = one rank / step;   speed-up = ranks * efficiency
                     --global-batch: that rank has the whole batch; efficiency = one rank / (ranks *
@@ -19,13 +19,17 @@ nodes (`2M/8G`: 2 machines with 8 ranks each).
     ex/sec/dev    = batch size of a rank / step;     samples/s = ranks * batch size / step
                     --accumulate K: a step has K batches, and so have these rates
 
+    --interleave    times all bucket sizes and hooks in turns within one case: a replica each
+    vs first      = step of the first setting / step of this one; the intervals of the k - 1 ratios
+                    hold together with 95 % confidence (each at 1 - 0.05 / (k - 1))
+
 Percentiles are over iterations. gmean: geometric mean over rounds of block medians. A printed ratio
 or difference is the quotient or the difference of the printed gmeans.
 
     torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py
     torchrun --nproc-per-node 8 benchmarks/ddp_sweep.py --model package.module:function
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-        benchmarks/ddp_sweep.py --comm-hook none,bf16 --bucket-size 25,100 --json report.jsonl
+        benchmarks/ddp_sweep.py --comm-hook none,bf16 --bucket-size 25,100 --interleave
 
 It asks what PyTorch's benchmarks/distributed/ddp/benchmark.py asks, and is written anew.
 BSD-3-Clause.
@@ -37,7 +41,8 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,8 +74,8 @@ from common.environment import count_of
 from common.groups import Group, Job, agree
 from common.memory import peak, start_peak
 from common.report import Case, show_seconds
-from common.stats import Disturbed, Times, breakdown, training_metrics
-from common.table import Columns, ends, metric, percentile_columns, relative
+from common.stats import Disturbed, Times, breakdown, fastest, simultaneous, training_metrics
+from common.table import Columns, Table, ends, metric, percentile_columns, relative
 from common.timing import Workload
 
 CUDA_MODELS = ["resnet50", "resnet101", "resnext50_32x4d", "resnext101_32x8d"]
@@ -108,13 +113,21 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         add(f"--{option.replace('_', '-')}", action="store_true", help="passed to DDP")
     several = "batches of a step: DDP averages the gradients of all after the last one (default: 1)"
     add("--accumulate", type=positive_int, default=1, metavar="K", help=several)
+    turns = (
+        "time all bucket sizes and hooks in turns, a replica each, and say which is the fastest; "
+    )
+    turns += "--max-seconds counts for each of them"
+    add("--interleave", action="store_true", help=turns)
     only = "time only the step: about 4 times as fast, but no efficiency"
     add("--no-breakdown", action="store_true", help=only)
     cli.add_common_flags(parser)
     args = parser.parse_args(argv)
     cuda = cli.on_cuda(args.device)
     if "tf32" in args.dtype and not cuda:
-        parser.error("tf32 is a mode of CUDA's tensor cores; try --dtype fp32 or bf16")
+        parser.error("--dtype tf32 requires CUDA; use fp32 or bf16")
+    if args.interleave and len(settings := swept(args)) < 2:
+        expected = "--interleave: expected several bucket sizes or hooks"
+        parser.error(f"{expected}, got {settings[0].words} alone; e.g. --comm-hook none,bf16")
     import torchvision  # takes seconds, so it comes after the first lines of output
 
     known = set(torchvision.models.list_models(module=torchvision.models))
@@ -134,6 +147,38 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def ranks_or_nodes(text: str) -> int | str:
     """An entry of --world-sizes."""
     return text if text == "nodes" else int(cli.positive_int(text))
+
+
+class Setting(NamedTuple):
+    """How DDP averages gradients: bucket_cap_mb, and a hook of HOOKS."""
+
+    bucket_mb: float
+    hook: str
+
+    @property
+    def label(self) -> str:
+        """`25MB bf16`, in keys, rows and names of metrics."""
+        return f"{self.bucket_mb:.15g}MB {self.hook}"
+
+    @property
+    def words(self) -> str:
+        """`25 MB with bf16`, in sentences."""
+        return f"{self.bucket_mb:.15g} MB" + (f" with {self.hook}" if self.hook != "none" else "")
+
+
+def swept(args: argparse.Namespace) -> list[Setting]:
+    """All bucket sizes x hooks."""
+    return [Setting(*pair) for pair in itertools.product(args.bucket_size, args.comm_hook)]
+
+
+def settings_of(key: Key) -> list[Setting]:
+    """The settings that a case times: one, several with --interleave, none without DDP."""
+    if not key["ddp"]:
+        return []
+    if "settings" not in key:
+        return [Setting(key["bucket_size_mb"], key["comm_hook"])]
+    labels = [label.split() for label in key["settings"].split(", ")]
+    return [Setting(float(size.removesuffix("MB")), hook) for size, hook in labels]
 
 
 # -- the workload: plain torch ---------------------------------------------------------------------
@@ -231,7 +276,7 @@ def bucket_sizes(ddp: DistributedDataParallel) -> list[int]:
 
 def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
     """A step that averages as DDP does: buckets of the same sizes, all at once, by the same hook.
-    DDP shows its buckets to nobody, so zeros take their place."""
+    DDP does not expose its buckets, so zeros take their place."""
     dtype = next(ddp.parameters()).dtype
     counts = [size // dtype.itemsize for size in bucket_sizes(ddp)]
     buckets = [torch.zeros(count, dtype=dtype, device=ddp.device) for count in counts]
@@ -253,89 +298,120 @@ def average_alone(ddp: DistributedDataParallel, hook: str) -> Step:
 # -- a case ----------------------------------------------------------------------------------------
 
 
-def build(bench: Benchmark, key: Key, group: Group) -> Workload:
-    """What a rank measures in a case: the step and, for a breakdown, the parts that it is made of.
+class Training(NamedTuple):
+    """A replica of a model, and how it is trained."""
 
-    Memory is read before the breakdown, which needs memory of its own.
-    """
-    dtype, device, pixels = key["dtype"], bench.job.device, key["image_size"]
-    set_precision(dtype)
-    memory_before = start_peak(device)
-    torch.manual_seed(bench.job.rank)
+    model: nn.Module  # under DDP, or as it is
+    batch: Batch
+    tokens: int  # of the batch; 0: unknown
+    # training_step with this replica's optimizer: one for all steps, since its state takes memory.
+    # A wrapped model has the same parameters
+    make_step: Callable[..., Step]
+    step: Step
+
+
+def set_up(key: Key, group: Group, job: Job, setting: Setting | None) -> Training:
+    """Make a replica and train it until DDP's buckets are settled. setting: None without DDP."""
+    torch.manual_seed(job.rank)
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = sgd
     tokens = 0
     if is_own(key["model"]):
-        own = make_own(key["model"], device)
+        own = make_own(key["model"], job.device)
         need_size(key["model"], key["batch_size"])
         model, tokens = own.model, own.tokens()
         batch: Batch = (own.args, own.kwargs, own.loss)
         make_optimizer = own.optimizer or sgd
     else:
-        model = make_model(key["model"], device)
-        batch = make_batch(key["batch_size"], pixels, device)
-    if key["ddp"]:
+        model = make_model(key["model"], job.device)
+        batch = make_batch(key["batch_size"], key["image_size"], job.device)
+    if setting:
         options = {name: key[name] for name in DDP_OPTIONS}
-        model = wrap(model, group.test, key["bucket_size_mb"], key["comm_hook"], **options)
-        refuse_deadlock(model, key, dist.get_backend(group.test))
-    # One optimizer for all steps: its state takes memory. The wrapped model has the same parameters
+        model = wrap(model, group.test, setting.bucket_mb, setting.hook, **options)
+        refuse_deadlock(model, setting, dist.get_backend(group.test))
     optimizer = make_optimizer(model.parameters())
-    make_step = partial(training_step, optimizer=optimizer, dtype=dtype)
-    step = make_step(model, batch, accumulate=key["accumulate"])
+    make_step = partial(
+        training_step, optimizer=optimizer, dtype=key["dtype"], accumulate=key["accumulate"]
+    )
+    step = make_step(model, batch)
     for _ in range(SETTLING_STEPS):
         step()
     # A step costs the same, and whatever the loss is, the timed steps leave the weights finite, and
     # equal on all ranks
     without_rate(optimizer)
-    memory = peak(device, memory_before)
+    return Training(model, batch, tokens, make_step, step)
 
+
+def build(bench: Benchmark, key: Key, group: Group) -> Workload:
+    """What a rank measures in a case: the step and, for a breakdown, the parts that it is made of.
+    With --interleave the step is that of the first setting; those of the others are parts.
+
+    Memory is read before the breakdown, which needs memory of its own.
+    """
+    job = bench.job
+    set_precision(key["dtype"])
+    memory_before = start_peak(job.device)
+    settings = settings_of(key)
+    of_replicas: Sequence[Setting | None] = settings or [None]
+    replicas = [set_up(key, group, job, setting) for setting in of_replicas]
+    first, *others = replicas
+    memory = {} if others else peak(job.device, memory_before)  # which is that of one replica
     parts: dict[str, Step | None] = {}  # None: this rank waits while the first one does it
+    for setting, replica in zip(settings[1:], others, strict=True):
+        parts[setting.label] = replica.step
+    model = first.model
     if isinstance(model, DistributedDataParallel) and key["breakdown"]:
-        local = make_step(model, batch, accumulate=key["accumulate"], average=False)
-        parts["local compute"] = local
+        # without averaging neither buckets nor hooks matter: the first replica's is that of all
+        parts["local compute"] = first.make_step(model, first.batch, average=False)
         if key["ranks"] > 1:
-            if key["comm_hook"] != "powersgd":  # its low-rank factors are not sent at once
-                parts["alone"] = average_alone(model, key["comm_hook"])
-            one_rank = None  # the step of one rank alone; it is the case's first rank
-            if dist.get_rank(group.test) == 0:
-                all_of_it = key["global_batch"]
-                its_batch = make_batch(all_of_it, pixels, device) if all_of_it else batch
-                # no second model: the one within DDP
-                one_rank = make_step(model.module, its_batch, accumulate=key["accumulate"])
+            # powersgd's low-rank factors are not sent at once
+            if not others and settings[0].hook != "powersgd":
+                parts["alone"] = average_alone(model, settings[0].hook)
+            one_rank, size = None, key["global_batch"] or key["batch_size"]
+            if dist.get_rank(group.test) == 0:  # the step of one rank alone
+                its_batch = first.batch
+                if key["global_batch"]:
+                    its_batch = make_batch(size, key["image_size"], job.device)
+                one_rank = first.make_step(model.module, its_batch)  # no second model: DDP's own
             if agree(one_rank and fits(one_rank), group):  # as the first rank says
                 parts["no ddp"] = one_rank
             else:
-                bench.print(f"# no efficiency: a batch of {key['global_batch']} fits on no rank")
-
-    def facts() -> Facts:
-        step()  # a fresh one: its gradients are averaged ones
-        gradients = (p.grad for p in model.parameters() if p.grad is not None)
-        return Facts(digest(model), digest_of(gradients), memory, tokens)
-
+                bench.print(f"# no efficiency: a batch of {size} fits on no rank")
     return Workload(
-        step,
+        first.step,
         parts,
-        compared=("local compute",) if "local compute" in parts else (),  # exposed's interval
-        facts=facts,
+        # whose differences from the step, or ratios to it, have intervals
+        compared=[name for name in parts if name not in ("alone", "no ddp")],
+        facts=lambda: facts_of(replicas, memory),
         launches=True,
     )
 
 
 class Facts(NamedTuple):
     """What a rank knows after a case: digests of its parameters and of the gradients of one more
-    step, its memory by metric, the tokens of its batch (0: unknown)."""
+    step, its memory by metric, the tokens of its batch (0: unknown). others: the same of the other
+    settings' replicas."""
 
     parameters: str
     gradients: str
     memory: dict[str, float]
     tokens: int
+    others: tuple["Facts", ...] = ()
 
 
-def refuse_deadlock(model: nn.Module, key: Key, backend: str) -> None:
+def facts_of(replicas: Sequence[Training], memory: dict[str, float]) -> Facts:
+    first, *others = replicas
+    first.step()  # a fresh one: its gradients are averaged ones
+    gradients = (p.grad for p in first.model.parameters() if p.grad is not None)
+    of_others = tuple(facts_of([replica], memory) for replica in others)
+    return Facts(digest(first.model), digest_of(gradients), memory, first.tokens, of_others)
+
+
+def refuse_deadlock(model: nn.Module, setting: Setting, backend: str) -> None:
     """Raises ValueError for PowerSGD over gloo if the gradients do not fit into one bucket: torch's
     hook waits for an all-reduce in a callback of the thread that runs all of them, and hangs."""
     size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-    can_hang = key["comm_hook"] == "powersgd" and backend == "gloo"
-    if can_hang and size > key["bucket_size_mb"] * 2**20:
+    can_hang = setting.hook == "powersgd" and backend == "gloo"
+    if can_hang and size > setting.bucket_mb * 2**20:
         raise ValueError(
             f"the powersgd hook hangs over gloo with several buckets, and the gradients take "
             f"{size / 2**20:.3g} MB; try --bucket-size {size // 2**20 + 1}"
@@ -352,24 +428,71 @@ def fits(step: Step) -> bool:
 
 
 def derive(case: Case, times: Times, facts: list[Facts]) -> None:
-    """Fill in the metrics and the check, on rank 0."""
-    metrics, key, ranks = case.metrics, case.key, len(case.ranks)
-    samples = ranks * key["batch_size"] * key["accumulate"]
-    metrics |= training_metrics(times, samples)
-    metrics["sample_s"] = metrics["step_s"] / samples
-    if facts[0].tokens:
-        tokens = sum(fact.tokens for fact in facts) * key["accumulate"]
-        metrics["tokens_per_s"] = tokens / metrics["step_s"]
-    metrics["step_cv"] = float(times.slowest().std() / times.slowest().mean())
+    """Fill in the metrics and the check, on rank 0.
+
+    With --interleave the metrics are those of the first setting. Those of another one begin with
+    its label, as in `25MB bf16 step_s`; `row_of` finds them.
+    """
+    metrics, settings = case.metrics, settings_of(case.key)
+    tokens = sum(fact.tokens for fact in facts)
+    metrics |= of_step(case, times, tokens)
     if "local compute" in times:
         metrics |= breakdown(times, "local compute", "alone" if "alone" in times else None)
     if "no ddp" in times:
-        # weak scaling: `no ddp` does 1 / ranks of the work; strong scaling: all of it
         metrics["no_ddp_s"] = times.mean("no ddp")
-        metrics["efficiency"] = times.ratio("no ddp") / (ranks if key["global_batch"] else 1)
-    case.check = check(facts, case.ranks)
+    for setting in settings[1:]:
+        own = of_step(case, times.about(setting.label), tokens)
+        metrics |= {f"{setting.label} {name}": value for name, value in own.items()}
+    if len(settings) > 1:
+        metrics |= compare_settings(times, [setting.label for setting in settings])
+    case.check = check_all(facts, case.ranks, [setting.label for setting in settings])
     for name in facts[0].memory:
         metrics[name] = max(fact.memory[name] for fact in facts)
+
+
+def of_step(case: Case, times: Times, tokens: int) -> dict[str, Any]:
+    """The metrics of the step that the times are about. tokens: of all ranks in a pass."""
+    key, ranks = case.key, len(case.ranks)
+    samples = ranks * key["batch_size"] * key["accumulate"]
+    metrics = training_metrics(times, samples)
+    metrics["sample_s"] = metrics["step_s"] / samples
+    if tokens:
+        metrics["tokens_per_s"] = tokens * key["accumulate"] / metrics["step_s"]
+    metrics["step_cv"] = float(times.slowest().std() / times.slowest().mean())
+    if "local compute" in times:
+        metrics["exposed_s"] = times.beyond("local compute")
+    if "no ddp" in times:
+        # weak scaling: `no ddp` does 1 / ranks of the work; strong scaling: all of it
+        metrics["efficiency"] = times.ratio("no ddp") / (ranks if key["global_batch"] else 1)
+    return metrics
+
+
+def compare_settings(times: Times, labels: list[str]) -> dict[str, Any]:
+    """The ratios of settings that were timed in turns. The first one is the step.
+
+    speed: how many times as fast as the first one a setting is. lead_of_fastest: how many times as
+    fast as this setting the one with the shortest step is.
+    """
+    steps = {label: "step" if label == labels[0] else label for label in labels}
+    best = min(labels, key=lambda label: times.mean(steps[label]).value)
+    confidence = simultaneous(len(labels))
+    metrics = {}
+    for label, step in steps.items():
+        if label != labels[0]:
+            metrics[f"{label} speed"] = times.ratio("step", step, confidence)
+        if label != best:
+            metrics[f"{label} lead_of_fastest"] = times.ratio(step, steps[best], confidence)
+    return metrics
+
+
+def check_all(facts: list[Facts], ranks: list[int], labels: list[str]) -> str:
+    """The check of all replicas: the first one that failed, else the first that was skipped."""
+    checks = [check(facts, ranks)]
+    for number, label in enumerate(labels[1:]):
+        kind, colon, reason = check([fact.others[number] for fact in facts], ranks).partition(": ")
+        checks.append(kind + colon + (f"{label}: {reason}" if reason else ""))
+    problems = [checked for checked in checks if checked != "passed"]
+    return min(problems, key=lambda checked: not checked.startswith("failed"), default="passed")
 
 
 def check(facts: list[Facts], ranks: list[int]) -> str:
@@ -395,11 +518,6 @@ def samples_of_rank(case: Case) -> int:
     return int(case.key["batch_size"] * case.key["accumulate"])
 
 
-STEPS: Columns = {
-    "": lambda case: case.name,
-    "95% ci\nof p50": relative("step_p50_s"),
-    **percentile_columns("step", "sec/iter", "ex/sec/dev", samples_of_rank),
-}
 BREAKDOWN: Columns = {
     "": lambda case: case.name,
     "efficiency\n(%)": metric("efficiency", 100, 1),
@@ -409,42 +527,127 @@ BREAKDOWN: Columns = {
     "exposed\ncommun.\n(ms)": metric("exposed_s", 1e3),
     "95% ci\n(ms)": ends("exposed_s", 1e3, 1),
     "local\ncompute\ngmean (ms)": metric("local_compute_s", 1e3),
-    "samples/s": metric("samples_per_s", digits=1),
-    "tokens/s": metric("tokens_per_s", digits=0),
     "commun.\nalone\ngmean (ms)": metric("communication_s", 1e3),
     "overlap\n(%)": metric("overlap", 100, 0),
     "late\n(ms)": metric("late_s", 1e3),
     "slowest\nrank": metric("straggler_rank", digits=0),
     "memory\n(GiB)": metric("memory_gib"),
+}
+OF_ONE_SETTING = ("commun.\nalone\ngmean (ms)", "overlap\n(%)", "memory\n(GiB)")
+STEP_ALONE: Columns = {  # with --no-breakdown
+    "": BREAKDOWN[""],
+    "step\ngmean (ms)": BREAKDOWN["step\ngmean (ms)"],
+    "95% ci\nof it": relative("step_s"),
+    "memory\n(GiB)": BREAKDOWN["memory\n(GiB)"],
+}
+COMPARED: Columns = {  # with --interleave, before the others
+    "": BREAKDOWN[""],
+    "vs\nfirst": metric("speed"),
+    "simult.\n95% ci": ends("speed"),
+}
+RATES: Columns = {
+    "": lambda case: case.name,
+    "samples/s": metric("samples_per_s", digits=1),
+    "tokens/s": metric("tokens_per_s", digits=0),
+    "95% ci\nof p50": relative("step_p50_s"),
+    **percentile_columns("step", "sec/iter", "ex/sec/dev", samples_of_rank),
     "per\nsample\n(ms)": metric("sample_s", 1e3),
 }
 
 
-def shown(cases: list[Case]) -> Columns:
-    """The columns of the breakdown; tokens/s only if the number of tokens is known."""
+def columns_of(args: argparse.Namespace) -> Columns:
+    """The columns of the first table."""
+    columns = STEP_ALONE if args.no_breakdown else BREAKDOWN
+    if not args.interleave:
+        return columns
+    return COMPARED | {head: columns[head] for head in columns if head not in OF_ONE_SETTING}
+
+
+def rates_of(cases: list[Case]) -> Columns:
+    """The columns of the second table; tokens/s only if the number of tokens is known."""
     known = any("tokens_per_s" in case.metrics for case in cases)
-    return {head: cell for head, cell in BREAKDOWN.items() if known or head != "tokens/s"}
+    return {head: cell for head, cell in RATES.items() if known or head != "tokens/s"}
 
 
-def answer(cases: list[Case]) -> str:
-    """How the most ranks, at their best setting, compare with one rank alone."""
+def rows_of(case: Case) -> list[Case]:
+    """The rows of a case in tables and sentences: one for each setting that it has timed."""
+    settings = settings_of(case.key)
+    if len(settings) < 2 or case.failed:
+        return [case]
+    return [row_of(case, setting, settings[0]) for setting in settings]
+
+
+def row_of(case: Case, setting: Setting, first: Setting) -> Case:
+    """A setting of an interleaved case as a case of its own."""
+    prefix, metrics = f"{setting.label} ", dict[str, Any]()
+    if setting == first:
+        metrics |= {name: value for name, value in case.metrics.items() if " " not in name}
+    else:
+        shared = ("local_compute_s", "late_s", "no_ddp_s", "straggler_rank", "straggler_factor")
+        metrics |= {name: case.metrics[name] for name in shared if name in case.metrics}
+    for name, value in case.metrics.items():
+        if name.startswith(prefix):
+            metrics[name.removeprefix(prefix)] = value
+    key = case.key | {"bucket_size_mb": setting.bucket_mb, "comm_hook": setting.hook}
+    return replace(case, name=f"{case.name} {setting.label}", key=key, metrics=metrics)
+
+
+class SettingsTable(Table):
+    """A table in which each setting of a case has a row."""
+
+    def row(self, case: Case) -> str:
+        return "\n".join([Table.row(self, row) for row in rows_of(case)])
+
+
+def no_overlap(cases: list[Case]) -> str | None:
+    """Why cases show no overlap although both parts of it were measured; None if all show one."""
+    longer = []
+    for case in cases:
+        exposed, alone = (case.metrics.get(name) for name in ("exposed_s", "communication_s"))
+        if exposed and alone and exposed.above(0) and exposed.value > alone.value:
+            longer.append(case.name)
+    if not longer:
+        return None
+    why = "exposed exceeds communication alone: computing and communicating slow each other down"
+    return f"# overlap is - for {cli.cut(longer)}: {why}"
+
+
+def answer(cases: list[Case]) -> list[str]:
+    """How the most ranks compare with one rank alone, in a sentence for each setting; with
+    --interleave how the settings compare."""
     with_ddp = [case for case in cases if case.key["ddp"]]
     if not with_ddp:
-        return f"{model_of(cases[0])}: a step of one rank takes {cases[0].metrics['step_s']}"
+        return [f"{model_of(cases[0])}: a step of one rank takes {cases[0].metrics['step_s']}"]
     ranks = max(len(case.ranks) for case in with_ddp)
     largest = [case for case in with_ddp if len(case.ranks) == ranks]
-    return scaling(min(largest, key=lambda case: case.metrics["step_s"].value))
+    first, *others = largest
+    if "settings" in first.key:
+        return [scaling(first), *comparison(first, others)]
+    sentences = [scaling(case) for case in largest]
+    if others:
+        sentences.append(
+            f"{model_of(first)}: the settings were timed one after the other, so they are not "
+            "ranked; --interleave compares them"
+        )
+    return sentences
 
 
 def model_of(case: Case) -> str:
-    return f"{case.key['model']}, {case.key['dtype']}"
+    key = case.key
+    return f"{key['model']}, {name_precision(key['dtype'], torch.device(key['device']))}"
+
+
+def words_of(case: Case) -> str:
+    """The setting of a row: `25 MB with bf16`."""
+    return Setting(case.key["bucket_size_mb"], case.key["comm_hook"]).words
 
 
 def scaling(case: Case) -> str:
     """`DDP on 2 ranks trains 1.24 times (1.10 to 1.39) as fast as one rank alone; DDP adds
     16.2 ms (11.3 to 22.0) to a step, which takes 76.1 ms`."""
     metrics, ranks = case.metrics, len(case.ranks)
-    step, on_ranks = metrics["step_s"], f"{model_of(case)}: DDP on {count_of(ranks, 'rank')}"
+    of = f"{model_of(case)}, buckets of {words_of(case)}"
+    step, on_ranks = metrics["step_s"], f"{of}: DDP on {count_of(ranks, 'rank')}"
     sentence, possible = f"{on_ranks} takes {step} a step", True
     if "efficiency" in metrics:
         speed = metrics["efficiency"] * ranks
@@ -454,12 +657,32 @@ def scaling(case: Case) -> str:
         shown = speed.times(most) if possible else speed.times()
         sentence = f"{on_ranks} trains {shown} as fast as one rank alone"
         if speed.may_be(1):
-            sentence = f"{on_ranks} and one rank alone cannot be told apart: {shown}"
+            sentence = f"{on_ranks} and one rank alone do not differ significantly: {shown} as fast"
     if exposed := metrics.get("exposed_s"):
         added = exposed.beside(step.value)  # in the step's unit
         sentence += f"; DDP adds {added} to a step, which takes {show_seconds(step.value)}"
         possible = possible and not (exposed / step).above(1)
     return sentence if possible else Disturbed(sentence)
+
+
+def comparison(first: Case, others: list[Case]) -> list[str]:
+    """`25 MB with bf16 is 1.12 times (1.08 to 1.17) as fast as 25 MB` for each setting but the
+    first one; of three or more whether one is the fastest."""
+    begin = f"{model_of(first)}, {count_of(len(first.ranks), 'rank')}"
+    sentences = []
+    for case in others:
+        speed, names = case.metrics["speed"], (words_of(case), words_of(first))
+        sentence = f"{names[0]} is {speed.times()} as fast as {names[1]}"
+        if speed.may_be(1):
+            sentence = (
+                f"{names[0]} and {names[1]} do not differ significantly: {speed.times()} as fast"
+            )
+        sentences.append(f"{begin}: {sentence}")
+    rows = {words_of(case): case.metrics.get("lead_of_fastest") for case in [first, *others]}
+    if len(rows) > 2:
+        [best] = [name for name, lead in rows.items() if lead is None]
+        sentences.append(f"{begin}: {fastest(best, {n: lead for n, lead in rows.items() if lead})}")
+    return sentences
 
 
 # -- which cases -----------------------------------------------------------------------------------
@@ -479,12 +702,14 @@ def sizes_of(chosen: list[Any] | None, world_size: int, node_ranks: int) -> list
     return sorted(sizes)
 
 
-def name_of(ranks: int, node_ranks: int) -> str:
-    """`1M/2G`: 1 machine with 2 ranks; `2M/8G (16)`: 8 on each of 2; uneven: `2M/12G in all`."""
+def name_of(ranks: int, node_ranks: int, device: torch.device) -> str:
+    """`1M/2G`: 1 machine with 2 GPUs; `2M/8G (16)`: 8 on each of 2; uneven: `2M/12G in all`. On the
+    CPU `1M/2R`, with 2 ranks."""
     machines = math.ceil(ranks / node_ranks)
+    kind = "G" if device.type == "cuda" else "R"
     if machines > 1 and ranks % node_ranks:
-        return f"{machines}M/{ranks}G in all"
-    return f"{machines}M/{min(ranks, node_ranks)}G" + (f" ({ranks})" if machines > 1 else "")
+        return f"{machines}M/{ranks}{kind} in all"
+    return f"{machines}M/{min(ranks, node_ranks)}{kind}" + (f" ({ranks})" if machines > 1 else "")
 
 
 def title_of(model: str, dtype: str, size: int | None, args: argparse.Namespace, job: Job) -> str:
@@ -510,7 +735,7 @@ def plan(
     args: argparse.Namespace, job: Job, sizes: list[int], own: dict[str, int | None]
 ) -> dict[str, list[Planned]]:
     """The title of each table (a model and a dtype), and its cases. own: batch sizes, by model."""
-    tables = {}
+    tables, settings = {}, swept(args)
     fixed = {name: getattr(args, name) for name in ("global_batch", "accumulate", *DDP_OPTIONS)}
     for model, dtype in itertools.product(args.models, args.dtype):
         of_table = {"model": model, "dtype": dtype, **fixed, "breakdown": not args.no_breakdown}
@@ -518,16 +743,28 @@ def plan(
         size = own.get(model, args.batch_size)
         no_ddp = {"ddp": False, "batch_size": size, "bucket_size_mb": None, "comm_hook": None}
         cases: list[Planned] = [] if args.global_batch else [("no ddp", 1, of_table | no_ddp)]
-        for ranks, bucket_mb, hook in itertools.product(sizes, args.bucket_size, args.comm_hook):
-            name = name_of(ranks, job.local_world_size)
-            name += f" {bucket_mb:g}MB" if len(args.bucket_size) > 1 else ""
-            name += f" {hook}" if len(args.comm_hook) > 1 else ""
+        for ranks in sizes:
+            name = name_of(ranks, job.local_world_size, job.device)
             share_of_rank = args.global_batch // ranks if args.global_batch else size
-            ddp = {"ddp": True, "batch_size": share_of_rank}
-            ddp |= {"bucket_size_mb": bucket_mb, "comm_hook": hook}
-            cases.append((name, ranks, of_table | ddp))
+            ddp = of_table | {"ddp": True, "batch_size": share_of_rank}
+            if args.interleave:
+                labels = ", ".join(setting.label for setting in settings)
+                ddp |= {"bucket_size_mb": None, "comm_hook": None, "settings": labels}
+                cases.append((name, ranks, ddp))
+                continue
+            for bucket_mb, hook in settings:
+                label = f" {bucket_mb:g}MB" if len(args.bucket_size) > 1 else ""
+                label += f" {hook}" if len(args.comm_hook) > 1 else ""
+                setting = {"bucket_size_mb": bucket_mb, "comm_hook": hook}
+                cases.append((name + label, ranks, ddp | setting))
         tables[title_of(model, dtype, size, args, job)] = cases
     return tables
+
+
+def names_of_rows(name: str, key: Key) -> list[str]:
+    """The labels of the rows of a case."""
+    settings = settings_of(key)
+    return [f"{name} {setting.label}" for setting in settings] if "settings" in key else [name]
 
 
 def refused(args: argparse.Namespace, world_size: int, sizes: list[int]) -> str | None:
@@ -554,13 +791,21 @@ def main() -> int:
             own[name] = own_batch_size(bench, name, args.find_unused_parameters)
         tables = plan(args, job, sizes, own)
         bench.announce(tables)
+        columns = columns_of(args)
         for title, cases in tables.items():
-            with bench.begin_table(title, STEPS, answer) as table:
+            labels = [label for name, _, key in cases for label in names_of_rows(name, key)]
+            form = SettingsTable(columns, [max(labels, key=len)])
+            with bench.begin_table(title, columns, answer, form) as table:
                 for name, ranks, key in cases:
-                    bench.measure(key, name, partial(build, bench), derive, ranks=range(ranks))
+                    count = max(1, len(settings_of(key)))
+                    rule = replace(bench.rule, max_seconds=count * bench.rule.max_seconds)
+                    begin = partial(build, bench)
+                    bench.measure(key, name, begin, derive, ranks=range(ranks), rule=rule)
             if table.passed:
-                columns = shown(table.passed)
-                bench.print_table(columns, table.passed, f"Where the time goes: {title}")
+                if line := no_overlap(table.passed):
+                    bench.print(line)
+                rows, heading = table.passed, f"Percentiles and rates: {title}"
+                bench.print_table(rates_of(rows), rows, heading)
     return bench.status
 
 

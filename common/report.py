@@ -44,6 +44,7 @@ FAMILIES = (
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a mistake of nobody's
 SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "AUTH", "CRED")  # in the name of a variable
 ROUNDS = 10_000  # of PBKDF2: trying out a word list takes that much longer
+NOT_MEASURABLE = "nothing measurable (no interval)"
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}  # of a time, in seconds
 
 
@@ -121,10 +122,17 @@ class Estimate:
 
     def times(self, most: float = math.inf) -> str:
         """`1.24 times (1.10 to 1.39)`; `up to 2 times (1.70 at least)` where the interval reaches
-        beyond the most that can be."""
-        if self.low is None or self.high is None or self.high <= most:
+        beyond the most that can be. With more digits if it would seem to hold 1 and does not."""
+        if self.low is None or self.high is None:
             return self.text("times", digits=2)
-        return f"up to {most:g} times ({self.low:.2f} at least)"
+        if self.high > most:
+            return f"up to {most:g} times ({self.low:.2f} at least)"
+        digits = 2
+        while digits < 5 and not self.may_be(1):
+            if 1 not in (round(self.low, digits), round(self.high, digits)):
+                break
+            digits += 1
+        return self.text("times", digits=digits)
 
     def __str__(self) -> str:
         """Of seconds: `76.1 ms (70.2 to 80.0)`"""
@@ -132,12 +140,17 @@ class Estimate:
         return self.text(unit, 1 / UNITS[unit])
 
     def beside(self, whole: float) -> str:
-        """`16.2 ms (11.3 to 22.0)`, or `0.3 ms (-1.0 to 2.0: maybe none)`: seconds in the unit and
-        with the digits of a time that stands beside them."""
+        """`16.2 ms (11.3 to 22.0)`: seconds in the unit and with the digits of a time that stands
+        beside them; `nothing measurable (-1.0 to 2.0 ms)` if they are not certainly above 0."""
         unit = unit_of(whole)
-        text = self.text(unit, 1 / UNITS[unit], digits_of(whole / UNITS[unit]))
-        has_zero = self.low is not None and self.may_be(0)
-        return f"{text[:-1]}: maybe none)" if has_zero else text
+        digits = digits_of(whole / UNITS[unit])
+        if self.low is None or self.high is None:
+            measurable = self.value > 0
+            return self.text(unit, 1 / UNITS[unit], digits) if measurable else NOT_MEASURABLE
+        if self.low > 0:
+            return self.text(unit, 1 / UNITS[unit], digits)
+        low, high = (f"{end / UNITS[unit]:,.{digits}f}" for end in (self.low, self.high))
+        return f"nothing measurable ({low} to {high} {unit})"
 
 
 def digits_of(value: float) -> int:

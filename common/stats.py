@@ -104,8 +104,8 @@ def between(samples: NDArray[np.float64], half: float) -> Interval | None:
 
 
 def student(confidence: float, freedom: int) -> float:
-    """The two-sided quantile of Student's t, within 0.2 % for 95 % and 5 degrees of freedom.
-    Abramowitz and Stegun 26.7.5."""
+    """The two-sided quantile of Student's t: for 5 degrees of freedom within 0.2 % at 95 %, and 1 %
+    at 99.5 %; for more within less. Abramowitz and Stegun 26.7.5."""
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
     first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
@@ -220,13 +220,13 @@ def time_of_rounds(samples: ArrayLike, rounds: Sequence[int]) -> float:
     return float(first * np.exp(np.log(medians / first).mean()))
 
 
-def half_of_mean(values: Samples) -> float:
-    """Half the width of the 95 % interval of the mean of values [n], n >= MIN_ROUNDS, of which each
+def half_of_mean(values: Samples, confidence: float = 0.95) -> float:
+    """Half the width of the interval of the mean of values [n], n >= MIN_ROUNDS, of which each
     round gives one: Student's t. Up to 8 values count as independent; of more, the autocorrelation
     time says how much they depend on each other."""
     n = len(values)
     tau = autocorrelation_time(values) if n > 8 else 1.0
-    return student(0.95, n - 1) * float(np.std(values, ddof=1)) * float(np.sqrt(tau / n))
+    return student(confidence, n - 1) * float(np.std(values, ddof=1)) * float(np.sqrt(tau / n))
 
 
 class Times:
@@ -279,17 +279,21 @@ class Times:
             half = max(half, half_of_mean(means))
         return telling(Estimate(value, value * float(np.exp(-half)), value * float(np.exp(half))))
 
-    def ratio(self, part: str) -> Estimate:
-        """`mean` of the part / `mean` of the step; its 95 % interval is over the rounds' ratios.
+    def about(self, name: str) -> "Times":
+        """The same times, about another step."""
+        return Times({**self.samples_s, "step": self.samples_s[name]}, self.rounds)
+
+    def ratio(self, part: str, step: str = "step", confidence: float = 0.95) -> Estimate:
+        """`mean` of the part / `mean` of the step; its interval is over the rounds' ratios.
 
         There is no interval under 6 rounds.
         """
-        a, b = self.slowest(part), self.slowest()
+        a, b = self.slowest(part), self.slowest(step)
         value = time_of_rounds(a, self.rounds) / time_of_rounds(b, self.rounds)
         both = block_medians(a, self.rounds), block_medians(b, self.rounds)
         if both[0] is None or both[1] is None:
             return Estimate(value)
-        reach = float(np.exp(half_of_mean(np.log(both[0] / both[1]))))
+        reach = float(np.exp(half_of_mean(np.log(both[0] / both[1]), confidence)))
         return telling(Estimate(value, value / reach, value * reach))
 
     def beyond(self, part: str) -> Estimate:
@@ -359,7 +363,8 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     local: the name of the part that is the step without communication. alone: the name of the part
     that is the communication by itself, if it was timed.
     exposed = step - local compute, the slowest rank on both sides: a late rank cancels out.
-    overlap = 1 - exposed / alone; None where exposed may be 0.
+    overlap = 1 - exposed / alone; None if exposed may be 0, and if it exceeds alone: computing and
+    communicating then slow each other down, and no share of communication is hidden.
     late = local compute of the slowest rank - of the median rank, in each iteration.
     """
     by_rank = times.each(local)
@@ -371,8 +376,8 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     }
     if alone is not None:
         metrics["communication_s"] = times.mean(alone)
-        certain = not exposed.may_be(0) and metrics["communication_s"].value > 0
-        metrics["overlap"] = 1 - exposed / metrics["communication_s"] if certain else None
+        can_be = not exposed.may_be(0) and 0 < exposed.value <= metrics["communication_s"].value
+        metrics["overlap"] = 1 - exposed / metrics["communication_s"] if can_be else None
     if slow := straggler(by_rank):
         metrics["straggler_rank"], metrics["straggler_factor"] = slow
     return metrics
@@ -460,18 +465,29 @@ class Disturbed(str):
     """A sentence about a number that cannot be. Benchmark adds who took the cores meanwhile."""
 
 
-def fastest(times: Mapping[str, Estimate]) -> str:
-    """`a is 1.12 times (1.09 to 1.15) as fast as b, the next`, or who cannot be told apart. times:
-    seconds by name, at least one."""
-    first, *others = sorted(times, key=lambda name: times[name].value)
-    if not others:
-        return f"{first} takes {times[first]}"
-    ratios = {name: telling(times[name] / times[first]) for name in others}
-    alike = [name for name, ratio in ratios.items() if ratio.may_be(1)]
+def simultaneous(count: int) -> float:
+    """The confidence of each ratio between `count` steps that were timed in turns, such that all
+    ratios to one step hold together with 95 %: 1 - 0.05 / (count - 1) (Bonferroni).
+
+    This also covers `fastest`. A step can be called the fastest wrongly only if it wins against the
+    one that really is, and there are count - 1 such pairs.
+    """
+    return 1 - 0.05 / (count - 1)
+
+
+def fastest(name: str, leads: Mapping[str, Estimate]) -> str:
+    """Whether a setting is the fastest one: it has to win against every other one.
+
+    leads: how many times as fast as each other setting it is, all 1 or more, with intervals of
+    confidence `simultaneous`.
+    """
+    alike = {other: lead for other, lead in leads.items() if lead.may_be(1)}
     if alike:
-        return f"{first} and {cut(alike, 3)} cannot be told apart"
-    rank = ", the next" if len(others) > 1 else ""
-    return f"{first} is {ratios[others[0]].times()} as fast as {others[0]}{rank}"
+        several = cut([f"{other}: {lead.times()}" for other, lead in alike.items()], 3)
+        return f"no setting is the fastest, {name} does not differ significantly from {several}"
+    following = min(leads, key=lambda other: leads[other].value)
+    words = f"{leads[following].times()} as fast as {following}, the next"
+    return f"{name} is the fastest of {len(leads) + 1} settings, {words}"
 
 
 def side_by_side(estimates: Mapping[str, Estimate], unit: str = "") -> str:

@@ -1,5 +1,6 @@
 """ddp_sweep.py as its user runs it. What the core promises is in test_faults.py."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,17 +8,36 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import ddp_sweep
 from common.check import NOT_FINITE
 from common.report import Case, Estimate
 from common.stats import Disturbed, Times
 from tests.process import ROOT
+from tests.test_sources import table
 
 SCRIPT = "benchmarks/ddp_sweep.py"
 SHORT = ("--iters", "2", "--warmup-iters", "1")
 SMALL = (*SHORT, "--model", "mobilenet_v3_small", "--image-size", "32")
 smoke = pytest.mark.smoke
+
+
+def quotients(text: str, ranks: int = 1) -> int:
+    """The number of rows with an efficiency. Each is the quotient of what is printed beside it, one
+    rank / (ranks * step), within the rounding of the three numbers."""
+    count = 0
+    for row in table(text, "efficiency (%)", "one rank gmean (ms)", "step gmean (ms)"):
+        if row["efficiency (%)"] == "-":
+            continue
+        one, step = float(row["one rank gmean (ms)"]), float(row["step gmean (ms)"])
+        quotient = 100 * one / (ranks * step)
+        rounding = 0.05 + quotient * (0.005 / one + 0.005 / step) + 1e-9
+        assert float(row["efficiency (%)"]) == pytest.approx(quotient, abs=rounding)
+        exposed, local = float(row["exposed commun. (ms)"]), row["local compute gmean (ms)"]
+        assert exposed == pytest.approx(step - float(local), abs=0.015 + 1e-9)
+        count += 1
+    return count
 
 
 @smoke
@@ -30,10 +50,13 @@ def test_two_ranks_with_and_without_a_hook(bench: Callable[..., Any]) -> None:
     last = run.report.cases[-1]
     assert list(last.samples_s) == ["step", "local compute", "alone", "no ddp"]
     assert [len(rows) for rows in last.samples_s["no ddp"]] == [2]  # the first rank alone
-    row = next(line for line in run.out.splitlines() if line.startswith("1M/2G bf16"))
-    p50 = last.metrics["step_s"].value
-    assert float(row.split()[3]) == pytest.approx(p50, rel=0.06)
-    assert f" {2 / p50:.1f} " in row  # ex/sec/dev: the batch of a rank
+    [row] = [row for row in table(run.out, "p50 sec/iter") if row[""] == "1M/2R bf16"]
+    p50 = last.metrics["step_s"].value  # with 2 rounds a median
+    assert float(row["p50 sec/iter"]) == pytest.approx(p50, rel=0.06)
+    assert row["p50 ex/sec/dev"] == f"{2 / p50:.1f}"  # the batch of a rank
+    assert quotients(run.out) == 2
+    # the question first: the breakdown stands before percentiles and rates
+    assert run.out.index("efficiency") < run.out.index("Percentiles and rates: mobilenet")
 
 
 @smoke
@@ -51,7 +74,7 @@ def test_odd_numbers_of_ranks_and_ones_own_model(
     assert run.status == 0, run.err
     assert "\nmine:idle, batch size 3 a rank (weak scaling), torch's" in run.out
     names = [case.name for case in run.report.cases]
-    assert names == ["no ddp", "1M/1G", "1M/3G", "1M/5G"]
+    assert names == ["no ddp", "1M/1R", "1M/3R", "1M/5R"]
     for case in run.report.cases:
         rate = case.metrics["samples_per_s"].value
         assert case.check == "passed"
@@ -102,8 +125,8 @@ def test_strong_scaling(bench: Callable[..., Any]) -> None:
     assert run.status == 0, run.err
     assert "\nmobilenet_v3_small, global batch 8 (strong scaling), 32 px, " in run.out
     cases = run.report.cases
-    assert [(case.name, case.key["batch_size"]) for case in cases] == [("1M/1G", 8), ("1M/2G", 4)]
-    assert "efficiency" in cases[1].metrics
+    assert [(case.name, case.key["batch_size"]) for case in cases] == [("1M/1R", 8), ("1M/2R", 4)]
+    assert quotients(run.out, ranks=2) == 1
 
 
 @smoke
@@ -119,8 +142,11 @@ def test_hooks_average_gradients_and_local_compute_does_not(start: Callable[...,
 
 
 def test_labels_and_sets_of_ranks() -> None:
-    names = [ddp_sweep.name_of(size, 8) for size in (1, 8, 16, 12)]
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    names = [ddp_sweep.name_of(size, 8, cuda) for size in (1, 8, 16, 12)]
     assert names == ["1M/1G", "1M/8G", "2M/8G (16)", "2M/12G in all"]
+    names = [ddp_sweep.name_of(size, 8, cpu) for size in (8, 16, 12)]
+    assert names == ["1M/8R", "2M/8R (16)", "2M/12R in all"]
     assert ddp_sweep.sizes_of(None, 5, 5) == [1, 2, 4, 5]
     assert ddp_sweep.sizes_of(None, 24, 8) == [1, 2, 4, 8, 16, 24]
     assert ddp_sweep.sizes_of([2, "nodes"], 20, 8) == [2, 8, 16, 20]
@@ -138,7 +164,9 @@ def test_the_metrics_of_a_case_by_hand() -> None:
         "alone": [[0.004] * 6, [0.003] * 6],
         "no ddp": [[0.006] * 6],
     }
-    case = Case(key={"batch_size": 5, "global_batch": None, "accumulate": 1}, ranks=[0, 1])
+    key = {"ddp": True, "bucket_size_mb": 25.0, "comm_hook": "none"}
+    key |= {"batch_size": 5, "global_batch": None, "accumulate": 1}
+    case = Case(key=key, ranks=[0, 1])
     facts = [ddp_sweep.Facts("abc", "g", {"memory_gib": gib}, 35) for gib in (0.5, 0.75)]
     ddp_sweep.derive(case, Times(rows, [1] * 6), facts)
     values = {name: getattr(number, "value", number) for name, number in case.metrics.items()}
@@ -207,6 +235,55 @@ def test_ones_own_batch_of_tokens_and_a_loss_that_diverges(bench: Callable[..., 
 
 
 @smoke
+def test_settings_in_turns(bench: Callable[..., Any]) -> None:
+    """Four settings in one case, and what is printed of each: its ratio to the first one."""
+    flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--interleave")
+    swept = ("--bucket-size", "25,0.001", "--comm-hook", "none,bf16")
+    run = bench(SCRIPT, "--iters", "12", "--warmup-iters", "1", *flags, *swept)
+    assert run.status == 0, run.err
+    no_ddp, case = run.report.cases
+    labels = ["25MB none", "25MB bf16", "0.001MB none", "0.001MB bf16"]
+    assert case.key["settings"] == ", ".join(labels)
+    assert (case.key["bucket_size_mb"], case.key["comm_hook"]) == (None, None)
+    assert list(case.samples_s) == ["step", *labels[1:], "local compute", "no ddp"]
+    assert {len(rows[0]) for rows in case.samples_s.values()} == {12}
+    assert case.rounds == [1] * 12
+    assert "settings" not in no_ddp.key
+    assert case.check == "passed"
+    assert quotients(run.out) == 4
+    first, *others = table(run.out, "vs first", "simult. 95% ci")[1:]
+    assert [row[""] for row in (first, *others)] == [f"1M/2R {label}" for label in labels]
+    assert first["vs first"] == "-"
+    for row in others:
+        steps = [float(each["step gmean (ms)"]) for each in (first, row)]
+        speed = steps[0] / steps[1]
+        rounding = 0.005 + speed * (0.005 / steps[0] + 0.005 / steps[1]) + 1e-9
+        assert float(row["vs first"]) == pytest.approx(speed, abs=rounding)
+    assert "alone" not in run.out.split("Percentiles and rates: ")[0].split("vs")[1]
+    said = run.report.end["answer"]
+    begin = "tests.own_models:gpt, torch's default precision"
+    assert said[0].startswith(f"{begin}, buckets of 25 MB: DDP on 2 ranks ")
+    for sentence, setting in zip(
+        said[1:4], ("25 MB with bf16", "0.001 MB", "0.001 MB with bf16"), strict=True
+    ):
+        assert sentence.startswith(f"{begin}, 2 ranks: {setting} ")
+    assert "the fastest" in said[4]
+
+
+@smoke
+def test_settings_without_room_in_memory_are_a_failed_row(bench: Callable[..., Any]) -> None:
+    """The second replica does not fit on rank 1."""
+    flags = ("--model", "tests.own_models:gpt", "--comm-hook", "none,fp16", "--interleave")
+    run = bench(SCRIPT, *SHORT, *flags, "--no-breakdown", inject="twin-raises")
+    assert run.status == 1, run.err
+    alone, one, two = run.report.cases
+    assert (alone.check, one.check) == ("passed", "passed")
+    assert two.check == "failed: OutOfMemoryError: injected: no memory for a twin (rank 1)"
+    assert f"\n1M/2R  {two.check}" in re.sub(" +  failed", "  failed", run.out)
+    assert [row["vs first"] == "-" for row in table(run.out, "vs first")[:3]] == [True, True, False]
+
+
+@smoke
 def test_powersgd_over_gloo(bench: Callable[..., Any]) -> None:
     """In one bucket it trains; in several torch's hook would hang, so the case fails with the size
     that fits: 16 x 32 + 3 x 1,104 parameters are 15 KiB."""
@@ -234,21 +311,24 @@ def test_a_hook_that_stops_averaging_is_found(bench: Callable[..., Any]) -> None
 def answer_of(efficiency: Estimate, exposed: Estimate, global_batch: int | None = None) -> str:
     """What is said of 2 ranks whose step takes 80 ms."""
     key = {"model": "m", "dtype": "fp32", "ddp": True, "global_batch": global_batch}
+    key |= {"device": "cpu", "bucket_size_mb": 25.0, "comm_hook": "none"}
     metrics = {"step_s": Estimate(0.08, 0.076, 0.084)}
     metrics |= {"efficiency": efficiency, "exposed_s": exposed}
-    return ddp_sweep.answer([Case(key=key, ranks=[0, 1], metrics=metrics)])
+    [sentence] = ddp_sweep.answer([Case(key=key, ranks=[0, 1], metrics=metrics)])
+    return sentence
 
 
 def test_the_answer() -> None:
     """2 * 0.625 = 1.25 times as fast."""
     exposed = Estimate(0.0162, 0.011, 0.022)
     assert answer_of(Estimate(0.625, 0.6, 0.7), exposed) == (
-        "m, fp32: DDP on 2 ranks trains 1.25 times (1.20 to 1.40) as fast as one rank alone; "
-        "DDP adds 16.2 ms (11.0 to 22.0) to a step, which takes 80.0 ms"
+        "m, fp32, buckets of 25 MB: DDP on 2 ranks trains 1.25 times (1.20 to 1.40) as fast as one "
+        "rank alone; DDP adds 16.2 ms (11.0 to 22.0) to a step, which takes 80.0 ms"
     )
     assert answer_of(Estimate(0.55, 0.45, 0.7), Estimate(0.01)) == (
-        "m, fp32: DDP on 2 ranks and one rank alone cannot be told apart: "
-        "1.10 times (0.90 to 1.40); DDP adds 10.0 ms (no interval) to a step, which takes 80.0 ms"
+        "m, fp32, buckets of 25 MB: DDP on 2 ranks and one rank alone do not differ significantly: "
+        "1.10 times (0.90 to 1.40) as fast; DDP adds 10.0 ms (no interval) to a step, which takes "
+        "80.0 ms"
     )
     # more than twice as fast, or more exposed than the step takes
     assert isinstance(answer_of(Estimate(1.2, 1.1, 1.3), exposed), Disturbed)

@@ -29,7 +29,7 @@ def test_a_stopped_rank_is_named(bench: Callable[..., Any]) -> None:
     assert run.status != 0
     hang = run.err[run.err.index("HANG") :]
     _, stopped, waiting = hang.splitlines()[:3]
-    assert re.match(r"rank 1 on .*1M/2G.*, block .*does not answer", stopped)
+    assert re.match(r"rank 1 on .*1M/2R.*, block .*does not answer", stopped)
     assert re.match("rank 0 on .*waits", waiting)
     assert "newest collective gloo:" in hang
     assert "in time_round" in hang  # the stacks stand below the headline
@@ -74,7 +74,7 @@ def test_a_rank_outside_a_case_waits_longer_than_its_own_timer(
     assert run.status == 0, run.out + run.err
     assert [(case.name, case.check) for case in run.report.cases] == [
         ("no ddp", "passed"),
-        ("1M/2G", "passed"),
+        ("1M/2R", "passed"),
     ]
 
 
@@ -114,7 +114,7 @@ def test_a_restart_by_torchrun_goes_on_with_resume(bench: Callable[..., Any]) ->
     run = bench(SCRIPT, *SHORT, "--resume", inject="dies", PET_MAX_RESTARTS="1")
     assert run.status == 0, run.err
     assert "exitcode: -9" in run.err
-    assert [case.name for case in run.report.cases] == ["no ddp", "1M/2G"]
+    assert [case.name for case in run.report.cases] == ["no ddp", "1M/2R"]
     lines = [json.loads(line) for line in run.path.read_text().splitlines()]
     has = ["key" in line or ("resumed_at" in line and "resumed") for line in lines]
     assert has == [False, True, "resumed", True, False]
@@ -153,7 +153,7 @@ def test_everything_is_killed_and_resume_goes_on(waiting: Any, bench: Callable[.
         file.write('{"key": {"cut": ')  # as a crash leaves it in the middle of a line
     run = bench(SCRIPT, *SHORT, "--resume")
     assert run.status == 0, run.err
-    assert [case.name for case in run.report.cases] == ["no ddp", "1M/2G"]
+    assert [case.name for case in run.report.cases] == ["no ddp", "1M/2R"]
     assert run.report.status == "complete"
 
 
@@ -183,8 +183,8 @@ def test_a_case_that_fails_on_one_rank_is_a_row(bench: Callable[..., Any]) -> No
     memory = "failed: OutOfMemoryError: injected: out of memory (rank 1)"
     kernel = "failed: RuntimeError: injected: no kernel for this step (rank 1)"
     assert checks == {None: "passed", "none": memory, "allreduce": kernel, "fp16": "passed"}
-    assert f"1M/2G none  {memory}" in run.out
-    assert run.reason.startswith("2 of 4 cases failed; 1M/2G none: failed: OutOfMemoryError")
+    assert f"1M/2R none  {memory}" in run.out
+    assert run.reason.startswith("2 of 4 cases failed; 1M/2R none: failed: OutOfMemoryError")
     assert run.reason.endswith(memory)
     assert run.status != 0
     assert run.report.status == "failed"

@@ -70,11 +70,11 @@ def crowded_text(rows: Iterable[dict[str, Any]], loads: Sequence[Others], nodes:
 
 
 def estimates_of(case: Case) -> Iterator[tuple[str, Estimate]]:
-    """The estimated numbers of a case, in words: `exposed_s` is `exposed`. Rates are left out: they
-    follow from times."""
+    """The estimated numbers of a case, in words: `exposed_s` is `exposed`, and so is `25MB bf16
+    exposed_s` of one of several settings. Rates are left out: they follow from times."""
     for name, value in case.metrics.items():
         if isinstance(value, Estimate) and "_per_" not in name:
-            yield name.removesuffix("_s").replace("_", " "), value
+            yield name.rpartition(" ")[2].removesuffix("_s").replace("_", " "), value
 
 
 def without_interval(case: Case) -> set[str]:
@@ -169,5 +169,8 @@ def flag_for_more(doubtful: Sequence[Case], args: Any) -> str:
     long as their samples took, since each block starts with an untimed iteration."""
     if args.iters:
         return f"--iters {2 * args.iters}"
-    seconds = 4 * max(args.max_seconds, *(timed_s(case) for case in doubtful))
+    # of a case with several settings --max-seconds counts for each of them
+    counts = [len(str(case.key.get("settings", "")).split(", ")) for case in doubtful]
+    timed = [timed_s(case) / count for case, count in zip(doubtful, counts, strict=True)]
+    seconds = 4 * max(args.max_seconds, *timed)
     return f"--max-seconds {math.ceil(seconds)}"

@@ -46,7 +46,7 @@ def test_what_the_interval_holds() -> None:
         (str(Estimate(2.5e-6, 2e-6, 3e-6)), "2.50 us (2.00 to 3.00)"),
         (Estimate(1.24, 1.1, 1.39).text("GB/s"), "1.24 GB/s (1.10 to 1.39)"),
         (Estimate(0.002, 0.001, 0.0034).beside(0.0761), "2.0 ms (1.0 to 3.4)"),
-        (Estimate(0.002, -0.001, 0.0034).beside(0.0761), "2.0 ms (-1.0 to 3.4: maybe none)"),
+        (Estimate(0.002, -0.001, 0.0034).beside(0.0761), "nothing measurable (-1.0 to 3.4 ms)"),
         (Estimate(0.002).beside(0.0761), "2.0 ms (no interval)"),
         # two ranks are at most 2 times as fast as one
         (Estimate(1.9, 1.7, 2.2).times(most=2), "up to 2 times (1.70 at least)"),

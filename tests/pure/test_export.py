@@ -70,6 +70,11 @@ def test_what_pytorchs_report_has_no_room_for(tmp_path: Path) -> None:
     """Two bucket sizes; and a case so large that it has the slowest rank's times alone."""
     two = write(tmp_path / "two.jsonl", ddp("x", 2), ddp("y", 2, 1.0))
     assert "--to pytorch has room for one of" in run("export.py", two, "--to", "pytorch").stderr
+    turns = ddp("x", 2)
+    turns["key"] |= {"bucket_size_mb": None, "settings": "1MB none, 25MB none"}
+    path = write(tmp_path / "turns.jsonl", turns)
+    told = "has room for one setting, got 1MB none, 25MB none of --interleave"
+    assert told in run("export.py", path, "--to", "pytorch").stderr
     bounded = ddp("x", 2) | {"bounded": True, "samples_s": {"step": [[1.1, 1.2]]}}
     large = write(tmp_path / "large.jsonl", bounded)
     assert "needs each rank's times" in run("export.py", large, "--to", "pytorch").stderr

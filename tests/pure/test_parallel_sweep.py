@@ -154,5 +154,5 @@ def test_the_answer_tells_no_order() -> None:
         "a step takes 100 ms (99 to 101) under dp4tp2, 112 ms (111 to 113) under dp8; "
         "these were timed one after the other, analysis/ab.py takes turns",
         "of a step's 100 ms under dp4tp2 dp exposes 16 ms (11 to 22), "
-        "tp exposes 2 ms (-1 to 4: maybe none)",
+        "tp exposes nothing measurable (-1 to 4 ms)",
     ]

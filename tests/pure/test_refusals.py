@@ -80,7 +80,17 @@ MISTAKES = [
     ("ddp_sweep", "--bucket-size 25,x", "--bucket-size: expected a number above 0, got 'x'"),
     ("ddp_sweep", "--comm-hook bf61", "got 'bf61'; did you mean bf16?"),
     ("ddp_sweep", "--world-sizes 2,node", "--world-sizes: expected a whole number of at least 1"),
-    ("ddp_sweep", "--dtype tf32 --device cpu", "tf32 is a mode of CUDA's tensor cores; try"),
+    ("ddp_sweep", "--dtype tf32 --device cpu", "--dtype tf32 requires CUDA; use fp32"),
+    (
+        "ddp_sweep",
+        "--interleave",
+        "expected several bucket sizes or hooks, got 25 MB alone; e.g. --c",
+    ),
+    (
+        "ddp_sweep",
+        "--interleave --comm-hook bf16",
+        "got 25 MB with bf16 alone; e.g. --comm-hook no",
+    ),
     ("input_sweep", "--model resnet19", "unknown model 'resnet19'; did you mean resnet"),
     ("input_sweep", "--cache hot", "expected some of warm, cold"),
     ("node_check", "--budget 0", "--budget: expected a number above 0, got '0'"),
