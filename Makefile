@@ -8,7 +8,7 @@ smoke faults launch gpu oldest:
 cudalab: # CUDA and NCCL code on a stand-in, and which lines of it no row has run
 	rm -f tests/cudalab/.build/lines
 	mkdir -p tests/cudalab/.build
-	CUDALAB_COVER="$(CURDIR)/tests/cudalab/.build/lines:benchmarks,common" \
+	CUDALAB_COVER="$(CURDIR)/tests/cudalab/.build/lines:benchmarks,common,examples" \
 		$(PYTEST) -n 2 -m $@ tests/test_cudalab.py
 	python tests/cudalab_lines.py tests/cudalab/.build/lines
 all: quick smoke faults launch

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.cudalab
 
 LIMIT_S = 500  # of a command; a quiet machine with 2 cores needs 2 to 30 s
 INJECT, SMALLER = "tests/inject.py", "tests/smaller.py"
+ONE_GPU = "tests/gpu/share_gpu.py"  # each rank on GPU 0, as a host of its own
 HAS_NCCL2 = hasattr(dist, "ProcessGroupNCCL2")
 # The values of TORCH_DIST_USE_NCCL2 that the rows run with: both if `nccl` means nccl2 unless the
 # variable is 0. Otherwise nccl2 has rows of its own.
@@ -43,10 +44,12 @@ EXAMPLES = [
 class Row:
     """A command and its result.
 
-    command: script and flags. status: one or several exit statuses that are right. says: patterns
-    of stdout and stderr. failed: a text in the check of at least one case; all other cases pass, or
-    are skipped. on_cpu: flags that let the command run on the CPU over gloo, with the same values.
-    implementations: whether to run it with each implementation of `nccl`.
+    ranks: of a node. command: script and flags. status: one or several exit statuses that are
+    right. says: patterns of stdout and stderr. lacks: one that neither has. failed: a text in the
+    check of at least one case; all other cases pass, or are skipped. on_cpu: flags that let the
+    command run on the CPU over gloo, with the same values. contexts: how many CUDA contexts all
+    processes make; a process and GPU counts once; None: not counted. implementations: whether to
+    run it with each implementation of `nccl`.
     """
 
     name: str
@@ -54,8 +57,11 @@ class Row:
     command: str
     status: tuple[int, ...] = (0,)
     says: tuple[str, ...] = ()
+    lacks: str = ""
+    nodes: int = 1
     failed: str = ""
     on_cpu: str = ""
+    contexts: int | None = None
     ci: bool = False
     implementations: bool = True
     cold: bool = False
@@ -93,7 +99,7 @@ def smi(answers: str) -> dict[str, str]:
 
 ROWS = [
     # each script with the defaults of CUDA, and its values beside those of the CPU
-    Row("ddp_sweep", 2, f"{DDP} {SHORT}", on_cpu=CPU, ci=True),
+    Row("ddp_sweep", 2, f"{DDP} {SHORT}", on_cpu=CPU, contexts=2, ci=True),
     Row("parallel_sweep", 2, f"{PAR} {SHORT} --mesh dp2,tp2", on_cpu=CPU, ci=True),
     Row(
         *("collectives", 2, f"{ALL} -d float32,bfloat16,int8 -o sum,avg,max"),
@@ -103,14 +109,28 @@ ROWS = [
     Row("p2p_matrix", 2, P2P, on_cpu=CPU, ci=True),
     # not compared with the CPU: the time that is left decides on its cases, and metrics are times
     Row("node_check", 2, NODE, status=(0, 4), ci=True),
-    Row("checkpoint_sweep", 2, f"{CKPT} --modes all --strategy fsdp2,ddp", on_cpu=CPU),
+    # two nodes with a GPU each: the links between them
+    Row(
+        *("node_check 2 nodes", 1, f"{ONE_GPU} {NODE} --budget 30"),
+        status=(0, 4),
+        nodes=2,
+        cold=True,
+    ),
+    Row("checkpoint_sweep", 2, f"{CKPT} --modes all --strategy fsdp2,ddp", on_cpu=CPU, contexts=2),
     Row("input_sweep", 2, INPUT, on_cpu=CPU),
     Row(
         *("compile_sweep", 2, f"{COMPILE} --strategies ddp --backends eager,aot_eager"),
         on_cpu=CPU,
         ci=True,
     ),
-    Row("rpc_latency", 2, f"{RPC} {SERVERS}", on_cpu=f"{CPU} --server-device cpu", ci=True, **GLOO),
+    # RPC makes a second context on GPU 0, for rank 1: see docs/gpus.md
+    Row(
+        *("rpc_latency", 2, f"{RPC} {SERVERS}"),
+        on_cpu=f"{CPU} --server-device cpu",
+        contexts=3,
+        ci=True,
+        **GLOO,
+    ),
     Row(
         *("ddp_rpc", 4, f"{B}/ddp_rpc.py {SERVERS} {SHORT}"),
         on_cpu=f"{CPU} --server-device cpu",
@@ -131,7 +151,7 @@ ROWS = [
     Row("ddp dtypes", 2, f"{DDP} {SHORT} --dtype fp32,tf32,bf16 --comm-hook none,fp16,bf16"),
     Row("ddp torchvision", 2, f"{B}/ddp_sweep.py --model mobilenet_v3_small --image-size 32 "
         f"--batch-size 4 {SHORT} --dtype bf16"),
-    Row("ddp gloo", 2, f"{DDP} {SHORT} --backend gloo", **GLOO),
+    Row("ddp gloo", 2, f"{DDP} {SHORT} --backend gloo", contexts=3, **GLOO),  # as RPC does
     Row("ddp nccl2", 2, f"{DDP} {SHORT} --backend nccl2", **GLOO),
     Row("ddp 4 ranks", 4, f"{DDP} {SHORT} --bucket-size 0.01,25 --no-breakdown"),
     Row("ddp interleave", 2, f"{DDP} {SHORT} --bucket-size 0.01,25 --comm-hook none,bf16 "
@@ -148,6 +168,8 @@ ROWS = [
     Row("refused pp over gloo", 2, f"{PAR} {SHORT} --mesh pp2:1f1b --backend gloo", (1, 2),
         ("gloo sends no CUDA tensors between stages",), **GLOO),
     Row("mesh nccl2", 2, f"{PAR} {SHORT} --mesh dp2,tp2,pp2:1f1b --backend nccl2", **GLOO),
+    Row("mesh nccl-lazy", 2, f"{PAR} {SHORT} --mesh dp2,pp2:1f1b --backend nccl-lazy", cold=True,
+        **GLOO),
     Row("collectives -G", 2, f"{ALL} -G 3", ci=True),
     # gloo waits on the host, which a capture forbids
     Row("collectives -G gloo", 2, f"{ONE} -G 3 --backend gloo -e 64", (1,), failed="capture",
@@ -155,6 +177,7 @@ ROWS = [
     Row("collectives warm, -I", 2, f"{ALL} --cache-warm -I 1"),
     Row("collectives gloo", 2, f"{ALL} -d float32,bfloat16 --backend gloo", **GLOO),
     Row("collectives nccl2", 2, f"{ALL} --backend nccl2 -G 2", **GLOO),
+    Row("collectives nccl-legacy", 2, f"{ONE} --backend nccl-legacy", **GLOO),
     Row("collectives two backends", 2, f"{ONE} --backend cpu:gloo,cuda:nccl"),
     Row("collectives beside", 2, f"{ONE} --beside all_to_all"),
     Row("collectives groups", 4, f"{ONE} --collective all_reduce,all_to_all --groups 0,1/2-3"),
@@ -181,7 +204,9 @@ ROWS = [
     Row("ps dense", 4, f"{PS} --ncudatrainer 2 --nserver 1 --routes allreduce,rpc "
         "--dense-embedding"),
     # what nvidia-smi says
-    Row("gpus slowed", 2, f"{DDP} {SHORT}", says=("slowed",), variables=smi("slowed")),
+    # of 8 GPUs that are all slowed down, the ranks use two
+    Row("gpus slowed", 2, f"{DDP} {SHORT}", says=("GPU 0 of .* throttled", "GPU 1 of .* throttled"),
+        lacks="GPU [2-7]", variables=smi("slowed")),
     Row("gpus with errors", 2, f"{DDP} {SHORT}", says=("GPU 0, 1 have uncorrected memory errors",),
         variables=smi("ecc.errors.uncorrected.volatile.total=3")),
     Row("gpus at their power limit", 2, f"{DDP} {SHORT}", says=("limited by its power",),
@@ -211,11 +236,18 @@ ROWS = [
         "--timeout 15", (1, 3), (NAMED, "rank 1"), ci=True),
     Row("fault hang nccl2", 2, f"{INJECT} stops {DDP} {TWELVE} --world-sizes 2 --no-breakdown "
         "--timeout 15 --backend nccl2", (1, 3), (NAMED, "rank 1"), **GLOO),
+    # torch 2.14 has no flight recorder for nccl2; there `nccl` is the legacy one
+    Row("fault hang in NCCL", 2, f"{INJECT} stops-in-all-reduce {B}/collectives.py "
+        f"--collective all_reduce -b 64 -e 64K -f 32 -n 4 {TWELVE} --timeout 15", (1, 3),
+        (NAMED, "rank 1", r"newest collective nccl\w*:all_reduce")),
     Row("fault assert", 1, f"{INJECT} device-assert {DDP} {TWELVE}", (1,),
         ("this process cannot use its GPU any more",), ci=True),
     Row("fault memory", 1, f"{B}/ddp_sweep.py --models resnet18,tests.own_models:gpt "
         f"--no-breakdown --image-size 64 {SHORT}", (1,), failed="OutOfMemoryError",
         variables=MEMORY, ci=True),
+    Row("fault own model", 2, f"{B}/ddp_sweep.py --model tests.own_models:too_large,"
+        f"tests.own_models:gpt --world-sizes 2 --no-breakdown {SHORT}", (1,),
+        failed="OutOfMemoryError: GPU", **GLOO),
     # refusals: a line, status 2
     Row("refused shared GPU", 2, P2P, (1, 2), ("NCCL wants one for each rank",),
         variables={"CUDALAB_DEVICES": "1"}),
@@ -241,8 +273,8 @@ ROWS = [
     Row("refused tf32", 2, f"{DDP} --dtype tf32 --device cpu", (1, 2), ("tf32",)),
     # ranks that see a GPU each, as Slurm's --gpus-per-task gives them
     Row("own GPU", 2, f"tests/own_gpu.py {ALL}", cold=True),
-    Row("own GPU rpc", 2, f"tests/own_gpu.py {RPC} {SERVERS}", cold=True, **GLOO),
-    Row("one GPU", 2, f"tests/gpu/share_gpu.py {P2P}", cold=True),
+    Row("own GPU rpc", 2, f"tests/own_gpu.py {RPC} {SERVERS}", contexts=2, cold=True, **GLOO),
+    Row("one GPU", 2, f"{ONE_GPU} {P2P}", cold=True),
 ]  # fmt: skip
 
 
@@ -287,7 +319,11 @@ def judge(row: Row, run: Run) -> None:
     assert ("this kernel does nothing" in said) == ("inductor" in row.command), said
     for pattern in row.says:
         assert re.search(pattern, said), f"no {pattern!r} in\n{said}"
-    checks = [case.check for case in run.report.cases] if run.path.exists() else []
+    assert not row.lacks or not re.search(row.lacks, said), said
+    cases = run.report.cases if run.path.exists() else []
+    checks = [case.check for case in cases]
+    shares = [case.metrics.get("launch_share", {}) for case in cases]
+    assert all(0 <= share <= 1 for each in shares for share in each.values()), shares
     if row.status == (0,):
         assert "passed" in checks, said
     failed = [check for check in checks if check.startswith("failed")]
@@ -357,8 +393,8 @@ def variants() -> list[Any]:
         for nccl2 in NCCL2 if row.implementations else NCCL2[:1]:
             # the second implementation is for `make cudalab`
             marks = [pytest.mark.ci] if row.ci and nccl2 == NCCL2[0] else []
-            if "nccl2" in row.command and not HAS_NCCL2:
-                marks.append(pytest.mark.skip(reason="this torch has no nccl2"))
+            if re.search("nccl(2|-)", row.command) and not HAS_NCCL2:
+                marks.append(pytest.mark.skip(reason="this torch has one nccl alone"))
             name = f"{row.name}, legacy" if nccl2 != NCCL2[0] else row.name
             parameters.append(pytest.param(row, nccl2, id=name, marks=marks))
     return parameters
@@ -369,10 +405,15 @@ def test_row(
     row: Row, nccl2: str, bench: Callable[..., Run], lab: dict[str, str], tmp_path: Path
 ) -> None:
     script, *flags = words_of(row.command, tmp_path)
-    options: dict[str, Any] = {"ranks": row.ranks, "timeout": LIMIT_S, "cold": row.cold}
+    options: dict[str, Any] = {"ranks": row.ranks, "nodes": row.nodes, "cold": row.cold}
+    options["timeout"] = LIMIT_S
     options |= lab | row.variables | {"TORCH_DIST_USE_NCCL2": nccl2}
+    if row.contexts is not None:
+        options["CUDALAB_VERBOSE"] = "1"
     run = bench(script, *flags, **options)
     judge(row, run)
+    contexts = re.findall(r"pid (\d+) has a context on device (\d+)", run.err)
+    assert row.contexts in (None, len(contexts)), contexts
     if row.on_cpu:
         cuda = run.report.cases
         run = bench(script, *flags, *row.on_cpu.split(), **options)
@@ -416,6 +457,7 @@ with torch.profiler.profile(record_shapes=True) as profile:
     for _ in range(3):
         dist.all_reduce(x)
         dist.broadcast(x, 0)
+        dist.barrier(device_ids=[rank])
     torch.cuda.synchronize()
 profile.export_chrome_trace(f"{sys.argv[1]}/rank{rank}_trace.json")
 dist.destroy_process_group()

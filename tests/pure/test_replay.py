@@ -327,6 +327,8 @@ def test_the_rank_in_a_name(name: str, rank: Any) -> None:
 
 def test_names_without_a_rank(tmp_path: Path) -> None:
     """As tensorboard_trace_handler writes them: the content tells the rank."""
+    with pytest.raises(ValueError, match="has no recordings; expected a file of each rank"):
+        replay.read(str(tmp_path), 0, 2)
     for name, rank in (("vm_10.pt.trace.json", 1), ("vm_11.pt.trace.json.gz", 0)):
         text = trace(comm(2000 + rank), rank=rank, world_size=2).encode()
         (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith("gz") else text)
