@@ -113,11 +113,12 @@ def run_rounds(
 
     is_race = len(commands) > 2
     took: list[tuple[int, float]] = []  # the rounds of this call: number of commands, seconds
-    spare = 0 if is_race else most - looks[-1]
 
     def run(names: Sequence[str], n: int, last: int) -> None:
         order = [commands[name] for name in order_of(names, n, plan.seed)]
         label = f"round {n} of {last}, {len(order)} commands,"
+        if not is_race and n > looks[-1]:
+            label += " in place of one that load made useless,"
         seconds = run_round(order, n, plan.interleave)
         if seconds is None:
             complain(f"{label} is already complete")
@@ -125,7 +126,8 @@ def run_rounds(
         took.append((len(order), seconds))
         left = sum(not all(c.report(i).is_file() for c in order) for i in range(n + 1, last + 1))
         if len(took) == 1:
-            text = total_time(seconds, left + 1, spare, looks[0] if is_race else None)
+            spare, first_look = (0, looks[0]) if is_race else (most - last, None)
+            text = total_time(seconds, left + 1, spare, first_look)
         else:
             text = time_left([s for count, s in took if count == len(order)], left, is_race)
         complain(f"{label} took {duration(seconds)}{text}")

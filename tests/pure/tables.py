@@ -73,10 +73,10 @@ def check_pair(pair: dict[str, Any], text: str, is_like_with_like: bool = False)
     for cells, row in zip(rows_of(text), rows, strict=True):
         check_row(cells, row, is_like_with_like)
     counts = [len(pair["runs"][side]) for side in ("base", "test")]
-    sides = (
+    pattern = (
         r": (\d+) of BASE, (\d+) of TEST; margin ([\d.]+) %; (?:the (\w+) of runs|the (\w+)|one)"
     )
-    head = re.search(sides, text)
+    head = re.search(pattern, text)
     assert head
     assert [int(head[1]), int(head[2])] == counts
     assert float(head[3]) == pytest.approx(100 * pair["design"]["margin"])

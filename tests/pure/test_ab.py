@@ -14,7 +14,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from analysis.ab import order_of, planned_looks, show_race, time_left, total_time
+from analysis import ab
+from analysis.ab import (
+    Plan,
+    order_of,
+    planned_looks,
+    run_rounds,
+    show_race,
+    time_left,
+    total_time,
+)
+from analysis.commands import Command
+from analysis.evidence import UNLIKE
 from analysis.race import Race, sentence
 from analysis.verdicts import Comparison, Design, Result, persists
 from common.report import load
@@ -183,14 +194,14 @@ def test_processes_that_a_command_leaves_are_ended(out: Path) -> None:
 
 def test_a_against_a(out: Path) -> None:
     """What so many runs can show."""
-    words = ("--runs", "4", "--allow-disturbed")
+    words: tuple[str, ...] = ("--runs", "4", "--allow-disturbed")
     done = run("ab.py", "--a", fake(out, "0.1 x"), "--out", str(out), *words)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^case +BASE .* interval +smallest change\n", done.stdout, re.M)
     # the fake times depend on the round alone
     assert re.search(r"^x +100.2 ms +100.2 ms +1.00x +1 to 1 +0 %$", done.stdout, re.M)
     assert "# smallest change: 4 runs a side show it in 9 of 10 comparisons" in done.stdout
-    words += ("--format", "json")
+    words = (*words, "--format", "json")
     as_json = run("ab.py", "--a", fake(out, "0.1 x"), "--out", str(out), *words)
     check_pair(json.loads(as_json.stdout)["pairs"][0], done.stdout, is_like_with_like=True)
 
@@ -339,6 +350,24 @@ def test_the_estimates_by_hand() -> None:
     assert time_left([40, 50, 30], 3, False) == "; about 2 min left"
     assert time_left([300], 22, True) == "; at most 1 h 50 min left"
     assert time_left([300], 0, True) == ""
+
+
+def test_a_line_for_each_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each takes 40 s. One of 2 pairs is disturbed, so a third one follows, of at most 4."""
+    monkeypatch.setattr(ab, "run_round", lambda commands, number, interleave: 40.0)
+    commands = {name: Command(name, "x", {}, tmp_path / name) for name in "ab"}
+    disturbed = Result("x", {"n": 1}, left_out={"a/01 and b/01": UNLIKE})
+    comparison = Comparison([disturbed], None, [], [], [], [], Design(paired=True))
+    _, rounds = run_rounds(commands, [2], 4, Plan(1, False), lambda base, test, n: comparison)
+    assert rounds == 3
+    assert capsys.readouterr().err.splitlines() == [
+        "round 1 of 2, 2 commands, took 40 s; 2 rounds take about 80 s, "
+        "or up to 3 min if load makes pairs useless",
+        "round 2 of 2, 2 commands, took 40 s",
+        "round 3 of 3, 2 commands, in place of one that load made useless, took 40 s",
+    ]
 
 
 def test_looks_are_even_and_grow_by_a_third() -> None:

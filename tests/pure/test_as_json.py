@@ -1,6 +1,7 @@
 """`--format json` of compare.py and ab.py: every number of the table, and the runs behind it."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from analysis import as_json
 from analysis.compare import as_pair, show
 from analysis.load import load
 from analysis.verdicts import Comparison, Design, Result, compare
-from tests.pure.reports import alike, case, run, start, write
+from tests.pure.reports import ROOT, alike, case, run, start, write
 from tests.pure.tables import check_pair
 
 
@@ -36,7 +37,11 @@ def two_sides(folder: Path) -> tuple[str, ...]:
             if side == "a":
                 cases.append(case("fails", [1.0] * 5))
             elif i < 4:
-                failed = {"check": "failed: out of memory", "samples_s": {}, "rounds": []}
+                failed: dict[str, Any] = {
+                    "check": "failed: out of memory",
+                    "samples_s": {},
+                    "rounds": [],
+                }
                 cases.append(case("fails", **failed))
             about: dict[str, Any] = {"started_at": start(i)}
             if (side, i) == ("a", 4):
@@ -157,3 +162,20 @@ def test_the_looks_of_a_race_share_the_error(tmp_path: Path) -> None:
     pair = json.loads(as_json.document([as_pair(comparison, "a", "b")]))["pairs"][0]
     check_pair(pair, show(comparison))
     assert pair["design"]["confidence"] == pytest.approx(1 - 0.05 / 6)
+
+
+def test_the_page_has_the_schema(tmp_path: Path) -> None:
+    """Every entry of a document is a row of its tables, and the other way round."""
+    page = (ROOT / "docs" / "compare.md").read_text()
+    section = page[page.index("### As JSON") :].partition("\n## ")[0]
+    tables = re.findall(r"^\| entry \| \|\n\|---\|---\|\n((?:\|.*\n)+)", section, re.MULTILINE)
+    named = [re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", t, re.M))) for t in tables]
+    content, _ = document(*two_sides(tmp_path), "--fail-on", "slower")
+    (pair,) = content["pairs"]
+    case = pair["cases"][0]
+    assert named == [[*content], [*pair], [*case]]
+    assert pair["mean"].keys() == case.keys() - {"runs"}
+    inner = [content["gate"], pair["design"], pair["runs"]["base"][0], case["runs"][0]]
+    race = {"best", "is_clear", "rounds", "lost_to", "persistent", "sentence"}
+    for entries in (*inner, pair["environment"][0], race):
+        assert [name for name in entries if f"`{name}`" not in section] == []

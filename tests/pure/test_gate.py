@@ -158,7 +158,7 @@ class Github:
         program(folder / "bin", "python", PYTHON)
         program(folder / "bin", "pip", 'echo "$@" >>"$LOG"')
         program(folder / "bin", "gh", 'printf "%s\\n" "$*" >>"$LOG"; exit "$GH_STATUS"')
-        env = {name: evaluated(value) for name, value in self.job["env"].items()}
+        env: dict[str, str] = {name: evaluated(value) for name, value in self.job["env"].items()}
         self.variables = env | {
             "MEASURE": "python train.py",
             "RUNNER_TEMP": str(self.temp),
@@ -175,8 +175,8 @@ class Github:
         status, printed = 0, ""
         for step in self.job["steps"]:
             if status == 0 and "run" in step:
-                where = {"folder": self.folder / "bin", "cwd": self.workspace}
-                status, printed = bash(script=step["run"], **where, **self.variables)
+                stand_ins, script = self.folder / "bin", step["run"]
+                status, printed = bash(stand_ins, script, self.workspace, **self.variables)
         return status, printed
 
     def calls(self) -> list[str]:
@@ -237,6 +237,15 @@ def test_a_fork_has_a_notice_instead_of_the_neutral_check(tmp_path: Path) -> Non
     assert status == 0
     assert "::notice title=speed::no verdict" in printed
     assert printed.endswith("the token is read-only: no neutral check, the notice above says it\n")
+
+
+def test_a_machine_of_ones_own_keeps_the_checkout_between_jobs(tmp_path: Path) -> None:
+    """The temporary folder is emptied: the worktrees are gone, but git still has their names."""
+    github = Github(tmp_path, "0.1", NOISE_6=QUIET)
+    assert github.run()[0] == 0
+    shutil.rmtree(github.temp)
+    github.temp.mkdir()
+    assert github.run()[0] == 0
 
 
 def test_a_command_that_fails_is_red(tmp_path: Path) -> None:
