@@ -9,7 +9,11 @@ from pathlib import Path
 
 WIDTH = {"else 8192": "else 64"}
 SIZES: dict[str, dict[str, str]] = {  # text of a script -> what replaces it
-    "node_check.py": {"n = 8192 if": "n = 128 if", "size = 2**29 if": "size = 2**20 if"},
+    "node_check.py": {
+        "n = 8192 if": "n = 128 if",
+        "size = 2**29 if": "size = 2**20 if",
+        "size = 1, 2**28": "size = 1, 2**20",
+    },
     "allreduce_busbw.py": {"ROUNDS = 15": "ROUNDS = 6", ", 2**20, 2**24]": "]", ", 2**28]": "]"},
     "compiled_ddp.py": {"ROUNDS, STEPS = 16, ": "ROUNDS, STEPS = 6, ", **WIDTH},
     "dcp_stall.py": {"SAVES, IDLE = 8, 5": "SAVES, IDLE = 7, 1", **WIDTH},
