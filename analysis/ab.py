@@ -15,7 +15,9 @@ pair during which other processes used the cores unequally is no evidence: then 
 run, up to --max-runs.
 
 `--json` is added to each command, so that every run writes its report to OUT/a or OUT/b. Repeating
-the same call continues an interrupted one: a run whose report is complete is not run again.
+the same call continues an interrupted one: a run whose report is complete is not run again. A
+command that writes no report needs --step: then nothing is added to it, and the time of each step
+is found in what it prints.
 
 Several commands have a NAME each. Each runs once a round, in a random order. After 6, 8, 12, ...
 rounds a command that is slower than the fastest with confidence is dropped. The run ends when one
@@ -30,6 +32,9 @@ is left, when the others are the same within --margin, or after --max-runs. See 
         --a 25MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py' \\
         --b 1MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 1' \\
             5MB='torchrun --nproc-per-node 2 benchmarks/ddp_sweep.py --bucket-size 5'
+    python analysis/ab.py --out compiled --skip 10 --step 'step took ([\\d.]+) ms' \\
+        --a 'torchrun --nproc-per-node 8 train.py' \\
+        --b 'torchrun --nproc-per-node 8 train.py --compile'
 
 --interleave is for a shared machine: the runs of a round take turns, block by block. It needs
 this project's scripts, and rank 0 on this machine.
@@ -52,7 +57,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis import as_json
+from analysis import as_json, step_logs
 from analysis.commands import Command, ending_all, open_plan, run_round, seed_of
 from analysis.compare import add_verdict_flags, as_pair, exit_status, in_format, show
 from analysis.evidence import UNLIKE
@@ -190,7 +195,9 @@ def planned_looks(first: int, most: int) -> list[int]:
 
 def measure(args: argparse.Namespace) -> int:
     """Run the commands and print what they tell. Raises RuntimeError where a run fails."""
-    commands = commands_of(args)
+    of_reports = {"--interleave": args.interleave, "--ignore-key": args.ignore_key}
+    steps = step_logs.steps_of(args, of_reports)
+    commands = commands_of(args, steps)
     names = list(commands)
     is_race = len(names) > 2
     if is_race and args.fail_on:
@@ -212,6 +219,7 @@ def measure(args: argparse.Namespace) -> int:
     out = Path(args.out)
     plan = Plan(seed_of(out), args.interleave)
     settings = {"interleave": plan.interleave, "looks after runs": looks, "seed": plan.seed}
+    settings |= steps.settings if steps else {}
     with open_plan(out, list(commands.values()), settings):
         verdict.write(out)
         race, rounds = run_rounds(commands, looks, most, plan, compared)
@@ -238,8 +246,9 @@ def show_race(race: Race, compared: Compared, margin: float, form: str = "table"
         put(f"# {line}")
 
 
-def commands_of(args: argparse.Namespace) -> Commands:
-    """A and what is compared with it. Raises ValueError where a name is missing, or there twice."""
+def commands_of(args: argparse.Namespace, steps: step_logs.Steps | None) -> Commands:
+    """A and what is compared with it. steps: in the logs of commands that write no reports. Raises
+    ValueError where a name is missing, or there twice."""
     a_name, a_text = args.a
     rivals = [(name, text, args.b_env) for name, text in args.b]
     if not rivals:
@@ -252,7 +261,7 @@ def commands_of(args: argparse.Namespace) -> Commands:
         name = name or "b"
         if name in commands:
             raise ValueError(f"two commands are called {name}; give each a name of its own")
-        commands[name] = Command(name, text, dict(variables), Path(args.out) / name)
+        commands[name] = Command(name, text, dict(variables), Path(args.out) / name, steps)
     return commands
 
 
@@ -289,6 +298,7 @@ def add_flags(parser: Parser) -> None:
     limit = "maximum number of runs of each command (default: 2 times --runs, to replace disturbed "
     limit += "pairs; with several --b 4 times --runs)"
     add("--max-runs", type=positive_int, metavar="N", help=limit)
+    step_logs.add_step_flags(parser, "what the commands print; then --json is not added to them")
     add_verdict_flags(parser)
 
 

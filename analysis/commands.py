@@ -1,7 +1,8 @@
 """Commands that are measured in rounds: how each is run, resumed and ended. Behind ab.py.
 
-A command is run once a round, with `--json` added to it. A round whose reports are complete is not
-run again, so repeating the call continues an interrupted one. OUT/plan.txt holds what the call was.
+A command is run once a round, with `--json` added to it. If it writes no report, one is made of the
+step times in its log. A round whose reports are complete is not run again, so repeating the call
+continues an interrupted one. OUT/plan.txt holds what the call was.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +28,7 @@ import psutil
 from analysis import plan
 from analysis.load import LOAD_ENDING
 from analysis.show import clean
+from analysis.step_logs import Steps, write_report
 from common import report
 from common.cli import TOKEN, TURN, complain, cut, refuse
 from common.cpu_load import Counters, CpuLoad, spent
@@ -46,6 +48,8 @@ class Command:
     text: str  # as a shell would take it
     variables: dict[str, str]
     folder: Path
+    steps: Steps | None = None  # in the log of a command that writes no report
+    started_at: dict[int, str] = field(default_factory=dict, compare=False)  # by number of the run
 
     def report(self, number: int) -> Path:
         return self.folder / f"{number:02d}.jsonl"
@@ -78,7 +82,11 @@ class Command:
 
     def start(self, number: int, turns: dict[str, str]) -> subprocess.Popen[bytes]:
         """Start a run. turns: the variable that names the pipes, if runs take turns. Raises
-        RuntimeError if a program of the command has changed since the plan was written."""
+        RuntimeError if a program of the command has changed since the plan was written.
+
+        The log has the lines of earlier attempts as well. If step times are read from it, it is
+        that of this attempt alone; an earlier one becomes 01.log.bak.
+        """
         if edited := plan.edited(
             self.folder.parent / plan.PLAN, self.name, self.text, self.variables
         ):
@@ -93,11 +101,15 @@ class Command:
             if os.getppid() != own_pid:  # it has ended already
                 os._exit(1)
 
+        # absolute, because a command may change its folder, as `env -C` does
+        flags = [] if self.steps else ["--json", str(self.report(number).absolute())]
+        if self.steps and self.log(number).exists():
+            self.log(number).rename(report.unused(f"{self.log(number)}.bak"))
+        self.started_at[number] = report.now()
         with self.log(number).open("ab") as log:  # an earlier attempt's lines stay
             try:
                 return subprocess.Popen(
-                    # absolute, because a command may change its folder, as `env -C` does
-                    [*words, "--json", str(self.report(number).absolute())],
+                    [*words, *flags],
                     env=os.environ | self.variables | turns,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -119,7 +131,8 @@ class Command:
     ) -> None:
         """Wait for the end of a run. Raises RuntimeError where it failed, or took no turns."""
         status = process.wait()
-        problem = self.why_no_report(number)
+        problem = self.make_report(number) if self.steps and status == 0 else None
+        problem = problem or self.why_no_report(number)
         if not problem and not took_turns:
             problem = "it took no turns; only this project's scripts can, where rank 0 times steps"
         problem = problem or self.other_environment(number)
@@ -130,6 +143,17 @@ class Command:
         tail = "".join(f"\n    {clean(line)}" for line in lines)
         what = f"exit status {status}; {clean(problem or 'its report is complete', 500)}"
         raise RuntimeError(f"{self.name} {number}: {what}; the end of {log}:{tail}")
+
+    def make_report(self, number: int) -> str | None:
+        """Write the report of a run that has only written a log; why that is impossible, or None.
+        Raises OSError if the disk is full."""
+        path, log, words = self.report(number), self.log(number), shlex.split(self.text)
+        assert self.steps
+        try:
+            write_report(str(path), str(log), self.steps, words, self.started_at[number])
+        except ValueError as error:
+            return str(error)
+        return None
 
     def other_environment(self, number: int) -> str | None:
         """In what this run differs from an earlier one of the command, such as another torch."""

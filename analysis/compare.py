@@ -22,10 +22,13 @@ Interrupted runs, copies of a run, and runs during which other processes used mo
 the cores are left out and named. --allow-disturbed keeps the last kind.
 
 Cases are joined by their keys. Files, folders and patterns are read: reports of this project and of
-PyTorch's DDP benchmark, JSON and logs of nccl-tests and rccl-tests.
+PyTorch's DDP benchmark, JSON and logs of nccl-tests and rccl-tests. With --step they are logs of
+any program: a regular expression finds the time of each step in them, or a rate.
 
     python analysis/compare.py base.jsonl --test test.jsonl
     python analysis/compare.py old/ --test new/ --margin 3% --fail-on slower
+    python analysis/compare.py old_*.log --test new_*.log --skip 10 --unit ms \\
+        --step 'elapsed time per iteration \\(ms\\): ([\\d.]+)'
 
 Exit status: 0; 2 bad usage. With --fail-on: 0 pass; 1 a case has such a verdict, or failed; 4 no
 verdict: a case is undecided, missing or cannot be compared. docs/compare.md derives the numbers.
@@ -42,8 +45,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from analysis import as_json
-from analysis.load import Run, find, load
+from analysis import as_json, step_logs
+from analysis.load import ENDINGS, Run, find, load
 from analysis.show import clean, list_once, one_line, put, show_table, show_time
 from analysis.verdicts import (
     MAX_RUNS,
@@ -327,9 +330,12 @@ def exit_status(comparison: Comparison, fail_on: Sequence[str]) -> int:
     return STATUSES[outcome_of(comparison, fail_on)[0]] if fail_on else 0
 
 
-def two_sides(args: argparse.Namespace, runs: Sequence[Run]) -> Comparison:
-    """Compare those of the runs that args.base names with the others, which are args.test."""
-    base_paths = find(args.base)
+def two_sides(
+    args: argparse.Namespace, runs: Sequence[Run], endings: Sequence[str] = ENDINGS
+) -> Comparison:
+    """Compare those of the runs that args.base names with the others, which are args.test. endings:
+    of the names of files that count in a folder."""
+    base_paths = find(args.base, endings)
     base = [run for run in runs if run.path in base_paths]
     test = [run for run in runs if run.path not in base_paths]
     paired = args.paired or args.interleaved
@@ -346,6 +352,7 @@ def main() -> int:
     add = parser.add_argument
     add("base", nargs="*", metavar="BASE", help="reports, folders of reports, or patterns")
     add_side_flags(parser)
+    step_logs.add_step_flags(parser, "the files, which are logs of any program")
     add_verdict_flags(parser)
     args = parser.parse_args()
     if not args.base or not args.test:
@@ -354,7 +361,13 @@ def main() -> int:
     gc.disable()  # a report is millions of numbers without a cycle among them
     paths = [*args.base, *args.test]
     with one_line(paths):
-        comparison = two_sides(args, load(paths, args.measure, args.ignore_key, join_foreign=True))
+        of_reports = {"--measure": args.measure, "--interleaved": args.interleaved}
+        steps = step_logs.steps_of(args, of_reports | {"--ignore-key": args.ignore_key})
+        if steps:
+            comparison = two_sides(args, step_logs.load_logs(paths, steps), step_logs.ENDINGS)
+        else:
+            runs = load(paths, args.measure, args.ignore_key, join_foreign=True)
+            comparison = two_sides(args, runs)
         put(in_format(args.format, comparison, args.fail_on))
         return exit_status(comparison, args.fail_on)
 

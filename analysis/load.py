@@ -35,6 +35,7 @@ BY_ITERATIONS, BY_SCRIPT = "median over iterations", "the metric in the report"
 STEP = "step"  # what a case is about, among its samples
 RATES = ("1/s", "GB/s", "MB/s")
 ENDINGS = (".json", ".jsonl")  # of reports in a folder
+LAST_DIGIT = "last_digit_share"  # a metric of logs: one unit of the last digit / the number
 LOAD_ENDING = ".load"  # of a file with the load during a run, beside its report
 SHORTEST_S, LONGEST_S = 1e-12, 1e9  # of the times of a case
 Value = str | float | Estimate  # a number that was estimated has its interval
@@ -110,9 +111,10 @@ def tell_apart(runs: Sequence[Run]) -> None:
         row.label = f"{row.table}: {row.name}" if row.name in shared else row.name
 
 
-def find(words: Sequence[str]) -> list[str]:
-    """The files that the words name. Raises ValueError where one is named twice."""
-    paths = [path for word in words for path in paths_of(word)]
+def find(words: Sequence[str], endings: Sequence[str] = ENDINGS) -> list[str]:
+    """The files that the words name. Raises ValueError where one is named twice. endings: of the
+    names of files that count in a folder."""
+    paths = [path for word in words for path in paths_of(word, endings)]
     path_of_file: dict[str, str] = {}
     for path in paths:
         file = os.path.realpath(path)
@@ -122,13 +124,14 @@ def find(words: Sequence[str]) -> list[str]:
     return paths
 
 
-def paths_of(word: str) -> list[str]:
-    """A file, the reports below a folder, or the files that fit a pattern."""
+def paths_of(word: str, endings: Sequence[str]) -> list[str]:
+    """A file, the reports or logs below a folder, or the files that fit a pattern."""
     if os.path.isdir(word):
-        inside = [path for path in Path(word).rglob("*") if path.suffix in ENDINGS]
+        inside = [path for path in Path(word).rglob("*") if path.suffix in endings]
         paths = [str(path) for path in inside if path.is_file()]  # a FIFO would be waited for
         if not paths:
-            raise ValueError(f"there is no report (*.jsonl) in {word}")
+            kind = "report (*.jsonl)" if endings == ENDINGS else f"file *{', *'.join(endings)}"
+            raise ValueError(f"there is no {kind} in {word}")
         return sorted(paths)
     if os.path.lexists(word):  # a name may hold the letters of a pattern, e.g. ab[1]
         return [word]

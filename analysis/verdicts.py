@@ -25,8 +25,8 @@ from analysis.evidence import (
     noteworthy,
     untimed,
 )
-from analysis.load import Row, Run, rows_of, time_of_blocks
-from analysis.show import list_once
+from analysis.load import LAST_DIGIT, Row, Run, rows_of, time_of_blocks
+from analysis.show import is_number, list_once
 from common.cli import cut
 
 Side = Sequence[tuple[Run, Row | None]]  # the runs of a side, and the case in each
@@ -82,6 +82,8 @@ class Result:
     enough: bool = True  # runs for a verdict
     disturbed: bool = False  # there would be enough if their load were no reason to leave them out
     left_out: dict[str, str] = field(default_factory=dict)  # label of a run -> why
+    # how far a number in the logs of BASE and of TEST may be off by its last digit, as a share
+    rounding: tuple[float, float] = (0.0, 0.0)
     # the position of each run that does not count for this case -> why
     base_why: dict[int, str] = field(default_factory=dict)
     test_why: dict[int, str] = field(default_factory=dict)
@@ -291,12 +293,20 @@ def result_of_case(benchmark: str, base: Side, test: Side, design: Design) -> Re
     result.times_are = sorted({row.time_is for row in base_rows + test_rows if is_timed(row)})
     kept_base = [row for i in result.base_runs if (row := base_rows[i])]
     kept_test = [row for i in result.test_runs if (row := test_rows[i])]
+    result.rounding = rounding_of(kept_base), rounding_of(kept_test)
     result.base_s = [row.time_s for row in kept_base]
     result.test_s = [row.time_s for row in kept_test]
     if design.interleaved:
         times = [times_of_turns(a, b) for a, b in zip(kept_base, kept_test, strict=True)]
         result.base_s, result.test_s = [a for a, _ in times], [b for _, b in times]
     return result
+
+
+def rounding_of(rows: Sequence[Row]) -> float:
+    """How far a number in these logs may be off, as a share of it: half a unit of its last digit.
+    The most precise log tells: 0.4 may be 0.40. 0 for reports, which have all digits."""
+    shares = (row.metrics.get(LAST_DIGIT) for row in rows)
+    return min((share / 2 if is_number(share) else 0.0 for share in shares), default=0.0)
 
 
 def choose_runs(result: Result, found: Evidence, design: Design) -> None:
@@ -414,7 +424,8 @@ def estimate(case: Result, design: Design) -> None:
             is_one_alone = min(len(base), len(test)) == 1
             result = stats.ttest_ind(test, base, equal_var=is_one_alone)
         low, high = result.confidence_interval(1 - design.error_rate)
-    case.interval = finite_exp(low), finite_exp(high)
+    certain = (1 - case.rounding[0]) * (1 - case.rounding[1])
+    case.interval = finite_exp(low) * certain, finite_exp(high) / certain
     case.p = 1.0 if log_ratio == 0 else float(result.pvalue)
     t = stats.t.ppf(1 - design.error_rate / 2, result.df)
     error = (high - low) / 2 / t
@@ -467,10 +478,13 @@ def judge(case: Result, is_discovery: bool, margin: float) -> tuple[str, str]:
     least = 1 / most
     if least <= low and high <= most:
         return "same", ""
-    if is_discovery and case.ratio > most:
+    if is_discovery and low > 1 and case.ratio > most:
         return "slower", ""
-    if is_discovery and case.ratio < least:
+    if is_discovery and high < 1 and case.ratio < least:
         return "faster", ""
+    if max(case.rounding) > margin / 4:
+        off = f"{100 * max(case.rounding):.2g} %"
+        return "undecided", f"the logs print so few digits that a number may be off by {off}"
     if low <= 1 <= high:
         return "undecided", "the interval is too wide"
     if case.ratio < least or case.ratio > most:
