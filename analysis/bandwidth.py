@@ -17,10 +17,9 @@ from analysis.calls import MATCHED, Call, Group, members
 from analysis.kineto import Trace
 from common.cli import cut
 from common.report import Estimate
-from common.stats import Layout, TimesBySize, interpolate, layout_of
+from common.stats import Alone, Layout, layout_of, time_alone, total
 
 ON_A_NODE = 8  # ranks in a row, if the traces do not name their hosts
-Alone = Mapping[tuple[str, Layout, str], TimesBySize]
 
 
 @dataclass
@@ -173,19 +172,8 @@ def row_of(
         size = math.fsum((one.size_bytes or 0) * one.weight for one in samples) / group.steps
     row = Row(group, operation, calls, size, ms, waiting, step_ms)
     if known := [one.alone * one.weight for one in samples if one.alone]:
-        row.alone = add(known) * (1e3 / group.steps)
+        row.alone = total(known) * (1e3 / group.steps)
     return row
-
-
-def add(estimates: Sequence[Estimate]) -> Estimate:
-    """The sum. Its ends are the sums of the ends: it holds if all intervals do."""
-    value = math.fsum(one.value for one in estimates)
-    ends = [
-        (one.low, one.high) for one in estimates if one.low is not None and one.high is not None
-    ]
-    if len(ends) < len(estimates):
-        return Estimate(value)
-    return Estimate(value, math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends))
 
 
 # -- what the machine does alone -------------------------------------------------------------------
@@ -205,35 +193,17 @@ def layout_in(
 def compare(sample: Sample, alone: Alone, operation: str, layout: Layout) -> None:
     """Fill in the time of a call of this size by itself, or why it is not known. It is that of the
     same type if that was measured, else of another type."""
-    fit = {}
-    for (name, of, dtype), by_size in alone.items():
-        if (name, of) == (operation, layout):
-            fit[dtype] = by_size
-    there = sorted({of for name, of, _ in alone if name == operation})
     if sample.size_bytes is None:
         sample.why = "the trace does not say their bytes"
-    elif not layout:
+        return
+    if not layout:
         sample.why = "the trace does not say the ranks of the group"
-    elif not there:
-        sample.why = "it was not measured"
-    elif not fit:
-        others = " and ".join(map(show_layout, there))
-        sample.why = f"it was measured on {others}, not on {show_layout(layout)}"
-    else:
-        sample.dtype_alone = sample.dtype if sample.dtype in fit else next(iter(fit))
-        try:
-            sample.alone = interpolate(fit[sample.dtype_alone], sample.size_bytes)
-        except ValueError as error:
-            sample.why = str(error)
-
-
-def show_layout(layout: Layout) -> str:
-    """`16 ranks of 2 hosts (8 each)`"""
-    ranks = f"{sum(layout)} ranks" if sum(layout) > 1 else "1 rank"
-    if len(layout) == 1:
-        return f"{ranks} of one host"
-    each = f"{layout[0]} each" if len(set(layout)) == 1 else " + ".join(map(str, layout))
-    return f"{ranks} of {len(layout)} hosts ({each})"
+        return
+    try:
+        found = time_alone(alone, operation, layout, sample.dtype, sample.size_bytes)
+        sample.alone, sample.dtype_alone = found
+    except ValueError as error:
+        sample.why = str(error)
 
 
 def sentence(rows: Sequence[Row]) -> str:

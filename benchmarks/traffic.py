@@ -3,14 +3,17 @@
 
 It measures nothing. One process plays one rank of a job of any size: the step of parallel_sweep.py
 with AdamW, whose tensors have a shape and no memory, and whose collectives are counted and return
-at once.
+at once. With --measured, a report of collectives.py, it also says how long they take.
 
     bytes     size of a collective as in nccl-tests: what a rank gives or gets, whichever is more
     bus       bytes * factor: for an all_reduce of n ranks 2 (n - 1) / n, for all_gather,
               reduce_scatter and all_to_all (n - 1) / n, else 1. A ring sends so much on each link
     TFLOP     FLOPs of the model for the global batch / ranks
+    ms        sum over calls of the time that collectives.py has measured for the same collective on
+              as many ranks with as many a node, interpolated between two sizes, never beyond them
 
     python benchmarks/traffic.py --ranks 1024 --mesh dp128tp8,dp1024,dp32pp4tp8:1f1b
+    python benchmarks/traffic.py --ranks 16 --mesh dp16,dp2tp8 --measured collectives.jsonl
     torchrun --nproc-per-node 8 benchmarks/parallel_sweep.py --mesh dp8,tp8   # times such a step
 
 Calls and bytes are those of a rank in a step. 4 real ranks over gloo make the same collectives.
@@ -22,9 +25,9 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,20 +51,33 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.workloads.axes import DTYPES, Trainer, train
 from benchmarks.workloads.decoder import DECODERS, flops_per_token
-from benchmarks.workloads.meshes import EXPERTS, Key, config_of, misfit, open_meshes, parse_mesh
+from benchmarks.workloads.meshes import (
+    EXPERTS,
+    Key,
+    Mesh,
+    config_of,
+    misfit,
+    open_meshes,
+    parse_mesh,
+)
 from benchmarks.workloads.operations import OPERATIONS
 from benchmarks.workloads.room import free_on_host
 from common.benchmark import folded, report_lines, terminal_width
 from common.environment import count_of
 from common.groups import Group, Job
-from common.report import Case, Report
-from common.table import Cell, Columns, metric, render
+from common.report import Case, Estimate, Report, load
+from common.stats import Alone, Layout, collective_times, layout_of, telling, time_alone, total
+from common.table import Cell, Columns, ends, metric, render
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 MESSAGES = ("send", "recv")
 NOT_RUN = "skipped: counted on shapes, nothing was run"
 BYTES_A_TOKEN = 24  # of memory here: whole numbers are real, and exist three times
-Calls = Counter[tuple[str, str, int]]  # axis, collective, bytes -> calls
+Call = tuple[str, str, int]  # axis, collective, bytes
+Calls = Counter[Call]  # how many there are in a step
+# of a case and of one of parallel_sweep.py that measured the same
+SAME = ("model", "dtype", "sequence_length", "global_batch", "microbatches", "experts")
+PART_OF_DP = ("dp", "replicas", "same_experts")  # parallel_sweep.py calls them dp
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -79,12 +95,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     whole("--global-batch", help="sequences per step, over all ranks (default: 2 per rank)")
     whole("--sequence-length", help="tokens per sequence (default: the model's)")
     whole("--microbatches", help="of a pipeline (default: 2 per stage)")
+    reports = "reports of collectives.py, to say how long the collectives take"
+    add("--measured", nargs="+", default=[], metavar="REPORT", help=reports)
+    against = "a report of parallel_sweep.py with the same meshes, to say how far off that is"
+    add("--against", metavar="REPORT", help=against)
     add("--wide", action="store_true", help="print all columns, also on a terminal")
     report = cli.checked(str, bool, "a report", "e.g. report.jsonl")
     add("-J", "--json", type=report, metavar="PATH", help="write a report; - is stdout")
     args = parser.parse_args(argv)
     cli.check_output("--json", args.json)
     args.mesh = args.mesh or [parse_mesh(f"dp{args.ranks}")]
+    if args.against and not args.measured:
+        parser.error("--against compares times: expected --measured, e.g. --measured coll.jsonl")
     return args
 
 
@@ -109,9 +131,9 @@ class ShapesOnly(TorchDispatchMode):
     Whole numbers are real, and so is what follows from them alone: positions, masks, splits.
     """
 
-    def __init__(self, listen: Callable[[str, str, int], None]) -> None:
-        """listen: called with the name of an operation of c10d, the name of its group, and the
-        bytes of what it takes or of what it makes, whichever are more."""
+    def __init__(self, listen: Callable[[str, str, int, str], None]) -> None:
+        """listen: called with the name of an operation of c10d, the name of its group, the bytes of
+        what it takes or of what it makes, whichever are more, and the dtype, such as bfloat16."""
         super().__init__()
         self.listen = listen
         self.shapes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -156,7 +178,9 @@ class ShapesOnly(TorchDispatchMode):
             group = dist.ProcessGroup.unbox(values["process_group"]).group_name
         if group is not None:
             sizes = [bytes_of(value) for value in (*args, result)]
-            self.listen(operation._schema.name, group, max(sizes))
+            dtypes = [str(tensor.dtype) for tensor in tensors_in((args, result))]
+            dtype = dtypes[0].removeprefix("torch.") if dtypes else ""
+            self.listen(operation._schema.name, group, max(sizes), dtype)
 
 
 def makes_floats(operation: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -203,6 +227,12 @@ class Step:
     calls: Calls
     ranks: dict[str, list[int]]  # of this rank's group, by axis
     held_bytes: dict[str, int]  # parameters, gradients, optimizer
+    dtypes: dict[Call, str] = field(default_factory=dict)  # of the tensors, such as bfloat16
+
+    def dtype_of(self, axis: str, collective: str, size: int) -> str:
+        """The dtype of a call; of a send or receive for a sendrecv."""
+        names = MESSAGES if collective == "sendrecv" else (collective,)
+        return next((d for name in names if (d := self.dtypes.get((axis, name, size)))), "")
 
 
 def play(key: Key) -> Step:
@@ -218,22 +248,31 @@ def look_at_a_step(key: Key, job: Job) -> Step:
     world: Any = dist.group.WORLD
     meshes = open_meshes(mesh, [], job, Group((job.rank,), world, world))
     groups = groups_of(meshes)
-    heard: Counter[tuple[str, str, int]] = Counter()
+    heard: Counter[tuple[str, str, int, str]] = Counter()
 
-    def listen(operation: str, group: str, size: int) -> None:
-        heard[operation, group, size] += 1
+    def listen(operation: str, group: str, size: int, dtype: str) -> None:
+        heard[operation, group, size, dtype] += 1
 
     with ShapesOnly(listen):
         trainer = train(key, job, meshes, adamw)
-        for _ in range(2 if mesh.ddp else 1):  # DDP chooses its buckets anew in the second step
+        for _ in range(steps_before(mesh)):
             trainer.step()
         heard.clear()
         trainer.step()
     calls: Calls = Counter()
-    for (operation, group, size), count in heard.items():
+    dtypes: dict[Call, str] = {}
+    for (operation, group, size, dtype), count in heard.items():
         axis, _ = groups[group]
-        calls[axis, collective_of(operation), size] += count
-    return Step(calls, dict(groups.values()), held_by(trainer))
+        call = (axis, collective_of(operation), size)
+        calls[call] += count
+        dtypes[call] = dtype
+    return Step(calls, dict(groups.values()), held_by(trainer), dtypes)
+
+
+def steps_before(mesh: Mesh) -> int:
+    """Number of steps before the one that is counted, which is like all later ones. DDP chooses its
+    buckets anew in the second step, and a pipeline sets up its stages in the first one."""
+    return 2 if mesh.ddp else int(mesh.pp > 1)
 
 
 def adamw(model: Module) -> torch.optim.Optimizer:
@@ -272,13 +311,19 @@ def held_by(trainer: Trainer) -> dict[str, int]:
     }
 
 
-def case_of(key: Key, title: str) -> Case:
-    """A mesh that this torch cannot play fails; the others go on."""
+def case_of(key: Key, title: str, alone: Alone, swept: Sequence[Case]) -> Case:
+    """A mesh that this torch cannot play fails; the others go on. alone: what collectives.py has
+    measured; swept: the cases of parallel_sweep.py."""
     name = f"{key['mesh']}, rank {key['rank']}"
     print(f"# plays {name}", file=sys.stderr, flush=True)
     case = Case(key=key, ranks=[key["rank"]], check=NOT_RUN, name=name, table=title)
     try:
-        case.metrics = derive(key, play(key))
+        step = play(key)
+        case.metrics = derive(key, step)
+        if alone:
+            case.metrics |= timed(key, step, alone)
+        if swept:
+            case.metrics |= beside(key, case.metrics, swept)
     except Exception as error:
         case.check = f"failed: {cli.describe(error)}"
     return case
@@ -314,11 +359,172 @@ def derive(key: Key, step: Step) -> dict[str, Any]:
     return m | totals | {"across_nodes": ", ".join(across)}
 
 
-def columns_of(axes: list[str]) -> Columns:
+# -- how long it takes: what collectives.py has measured -------------------------------------------
+
+
+def read(flag: str, path: str) -> Report:
+    try:
+        return load(path)
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
+
+
+def read_measured(paths: Sequence[str]) -> Alone:
+    """The times in reports of collectives.py, all on one kind of device. A later report adds to an
+    earlier one. Raises ValueError with one line."""
+    found: dict[tuple[str, Layout, str], dict[int, Estimate]] = {}
+    kinds: dict[tuple[Any, Any], str] = {}
+    for path in paths:
+        report = read("--measured", path)
+        try:
+            of_report = collective_times(report)
+            of_cases = {(case.key["backend"], case.key["device"]) for case in report.cases}
+        except ValueError as error:
+            raise ValueError(f"--measured {path}: {error}") from None
+        except (AttributeError, LookupError, TypeError) as error:
+            what = f"an entry is not what collectives.py writes ({type(error).__name__}: {error})"
+            raise ValueError(f"--measured {path}: {what}") from None
+        if not of_report:
+            raise ValueError(f"--measured {path}: no case has a time")
+        kinds |= dict.fromkeys(of_cases, path)
+        for kind, times in of_report.items():
+            sizes = {size: time for size, time in times.items() if size > 0}
+            found[kind] = found.get(kind, {}) | sizes
+    if len(kinds) > 1:
+        parts = [f"{backend} on {device} ({path})" for (backend, device), path in kinds.items()]
+        raise ValueError(f"--measured: expected reports of one backend, got {', '.join(parts)}")
+    return found
+
+
+def timed(key: Key, step: Step, alone: Alone) -> dict[str, Any]:
+    """Seconds of the collectives of a step on each axis, and of all, one after the other.
+
+    An axis of which a collective was not measured on such a group or around such a size has no
+    time: `{axis}_missing` says which one, and the command that measures it.
+    """
+    m: dict[str, Any] = {}
+    parts: list[Estimate] = []
+    for axis in dict.fromkeys(axis for axis, _, _ in step.calls):
+        layout = layout_of(rank // key["gpus_per_node"] for rank in step.ranks[axis])
+        of_axis: list[Estimate] = []
+        lacking: dict[Call, str] = {}
+        others: dict[str, None] = {}  # what was measured with another dtype
+        for call, count in messages_once(step.calls, axis).items():
+            _, collective, size = call
+            dtype = step.dtype_of(*call)
+            if sum(layout) == 1:  # a copy at most
+                continue
+            try:
+                one, used = time_alone(alone, collective, layout, dtype, size)
+            except ValueError as error:
+                lacking[call] = str(error)
+                continue
+            of_axis.append(one * count)
+            if used != dtype:
+                others[f"{collective} was measured with {used}, not with {dtype}"] = None
+        if lacking:
+            m[f"{axis}_missing"] = why_missing(key, step, axis, layout, lacking)
+        else:
+            m[f"{axis}_s"] = telling(total(of_axis))
+        if others:
+            m[f"{axis}_other_dtype"] = "; ".join(others)
+        parts += of_axis
+    if not any(name.endswith("_missing") for name in m):
+        m["communication_s"] = telling(total(parts))
+    return m
+
+
+def messages_once(calls: Calls, axis: str) -> Calls:
+    """The calls on an axis. A send and a receive of one size are one sendrecv, which does both."""
+    found: Calls = Counter()
+    for (of, collective, size), count in calls.items():
+        if of == axis and collective in MESSAGES:
+            call = (axis, "sendrecv", size)
+            found[call] = max(found[call], count)
+        elif of == axis:
+            found[of, collective, size] = count
+    return found
+
+
+def why_missing(
+    key: Key, step: Step, axis: str, layout: Layout, lacking: Mapping[Call, str]
+) -> str:
+    """Which collective has no time, why, and the command of collectives.py that measures it."""
+    (_, collective, size), why = next(iter(lacking.items()))
+    more = f" (and {len(lacking) - 1} more)" if len(lacking) > 1 else ""
+    names = [name for name in OPERATIONS if name in {call[1] for call in lacking}]
+    sizes = [call[2] for call in lacking]
+    dtypes = dict.fromkeys(step.dtype_of(*call) or "float32" for call in lacking)
+    spread, ranks_a_node = len(layout) > 1, layout[0]
+    words = ["torchrun", *(["--nnodes", str(len(layout))] if spread else []), "--nproc-per-node"]
+    if spread and set(layout) == {1} and key["gpus_per_node"] > 1:  # a rail each
+        words += [str(key["gpus_per_node"]), "benchmarks/collectives.py", "--groups", "cross"]
+    else:
+        words += [str(ranks_a_node), "benchmarks/collectives.py"]
+        if set(layout) != {ranks_a_node}:
+            firsts = [node * ranks_a_node for node in range(len(layout))]
+            parts = zip(firsts, layout, strict=True)
+            words += ["--groups", ",".join(f"{at}-{at + count - 1}" for at, count in parts)]
+    words += ["--collective", ",".join(names), "-d", ",".join(dtypes)]
+    least, most = 2 ** (min(sizes).bit_length() - 1), 2 ** max(sizes).bit_length()
+    words += ["-b", cli.show_size(least), "-e", cli.show_size(most), "--json", "more.jsonl"]
+    what = f"{collective} of {size:,} bytes{more}: {why}"
+    return f"{what}; measure it: {' '.join(words)}"
+
+
+def read_swept(path: str) -> list[Case]:
+    """The cases of a report of parallel_sweep.py that were timed without each axis. Raises
+    ValueError with one line."""
+    report = read("--against", path)
+    if report.benchmark != "parallel_sweep":
+        what = f"expected a report of parallel_sweep.py, got one of {report.benchmark}.py"
+        raise ValueError(f"--against {path}: {what}")
+    cases = [case for case in report.cases if not case.failed and "compute_s" in case.metrics]
+    if not cases:
+        raise ValueError(
+            f"--against {path}: no case has a breakdown; run it without --no-breakdown"
+        )
+    return cases
+
+
+def beside(key: Key, metrics: Mapping[str, Any], swept: Sequence[Case]) -> dict[str, Any]:
+    """What parallel_sweep.py has measured for this mesh: the exposed seconds of each axis, and how
+    many times as long as `timed` says."""
+    of_mesh = [case.key for case in swept if case.key["mesh"] == key["mesh"]]
+    if not of_mesh:
+        return {"not_compared": "the sweep has no such mesh"}
+    apart = [name for name in (*SAME, "world_size") if of_mesh[0].get(name) != key[name]]
+    if apart:
+        pairs = [f"{name} {of_mesh[0].get(name)} in the sweep, {key[name]} here" for name in apart]
+        return {"not_compared": "; ".join(pairs)}
+    measured = next(case for case in swept if case.key is of_mesh[0]).metrics
+    found: dict[str, Any] = {}
+    for axis in parse_mesh(key["mesh"]).axes:
+        names = PART_OF_DP if axis == "dp" else (axis,)
+        parts = [metrics[f"{name}_s"] for name in names if f"{name}_s" in metrics]
+        if not parts or any(f"{name}_missing" in metrics for name in names):
+            continue
+        alone_s, exposed_s = telling(total(parts)), measured[f"exposed_{axis}_s"]
+        found |= {f"{axis}_alone_s": alone_s, f"{axis}_exposed_s": exposed_s}
+        if not (exposed_s.low is not None and exposed_s.may_be(0)) and alone_s.value > 0:
+            found[f"{axis}_exposed_over_alone"] = telling(exposed_s / alone_s)
+    return found
+
+
+# -- what is printed -------------------------------------------------------------------------------
+
+
+def columns_of(axes: list[str], has_times: bool) -> Columns:
     columns: Columns = {
         "mesh": lambda case: case.key["mesh"],
         "rank": lambda case: str(case.key["rank"]),
     }
+    if has_times:
+        columns["all axes\n(ms)"] = metric("communication_s", 1e3)
+        columns["95% ci\n(ms)"] = ends("communication_s", 1e3)
+        for axis in axes:
+            columns[f"{axis}\n(ms)"] = metric(f"{axis}_s", 1e3)
+            columns[f"{axis} 95% ci\n(ms)"] = ends(f"{axis}_s", 1e3)
     for axis in axes:
         columns[f"{axis}\ncalls"] = metric(f"{axis}_calls", digits=0)
         columns[f"{axis}\n(bytes)"] = Cell(f"{axis}_bytes", cli.show_size)
@@ -346,6 +552,50 @@ def axis_line(case: Case, axis: str) -> str:
             parts.append(f"{collective} {calls:,} x, {cli.show_size(size)} (bus {bus})")
     nodes = count_of(m[f"{axis}_nodes"], "node")
     return f"{case.name}: {axis}, {m[f'{axis}_ranks']} ranks on {nodes}: {'; '.join(parts)}"
+
+
+def lines_of_times(case: Case) -> list[str]:
+    """Which times are missing or of another dtype, and how far off the others are."""
+    lines, m = [], case.metrics
+    for axis in axes_of([case]):
+        if why := m.get(f"{axis}_missing"):
+            lines.append(f"{axis} has no time: {why}")
+        if other := m.get(f"{axis}_other_dtype"):
+            lines.append(f"{axis}: {other}")
+    for axis in parse_mesh(case.key["mesh"]).axes:
+        if exposed_s := m.get(f"{axis}_exposed_s"):
+            ratio = m.get(f"{axis}_exposed_over_alone")
+            off = (
+                f"exposed / alone = {ratio.text(digits=2)}" if ratio else "maybe none, so no ratio"
+            )
+            alone = f"{axis} takes {m[f'{axis}_alone_s']} by its collectives alone"
+            lines.append(f"{alone}, and exposes {exposed_s} in parallel_sweep.py: {off}")
+    if why := m.get("not_compared"):
+        lines.append(f"not compared with parallel_sweep.py: {why}")
+    return [f"{case.name}: {line}" for line in lines]
+
+
+def answer_in_seconds(cases: list[Case]) -> str | None:
+    """How long the collectives of a step take under each mesh: of the rank where it is longest."""
+    longest: dict[str, Estimate] = {}
+    for case in cases:
+        if time := case.metrics.get("communication_s"):
+            mesh = case.key["mesh"]
+            longest[mesh] = max(longest.get(mesh, time), time, key=lambda one: one.value)
+    if not longest:
+        return None
+    times = [f"{time} under {mesh}" for mesh, time in longest.items()]
+    return f"one after the other, the collectives of a step take {', '.join(times)}"
+
+
+def answer_off(cases: list[Case]) -> str | None:
+    """How many times the computed time parallel_sweep.py has measured as exposed, on each axis."""
+    off = []
+    for case in cases:
+        for axis in parse_mesh(case.key["mesh"]).axes:
+            if ratio := case.metrics.get(f"{axis}_exposed_over_alone"):
+                off.append(f"{ratio.times()} for {axis} of {case.name}")
+    return f"exposed in parallel_sweep.py / these times: {'; '.join(off)}" if off else None
 
 
 def answer(cases: list[Case]) -> str | None:
@@ -421,6 +671,8 @@ def main() -> int:
     files = [cli.take_stdout()] if args.json == "-" else []
     report = Report("traffic", environment(args), args.json, files=files)
     try:
+        alone = read_measured(args.measured)
+        swept = read_swept(args.against) if args.against else []
         keys = plan(args)
         replaced = report.start()
     except (ValueError, OSError) as error:
@@ -432,24 +684,30 @@ def main() -> int:
     title = (title + "{dtype}, {optimizer}").format(**keys[0])
     print(f"\n{title}\n")
     for key in keys:
-        report.add(case_of(key, title))
+        report.add(case_of(key, title, alone, swept))
     played = [case for case in report.cases if not case.failed]
     axes = axes_of(played)
-    print(render(columns_of(axes), played, room), end="\n\n")
+    print(render(columns_of(axes, bool(alone)), played, room), end="\n\n")
     for case in report.cases:
         if case.failed:
             print(folded(f"{case.name}: {case.check}", room))
         for axis in axes:
             if f"{axis}_ranks" in case.metrics:
                 print(folded(axis_line(case, axis), room))
+        for line in lines_of_times(case):
+            print(folded(line, room))
     for line in report_lines(report.path, replaced):
         print(f"# {line}")
-    sentence = answer(played)
-    if sentence:
-        print(f"\n{folded(sentence, room)}")
-    status = "complete" if len(played) == len(keys) else "failed"
-    report.finish(status, answer=[sentence] if sentence else [])
-    return int(len(played) < len(keys))
+    sentences = [find(played) for find in (answer, answer_in_seconds, answer_off)]
+    answers = [sentence for sentence in sentences if sentence]
+    if answers:
+        print()
+    for sentence in answers:
+        print(folded(sentence, room))
+    lacks = [case for case in played if alone and "communication_s" not in case.metrics]
+    status = "complete" if len(played) == len(keys) and not lacks else "failed"
+    report.finish(status, answer=answers)
+    return int(status != "complete")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Statistics of repeated timings, by numpy. docs/measuring.md derives each."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import NormalDist
@@ -418,10 +419,54 @@ def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
 
 Layout = tuple[int, ...]  # number of ranks of a group on each of its hosts, the largest first
 TimesBySize = dict[int, Estimate]  # seconds, by size in bytes
+# What `collective_times` returns: the times by collective, layout and dtype
+Alone = Mapping[tuple[str, Layout, str], TimesBySize]
+
+
+def total(estimates: Sequence[Estimate]) -> Estimate:
+    """The sum. Its ends are the sums of the ends, so its interval holds if all intervals do."""
+    value = math.fsum(one.value for one in estimates)
+    ends = [
+        (one.low, one.high) for one in estimates if one.low is not None and one.high is not None
+    ]
+    if len(ends) < len(estimates):
+        return Estimate(value)
+    return Estimate(value, math.fsum(low for low, _ in ends), math.fsum(high for _, high in ends))
+
+
+def time_alone(
+    alone: Alone, collective: str, layout: Layout, dtype: str, size: float
+) -> tuple[Estimate, str]:
+    """The time of a collective of `size` bytes by itself, and the dtype with which it was measured:
+    `dtype` if there is one, else another one.
+
+    Raises ValueError with the reason if it was not measured on this layout, or not around this size
+    (`interpolate`).
+    """
+    fit = {
+        of: times for (name, at, of), times in alone.items() if (name, at) == (collective, layout)
+    }
+    there = sorted({at for name, at, _ in alone if name == collective})
+    if not there:
+        raise ValueError("it was not measured")
+    if not fit:
+        others = " and ".join(map(show_layout, there))
+        raise ValueError(f"it was measured on {others}, not on {show_layout(layout)}")
+    measured = dtype if dtype in fit else next(iter(fit))
+    return interpolate(fit[measured], size), measured
+
+
+def show_layout(layout: Layout) -> str:
+    """`16 ranks of 2 hosts (8 each)`"""
+    ranks = f"{sum(layout)} ranks" if sum(layout) > 1 else "1 rank"
+    if len(layout) == 1:
+        return f"{ranks} of one host"
+    each = f"{layout[0]} each" if len(set(layout)) == 1 else " + ".join(map(str, layout))
+    return f"{ranks} of {len(layout)} hosts ({each})"
 
 
 def collective_times(report: Report) -> dict[tuple[str, Layout, str], TimesBySize]:
-    """What collectives.py has measured, for `interpolate`: by collective, layout and dtype.
+    """What collectives.py has measured, for `time_alone`: by collective, layout and dtype.
 
     A time is that of the faster variant (in place or out of place); of several reductions the first
     one in the report counts. Cases that failed are left out. Raises ValueError if the report is

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from analysis.bandwidth import bus_factor, layout_in, show_layout
+from analysis.bandwidth import bus_factor, layout_in
 from analysis.kineto import Trace
 from common import report
 from common.report import Case, Estimate, Report
-from common.stats import collective_times, layout_of_case
+from common.stats import collective_times, layout_of_case, show_layout
 from tests.pure import reports
 from tests.pure.reports import estimate
 from tests.pure.traces import (

@@ -10,9 +10,11 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from analysis import report as page
 from analysis.load import load as load_runs
-from benchmarks import traffic
+from benchmarks import collectives, traffic
 from benchmarks.workloads.decoder import DECODERS, Decoder
-from common.report import Case
+from common.report import Case, Estimate, load
+from tests.pure import reports
+from tests.pure.reports import estimate
 
 NANO = ("--model", "decoder-nano", "--dtype", "fp32")
 SIZES = [weight.shape for weight in Decoder(DECODERS["decoder-nano"]).parameters()]
@@ -77,6 +79,18 @@ def test_a_pipeline_sends_each_microbatch_forwards_and_backwards() -> None:
     step = traffic.play(key_of("pp4:1f1b", 4, *flags))
     size = 64 * 64 * 4
     assert step.calls == {("pp", "send", size): 8, ("pp", "recv", size): 8}
+
+
+@pytest.mark.parametrize(
+    "mesh", ["dp8", "dp2x4", "dp2tp4", "cp4dp2", "dp2ep4", "dp2pp4:1f1b", "ddp8"]
+)
+def test_the_counted_step_is_like_the_next_one(mesh: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To play fewer steps takes less time, and counts the same."""
+    key = key_of(mesh, 8, "--rank", "7")
+    first = traffic.play(key)
+    before = traffic.steps_before(traffic.parse_mesh(mesh))
+    monkeypatch.setattr(traffic, "steps_before", lambda mesh: before + 1)
+    assert traffic.play(key) == first
 
 
 def test_the_metrics_by_hand() -> None:
@@ -148,3 +162,173 @@ def test_a_weight_is_cut_as_torch_cuts_it(count: int) -> None:
         lengths = [chunk.shape[1] for chunk in traffic.chunks_alike(weight, count, 1)]
         expected = [chunk.shape[1] for chunk in weight.chunk(count, dim=1)]
         assert lengths == expected + [0] * (count - len(expected))
+
+
+# -- how long it takes -----------------------------------------------------------------------------
+
+MEASURED = {  # seconds by size: 1 ms and 1 us a byte; the ends are a tenth apart
+    size: Estimate(1e-3 + size * 1e-6, 0.9 * (1e-3 + size * 1e-6), 1.1 * (1e-3 + size * 1e-6))
+    for size in (1000, 3000, 9000)
+}
+
+
+def played(calls: dict[traffic.Call, int], ranks: dict[str, list[int]]) -> traffic.Step:
+    return traffic.Step(Counter(calls), ranks, {}, dict.fromkeys(calls, "float32"))
+
+
+def test_a_step_takes_as_long_as_its_calls() -> None:
+    """3 all-gathers of 2,000 bytes take 3 ms each, between 2 and 4 ms; on tp 2 all-reduces of 9,000
+    take 10 ms each. In a pipeline 4 sends and 3 receives of 1,000 bytes are 4 times 2 ms."""
+    calls = {("dp", "all_gather", 2000): 3, ("tp", "all_reduce", 9000): 2}
+    calls |= {("pp", "send", 1000): 4, ("pp", "recv", 1000): 3}
+    step = played(calls, {"dp": [0, 2, 4, 6], "tp": [0, 1], "pp": [0, 8]})
+    alone = {
+        ("all_gather", (4,), "float32"): MEASURED,
+        ("all_reduce", (2,), "float32"): MEASURED,
+        ("sendrecv", (1, 1), "float32"): MEASURED,
+    }
+    found = traffic.timed({"gpus_per_node": 8}, step, alone)
+    assert {name: value.value for name, value in found.items()} == pytest.approx(
+        {"dp_s": 9e-3, "tp_s": 20e-3, "pp_s": 8e-3, "communication_s": 37e-3}
+    )
+    total = found["communication_s"]
+    assert (total.low, total.high) == pytest.approx((0.9 * 37e-3, 1.1 * 37e-3))
+
+
+def test_groups_of_one_rank_take_no_time() -> None:
+    step = played({("dp", "all_gather", 2000): 3}, {"dp": [5]})
+    found = traffic.timed({"gpus_per_node": 8}, step, {("x", (2,), "float32"): MEASURED})
+    assert found == {"dp_s": Estimate(0, 0, 0), "communication_s": Estimate(0, 0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "calls", "said"),
+    [
+        # beyond the largest size, with two more calls that are not known
+        (
+            [0, 1, 2, 3],
+            {("dp", "all_gather", 9001): 1, ("dp", "all_gather", 20): 2},
+            "all_gather of 9,001 bytes (and 1 more): 8.79K bytes are outside of the measured "
+            "sizes, 1000 to 8.789K; measure it: torchrun --nproc-per-node 4 "
+            "benchmarks/collectives.py --collective all_gather -d float32 -b 16 -e 16K ",
+        ),
+        # the same number of ranks, but two a node
+        (
+            [0, 1, 8, 9],
+            {("dp", "all_gather", 2000): 1},
+            "all_gather of 2,000 bytes: it was measured on 4 ranks of one host, not on 4 ranks of "
+            "2 hosts (2 each); measure it: torchrun --nnodes 2 --nproc-per-node 2 "
+            "benchmarks/collectives.py --collective all_gather -d float32 -b 1K -e 2K ",
+        ),
+        # one rank on each node: a rail, of which there are eight at once
+        (
+            [0, 8],
+            {("dp", "all_to_all", 2048): 1},
+            "all_to_all of 2,048 bytes: it was not measured; measure it: torchrun --nnodes 2 "
+            "--nproc-per-node 8 benchmarks/collectives.py --groups cross --collective all_to_all ",
+        ),
+        (
+            [0, 1, 2, 8],
+            {("dp", "all_reduce", 4): 1},
+            "torchrun --nnodes 2 --nproc-per-node 3 benchmarks/collectives.py --groups 0-2,3-3 ",
+        ),
+    ],
+)
+def test_nothing_is_extrapolated(
+    ranks: list[int], calls: dict[traffic.Call, int], said: str
+) -> None:
+    step = played(calls, {"dp": ranks})
+    found = traffic.timed({"gpus_per_node": 8}, step, {("all_gather", (4,), "float32"): MEASURED})
+    assert "dp_s" not in found
+    assert "communication_s" not in found
+    assert said in found["dp_missing"]
+    command = found["dp_missing"].partition("measure it: ")[2]
+    words = command.partition("benchmarks/collectives.py ")[2].split()
+    args = collectives.parse_args([*words, "--device", "cpu"])
+    for _, _, size in calls:  # between two sizes of that command
+        sizes = collectives.scan(args.minbytes, args.maxbytes, args.stepbytes, args.stepfactor)
+        assert sizes[0] <= size <= sizes[-1]
+
+
+def test_another_dtype_is_told() -> None:
+    step = played({("dp", "all_gather", 2000): 1}, {"dp": [0, 1]})
+    step.dtypes["dp", "all_gather", 2000] = "bfloat16"
+    alone = {("all_gather", (2,), "float32"): MEASURED}
+    found = traffic.timed({"gpus_per_node": 8}, step, alone)
+    metrics = found | {"dp_ranks": 2}
+    case = Case(key={"mesh": "dp2"}, name="dp2, rank 0", ranks=[0], metrics=metrics)
+    said = "dp2, rank 0: dp: all_gather was measured with float32, not with bfloat16"
+    assert traffic.lines_of_times(case) == [said]
+    alone["all_gather", (2,), "bfloat16"] = {2000: Estimate(7e-3)}
+    assert traffic.timed({"gpus_per_node": 8}, step, alone)["dp_s"] == Estimate(7e-3)
+
+
+def swept_case(mesh: str, **more: Any) -> dict[str, Any]:
+    """A case of parallel_sweep.py on 2 ranks, in which dp exposes 30 ms (20 to 40)."""
+    key = {"mesh": mesh, "microbatches": 1, "model": "decoder-nano", "dtype": "fp32"}
+    key |= {"sequence_length": 64, "global_batch": 4, "experts": 0, "world_size": 2}
+    metrics = {"compute_s": estimate(0.05, 0.04, 0.06), "exposed_dp_s": estimate(0.03, 0.02, 0.04)}
+    return reports.case(mesh, key=key | more, metrics=metrics)
+
+
+def measured_case(collective: str, size: int, seconds: float, **more: Any) -> dict[str, Any]:
+    key = {"collective": collective, "dtype": "float32", "size_bytes": size, "groups": "world"}
+    key |= {"group_ranks": 2, "backend": "gloo", "device": "cpu"} | more
+    metrics = {"in_place_time_s": estimate(seconds, 0.9 * seconds, 1.1 * seconds)}
+    return reports.case(f"{collective} {size}", key=key, ranks=[0, 1], metrics=metrics)
+
+
+def scan(path: Path, *names: str, **more: Any) -> str:
+    """A report of collectives.py on 2 ranks: 1 ms at every size."""
+    environment = {"ranks": [{"rank": rank, "host": "vm"} for rank in (0, 1)]}
+    sizes = [2**k for k in range(2, 22, 2)]
+    cases = [measured_case(name, size, 1e-3, **more) for name in names for size in sizes]
+    return reports.write(path, *cases, benchmark="collectives", environment=environment)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr("sys.argv", ["traffic.py", "--ranks", "2", *NANO, *words])
+    return traffic.main()
+
+
+def test_measured_and_against(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path) -> None:
+    """15 calls of FSDP at 1 ms each are half of the 30 ms that were exposed. Their interval is 13.5
+    to 16.5, so that of the ratio is 20 / 16.5 to 40 / 13.5."""
+    first = scan(tmp_path / "a.jsonl", "all_gather")
+    words = ("--mesh", "dp2", "--measured", first)
+    assert run(monkeypatch, *words) == 1
+    assert "dp2, rank 0: dp has no time: reduce_scatter of " in capsys.readouterr().out
+    second = scan(tmp_path / "b.jsonl", "reduce_scatter")
+    swept = reports.write(tmp_path / "s.jsonl", swept_case("dp2"), benchmark="parallel_sweep")
+    report = tmp_path / "report.jsonl"
+    words = (*words, second, "--against", swept, "--json", str(report))
+    assert run(monkeypatch, *words) == 0
+    out = capsys.readouterr().out
+    assert "# dp2, rank 0: dp takes 15.0 ms (13.5 to 16.5) by its collectives alone, and " in out
+    assert "exposes 30.0 ms (20.0 to 40.0) in parallel_sweep.py: exposed / alone = 2.00 " in out
+    assert " = 2.00 (1.21 to 2.96)\n" in out
+    assert out.endswith(
+        "# one after the other, the collectives of a step take 15.0 ms (13.5 to 16.5) under dp2\n"
+        "# exposed in parallel_sweep.py / these times: "
+        "2.00 times (1.21 to 2.96) for dp of dp2, rank 0\n"
+    )
+    (case,) = load(str(report)).cases
+    assert case.metrics["dp_s"].value == pytest.approx(0.015)
+    other = reports.write(
+        tmp_path / "o.jsonl", swept_case("dp2", global_batch=8), benchmark="parallel_sweep"
+    )
+    assert run(monkeypatch, *words[:4], second, "--against", other) == 0
+    said = "not compared with parallel_sweep.py: global_batch 8 in the sweep, 4 here"
+    assert said in capsys.readouterr().out
+    none = swept_case("dp2")
+    none["metrics"]["exposed_dp_s"] = estimate(0.01, -0.01, 0.03)
+    other = reports.write(tmp_path / "n.jsonl", none, benchmark="parallel_sweep")
+    assert run(monkeypatch, *words[:4], second, "--against", other) == 0
+    assert (
+        "(-10.0 to 30.0) in parallel_sweep.py: maybe none, so no ratio\n" in capsys.readouterr().out
+    )
+    # gloo and nccl are not one machine's times
+    third = scan(tmp_path / "c.jsonl", "all_reduce", backend="nccl", device="cuda")
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *words[:4], third)
+    assert "expected reports of one backend, got gloo on cpu (" in capsys.readouterr().err
