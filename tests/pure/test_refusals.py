@@ -122,6 +122,27 @@ MISTAKES = [
     ("traffic", "--ranks 9 --mesh dp9 --sequence-length 1000000000", "of 18 sequences of 1,000,"),
     ("traffic", "--ranks 8 --mesh dp8 --global-batch 1000000000", "bytes of memory here, and "),
     ("traffic", "--ranks 1 --mesh dp1 --json=", "--json: expected a report, got ''"),
+    (
+        "traffic",
+        "--ranks 2 --against a.jsonl",
+        "--against compares times: expected --measured, e.g",
+    ),
+    ("traffic", "--ranks 2 --measured no.jsonl", "--measured: no.jsonl: No such file or directory"),
+    (
+        "traffic",
+        "--ranks 2 --measured a.jsonl",
+        "--measured a.jsonl: expected a report of collectiv",
+    ),
+    (
+        "traffic",
+        "--ranks 2 --measured other.jsonl",
+        "an entry is not what collectives.py writes (K",
+    ),
+    (
+        "traffic",
+        "--ranks 2 --measured empty.jsonl",
+        "expected a report of collectives.py, got one o",
+    ),
     ("compare", "a.jsonl", "expected reports of two sides, BASE and --test TEST; e.g. compare"),
     ("compare", "a.jsonl --test a.jsonl", "is the same file as"),
     ("compare", "a.jsonl --test other.jsonl", "BASE has ddp_sweep, TEST collectives"),
@@ -130,6 +151,37 @@ MISTAKES = [
     ("compare", "a.jsonl --tset b.jsonl", "did you mean --test"),
     ("compare", "a.jsonl --test b.jsonl --measure=", "--measure: expected a name, got ''"),
     ("compare", "a.jsonl --test b.jsonl --ignore-key modle", "no case has a field 'modle' to ign"),
+    ("compare", "a.log --test b.log --step '(.'", "a regular expression (missing ), unterminated "),
+    ("compare", "a.log --test b.log --step ms", "with a group around the number, got 'ms'; e.g. "),
+    (
+        "compare",
+        "a.log --test b.log --skip 1",
+        "--skip is about --step, which is missing; e.g. --s",
+    ),
+    ("compare", "a.log --test b.log --step '(x) ms' --skip -1", "of at least 0, got '-1'"),
+    (
+        "compare",
+        "a.log --test b.log --step '(.*)'",
+        "expected the unit of the numbers in '(.*)', ms",
+    ),
+    ("compare", "a.log --test b.log --step '(.*)' --unit h", "invalid choice: 'h'"),
+    (
+        "compare",
+        "a.log --test b.log --step '(x) ms'",
+        "expected lines with '(x) ms', got none in 2",
+    ),
+    (
+        "compare",
+        "a.log --test b.log --step '(.*) ms' --skip 9",
+        "--skip 9 leaves none; e.g. --skip",
+    ),
+    (
+        "compare",
+        "a.log --test b.log --step 'in (.*) ms'",
+        "line 1: expected a number above 0, got '",
+    ),
+    ("compare", "a.log --test b.log --step '(.*) ms' --measure x", "cannot be used with --step"),
+    ("compare", "no.log --test b.log --step '(.*) ms'", "no.log: No such file or directory"),
     ("export", "a.jsonl --to xml", "invalid choice: 'xml'"),
     ("export", "other.jsonl --to pytorch", "takes one report, of ddp_sweep.py"),
     ("export", "a.jsonl other.jsonl --to pytorch", "takes one report, of ddp_sweep.py"),
@@ -148,6 +200,12 @@ MISTAKES = [
     ("ab", "--a 'X=1 cmd' --out ab", "X=... names a command, variables need `env`, e.g. env X=1"),
     ("ab", "--a x=y --b x=z --out ab", "two commands are called x; give each a "),
     ("ab", "--a x --b y z --out ab", "several commands need names, e.g. --b 1MB="),
+    ("ab", "--a x --out ab --unit ms", "--unit is about --step, which is missing"),
+    (
+        "ab",
+        "--a x --out ab --step '(.*) ms' --interleave",
+        "--interleave is about reports, and cann",
+    ),
     ("ab", "--a x --b y=y z=z --fail-on slower --out ab", "--fail-on is for one --b: "),
 ]
 # what a script needs beside --json
@@ -195,6 +253,8 @@ def test_a_mistake_is_one_line(
     write(tmp_path / "b.jsonl", case("x", [0.2]))
     write(tmp_path / "other.jsonl", case("x"), benchmark="collectives")
     write(tmp_path / "empty.jsonl")
+    for name in ("a.log", "b.log"):
+        (tmp_path / name).write_text("a step in N/A ms\n")
     (folder,) = [f for f in ("benchmarks", "analysis") if (ROOT / f / f"{script}.py").exists()]
     world = {"RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
     world |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
