@@ -540,11 +540,13 @@ STEP_ALONE: Columns = {  # with --no-breakdown
     "95% ci\nof it": relative("step_s"),
     "memory\n(GiB)": BREAKDOWN["memory\n(GiB)"],
 }
-COMPARED: Columns = {  # with --interleave, before the others
+COMPARED: Columns = {  # with --interleave: first the ratio, and what it is made of
     "": BREAKDOWN[""],
     "vs\nfirst": metric("speed"),
     "simult.\n95% ci": ends("speed"),
+    "step\ngmean (ms)": BREAKDOWN["step\ngmean (ms)"],
 }
+EXPOSED = ("exposed\ncommun.\n(ms)", "95% ci\n(ms)")
 RATES: Columns = {
     "": lambda case: case.name,
     "samples/s": metric("samples_per_s", digits=1),
@@ -560,7 +562,9 @@ def columns_of(args: argparse.Namespace) -> Columns:
     columns = STEP_ALONE if args.no_breakdown else BREAKDOWN
     if not args.interleave:
         return columns
-    return COMPARED | {head: columns[head] for head in columns if head not in OF_ONE_SETTING}
+    exposed = {head: columns[head] for head in EXPOSED if head in columns}
+    others = {head: columns[head] for head in columns if head not in OF_ONE_SETTING}
+    return COMPARED | exposed | others
 
 
 def rates_of(cases: list[Case]) -> Columns:

@@ -299,13 +299,20 @@ def test_powersgd_over_gloo(bench: Callable[..., Any]) -> None:
 
 
 @pytest.mark.faults
-def test_a_hook_that_stops_averaging_is_found(bench: Callable[..., Any]) -> None:
-    """In a timed block, and from then on. The weights cannot show it: their rate is 0."""
-    flags = ("--model", "tests.own_models:gpt", "--comm-hook", "bf16", "--world-sizes", "2")
+@pytest.mark.parametrize(
+    ("hooks", "setting"), [(("bf16",), ""), (("none,bf16", "--interleave"), "25MB bf16: ")]
+)
+def test_a_hook_that_stops_averaging_is_found(
+    bench: Callable[..., Any], hooks: tuple[str, ...], setting: str
+) -> None:
+    """In a timed block, and from then on. The weights cannot show it: their rate is 0. Of settings
+    in turns the replica with the hook is named."""
+    flags = ("--model", "tests.own_models:gpt", "--world-sizes", "2", "--comm-hook", *hooks)
     run = bench(SCRIPT, "--iters", "12", "--warmup-iters", "1", *flags, inject="stops-averaging")
     assert run.status == 1
     _, case = run.report.cases
-    assert case.check == "failed: after the steps the gradients of rank 1 differ from rank 0's"
+    reason = "after the steps the gradients of rank 1 differ from rank 0's"
+    assert case.check == f"failed: {setting}{reason}"
 
 
 def answer_of(efficiency: Estimate, exposed: Estimate, global_batch: int | None = None) -> str:

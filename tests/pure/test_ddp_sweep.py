@@ -3,6 +3,7 @@
 The other formulas are in tests/test_ddp_sweep.py.
 """
 
+import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from benchmarks import ddp_sweep
 from common.report import Case, Estimate
 from common.stats import Disturbed, Times, fastest, simultaneous
+from common.table import fitted
 
 LABELS = ["25MB none", "25MB bf16", "1MB none"]
 BEGIN = "m, torch's default precision"
@@ -80,9 +82,9 @@ def test_the_rows_of_an_interleaved_case() -> None:
     assert [row.name for row in (first, second, third)] == [f"1M/2R {label}" for label in LABELS]
     cells = [[cell(row) for cell in ddp_sweep.COMPARED.values()] for row in (first, second, third)]
     assert cells == [
-        ["1M/2R 25MB none", "-", "-"],
-        ["1M/2R 25MB bf16", "1.12", "1.10 to 1.14"],
-        ["1M/2R 1MB none", "0.80", "0.79 to 0.81"],
+        ["1M/2R 25MB none", "-", "-", "1120.00"],
+        ["1M/2R 25MB bf16", "1.12", "1.10 to 1.14", "1000.00"],
+        ["1M/2R 1MB none", "0.80", "0.79 to 0.81", "1400.00"],
     ]
     for row, step in ((first, 1.12), (second, 1.0), (third, 1.4)):
         assert row.metrics["step_s"].value == pytest.approx(step)
@@ -122,9 +124,9 @@ def test_settings_that_do_not_differ_significantly() -> None:
     _, *sentences = ddp_sweep.answer(ddp_sweep.rows_of(interleaved([swinging(1.12), [1.0] * 6])))
     assert len(sentences) == 1
     # without an interval nothing is certain
-    lead = {"a": Estimate(1.5), "b": Estimate(2, 1.9, 2.1)}
+    lead = {"b": Estimate(2, 1.9, 2.1), "a": Estimate(2.5)}
     assert fastest("c", lead) == (
-        "no setting is the fastest, c does not differ significantly from a: 1.50 times (no "
+        "no setting is the fastest, c does not differ significantly from a: 2.50 times (no "
         "interval)"
     )
 
@@ -158,6 +160,21 @@ def test_how_often_a_setting_is_called_the_fastest() -> None:
         found = [named_fastest(rng, [1.0] * (count - 1) + [0.9]) for _ in range(100)]
         assert found.count(f"{count - 1}MB none") >= 95, count
     assert [simultaneous(count) for count in (2, 3, 6)] == pytest.approx([0.95, 0.975, 0.99])
+
+
+def test_a_narrow_table_has_both_parts_of_the_ratio() -> None:
+    """On a terminal of 80 columns: the steps beside vs first, and what DDP adds to each."""
+    rows = ddp_sweep.rows_of(interleaved([swinging(1.12), [1.0] * 6, [1.4] * 6]))
+    args: Any = SimpleNamespace(interleave=True, no_breakdown=False)
+    text, _ = fitted(ddp_sweep.columns_of(args), rows, 80)
+    cells = re.split("  +", text.splitlines()[-2])
+    assert cells[:4] == ["1M/2R 25MB bf16", "1.12", "1.10 to 1.14", "1000.00"]
+    assert cells[4] == "50.00"
+    args.no_breakdown = True
+    alone = ddp_sweep.columns_of(args)
+    assert [head.replace("\n", " ") for head in alone] == [
+        *("", "vs first", "simult. 95% ci", "step gmean (ms)", "95% ci of it")
+    ]
 
 
 def test_settings_of_a_key_and_cases_of_interleave() -> None:
