@@ -212,9 +212,14 @@ def unfit(runs: Sequence[Run]) -> dict[str, str]:
     return found
 
 
-def noteworthy(left_out: dict[str, str], most: int = 6) -> list[str]:
-    """`left out: a copy of a/01.jsonl: b/01.jsonl, b/02.jsonl`: a line for each reason."""
+def by_reason(left_out: dict[str, str], most: int = 6) -> list[str]:
+    """`a copy of a/01.jsonl: b/01.jsonl, b/02.jsonl`: a line for each reason."""
     runs_by_reason: dict[str, list[str]] = {}
     for label, why in left_out.items():
         runs_by_reason.setdefault(why, []).append(label)
-    return [f"left out: {why}: {cut(runs, most)}" for why, runs in runs_by_reason.items()]
+    return [f"{why}: {cut(runs, most)}" for why, runs in runs_by_reason.items()]
+
+
+def noteworthy(left_out: dict[str, str]) -> list[str]:
+    """`left out: a copy of a/01.jsonl: b/01.jsonl, b/02.jsonl`: a line for each reason."""
+    return [f"left out: {line}" for line in by_reason(left_out)]

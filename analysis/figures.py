@@ -8,23 +8,36 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from cycler import cycler
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
+from analysis.evidence import is_disturbed, is_timed
 from analysis.load import Run, number_of, numbers
-from analysis.show import clean, scaled_unit, show_number, show_time, show_value, unit_of
+from analysis.show import (
+    canonical,
+    clean,
+    scaled_unit,
+    show_number,
+    show_time,
+    show_value,
+    unit_of,
+)
+from analysis.verdicts import WIDEST, Comparison, Result, geometric_mean
 from common.cli import show_size
 
 # colours, each with a contrast of 3 to white and to a dark page
 SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f7f7f", "#a0522d")
-MAX_FIGURES, MAX_BARS = 12, 40
+MAX_FIGURES, MAX_BARS, MAX_REPORTS = 12, 40, 4
+LETTERS = 70  # of a legend, beside each other in the width of a figure
 MAX_RANKS = 64  # rows of a heat map; with more members a row is a host
 MAX_LABELS, MAX_NUMBERS = 16, 8  # rows with a label each, and cells with their numbers
 IDEAL = "one rank alone, timed in turns, times ranks"
@@ -42,8 +55,8 @@ mpl.rcParams |= {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "grid.alpha": 0.4,
-    "font.size": 9,
-    "legend.fontsize": 8,
+    "font.size": 10.5,
+    "legend.fontsize": 9.5,
     "legend.frameon": False,
 }
 
@@ -61,30 +74,56 @@ def svg(figure: Figure) -> str:
     return re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", element)  # alike in all figures
 
 
-def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
-    """Values over x, a curve for whatever tells cases apart; None where no case has an x above 0.
+def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> list[Figure]:
+    """Values over x: a figure for each setting, with a curve for each report and series.
 
-    rows: if they have an `ideal`, a dash shows it at each point.
+    Settings with a single x are bars; nothing is drawn where no case has an x above 0. rows: if
+    they have an `ideal`, a dash shows it at each point.
     """
     rows = rows.assign(x=pd.to_numeric(rows["key"].str.get(x), "coerce"))
     rows = rows[rows["x"] > 0].sort_values("x", kind="stable")
     if rows.empty:
-        return None
+        return []
+    rows["setting"] = names_of_settings(rows, x)
+    is_curve = rows.groupby("setting")["x"].transform("nunique") > 1
+    if not is_curve.any() and rows["setting"].nunique() == 1:
+        is_curve |= True  # a single point
+    figures = [
+        curves_of_setting(part, title, ", ".join(filter(None, [name, str(setting)])), x)
+        for setting, part in rows[is_curve].groupby("setting", sort=False)
+    ]
+    others = rows[~is_curve].sort_index()
+    return figures + (bars(others, title, name) if len(others) else [])
+
+
+def curves_of_setting(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure:
+    """The figure of one setting."""
     figure = Figure(figsize=(5.6, 3.4), label=name)
     ax = figure.add_subplot(xlabel=x.replace("_", " "), ylabel=title)
-    rows["curve"] = names_of_curves(rows, x)
-    ideal = IDEAL
-    for label, part in rows.groupby("curve", sort=False):
+    rows = rows.assign(group=groups_of_runs(rows["run"]))
+    has_series, has_groups = rows["series"].nunique() > 1, rows["group"].nunique() > 1
+    colours: dict[str, str] = {}
+    ideal: str | None = IDEAL
+    for (series, group, _), part in rows.groupby(["series", "group", "run"], sort=False):
+        label = ", ".join([series] * has_series + [group] * has_groups)
+        is_first = label not in colours
+        colour = colours.setdefault(label, SERIES[len(colours) % len(SERIES)])
         reach = [part["value"] - part["low"], part["high"] - part["value"]]  # NaN draws nothing
-        ax.errorbar(part["x"], part["value"], yerr=reach, fmt="o-", ms=4, capsize=2, label=label)
+        style: dict[str, Any] = {"fmt": "o-", "ms": 4, "capsize": 2, "color": colour}
+        style["label"] = label if is_first and label else None
+        ax.errorbar(part["x"], part["value"], yerr=reach, **style)
         if "ideal" in part and part["ideal"].notna().any():
-            colour = ax.lines[-1].get_color()
             ax.plot(part["x"], part["ideal"], "_", ms=22, mew=2, color=colour, label=ideal)
-            ideal = "_"  # which the legend leaves out: once is enough
+            ideal = None  # once is enough for the legend
     if x.endswith("_bytes"):
         ax.set(xscale="log", yscale="log")
         ax.xaxis.set_major_formatter(lambda value, _: show_size(value))
         ax.xaxis.set_minor_locator(NullLocator())
+        low, high = ax.get_ylim()
+        decades = np.log10(high / low)
+        steps = (1,) if decades > 2 else (1, 2, 5) if decades > 0.5 else tuple(range(1, 10))
+        ax.yaxis.set_major_locator(LogLocator(subs=steps))
+        ax.yaxis.set_minor_formatter(NullFormatter())
     else:
         ax.set_ylim(bottom=0)
     in_seconds = unit_of(rows["metric"].iloc[0]).name == "s"
@@ -93,13 +132,11 @@ def curves(rows: pd.DataFrame, title: str, name: str, x: str) -> Figure | None:
     )
     ticks = sorted(set(rows["x"]))
     ax.set_xticks(ticks[:: 1 + len(ticks) // 8])
-    _, labels = ax.get_legend_handles_labels()
-    if any(labels):
-        ax.legend()
+    put_legend(ax)
     return figure
 
 
-def scaling(rows: pd.DataFrame, title: str, name: str) -> Figure | None:
+def scaling(rows: pd.DataFrame, title: str, name: str) -> list[Figure]:
     """samples/s over ranks. The dash of a point is ranks x samples/s of one rank alone, which was
     timed in turns with it: samples/s / efficiency.
 
@@ -121,33 +158,53 @@ def scaling(rows: pd.DataFrame, title: str, name: str) -> Figure | None:
     return curves(points.assign(ideal=points["value"] / points["share"]), title, name, "ranks")
 
 
-def names_of_curves(rows: pd.DataFrame, x: str) -> list[str]:
-    """For each row what tells its curve apart; nothing where all rows are one curve."""
+def names_of_settings(rows: pd.DataFrame, x: str) -> list[str]:
+    """For each row what tells its setting apart, which is all of the key but x and what follows
+    from it; "" where all rows have one setting."""
     follow = (x, "count", "calls")  # the last two follow from the size
-    columns = [list(rows["series"])]
+    columns = []
     for name in dict.fromkeys(name for key in rows["key"] for name in key):
-        if name not in follow:
+        if name not in (*follow, *PANELS):
             columns.append([clean(show_value(name, key.get(name)), 60) for key in rows["key"]])
-    columns.append(list(rows["run"]))
     differing = [column for column in columns if len(set(column)) > 1]
     if not differing:
         return [""] * len(rows)
     return [", ".join(words) for words in zip(*differing, strict=True)]
 
 
-def bars(rows: pd.DataFrame, title: str, name: str) -> Figure:
-    """Seconds of each case with their intervals, a bar for each series."""
+def groups_of_runs(labels: pd.Series) -> list[str]:
+    """Reports that share a colour: those of one folder where there are more than MAX_REPORTS."""
+    if labels.nunique() <= MAX_REPORTS:
+        return list(labels)
+    return [str(PurePath(label).parent) if "/" in label else "reports" for label in labels]
+
+
+def put_legend(ax: Axes, columns: int = 4) -> None:
+    """A legend above the axes, where it covers no point; none if nothing has a label."""
+    _, labels = ax.get_legend_handles_labels()
+    if not labels:
+        return
+    widths = [len(label) + 6 for label in labels]  # a handle is as wide as 6 characters
+    fitting = len(labels) if sum(widths) <= LETTERS else max(1, LETTERS // max(widths))
+    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=min(columns, fitting))
+
+
+def bars(rows: pd.DataFrame, title: str, name: str) -> list[Figure]:
+    """A figure of each case's times or rates with their intervals, a bar for each series."""
     names = zip(rows["table"], rows["case"], strict=True)
     rows = rows.assign(bar=[case.removeprefix(f"{table}: ") for table, case in names])
+    rows["series"] = rows["series"].where(rows["series"] != "", title)
     if rows.duplicated(["bar", "run", "series"]).any():  # of several tables
         rows["bar"] = rows["case"]
     if rows["run"].nunique() > 1:
         rows["bar"] += ", " + rows["run"]
-    rows["bar"] = [textwrap.fill(clean(bar, 400), 40) for bar in rows["bar"]]
-    unit, factor = scaled_unit("s", [rows["value"].max()])
+    rows["bar"] = [textwrap.fill(clean(bar, 400), 30) for bar in rows["bar"]]
+    unit, factor = scaled_unit(unit_of(rows["metric"].iloc[0]).name, [rows["value"].max()])
     columns = ["value", "low", "high"]
-    table = rows.pivot_table(columns, "bar", "series", sort=False, dropna=False)[:MAX_BARS]
-    table *= factor
+    table = rows.pivot_table(columns, "bar", "series", sort=False, dropna=False)
+    if len(table) > MAX_BARS:
+        name += f" ({MAX_BARS} of {len(table)} rows)"
+    table = table[:MAX_BARS] * factor
     values = table["value"].clip(lower=0)
     below = (values - table["low"]).clip(lower=0)
     above = (table["high"] - values).clip(lower=0)
@@ -158,18 +215,179 @@ def bars(rows: pd.DataFrame, title: str, name: str) -> Figure:
     values.plot.barh(ax=ax, xerr=reach, capsize=2, width=0.7, ylabel="")
     ax.set_xlim(left=0)
     has_intervals = bool(above.notna().any(axis=None))
-    ax.set_xlabel(f"{unit}; the thin lines are 95 % intervals" if has_intervals else unit)
+    told = title if unit in ("", "k", "M", "G") else unit
+    ax.set_xlabel(f"{told}; the thin lines are 95 % intervals" if has_intervals else told)
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
-    ax.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=4)
-    return figure
+    put_legend(ax)
+    return [figure]
+
+
+def all_runs(
+    comparison: Comparison, names: tuple[str, str], has_verdicts: bool = True
+) -> list[Figure]:
+    """The time of every run, by case, over that of BASE; below them the ratio with its interval.
+
+    names: of BASE and TEST. Crosses are runs that are left out, hollow points runs that other
+    processes disturbed. Lines join the two runs of a pair.
+    """
+    rows = [(case, *points_of(comparison, case)) for case in comparison.cases]
+    rows = [row for row in rows if row[1] or row[2]]
+    if not rows:
+        return []
+    prefix = common_words([case.label for case, *_ in rows])
+    labels = [case.label.removeprefix(prefix) for case, *_ in rows]
+    labels = [textwrap.fill(clean(label, 200), 26) for label in labels]
+    lines = max(label.count("\n") for label in labels) + 1
+    height = max(0.52 if len(rows) <= 12 else 0.36, 0.19 * lines)
+    name = f"All runs: {clean(prefix, 100)}".strip(" ,:")
+    figure = Figure((4.8, 0.9 + height * len(rows)), label=name)
+    ax = figure.add_subplot()
+    most = 1 + comparison.design.margin
+    ax.axvspan(1 / most, most, color="#888888", alpha=0.18, lw=0)
+    ax.axvline(1, color="#888888", lw=1)
+    size = 4.5 if len(rows) <= 12 else 3.5
+    beside: Any = {"transform": ax.get_yaxis_transform(), "va": "center", "fontsize": 9.5}
+    for number, (case, base, test) in enumerate(rows):
+        draw_pairs(ax, comparison, base, test, number)
+        for side, points in enumerate((base, test)):
+            for point in points:
+                face = "none" if point.is_disturbed else SERIES[side]
+                style: dict[str, Any] = {"ms": size, "color": SERIES[side], "mfc": face}
+                style |= {"marker": "o"} if point.counts else {"marker": "x", "mew": 1.5}
+                ax.plot([point.ratio], [number + LANES[side]], ls="", alpha=0.8, **style)
+        if case.ratio is not None:
+            draw_ratio(ax, case, number + LANES[2])
+        if has_verdicts:
+            ax.text(1.02, number, case.verdict, **beside)
+    ax.set_yticks(range(len(rows)), labels)
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
+    set_ratios(ax, [point.ratio for _, base, test in rows for point in (*base, *test)])
+    margin = f"{100 * comparison.design.margin:.3g} %"
+    ax.set_xlabel(f"time / mean of {clean(names[0], 30)}; shaded: the margin of {margin}")
+    add_key(ax, rows, names)
+    return [figure]
+
+
+def all_rounds(results: dict[str, Result], best: str) -> list[Figure]:
+    """The ratios of the commands of a race to the best one: of each round that counts, and their
+    mean with its interval. results: by the names of the others."""
+    rows = [(name, result) for name, result in results.items() if result.ratio is not None]
+    if not rows:
+        return []
+    figure = Figure((4.8, 1.1 + 0.45 * len(rows)), label="All rounds")
+    ax = figure.add_subplot()
+    ax.axvline(1, color="#888888", lw=1)
+    for number, (_, result) in enumerate(rows):
+        lane = np.full(len(result.pair_ratios), number - 0.15)
+        ax.plot(result.pair_ratios, lane, "o", ms=4.5, color=SERIES[1], alpha=0.8)
+        draw_ratio(ax, result, number + 0.2)
+    ax.plot([], [], "o", ms=5, color=SERIES[1], label="a round")
+    ax.plot([], [], "kD-", ms=4, lw=1.5, label="mean, interval")
+    ax.set_yticks(range(len(rows)), [textwrap.fill(clean(name, 200), 26) for name, _ in rows])
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
+    set_ratios(ax, [ratio for _, result in rows for ratio in result.pair_ratios])
+    ax.set_xlabel(f"time / that of {clean(best, 40)} in the same round")
+    put_legend(ax)
+    return [figure]
+
+
+def draw_ratio(ax: Axes, result: Result, height: float) -> None:
+    """A ratio, and its interval if that says anything."""
+    ends = result.interval if result.is_telling and result.interval else ()
+    ax.plot(ends, [height] * len(ends), "k-", lw=1.5, solid_capstyle="butt")
+    ax.plot([result.ratio or 1], [height], "kD", ms=4)
+
+
+def set_ratios(ax: Axes, ratios: Sequence[float]) -> None:
+    """The scale of an axis of ratios: logarithmic if they are far apart."""
+    if max(ratios) > WIDEST * min(ratios):
+        ax.set_xscale("log")
+        is_wide = max(ratios) > 100 * min(ratios)
+        ax.xaxis.set_major_locator(LogLocator(subs=(1,) if is_wide else (1, 2, 5)))
+        ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+
+
+def common_words(labels: Sequence[str]) -> str:
+    """The words that all labels begin with, but not a whole label; "" for a single label."""
+    words = [label.split(" ") for label in labels]
+    count = 0
+    while len(labels) > 1 and all(
+        len(w) > count + 1 and w[count] == words[0][count] for w in words
+    ):
+        count += 1
+    return " ".join([*words[0][:count], ""]) if count else ""
+
+
+class Point(NamedTuple):
+    """A run of a case in the plot of all runs."""
+
+    run: int  # its position on its side
+    ratio: float  # its time over the mean of BASE
+    counts: bool
+    is_disturbed: bool
+
+
+LANES = (-0.24, 0.0, 0.24)  # of a row: BASE, TEST, the ratio
+
+
+def points_of(comparison: Comparison, case: Result) -> tuple[list[Point], list[Point]]:
+    """The runs of a case that have a time, of BASE and of TEST. The mean is that of the table; of a
+    case without one, that of all runs of BASE, or of TEST."""
+    form = canonical(case.key)
+    sides: list[tuple[Sequence[Run], dict[int, float]]] = []
+    for all_runs, shown, shown_s in (
+        (comparison.base, case.base_runs, case.base_s),
+        (comparison.test, case.test_runs, case.test_s),
+    ):
+        same = [run for run in all_runs if run.benchmark == case.benchmark]
+        rows = [run.rows.get(form) for run in same]
+        times = {i: row.time_s for i, row in enumerate(rows) if is_timed(row)}
+        sides.append((same, times | dict(zip(shown, shown_s, strict=False))))
+    mean = geometric_mean(case.base_s or [*sides[0][1].values()] or [*sides[1][1].values()]) or 1
+    points = []
+    for (runs, times), whys in zip(sides, (case.base_why, case.test_why), strict=True):
+        points.append(
+            [Point(i, t / mean, i not in whys, is_disturbed(runs[i])) for i, t in times.items()]
+        )
+    return points[0], points[1]
+
+
+def draw_pairs(
+    ax: Axes, comparison: Comparison, base: Sequence[Point], test: Sequence[Point], number: int
+) -> None:
+    """Lines between the two runs of each pair that counts."""
+    partner = {point.run: point for point in test if point.counts}
+    for point in base if comparison.design.paired else ():
+        if point.counts and point.run in partner:
+            ends = [point.ratio, partner[point.run].ratio]
+            ax.plot(ends, [number + LANES[0], number + LANES[1]], color="#888888", lw=0.7, zorder=1)
+
+
+def add_key(ax: Axes, rows: Sequence[tuple[Result, list[Point], list[Point]]], names: Any) -> None:
+    """The legend of the plot of all runs, of what is in it."""
+    points = [point for _, base, test in rows for point in (*base, *test)]
+    style: dict[str, Any] = {"ls": "", "ms": 5}
+    for side, name in enumerate(names):
+        if any(row[1 + side] for row in rows):
+            ax.plot([], [], "o", color=SERIES[side], label=clean(name, 30), **style)
+    if any(case.ratio is not None for case, *_ in rows):
+        ax.plot([], [], "kD-", ms=4, lw=1.5, label="ratio, interval")
+    if any(point.is_disturbed for point in points):
+        ax.plot([], [], "o", color="#888888", mfc="none", label="disturbed", **style)
+    if not all(point.counts for point in points):
+        ax.plot([], [], "x", color="#888888", label="left out", **style)
+    put_legend(ax, 5)
 
 
 over_size = partial(curves, x="size_bytes")
 AXES = [f"exposed_{axis}_s" for axis in ("pp", "dp", "cp", "ep", "tp")]
 PLACES = [f"{place}_busbw_gb_per_s" for place in ("out_of_place", "in_place")]
 BUSBW = ("busbw (GB/s)", PLACES, over_size)
-Plot = tuple[str, list[str], Callable[..., Figure | None]]  # title, metrics, how they are drawn
+Plot = tuple[str, list[str], Callable[..., list[Figure]]]  # title, metrics, how they are drawn
 FIGURES: dict[str, list[Plot]] = {  # by benchmark
     "ddp_sweep": [
         ("samples/s", ["samples_per_s", "efficiency"], scaling),
@@ -369,6 +587,11 @@ def draw(runs: Sequence[Run]) -> list[Figure]:
         times = rows["metric"][is_time]
         most_frequent = times.value_counts(sort=False).nlargest(1)  # what most cases have
         figures = draw_plots(rows, [("Time", list(most_frequent.index), bars)])
+    if len(figures) > MAX_FIGURES:
+        last = figures[MAX_FIGURES - 1]
+        last.set_label(
+            f"{last.get_label()} (figure {MAX_FIGURES} of {len(figures)}: no more shown)"
+        )
     return figures[:MAX_FIGURES]
 
 
@@ -385,15 +608,13 @@ def names_of_series(rows: pd.DataFrame) -> list[str]:
 
 
 def draw_plots(rows: pd.DataFrame, plots: Sequence[Plot]) -> list[Figure]:
-    """Each plot, a figure for each panel."""
+    """The figures of each plot, at least one for each panel."""
     figures = []
     for title, metrics, kind in plots:
         # of `25MB bf16 step_s` the part behind the setting counts
         chosen = rows[rows["metric"].str.rpartition(" ")[2].isin(metrics)]
         for name, part in chosen.groupby("panel", sort=False):
-            figure = kind(part, title, f"{title}, {name}".strip(", "))
-            if figure:
-                figures.append(figure)
+            figures += kind(part, title, f"{title}, {name}".strip(", "))
     return figures
 
 

@@ -120,3 +120,24 @@ def sentence(race: Race, results: dict[str, Result], margin: float) -> str:
         else:
             parts.append(f"{name} cannot be told apart from it")
     return "; ".join(parts)
+
+
+def replay(looks: Sequence[int], rounds: dict[str, int], compared: Compared) -> tuple[Race, bool]:
+    """The race again from the rounds that each command has run, and whether it was finished."""
+
+    def result_of(base: str, test: str, count: int) -> Result:
+        return overall(compared(base, test, count))
+
+    race = Race(list(rounds))
+    common = min(rounds.values())
+    if common < looks[0]:  # nothing was decided yet
+        first, *others = rounds
+        ratios = {name: result_of(first, name, common).ratio or 1 for name in others} | {first: 1}
+        race.rounds, race.best = dict.fromkeys(rounds, common), min(ratios, key=ratios.__getitem__)
+        return race, False
+    for count in looks:
+        if min(rounds[name] for name in race.racing) < count:
+            return race, False
+        if race.look(count, result_of):
+            return race, True
+    return race, True

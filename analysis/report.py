@@ -2,45 +2,55 @@
 # /// script
 # requires-python = ">=3.11"
 # dependencies = [
-#     "numpy>=1.26", "pandas>=2.1", "tabulate>=0.9", "matplotlib>=3.8", "jinja2>=3.1"
+#     "numpy>=1.26", "pandas>=2.1", "scipy>=1.11", "tabulate>=0.9", "matplotlib>=3.8",
+#     "jinja2>=3.1"
 # ]
 # ///
-"""One page from any reports: summary, figures, tables, environment.
+"""One page from any reports: the comparison of two sides, answers, figures, tables, environment.
+
+Of a folder of ab.py, or of BASE and --test TEST, the page begins with the comparison: what was
+compared, the verdict of each case with ratio and interval, a plot of all runs, what differs in the
+environments, and what disturbed the runs. Verdicts and numbers are those of ab.py and compare.py.
 
 The page is a single HTML file. It loads nothing from the network and runs no script. Light or dark
-follows the browser's setting. It begins with each script's answer, and with what disturbed the run.
-Reports of the same benchmark share figures and tables. A new script needs no change here: the page
-has its metrics as tables, and the time of each case with its interval.
+follows the browser's setting. Reports of the same benchmark share figures and tables. A new script
+needs no change here: the page has its metrics as tables, and the time of each case with its
+interval.
 
     python analysis/report.py report.jsonl -o report.html
-    python analysis/report.py before.jsonl after.jsonl -o report.html
+    python analysis/report.py OUT-OF-AB -o report.html
+    python analysis/report.py base/ --test test/ -o report.html
 
 Everything in a report is shown as text, and nothing of it is executed. BSD-3-Clause.
 """
 
+import argparse
 import math
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from analysis import show
+from analysis.compare import add_design_flags, add_side_flags
 from analysis.differences import (
     describe_environment,
     differences,
     parts_of,
     resumed_text,
 )
-from analysis.evidence import is_disturbed, load_of_others, load_text, unfit
-from analysis.figures import draw, svg
+from analysis.evidence import by_reason, is_disturbed, load_text, unfit
+from analysis.figures import draw
 from analysis.load import Row, Run, Value, by_benchmark, find, load, number_of, rows_of, values_of
-from common.cli import Parser, refuse, refuse_foreign, show_size
+from analysis.page import Section, Table, as_page, hide_folders, name_reports
+from analysis.versus import compare_folder, compare_sides, is_folder, read_folder
+from common.cli import Parser, cut, refuse, refuse_foreign, show_size
 from common.report import Estimate, digits_of
 from common.stats import median
 
@@ -50,69 +60,60 @@ FRACTIONS = (
 )
 DETAILS = ("_p75_s", "_p90_s", "_p95_s", "_p99_s", "_mean_s")  # the last columns
 SPREAD = 1000  # a column whose numbers differ by more has a unit in each cell
-
-
-class Table(NamedTuple):
-    title: str
-    header: Sequence[Any]
-    rows: list[Any]  # lists of cells
-    marks: dict[int, str]  # rows that stand out, by number, and why: failed or differs
-    words: int = 100  # so many columns of words stand before those of numbers
-
-
-@dataclass
-class Section:
-    """A part of the page."""
-
-    title: str
-    tables: list[Table]
-    answers: list[str] = field(default_factory=list)  # come first
-    loud: list[str] = field(default_factory=list)  # warnings above the tables
-    quiet: list[str] = field(default_factory=list)  # notes above the tables
-    runs: Sequence[Run] = ()  # whose figures are drawn
-    folded: bool = False  # whether the page shows its title alone, until it is opened
+NOTHING = argparse.Namespace(  # flags of a page without --test
+    test=[], measure=None, margin=None, ignore_key=[], allow_disturbed=False
+)
+MOST_OF_TITLE = 60  # characters, for the names of benchmarks, or of machines
 
 
 def summary(runs: Sequence[Run]) -> Section:
     """What the scripts say, what disturbed them, what each report holds, and why cases failed."""
     heads = ("report", "benchmark", "status", "cases", "where", "PyTorch", "started")
-    reports = Table("Reports", heads, [], {})
+    reports = Table("What was measured", (*heads, "others' CPU use"), [], {})
+    answers = Table("Answers", ("report", "answer"), [], {})
     failures = Table("Failed cases", ("report", "case", "reason"), [], {})
-    section = Section("Summary", [reports])
+    section = Section("Reports", [reports])
     for i, run in enumerate(runs):
-        name = f"{run.label}: " if len(runs) > 1 else ""
-        section.answers += [f"{name}{sentence}" for sentence in run.end.get("answer") or []]
-        if load_of_others(run):
-            line = f"{name}Other processes used {load_text(run)} of a node"
-            if is_disturbed(run):
-                section.loud.append(f"{line}: the run was disturbed, its times may be too long.")
-            else:
-                section.quiet.append(f"{line}.")
+        told = run.end.get("answer") or []
+        if len(runs) == 1:
+            section.answers += told
+        answers.rows.extend([run.label if n == 0 else "", line] for n, line in enumerate(told))
         counts = Counter(re.split("[:,]", case.check)[0] for case in run.rows.values())
         cases = ", ".join(f"{n} {check}" for check, n in counts.items()) or "no case"
         torch = run.environment.get("torch") or "-"
         started = run.started_at[:16].replace("T", " ")
-        row = [run.label, run.benchmark, run.status, cases, where(run), torch, started]
-        reports.rows.append(row)
+        about = [run.label, run.benchmark, run.status, cases, where(run), torch, started]
+        reports.rows.append([*about, load_text(run)])
         failed = [case for case in run.rows.values() if case.failed]
         failures.rows.extend([run.label, case.label, case.check] for case in failed)
         if run.status != "complete" or failed:
             reports.marks[i] = "failed"
+    if len(runs) > 1 and answers.rows:
+        section.tables.append(answers)
     if failures.rows:
         section.tables.append(failures)
-    for label, why in unfit(runs).items():
-        section.loud.append(f"{label} is no evidence in a comparison: {why}.")
+    if disturbed := [f"{run.label} ({load_text(run)})" for run in runs if is_disturbed(run)]:
+        what = "Other processes used more than a tenth of the cores, so times may be too long"
+        section.loud.append(f"{what}: {cut(disturbed)}")
+    section.loud += [f"No evidence in a comparison: {why}" for why in by_reason(unfit(runs))]
     section.loud += warnings(runs)
     return section
 
 
 def title_of(runs: Sequence[Run]) -> str:
     """`ddp_sweep on H100 (2 ranks), 2026-01-01`: the benchmarks, the machines and the days."""
-    benchmarks = show.list_once(run.benchmark for run in runs)
-    machines = show.list_once(machine_of(run) for run in runs)
-    days = show.list_once(run.started_at[:10] for run in runs if run.started_at)
-    parts = [show.clean(f"{benchmarks} on {machines}", 120), show.clean(days, 120)]
-    return ", ".join(part for part in parts if part)
+    benchmarks = few((run.benchmark for run in runs), "benchmarks")
+    machines = few((machine_of(run) for run in runs), "machines")
+    days = sorted({run.started_at[:10] for run in runs if run.started_at})
+    when = " to ".join(dict.fromkeys([*days[:1], *days[-1:]]))
+    return ", ".join(part for part in (f"{benchmarks} on {machines}", when) if part)
+
+
+def few(names: Iterable[str], noun: str) -> str:
+    """`ddp_sweep, collectives`, or `13 benchmarks` if they would make a title too long."""
+    once = list(dict.fromkeys(names))
+    text = ", ".join(once)
+    return text if len(once) == 1 or len(text) <= MOST_OF_TITLE else f"{len(once)} {noun}"
 
 
 def machine_of(run: Run) -> str:
@@ -199,7 +200,7 @@ def benchmark(runs: Sequence[Run]) -> Section:
     if any("step_p50_s" in row.metrics for row in rows_of(runs)):
         what = "geometric means over rounds of block medians"
         quiet.append(f"Times are {what}, and ratios their quotients; p50 to p99 are percentiles.")
-    return Section(runs[0].benchmark, tables, quiet=quiet, runs=runs)
+    return Section(runs[0].benchmark, tables, quiet=quiet, figures=partial(draw, runs))
 
 
 def table_of(title: str, cases: Sequence[tuple[Run, Row]], has_reports: bool) -> Table:
@@ -276,53 +277,74 @@ def cell(value: Value, unit: str, shown_unit: str, factor: float) -> str:
     return value.text(shown_unit, factor, digits_of(factor * max(ends)) if ends else 0)
 
 
-def as_page(title: str, sections: Sequence[Section]) -> str:
-    """The document. Every string of a report is cleaned and escaped where it is put in."""
-    import jinja2  # here: if it is missing, analysis/ has said so
-    from markupsafe import Markup
-
-    jinja = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        finalize=lambda value: value if isinstance(value, Markup) else show.clean(value, 500),
-    )
-    jinja.globals["draw"] = draw
-    jinja.filters["svg"] = lambda figure: Markup(svg(figure))  # matplotlib escapes its texts
-    return jinja.get_template("report.html.j2").render(title=title, sections=sections)
-
-
-def name_reports(runs: Sequence[Run]) -> None:
-    """A report is called after its file; by its path where two files have the same name."""
-    names = [Path(run.label).stem for run in runs]
-    for run, name in zip(runs, names, strict=True):
-        run.label = show.clean(name if names.count(name) == 1 else run.label, 60)
-
-
-def sections_of(paths: Sequence[str]) -> tuple[str, list[Section]]:
-    """The title of a page about these reports, and its parts."""
-    runs = load(paths)
+def sections_of(
+    paths: Sequence[str], given: argparse.Namespace = NOTHING
+) -> tuple[str, list[Section]]:
+    """The title of a page about these reports, and its parts; comparisons come first. given: flags
+    of the comparison; its `test` are the reports of the other side."""
+    folders = [] if given.test else [read_folder(word) for word in paths if is_folder(word)]
+    words = [word for word in paths if given.test or not is_folder(word)]
+    words += [path for folder in folders for path in folder.reports()]
+    if not words:
+        raise ValueError(f"there is no report in {paths[0]} yet")
+    runs = load([*words, *given.test], given.measure)
+    names = [f"{folder.path}/{name}" for folder in folders for name in folder.commands]
+    texts = [text for folder in folders for text in folder.commands.values()]
     name_reports(runs)
+    commands = hide_folders(runs, dict(zip(names, texts, strict=True)))
+    first = [compare_sides(paths, given, runs)] if given.test else []
+    for folder in folders:
+        shown = {name: commands[f"{folder.path}/{name}"] for name in folder.commands}
+        try:
+            first += compare_folder(folder, given, runs, shown)
+        except ValueError as error:  # the reports are worth a page
+            why = f"The commands cannot be compared: {error}"
+            first.append(Section(folder.path.name, [], loud=[why]))
     for row in rows_of(runs):
         row.metrics = time_of_step(row) | row.metrics
     middle = [benchmark(same) for same in by_benchmark(runs).values()]
-    return title_of(runs), [summary(runs), *middle, environment(runs)]
+    singles = [summary(runs), *middle]
+    for section in singles if first else ():
+        section.folded = True
+    title = title_of(runs)
+    if len(folders) + bool(given.test) == 1:
+        about = first[0].title
+        title = f"{about}{' ' if about.endswith('?') else ': '}{title}"
+    return title, [*first, *singles, environment(runs)]
 
 
-def main() -> int:
+def parse_args() -> argparse.Namespace:
     parser = Parser(__doc__)
     add = parser.add_argument
-    add("reports", nargs="+", metavar="REPORT", help="reports, folders of reports, or patterns")
+    reports = "reports, folders of reports or of ab.py, or patterns; with --test they are BASE"
+    add("reports", nargs="+", metavar="REPORT", help=reports)
     add("-o", "--output", metavar="PAGE.html", help="the page to write")
+    add_side_flags(parser)
+    add_design_flags(parser)
+    parser.set_defaults(margin=None)  # that of ab.py in its folders
     args = parser.parse_args()
     if args.output is None:
         refuse("expected a page to write, e.g. -o report.html")
-    with show.one_line(args.reports):
+    for flag in ("paired", "interleaved", "measure"):
+        if getattr(args, flag) and not args.test:
+            refuse(f"--{flag} needs --test: it is about two sides, e.g. base/ --test test/")
+    for flag in ("margin", "ignore-key", "allow-disturbed"):
+        value = getattr(args, flag.replace("-", "_"))
+        if value and not args.test and not any(map(is_folder, args.reports)):
+            refuse(f"--{flag} needs two sides: --test, or a folder of ab.py")
+    return args
+
+
+def main() -> int:
+    args = parse_args()
+    paths = [*args.reports, *args.test]
+    with show.one_line(paths):
         if not args.output.lower().endswith(".html"):
             raise ValueError(f"expected a file that ends in .html, got {args.output!r}")
-        if os.path.realpath(args.output) in map(os.path.realpath, find(args.reports)):
+        if os.path.realpath(args.output) in map(os.path.realpath, find(paths)):
             raise ValueError(f"{args.output} is one of the reports, which it would overwrite")
         refuse_foreign(args.output)
-        page = as_page(*sections_of(args.reports))
+        page = as_page(*sections_of(args.reports, args))
         Path(args.output).write_text(page, encoding="utf-8")
     return 0
 

@@ -25,7 +25,7 @@ from analysis.evidence import (
     noteworthy,
     untimed,
 )
-from analysis.load import LAST_DIGIT, Row, Run, rows_of, time_of_blocks
+from analysis.load import LAST_DIGIT, Row, Run, by_benchmark, rows_of, time_of_blocks
 from analysis.show import is_number, list_once
 from common.cli import cut
 
@@ -162,10 +162,12 @@ def warnings_of(comparison: Comparison) -> list[str]:
     """Runs that are left out and why, runs that were disturbed and count, and other programs."""
     lines, design = noteworthy(comparison.left_out), comparison.design
     for side, all_runs in (("base", comparison.base), ("test", comparison.test)):
-        times = [
-            (getattr(case, f"{side}_runs"), getattr(case, f"{side}_s")) for case in comparison.cases
-        ]
-        if far := far_off(all_runs, times):
+        far: dict[str, float] = {}
+        for name, same in by_benchmark(all_runs).items():  # positions are those among them
+            cases = [case for case in comparison.cases if case.benchmark == name]
+            times = [(getattr(case, f"{side}_runs"), getattr(case, f"{side}_s")) for case in cases]
+            far |= far_off(same, times)
+        if far:
             names = cut([f"{name} ({factor:.2f} times)" for name, factor in far.items()], 4)
             what = f"far off the other runs of {side.upper()}: {names}"
             lines.append(f"{what}; they count, and widen the intervals: look for the cause")

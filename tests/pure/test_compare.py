@@ -282,5 +282,10 @@ def test_runs_far_off_the_others_are_named(tmp_path: Path) -> None:
     shown = run("compare.py", nights, "--test", today).stdout
     assert f"far off the other runs of BASE: {nights}/04.jsonl (1.50 times), " in shown
     assert f"{nights}/08.jsonl (0.60 times); they count, and widen the intervals" in shown
+    for number in range(12):  # another benchmark before each: the runs are those of their own
+        path = tmp_path / "nights" / f"other{number}.jsonl"
+        write(path, case("x", [0.1] * 6), benchmark="other", started_at="2025-01-01T00:00:00+00:00")
+    shown = run("compare.py", nights, "--test", today).stdout
+    assert f"far off the other runs of BASE: {nights}/04.jsonl (1.50 times), " in shown
     few = [f"{nights}/{number:02}.jsonl" for number in (0, 1, 2, 4)]
     assert "far off" not in run("compare.py", *few, "--test", today).stdout

@@ -1,0 +1,466 @@
+"""report.py on two sides: the page begins with the comparison, and says what compare.py and ab.py
+print. tests/test_report_page.py looks at such a page in a browser."""
+
+import itertools
+import json
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from analysis.figures import all_runs, draw
+from analysis.load import load
+from analysis.page import short_names, without_folders
+from analysis.report import sections_of
+from analysis.verdicts import Design, compare
+from tests.pure.pages import lines_of, page_of, tables_of
+from tests.pure.reports import alike, case, estimate, run, start, write
+from tests.pure.tables import UNITS, rows_of
+
+COLUMNS = ["case", "BASE", "TEST", "TEST is", "95 % interval", "verdict"]
+NAMES = ("no ddp", "1M/2G", "1M/2G bf16")
+Change = Callable[[int, list[dict[str, Any]]], tuple[list[dict[str, Any]], dict[str, Any]]]
+
+
+def side(folder: Path, factors: list[float], seed: int, runs: int = 5, **more: Any) -> str:
+    """A folder of reports of three cases, which take 0.1, 0.2 and 0.3 s times these factors.
+
+    change: makes other cases and other entries of the report of run i.
+    """
+    change: Change = more.pop("change", lambda i, cases: (cases, {}))
+    times = [alike(runs, 0.1 * (k + 1) * x, seed + 10 * k, 0.003) for k, x in enumerate(factors)]
+    for i in range(runs):
+        cases = [case(name, [times[k][i]] * 12) for k, name in enumerate(NAMES)]
+        kept, entries = change(i, cases)
+        write(folder / f"{i + 1:02}.jsonl", *kept, **{"started_at": start(i)} | more | entries)
+    return str(folder)
+
+
+def fails(i: int, cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    cases[2] |= {"check": "failed: out of memory", "samples_s": {}, "metrics": {}}
+    return cases, {"status": "failed"}
+
+
+def is_missing(i: int, cases: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    return [cases[0], case("another", [0.5] * 12)], {}
+
+
+def is_disturbed(
+    i: int, cases: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    return cases, {"others": [[1.5 if i in (1, 3) else 0.02, 2]]}
+
+
+def assert_agree(page: str, printed: str) -> None:
+    """Each cell of the table for a terminal stands on the page; times, ratio and interval of it can
+    be checked against each other; notes and warnings are the same apart from folders."""
+    header, *rows = tables_of(page)["Verdicts"]
+    by_name = [dict(zip(header, row, strict=True)) for row in rows]
+    columns = [*COLUMNS[:4], *(name for name in header if "interval" in name), header[1]]
+    assert [[row[name] for name in columns] for row in by_name] == rows_of(printed)
+    for row in by_name:
+        if row["BASE"] not in ("", "-"):
+            assert_divided(row["BASE"], row["TEST"], row["TEST is"])
+    told = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("# ")]
+    headline, *notes = [
+        line for line in told[2:] if not re.match(r"warning: |environment: |THE HARD|BASE: ", line)
+    ]
+    assert headline in lines_of(page, "answer")
+    assert set(notes) <= set(lines_of(page, "")) | set(lines_of(page, "answer"))
+    assert set(told[:2]) <= set(lines_of(page, "quiet"))
+
+
+def assert_divided(base: str, test: str, ratio: str) -> None:
+    """`1.20x slower` is TEST / BASE of the printed times."""
+    base_s, test_s = (float(x) * UNITS[unit] for x, unit in (base.split(), test.split()))
+    quotient = test_s / base_s
+    match = re.fullmatch(r"([\d.]+)x(?: (slower|faster))?", ratio)
+    assert match
+    shown = 1 / quotient if match[2] == "faster" else quotient
+    assert float(match[1]) == pytest.approx(shown, abs=0.0051 + 1e-3 * shown)
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "verdicts"),
+    [
+        ("", None, ["same", "slower", "faster", "same"]),
+        ("--margin 30%", None, ["same", "same", "same", "same"]),
+        ("--paired", None, ["same", "slower", "faster", "same"]),
+        ("--interleaved", None, ["same", "slower", "faster", "same"]),
+        ("", is_disturbed, ["same", "slower", "faster", "same"]),
+        ("--allow-disturbed", is_disturbed, ["same [disturbed runs allowed]"]),
+        ("", fails, ["same", "slower", "failed", "slower"]),
+        ("", is_missing, ["same", "missing", "missing", "new"]),
+    ],
+)
+def test_page_and_table_agree(
+    words: str, change: Change | None, verdicts: list[str], tmp_path: Path
+) -> None:
+    base = side(tmp_path / "base", [1, 1, 1], 1)
+    more: dict[str, Any] = {"change": change} if change else {}
+    test = side(tmp_path / "test", [1, 1.2, 1 / 1.2], 2, **more)
+    sides = (base, "--test", test, *words.split())
+    printed = run("compare.py", *sides)
+    page = page_of(tmp_path, *sides)
+    assert_agree(page, printed.stdout)
+    found = [row[1] for row in tables_of(page)["Verdicts"][1:]]
+    assert found[: len(verdicts)] == verdicts
+    whole = [*tables_of(page)]
+    assert whole.index("What was compared") < whole.index("Verdicts") < whole.index("Runs")
+    assert whole.index("Runs") < whole.index("What was measured")
+
+
+def test_one_run_a_side_has_no_verdict(tmp_path: Path) -> None:
+    base, test = (side(tmp_path / name, [1, 1, 1], 1, 1) for name in ("base", "test"))
+    sides = (base, "--test", test)
+    page = page_of(tmp_path, *sides)
+    assert_agree(page, run("compare.py", *sides).stdout)
+    assert [row[1] for row in tables_of(page)["Verdicts"][1:]] == ["undecided"] * 4
+    assert lines_of(page, "answer") == ["3 undecided"]
+
+
+def test_runs_that_are_left_out_are_named_with_their_reason(tmp_path: Path) -> None:
+    """Of TEST the second and the fourth were disturbed, and one is a copy."""
+    base = side(tmp_path / "base", [1, 1, 1], 1)
+    test = side(tmp_path / "test", [1, 1, 1], 2, change=is_disturbed)
+    (tmp_path / "test" / "09.jsonl").write_bytes((tmp_path / "test" / "01.jsonl").read_bytes())
+    page = page_of(tmp_path, base, "--test", test)
+    tables = tables_of(page)
+    assert [row[-1] for row in tables["Verdicts"][1:]] == ["5 of 5, 3 of 6"] * 3 + [""]
+    heads, *rows = tables["Runs"]
+    found = {row[0]: dict(zip(heads, row, strict=True)) for row in rows}
+    why = "why it does not count"
+    busy = "other processes used more than a tenth of the cores: 1.5 of 2 cores"
+    assert {name: row[why] for name, row in found.items() if row[why]} == {
+        "test/02": busy,
+        "test/04": busy,
+        "test/09": "a copy of test/01",
+    }
+    assert found["test/02"]["counts in"] == "0 of 3"
+    assert found["test/01"]["counts in"] == "3 of 3"
+    assert found["test/01"]["others' CPU use"] == "0.02 of 2 cores"
+    loud = lines_of(page, "loud")
+    assert "left out: a copy of test/01: test/09" in loud
+    what = "left out: other processes used more than a tenth of the cores: "
+    assert f"{what}test/02 (1.5 of 2 cores), test/04 (1.5 of 2 cores)" in loud
+
+
+def test_what_differs_stands_beside_the_verdicts(tmp_path: Path) -> None:
+    about: dict[str, Any] = {"hosts": ["node1"], "world_size": 8, "num_nodes": 1}
+    old = about | {"devices": ["H100"], "torch": "2.14.1"}
+    new = about | {"devices": ["A100"], "torch": "2.15.0"}
+    base = side(tmp_path / "base", [1, 1, 1], 1, environment=old)
+    test = side(tmp_path / "test", [1, 1, 1], 2, environment=new)
+    page = page_of(tmp_path, base, "--test", test)
+    assert tables_of(page)["Differences of the environments"] == [
+        ["field", "BASE", "TEST"],
+        ["devices (hardware)", "H100", "A100"],
+        ["torch", "2.14.1", "2.15.0"],
+    ]
+    assert "The hardware differs: devices." in lines_of(page, "loud")
+    same = page_of(tmp_path, base, "--test", side(tmp_path / "b", [1, 1, 1], 3, environment=old))
+    assert "The environments of the two sides do not differ." in lines_of(same, "")
+    assert "Differences of the environments" not in tables_of(same)
+
+
+# -- folders of ab.py ------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, os, random, sys
+path = sys.argv[sys.argv.index("--json") + 1]
+number = int(os.path.basename(path)[:2])
+noise = random.Random(path.split(os.sep)[-2] + str(number))
+head = {"schema": "torchrun-bench/3", "benchmark": "mine", "argv": sys.argv}
+head |= {"started_at": f"2026-01-01T{number:02}:00:{noise.randrange(60):02}+00:00"}
+variables = {"MODE": os.environ.get("MODE")}
+head |= {"environment": {"torch": "2", "hosts": ["node1"], "variables": variables}}
+with open(path, "w") as file:
+    file.write(json.dumps(head) + "\\n")
+    for name, seconds in (("local", 0.05), ("step", 0.1)):
+        mean = seconds * float(sys.argv[1]) * (1 + 0.02 * number)
+        times = [mean * (1 + noise.gauss(0, 0.01)) for _ in range(24)]
+        case = {"key": {"name": name}, "name": name, "ranks": [0], "rounds": [2] * 12}
+        file.write(json.dumps(case | {"samples_s": {"step": [times]}}) + "\\n")
+    file.write(json.dumps({"status": "complete", "others": [[0.0, 2]]}) + "\\n")
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Callable[[float], str]:
+    """A command of ab.py whose steps take this many times 0.1 s."""
+    script = tmp_path / "scripts" / "fake.py"
+    script.parent.mkdir()
+    script.write_text(SCRIPT)
+    return lambda factor: f"{shlex.quote(sys.executable)} {shlex.quote(str(script))} {factor}"
+
+
+def test_a_folder_of_ab(tmp_path: Path, command: Callable[[float], str]) -> None:
+    """With the margin and the variables of the call, whatever the defaults are."""
+    out = str(tmp_path / "out")
+    words = ("--runs", "4", "--margin", "30%", "--b-env", "MODE=fast", "HF_TOKEN=hunter2")
+    done = run("ab.py", "--out", out, "--a", command(1), "--b", command(1.2), *words)
+    assert done.returncode == 0, done.stderr
+    (tmp_path / "out" / "verdict.json").write_text("{}")  # of --format json, and no report
+    page = page_of(tmp_path, out)
+    assert_agree(page, done.stdout)
+    assert lines_of(page, "answer")[0] == "2 same"
+    heads, base, test = tables_of(page)["What was compared"]
+    assert (base[0], test[0]) == ("BASE: a", "TEST: b")
+    assert "MODE=fast" in test[heads.index("command")]
+    assert "hunter2" not in page
+    assert [base[heads.index("runs")], test[heads.index("runs")]] == ["4", "4"]
+    strict = page_of(tmp_path, out, "--margin", "2%")
+    assert lines_of(strict, "answer")[0] == "2 slower"
+    assert [row[1] for row in tables_of(strict)["Verdicts"][1:]] == ["slower"] * 3
+
+
+def test_a_against_itself(tmp_path: Path, command: Callable[[float], str]) -> None:
+    out = str(tmp_path / "out")
+    done = run("ab.py", "--out", out, "--a", command(1), "--runs", "4")
+    page = page_of(tmp_path, out)
+    assert_agree(page, done.stdout)
+    assert '<h2 id="s1">a against itself</h2>' in page
+    assert "smallest change" in tables_of(page)["Verdicts"][0]
+
+
+def test_a_race_of_several_commands(tmp_path: Path, command: Callable[[float], str]) -> None:
+    """The order is that of ab.py, the best one is BASE, and each pair has its table."""
+    out = str(tmp_path / "out")
+    words = ["--a", f"one={command(1)}", "--b", f"slow={command(1.3)}", f"two={command(1)}"]
+    words += ["--margin", "0.1%"]  # so small that it takes both looks
+    done = run("ab.py", "--out", out, "--runs", "4", "--max-runs", "6", *words)
+    assert done.returncode == 0, done.stderr
+    page = page_of(tmp_path, out)
+    told = [line[2:] for line in done.stdout.splitlines() if re.match("# (no clear )?best", line)]
+    assert lines_of(page, "answer")[0] == told[0]
+    _, sections = sections_of([out])
+    parts = re.split(r"^# BASE: ", done.stdout, flags=re.M)[1:]
+    for section, part in zip(sections[1:3], parts, strict=True):
+        best, name = re.findall(r"(\w+)\. TEST: (\w+)\.\n", part)[0]
+        assert (section.title, section.folded) == (f"{name} against {best}", True)
+        header, rows = section.first[1].header, section.first[1].rows
+        order = [*(header.index(name) for name in COLUMNS[:4]), 3, 1]
+        assert [[row[i] for i in order] for row in rows] == rows_of(part)
+    race = sections[0].first[0]
+    assert [int(row[4]) for row in race.rows[:2]] == [6, 6]
+    assert [row[0] for row in race.rows][-1] == "slow"
+    assert race.rows[-1][1] == "slower"
+    # each round is a point, and each command has its mean
+    (figure,) = sections[0].figures()
+    assert len(figure.axes[0].get_yticklabels()) == 2
+
+
+def test_a_folder_that_was_interrupted(tmp_path: Path, command: Callable[[float], str]) -> None:
+    """The rounds that are whole are compared; without one the reports still get a page."""
+    out = tmp_path / "out"
+    words = ("--a", command(1), "--b", command(1.2), "--runs", "3")
+    assert run("ab.py", "--out", str(out), *words).returncode == 0
+    (out / "b" / "03.jsonl").unlink()
+    page = page_of(tmp_path, str(out))
+    assert [row[-1] for row in tables_of(page)["Verdicts"][1:3]] == ["2 of 2, 2 of 2"] * 2
+    assert "a/03 has no partner: the round was not finished." in lines_of(page, "loud")
+    assert "3 usable pairs are needed, there are 2" in page
+    for report in (out / "b").glob("*.jsonl"):
+        report.unlink()
+    page = page_of(tmp_path, str(out))
+    assert lines_of(page, "loud") == ["The commands cannot be compared: no round is complete"]
+    assert "What was measured" in tables_of(page)
+    (out / "verdict.txt").write_text("{")
+    done = run("report.py", str(out), "-o", str(tmp_path / "other.html"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "is no whole folder of ab.py: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("--paired", "--paired needs --test"),
+        ("--measure step", "--measure needs --test"),
+        ("--margin 3%", "--margin needs two sides: --test, or a folder of ab.py"),
+        ("--ignore-key x", "--ignore-key needs two sides"),
+    ],
+)
+def test_a_flag_of_comparisons_needs_two_sides(words: str, why: str, tmp_path: Path) -> None:
+    report = write(tmp_path / "a.jsonl", case("x"))
+    page = tmp_path / "page.html"
+    done = run("report.py", report, "-o", str(page), *words.split())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert why in done.stderr
+    assert not page.exists()
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def test_a_page_names_no_folder_of_a_machine(tmp_path: Path) -> None:
+    """Neither of reports nor in commands and variables; paths that differ stay different."""
+    folders = {name: f"/home/me/{name}/train.py" for name in ("base", "head")}
+    for name, script in folders.items():
+        variables = {"HF_HOME": "/data/models/hf", "LD_PRELOAD": f"/opt/{name}/lib/libx.so"}
+        inside = {"torch": "2", "variables": variables, "hosts": ["vm"], "devices": ["/dev/cpu/0"]}
+        key = {"model": "/home/me/models/mine.py:mlp", "rate": "3 GB/s", "setting": name}
+        cases = [case("/scratch/me/x.bin", key=key, check="skipped: /scratch/me/x.bin is gone")]
+        argv = [script, "--data", "/data/set/train", "--json", str(tmp_path / name)]
+        write(tmp_path / name / "r.jsonl", *cases, argv=argv, environment=inside)
+    for words in (
+        (str(tmp_path),),
+        (str(tmp_path / "base"), "--test", str(tmp_path / "head"), "--ignore-key", "setting"),
+    ):
+        page = page_of(tmp_path, *words)
+        (tmp_path / "page.html").unlink()
+        for folder in (str(tmp_path), "/home/me", "/data", "/opt", "/scratch"):
+            assert folder not in page
+        for kept in (".../base/train.py", ".../head/train.py", "3 GB/s", ".../mine.py:mlp"):
+            assert kept in page
+
+
+def test_short_names_by_hand() -> None:
+    """The files of a folder have names of one form; a suffix counts where it alone differs."""
+    for paths, expected in (
+        (["/x/a/01.jsonl", "/x/b/01.jsonl", "/x/b/02.jsonl"], ["a/01", "b/01", "b/02"]),
+        (["r/ddp.jsonl", "r/t/ddp2.jsonl"], ["ddp", "ddp2"]),
+        (["r/1.json", "r/1.jsonl"], ["1.json", "1.jsonl"]),
+        (["01.jsonl", "b/01.jsonl"], ["01", "b/01"]),
+        (["one/two/x.jsonl"], ["x"]),
+    ):
+        assert list(short_names(paths).values()) == expected
+    text = "a /opt/2.14/bin/run b=/opt/2.15/bin/run:/usr/lib64 12 GB/s http://x.org/a/b ~/c/d /tmp"
+    assert without_folders([text])(text) == (
+        "a .../2.14/bin/run b=.../2.15/bin/run:.../lib64 12 GB/s http://x.org/a/b ~/c/d /tmp"
+    )
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+def compared(tmp_path: Path, **more: Any) -> Any:
+    base = load([side(tmp_path / "base", [1, 1, 1], 1)])
+    test = load([side(tmp_path / "test", [1, 1.2, 1 / 1.2], 2, **more)])
+    return compare(base, test, Design())
+
+
+def points(figure: Figure, marker: str) -> list[tuple[float, float, str]]:
+    """x, y and the colour inside of each point of the plot; not of its legend."""
+    lines = [line for line in figure.axes[0].lines if line.get_marker() == marker]
+    found = []
+    for line in lines:
+        x_and_y: Any = line.get_xydata()
+        face = str(line.get_markerfacecolor())
+        found += [(round(float(x), 3), float(y), face) for x, y in x_and_y]
+    return found
+
+
+def test_the_plot_has_every_run(tmp_path: Path) -> None:
+    """Those of BASE above those of TEST; a run that is left out is a cross. The mean of BASE is 1,
+    and the diamonds are the ratios of the table."""
+    comparison = compared(tmp_path, change=is_disturbed)
+    (figure,) = all_runs(comparison, ("BASE", "TEST"))
+    assert len(points(figure, "o")) == 3 * (5 + 3)
+    crosses = points(figure, "x")
+    assert len(crosses) == 3 * 2
+    assert {y % 1 for _, y, _ in crosses} == {0.0}  # the lane of TEST
+    product = 1.0
+    for x, y, _ in points(figure, "o"):
+        if y == -0.24:
+            product *= x
+    assert product == pytest.approx(1, abs=5e-3)
+    diamonds = [x for x, _, _ in points(figure, "D")]
+    assert diamonds == [round(case.ratio, 3) for case in comparison.cases]
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts == ["same", "slower", "faster"]
+    assert [text.get_text() for text in figure.axes[0].get_yticklabels()] == list(NAMES)
+
+
+def test_runs_that_were_disturbed_alike_are_hollow(tmp_path: Path) -> None:
+    base = load([side(tmp_path / "base", [1, 1, 1], 1, 3, others=[[1.5, 2]])])
+    test = load([side(tmp_path / "test", [1, 1, 1], 2, 3, others=[[1.5, 2]])])
+    (figure,) = all_runs(compare(base, test, Design(paired=True)), ("BASE", "TEST"))
+    assert {face for _, _, face in points(figure, "o")} == {"none"}
+    assert points(figure, "x") == []
+
+
+def test_cases_without_a_time_on_one_side_are_in_the_plot(tmp_path: Path) -> None:
+    (figure,) = all_runs(compared(tmp_path, change=is_missing), ("BASE", "TEST"))
+    texts = [text.get_text() for text in figure.axes[0].texts]
+    assert texts == ["same", "missing", "missing", "new"]
+    assert points(figure, "x") == []  # they would count, if there was something to compare with
+    assert len(points(figure, "D")) == 1
+
+
+def sweep(count: int, hooks: tuple[str, ...], ranks: tuple[int, ...]) -> list[dict[str, Any]]:
+    lines = []
+    for hook in hooks:
+        for n in ranks:
+            key = {"model": "m", "ranks": n, "ddp": True, "comm_hook": hook}
+            rate = estimate(10.0 * n * count, 9.0 * n * count, 11.0 * n * count)
+            lines.append(case(f"{n} {hook}", key=key, metrics={"samples_per_s": rate}))
+    return lines
+
+
+def covered(figure: Figure) -> bool:
+    """Whether the legend lies over the axes, where the points are."""
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    legend = axes.get_legend()
+    return bool(legend and legend.get_window_extent().overlaps(axes.get_window_extent().padded(-1)))
+
+
+def test_one_figure_for_each_setting_and_no_legend_over_points(tmp_path: Path) -> None:
+    """A curve for each report; settings with a single number of ranks are bars of one figure."""
+    hooks = ("none", "bf16", "a hook with a long name")
+    paths = [
+        write(tmp_path / f"{name}.jsonl", *sweep(i + 1, hooks, (1, 2, 4)))
+        for i, name in enumerate(("first", "second"))
+    ]
+    figures = draw(load(paths))
+    assert [figure.get_label() for figure in figures] == [
+        f"samples/s, m, comm hook {hook}" for hook in hooks
+    ]
+    for figure in figures:
+        legend = figure.axes[0].get_legend()
+        assert legend
+        assert len(legend.get_texts()) == 2
+        assert not covered(figure)
+    single = write(tmp_path / "single.jsonl", *sweep(1, hooks, (2,)))
+    (bars,) = draw(load([single]))
+    assert len(bars.axes[0].get_yticklabels()) == 3
+    assert not covered(bars)
+    (runs,) = all_runs(compared(tmp_path, change=is_disturbed), ("a" * 30, "b" * 30))
+    assert not covered(runs)
+
+
+def test_many_cases_have_a_row_each(tmp_path: Path) -> None:
+    """64 of them: no label lies over another one, and what all begin with stands in the title."""
+    for name, seed in (("base", 1), ("test", 2)):
+        for i in range(2):
+            times = alike(64, 0.1, seed + i)
+            cases = [case(f"all_reduce sum, {2**k} bytes", [t] * 12) for k, t in enumerate(times)]
+            write(tmp_path / name / f"{i}.jsonl", *cases, started_at=start(i))
+    base, test = (load([str(tmp_path / name)]) for name in ("base", "test"))
+    (figure,) = all_runs(compare(base, test, Design()), ("BASE", "TEST"))
+    assert figure.get_label() == "All runs: all_reduce sum"
+    labels = figure.axes[0].get_yticklabels()
+    assert [label.get_text() for label in labels][:2] == ["1 bytes", "2 bytes"]
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in labels]
+    assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+
+
+def test_answers_of_several_reports_are_a_table(tmp_path: Path) -> None:
+    """The answer of a single one is in bold."""
+    for name in ("a", "b"):
+        path = tmp_path / f"{name}.jsonl"
+        write(path, case("x"), status=None)
+        end = {"status": "complete", "answer": [f"{name} is fast", "and right"]}
+        path.write_text(f"{path.read_text()}{json.dumps(end)}\n")
+    page = page_of(tmp_path, str(tmp_path / "a.jsonl"))
+    assert lines_of(page, "answer") == ["a is fast", "and right"]
+    page = page_of(tmp_path, str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"))
+    assert lines_of(page, "answer") == []
+    rows = [["a", "a is fast"], ["", "and right"], ["b", "b is fast"], ["", "and right"]]
+    assert tables_of(page)["Answers"][1:] == rows
