@@ -589,6 +589,7 @@ def main() -> int:
     torch._dynamo.config.optimize_ddp = not args.dynamo_no_optimize_ddp
     # in the middle of a table; the losses are checked
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+    warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")  # torch 2.15's Triton
     with Benchmark("compile_sweep", args) as bench:
         job, own, start_s = bench.job, {}, {}
         for model in filter(is_own, args.models):
