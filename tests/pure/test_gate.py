@@ -122,6 +122,12 @@ PYTHON = f"""
 case "$1" in */report.py) [ -n "$PAGE" ] || exit 0 ;; esac  # it takes seconds to draw a page
 exec {shlex.quote(sys.executable)} "$@"
 """
+PRINTS = """
+import random
+seconds = float(open("seconds").read()) * random.uniform(0.9999, 1.0001)
+for _ in range(12):
+    print(f"a step took {1000 * seconds:.5f} ms")
+"""
 QUIET, NOISY = "0.001,-0.001", "0.2,-0.2"
 COMMITS = """
 git init -q . && git config user.name x && git config user.email x@example.org
@@ -252,6 +258,22 @@ def test_a_machine_of_ones_own_keeps_the_checkout_between_jobs(tmp_path: Path) -
     shutil.rmtree(github.temp)
     github.temp.mkdir()
     assert github.run()[0] == 0
+
+
+def test_a_command_that_only_prints_its_step_times(tmp_path: Path) -> None:
+    """The page says where --step goes. Here ab.py measures the load, which is not the point."""
+    example = re.search(r"such as `(--step '[^`]+')`", PAGE.replace("took\n", "took "))
+    assert example
+    github = Github(tmp_path, "0.12")
+    (github.workspace / "train.py").write_text(PRINTS)
+    script = "git add . && git commit -qm prints && echo 0.18 >seconds && git commit -qam slower"
+    subprocess.run(["bash", "-euc", script], cwd=github.workspace, check=True, timeout=60)
+    for step in github.job["steps"]:
+        if step.get("name") == "compare":
+            more = f"--margin 5% --allow-disturbed {example[1]}"
+            step["run"] = step["run"].replace("--margin 5%", more)
+    assert github.run()[0] == 1
+    assert " ms  1.50x slower  " in (tmp_path / "summary").read_text()
 
 
 def test_a_command_that_fails_is_red(tmp_path: Path) -> None:
