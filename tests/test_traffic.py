@@ -1,5 +1,6 @@
 """traffic.py beside real ranks: they make the same calls and hold the same bytes."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,6 +23,31 @@ def test_gloo_sends_what_traffic_says(bench: Callable[..., Any]) -> None:
     assert run.status == 0, run.out + run.err
     assert run.out.count(" calls: same\n") == 3
     assert " 0 calls" not in run.out
+
+
+@pytest.mark.smoke
+def test_times_beside_those_of_real_ranks(bench: Callable[..., Any], tmp_path: Path) -> None:
+    """The commands of docs/traffic.md, for dp on 4 ranks. What they print depends on the machine,
+    but each call of the step has a time, and the sweep has the same mesh."""
+    few = ("--device", "cpu", "--iters", "6", "-w", "1")
+    sizes = ("-b", "16K", "-e", "1M", "-f", "4", "--collective", "all_gather,reduce_scatter")
+    measured = bench("benchmarks/collectives.py", *sizes, *few, ranks=4)
+    assert measured.status == 0, measured.err
+    paths = [str(measured.path.rename(tmp_path / "measured.jsonl"))]
+    swept = bench("benchmarks/parallel_sweep.py", "--mesh", "dp4", *few, ranks=4)
+    assert swept.status == 0, swept.err
+    report = str(tmp_path / "report.jsonl")
+    flags = ["--ranks", "4", "--model", "decoder-nano", "--dtype", "fp32", "--global-batch", "16"]
+    flags += ["--measured", *paths, "--against", str(swept.path), "--json", report]
+    command = [sys.executable, str(ROOT / "benchmarks" / "traffic.py"), *flags]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (case,) = load(report).cases
+    assert case.metrics["dp_alone_s"].value == case.metrics["dp_s"].value > 0
+    (of_sweep,) = swept.report.cases
+    assert case.metrics["dp_exposed_s"] == of_sweep.metrics["exposed_dp_s"]
+    said = "# dp4, rank 0: dp takes [^,]* by its collectives alone, and exposes .* in parallel_sw"
+    assert re.search(said, done.stdout), done.stdout
 
 
 @pytest.mark.oldest

@@ -13,6 +13,7 @@ from analysis.load import load as load_runs
 from benchmarks import collectives, traffic
 from benchmarks.workloads.decoder import DECODERS, Decoder
 from common.report import Case, Estimate, load
+from common.stats import Layout
 from tests.pure import reports
 from tests.pure.reports import estimate
 
@@ -166,6 +167,7 @@ def test_a_weight_is_cut_as_torch_cuts_it(count: int) -> None:
 
 # -- how long it takes -----------------------------------------------------------------------------
 
+Times = dict[tuple[str, Layout, str], dict[int, Estimate]]
 MEASURED = {  # seconds by size: 1 ms and 1 us a byte; the ends are a tenth apart
     size: Estimate(1e-3 + size * 1e-6, 0.9 * (1e-3 + size * 1e-6), 1.1 * (1e-3 + size * 1e-6))
     for size in (1000, 3000, 9000)
@@ -253,7 +255,7 @@ def test_nothing_is_extrapolated(
 def test_another_dtype_is_told() -> None:
     step = played({("dp", "all_gather", 2000): 1}, {"dp": [0, 1]})
     step.dtypes["dp", "all_gather", 2000] = "bfloat16"
-    alone = {("all_gather", (2,), "float32"): MEASURED}
+    alone: Times = {("all_gather", (2,), "float32"): MEASURED}
     found = traffic.timed({"gpus_per_node": 8}, step, alone)
     metrics = found | {"dp_ranks": 2}
     case = Case(key={"mesh": "dp2"}, name="dp2, rank 0", ranks=[0], metrics=metrics)
@@ -295,7 +297,7 @@ def test_measured_and_against(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_
     """15 calls of FSDP at 1 ms each are half of the 30 ms that were exposed. Their interval is 13.5
     to 16.5, so that of the ratio is 20 / 16.5 to 40 / 13.5."""
     first = scan(tmp_path / "a.jsonl", "all_gather")
-    words = ("--mesh", "dp2", "--measured", first)
+    words: tuple[str, ...] = ("--mesh", "dp2", "--measured", first)
     assert run(monkeypatch, *words) == 1
     assert "dp2, rank 0: dp has no time: reduce_scatter of " in capsys.readouterr().out
     second = scan(tmp_path / "b.jsonl", "reduce_scatter")
