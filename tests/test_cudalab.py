@@ -247,6 +247,10 @@ ROWS = [
     Row("fault memory", 1, f"{B}/ddp_sweep.py --models resnet18,tests.own_models:gpt "
         f"--no-breakdown --image-size 64 {SHORT}", (1,), failed="OutOfMemoryError",
         variables=MEMORY, ci=True),
+    # one replica fits, which `no ddp` shows; four settings in turns do not
+    Row("fault memory of settings", 1, f"{B}/ddp_sweep.py --model resnet18 --batch-size 2 "
+        f"--image-size 32 --comm-hook none,fp16,bf16,allreduce --interleave --no-breakdown {SHORT}",
+        (1,), failed="OutOfMemoryError", variables={"CUDALAB_MEMORY_GIB": "0.9"}),
     Row("fault own model", 2, f"{B}/ddp_sweep.py --model tests.own_models:too_large,"
         f"tests.own_models:gpt --world-sizes 2 --no-breakdown {SHORT}", (1,),
         failed="OutOfMemoryError: GPU", **GLOO),
