@@ -144,6 +144,7 @@ first_part() {
     task two_ep 100 passes nccl 2 $b/parallel_sweep.py "${nano[@]}" --mesh ep2,dp2 --timeout 60
     task ddp 150 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --dtype $dtypes \
         --comm-hook none,fp16,bf16 --json "$OUT/ddp.jsonl"
+    task ddp_turns 100 passes ranks 1 $b/ddp_sweep.py "${small[@]}" --comm-hook none,bf16 --interleave
     task ckpt 150 passes ranks 1 $b/checkpoint_sweep.py --modes all --strategy fsdp2,ddp \
         --model decoder-nano --iters 2 --json "$OUT/ckpt.jsonl"
     task input 100 passes ranks 1 $b/input_sweep.py --samples 64 --workers 1 "${short[@]}"
