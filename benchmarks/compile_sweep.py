@@ -16,11 +16,19 @@ rank has an empty folder. Two more steps are timed in turns with the step of a c
     eager        the whole step of the same parameters, not compiled
     vs eager   = eager / step. gmean: geometric mean over rounds of block medians
     first step   the first one, which includes compiling
-    payback    = (start of the backend + first 3 steps - 3 eager) / (eager - step), in steps
+
+    --interleave times all strategies and backends in turns within one case: a replica of the model
+                 each, and whole steps alone
+    vs first   = step of the first setting / step of this one; the intervals of the k - 1 ratios
+                 hold together with 95 % confidence (each at 1 - 0.05 / (k - 1))
+
+    payback    = compiling / gain of a step, in steps
+    compiling  = start of the backend + first 3 steps - 3 eager; gain of a step = eager - step
 
     torchrun --nproc-per-node 2 benchmarks/compile_sweep.py
     torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --dtype bf16 --json report.jsonl
-    torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --models decoder-1.3b --strategies fsdp2
+    torchrun --nproc-per-node 8 benchmarks/compile_sweep.py --model package.module:function \\
+        --interleave --strategies ddp,fsdp2 --backends eager
 
 It asks what PyTorch's benchmarks/dynamo/distributed.py asks, with its flags, and is written anew.
 BSD-3-Clause.
@@ -28,16 +36,19 @@ BSD-3-Clause.
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import itertools
+import os
 import sys
 import warnings
 from argparse import SUPPRESS, BooleanOptionalAction, Namespace
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -56,10 +67,11 @@ from benchmarks.workloads.decoder import DECODERS, Decoder, next_token_loss, ran
 from benchmarks.workloads.meshes import forget_groups
 from benchmarks.workloads.own_model import (
     Optimize,
+    Trial,
     is_own,
     make_own,
     need_size,
-    own_batch_size,
+    try_on_all,
     without_rate,
 )
 from benchmarks.workloads.precision import name_precision, set_precision
@@ -72,10 +84,11 @@ from benchmarks.workloads.reference import (
 )
 from common.benchmark import Benchmark, Key, Planned
 from common.check import verdict
+from common.environment import count_of
 from common.groups import Group, Job, agree
 from common.memory import peak, reset_peak, start_peak
 from common.report import Case
-from common.stats import Times, telling, training_metrics
+from common.stats import Times, fastest, simultaneous, telling, training_metrics
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload, time_block
 
@@ -93,10 +106,7 @@ BATCHES = 8  # different ones. More ranks share them, so that the reference cost
 
 def parse_args(argv: list[str] | None = None) -> Namespace:
     parser = cli.Parser(__doc__, GONE)
-    known = {*torch.compiler.list_backends(exclude_tags=())} - {"eager"}  # here dynamo_eager
-    usable = [name for name in sorted(known) if "TESTING" not in name]  # the others fail by design
     strategies = cli.list_of(str, STRATEGIES)
-    backends = cli.list_of(backend_name, ["eager", "dynamo_eager", *usable])
     dtypes = cli.list_of(str, [*TOLERANCES])
     default = "(default: %(default)s)"
     add = parser.add_mutually_exclusive_group().add_argument
@@ -105,12 +115,13 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--toy-model", dest="models", action="store_const", const=["toy"])
     add = parser.add_mutually_exclusive_group().add_argument
     all_here = cli.By([*STRATEGIES], ["none", "ddp", "fsdp2"])
-    add("--strategies", type=strategies, default=all_here, metavar="S", help=default)
+    text = f"(default: {all_here}; none not with --interleave)"
+    add("--strategies", type=strategies, metavar="S", help=text)
     add("--ddp", dest="strategies", action="store_const", const=["ddp"])
     add("--fsdp", action="store_true", help="fsdp1, in one unit unless --fsdp-wrap is given")
     add = parser.add_argument
     both, listed = ["eager", "inductor"], "(default: eager,inductor)"
-    add("--backends", "--dynamo", type=backends, default=both, metavar="B", help=listed)
+    add("--backends", "--dynamo", type=backend_list, default=both, metavar="B", help=listed)
     batch = "batch size per rank (default: 8 on CUDA, 4 on the CPU)"
     add("--batch-size", type=cli.positive_int, metavar="N", help=batch)
     text = "default (as torch sets it: TF32 in convolutions, not in matmuls), fp32, tf32, bf16 "
@@ -124,11 +135,24 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
     add("--fsdp-checkpoint", action="store_true", help=recomputed)
     whole = "do not split graphs at DDP's bucket boundaries"
     add("--dynamo-no-optimize-ddp", action="store_true", help=whole)
+    turns = "time all strategies and backends in turns, a replica each, and say which is the "
+    turns += "fastest; --max-seconds counts for each of them"
+    add("--interleave", action="store_true", help=turns)
     add("--repeat", dest="iters", type=cli.positive_int, default=SUPPRESS, help="same as --iters")
     cli.add_common_flags(parser, max_seconds=4)
     args = parser.parse_args(argv)
+    cuda = cli.on_cuda(args.device)
     if args.fsdp:
         args.strategies = ["fsdp1"]
+    elif args.strategies is None:
+        args.strategies = (all_here.cuda if cuda else all_here.cpu)[args.interleave :]
+    elif args.interleave and "none" in args.strategies:
+        only = "--interleave compares strategies on all ranks, and none uses one"
+        parser.error(f"{only}; e.g. --strategies ddp,fsdp2")
+    if args.interleave and len(args.strategies) * len(args.backends) < 2:
+        got = f"{args.strategies[0]} {args.backends[0]}"
+        expected = "--interleave: expected several strategies or backends"
+        parser.error(f"{expected}, got {got} alone; e.g. --strategies ddp,fsdp2")
     if args.fsdp_wrap is None:
         args.fsdp_wrap = bool(args.fsdp_wrap_classes) or not args.fsdp
     if args.fsdp_wrap_classes and not args.fsdp_wrap:
@@ -144,11 +168,17 @@ def parse_args(argv: list[str] | None = None) -> Namespace:
             example = f"'{name.partition('?')[0]}?batch=16' passes a parameter to the function"
             cannot = f"--batch-size cannot be used with {name}, which defines its own batch"
             parser.error(f"{cannot}; e.g. {example}")
-    cuda = cli.on_cuda(args.device)
     if not cuda and ("tf32" in args.dtype or "cudagraphs" in args.backends):
         parser.error("tf32 and cudagraphs require CUDA; use --dtype fp32 or --backends inductor")
     args.batch_size = args.batch_size or (8 if cuda else 4)
     return args
+
+
+def backend_list(text: str) -> list[str]:
+    """The value of --backends. Torch's list takes a second, so that --help does not wait for it."""
+    known = {*torch.compiler.list_backends(exclude_tags=())} - {"eager"}  # here dynamo_eager
+    usable = [name for name in sorted(known) if "TESTING" not in name]  # the others fail by design
+    return list(cli.list_of(backend_name, ["eager", "dynamo_eager", *usable])(text))
 
 
 def backend_name(text: str) -> str:
@@ -289,13 +319,14 @@ class Made(NamedTuple):
     """A model before it is wrapped, and its batches.
 
     optimize: of one's own model, a function from parameters to an optimizer. units: of one's own
-    model, the modules that FSDP shards.
+    model, the modules that FSDP shards. tokens: of a batch of one's own model; 0 if unknown.
     """
 
     model: nn.Module
     batches: list[Batch]
     optimize: Optimize | None = None
     units: list[nn.Module] | None = None
+    tokens: int = 0
 
 
 def create(name: str, size: int, count: int, device: torch.device) -> Made:
@@ -304,7 +335,7 @@ def create(name: str, size: int, count: int, device: torch.device) -> Made:
     if is_own(name):
         own = make_own(name, device)
         batch = (own.args, own.kwargs, own.loss)
-        return Made(own.model, [batch] * count, own.optimizer, own.fsdp_units)
+        return Made(own.model, [batch] * count, own.optimizer, own.fsdp_units, own.tokens())
     if name in TOYS:
         with device:
             return Made(Toy(*TOYS[name]), [toy_batch(size, device) for _ in range(count)])
@@ -346,6 +377,20 @@ def fresh_compile_cache() -> contextlib.AbstractContextManager[Any]:
     from torch._inductor.utils import fresh_cache
 
     return fresh_cache()
+
+
+@contextlib.contextmanager
+def compile_cache(number: int) -> Iterator[None]:
+    """Within it torch.compile finds nothing that was compiled for another setting of the case. The
+    folder is in that of `fresh_compile_cache`, so that it stays until the end of the case."""
+    from torch._inductor.utils import clear_caches
+
+    folder = os.path.join(os.environ["TORCHINDUCTOR_CACHE_DIR"], f"setting{number}")
+    places = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": os.path.join(folder, "triton")}
+    with mock.patch.dict(os.environ, places):
+        clear_caches()
+        yield
+    clear_caches()
 
 
 def count_graphs(in_first_step: int) -> dict[str, int]:
@@ -400,21 +445,107 @@ def choose_layers(
     return layers
 
 
-def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
-    """start_s: what the start of the case's backend took."""
-    device, rank, ranks = bench.job.device, bench.job.rank, len(group.ranks)
+Facts = tuple[dict[str, float], str]  # of a replica on a rank: costs by metric, and its check
+
+
+class Setting(NamedTuple):
+    """What --interleave compares."""
+
+    strategy: str
+    compiler: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.strategy} {self.compiler}"
+
+
+class Replica(NamedTuple):
+    """A model under a strategy and a backend, after its first steps.
+
+    eager: the same step, not compiled; None if nothing was compiled. facts: called after the
+    timing.
+    """
+
+    step: Callable[[], object]
+    without_optimizer: Callable[[], object]
+    eager: Callable[[], object] | None
+    facts: Callable[[], Facts]
+
+
+def settings_of(key: Key) -> list[Setting]:
+    """The strategies and backends of a case: one, or those that are timed in turns."""
+    if "settings" not in key:
+        return [Setting(key["strategy"], key["compiler"])]
+    return [Setting(*label.split()) for label in key["settings"].split(", ")]
+
+
+def key_of_setting(key: Key, setting: Setting) -> Key:
+    """The key that the setting has where it is a case of its own."""
+    compiled_ddp = setting.strategy == "ddp" and setting.compiler != "eager"
+    by_fsdp = setting.strategy.startswith("fsdp")
+    return key | {
+        **setting._asdict(),
+        "fsdp_wrap": key["fsdp_wrap"] and by_fsdp,
+        "fsdp_wrap_classes": key["fsdp_wrap_classes"] if by_fsdp else "",
+        "fsdp_checkpoint": key["fsdp_checkpoint"] and by_fsdp,
+        "dynamo_no_optimize_ddp": key["dynamo_no_optimize_ddp"] and compiled_ddp,
+    }
+
+
+def build(bench: Benchmark, start_s: dict[str, float], key: Key, group: Group) -> Workload:
+    """What a rank measures in a case: a step and its parts. With --interleave the step is that of
+    the first setting, and those of the others are parts.
+
+    start_s: what the start of each backend took.
+    """
+    device, ranks = bench.job.device, len(group.ranks)
     set_precision(key["dtype"])
-    bf16, strategy = key["dtype"] == "bf16", key["strategy"]
-    autocast = bf16 and strategy in ("none", "ddp")  # FSDP casts by itself
     memory = start_peak(device)
     made = create(key["model"], key["batch_size"], min(ranks, BATCHES), device)
-    model, batches = made.model, made.batches
     need_size(key["model"], key["batch_size"])
-    alone = reference_of(made, key["dtype"], ranks) if rank == 0 else None
+    alone = reference_of(made, key["dtype"], ranks) if bench.job.rank == 0 else None
     wanted: Reference | str = agree(alone, group)
-    dynamo_counters().clear()
     mesh = dist.DeviceMesh.from_group(group.test, device.type)
     forget_groups(mesh)  # or caches would keep the group open where a later case aborts it
+    settings = settings_of(key)
+    replicas: list[Replica] = []
+    for number, setting in enumerate(settings):
+        if number:  # from the same seed
+            made = create(key["model"], key["batch_size"], min(ranks, BATCHES), device)
+        of_setting, seconds = key_of_setting(key, setting), start_s[setting.compiler]
+        with compile_cache(number) if len(settings) > 1 else contextlib.nullcontext():
+            replicas.append(set_up(bench, made, seconds, of_setting, group, mesh, wanted, memory))
+    first, *others = replicas
+
+    def facts() -> list[Facts]:
+        return [replica.facts() for replica in replicas]
+
+    if others:
+        labels = [setting.label for setting in settings[1:]]
+        steps = {label: replica.step for label, replica in zip(labels, others, strict=True)}
+        return Workload(first.step, steps, compared=labels, facts=facts, launches=True)
+    parts: dict[str, Callable[[], object]] = {"forward+backward": first.without_optimizer}
+    if first.eager:
+        parts["eager"] = first.eager
+    return Workload(first.step, parts, facts=facts, launches=True)
+
+
+def set_up(
+    bench: Benchmark,
+    made: Made,
+    start_s: float,
+    key: Key,
+    group: Group,
+    mesh: dist.DeviceMesh,
+    wanted: Reference | str,
+    memory: int,
+) -> Replica:
+    """Wrap and compile a model, and train its first steps, which are checked. key: of its setting.
+    memory: what `start_peak` returned before the case."""
+    device, rank = bench.job.device, bench.job.rank
+    bf16, strategy = key["dtype"] == "bf16", key["strategy"]
+    autocast = bf16 and strategy in ("none", "ddp")  # FSDP casts by itself
+    model, batches = made.model, made.batches
     layers = choose_layers(model, key, made.units)
     if key["fsdp_checkpoint"]:
         layers = recompute(model, layers)
@@ -428,48 +559,92 @@ def build(bench: Benchmark, start_s: float, key: Key, group: Group) -> Workload:
         optimizer = sgd(model, wanted.lr if isinstance(wanted, Reference) else 0.0)
     step, without_optimizer = steps_of(compiled, batch, autocast, optimizer)
     losses, times_s, graphs = list[Tensor](), list[float](), list[int]()
+    dynamo_counters().clear()
     for number in range(1, CHECKED_STEPS + 1):  # all ranks of the case start each step together
-        bench.phase(f"step {number} (the first one compiles)")
+        bench.phase(f"{strategy} {key['compiler']}, step {number} (the first one compiles)")
         dist.barrier(group.control)
         times_s += time_block(lambda: losses.append(step()), 1, device)[0]
         graphs.append(dynamo_counters()["stats"]["unique_graphs"])
     without_rate(optimizer)  # costs the same, and the weights stay finite
     costs = {"start_s": start_s, "first_step_s": times_s[0], "first_steps_s": sum(times_s)}
     costs |= peak(device, memory)
-    costs["fsdp_units"] = len(units)
+    costs |= {"fsdp_units": len(units), "tokens": made.tokens}
+    counted = count_graphs(graphs[0])
 
-    def facts() -> tuple[dict[str, float], str]:
-        metrics = costs | count_graphs(graphs[0])
+    def facts() -> Facts:
+        # torch counts the graphs of all replicas together: of several, those of the first steps
+        metrics = costs | (counted if "settings" in key else count_graphs(graphs[0]))
         return metrics, check(key, rank, [float(x) for x in losses], wanted, metrics["graphs"])
 
-    parts: dict[str, Callable[[], object]] = {"forward+backward": without_optimizer}
+    eager = None
     if key["compiler"] != "eager":  # torch.compile leaves the model's parameters where they are
-        parts["eager"], _ = steps_of(model, batch, autocast, optimizer)
-    return Workload(step, parts, facts=facts, launches=True)
+        eager, _ = steps_of(model, batch, autocast, optimizer)
+    return Replica(step, without_optimizer, eager, facts)
 
 
-def derive(case: Case, times: Times, facts: list[tuple[dict[str, float], str]]) -> None:
-    """Fill in the metrics and the check, on rank 0."""
-    metrics = case.metrics
-    metrics |= training_metrics(times, len(facts) * case.key["batch_size"])
-    metrics["forward_backward_s"] = times.mean("forward+backward")
-    metrics["forward_backward_mean_s"] = float(times.slowest("forward+backward").mean())
-    for name in facts[0][0]:
-        metrics[name] = max(costs[name] for costs, _ in facts)
-    if "eager" in times:
-        metrics |= compare_with_eager(metrics, times)
-    checks = [checked for _, checked in facts if checked != "passed"]
-    case.check = min(checks, default="passed")  # `failed` comes before `skipped`
+def derive(case: Case, times: Times, facts: list[list[Facts]]) -> None:
+    """Fill in the metrics and the check, on rank 0. facts: of each rank and setting.
+
+    With --interleave the metrics are those of the first setting. Those of another one begin with
+    its label, as in `fsdp2 eager step_s`; `row_of` finds them.
+    """
+    settings, metrics = settings_of(case.key), case.metrics
+    checks = []
+    for number, setting in enumerate(settings):
+        of_setting = [of_rank[number] for of_rank in facts]
+        about = times.about(setting.label) if number else times
+        own = training_metrics(about, len(facts) * case.key["batch_size"])
+        for name in of_setting[0][0]:
+            own[name] = max(costs[name] for costs, _ in of_setting)
+        if own.pop("tokens", 0):
+            tokens = sum(costs["tokens"] for costs, _ in of_setting)
+            own["tokens_per_s"] = tokens / own["step_s"]
+        if len(settings) > 1:  # memory is that of all replicas together
+            own = {name: value for name, value in own.items() if not name.startswith("memory")}
+        prefix = f"{setting.label} " if number else ""
+        metrics |= {prefix + name: value for name, value in own.items()}
+        # `failed` comes before `skipped`
+        worst = min((check for _, check in of_setting if check != "passed"), default="passed")
+        kind, colon, reason = worst.partition(": ")
+        label = f"{setting.label}: " if len(settings) > 1 and worst.startswith("failed") else ""
+        checks.append(f"{kind}{colon}{label}{reason}")
+    if len(settings) > 1:
+        metrics |= compare_settings(times, [setting.label for setting in settings])
+    else:
+        metrics["forward_backward_s"] = times.mean("forward+backward")
+        metrics["forward_backward_mean_s"] = float(times.slowest("forward+backward").mean())
+        if "eager" in times:
+            metrics |= compare_with_eager(metrics, times)
+    case.check = min((check for check in checks if check != "passed"), default="passed")
+
+
+def compare_settings(times: Times, labels: list[str]) -> dict[str, Any]:
+    """The ratios of settings that were timed in turns. The first one is the step.
+
+    speed: how many times as fast as the first one a setting is. lead_of_fastest: how many times as
+    fast as this setting the one with the shortest step is.
+    """
+    steps = {label: "step" if label == labels[0] else label for label in labels}
+    best = min(labels, key=lambda label: times.mean(steps[label]).value)
+    confidence = simultaneous(len(labels))
+    metrics = {}
+    for label, step in steps.items():
+        if label != labels[0]:
+            metrics[f"{label} speed"] = times.ratio("step", step, confidence)
+        if label != best:
+            metrics[f"{label} lead_of_fastest"] = times.ratio(step, steps[best], confidence)
+    return metrics
 
 
 def compare_with_eager(metrics: dict[str, Any], times: Times) -> dict[str, Any]:
     """What compiling gains; after how many steps it pays, if it certainly does."""
     gains: dict[str, Any] = {"eager_s": times.mean("eager"), "vs_eager": times.ratio("eager")}
     gain_s = 0 - times.beyond("eager")
+    cost_s = metrics["start_s"] + metrics["first_steps_s"]
+    cost_s = max(0.0, cost_s - CHECKED_STEPS * gains["eager_s"].value)
+    gains |= {"compiling_s": cost_s, "gain_s": gain_s}
     if gain_s.value > 0 and not gain_s.may_be(0):
-        cost_s = metrics["start_s"] + metrics["first_steps_s"]
-        cost_s -= CHECKED_STEPS * gains["eager_s"].value
-        gains["payback_steps"] = telling(max(0.0, cost_s) / gain_s)
+        gains["payback_steps"] = telling(cost_s / gain_s)
     return gains
 
 
@@ -489,10 +664,21 @@ COLUMNS: Columns = {
     "step\nmean (s)": metric("step_mean_s", digits=4),
     **{f"step\np{q} (s)": metric(f"step_p{q}_s", digits=4) for q in (50, 75, 90, 95)},
 }
+COMPARED: Columns = {  # with --interleave
+    "": COLUMNS[""],
+    "vs\nfirst": metric("speed"),
+    "simult.\n95% ci": ends("speed"),
+    **{head: COLUMNS[head] for head in ("step\ngmean (s)", "95% ci\nof step", "samples/s")},
+    **{
+        head: COLUMNS[head] for head in COLUMNS if head.startswith("step\n") and "gmean" not in head
+    },
+}
 COSTS: Columns = {
     "": COLUMNS[""],
     "payback\n(steps)": metric("payback_steps", digits=0),
     "\n95% ci": ends("payback_steps", digits=0),
+    "compiling\n(s)": metric("compiling_s", digits=3),
+    "gain of a\nstep (ms)": metric("gain_s", 1e3, 3),
     "first\nstep (s)": metric("first_step_s"),
     "graph\nbreaks": metric("graph_breaks", digits=0),
     "recom-\npiles": metric("recompiles", digits=0),
@@ -503,10 +689,24 @@ COSTS: Columns = {
 }
 
 
+def columns_of(args: Namespace, tokens_known: bool) -> Columns:
+    """The columns of a table, with tokens/s beside samples/s if the number of tokens is known."""
+    columns: Columns = {}
+    for head, cell in (COMPARED if args.interleave else COLUMNS).items():
+        columns[head] = cell
+        if head == "samples/s" and tokens_known:
+            columns["tokens/s"] = metric("tokens_per_s", digits=0)
+    return columns
+
+
 def answer(cases: list[Case]) -> list[str]:
     """For each compiled case: `toy, fp32: whole steps of ddp inductor are 1.30 times (1.21 to 1.38)
-    as fast as eager ones; compiling pays after 950 steps (800 to 1,200)`."""
-    sentences = []
+    as fast as eager ones; compiling pays after 950 steps (800 to 1,200)`. Then the steps of all
+    cases, or with --interleave how they compare."""
+    key, sentences = cases[0].key, list[str]()
+    begin = f"{key['model']}, {name_precision(key['dtype'], torch.device(key['device']))}"
+    if "settings" in key:
+        return [f"{begin}: {sentence}" for sentence in comparison(cases)]
     for case in [case for case in cases if "vs_eager" in case.metrics]:
         ratio, name = case.metrics["vs_eager"], case.name
         sentence = f"whole steps of {name} are {ratio.times()} as fast as eager ones"
@@ -516,18 +716,76 @@ def answer(cases: list[Case]) -> list[str]:
             sentence += "; compiling does not pay"
         elif payback := case.metrics.get("payback_steps"):
             sentence += f"; compiling pays after {payback.text('steps', digits=0)}"
-        sentences.append(f"{case.key['model']}, {case.key['dtype']}: {sentence}")
+        sentences.append(f"{begin}: {sentence}")
+    if len(cases) > 1:
+        steps = ", ".join(f"{case.metrics['step_s']} by {case.name}" for case in cases)
+        how = "these were timed one after the other, so they are not ranked"
+        sentences.append(f"{begin}: a step takes {steps}; {how}; --interleave compares them")
     return sentences
 
 
+def comparison(rows: list[Case]) -> list[str]:
+    """`fsdp2 eager is 0.82 times (0.78 to 0.87) as fast as ddp eager` for each setting but the
+    first one; of three or more whether one is the fastest. rows: of an interleaved case."""
+    first, *others = rows
+    sentences = []
+    for row in others:
+        speed = row.metrics["speed"]
+        sentence = f"{row.name} is {speed.times()} as fast as {first.name}"
+        if speed.may_be(1):
+            sentence = f"{row.name} and {first.name} do not differ significantly: {speed.times()}"
+        sentences.append(sentence)
+    leads = {row.name: row.metrics["lead_of_fastest"] for row in rows if not is_fastest(row)}
+    if len(leads) > 1:
+        [best] = [row.name for row in rows if is_fastest(row)]
+        sentences.append(fastest(best, leads))
+    return sentences
+
+
+def is_fastest(row: Case) -> bool:
+    return "lead_of_fastest" not in row.metrics
+
+
+def rows_of(case: Case) -> list[Case]:
+    """The rows of a case in tables and sentences: one for each setting that it has timed."""
+    if case.failed or "settings" not in case.key:
+        return [case]
+    labels, rows = [setting.label for setting in settings_of(case.key)], list[Case]()
+    for label in labels:
+        own = {}
+        for name, value in case.metrics.items():
+            if name.startswith(f"{label} "):
+                own[name.removeprefix(f"{label} ")] = value
+            elif label == labels[0] and not name.startswith(tuple(f"{x} " for x in labels)):
+                own[name] = value
+        rows.append(dataclasses.replace(case, name=label, metrics=own))
+    return rows
+
+
+class SettingsTable(Table):
+    """A table in which each setting of a case has a row."""
+
+    def make_room(self, names: Iterable[str]) -> None:
+        """The name of an interleaved case is no row."""
+
+    def rows_of(self, case: Case) -> list[Case]:
+        return rows_of(case)
+
+
 def title_of(
-    args: Namespace, model: str, size: int | None, dtype: str, device: torch.device
+    args: Namespace, model: str, own: Trial | None, dtype: str, device: torch.device
 ) -> str:
-    """The settings that all cases of a table share. size: of a batch; None if unknown."""
+    """The settings that all cases of a table share. own: what is known of one's own model."""
+    size = own.samples if own else args.batch_size
     words = [model, f"batch size {size or 'unknown'}", name_precision(dtype, device)]
     if any(strategy.startswith("fsdp") for strategy in args.strategies):
-        classes = cli.cut(args.fsdp_wrap_classes) or "the layers in lists"
-        words.append(f"FSDP wraps {classes}" if args.fsdp_wrap else "FSDP in one unit")
+        named = own.units if own else None  # number of modules that the model itself names
+        units = (
+            "the layers in lists" if named is None else f"{count_of(named, 'module')} of fsdp_units"
+        )
+        units = cli.cut(args.fsdp_wrap_classes) or units
+        in_one = not args.fsdp_wrap or (named == 0 and not args.fsdp_wrap_classes)
+        words.append("FSDP in one unit" if in_one else f"FSDP wraps {units}")
         words += ["FSDP with activation checkpointing"] if args.fsdp_checkpoint else []
     if args.dynamo_no_optimize_ddp:
         words.append("one graph under DDP")
@@ -537,31 +795,39 @@ def title_of(
 # -- which cases -----------------------------------------------------------------------------------
 
 
-def plan(args: Namespace, job: Job, own: dict[str, int | None]) -> dict[str, list[Planned]]:
-    """The title of each table (a model and a dtype), and its cases. own: the batch sizes of
-    one's own models. A key's flag is true only if it changes what the case does."""
+def plan(args: Namespace, job: Job, own: dict[str, Trial]) -> dict[str, list[Planned]]:
+    """The title of each table (a model and a dtype), and its cases. own: what is known of one's own
+    models. A key's flag is true only if it changes what the case does."""
     tables = {}
+    settings = list(itertools.starmap(Setting, itertools.product(args.strategies, args.backends)))
+    names = ("fsdp_wrap", "fsdp_checkpoint", "dynamo_no_optimize_ddp")
+    flags = {name: getattr(args, name) for name in names}
+    flags["fsdp_wrap_classes"] = ",".join(args.fsdp_wrap_classes)
     for model, dtype in itertools.product(args.models, args.dtype):
-        size = own.get(model, args.batch_size)
+        size = own[model].samples if model in own else args.batch_size
+        shared: Key = {"model": model, "dtype": dtype, "batch_size": size}
         cases: list[Planned] = []
-        for strategy, compiler in itertools.product(args.strategies, args.backends):
-            one_graph = args.dynamo_no_optimize_ddp and strategy == "ddp" and compiler != "eager"
-            by_fsdp = strategy.startswith("fsdp")
-            key = {
-                "model": model,
-                "dtype": dtype,
-                "batch_size": size,
-                "strategy": strategy,
-                "compiler": compiler,
-                "fsdp_wrap": args.fsdp_wrap and by_fsdp,
-                "fsdp_wrap_classes": ",".join(args.fsdp_wrap_classes) if by_fsdp else "",
-                "fsdp_checkpoint": args.fsdp_checkpoint and by_fsdp,
-                "dynamo_no_optimize_ddp": one_graph,
-            }
-            ranks = 1 if strategy == "none" else job.world_size
-            cases.append((f"{strategy} {compiler}", ranks, key))
-        tables[title_of(args, model, size, dtype, job.device)] = cases
+        for setting in settings:
+            ranks = 1 if setting.strategy == "none" else job.world_size
+            cases.append((setting.label, ranks, key_of_setting(shared | flags, setting)))
+        if args.interleave:
+            labels = ", ".join(setting.label for setting in settings)
+            used = {name: any(key[name] for _, _, key in cases) for name in names}
+            by_fsdp = used["fsdp_wrap"] or used["fsdp_checkpoint"]
+            used["fsdp_wrap_classes"] = flags["fsdp_wrap_classes"] if by_fsdp else ""
+            key = shared | {"strategy": None, "compiler": None, "settings": labels} | used
+            cases = [(labels, job.world_size, key)]
+        tables[title_of(args, model, own.get(model), dtype, job.device)] = cases
     return tables
+
+
+def has_no_lists(case: Case, own: dict[str, Trial]) -> bool:
+    """Whether FSDP was to shard the layers in lists, and there are none."""
+    names_units = case.key["model"] in own and own[case.key["model"]].units is not None
+    if case.failed or names_units or not case.key["fsdp_wrap"]:
+        return False
+    rows = zip(settings_of(case.key), rows_of(case), strict=True)
+    return any(x.strategy.startswith("fsdp") and not row.metrics["fsdp_units"] for x, row in rows)
 
 
 def start(backend: str, job: Job) -> float:
@@ -587,13 +853,15 @@ def main() -> int:
     args = parse_args()
     # whether dynamo cuts graphs at DDP's buckets, so that communication can begin
     torch._dynamo.config.optimize_ddp = not args.dynamo_no_optimize_ddp
+    # each replica is compiled by itself, and beyond the limit dynamo silently runs eager code
+    torch._dynamo.config.recompile_limit *= len(args.strategies) * len(args.backends)
     # in the middle of a table; the losses are checked
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", "TRITON_DEFAULT_FP_FUSION is unset")  # torch 2.15's Triton
     with Benchmark("compile_sweep", args) as bench:
         job, own, start_s = bench.job, {}, {}
         for model in filter(is_own, args.models):
-            own[model] = own_batch_size(bench, model)
+            own[model] = try_on_all(bench, model)
         tables = plan(args, job, own)
         bench.announce(tables)
         for backend in args.backends:
@@ -601,16 +869,24 @@ def main() -> int:
         gc.collect()
         gc.freeze()  # what the backends have imported, as `join` does
         for title, cases in tables.items():
-            widest = [max((name for name, _, _ in cases), key=len)]
-            with bench.begin_table(title, COLUMNS, answer, Table(COLUMNS, widest)) as table:
+            columns = columns_of(args, any(own[x].tokens for x in own if x == cases[0][2]["model"]))
+            labels = [setting.label for _, _, key in cases for setting in settings_of(key)]
+            form = SettingsTable(columns, [max(labels, key=len)])
+            with bench.begin_table(title, columns, answer, form) as table:
                 for name, ranks, key in cases:
-                    begin = partial(build, bench, start_s[key["compiler"]])
+                    count = len(settings_of(key))
+                    rule = dataclasses.replace(
+                        bench.rule, max_seconds=count * bench.rule.max_seconds
+                    )
+                    begin = partial(build, bench, start_s)
                     with fresh_compile_cache():
-                        case = bench.measure(key, name, begin, derive, ranks=range(ranks))
+                        case = bench.measure(
+                            key, name, begin, derive, ranks=range(ranks), rule=rule
+                        )
                         torch.compiler.reset()  # it holds the model
                     if case and case.check.startswith("skipped"):
-                        bench.print(f"# {case.check}")
-                    if case and key["fsdp_wrap"] and case.metrics.get("fsdp_units") == 0:
+                        bench.print(f"# not checked: {case.check.removeprefix('skipped: ')}")
+                    if case and has_no_lists(case, own):
                         bench.print(f"# {key['model']} has no lists of layers: FSDP in one unit")
             if table.passed:
                 bench.print_table(COSTS, table.passed, f"Cost: {title}")

@@ -45,7 +45,7 @@ from common.table import Columns, Table, omitted, render
 from common.timing import RankTimes, StopRule, TimedLoop, Workload, launch_share
 from common.watchdog import Watchdog, end_later
 
-LOAD_UNKNOWN = "CPU use by other processes is not known"
+LOAD_UNKNOWN = "CPU use by other processes was not recorded"
 T = TypeVar("T")
 Key = dict[str, Any]  # what tells a case from all others: flat, JSON
 Planned = tuple[str, int, Key]  # a case: its name, how many ranks it has, its key
@@ -119,6 +119,7 @@ class Benchmark:
         self.last_line: dict[str, Any] = {}  # what a script adds to the report's last line
         self.commands: list[str] = []  # that read what the run wrote, from observers; as they are
         self.measured: list[Key] = []
+        self.names: dict[str, list[str]] = {}  # of the announced cases, by the title of their table
         rank, on_node, _, _ = world()
         self.is_first = rank == 0
         # how wide a table may be, in letters; None: as wide as it is
@@ -132,6 +133,7 @@ class Benchmark:
             memory_held = environment.gpu_memory()
         files = [take_stdout()] if args.json == "-" else []
         # while two commands take turns, the one that waits is idle: it disturbs nobody
+        self.records_load = not turns
         self.cpu_load = CpuLoad() if on_node == 0 and not turns else None
         self.job = join(args.device, args.backend, args.timeout, contents)
         self.groups = Groups(self.job)
@@ -208,6 +210,7 @@ class Benchmark:
         them. All ranks call it. With --dry-run the run lists them and ends here."""
         planned: dict[str, list[str]] = {}
         for title, cases in tables.items():
+            self.names[title] = [name for name, _, _ in cases]
             keys = {name: self.complete_key(key, ranks) for name, ranks, key in cases}
             planned[title] = [name for name, key in keys.items() if key not in self.done]
         self.case_count = sum(map(len, planned.values()))
@@ -371,6 +374,7 @@ class Benchmark:
         """
         self.title, self.table = title, table or Table(columns)
         self.table.room = self.room
+        self.table.make_room(self.names.get(title, []))
         self.print(f"\n{folded(title, self.room, '')}\n")
         yield self.table
         for line in omitted(len(self.table.columns) - self.table.count):
@@ -408,7 +412,8 @@ class Benchmark:
     def show(self, case: Case | None, lines: list[str]) -> Case | None:
         """Print the row of a case, and what observers say of it."""
         if case and self.table:
-            self.print(marked(self.table.row(case), self.mark(case), self.room))
+            for row in self.table.rows_of(case):
+                self.print(marked(self.table.row(row), self.mark(case), self.room))
         elif case and self.mark(case):  # a script without rows, such as p2p_matrix.py
             self.print(f"# {case.name}: measured {self.mark(case)}")
         for line in lines:
@@ -473,8 +478,8 @@ class Benchmark:
         return [row for row in rows if row]
 
     def disturbed(self) -> Others | None:
-        """What other programs took from the node where they took most, so far. None if it was no
-        more than a tenth of its cores. All ranks call it."""
+        """CPU use by other processes so far, on the node where it was largest. None if it was no
+        more than a tenth of the cores, or unless `records_load`. All ranks call it."""
         busiest = max(self.load_of_others(), key=lambda load: load.fraction, default=None)
         return share(busiest if busiest and busiest.fraction > BUSY else None)
 

@@ -67,10 +67,20 @@ class Table:
         self.room: int | None = None  # maximum line width in characters; None for no limit
         self.count = len(columns)  # number of columns that are shown
 
+    def make_room(self, names: Iterable[str]) -> None:
+        """Make the first column wide enough for the rows of these names."""
+        if self.widest:
+            self.widest[0] = max([self.widest[0], *names], key=len)
+
     @property
     def passed(self) -> list[Case]:
         """The cases so far that did not fail, those of a resumed report among them."""
         return [case for case in self.cases if not case.failed]
+
+    def rows_of(self, case: Case) -> list[Case]:
+        """The rows of a case that was measured, as `row` is called with them: a table may have
+        several for it."""
+        return [case]
 
     def row(self, case: Case) -> str:
         """The lines for one more case, with the header before the first.

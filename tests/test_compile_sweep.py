@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 from benchmarks import compile_sweep
+from benchmarks.workloads import own_model
 from benchmarks.workloads.reference import Reference
 from common.report import Case, Estimate
 from common.stats import Times
 from tests import own_models
+from tests.process import ROOT
 
 SCRIPT = "benchmarks/compile_sweep.py"
 CPU = torch.device("cpu")
@@ -45,11 +47,38 @@ def test_ones_own_model_by_every_strategy(bench: Callable[..., Any]) -> None:
     assert cases["none", "aot_eager"].metrics["graph_breaks"] == 0
 
 
-def save_module(name: str, folder: Path) -> None:
-    """Save the module of this name that docs/compile_sweep.md has, such as hf.py."""
-    page = Path(compile_sweep.__file__).parents[1] / "docs" / "compile_sweep.md"
+@smoke
+def test_strategies_in_turns(bench: Callable[..., Any]) -> None:
+    """A replica of one's own model for each strategy; the rows come again from the report."""
+    flags = ("--model", "tests.own_models:gpt", "--interleave", "--strategies", "ddp,fsdp2")
+    flags += ("--backends", "eager,aot_eager", "--iters", "12", "-w", "1")
+    run = bench(SCRIPT, *flags, ranks=2)
+    assert run.status == 0, run.err
+    (case,) = run.report.cases
+    labels = ["ddp eager", "ddp aot_eager", "fsdp2 eager", "fsdp2 aot_eager"]
+    assert (case.check, case.key["settings"]) == ("passed", ", ".join(labels))
+    assert list(case.samples_s) == ["step", *labels[1:]]
+    rows = compile_sweep.rows_of(case)
+    assert [row.name for row in rows] == labels
+    assert [row.metrics["fsdp_units"] for row in rows] == [0, 0, 3, 3]
+    assert [row.metrics["graphs"] > 0 for row in rows] == [False, True, False, True]
+    assert [row.metrics["recompiles"] for row in rows] == [0] * 4
+    sentences = run.report.end["answer"]
+    assert len(sentences) == 4
+    for label, sentence in zip(labels[1:], sentences, strict=False):
+        assert sentence.startswith(f"tests.own_models:gpt, torch's default precision: {label} ")
+        assert " ddp eager" in sentence
+    assert "fastest" in sentences[-1]
+    again = bench(SCRIPT, *flags, "--resume", ranks=2)
+    assert again.status == 0, again.err
+    for label in labels:
+        assert re.search(rf"^{label} .* # 20.* UTC on ", again.out, re.MULTILINE)
+
+
+def save_module(name: str, folder: Path, page: Path = ROOT / "docs" / "compile_sweep.md") -> None:
+    """Save the module of this name that a page has, such as hf.py."""
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
-    (block,) = [block for block in blocks if block.partition("\n")[0].endswith(f"  # {name}")]
+    (block,) = [block for block in blocks if f"  # {name}" in block.partition("\n")[0]]
     (folder / name).write_text(block)
 
 
@@ -82,6 +111,31 @@ def test_models_of_transformers(
     assert [case.check for case in cases] == ["passed"] * 3
     layers = {"bert": 3, "t5": 4}[model]  # T5 has 2 in its encoder and 2 in its decoder
     assert [case.metrics["fsdp_units"] for case in cases] == [0, layers, layers]
+
+
+@smoke
+def test_the_gpt_2_of_readme(
+    bench: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In at most 12 lines, by both scripts, with small parameters. DDP and FSDP2 are compared."""
+    if importlib.util.find_spec("transformers") is None:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)("needs transformers")
+    save_module("mine.py", tmp_path, ROOT / "README.md")
+    assert len((tmp_path / "mine.py").read_text().splitlines()) <= 12
+    monkeypatch.chdir(tmp_path)
+    model = ("--model", "mine:gpt2?batch=2&layers=1&width=48&length=16")
+    run = bench("benchmarks/ddp_sweep.py", *model, "--world-sizes", "2", "--iters", "1")
+    assert run.status == 0, run.err + run.out
+    assert [case.check for case in run.report.cases] == ["passed"] * 2
+    assert {case.key["batch_size"] for case in run.report.cases} == {2}
+    assert "tokens_per_s" in run.report.cases[1].metrics
+    flags = ("--interleave", "--strategies", "ddp,fsdp2", "--backends", "eager", "--iters", "1")
+    run = bench(SCRIPT, *model, *flags)
+    assert run.status == 0, run.err + run.out
+    (case,) = run.report.cases
+    assert case.check == "passed"
+    assert re.search(r"samples/s +tokens/s", run.out)
+    assert "fsdp2 eager tokens_per_s" in case.metrics
 
 
 STAND_IN = """
@@ -226,8 +280,9 @@ def test_numbers_by_hand() -> None:
     samples = {"step": [[0.015] * 12, [0.007] * 12], "eager": [[0.020] * 12, [0.007] * 12]}
     samples["forward+backward"] = [[0.010] * 11 + [0.022]] * 2
     costs = {"first_steps_s": 4.06, "start_s": 1.0}
-    case = Case(key={"batch_size": 8}, ranks=[0, 1])
-    facts = [(costs, "skipped: x"), (costs | {"start_s": 0.5}, "failed: y")]
+    key = {"batch_size": 8, "strategy": "ddp", "compiler": "inductor"}
+    case = Case(key=key, ranks=[0, 1])
+    facts = [[(costs, "skipped: x")], [(costs | {"start_s": 0.5}, "failed: y")]]
     compile_sweep.derive(case, Times(samples, [1] * 12), facts)
     m = case.metrics
     assert m["samples_per_s"].value == pytest.approx(16 / 0.015)
@@ -235,14 +290,17 @@ def test_numbers_by_hand() -> None:
     assert m["forward_backward_s"].value == pytest.approx(0.010 * 2.2 ** (1 / 12))
     assert m["forward_backward_mean_s"] == pytest.approx(0.011)  # (11 * 10 + 22) / 12 ms
     assert m["vs_eager"].value == pytest.approx(20 / 15)
-    assert m["payback_steps"].value == pytest.approx((1.0 + 4.06 - 3 * 0.02) / 0.005)  # 1000
+    assert m["compiling_s"] == pytest.approx(1.0 + 4.06 - 3 * 0.02)
+    assert m["gain_s"].value == pytest.approx(0.005)
+    assert m["payback_steps"].value == pytest.approx(1000)  # their quotient
     assert case.check == "failed: y"
 
 
 def test_the_answer() -> None:
     def of(**metrics: Any) -> Case:
-        key = {"model": "m", "dtype": "fp32"}
-        return Case(key=key, ranks=[0], name="x", metrics=metrics)
+        key = {"model": "m", "dtype": "fp32", "device": "cpu"}
+        steps = {"step_s": Estimate(0.02, 0.01, 0.03)}
+        return Case(key=key, ranks=[0], name="x", metrics=steps | metrics)
 
     pays = of(vs_eager=Estimate(2, 1.5, 2.75), payback_steps=Estimate(1234, 900, 2000))
     cases = [of(), pays, of(vs_eager=Estimate(0.5, 0.4, 0.6)), of(vs_eager=Estimate(2))]
@@ -252,7 +310,120 @@ def test_the_answer() -> None:
         "m, fp32: whole steps of x are 0.50 times (0.40 to 0.60) as fast as eager ones; "
         "compiling does not pay",
         "m, fp32: x and eager cannot be told apart: 2.00 times (no interval) as fast",
+        "m, fp32: a step takes "
+        + ", ".join(["20.0 ms (10.0 to 30.0) by x"] * 4)
+        + "; these were timed one after the other, so they are not ranked; --interleave compares "
+        "them",
     ]
+    assert compile_sweep.answer([of()]) == []
+
+
+COSTS = {
+    "start_s": 0.5,
+    "first_step_s": 2.0,
+    "memory_gib": 1.0,
+    "fsdp_units": 0,
+    "graphs": 0,
+    "tokens": 64,
+}
+
+
+def interleaved(rounds: int = 12, **steps_s: list[float]) -> Case:
+    """An interleaved case of one rank: the seconds of the settings in each round."""
+    labels = [label.replace("_", " ") for label in steps_s]
+    key: Any = {"model": "m", "dtype": "fp32", "batch_size": 8, "settings": ", ".join(labels)}
+    key |= {"fsdp_wrap": False, "device": "cpu"}
+    case = Case(key=key, ranks=[0], name=key["settings"])
+    seconds = [[given * (rounds // len(given))] for given in steps_s.values()]
+    samples = dict(zip(["step", *labels[1:]], seconds, strict=True))
+    facts = [[(COSTS, "passed")] * len(labels)]
+    compile_sweep.derive(case, Times(samples, [1] * rounds), facts)
+    return case
+
+
+def test_settings_in_turns_by_hand() -> None:
+    """Steps of 20 ms under DDP and of 25 ms under FSDP2, whatever the machine does: in every other
+    round both take twice as long. The ratio of each round is 0.8."""
+    case = interleaved(ddp_eager=[0.02, 0.04], fsdp2_eager=[0.025, 0.05])
+    m = case.metrics
+    assert m["fsdp2 eager speed"].value == pytest.approx(0.8)
+    assert m["fsdp2 eager speed"].low == pytest.approx(0.8)  # no round says otherwise
+    assert m["step_s"].value == pytest.approx(0.02 * 2**0.5)
+    assert m["fsdp2 eager step_s"].value == pytest.approx(0.025 * 2**0.5)
+    assert m["fsdp2 eager samples_per_s"].value == pytest.approx(8 / (0.025 * 2**0.5))
+    assert m["fsdp2 eager tokens_per_s"].value == pytest.approx(64 / (0.025 * 2**0.5))
+    first, second = compile_sweep.rows_of(case)
+    assert (first.name, second.name) == ("ddp eager", "fsdp2 eager")
+    assert (first.metrics["step_s"], second.metrics["step_s"]) == (
+        m["step_s"],
+        m["fsdp2 eager step_s"],
+    )
+    assert "speed" not in first.metrics
+    assert "memory_gib" not in first.metrics | second.metrics  # it is that of both replicas
+    told = "m, fp32: fsdp2 eager is 0.80 times (0.80 to 0.80) as fast as ddp eager"
+    assert compile_sweep.answer([first, second]) == [told]
+
+
+def test_the_fastest_setting_beats_every_other_one() -> None:
+    """Of three: 20, 25 and 10 ms. If the second one is 10 ms in some rounds and 11 in others, it
+    cannot be told from the third."""
+    three = {"ddp_eager": [0.02], "fsdp1_eager": [0.025], "fsdp2_eager": [0.01]}
+    last = compile_sweep.answer(compile_sweep.rows_of(interleaved(**three)))[-1]
+    assert last.startswith("m, fp32: fsdp2 eager is the fastest of 3 settings, 2.00 times (2.00 to")
+    assert last.endswith("as fast as ddp eager, the next")
+    three["fsdp1_eager"] = [0.0099, 0.0105, 0.0095, 0.0106]
+    *_, last = compile_sweep.answer(compile_sweep.rows_of(interleaved(**three)))
+    assert "no setting is the fastest, fsdp2 eager does not differ significantly from fsdp1" in last
+    few = compile_sweep.rows_of(interleaved(4, ddp_eager=[0.02], fsdp2_eager=[0.01]))
+    (told,) = compile_sweep.answer(few)  # 4 rounds have no interval
+    assert told.endswith(
+        "fsdp2 eager and ddp eager do not differ significantly: 2.00 times (no interval)"
+    )
+
+
+def test_a_replica_that_fails_its_check_is_named() -> None:
+    facts = [[(COSTS, "skipped: x"), (COSTS, "failed: y")]]
+    key = {"batch_size": 8, "settings": "ddp eager, fsdp2 eager"}
+    case = Case(key=key, ranks=[0], name="both")
+    samples = {"step": [[0.1] * 6], "fsdp2 eager": [[0.1] * 6]}
+    compile_sweep.derive(case, Times(samples, [1] * 6), facts)
+    assert case.check == "failed: fsdp2 eager: y"
+    assert compile_sweep.rows_of(case) == [case]
+
+
+def test_the_plan_of_an_interleaved_case() -> None:
+    """One case of a table, with the settings as one string; the key of each setting is that of a
+    case of its own."""
+    flags = "--device cpu --interleave --backends eager,aot_eager --fsdp-wrap-classes Block"
+    args = compile_sweep.parse_args(flags.split())
+    assert args.strategies == ["ddp", "fsdp2"]  # none uses one rank
+    job: Any = Namespace(world_size=2, device=CPU)
+    (((name, ranks, key),),) = compile_sweep.plan(args, job, {}).values()
+    labels = "ddp eager, ddp aot_eager, fsdp2 eager, fsdp2 aot_eager"
+    assert (name, ranks, key["settings"]) == (labels, 2, labels)
+    assert (key["strategy"], key["compiler"], key["fsdp_wrap"]) == (None, None, True)
+    of_ddp, *_, of_fsdp2 = compile_sweep.settings_of(key)
+    assert compile_sweep.key_of_setting(key, of_ddp)["fsdp_wrap"] is False
+    assert compile_sweep.key_of_setting(key, of_ddp)["fsdp_wrap_classes"] == ""
+    assert compile_sweep.key_of_setting(key, of_fsdp2)["fsdp_wrap_classes"] == "Block"
+
+
+@pytest.mark.parametrize(
+    ("units", "flags", "words"),
+    [
+        (None, "", "FSDP wraps the layers in lists"),
+        (3, "", "FSDP wraps 3 modules of fsdp_units"),
+        (0, "", "FSDP in one unit"),
+        (3, "--fsdp-wrap-classes Block", "FSDP wraps Block"),
+        (3, "--no-fsdp-wrap", "FSDP in one unit"),
+    ],
+)
+def test_the_title_says_what_fsdp_wraps(units: int | None, flags: str, words: str) -> None:
+    """One's own model may name its units."""
+    args = compile_sweep.parse_args(["--model", "a:b", "--device", "cpu", *flags.split()])
+    trial = own_model.Trial(6, [], units)
+    title = compile_sweep.title_of(args, "a:b", trial, "fp32", CPU)
+    assert title == f"a:b, batch size 6, fp32, {words}"
 
 
 def test_one_process_alone() -> None:

@@ -94,6 +94,8 @@ class Trial(NamedTuple):
 
     samples: int | None  # of a batch: the first size of the first tensor; None if unknown
     changes: list[str]  # of the process, by the function or its module; a line each
+    units: int | None = None  # number of fsdp_units; None if the function names none
+    tokens: int = 0  # of a batch; 0 if unknown
 
 
 def is_own(name: str) -> bool:
@@ -254,9 +256,11 @@ def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial
     a gradient, unless `idle_allowed`.
     """
     changes: list[str] = []
-    samples = None
+    samples, units, tokens = None, None, 0
     try:
         own = make_own(name, device, changes)
+        units = None if own.fsdp_units is None else len(own.fsdp_units)
+        tokens = own.tokens()
         shapes = [list(tensor.shape) for tensor in own.tensors()]
         samples = shapes[0][0] if shapes[0] else 0
         if not samples:
@@ -272,7 +276,7 @@ def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial
     except Refused:
         raise
     except torch.OutOfMemoryError:
-        return Trial(samples, changes)
+        return Trial(samples, changes, units, tokens)
     except Exception as error:
         raise Refused(f"{name}: {describe(error)}{place_of(error)}") from None
     now = [list(tensor.shape) for tensor in own.tensors()]
@@ -283,7 +287,7 @@ def try_own(name: str, device: torch.device, idle_allowed: bool = True) -> Trial
     if idle and not idle_allowed:
         flag = "--find-unused-parameters"
         raise Refused(f"{name}: {idle[0]} gets no gradient; try {flag}")
-    return Trial(samples, changes)
+    return Trial(samples, changes, units, tokens)
 
 
 def without_rate(optimizer: torch.optim.Optimizer) -> None:
@@ -303,7 +307,12 @@ def without_rate(optimizer: torch.optim.Optimizer) -> None:
 
 
 def own_batch_size(bench: Benchmark, name: str, idle_allowed: bool = True) -> int | None:
-    """The number of samples in a rank's batch of a user's model, which every rank tries once. None
+    """The number of samples in a rank's batch of a user's model; see `try_on_all`."""
+    return try_on_all(bench, name, idle_allowed).samples
+
+
+def try_on_all(bench: Benchmark, name: str, idle_allowed: bool = True) -> Trial:
+    """What all ranks have found out about a user's model, which each tries once. `samples` is None
     if no rank has the memory to make the model: then `build` must call `need_size`.
 
     All ranks call it. Ends the run if a rank refuses the model, or if the batch sizes differ. Rank
@@ -319,7 +328,9 @@ def own_batch_size(bench: Benchmark, name: str, idle_allowed: bool = True) -> in
         ranks = [rank for rank, trial in enumerate(trials) if change in trial.changes]
         where = "" if len(ranks) == len(trials) else f" on rank {cut(ranks)}"
         bench.print(f"# {name} has changed {change}{where}")
-    return next(filter(None, samples), None)
+    units = [trial.units for trial in trials if trial.units is not None]
+    tokens = max(trial.tokens for trial in trials)
+    return Trial(next(filter(None, samples), None), [], units[0] if units else None, tokens)
 
 
 def need_size(name: str, samples: int | None) -> None:

@@ -111,6 +111,7 @@ def resumed(tmp_path: Path) -> Any:
     before.add(Case(key={"n": 1}, name="a", ranks=[0], metrics={"step_s": 3.0}))
     before.files[-1].close()
     bench: Any = Mock(report=Report("x", {"hosts": ["node2"]}, path), room=None, answers=[])
+    bench.names = {"Title": ["a", "b"]}
     bench.printed = []
     bench.print = bench.printed.append
     bench.report.start(resume=True)
@@ -140,7 +141,7 @@ def test_rows_of_before_are_marked_and_sentences_do_not_mix_them(resumed: Any) -
     assert second == "b          2.0"
     assert resumed.answers == [
         f'measured {when}: disturbed: "a is the fastest of 1" cannot be; '
-        "CPU use by other processes is not known",
+        "CPU use by other processes was not recorded",
         "b is the fastest of 1",
     ]
     resumed.print_table(COLUMNS, table.cases)

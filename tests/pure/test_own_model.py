@@ -290,7 +290,7 @@ def test_parameters_in_the_name() -> None:
 def test_a_batch_of_keyword_arguments() -> None:
     """As a Hugging Face batch: nested, with values that are no tensors. 4 x 5 tokens."""
     name = "tests.own_models:batch_of_transformers?batch=4&long=true"
-    assert try_own(name, CPU, idle_allowed=False) == Trial(4, [])
+    assert try_own(name, CPU, idle_allowed=False) == Trial(4, [], tokens=20)
     own = make_own(name, CPU)
     assert own.tokens() == 20
     assert (own.args, list(own.kwargs)) == ((), ["input_ids", "extra", "use_cache"])

@@ -60,6 +60,16 @@ MISTAKES = [
     ("compile_sweep", "--models a.b:c --batch-size 2", "--batch-size cannot be used with a.b:c, "),
     ("compile_sweep", "--ddp --fsdp", "argument --fsdp: not allowed with argument --ddp"),
     ("compile_sweep", "--device cpu --dtype tf32", "tf32 and cudagraphs require CUDA; use"),
+    (
+        "compile_sweep",
+        "--interleave --strategies ddp --backends eager",
+        "got ddp eager alone; e.g.",
+    ),
+    (
+        "compile_sweep",
+        "--interleave --strategies none,ddp",
+        "on all ranks, and none uses one; e.g.",
+    ),
     ("compile_sweep", "--dtype fp16", "expected some of default, fp32, tf32, bf16"),
     ("compile_sweep", "--torchbench-model hf_Bert", "--model tb:hf_Bert, with the tb.py of"),
     ("compile_sweep", "--profile --verbose x", "unknown argument '--verbose': TORCH_LOGS=graph_co"),

@@ -50,6 +50,21 @@ def test_rows_that_were_left_out_are_in_the_line_below() -> None:
     assert last[1] == "# not shown: 2 trainers; --wide prints all"
 
 
+def test_all_rows_are_aligned_with_the_header() -> None:
+    """Also where a later row has the longest name, in a pipe."""
+    names = ["no ddp", "1M/2G 25MB none"]
+    columns: Any = {"": lambda case: case.name, "a": metric("a")}
+    table = Table(columns)
+    table.make_room(names)
+    lines = []
+    for name in names:
+        row = Case(key={}, ranks=[0], name=name, metrics={"a": 1.0})
+        lines += table.row(row).splitlines()
+    header, *rows = lines
+    assert {line.rstrip()[-1] for line in (header, *rows[1:])} == {"a", "0"}
+    assert len({len(line) for line in (header, *rows)}) == 1
+
+
 def test_a_row_without_room_repeats_the_header_with_fewer_columns() -> None:
     """Cells are expected to be 6 wide: four columns are 30. With a cell of 10 they are 34."""
     table = Table(COLUMNS)
