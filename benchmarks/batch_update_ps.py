@@ -352,11 +352,12 @@ COLUMNS: Columns = {
     "latency\np50 (ms)": metric("latency_s", 1e3, 3),
     "95% ci\n(ms)": ends("latency_s", 1e3, 3),
     "\ngradients/s": metric("gradients_per_s", digits=1),
+    "gradients\n/update": metric("gradients_per_update", digits=3),
     "\nMB/s": metric("mb_per_s"),
     "latency\np95 (ms)": metric("latency_p95_s", 1e3, 3),
     "latency\np99 (ms)": metric("latency_p99_s", 1e3, 3),
 }
-WIDEST = ["tensors", "100.000", "+-10.0%", "10000.0", "1000.0 to 1000.0", "100.000"]
+WIDEST = ["", "100.000", "+-10.0%", "10000.0", "1000.0 to 1000.0", "100.000"]
 
 
 def log_of(case: Case) -> str:

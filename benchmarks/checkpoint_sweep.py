@@ -574,7 +574,7 @@ COLUMNS: Columns = {
     "write\nGB/s": metric("write_gb_per_s"),
     "first\nextra (s)": metric("first_extra_s", digits=3),
 }
-WIDEST = ["async-process", "0.000", "0.000", "0.000 to 0.000", *["0.000"] * 2]
+WIDEST = ["", "0.000", "0.000", "0.000 to 0.000", *["0.000"] * 2]
 
 
 LOAD_COLUMNS: Columns = {  # of the median load: read + distribute + apply = load

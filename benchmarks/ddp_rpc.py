@@ -398,6 +398,7 @@ ROWS: Columns = {  # `All`, and each trainer
     "": lambda row: row.name,
     "95% ci\nof p50": relative("epoch_s"),
     **percentile_columns("epoch", "sec/epoch", "samples/s", lambda row: row.metrics["samples"]),
+    "samples\n/epoch": metric("samples", digits=0),
 }
 SPLIT: Columns = {
     "ms a batch": lambda case: case.name,

@@ -50,13 +50,10 @@ from common import cli  # first: it names a package that is missing
 # isort: split
 import torch
 import torch.distributed as dist
-import torchvision
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from torchvision.datasets.folder import pil_loader
-from torchvision.transforms import v2
 
 from benchmarks.workloads.folders import remove_at_end
 from common.benchmark import Benchmark, Key, Planned
@@ -101,6 +98,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--image-size", type=positive_int, default=cli.By(224, 64), metavar="PX", help=pixels)
     cli.add_common_flags(parser, max_seconds=10)
     args = parser.parse_args(argv)
+    import torchvision  # takes seconds, so it comes after the first lines of output
+
     known = torchvision.models.list_models(module=torchvision.models)
     if args.model not in known:
         hint = cli.suggest(args.model, known) or f"; e.g. {known[0]}"
@@ -120,6 +119,8 @@ class Images(Dataset[Any]):
     """JPEG or other images, decoded and augmented as for training on ImageNet."""
 
     def __init__(self, files: list[tuple[str, int]], pixels: int, cold: bool = False) -> None:
+        from torchvision.transforms import v2  # here and below: --help does not wait for it
+
         self.files, self.cold = files, cold
         self.augment = v2.Compose(  # as torchvision's references train
             [
@@ -141,13 +142,16 @@ class Images(Dataset[Any]):
 
     def content(self, index: int) -> Tensor:
         """The pixels, uint8 [3, H, W], before augmentation."""
+        from torchvision.datasets.folder import pil_loader
+        from torchvision.transforms.v2.functional import pil_to_tensor
+
         path, _ = self.files[index]
         if self.cold:
             with open(path, "rb") as file:
                 # dropped from the page cache; some file systems ignore it
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         try:
-            return v2.functional.pil_to_tensor(pil_loader(path))
+            return pil_to_tensor(pil_loader(path))
         except OSError as error:
             raise ValueError(f"{path} is no image: {type(error).__name__}") from None
 
@@ -268,6 +272,8 @@ class Facts(NamedTuple):
 
 def build(job: Job, files: Files, key: Key, group: Group) -> Workload:
     """Training under DDP with the loader, with a resident batch, and the loader alone."""
+    import torchvision
+
     torch.manual_seed(job.rank)
     workers = key["workers"]
     dataset = Images(files, key["image_size"], cold=key["cache"] == "cold")
@@ -417,6 +423,7 @@ COLUMNS: Columns = {
     "resident\ngmean (ms)": metric("resident_s", 1e3, 1),
     "wait\n(ms)": metric("exposed_wait_s", 1e3, 1),
     "95% ci\n(ms)": ends("exposed_wait_s", 1e3, 1),
+    "loader\ngmean (ms)": metric("loader_s", 1e3, 2),
     "workers\nneeded": metric("workers_needed", digits=1),
     "95% ci": relative("workers_needed"),
     "loader\nsamples/s": metric("loader_samples_per_s", digits=0),
@@ -425,7 +432,7 @@ COLUMNS: Columns = {
     "95% ci\n(training)": ends("training_samples_per_s", digits=0),
     "slowest\nrank": metric("straggler_rank", digits=0),
 }
-WIDEST = ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"]
+WIDEST = ["", *["0.0"] * 3, "-0.0 to 00.0"]
 
 
 # -- the files of a run ----------------------------------------------------------------------------
@@ -433,11 +440,13 @@ WIDEST = ["2 workers, warm", *["0.0"] * 3, "-0.0 to 00.0"]
 
 def make_files(count: int, folder: Path, progress: Callable[[str], None]) -> None:
     """JPEG files in class folders: the same on every node."""
+    from torchvision.transforms.v2.functional import to_pil_image
+
     for number in range(CLASSES):
         (folder / str(number)).mkdir()
     for number in range(count):
         progress(f"makes file {number + 1}")
-        image = v2.functional.to_pil_image(random_image(FILE_PIXELS, seed=number))
+        image = to_pil_image(random_image(FILE_PIXELS, seed=number))
         encoded = io.BytesIO()
         image.save(encoded, "JPEG", quality=90)
         with open(folder / str(number % CLASSES) / f"{number}.jpg", "wb") as file:
@@ -459,7 +468,9 @@ def random_image(pixels: int, seed: int) -> Tensor:
 
 def find_files(folder: Path) -> Files:
     """The images in class folders. Raises OSError or ValueError if they cannot be read."""
-    files = torchvision.datasets.ImageFolder(folder).samples
+    from torchvision.datasets import ImageFolder
+
+    files = ImageFolder(folder).samples
     few = files[:: math.ceil(len(files) / 8)]  # all files would take too long
     probe = Images(few, pixels=1)
     for index in range(len(few)):
@@ -514,7 +525,8 @@ def plan(args: argparse.Namespace, ranks: int) -> list[Planned]:
 
 def main() -> int:
     args = parse_args()
-    set_forkserver_preload(["torchvision", "common.benchmark"])
+    used = ["torchvision.datasets.folder", "torchvision.transforms.v2"]  # by each worker
+    set_forkserver_preload([*used, "common.benchmark"])
     with Benchmark("input_sweep", args) as bench:
         title = f"{args.model}, batch size {args.batch_size}, images of {args.data or 'its own'}"
         title += f", page cache {' and '.join(args.cache)}"

@@ -67,7 +67,7 @@ from benchmarks.workloads.outliers import (
     accuse,
     sentences,
 )
-from common.benchmark import Benchmark, Build, Derive, Key, Planned
+from common.benchmark import LOAD_UNKNOWN, Benchmark, Build, Derive, Key, Planned, check_flags
 from common.check import digest, verdict
 from common.cpu_load import Others
 from common.environment import (
@@ -551,23 +551,26 @@ def conclude(
     fail_on: str,
     names: Names,
     ran: str,
+    is_load_known: bool = True,
 ) -> tuple[int, list[str]]:
     """The status of the run and the last lines; the very last one is the verdict.
 
+    is_load_known: False if nothing has recorded CPU use by other processes; the verdict says so.
     doubts: as of `doubts_of`. is_busy: other processes used much of the cores, so only what is far
     off is certain. wrong: names and why. ran: what was measured, and how long that took, in words.
     """
     lines = sentences(slow, names) + [f"wrong {name}: {why}" for name, why in wrong]
     accused = [name for name, _ in wrong]
     accused += [who.name(names) for who, _ in certain(slow, fail_on, is_busy)]
+    unknown = "" if is_load_known else f"; {LOAD_UNKNOWN}"
     if accused:
-        return 1, [*lines, f"not fit: {cli.cut(list(dict.fromkeys(accused)))}"]
+        return 1, [*lines, f"not fit: {cli.cut(list(dict.fromkeys(accused)))}{unknown}"]
     why = "; ".join(doubts)
     if doubts and fail_on == "slow":
         return cli.NO_VERDICT, [*lines, f"cannot be told: {why}"]
     if doubts:
         return 0, [*lines, f"nothing is wrong; it cannot be told if anything is slow: {why}"]
-    return 0, [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}"]
+    return 0, [*lines, f"{'fit, though slow' if slow else 'fit'}: {ran}{unknown}"]
 
 
 def unfit(environment: dict[str, Any], gpus: int | None) -> dict[int, str]:
@@ -780,9 +783,10 @@ def stay_near(device: torch.device) -> None:
 
 def main() -> int:
     args = parse_args()
+    check_flags(args)
+    # the verdict is about now, so nothing of an earlier report is kept: it is moved to PATH.bak
+    args.resume = False
     with Benchmark("node_check", args) as bench:
-        # the verdict is about now: the load during the run that is resumed is unknown
-        bench.done, bench.report.cases = [], []
         if args.exclude_file:
             is_first = bench.job.rank == 0  # it writes the file
             check = partial(check_exclude_file, args.exclude_file) if is_first else lambda: None
@@ -819,7 +823,9 @@ def main() -> int:
             wrong = wrong_results(lacks, bench.report.cases, names)
             changed = [who.name(names) for who in unsteady]
             doubts = doubts_of(changed, others, left_out, without_peer(cluster))
-            status, lines = conclude(slow, doubts, bool(others), wrong, args.fail_on, names, ran)
+            status, lines = conclude(
+                slow, doubts, bool(others), wrong, args.fail_on, names, ran, bench.records_load
+            )
             if status:
                 bench.fail(lines[-1], status)
             if args.exclude_file and status != cli.NO_VERDICT:

@@ -12,7 +12,8 @@ one after the other (--serial).
                       counts: what the link holds, after any burst that a switch lets pass
     +-%             = the 95 % interval of the median sample: how steady the link is
     slow            = costs 10 % and --sigmas median absolute deviations more than its peers; while
-                      other processes use over a tenth of the cores, more than 5 times as much
+                      other processes use over a tenth of the cores, or if it is not known what they
+                      use (ab.py --interleave, --resume), more than 5 times as much
     a group holds   = the bandwidth of its worst link; the largest group that holds the median
                       link's, less 10 %: exact up to 12 nodes (of one node: ranks), then greedy
     --by node       = rank i of one node with rank i of the other, all at once; bandwidths added
@@ -60,9 +61,10 @@ from benchmarks.workloads.links import (
 )
 from benchmarks.workloads.outliers import MARGIN, SIGMAS, Findings, Names, sentences
 from benchmarks.workloads.ranks import partition
-from common.benchmark import Benchmark, Key, folded
+from common.benchmark import LOAD_UNKNOWN, Benchmark, Key, folded
 from common.cpu_load import Others
 from common.environment import count_of, node_names, node_of_each, rank_names
+from common.report import Case
 from common.table import percent
 
 LARGEST_MATRIX = 32  # members; of more only the worst links are printed
@@ -240,15 +242,23 @@ def matrix_lines(matrix: np.ndarray, heads: Sequence[str], width: int) -> list[s
 
 
 def named(
-    links: list[Link], node_of_member: list[int], by: str, sigmas: float, others: Others | None
+    links: list[Link], node_of_member: list[int], by: str, sigmas: float, is_doubtful: bool
 ) -> Findings:
-    """What is slow, as far as it can be told: see `answer`."""
+    """What is slow, as far as it can be told: see `answer`. is_doubtful: only what is far off."""
     if len(links) < FEW_LINKS:
         return {}
     found = slow_links(links, node_of_member, by, sigmas)
-    if others:
+    if is_doubtful:
         found = {finding: slowness for finding, slowness in found.items() if slowness.is_far}
     return found
+
+
+def doubt_of(others: Others | None, is_load_known: bool) -> str:
+    """Why a small difference is no evidence; "" if it is. others: what other processes used, if it
+    was much. is_load_known: False for links of an earlier run, and where commands take turns."""
+    if not is_load_known:
+        return LOAD_UNKNOWN
+    return f"other processes used {others.busy:.1f} of {others.cores} cores" if others else ""
 
 
 def outlined(findings: Findings, node_of_member: list[int]) -> list[dict[str, Any]]:
@@ -271,14 +281,15 @@ def answer(
     by: str,
     sigmas: float,
     names: Names,
-    others: Others | None = None,
+    doubt: str = "",
 ) -> list[str]:
     """What is slow, and the range of the links.
 
     node_of_member: the node of each rank or node. names: of nodes, ranks and the members of links.
-    others: what other processes used, if it was much: then only what is far off is named.
+    doubt: what other processes used, if it was much, or that this is not known: then only what is
+    far off is named.
     """
-    found = named(links, node_of_member, by, sigmas, others)
+    found = named(links, node_of_member, by, sigmas, bool(doubt))
     lines = sentences(found, names)
     spreads = [link.spread for link in links if link.spread is not None]
     unsure = len(spreads) < len(links) or max(spreads) > UNSURE
@@ -287,10 +298,8 @@ def answer(
     if len(links) < FEW_LINKS:
         few = count_of(len(links), "link")
         lines = [f"with {few} it is impossible to tell which link, rank or node is slow"]
-    elif not lines and (others or unsure):
-        why = "the links are too unsteady; raise --max-seconds"
-        if others:
-            why = f"other processes used {others.busy:.1f} of {others.cores} cores"
+    elif not lines and (doubt or unsure):
+        why = doubt or "the links are too unsteady; raise --max-seconds"
         lines = [f"cannot be told if a link, rank or node is slow: {why}"]
     lines = lines or ["no link, rank or node is slow beyond noise"]
     latencies = [link.latency_us for link in links]
@@ -396,7 +405,7 @@ def main() -> int:
         bench.announce({title: planned})
         bench.print("\n" + folded(title, bench.room))
         links: list[Link] = []  # on rank 0
-        parts: dict[int | None, str] = {}  # of the report: when and where it was measured
+        parts: dict[int | None, Case] = {}  # of the report: a case that was measured then
         for name, pairs, key in rounds:
             ranks, build, derive = round_of(pairs, members, messages, job)
             case = bench.measure(key, name, build, derive, ranks=ranks)
@@ -404,7 +413,7 @@ def main() -> int:
                 bench.print(f"# {name}: {case.check}")
             links += links_of(case) if case else []
             if case and not case.failed:
-                parts[case.part] = bench.mark(case) or "now"
+                parts[case.part] = case
         others = bench.disturbed()
         if links:
             environment = bench.report.environment
@@ -414,12 +423,14 @@ def main() -> int:
             bench.print(tables(links, of_members, args.by, bench.room))
             node_of_member = [nodes[ranks[0]] for ranks in members]
             if len(parts) > 1:  # the median over links would mix two states of the machine
-                times = cli.cut(list(parts.values()))
+                times = cli.cut([bench.mark(case) or "now" for case in parts.values()])
                 bench.conclude([f"no link is judged: the rounds were measured {times}"])
             else:
-                lines = answer(links, node_of_member, args.by, args.sigmas, names, others)
-                bench.conclude(lines, case)
-                found = named(links, node_of_member, args.by, args.sigmas, others)
+                [measured] = parts.values()
+                doubt = doubt_of(others, bench.records_load and not bench.mark(measured))
+                lines = answer(links, node_of_member, args.by, args.sigmas, names, doubt)
+                bench.conclude(lines, measured)
+                found = named(links, node_of_member, args.by, args.sigmas, bool(doubt))
                 bench.last_line["slow"] = outlined(found, node_of_member)
             if args.plot:
                 try:

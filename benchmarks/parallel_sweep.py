@@ -52,8 +52,13 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.tensor import DTensor
 
-from benchmarks.workloads.axes import DTYPES, create, is_expert, train
-from benchmarks.workloads.decoder import DECODERS, flops_per_token, next_token_loss, random_text
+from benchmarks.workloads.decoder import (
+    DECODERS,
+    DTYPES,
+    flops_per_token,
+    next_token_loss,
+    random_text,
+)
 from benchmarks.workloads.meshes import (
     EXPERTS,
     Mesh,
@@ -78,7 +83,7 @@ from common.groups import Group, Job, share
 from common.memory import peak, reset_peak, start_peak
 from common.report import Case, show_seconds
 from common.stats import Disturbed, Times, straggler, training_metrics
-from common.table import Columns, Table, ends, metric, relative
+from common.table import Columns, ends, metric, relative
 from common.timing import Step, Workload
 
 TOLERANCES = {"fp32": 2e-3, "bf16": 5e-2}  # of a loss or a norm, relative to the first one
@@ -124,6 +129,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def train_reference(key: Key, device: torch.device) -> Reference | str:
     """The same training in one process, a sequence at a time; or why that failed."""
+    from benchmarks.workloads.axes import create  # takes seconds: --help does not wait for it
+
     tokens, targets = random_text(config_of(key), key["global_batch"], seed=0)
     rows = list(zip(tokens.to(device).split(1), targets.to(device).split(1), strict=True))
     weights = [1 / len(rows)] * len(rows)
@@ -140,6 +147,8 @@ def train_reference(key: Key, device: torch.device) -> Reference | str:
 
 def square_norm(model: nn.Module, mesh: Mesh) -> float:
     """This rank's part of |gradient|^2. Ranks that hold the same weight divide it among them."""
+    from benchmarks.workloads.axes import is_expert
+
     total = 0.0
     for name, weight in model.named_parameters():
         gradient: Any = weight.grad
@@ -155,6 +164,8 @@ def square_norm(model: nn.Module, mesh: Mesh) -> float:
 
 def build(lr: float, job: Job, ranks_of_gpu: int, key: Key, group: Group) -> Workload:
     """ranks_of_gpu: how many ranks share this rank's GPU."""
+    from benchmarks.workloads.axes import train
+
     mesh = parse_mesh(key["mesh"])
     before = start_peak(job.device)
     meshes = open_meshes(mesh, [], job, group)
@@ -265,8 +276,12 @@ def breakdown(mesh: Mesh, microbatches: int, times: Times) -> dict[str, Any]:
     for axis in mesh.axes:
         metrics[f"without_{axis}_s"] = times.mean(without(mesh, axis))
         metrics[f"exposed_{axis}_s"] = times.beyond(without(mesh, axis))
-    if slow := straggler(times.each("compute")):
-        metrics["straggler_rank"], metrics["straggler_factor"] = slow
+    by_rank = times.each("compute")
+    if slow := straggler(by_rank):
+        rank, _ = slow
+        own, others = np.median(by_rank[rank]), np.median(np.delete(by_rank, rank, axis=0))
+        metrics |= {"straggler_rank": rank, "straggler_s": float(own)}
+        metrics |= {"others_s": float(others), "straggler_factor": float(own / others)}
     if mesh.pp == 1:
         return metrics
 
@@ -339,6 +354,8 @@ LAST_COLUMNS: Columns = {
     "mfu\n(%)": metric("mfu", 100, 1),
     "slowest\nrank": metric("straggler_rank", digits=0),
     "by\n(x)": metric("straggler_factor"),
+    "its\ncompute (ms)": metric("straggler_s", 1e3),
+    "others'\n(ms)": metric("others_s", 1e3),
     "memory\nmax (GiB)": metric("memory_gib", digits=3),
     "min\n(GiB)": metric("memory_min_gib", digits=3),
 }
@@ -416,8 +433,7 @@ def main() -> int:
         lr = reference.lr if isinstance(reference, Reference) else 0.0
         begin = partial(build, lr, job, sharers(environment, job.rank))
         end = partial(derive, reference, job.device)
-        table = Table(columns_of(meshes), [max((mesh.name for mesh in meshes), key=len)])
-        with bench.begin_table(title, table.columns, answer, table):
+        with bench.begin_table(title, columns_of(meshes), answer) as table:
             for name, _, key in cases:
                 bench.measure(key, name, begin, end)
         lines = [line for case in table.passed for line in places_lines(case)]

@@ -15,7 +15,9 @@ source program: the shares drift apart, and each server has the same load. A `ru
 up gradients as they arrive. A `batch` server keeps all of them and then reduces. Both answer when
 the last of its trainers' gradients of a bucket is in.
 
-    step   the slowest trainer counts in each iteration;  samples/s = trainers * batch size / step
+    step   the slowest trainer counts in each iteration;  samples/s = trainers * batch size / step.
+           rpc grouped: trainers of different servers do not wait for each other; there it is the
+           mean of a block, until its last trainer is done
     hook   from a step's first bucket launched to its last one averaged, slowest trainer
 
     torchrun --nproc-per-node 5 benchmarks/parameter_server.py --nserver 2
@@ -73,7 +75,7 @@ from common.join import world
 from common.report import Case
 from common.rpc import Roles, add_rpc_flags, args_of_rank, assign_roles, rpc_options, rpc_workers
 from common.stats import Times, median, side_by_side, time_of_iterations, training_metrics
-from common.table import Columns, Table, metric, percentile_columns, relative
+from common.table import Columns, metric, percentile_columns, relative
 from common.timing import Workload
 
 ROUTES = ("allreduce", "hybrid", "rpc", "sparse_rpc")
@@ -512,7 +514,10 @@ def derive(case: Case, times: Times, facts: list[dict[str, Any]]) -> None:
         metrics |= training_metrics(times, metrics["samples"])
     else:
         of_step, steps_per_s = own_pace(times.each(), case.rounds, "step")
-        metrics |= of_step | {"samples_per_s": steps_per_s * case.key["batch_size"]}
+        # trainers go at their own pace within a block, and a block lasts until the last one is done
+        metrics |= of_step | {"step_p50_s": of_step["step_s"]}
+        metrics["step_s"] = len(case.ranks) / steps_per_s
+        metrics["samples_per_s"] = metrics["samples"] / metrics["step_s"]
     trainers, hooks = {}, []
     for trainer, durations in enumerate(times.returned):
         hooks.append([max(step["hook"]) for step in durations.values()])
@@ -560,14 +565,11 @@ COLUMNS: Columns = {
 
 
 def answer(cases: list[Case]) -> str:
-    """How long a step takes through a server and by all-reduce, by the quickest route of each."""
+    """How long a step takes by each route, with those through a server marked."""
     times = {}
-    for by_server in (True, False):
-        of_kind = [case for case in cases if bool(case.key["server"]) == by_server]
-        if of_kind:
-            first = min(of_kind, key=lambda case: case.metrics["step_s"].value)
-            means = "through a server" if by_server else "all-reduce"
-            times[f"{first.name}, {means}"] = first.metrics["step_s"]
+    for case in cases:
+        marked = f"{case.name} (through a server)" if case.key["server"] else case.name
+        times[marked] = case.metrics["step_s"]
     return f"a step takes {side_by_side(times)}"
 
 
@@ -643,8 +645,7 @@ def main() -> int:
         if through_servers(args):
             title += f"\n{options}, wire {roles.wire(0, roles.servers[0])}"
         bench.announce({title: cases})
-        form = Table(COLUMNS, [max((name for name, _, _ in cases), key=len)])
-        with bench.begin_table(title, COLUMNS, answer, form) as table:
+        with bench.begin_table(title, COLUMNS, answer) as table:
             for name, _, key in cases:
                 if key["server"] and not devices:  # not before: the threads of RPC may poll
                     devices = stack.enter_context(rpc_workers(bench, roles, options))
@@ -655,10 +656,10 @@ def main() -> int:
                 if case and (line := idle_servers(case)):
                     bench.print(line)
         for role in ("trainers", "servers"):
-            rows = [(c.name, c.metrics[role]) for c in table.passed if role in c.metrics]
-            if rows:
+            cases_of_role = [case for case in table.passed if role in case.metrics]
+            if cases_of_role:
                 most = None if bench.room is None else MOST_WORKERS
-                columns, shown, left_out = phase_table(role, rows, most)
+                columns, shown, left_out = phase_table(role, cases_of_role, most)
                 bench.print_table(columns, shown, omitted_rows=left_out)
     return bench.status
 

@@ -775,7 +775,8 @@ def row_of(kind: Kind, plan: Plan, times: Times) -> dict[str, Any]:
         seconds["job"] = median(job_s)
     row: dict[str, Any] = kind._asdict()
     row["calls"] = len(calls) / len(by_rank) / plan.steps
-    bus_bytes = OPERATIONS[kind.op].bus(kind.group_ranks) * kind.size_bytes
+    row["bus_factor"] = OPERATIONS[kind.op].bus(kind.group_ranks)
+    bus_bytes = row["bus_factor"] * kind.size_bytes
     for name, estimate in seconds.items():
         row[f"{name}_s"] = estimate
         row[f"{name}_busbw_gb_per_s"] = bus_bytes / estimate / 1e9
@@ -797,6 +798,7 @@ COLUMNS: Columns = {  # GB/s: busbw
     "share\n(%)": metric("share", 100, 0),
     "replayed\n(GB/s)": metric("replayed_busbw_gb_per_s"),
     "alone\n(GB/s)": metric("alone_busbw_gb_per_s"),
+    "busbw\nfactor": metric("bus_factor", digits=4),
     "job\n(ms)": metric("job_s", 1e3, 3),
     "job\n(GB/s)": metric("job_busbw_gb_per_s"),
 }

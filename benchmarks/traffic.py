@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,8 +49,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.workloads.axes import DTYPES, Trainer, train
-from benchmarks.workloads.decoder import DECODERS, flops_per_token
+from benchmarks.workloads.decoder import DECODERS, DTYPES, flops_per_token
 from benchmarks.workloads.meshes import (
     EXPERTS,
     Key,
@@ -68,6 +67,9 @@ from common.groups import Group, Job
 from common.report import Case, Estimate, Report, load
 from common.stats import Alone, Layout, collective_times, layout_of, telling, time_alone, total
 from common.table import Cell, Columns, ends, metric, render
+
+if TYPE_CHECKING:
+    from benchmarks.workloads.axes import Trainer
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 MESSAGES = ("send", "recv")
@@ -244,6 +246,8 @@ def play(key: Key) -> Step:
 
 
 def look_at_a_step(key: Key, job: Job) -> Step:
+    from benchmarks.workloads.axes import train  # takes seconds: --help does not wait for it
+
     mesh = parse_mesh(key["mesh"])
     world: Any = dist.group.WORLD
     meshes = open_meshes(mesh, [], job, Group((job.rank,), world, world))
@@ -299,7 +303,7 @@ def collective_of(operation: str) -> str:
     raise ValueError(f"{operation} is no collective that this script knows")
 
 
-def held_by(trainer: Trainer) -> dict[str, int]:
+def held_by(trainer: "Trainer") -> dict[str, int]:
     """The bytes that a rank holds after a step. The optimizer's numbers, such as AdamW's count of
     steps, are left out."""
     weights = list(trainer.model.parameters())

@@ -22,7 +22,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from common.cli import HANG, ROOT, cut, end, refuse, suggest
+from common.cli import HANG, LAUNCHERS, ROOT, complain, cut, end, refuse, suggest
 from common.groups import FOREVER, Job, local_rank
 
 LOOPBACK = "127.0.0.1"
@@ -215,11 +215,18 @@ def refuse_worlds_of_one() -> None:
 
 
 def read_launchers() -> list[tuple[str, str]]:
-    """The variables that each launcher of launch/launchers.txt sets: rank and number of tasks. None
-    if the folder was not copied."""
-    lines = list[str]()
-    with contextlib.suppress(FileNotFoundError):
-        lines = (ROOT / "launch" / "launchers.txt").read_text().splitlines()
+    """The variables that each launcher of launch/launchers.txt sets: rank and number of tasks. If
+    that file was not copied, there are none, and a process that torchrun has not started says so if
+    another launcher has."""
+    lines, path = list[str](), ROOT / "launch" / "launchers.txt"
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        started_by = [name for name in LAUNCHERS if name in os.environ]
+        if started_by and "RANK" not in os.environ:
+            what = f"{started_by[0]} is set, but RANK is not, and {path}: {error.strerror}"
+            advice = "if this is one of several tasks, start them with torchrun, or set RANK"
+            complain(f"warning: {what}; this process runs by itself; {advice} and WORLD_SIZE")
     rows = [line.split() for line in lines if line and not line.startswith("#")]
     return [(rank, size) for _, _, rank, size, *_ in rows]
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests import quotients
 from tests.process import ROOT, Process, Run, Warm, command_of, environment
 
 MARKS = {
@@ -146,7 +147,7 @@ def start(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
 def bench(start: Callable[..., Process], tmp_path: Path) -> Callable[..., Run]:
     """bench("benchmarks/x.py", *flags, timeout=240, json=True, ...) -> Run, as `start` begins it.
 
-    json: add --json to the flags.
+    json: add --json to the flags. Each ratio that a script prints is checked: tests/quotients.py.
     """
 
     def run(
@@ -157,6 +158,8 @@ def bench(start: Callable[..., Process], tmp_path: Path) -> Callable[..., Run]:
         words = [*flags, *(["--json", str(path)] if json else [])]
         process = start(script, *words, **options)
         status = process.wait(timeout)
+        if Path(script).parent == Path("benchmarks"):
+            assert quotients.problems(Path(script).stem, process.out) == []
         return Run(status, process.out, process.err, path)
 
     return run

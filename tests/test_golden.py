@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import golden
+from tests import golden, quotients
 
 
 def numbers_in(value: Any) -> Iterator[float]:
@@ -49,5 +49,6 @@ def test_the_same_times_give_the_same_numbers(
         assert case["check"] == before["check"]
         lost = set(numbers_in(before["metrics"])) - set(numbers_in(case["metrics"]))
         assert not lost, before["key"]
+    assert quotients.problems(script, process.out) == []
     assert words_in(expected["shown"]) <= words_in(made["shown"])
     assert made["status"] == expected["status"]

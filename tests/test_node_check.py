@@ -74,6 +74,10 @@ def test_a_slow_rank_is_named(bench: Callable[..., Any], tmp_path: Path) -> None
     assert run.out.splitlines()[-1].startswith("# not fit: rank 1 on ")
     assert bad.read_text() == f"{socket.gethostname()}\n"
     assert run.reason == run.out.splitlines()[-1].removeprefix("# ")
+    # nothing of the first run is in the report: its second attempts would count as this run's
+    assert (tmp_path / "a folder" / "report.jsonl.bak").exists()
+    assert run.report.resumed == []
+    assert {case.key["attempt"] for case in run.report.cases} == {1, 2}
 
 
 @pytest.mark.faults

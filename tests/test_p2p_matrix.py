@@ -1,5 +1,6 @@
 """p2p_matrix.py as its user runs it. tests/pure/test_links.py has the arithmetic."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ def test_every_pair_and_a_heat_map(bench: Callable[..., Any], tmp_path: Path) ->
     assert run.out.count(", by rank") == 4
     assert "; messages of 4K bytes (latency: 8), 2 per sample\n" in run.out
     assert path.read_bytes().startswith(b"\x89PNG")
+    # all of it was measured earlier; the load of that time is not in the report
+    run = bench(SCRIPT, *SHORT, "--resume", ranks=3)
+    assert run.status == 0, run.err
+    first, *_ = [line for line in run.out.splitlines() if line.startswith("# measured ")]
+    unknown = "cannot be told if a link, rank or node is slow: CPU use by other processes was not r"
+    assert re.match(rf"# measured 20.* UTC on .*: ({unknown}|slow |maybe slow )", first), first
 
 
 @pytest.mark.smoke

@@ -52,8 +52,10 @@ def table(text: str, *headers: str) -> list[dict[str, str]]:
         if not set(headers) <= set(names):
             continue
         for line in lines[number + 1 :]:
-            if not line.strip() or line.startswith("#"):
+            if not line.strip():
                 break
+            if line.startswith("#"):  # a remark about the row above it, such as `two modes`
+                continue
             cells = re.split("  +", line.strip())  # a wide cell moves those behind it
             if len(cells) != len(names):
                 cells = [line[a:b].strip() for a, b in spans]

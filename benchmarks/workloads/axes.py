@@ -22,12 +22,11 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.workloads.decoder import Decoder, Experts, next_token_loss, random_text
+from benchmarks.workloads.decoder import DTYPES, Decoder, Experts, next_token_loss, random_text
 from benchmarks.workloads.meshes import SCHEDULES, Key, Mesh, config_of, parse_mesh, stages_of
 from common.groups import Job
 
 Losses = list[Tensor]  # of each microbatch; empty on a rank without the last stage
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def data_parallelize(model: Decoder, dp: DeviceMesh, reshard_after_forward: bool) -> None:
@@ -178,7 +177,8 @@ def pipeline(
             group=pp.get_group(),
         )
         stages.append(stage)
-    schedule, stages_on_rank = SCHEDULES[mesh.schedule]
+    name, stages_on_rank = SCHEDULES[mesh.schedule]
+    schedule = getattr(pipelining, name)
     return schedule(stages if stages_on_rank > 1 else stages[0], microbatches, loss_of)
 
 

@@ -27,6 +27,7 @@ class DecoderConfig:
     experts: int = 0  # in place of the middle block's MLP; 0 for the MLP
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}  # of weights
 # The large ones have the layers, widths and number of parameters of GPT-2 small and GPT-3 XL. They
 # have half of GPT-2's vocabulary. Their head has weights of its own, which pipeline stages need.
 DECODERS = {

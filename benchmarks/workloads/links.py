@@ -315,7 +315,13 @@ def slow_links(
             costs = within if node_of[a] == node_of[b] else between
             costs[a, b] = value if quantity.less_is_better else 1 / value
         name = kind.partition(",")[0]
+        show = partial(show_cost, quantity)
         for where, costs in (("within", within), ("between", between)):
             what = f"{name} {where} nodes"
-            findings |= accuse(costs, levels, "link", what, sigmas, margin, of_two, noise)
+            findings |= accuse(costs, levels, "link", what, sigmas, margin, of_two, noise, show)
     return findings
+
+
+def show_cost(quantity: Quantity, cost: float) -> str:
+    """`60 us`, or the rate of which the cost is the inverse: `94 GB/s`."""
+    return f"{cost if quantity.less_is_better else 1 / cost:.4g} {quantity.unit}"

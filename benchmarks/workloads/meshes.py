@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.workloads.decoder import DECODERS
@@ -17,12 +16,14 @@ from common.groups import Group, Job, connect, rendezvous
 
 Key = dict[str, Any]  # of a case: mesh, model, sequence_length, global_batch, microbatches, experts
 AXES = ("pp", "dp", "cp", "ep", "tp")  # from the outermost to the innermost, which talks most
-SCHEDULES: dict[str, tuple[Any, int]] = {  # with the number of stages on a rank
-    "gpipe": (pipelining.ScheduleGPipe, 1),
-    "1f1b": (pipelining.Schedule1F1B, 1),
-    "interleaved": (pipelining.ScheduleInterleaved1F1B, 2),
-    "izb": (pipelining.ScheduleInterleavedZeroBubble, 2),
-    "zbv": (pipelining.ScheduleZBVZeroBubble, 2),
+# The class in torch.distributed.pipelining, and the number of stages on a rank. That module takes
+# seconds to import, and --help does not wait for it.
+SCHEDULES: dict[str, tuple[str, int]] = {
+    "gpipe": ("ScheduleGPipe", 1),
+    "1f1b": ("Schedule1F1B", 1),
+    "interleaved": ("ScheduleInterleaved1F1B", 2),
+    "izb": ("ScheduleInterleavedZeroBubble", 2),
+    "zbv": ("ScheduleZBVZeroBubble", 2),
 }
 EXPERTS = 8
 

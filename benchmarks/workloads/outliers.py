@@ -1,8 +1,10 @@
 """Nodes, ranks and links that are slower than their peers, in this order."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median, median_low
 from typing import Any, NamedTuple
+
+from common.report import show_seconds
 
 Members = tuple[int, ...]  # of a level: one rank, or the two of a link
 Costs = dict[Members, float]  # seconds of a rank, or of a link of two
@@ -83,37 +85,43 @@ def accuse(
     margin: float = MARGIN,
     of_two: bool = False,
     noise: float = 0.0,
+    show: Callable[[float], str] = show_seconds,
 ) -> Findings:
     """The nodes, ranks and links that cost more than their peers, each at `what`.
 
     Level by level, then the items: what a slow node explains is not repeated for its ranks, and
     what a slow rank explains is not repeated for its links. levels: the owner of each member.
-    of_two: if there are only two, compare them, too. noise: as in `outliers`.
+    of_two: if there are only two, compare them, too. noise: as in `outliers`. show: a cost as text.
     """
     findings: Findings = {}
     for level, owner in [*levels.items(), (item, [])]:
         level_costs = medians(costs, owner) if owner else costs
         if of_two and len(level_costs) == 2:
-            pair = slower_of_two(level_costs, level, what, margin)
+            pair = slower_of_two(level_costs, level, what, margin, show)
             if pair:
                 return findings | pair
         slow = outliers(level_costs, sigmas, margin, noise)
         for members, (factor, deviations) in slow.items():
-            how = f"{factor:.2f}x the median's time, {deviations:.0f} sigmas"
+            cost = level_costs[members]
+            parts = f"{show(cost)} against {show(cost / factor)}"
+            how = f"{factor:.2f}x the median's time ({parts}), {deviations:.0f} sigmas"
             findings[Who(level, (members,)), what] = Slowness(factor, how)
         if owner:
             costs = unexplained(costs, owner, slow)
     return findings
 
 
-def slower_of_two(costs: Costs, level: str, what: str, margin: float) -> Findings:
+def slower_of_two(
+    costs: Costs, level: str, what: str, margin: float, show: Callable[[float], str]
+) -> Findings:
     """Both are suspects if one is slower by the margin: no median says which one is at fault."""
     fast, slow = sorted(costs, key=lambda members: costs[members])
     if costs[fast] <= 0 or costs[slow] <= costs[fast] * (1 + margin):
         return {}
     who = Who(level, (slow, fast))  # in this order: a second run may say otherwise
     factor = costs[slow] / costs[fast]
-    how = f"{factor:.2f}x the other's time; with two it is impossible to tell which one is at fault"
+    how = f"{factor:.2f}x the other's time ({show(costs[slow])} against {show(costs[fast])})"
+    how += "; with two it is impossible to tell which one is at fault"
     return {(who, what): Slowness(factor, how)}
 
 

@@ -94,17 +94,19 @@ def summaries(workers: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str,
 
 
 def phase_table(
-    role: str, cases: Iterable[tuple[str, Mapping[str, Any]]], most: int | None = None
+    role: str, cases: Sequence[Case], most: int | None = None
 ) -> tuple[Columns, list[Case], str]:
     """A row for each case, phase and worker, and for all workers together.
 
-    role: plural, such as `trainers`. cases: name, `summaries`; the name is shown in the first row
-    of its case. most: workers that have rows, counted from the first; None for all of them. Returns
-    columns, rows, and how many workers were left out (`3 trainers`, or "").
+    role: plural, such as `trainers`, and the metric of each case that has its `summaries`. The name
+    of a case is shown in its first row. most: workers that have rows, counted from the first; None
+    for all of them. Returns columns, rows, and how many workers were left out (`3 trainers`, or
+    "").
     """
     rows: list[Case] = []
     left_out = 0
-    for name, workers in cases:
+    for case in cases:
+        name, workers = case.name, case.metrics[role]
         single = [worker for worker in workers if worker != "all"]
         left_out = max(left_out, len(single) - (most or len(single)))
         # `all` would repeat a single worker
@@ -112,7 +114,7 @@ def phase_table(
         for phase, worker in product(workers["all"], shown):
             if times := workers[worker].get(phase):
                 key = {"phase": phase, "worker": worker}
-                rows.append(Case(key=key, ranks=[], name=name, metrics=times))
+                rows.append(Case(key=key, ranks=[], name=name, metrics=times, part=case.part))
                 name = ""
     columns: Columns = {role: lambda row: row.name, "phase": lambda row: str(row.key["phase"])}
     columns[""] = lambda row: str(row.key["worker"])

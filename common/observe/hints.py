@@ -2,13 +2,13 @@
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from common.benchmark import Observer
-from common.cli import TURN
+from common.cli import TURN, cut
 from common.cpu_load import Others
-from common.environment import node_of_each, others_text
+from common.environment import count_of, node_of_each, others_text
 from common.report import Case, Estimate, show_seconds
 from common.stats import autocorrelation_time, modes, time_of_iterations
 from common.timing import MIN_SAMPLES
@@ -113,8 +113,8 @@ def drifts(case: Case) -> bool:
 def hints(
     cases: Sequence[Case], args: Any, busy: str, crowded: str, is_load_known: bool = True
 ) -> list[str]:
-    """If intervals are missing or wide: which, and a line for each cause that can be seen, with
-    the flag that helps.
+    """If intervals are missing or wide: of which numbers and cases, and a line for each cause that
+    can be seen, with the flag that helps.
 
     cases: those that did not fail. busy, crowded: CPU use by other processes, and where ranks share
     cores, as text. is_load_known: whether CPU use by other processes was measured.
@@ -124,19 +124,30 @@ def hints(
     doubtful = [*lacking, *wide]
     if not doubtful:
         return []
-    names: set[str] = set()
-    for case in doubtful:
-        names |= without_interval(case) | with_wide_interval(case)
-    how = []
-    if lacking:
-        how.append(f"missing (-) in {len(lacking)}")
-    if wide:
-        how.append(f"wider than +-{WIDE:.0%} in {len(wide)}")
-    first = f"95 % interval of {', '.join(sorted(names))}: {', '.join(how)} of {len(cases)} cases"
-    return [
-        first,
-        *(f"  {cause}" for cause in causes(doubtful, args, busy, crowded, is_load_known)),
-    ]
+    lines = list_intervals("missing (-)", cases, without_interval)
+    lines += list_intervals(f"wider than +-{WIDE:.0%}", cases, with_wide_interval)
+    return lines + [f"  {cause}" for cause in causes(doubtful, args, busy, crowded, is_load_known)]
+
+
+def list_intervals(
+    what: str, cases: Sequence[Case], numbers_of: Callable[[Case], set[str]]
+) -> list[str]:
+    """[`95 % interval missing (-) in 2 of 3 cases: step (ddp eager, fsdp2 eager)`], or [] if there
+    are none. numbers_of: the numbers of a case that have such an interval."""
+    tables: dict[str, set[str]] = {}  # that have a row of this name
+    for case in cases:
+        tables.setdefault(case.name, set()).add(case.table)
+    found: dict[str, list[str]] = {}  # by number: the cases
+    for case in cases:
+        is_unique = len(tables[case.name]) == 1  # in a run several tables may have such a row
+        name = case.name if is_unique else f"{case.name} of {case.table.partition(',')[0]}"
+        for number in sorted(numbers_of(case)):
+            found.setdefault(number, []).append(name)
+    if not found:
+        return []
+    count = sum(bool(numbers_of(case)) for case in cases)
+    listed = "; ".join(f"{number} ({cut(names, 3)})" for number, names in found.items())
+    return [f"95 % interval {what} in {count} of {count_of(len(cases), 'case')}: {listed}"]
 
 
 def causes(

@@ -356,6 +356,24 @@ def test_tasks_of_a_launcher_without_its_wrapper(
     assert f"{size} says 4 tasks, but each would run by itself; start them with launch/" in line
 
 
+def test_a_copy_without_the_list_of_launchers_starts(
+    by_hand: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    """As a script in a tutorial. Under torchrun nothing is said; a launcher's task says so."""
+    by_hand.setattr(join, "ROOT", tmp_path)
+    world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (world | {"GROUP_WORLD_SIZE": "1", "PMI_RANK": "1"}).items():
+        by_hand.setenv(name, value)
+    assert join.world() == (1, 1, 2, 2)
+    assert capsys.readouterr().err == ""
+    for name in world:
+        by_hand.delenv(name)
+    assert join.world() == (0, 0, 1, 1)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: PMI_RANK is set, but RANK is not, and ")
+    assert f"{tmp_path}/launch/launchers.txt: No such file or directory; this process runs" in line
+
+
 def test_the_second_connection_does_not_wait_for_the_first(by_hand: pytest.MonkeyPatch) -> None:
     """The watchdog looks for other ranks while the main thread waits for one of them."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

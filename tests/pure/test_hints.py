@@ -17,9 +17,9 @@ from common.report import Case, Estimate
 SURE, WIDE, NONE = Estimate(1, 0.95, 1.05), Estimate(1, 0.9, 1.2), Estimate(1)
 
 
-def case(samples: list[float] | None = None, **metrics: Any) -> Case:
+def case(name: str = "a", samples: list[float] | None = None, **metrics: Any) -> Case:
     step = {"step": [samples or [0.1] * 30]}
-    return Case(key={"name": "a"}, ranks=[0], samples_s=step, metrics=metrics)
+    return Case(key={"name": name}, name=name, ranks=[0], samples_s=step, metrics=metrics)
 
 
 def said(*cases: Case, busy: str = "", crowded: str = "", **flags: Any) -> list[str]:
@@ -50,14 +50,37 @@ def test_which_intervals_are_doubtful() -> None:
     """A difference that may be 0 is as small as it can be told; rates follow from times."""
     full = case(step_s=SURE, exposed_s=Estimate(0.1, -1, 1), samples_per_s=NONE)
     assert said(full, case(samples_per_s=1.0)) == []
-    lines = said(full, case(step_s=NONE, exposed_s=SURE), case(step_s=WIDE))
-    assert lines[0] == "95 % interval of step: missing (-) in 1, wider than +-10% in 1 of 3 cases"
+    lines = said(full, case("a", step_s=NONE, exposed_s=SURE), case("b", step_s=WIDE))
+    assert lines[:2] == [
+        "95 % interval missing (-) in 1 of 3 cases: step (a)",
+        "95 % interval wider than +-10% in 1 of 3 cases: step (b)",
+    ]
+
+
+def test_each_number_is_named_with_its_cases() -> None:
+    """Two cases that lack one number each, and one that has another one too wide as well. If two
+    tables have a row of the same name, the first word of the title tells them apart."""
+    cases = [case("a", step_s=NONE, late_s=SURE), case("b", step_s=WIDE, late_s=NONE)]
+    assert said(*cases)[:2] == [
+        "95 % interval missing (-) in 2 of 2 cases: step (a); late (b)",
+        "95 % interval wider than +-10% in 1 of 2 cases: step (b)",
+    ]
+    cases = [case(f"c{number}", step_s=NONE) for number in range(5)]
+    listed = "step (c0, c1, c2 and 2 more)"
+    assert said(*cases)[0] == f"95 % interval missing (-) in 5 of 5 cases: {listed}"
+    for one, model in zip(cases, ("x, fp32", "y, fp32"), strict=False):
+        one.name, one.table = "ddp", model
+    listed = "step (ddp of x, ddp of y)"
+    assert said(*cases[:2])[0] == f"95 % interval missing (-) in 2 of 2 cases: {listed}"
 
 
 OTHERS = "other processes used 1.0 of 2 cores of vm"
 CROWDED = "4 ranks share 2 cores of vm"
-FEW, SWING = case([2.0] * 6, step_s=NONE), case([0.125, 0.25] * 20, step_s=WIDE)
-GROWING = case([0.1 + 0.01 * i for i in range(30)], step_s=NONE)  # they tell as much as a few
+FEW = case(samples=[2.0] * 6, step_s=NONE)
+SWING = case(samples=[0.125, 0.25] * 20, step_s=WIDE)
+GROWING = case(
+    samples=[0.1 + 0.01 * i for i in range(30)], step_s=NONE
+)  # they tell as much as a few
 
 
 @pytest.mark.parametrize(
@@ -96,7 +119,7 @@ def test_a_cause_that_was_not_looked_for_is_not_called_unseen() -> None:
 
 def test_lines_below_a_row() -> None:
     split = [0.3e-3, 0.32e-3, 0.31e-3, 3.6e-3] * 8
-    bound = case(split, launch_share={"step": 0.97, "local": 0.2})
+    bound = case(samples=split, launch_share={"step": 0.97, "local": 0.2})
     expected = ["launch-bound 97%", "two modes: 310 us (75%), 3.60 ms (25%)"]
     observer = Hints.__new__(Hints)
     assert observer.row(bound, []) == expected

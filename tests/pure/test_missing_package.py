@@ -37,14 +37,15 @@ def test_common_comes_before_packages() -> None:
         ("benchmarks/ddp_sweep.py", "psutil", "."),
         ("benchmarks/input_sweep.py", "torchvision", "."),
         ("benchmarks/collectives.py", "numpy", "."),
-        ("analysis/compare.py", "scipy", "analysis"),
+        ("analysis/compare.py a.jsonl", "scipy", "analysis"),
     ],
 )
 def test_it_is_one_line(program: str, missing: str, folder: str, tmp_path: Path) -> None:
     """As where Python finds no package of this name."""
+    program, *words = program.split()
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules['{missing}'] = None\n")
     env = environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    command = [sys.executable, str(ROOT / program), "a.jsonl"]
+    command = [sys.executable, str(ROOT / program), *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     path = shlex.quote(str((ROOT / folder / "requirements.txt").resolve()))
     told = f"error: {missing} is not installed; try pip install -r {path}\n"

@@ -175,6 +175,15 @@ def test_the_verdict(
         assert lines[-3:-1] == ["wrong rank 2 on b: why", "wrong links: rank 1 on b"]
 
 
+def test_a_verdict_says_that_the_load_is_unknown() -> None:
+    """As while two commands take turns."""
+    unknown = "; CPU use by other processes was not recorded"
+    rest = ([], "slow", NAMES, "41 s", False)
+    assert conclude({}, [], False, *rest) == (0, [f"fit: 41 s{unknown}"])
+    status, lines = conclude(SLOW, [], False, *rest)
+    assert (status, lines[-1]) == (1, f"not fit: rank 1 on a{unknown}")
+
+
 def test_fit_needs_a_peer_or_a_limit() -> None:
     """One rank alone, and one link between two nodes, are compared with nothing."""
     alone = cluster([[0]], ["k"])

@@ -62,9 +62,12 @@ def test_in_words() -> None:
     """0.99 / (1.4826 * 0.005)."""
     costs: Costs = {(0,): 1.0, (1,): 2.0, (2,): 1.01, (3,): 1.02, (4,): 1.01, (5,): 1.01}
     found = accuse(costs, NODES, "rank", "a product")
-    assert sentences(found) == ["slow rank 1: a product 1.98x the median's time, 134 sigmas"]
+    parts = "2.00 s against 1.01 s"
+    told = f"slow rank 1: a product 1.98x the median's time ({parts}), 134 sigmas"
+    assert sentences(found) == [told]
     two = accuse({(0,): 1.0, (1,): 3.0}, {}, "rank", "x", of_two=True)
-    assert "x 3.00x the other's time; with two it is impossible to tell" in sentences(two)[0]
+    told = "x 3.00x the other's time (3.00 s against 1.00 s); with two it is impossible to tell"
+    assert told in sentences(two)[0]
 
 
 def test_names() -> None:

@@ -90,12 +90,28 @@ def test_answer() -> None:
     few = p2p_matrix.answer(alike[:1], [0, 0], "rank", 5.0, names_of(2))
     assert few[0] == "with 1 link it is impossible to tell which link, rank or node is slow"
     # beside other processes only what is over 5 times as slow is named
-    busy, *_ = p2p_matrix.answer(alike, *where, Others(1.6, 2))
-    used = "other processes used 1.6 of 2 cores"
+    used = p2p_matrix.doubt_of(Others(1.6, 2), True)
+    assert used == "other processes used 1.6 of 2 cores"
+    busy, *_ = p2p_matrix.answer(alike, *where, used)
     assert busy == f"cannot be told if a link, rank or node is slow: {used}"
     alike[-1] = met(1, 2, 120, 1.0)
-    busy, *_ = p2p_matrix.answer(alike, *where, Others(1.6, 2))
+    busy, *_ = p2p_matrix.answer(alike, *where, used)
     assert busy.startswith("slow link rank 1 on vm -> rank 2 on vm: latency within nodes 5.85x")
+
+
+def test_an_unknown_load_is_a_doubt() -> None:
+    """As while two commands take turns, and of links that an earlier run has measured."""
+    assert p2p_matrix.doubt_of(None, True) == ""
+    unknown = p2p_matrix.doubt_of(Others(1.6, 2), False)
+    assert unknown == "CPU use by other processes was not recorded"
+    alike = [met(0, 1, 20, 1.0), met(0, 2, 20, 1.0), met(1, 2, 20, 1.0)]
+    where = ([0] * 3, "rank", 5.0, names_of(3))
+    first, *_ = p2p_matrix.answer(alike, *where, unknown)
+    assert first == f"cannot be told if a link, rank or node is slow: {unknown}"
+    alike[2] = met(1, 2, 60, 1.0)
+    assert p2p_matrix.answer(alike, *where, unknown)[0] == first
+    alike[2] = met(1, 2, 120, 1.0)  # six times as slow: no load explains that
+    assert p2p_matrix.answer(alike, *where, unknown)[0].startswith("slow link rank 1 on vm -> rank")
 
 
 def test_three_links_have_no_scatter_by_themselves() -> None:

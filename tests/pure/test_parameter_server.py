@@ -9,6 +9,7 @@ from torch.distributed.rpc.internal import _internal_rpc_pickler as pickler
 from torch.futures import Future
 
 from benchmarks import parameter_server as script
+from common.report import Case, Estimate
 
 CPU = torch.device("cpu")
 DENSE = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -56,3 +57,13 @@ def test_the_average_of_sparse_gradients(kind: str, monkeypatch: pytest.MonkeyPa
         assert average.is_coalesced()
         assert average.to_dense().flatten().tolist() == [3.0, 4.0, 3.0, 0.0]
     assert len(script.bucket_times()[7]) == 1
+
+
+def test_the_answer_names_every_route() -> None:
+    """They were timed one after the other, so none of them is left out as slower."""
+    cases = []
+    for route, server, ms in (("hybrid", None, 18.0), ("rpc running", "running", 15.0)):
+        metrics = {"step_s": Estimate(ms / 1e3)}
+        cases.append(Case(key={"server": server}, ranks=[0], name=route, metrics=metrics))
+    told = "a step takes 18.0 ms (no interval) by hybrid, 15.0 ms (no interval) by rpc running "
+    assert script.answer(cases).startswith(f"{told}(through a server); timed one after the other")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.workloads.phases import Phases, own_pace, phase_table, summaries, summary
-from common.report import Estimate
+from common.report import Case, Estimate
 from common.table import render
 
 
@@ -40,7 +40,9 @@ def test_summary() -> None:
 
 def shown(most: int | None, **workers: dict[str, Any]) -> tuple[list[str], list[list[str]], str]:
     """Headers, rows, and what was left out."""
-    columns, rows, left_out = phase_table("servers", [("rpc", summaries(workers))], most)
+    case = Case(key={}, ranks=[], name="rpc", metrics={"servers": summaries(workers)}, part=3)
+    columns, rows, left_out = phase_table("servers", [case], most)
+    assert {row.part for row in rows} == {3}  # when it was measured, for a resumed report
     names = [header.split("\n")[0] for header in columns]
     return names, [line.split() for line in render(columns, rows).splitlines()[3:]], left_out
 

@@ -1,0 +1,96 @@
+"""tests/quotients.py, on outputs made by hand: it must find what does not agree."""
+
+import pytest
+
+from tests import quotients
+from tests.quotients import printed, problems
+
+COMPILED = """\
+# 2 ranks on 1 node
+
+m, batch size 4, fp32
+
+          vs  95% ci      eager       step  samples/s
+       eager   of it  gmean (s)  gmean (s)
+---  -------  ------  ---------  ---------  ---------
+ddp     1.30       -     0.0065     0.0050     1600.0
+# two modes: 3 us (50%), 4 us (50%)
+x          -       -          -     0.0050     1600.0  # 2026-11-28 03:12 UTC on vm
+y  failed: why
+
+# m, fp32: whole steps of ddp are 1.30 times (1.21 to 1.38) as
+#   fast as eager ones
+"""
+
+
+def test_what_agrees_is_no_problem() -> None:
+    """0.0065 / 0.0050 = 1.30; 2 * 4 / 0.005 = 1600."""
+    assert problems("compile_sweep", COMPILED) == []
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        (" 1.30 ", " 1.40 ", "'vs eager' is 1.40, expected 1.27"),
+        (" 1600.0\n#", " 1700.0\n#", "'samples/s' is 1700.0, expected 1584"),
+        ("eager       step", "eager      steps", "'step gmean (s)' is not printed beside it"),
+        ("1.30 times", "1.31 times", "1.31 times is in no table"),
+        ("of it", "of us", ""),
+        ("95% ci", "  load", "column 'load of it' is neither in CHECKS nor in MEASURED"),
+    ],
+)
+def test_what_does_not_agree_is_found(right: str, wrong: str, said: str) -> None:
+    found = "; ".join(problems("compile_sweep", COMPILED.replace(right, wrong, 1)))
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("script", "line", "is_right"),
+    [
+        ("p2p_matrix", "latency 2.93x the median's time (60 us against 20.5 us), 9 sigmas", True),
+        ("p2p_matrix", "latency 2.93x the median's time (60 us against 21.5 us), 9 sigmas", False),
+        ("p2p_matrix", "bandwidth 4.00x the other's time (95 GB/s against 380 GB/s)", True),
+        ("p2p_matrix", "bandwidth 4.00x the other's time (380 GB/s against 95 GB/s)", False),
+        ("p2p_matrix", "latency 2.93x the median's time, 9 sigmas", False),
+        (
+            "replay",
+            "a step: 5.09 ms (4 to 6) back to back, 31 % (26 to 39) of the job's 16.3 ms",
+            True,
+        ),
+        (
+            "replay",
+            "a step: 5.09 ms (4 to 6) back to back, 33 % (26 to 39) of the job's 16.3 ms",
+            False,
+        ),
+        ("traffic", "dp8, rank 0: dp, 8 ranks on 1 node: all_gather 10 x, 4G (bus 3.5G)", True),
+        ("traffic", "dp8, rank 0: dp, 8 ranks on 1 node: all_reduce 10 x, 4G (bus 3.5G)", False),
+        (
+            "collectives",
+            "   2048  512  float32  sum  -1  4.00  0.51  0.5  0  8.00  0.26  0.3  0",
+            True,
+        ),
+        (
+            "collectives",
+            "   2048  512  float32  sum  -1  4.00  0.51  0.5  0  9.00  0.26  0.3  0",
+            False,
+        ),
+    ],
+)
+def test_sentences(script: str, line: str, is_right: bool) -> None:
+    assert (problems(script, line) == []) == is_right
+
+
+def test_what_is_printed_stands_for_what_is_rounded_to_it() -> None:
+    for text, low, high in (
+        ("0.0051", 0.00505, 0.00515),
+        ("1,234", 1233.5, 1234.5),
+        ("6.82e-06", 6.815e-6, 6.825e-6),
+        ("1.5K", 1.45 * 1024, 1.55 * 1024),
+        ("-3", -3.5, -2.5),
+    ):
+        found = printed(text)
+        assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+    share = 1 - printed("21.5") / printed("30.7")
+    assert quotients.percent(share).meets(printed("30"))
+    assert not quotients.percent(share).meets(printed("32"))

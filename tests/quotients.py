@@ -1,0 +1,504 @@
+"""Divides what a script has printed: each ratio, difference and rate, by the numbers beside it.
+
+`problems(script, out)` reads the tables and sentences in the output of a run. A number stands for
+all that are rounded to it, so that a ratio is right if some of these give it. conftest.py checks
+the output of every run of a script in the tests, and test_golden.py that of the recorded ones:
+whatever mode a test uses is checked. A column that is neither in CHECKS nor in MEASURED is a
+problem, too, so that a new ratio cannot be left out.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+UNITS = {"": 1.0, "K": 2.0**10, "M": 2.0**20, "G": 2.0**30, "T": 2.0**40}
+SCALES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}  # of seconds
+NUMBER = r"-?[\d,]*\d(?:\.\d+)?(?:e[+-]\d+)?"
+TIME = rf"({NUMBER}) (us|ms|s)\b"
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that are printed alike: from low to high."""
+
+    low: float
+    high: float
+
+    def __add__(self, other: "Range | float") -> "Range":
+        other = of(other)
+        return Range(self.low + other.low, self.high + other.high)
+
+    def __sub__(self, other: "Range | float") -> "Range":
+        other = of(other)
+        return Range(self.low - other.high, self.high - other.low)
+
+    def __rsub__(self, other: float) -> "Range":
+        return of(other) - self
+
+    def __mul__(self, other: "Range | float") -> "Range":
+        other = of(other)
+        ends = [a * b for a in (self.low, self.high) for b in (other.low, other.high)]
+        return Range(min(ends), max(ends))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: "Range | float") -> "Range":
+        other = of(other)
+        if other.low <= 0 <= other.high:  # rounded to 0: the quotient may be anything
+            return Range(float("-inf"), float("inf"))
+        return self * Range(1 / other.high, 1 / other.low)
+
+    def __rtruediv__(self, other: float) -> "Range":
+        return of(other) / self
+
+    def meets(self, other: "Range") -> bool:
+        near = 1e-9 * max(abs(self.low), abs(self.high), 1e-12)
+        return self.low <= other.high + near and other.low <= self.high + near
+
+
+def of(number: "Range | float") -> Range:
+    return number if isinstance(number, Range) else Range(number, number)
+
+
+def printed(text: str) -> Range:
+    """`0.0051`, `1,234`, `6.82e-06` or `1.001M`: what is rounded to it."""
+    digits, unit = re.fullmatch(rf"({NUMBER})([KMGT]?)", text).groups()  # type: ignore[union-attr]
+    mantissa, _, exponent = digits.replace(",", "").partition("e")
+    places = len(mantissa.partition(".")[2])
+    half = 0.5 * 10.0 ** (int(exponent or 0) - places) * UNITS[unit]
+    value = float(digits.replace(",", "")) * UNITS[unit]
+    return Range(value - half, value + half)
+
+
+def seconds(text: str) -> Range:
+    """`76.1 ms`"""
+    number, unit = text.split()
+    return printed(number) * SCALES[unit]
+
+
+def largest(*ranges: Range) -> Range:
+    return Range(max(r.low for r in ranges), max(r.high for r in ranges))
+
+
+@dataclass
+class Row:
+    """A row of a table. above: all that was printed before the table. table: all of its rows."""
+
+    above: str
+    cells: dict[str, str]
+    table: "list[Row]"
+    earlier: "list[Row]"  # of all tables before this one
+
+    @property
+    def name(self) -> str:
+        return next(iter(self.cells.values()))
+
+    def text(self, head: str) -> str:
+        return self.cells[head]
+
+    def __getitem__(self, head: str) -> Range:
+        if head not in self.cells:
+            raise KeyError(f"{head!r} is not printed beside it")
+        return printed(self.cells[head])
+
+    def above_it(self, pattern: str) -> Range:
+        """The number that the newest title, or another line above, has at a place. A whole number
+        is a count, and exact."""
+        text = re.findall(pattern, self.above)[-1]
+        return of(float(text)) if text.isdigit() else printed(text)
+
+    def of_its_name(self, head: str) -> Range:
+        """The number in the newest earlier table that has a row of this name with such a column."""
+        rows = [row for row in self.earlier if row.name == self.name and head in row.cells]
+        if not rows:
+            raise KeyError(f"{head!r} is printed in no table above")
+        return rows[-1][head]
+
+
+Check = Callable[[Row], Range]
+DASHES = re.compile(r"^-+(  -+)+$")
+
+
+def tables(out: str) -> Iterator[list[Row]]:
+    """The rows of each table that tabulate has laid out."""
+    lines, earlier = out.splitlines(), list[Row]()
+    for number, line in enumerate(lines):
+        if not DASHES.match(line):
+            continue
+        first = number
+        while first and lines[first - 1].strip():
+            first -= 1
+        spans = [match.span() for match in re.finditer("-+", line)]
+        heads: list[str] = []
+        for start, end in spans:
+            words = [above[start:end].strip() for above in lines[first:number]]
+            heads.append(" ".join(word for word in words if word))
+        rows: list[Row] = []
+        for below in lines[number + 1 :]:
+            if not below.strip() or DASHES.match(below):
+                break
+            if below.startswith("#") or "failed: " in below:
+                continue
+            cells = re.split(r"\s{2,}", below.partition("  # ")[0].strip())
+            if len(cells) < len(heads):  # the name is in the first row of a case alone
+                cells = [""] * (len(heads) - len(cells)) + cells
+            if len(cells) == len(heads):
+                named = dict(zip(unique(heads), cells, strict=True))
+                rows.append(Row("\n".join(lines[:first]), named, rows, list(earlier)))
+        yield rows
+        earlier += rows
+
+
+def unique(heads: list[str]) -> list[str]:
+    """Heads of which two are equal get a number: `95% ci`, `95% ci 2`."""
+    seen: dict[str, int] = {}
+    for head in heads:
+        seen[head] = seen.get(head, 0) + 1
+    counts: dict[str, int] = {}
+    names = []
+    for head in heads:
+        counts[head] = counts.get(head, 0) + 1
+        names.append(head if counts[head] == 1 else f"{head} {counts[head]}")
+    return names
+
+
+def percent(number: Range) -> Range:
+    return number * 100
+
+
+def size_in(row: Row, head: str = "") -> Range:
+    """The size at the end of a row's name."""
+    return printed(row.text(head).split()[-1])
+
+
+def times(first: str, second: str) -> Check:
+    """A rate at a percentile: rate * time is the same amount as at the median."""
+    unit, rate = (name.partition(" ")[2] for name in (first, second))
+    return lambda row: row[f"p50 {unit}"] * row[f"p50 {rate}"] / row[first]
+
+
+def percentiles(unit: str, rate: str, amount: Check) -> dict[str, Check]:
+    """The rates beside the percentiles of a time. amount: of the median."""
+    checks: dict[str, Check] = {f"p50 {rate}": lambda row: amount(row) / row[f"p50 {unit}"]}
+    for q in (75, 90, 95):
+        checks[f"p{q} {rate}"] = times(f"p{q} {unit}", f"p{q} {rate}")
+    return checks
+
+
+def exposed(axis: str) -> tuple[str, Check]:
+    without = f"without {axis}, gmean (ms)"
+    return f"exposed {axis} (ms)", lambda row: row["step gmean (ms)"] - row[without]
+
+
+def of_inputs(row: Row, strategy: str = "") -> Range:
+    """Samples of a step: of all ranks, or of one."""
+    ranks = of(1) if strategy == "none" else row.above_it(r"# (\d+) ranks? on")
+    return row.above_it(r"batch size (\d+)") * ranks
+
+
+def share_of_time(row: Row) -> Range:
+    total = of(0.0)
+    for other in row.table:
+        total += other["calls"] * other["replayed (ms)"]
+    return percent(row["calls"] * row["replayed (ms)"] / total)
+
+
+def ranks_of(row: Row) -> int:
+    """`1M/2R`, `2M/8G (16)`, `2M/12G in all`; one for `no ddp`."""
+    found = re.match(r"\d+M/(\d+)[GR](?: \((\d+)\))?", row.name)
+    return int(found[2] or found[1]) if found else 1
+
+
+def first_of_its_ranks(row: Row) -> Row:
+    """The first setting on the same ranks: `1M/2R 25MB none` for `1M/2R 25MB bf16`."""
+    ranks, _, _ = row.name.partition(" ")
+    return next(other for other in row.table if other.name.startswith(f"{ranks} "))
+
+
+def batch_of_rank(row: Row) -> Range:
+    """Of ddp_sweep.py, in a step."""
+    *_, title = re.findall(r"^.*(?:batch size|global batch) \d+ .*", row.above, re.MULTILINE)
+    of_rank, whole, several = (
+        re.search(pattern, title)
+        for pattern in (r"batch size (\d+)", r"global batch (\d+)", r"(\d+) batches accum")
+    )
+    batch = int(of_rank[1]) if of_rank else int(whole[1]) // ranks_of(row) if whole else 0
+    return of(float(batch * int(several[1] if several else 1)))
+
+
+def step_of(row: Row) -> Range:
+    """Of the same row, or of that in the table before."""
+    head = "step gmean (ms)"
+    return row[head] if head in row.cells else row.of_its_name(head)
+
+
+def efficiency(row: Row) -> Range:
+    *_, kind = re.findall(r"\((weak|strong) scaling\)", row.above)
+    share = row["one rank gmean (ms)"] / row["step gmean (ms)"]
+    return percent(share / ranks_of(row) if kind == "strong" else share)
+
+
+def workers_of(row: Row) -> int:
+    return max(1, int(row.text("").split()[0]))
+
+
+# By script: the columns that follow from others, and how. A cell `-` is skipped.
+CHECKS: dict[str, dict[str, Check]] = {
+    "batch_update_ps": {
+        "updates/s": lambda row: row["gradients/s"] / row["gradients /update"],
+        "MB/s": lambda row: (
+            row["gradients/s"]
+            * (row.above_it(r"Linear\((\d+), ") + 1)
+            * row.above_it(r"Linear\(\d+, (\d+)\)")
+            * 8e-6
+        ),
+    },
+    "checkpoint_sweep": {
+        "stall (s)": lambda row: row["saving gmean (s)"] - row["alone gmean (s)"],
+        "cost (%)": lambda row: percent(row["stall (s)"] / row.above_it(r"every (\S+) s")),
+        "write GB/s": lambda row: row.above_it(r"AdamW: (\S+) GB") / row["upload gmean (s)"],
+        "load (s)": lambda row: row["read (s)"] + row["distribute (s)"] + row["apply (s)"],
+        "load GB/s": lambda row: row.above_it(r"AdamW: (\S+) GB") / row["load (s)"],
+    },
+    "collectives": {
+        "both / longer": lambda row: (
+            row["both gmean (us)"] / largest(row["alone gmean (us)"], row["other alone gmean (us)"])
+        ),
+        "in turn / longer": lambda row: (
+            (row["alone gmean (us)"] + row["other alone gmean (us)"])
+            / largest(row["alone gmean (us)"], row["other alone gmean (us)"])
+        ),
+    },
+    "compile_sweep": {
+        "vs eager": lambda row: row["eager gmean (s)"] / row["step gmean (s)"],
+        "samples/s": lambda row: of_inputs(row, row.text("").split()[0]) / row["step gmean (s)"],
+        "vs first": lambda row: row.table[0]["step gmean (s)"] / row["step gmean (s)"],
+        "payback (steps)": lambda row: row["compiling (s)"] / row["gain of a step (ms)"] * 1e3,
+    },
+    "ddp_rpc": percentiles("sec/epoch", "samples/s", lambda row: row["samples /epoch"]),
+    "ddp_sweep": {
+        "efficiency (%)": efficiency,
+        "exposed commun. (ms)": lambda row: (
+            row["step gmean (ms)"] - row["local compute gmean (ms)"]
+        ),
+        "overlap (%)": lambda row: percent(
+            1 - row["exposed commun. (ms)"] / row["commun. alone gmean (ms)"]
+        ),
+        "vs first": lambda row: first_of_its_ranks(row)["step gmean (ms)"] / row["step gmean (ms)"],
+        "samples/s": lambda row: batch_of_rank(row) * ranks_of(row) / step_of(row) * 1e3,
+        "per sample (ms)": lambda row: step_of(row) / (batch_of_rank(row) * ranks_of(row)),
+        **percentiles("sec/iter", "ex/sec/dev", batch_of_rank),
+    },
+    "input_sweep": {
+        "wait (ms)": lambda row: row["step gmean (ms)"] - row["resident gmean (ms)"],
+        "workers needed": lambda row: (
+            workers_of(row) * row["loader gmean (ms)"] / row["resident gmean (ms)"]
+        ),
+        "loader samples/s": lambda row: of_inputs(row) / row["loader gmean (ms)"] * 1e3,
+        "training samples/s": lambda row: of_inputs(row) / row["resident gmean (ms)"] * 1e3,
+    },
+    "node_check": {},
+    "p2p_matrix": {},
+    "parallel_sweep": {
+        **dict(map(exposed, ("dp", "ddp", "tp", "pp", "cp", "ep"))),
+        "idle (%)": lambda row: percent(1 - row["busy gmean (ms)"] / row["step gmean (ms)"]),
+        "tokens/s": lambda row: (
+            row.above_it(r"global batch (\d+)")
+            * row.above_it(r", (\d+) tokens")
+            / row["step gmean (ms)"]
+            * 1e3
+        ),
+        "tokens/s /rank": lambda row: row["tokens/s"] / row.above_it(r"# (\d+) ranks? on"),
+        "by (x)": lambda row: row["its compute (ms)"] / row["others' (ms)"],
+    },
+    "parameter_server": {
+        "samples/s": lambda row: (
+            row.above_it(r"steps? of (\d+) samples?")
+            * row.above_it(r"(\d+) trainers?,")
+            / row["step gmean (ms)"]
+            * 1e3
+        ),
+        **percentiles(
+            "sec/step",
+            "samples/s",
+            lambda row: (
+                row.above_it(r"steps? of (\d+) samples?") * row.above_it(r"(\d+) trainers?,")
+            ),
+        ),
+        "variance ms^2": lambda row: row["stdev ms"] * row["stdev ms"],
+    },
+    "replay": {
+        "replayed / alone": lambda row: row["replayed (ms)"] / row["alone (ms)"],
+        "share (%)": share_of_time,
+        "replayed (GB/s)": lambda row: (
+            row["busbw factor"] * row["bytes"] / row["replayed (ms)"] / 1e6
+        ),
+        "alone (GB/s)": lambda row: row["busbw factor"] * row["bytes"] / row["alone (ms)"] / 1e6,
+        "job (GB/s)": lambda row: row["busbw factor"] * row["bytes"] / row["job (ms)"] / 1e6,
+    },
+    "rpc_latency": {
+        "GB/s": lambda row: row["calls/s"] * size_in(row) * 2 / 1e9,
+        "one way GB/s": lambda row: row["one way calls/s"] * size_in(row) / 1e9,
+    },
+    "traffic": {},
+}
+# The others: names, settings, counts, and what was measured or estimated by itself.
+INTERVAL = re.compile(r"(\b|^)(95% ci|ci of \w+|\+-%)")
+MEASURED = {
+    "batch_update_ps": """
+        payload; step p50 (ms); latency p50 (ms); latency p95 (ms); latency p99 (ms); gradients/s;
+        gradients /update""",
+    "checkpoint_sweep": """
+        mode; blocked gmean (s); saving gmean (s); alone gmean (s); upload gmean (s);
+        first extra (s); load by; read (s); distribute (s); apply (s); from""",
+    "collectives": """
+        size; both gmean (us); alone gmean (us); other alone gmean (us); other size; #wrong""",
+    "compile_sweep": """
+        fwd+bwd mean (s); fwd+bwd gmean (s); eager gmean (s); step gmean (s); step mean (s);
+        step p50 (s); step p75 (s); step p90 (s); step p95 (s); compiling (s); gain of a step (ms);
+        first step (s); graph breaks; recom- piles; graphs; start of backend (s); FSDP layers;
+        memory (GiB); tokens/s""",
+    "ddp_rpc": """
+        p50 sec/epoch; p75 sec/epoch; p90 sec/epoch; p95 sec/epoch; samples /epoch; ms a batch;
+        lookup; forward; backward; step""",
+    "ddp_sweep": """
+        one rank gmean (ms); step gmean (ms); local compute gmean (ms); commun. alone gmean (ms);
+        late (ms); slowest rank; memory (GiB); tokens/s; p50 sec/iter; p75 sec/iter; p90 sec/iter;
+        p95 sec/iter""",
+    "input_sweep": """
+        step gmean (ms); resident gmean (ms); loader gmean (ms); slowest rank""",
+    "node_check": """
+        rank; host; matmul bf16 TFLOP/s; matmul fp32 TFLOP/s; copy GB/s; to device GB/s;
+        to host GB/s; launch 1000/s; all reduce inside GB/s; all reduce between GB/s; bits""",
+    "p2p_matrix": "",
+    "parallel_sweep": """
+        mesh; step gmean (ms); compute gmean (ms); busy gmean (ms); theory (%); mfu (%);
+        slowest rank; its compute (ms); others' (ms); memory max (GiB); min (GiB);
+        without dp, gmean (ms); without ddp, gmean (ms); without tp, gmean (ms);
+        without pp, gmean (ms); without cp, gmean (ms); without ep, gmean (ms)""",
+    "parameter_server": """
+        step gmean (ms); hook (ms); p50 sec/step; p75 sec/step; p90 sec/step; p95 sec/step;
+        trainers; servers; phase; mean ms; stdev ms; min ms; max ms; p50 ms; p75 ms; p90 ms; p95 ms;
+        count""",
+    "replay": "op; group; bytes; replayed (ms); alone (ms); calls; busbw factor; job (ms)",
+    "rpc_latency": "p50 (us); p95 (us); p99 (us); calls/s; one way p50 (us); one way calls/s",
+    "traffic": """
+        mesh; rank; all axes (ms); across nodes; parameters (bytes); gradients (bytes);
+        optimizer (bytes); TFLOP""",
+}
+MARKS = ("", "measured")  # a row's name, and when it was measured if a report was resumed
+OF_AXES = re.compile(r"\w+ (calls|\(bytes\)|\(ms\))")  # of traffic.py
+
+
+def problems(script: str, out: str) -> list[str]:
+    """What does not agree in the output of a script, in words; [] if all does.
+
+    A terminal may lack the last columns; what would follow from them is not checked.
+    """
+    out = out.replace("\r\n", "\n")  # of a terminal
+    known = {*MARKS, *(" ".join(head.split()) for head in MEASURED[script].split(";"))}
+    if script == "traffic":
+        known |= {
+            head
+            for rows in tables(out)
+            for row in rows
+            for head in row.cells
+            if OF_AXES.fullmatch(head)
+        }
+    found: list[str] = []
+    ratios: set[str] = set()  # as they are printed in tables
+    steps: dict[str, Range] = {}  # of the rows, by their names
+    for rows in tables(out):
+        for row in rows:
+            if row.cells.get("step gmean (s)", "-") != "-":
+                steps[row.name] = row["step gmean (s)"]
+            for head, cell in row.cells.items():
+                if check := CHECKS[script].get(head):
+                    ratios.add(cell)
+                    found += divided(row, head, check, "# not shown: " in out)
+                elif head not in known and not INTERVAL.search(head):
+                    found.append(f"column {head!r} is neither in CHECKS nor in MEASURED")
+    said = re.sub(r"\n#   ?", " ", out)  # a sentence that was folded
+    for line in said.splitlines():
+        found += [f"{problem}: {line}" for problem in in_sentence(script, line, ratios, steps)]
+    return list(dict.fromkeys(found))
+
+
+def divided(row: Row, head: str, check: Check, is_narrow: bool) -> list[str]:
+    """What is wrong with a cell; [] if it is right, or empty. is_narrow: columns may be missing."""
+    cell = row.cells[head]
+    if cell == "-":
+        return []
+    try:
+        wanted = check(row)
+    except (KeyError, IndexError, AttributeError) as error:
+        if is_narrow:
+            return []
+        return [f"{head!r} is {cell}, and cannot be checked: {error} ({row.cells})"]
+    if printed(cell).meets(wanted):
+        return []
+    return [f"{head!r} is {cell}, expected {wanted.low:.6g} to {wanted.high:.6g} ({row.cells})"]
+
+
+def in_sentence(script: str, line: str, ratios: set[str], steps: dict[str, Range]) -> Iterator[str]:
+    """What is wrong with the quotients of a sentence. A number of times is in a table, or is the
+    quotient of two steps that the sentence names."""
+    for factor, cost, middle in re.findall(
+        rf"({NUMBER})x the (?:median|other)'s time \(({NUMBER} \S+) against ({NUMBER} [^\s)]+)\)",
+        line,
+    ):
+        unit = cost.split()[1]
+        if unit in SCALES:
+            parts = seconds(cost) / seconds(middle)
+        else:  # of rates the lower one takes longer
+            parts = printed(middle.split()[0]) / printed(cost.split()[0])
+        if not printed(factor).meets(parts):
+            yield f"{factor} is not {cost} / {middle}"
+    if "x the median's time," in line or "x the other's time;" in line:
+        yield "the parts of a quotient are missing"
+    for busy, b, step, s, idle in re.findall(
+        rf"busy for {TIME} .* of a step's {TIME}: idle ({NUMBER}) %", line
+    ):
+        share = percent(1 - seconds(f"{busy} {b}") / seconds(f"{step} {s}"))
+        if not printed(idle).meets(share):
+            yield f"idle {idle} % is not 1 - {busy} / {step}"
+    for alone, a, part, step, s in re.findall(
+        rf"a step: {TIME} .*? back to back, ({NUMBER}) % .*? of the job's {TIME}", line
+    ):
+        if not printed(part).meets(percent(seconds(f"{alone} {a}") / seconds(f"{step} {s}"))):
+            yield f"{part} % is not {alone} / {step}"
+    if script in ("collectives", "compile_sweep") and line.startswith("#"):
+        for times_as in re.findall(rf"({NUMBER}) times\b", line):
+            named = itertools.permutations([name for name in steps if name and name in line], 2)
+            quotients = (steps[a] / steps[b] for a, b in named)
+            if times_as not in ratios and not any(map(printed(times_as).meets, quotients)):
+                yield f"{times_as} times is in no table"
+    if script == "traffic":
+        yield from buses(line)
+    if script == "collectives":
+        yield from bandwidths(line)
+
+
+def buses(line: str) -> Iterator[str]:
+    """Of `all_gather 10 x, 4G (bus 3.5G)`, below the number of ranks."""
+    if not (found := re.search(r", (\d+) ranks on ", line)):
+        return
+    n = int(found[1])
+    for name, size, bus in re.findall(rf"(\w+) {NUMBER} x, (\S+) \(bus ([^)]+)\)", line):
+        factor = {"all_reduce": 2 * (n - 1) / n, "send": 1.0, "recv": 1.0, "broadcast": 1.0}
+        if not printed(bus).meets(printed(size) * factor.get(name, (n - 1) / n)):
+            yield f"bus {bus} of {name} is not {size} * factor"
+
+
+def bandwidths(line: str) -> Iterator[str]:
+    """Of a row in nccl-tests' form: algbw is size / time, for each of the two variants."""
+    words = line.split()
+    if not re.match(r" {2,}\d+ +\d+ +[a-z]+\d+ ", line):
+        return
+    columns = 8 if len(words) >= 21 else 4  # with --per-iter-timing
+    for first in (5, 5 + columns):
+        time, algbw = words[first : first + 2]
+        rate = printed(words[0]) / printed(time) / 1e3 if time != "N/A" else None
+        if rate and not printed(algbw).meets(rate):
+            yield f"algbw {algbw} is not {words[0]} / {time}"
