@@ -37,6 +37,7 @@ from common.cli import show_size
 # colours, each with a contrast of 3 to white and to a dark page
 SERIES = ("#1f83c4", "#d55e00", "#009371", "#c46a9b", "#8a7a00", "#8c6bc8", "#7f7f7f", "#a0522d")
 MAX_FIGURES, MAX_BARS, MAX_REPORTS = 12, 40, 4
+LINE = 0.25  # inches of a figure's height for each line of a label; the axes have 77 % of it
 LETTERS = 70  # of a legend, beside each other in the width of a figure
 MAX_RANKS = 64  # rows of a heat map; with more members a row is a host
 MAX_LABELS, MAX_NUMBERS = 16, 8  # rows with a label each, and cells with their numbers
@@ -210,7 +211,9 @@ def bars(rows: pd.DataFrame, title: str, name: str) -> list[Figure]:
     above = (table["high"] - values).clip(lower=0)
     reach = [[below[series], above[series]] for series in values]  # NaN draws nothing
     bar_height = 0.3 if len(reach) == 1 else 0.15
-    figure = Figure((5.6, 1.2 + bar_height * values.size), label=name)
+    lines = max(bar.count("\n") + 1 for bar in values.index)
+    row_height = max(bar_height * len(reach), LINE * lines)
+    figure = Figure((5.6, 1.2 + row_height * len(values)), label=name)
     ax = figure.add_subplot()
     values.plot.barh(ax=ax, xerr=reach, capsize=2, width=0.7, ylabel="")
     ax.set_xlim(left=0)
@@ -239,7 +242,7 @@ def all_runs(
     labels = [case.label.removeprefix(prefix) for case, *_ in rows]
     labels = [textwrap.fill(clean(label, 200), 26) for label in labels]
     lines = max(label.count("\n") for label in labels) + 1
-    height = max(0.52 if len(rows) <= 12 else 0.36, 0.19 * lines)
+    height = max(0.52 if len(rows) <= 12 else 0.36, LINE * lines)
     name = f"All runs: {clean(prefix, 100)}".strip(" ,:")
     figure = Figure((4.8, 0.9 + height * len(rows)), label=name)
     ax = figure.add_subplot()

@@ -451,6 +451,14 @@ def test_many_cases_have_a_row_each(tmp_path: Path) -> None:
     assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
 
 
+def test_bars_with_long_names_have_room_for_them(tmp_path: Path) -> None:
+    cases = [case(f"a case with quite a long name, number {k}") for k in range(20)]
+    (figure,) = draw(load([write(tmp_path / "a.jsonl", *cases, benchmark="mine")]))
+    figure.draw_without_rendering()
+    boxes = [label.get_window_extent() for label in figure.axes[0].get_yticklabels()]
+    assert not any(a.overlaps(b) for a, b in itertools.pairwise(boxes))
+
+
 def test_answers_of_several_reports_are_a_table(tmp_path: Path) -> None:
     """The answer of a single one is in bold."""
     for name in ("a", "b"):
