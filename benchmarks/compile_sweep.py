@@ -812,7 +812,7 @@ def plan(args: Namespace, job: Job, own: dict[str, Trial]) -> dict[str, list[Pla
             cases.append((setting.label, ranks, key_of_setting(shared | flags, setting)))
         if args.interleave:
             labels = ", ".join(setting.label for setting in settings)
-            used = {name: any(key[name] for _, _, key in cases) for name in names}
+            used: Key = {name: any(key[name] for _, _, key in cases) for name in names}
             by_fsdp = used["fsdp_wrap"] or used["fsdp_checkpoint"]
             used["fsdp_wrap_classes"] = flags["fsdp_wrap_classes"] if by_fsdp else ""
             key = shared | {"strategy": None, "compiler": None, "settings": labels} | used
