@@ -158,6 +158,8 @@ ROWS = [
     Row("ddp 4 ranks", 4, f"{DDP} {SHORT} --bucket-size 0.01,25 --no-breakdown"),
     Row("ddp interleave", 2, f"{DDP} {SHORT} --bucket-size 0.01,25 --comm-hook none,bf16 "
         "--interleave", says=("1M/2G 25MB bf16", "as fast as|differ significantly")),
+    Row("compile interleave", 2, f"{COMPILE} --strategies ddp,fsdp2 --backends eager --interleave",
+        says=("as fast as|differ significantly",)),
     Row("ddp profile", 2, f"{DDP} {SHORT} --profile {{tmp}}/traces", says=("traces",)),
     Row("meshes ddp, cp", 2, f"{PAR} {SHORT} --mesh ddp2,cp2"),
     # cold: a variable that is read as torch is imported hides a warning of c10d in these tables
