@@ -170,7 +170,7 @@ def pair_of_compile_sweep(job: Job, group: Group, roles: Roles) -> Pair:
     plain = partial(plain_loops.compile_sweep, group.test, job.rank, widths, 20)
 
     def script() -> Step:
-        step = compile_sweep.build(bench, 0.0, key, group).parts["forward+backward"]
+        step = compile_sweep.build(bench, {"eager": 0.0}, key, group).parts["forward+backward"]
         assert step is not None
         return step
 

@@ -50,9 +50,9 @@ def test_ones_own_model_by_every_strategy(bench: Callable[..., Any]) -> None:
 @smoke
 def test_strategies_in_turns(bench: Callable[..., Any]) -> None:
     """A replica of one's own model for each strategy; the rows come again from the report."""
-    flags = ("--model", "tests.own_models:gpt", "--interleave", "--strategies", "ddp,fsdp2")
-    flags += ("--backends", "eager,aot_eager", "--iters", "12", "-w", "1")
-    run = bench(SCRIPT, *flags, ranks=2)
+    flags = "--model tests.own_models:gpt --interleave --strategies ddp,fsdp2 "
+    flags += "--backends eager,aot_eager --iters 12 -w 1"
+    run = bench(SCRIPT, *flags.split(), ranks=2)
     assert run.status == 0, run.err
     (case,) = run.report.cases
     labels = ["ddp eager", "ddp aot_eager", "fsdp2 eager", "fsdp2 aot_eager"]
@@ -69,7 +69,7 @@ def test_strategies_in_turns(bench: Callable[..., Any]) -> None:
         assert sentence.startswith(f"tests.own_models:gpt, torch's default precision: {label} ")
         assert " ddp eager" in sentence
     assert "fastest" in sentences[-1]
-    again = bench(SCRIPT, *flags, "--resume", ranks=2)
+    again = bench(SCRIPT, *flags.split(), "--resume", ranks=2)
     assert again.status == 0, again.err
     for label in labels:
         assert re.search(rf"^{label} .* # 20.* UTC on ", again.out, re.MULTILINE)
@@ -368,11 +368,11 @@ def test_the_fastest_setting_beats_every_other_one() -> None:
     """Of three: 20, 25 and 10 ms. If the second one is 10 ms in some rounds and 11 in others, it
     cannot be told from the third."""
     three = {"ddp_eager": [0.02], "fsdp1_eager": [0.025], "fsdp2_eager": [0.01]}
-    last = compile_sweep.answer(compile_sweep.rows_of(interleaved(**three)))[-1]
+    last = compile_sweep.answer(compile_sweep.rows_of(interleaved(12, **three)))[-1]
     assert last.startswith("m, fp32: fsdp2 eager is the fastest of 3 settings, 2.00 times (2.00 to")
     assert last.endswith("as fast as ddp eager, the next")
     three["fsdp1_eager"] = [0.0099, 0.0105, 0.0095, 0.0106]
-    *_, last = compile_sweep.answer(compile_sweep.rows_of(interleaved(**three)))
+    *_, last = compile_sweep.answer(compile_sweep.rows_of(interleaved(12, **three)))
     assert "no setting is the fastest, fsdp2 eager does not differ significantly from fsdp1" in last
     few = compile_sweep.rows_of(interleaved(4, ddp_eager=[0.02], fsdp2_eager=[0.01]))
     (told,) = compile_sweep.answer(few)  # 4 rounds have no interval

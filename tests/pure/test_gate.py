@@ -334,7 +334,7 @@ def test_each_status_of_the_page(tmp_path: Path) -> None:
     assert ended(wild) == (4, "--fail-on slower: no verdict (1 undecided)\n", "")
     status, _, error = ended(f"compare.py {both}/absent")
     assert (status, error.count("\n")) == (2, 1)
-    failing = shlex.quote(f"{sys.executable} {tmp_path}/fails.py")
+    failing = shlex.quote(shlex.join([sys.executable, f"{tmp_path}/fails.py"]))
     status, _, error = ended(f"ab.py --out {tmp_path}/out --a {failing}")
     assert status == 1
     assert re.match("ab.py: [ab] 1: exit status 1; it has written no report; ", error)

@@ -178,7 +178,7 @@ def test_the_verdict(
 def test_a_verdict_says_that_the_load_is_unknown() -> None:
     """As while two commands take turns."""
     unknown = "; CPU use by other processes was not recorded"
-    rest = ([], "slow", NAMES, "41 s", False)
+    rest: Any = ([], "slow", NAMES, "41 s", False)
     assert conclude({}, [], False, *rest) == (0, [f"fit: 41 s{unknown}"])
     status, lines = conclude(SLOW, [], False, *rest)
     assert (status, lines[-1]) == (1, f"not fit: rank 1 on a{unknown}")

@@ -90,7 +90,7 @@ def test_what_is_printed_stands_for_what_is_rounded_to_it() -> None:
         ("-3", -3.5, -2.5),
     ):
         found = printed(text)
-        assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+        assert [found.low, found.high] == pytest.approx([low, high])
     share = 1 - printed("21.5") / printed("30.7")
     assert quotients.percent(share).meets(printed("30"))
     assert not quotients.percent(share).meets(printed("32"))
