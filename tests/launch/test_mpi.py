@@ -82,8 +82,8 @@ def test_mpirun_elsewhere(lab: Lab, checkout: Path, launcher: str) -> None:
     ("launcher", "what", "want", "status"),
     [
         (MPICH, '[ "$RANK" = 0 ] || kill -KILL $$', "mpi_env.sh: rank 1 on node1: SIGKILL", 9),
-        # Ctrl-C: it ends its ranks by SIGTERM
-        (OPEN, '[ "$RANK" = 1 ] || kill -INT $PPID', "rank 0: SIGTERM", 1),
+        # Ctrl-C: it ends its ranks by SIGTERM. A shell that gets it just before `wait` waits on
+        (OPEN, '{ [ "$RANK" = 1 ] || { sleep 1; kill -INT $PPID; }; } & :', "rank 0: SIGTERM", 1),
     ],
 )
 def test_how_it_ends(
