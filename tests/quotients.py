@@ -468,6 +468,13 @@ def in_sentence(script: str, line: str, ratios: set[str], steps: dict[str, Range
     ):
         if not printed(part).meets(percent(seconds(f"{alone} {a}") / seconds(f"{step} {s}"))):
             yield f"{part} % is not {alone} / {step}"
+    for profiled, p, own, o, factor in re.findall(
+        rf"took {TIME} instead of {TIME}, ({NUMBER}) times as long", line
+    ):
+        if not printed(factor).meets(seconds(f"{profiled} {p}") / seconds(f"{own} {o}")):
+            yield f"{factor} is not {profiled} / {own}"
+    if "under the profiler" in line:
+        return
     if script in ("collectives", "compile_sweep") and line.startswith("#"):
         for times_as in re.findall(rf"({NUMBER}) times\b", line):
             named = itertools.permutations([name for name in steps if name and name in line], 2)

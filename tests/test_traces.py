@@ -39,7 +39,7 @@ def test_a_silent_axis_is_gone_from_the_trace(bench: Callable[..., Any], tmp_pat
     (file,) = folder.iterdir()
     assert summary["file"] == str(file)
     assert file.name.endswith("-rank1.json.gz")
-    assert set(summary) == {"file", "slowdown"}
+    assert set(summary) == {"file", "slowdown", "step_s"}
     assert summary["slowdown"] > 0
     assert f"\n# trace of rank 1: {str(file).replace('rank1', 'rank*')}" in run.out
     counts = communication_by_range(file)

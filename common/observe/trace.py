@@ -23,7 +23,7 @@ from torch.profiler import profile, record_function
 from common.benchmark import Benchmark, Observer, analysis_command
 from common.environment import node_of_each
 from common.groups import Group
-from common.report import Case
+from common.report import Case, show_seconds
 from common.timing import STEP, RankTimes, Step, Workload, time_block
 
 ITERATIONS = 5
@@ -53,8 +53,8 @@ class Trace(Observer):
     ) -> dict[str, Any] | None:
         """Run the steps, and write a trace if this rank is one of those that profile.
 
-        Returns the file's name, and how many times as long the step took under the profiler, or
-        why the file is `lost`. None on a rank that writes none.
+        Returns the file's name, the seconds of a step without and under the profiler with their
+        quotient, or why the file is `lost`. None on a rank that writes none.
         """
         if not self.bench.args.profile:
             return None
@@ -77,6 +77,7 @@ class Trace(Observer):
         summary: dict[str, Any] = {"file": str(file)}
         if STEP in steps:  # a checkpoint's step is only a part of what is profiled
             summary["slowdown"] = round(seconds[STEP] / own_s, 3)
+            summary["step_s"] = [own_s, seconds[STEP]]  # without the profiler, and under it
         self.bench.phase(f"writes {file}", 0)
         return summary | write(profiler, file)
 
@@ -118,9 +119,12 @@ def lines_about(traces: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if written:
         file = traces[written[0]]["file"].replace(f"-rank{written[0]}.", "-rank*.")
         slowest = max(written, key=lambda rank: traces[rank].get("slowdown", 1.0))
-        slowdown = traces[slowest].get("slowdown", 1.0)
-        words = f"; under the profiler a step took {slowdown:.2f} times as long on rank {slowest}"
-        lines.append(f"trace of {named(written)}: {file}{words if slowdown > SLOW else ''}")
+        slowdown, words = traces[slowest].get("slowdown", 1.0), ""
+        if slowdown > SLOW:
+            own_s, profiled_s = map(show_seconds, traces[slowest]["step_s"])
+            words = f"; under the profiler a step of rank {slowest} took {profiled_s} instead of "
+            words += f"{own_s}, {slowdown:.2f} times as long"
+        lines.append(f"trace of {named(written)}: {file}{words}")
     return lines
 
 
