@@ -88,7 +88,7 @@ from common.environment import count_of
 from common.groups import Group, Job, agree
 from common.memory import peak, reset_peak, start_peak
 from common.report import Case
-from common.stats import Times, fastest, simultaneous, telling, training_metrics
+from common.stats import Times, compare_settings, fastest, telling, training_metrics
 from common.table import Columns, Table, ends, metric, relative
 from common.timing import Workload, time_block
 
@@ -616,24 +616,6 @@ def derive(case: Case, times: Times, facts: list[list[Facts]]) -> None:
         if "eager" in times:
             metrics |= compare_with_eager(metrics, times)
     case.check = min((check for check in checks if check != "passed"), default="passed")
-
-
-def compare_settings(times: Times, labels: list[str]) -> dict[str, Any]:
-    """The ratios of settings that were timed in turns. The first one is the step.
-
-    speed: how many times as fast as the first one a setting is. lead_of_fastest: how many times as
-    fast as this setting the one with the shortest step is.
-    """
-    steps = {label: "step" if label == labels[0] else label for label in labels}
-    best = min(labels, key=lambda label: times.mean(steps[label]).value)
-    confidence = simultaneous(len(labels))
-    metrics = {}
-    for label, step in steps.items():
-        if label != labels[0]:
-            metrics[f"{label} speed"] = times.ratio("step", step, confidence)
-        if label != best:
-            metrics[f"{label} lead_of_fastest"] = times.ratio(step, steps[best], confidence)
-    return metrics
 
 
 def compare_with_eager(metrics: dict[str, Any], times: Times) -> dict[str, Any]:

@@ -74,7 +74,14 @@ from common.environment import count_of
 from common.groups import Group, Job, agree
 from common.memory import peak, start_peak
 from common.report import Case, show_seconds
-from common.stats import Disturbed, Times, breakdown, fastest, simultaneous, training_metrics
+from common.stats import (
+    Disturbed,
+    Times,
+    breakdown,
+    compare_settings,
+    fastest,
+    training_metrics,
+)
 from common.table import Columns, Table, ends, metric, percentile_columns, relative
 from common.timing import Workload
 
@@ -464,24 +471,6 @@ def of_step(case: Case, times: Times, tokens: int) -> dict[str, Any]:
     if "no ddp" in times:
         # weak scaling: `no ddp` does 1 / ranks of the work; strong scaling: all of it
         metrics["efficiency"] = times.ratio("no ddp") / (ranks if key["global_batch"] else 1)
-    return metrics
-
-
-def compare_settings(times: Times, labels: list[str]) -> dict[str, Any]:
-    """The ratios of settings that were timed in turns. The first one is the step.
-
-    speed: how many times as fast as the first one a setting is. lead_of_fastest: how many times as
-    fast as this setting the one with the shortest step is.
-    """
-    steps = {label: "step" if label == labels[0] else label for label in labels}
-    best = min(labels, key=lambda label: times.mean(steps[label]).value)
-    confidence = simultaneous(len(labels))
-    metrics = {}
-    for label, step in steps.items():
-        if label != labels[0]:
-            metrics[f"{label} speed"] = times.ratio("step", step, confidence)
-        if label != best:
-            metrics[f"{label} lead_of_fastest"] = times.ratio(step, steps[best], confidence)
     return metrics
 
 

@@ -384,6 +384,24 @@ def breakdown(times: Times, local: str, alone: str | None = None) -> dict[str, A
     return metrics
 
 
+def compare_settings(times: Times, labels: list[str]) -> dict[str, Any]:
+    """The ratios of settings that were timed in turns. The first one is the step.
+
+    speed: how many times as fast as the first one a setting is. lead_of_fastest: how many times as
+    fast as this setting the one with the shortest step is.
+    """
+    steps = {label: "step" if label == labels[0] else label for label in labels}
+    best = min(labels, key=lambda label: times.mean(steps[label]).value)
+    confidence = simultaneous(len(labels))
+    metrics = {}
+    for label, step in steps.items():
+        if label != labels[0]:
+            metrics[f"{label} speed"] = times.ratio("step", step, confidence)
+        if label != best:
+            metrics[f"{label} lead_of_fastest"] = times.ratio(step, steps[best], confidence)
+    return metrics
+
+
 def interpolate(times: Mapping[int, Estimate], size: float) -> Estimate:
     """The time at `size`, between the two nearest measured sizes, with its interval.
 

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import ddp_sweep
 from common.report import Case, Estimate
-from common.stats import Disturbed, Times, fastest, simultaneous
+from common.stats import Disturbed, Times, compare_settings, fastest, simultaneous
 from common.table import fitted
 
 LABELS = ["25MB none", "25MB bf16", "1MB none"]
@@ -143,7 +143,7 @@ def named_fastest(rng: np.random.Generator, times: Sequence[float]) -> str | Non
     blocks = [seconds * np.exp(rng.normal(0, 0.02, 8)) for seconds in times]
     names = ["step", *labels[1:]]
     samples = {name: [block] for name, block in zip(names, blocks, strict=True)}
-    found = ddp_sweep.compare_settings(Times(samples, [1] * 8), labels)
+    found = compare_settings(Times(samples, [1] * 8), labels)
     leads = {label: found.get(f"{label} lead_of_fastest") for label in labels}
     [best] = [label for label, lead in leads.items() if lead is None]
     sentence = fastest(best, {label: lead for label, lead in leads.items() if lead})
