@@ -1,8 +1,6 @@
-"""The marked cores of the scripts: what a tutorial pastes needs torch, and nothing of common/.
+"""The marked cores of the scripts can be pasted: they need torch, and nothing of common/.
 
-Pages have them between ```python core and ```, below the imports that they need.
-
-    python tests/pure/test_cores.py refresh    # the cores of today into the pages with such fences
+A core is everything between `# [core]` and `# [/core]` in a script. Its page links to it.
 """
 
 import ast
@@ -15,17 +13,13 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = re.compile(r"^# \[core\]\n(.*?)^# \[/core\]$", re.MULTILINE | re.DOTALL)
-FENCE = re.compile(r"(?<=^```python core\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
 SCRIPTS = sorted((ROOT / "benchmarks").glob("[a-z]*.py"))
-PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if FENCE.search(page.read_text())]
-# each of the source programs has a script with a core, and a page that shows it
 SOURCES = {"batch_update_ps", "compile_sweep", "ddp_rpc", "ddp_sweep", "parameter_server"}
 OF_A_TUTORIAL = {*sys.stdlib_module_names, "torch", "torchvision", "numpy"}
 
 
-def pasted(path: Path) -> str:
-    """The cores of a script, below those of its imports that they use and that a tutorial has."""
-    source = path.read_text()
+def pasted(source: str) -> str:
+    """The cores of a script below the imports that they use, but for those of the project."""
     cores = "\n\n\n".join(core.strip("\n") for core in CORE.findall(source))
     words = set(re.findall(r"\w+", cores))
     imports = []
@@ -39,12 +33,6 @@ def pasted(path: Path) -> str:
     return "\n".join([*imports, "", cores, ""])
 
 
-def with_core(page: Path) -> str:
-    """The page's text, with the core of its script in its fence."""
-    core = pasted(ROOT / "benchmarks" / f"{page.stem}.py")
-    return FENCE.sub(lambda match: core, page.read_text())
-
-
 def unknown_names(source: str) -> list[str]:
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821"]
     command += ["--output-format", "concise", "-"]
@@ -56,17 +44,22 @@ def unknown_names(source: str) -> list[str]:
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_core_needs_nothing_of_the_project(path: Path) -> None:
     source = path.read_text()
-    assert source.count("# [core]") == source.count("# [/core]") == len(CORE.findall(source))
-    assert not re.search(r"\bkey\[", "\n".join(CORE.findall(source)))
-    assert unknown_names(pasted(path)) == []
+    cores = CORE.findall(source)
+    assert source.count("# [core]") == source.count("# [/core]") == len(cores)
+    assert cores or path.stem not in SOURCES
+    assert not re.search(r"\bkey\[", "\n".join(cores))
+    assert unknown_names(pasted(source)) == []
 
 
-def test_a_page_shows_the_core_of_today() -> None:
-    assert {page.stem for page in PAGES} >= SOURCES
-    for page in PAGES:
-        assert page.read_text() == with_core(page), "python tests/pure/test_cores.py refresh"
-
-
-if __name__ == "__main__" and sys.argv[1:] == ["refresh"]:
-    for page in PAGES:
-        page.write_text(with_core(page))
+@pytest.mark.parametrize("name", sorted(SOURCES))
+def test_the_page_links_to_the_core(name: str) -> None:
+    """A link with line numbers, `#L97-L244`, names the lines of a core."""
+    page = (ROOT / "docs" / f"{name}.md").read_text()
+    links = re.findall(rf"\]\(\.\./benchmarks/{name}\.py(?:#L(\d+)-L(\d+))?\)", page)
+    assert links or "```python core" in page  # the second until the copies are gone from the pages
+    source = (ROOT / "benchmarks" / f"{name}.py").read_text()
+    cores = [
+        tuple(str(source[:end].count("\n") + 1) for end in match.span())
+        for match in CORE.finditer(source)
+    ]
+    assert set(links) <= {("", ""), *cores}, cores
