@@ -1,17 +1,23 @@
-"""How often do compare.py and ab.py err beside other programs? Real comparisons of programs that
-take a second, on this machine. docs/measuring.md has the simulated table beside it.
+"""How often are compare.py and ab.py wrong while other processes run? Real comparisons of two
+programs that take a second each, on this machine. docs/measuring.md shows the results next to those
+of the simulation.
 
     python tests/measure_verdicts.py idle busy period:2 period:10 period:120 steady:5 steady:30
-    python tests/measure_verdicts.py --comparisons 3 --change 10 idle      # a try
+    python tests/measure_verdicts.py --comparisons 3 --change 10 --out try.jsonl idle
 
-idle         nothing beside the programs: on a quiet machine
-busy         a busy loop throughout
-period:S     a busy loop that is on for S / 2 seconds, then off for as long, again and again
+idle         no other process: requires a quiet machine
+busy         one busy loop throughout
+period:S     a busy loop that runs for S / 2 seconds, then pauses for S / 2 seconds, repeatedly
 steady:P     a process that uses P % of all cores, as on a CI runner
 
-Each comparison is a call of ab.py --runs 6; TEST does --change percent more work. It takes 12 to 24
-runs of 1.2 s, so 100 comparisons take 25 to 50 minutes a condition. Prints for each condition how
-many verdicts were wrong, right and missing, with the upper bound of the share of wrong ones (95 %,
+A comparison runs `ab.py --runs 6`, then compare.py on its first 6 runs of each side. TEST does
+--change percent more work. A comparison takes 12 to 24 runs of 1.2 s, and 100 comparisons take 25
+to 50 minutes for each condition. Each one is appended to --out as it finishes, so that a later
+call adds to it.
+
+    python tests/measure_verdicts.py --summary    # the table of all comparisons in --out
+
+counts wrong, right and missing verdicts, with the upper bound of the share of wrong ones (95 %,
 Clopper and Pearson 1934).
 """
 
@@ -21,6 +27,7 @@ import json
 import os
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +35,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import tabulate
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,45 +114,86 @@ def work_of_a_second() -> int:
     return int(work * 0.1 / (time.perf_counter() - begin))
 
 
-def compared(folder: Path, work: int, change: float) -> str:
-    """The verdict of one comparison."""
+def verdict_in(stdout: str) -> str | None:
+    row = re.search(r"^ *step .* (slower|faster|same|undecided)( \[.*\])?$", stdout, re.M)
+    return row[1] if row else None
+
+
+def compared(folder: Path, work: int, change: float) -> dict[str, Any]:
+    """The verdicts of one comparison, and the load that it measured: the mean share of all cores
+    that other processes used during its runs."""
     (folder / "program.py").write_text(PROGRAM)
     program = shlex.join([sys.executable, str(folder / "program.py")])
+    out = folder / "out"
     command = [sys.executable, str(ROOT / "analysis" / "ab.py"), "--runs", "6"]
-    command += ["--out", str(folder / "out"), "--a", f"{program} {work}"]
+    command += ["--out", str(out), "--a", f"{program} {work}"]
     command += ["--b", f"{program} {round(work * (1 + change / 100))}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    row = re.search(r"^step .* (slower|faster|same|undecided)( \[.*\])?$", done.stdout, re.M)
-    if not row:
-        raise SystemExit(f"ab.py printed no verdict:\n{done.stdout}{done.stderr}")
-    return row[1]
+    ab = subprocess.run(command, capture_output=True, text=True, check=False)
+    first = {
+        side: [str(out / side / f"{number:02}.jsonl") for number in range(1, 7)] for side in "ab"
+    }
+    command = [sys.executable, str(ROOT / "analysis" / "compare.py"), *first["a"]]
+    apart = subprocess.run(
+        [*command, "--test", *first["b"]], capture_output=True, text=True, check=False
+    )
+    verdicts = {"ab": verdict_in(ab.stdout), "compare": verdict_in(apart.stdout)}
+    for name, run in (("ab", ab), ("compare", apart)):
+        if not verdicts[name]:
+            raise SystemExit(f"{name}.py printed no verdict:\n{run.stdout}{run.stderr}")
+    loads = [json.loads(path.read_text())["others"][0] for path in out.glob("*/*.load")]
+    shares = [busy / cores for busy, cores in loads]
+    return {**verdicts, "runs": len(shares), "load": round(statistics.fmean(shares), 4)}
 
 
 def upper_bound(wrong: int, count: int) -> float:
     return float(stats.beta.ppf(0.95, wrong + 1, count - wrong)) if wrong < count else 1.0
 
 
+def summary(comparisons: list[dict[str, Any]]) -> str:
+    """A row for each condition and change: share of wrong verdicts, its upper bound, of missing
+    and of correct ones, of ab.py and of compare.py."""
+    groups: dict[tuple[str, float], list[dict[str, Any]]] = {}
+    for line in comparisons:
+        groups.setdefault((line["condition"], line["change"]), []).append(line)
+    rows = []
+    for (condition, change), lines in groups.items():
+        loads = [line["load"] for line in lines]
+        row = [condition, f"{change:g} %", str(len(lines)), f"{statistics.fmean(loads):.1%}"]
+        for tool in ("ab", "compare"):
+            count = Counter(line[tool] for line in lines)
+            wrong = count["faster"] + (count["same"] if change else count["slower"])
+            right = count["slower"] if change else count["same"]
+            row += [f"{wrong / len(lines):.1%}", f"{upper_bound(wrong, len(lines)):.1%}"]
+            row += [f"{count['undecided'] / len(lines):.1%}", f"{right / len(lines):.1%}"]
+        rows.append(row)
+    header = ["other processes", "change", "comparisons", "mean load"]
+    for tool in ("ab.py", "compare.py"):
+        header += [f"{tool}: wrong", "at most", "no verdict", "correct"]
+    return tabulate.tabulate(rows, header, tablefmt="github", disable_numparse=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("conditions", nargs="+", metavar="CONDITION")
+    parser.add_argument("conditions", nargs="*", metavar="CONDITION")
     parser.add_argument("--comparisons", type=int, default=100, metavar="N")
     parser.add_argument("--change", type=float, default=0.0, metavar="PERCENT")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results" / "verdicts.jsonl")
+    parser.add_argument("--summary", action="store_true")
     args = parser.parse_args()
+    if args.summary:
+        print(summary([json.loads(line) for line in args.out.read_text().splitlines()]))
+        return
     work = work_of_a_second()
     for condition in args.conditions:
-        verdicts: Counter[str] = Counter()
-        begin = time.monotonic()
         with beside(condition), tempfile.TemporaryDirectory() as folder:
             for number in range(args.comparisons):
                 place = Path(folder) / str(number)
                 place.mkdir()
-                verdicts[compared(place, work, args.change)] += 1
-        wrong = verdicts["faster"] + (verdicts["slower"] if not args.change else 0)
-        result = {"condition": condition, "change": args.change, **verdicts}
-        result |= {"wrong": wrong, "at most": round(upper_bound(wrong, args.comparisons), 3)}
-        result["minutes"] = round((time.monotonic() - begin) / 60, 1)
-        print(json.dumps(result), flush=True)
+                line = {"condition": condition, "change": args.change}
+                line |= compared(place, work, args.change)
+                with args.out.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
