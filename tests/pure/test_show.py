@@ -1,7 +1,8 @@
-"""analysis/show.py: results on an stdout that is gone, full, closed, or knows ASCII alone."""
+"""analysis/: results on an stdout that is gone, full, closed or ASCII only; and Ctrl-C."""
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -49,6 +50,26 @@ def test_a_terminal_of_ascii(words: list[str], monkeypatch: pytest.MonkeyPatch) 
     assert show_on(terminal, words, monkeypatch) == (0, "")
     terminal.flush()
     assert b"r\\xe9seau" in content.getvalue()
+
+
+@pytest.mark.parametrize(
+    "command", ["compare.py PIPE --test b.jsonl", "export.py PIPE --to csv", "trace.py PIPE"]
+)
+def test_ctrl_c_is_one_line(command: str, tmp_path: Path) -> None:
+    """While a script reads a report, here from a pipe that this test has opened for writing."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    script, *words = command.replace("PIPE", str(pipe)).split()
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "analysis" / script), *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process, pipe.open("w"):  # opening waits for the reader
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors) == (130, "", f"{script}: interrupted\n")
 
 
 def test_a_closed_stdout(words: list[str]) -> None:
