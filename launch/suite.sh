@@ -6,7 +6,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@120
-# All that a new cluster wants to know: one script after the other, and a page of their reports.
+# Check a new cluster: runs several scripts one after the other, and makes a page of their reports.
 set -euo pipefail
 
 launch=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -21,26 +21,28 @@ usage() {
 usage: launch/suite.sh [FLAG...] [SCRIPT...]
 
     launch/suite.sh                                             # a machine with GPUs
-    launch/suite.sh --nproc-per-node 2 --flags "--device cpu"   # without
-    sbatch -N 4 --gpus-per-node 8 launch/suite.sh               # Slurm
+    launch/suite.sh --nproc-per-node 2 --flags "--device cpu"   # a machine without GPUs
+    sbatch -N 4 --gpus-per-node 8 launch/suite.sh               # all nodes of a Slurm job
     launch/suite.sh node_check "ddp_sweep --models resnet50 --dtype bf16"
 
-Runs each SCRIPT of benchmarks/, writes its report into a folder, and makes one page of all reports.
-A script may bring flags of its own, in quotes. After a failure the next script runs. After Ctrl-C
-the same command goes on: it measures only what the reports lack. A report that was measured with
-other files, variables or versions is refused, with status 2: give another --out.
+Runs each SCRIPT of benchmarks/, writes its report to a folder, and makes one page of all reports.
+A script and its flags are given as one quoted argument. If a script fails, the next one still runs.
 
-    --out FOLDER          for reports and page (default: suite)
-    --flags "FLAG..."     that every script gets, e.g. "--max-seconds 1"
-    --nproc-per-node N    ranks on this machine (default: one for each GPU; in a Slurm job all of its
-                          nodes, as launch/slurm_srun.sbatch has them)
-    --baseline FOLDER     of earlier reports, with which compare.py compares these
-    --dry-run             print the commands, and run nothing
+After Ctrl-C, repeat the command to continue: cases that are in the reports are not measured again.
+If a report was measured with other files, variables or versions, its script refuses to continue,
+with status 2; choose another --out.
 
-The exit status is the largest of the scripts' and compare.py's: 0 if all is well. A 4 (it cannot be
-told, no verdict) stands behind any failure.
+    --out FOLDER          folder for the reports and the page (default: suite)
+    --flags "FLAG..."     flags for every script, e.g. "--max-seconds 1"
+    --nproc-per-node N    number of ranks on this machine (default: one per GPU; in a Slurm job, all
+                          of its nodes, started by launch/slurm_srun.sbatch)
+    --baseline FOLDER     earlier reports; compare.py compares the new ones with them
+    --dry-run             print the commands without running them
+
+The exit status is the largest status of the scripts and compare.py; 0 if all of them succeeded. A
+status of 4 (no verdict) is returned only if nothing failed.
 TEXT
-    echo "Default: ${scripts[*]}"
+    echo "Default scripts: ${scripts[*]}"
 }
 
 refuse() {
@@ -82,14 +84,16 @@ for entry in "${scripts[@]}"; do
     if [[ ! -f $home/benchmarks/$name.py ]]; then
         names=$(cd "$home/benchmarks" && printf '%s, ' [a-z]*.py)
         names=${names//.py/}
-        refuse "no script '$name' in benchmarks/; there are ${names%, }"
+        refuse "no script '$name' in benchmarks/; the scripts are ${names%, }"
     fi
-    if [[ -n ${seen[$name]:-} ]]; then refuse "$name twice, but each has one report in $out"; fi
+    if [[ -n ${seen[$name]:-} ]]; then
+        refuse "$name is given twice, but $out has one report per script"
+    fi
     seen[$name]=yes
 done
 if [[ -z $ranks && -z ${SLURM_JOB_ID:-} ]]; then
     ranks=$(nvidia-smi -L 2>/dev/null | grep -c ^GPU) || true
-    if ((ranks == 0)); then refuse "no GPU here: how many ranks? E.g. --nproc-per-node 2"; fi
+    if ((ranks == 0)); then refuse "no GPU found; give the number of ranks, e.g. --nproc-per-node 2"; fi
 fi
 if [[ -n $ranks && ! $ranks =~ ^[1-9][0-9]*$ ]]; then
     refuse "expected a number of ranks after --nproc-per-node, e.g. 8, got '$ranks'"
@@ -98,21 +102,21 @@ if [[ -n $baseline && -z $(find "$baseline" -name '*.json*' -print -quit 2>/dev/
     refuse "expected a folder of reports after --baseline, got '$baseline'"
 fi
 if [[ -n $baseline && $baseline -ef $out ]]; then
-    refuse "--baseline and --out are the same folder, '$out': nothing to compare"
+    refuse "--baseline and --out are the same folder, '$out'"
 fi
 if [[ -n $ranks ]]; then
     start=(torchrun --standalone --nproc-per-node "$ranks")
 else
     start=(bash "$launch/slurm_srun.sbatch")
-    DRY_RUN=1 "${start[@]}" "$launch/suite.sh" >/dev/null || exit 2 # it says why it cannot start
+    DRY_RUN=1 "${start[@]}" "$launch/suite.sh" >/dev/null || exit 2 # it prints why it cannot start
 fi
 if [[ -z $dry_run ]] && ! mkdir -p "$out" 2>/dev/null; then
-    refuse "cannot make the folder '$out'; give another --out"
+    refuse "cannot create the folder '$out'; choose another --out"
 fi
 
 child='' stopped=''
-# A signal ends the script that runs, which ends its ranks; Slurm's warning asks it to requeue.
-# shellcheck disable=SC2317,SC2329 # traps call it; older versions say it the first way
+# Forwards a signal to the running script, which ends its ranks. Slurm's warning requeues the job.
+# shellcheck disable=SC2317,SC2329 # called by traps; older versions report SC2317
 stop() {
     stopped=$2
     if [[ -z $child ]]; then end; fi
@@ -120,7 +124,7 @@ stop() {
 }
 
 end() {
-    echo "suite.sh: interrupted; $out has the finished cases, and the same command goes on" >&2
+    echo "suite.sh: interrupted; $out has the finished cases; repeat the same command to continue" >&2
     exit "$stopped"
 }
 trap 'stop TERM 130' INT
@@ -128,7 +132,7 @@ trap 'stop TERM 143' TERM
 trap 'stop TERM 129' HUP
 trap 'stop USR1 143' USR1
 
-# Runs a command, or prints it; sets `status`.
+# Runs a command and sets `status`; with --dry-run, prints the command.
 run() {
     status=0
     if [[ -n $dry_run ]]; then
@@ -140,15 +144,15 @@ run() {
         fi
         return
     fi
-    set -m # the command is a process group: Ctrl-C reaches this shell, which ends it once
+    set -m # puts the command into its own process group, so that Ctrl-C reaches only this shell
     "$@" </dev/null &
     child=$!
     set +m
-    # a signal ends `wait` before the command has ended: then wait again, for its own status
+    # a signal interrupts `wait`: wait again for the status of the command itself
     while wait "$child" || status=$?; kill -0 "$child" 2>/dev/null; do status=0; done
     child=
     if [[ -n $stopped ]]; then end; fi
-    # 4 is no verdict, which hides no failure
+    # 4 means no verdict, and must not hide a failure
     if ((status && (worst == 0 || worst == 4 || (status > worst && status != 4)))); then
         worst=$status
     fi

@@ -93,7 +93,7 @@ def test_ctrl_c_ends_the_suite_and_the_same_command_goes_on(tmp_path: Path) -> N
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert said.splitlines()[-1] == (
-        "suite.sh: interrupted; suite has the finished cases, and the same command goes on"
+        "suite.sh: interrupted; suite has the finished cases; repeat the same command to continue"
     )
     assert calls(tmp_path)[2:] == ["SIGTERM"]  # once, and the third script has not begun
     (tmp_path / "slow").unlink()
@@ -127,15 +127,15 @@ def test_dry_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "want"),
     [
-        ("", "no GPU here: how many ranks? E.g. --nproc-per-node 2"),
+        ("", "no GPU found; give the number of ranks, e.g. --nproc-per-node 2"),
         ("--otu x", "unknown flag '--otu'; expected --out, --flags, "),
         ("--flags", "expected a value after --flags, e.g. --flags '--device cpu'"),
         ("--nproc-per-node two", "expected a number of ranks after --nproc-per-node, e.g. 8, got"),
         ("--baseline absent", "expected a folder of reports after --baseline, got 'absen"),
         ("--baseline . --out .", "--baseline and --out are the same folder, '.'"),
-        ("--out file", "cannot make the folder 'file'; give another --out"),
-        ("nodecheck", "no script 'nodecheck' in benchmarks/; there are batch_update_ps, "),
-        ("node_check node_check", "node_check twice, but each has one report in suite"),
+        ("--out file", "cannot create the folder 'file'; choose another --out"),
+        ("nodecheck", "no script 'nodecheck' in benchmarks/; the scripts are batch_update_"),
+        ("node_check node_check", "node_check is given twice, but suite has one report per script"),
     ],
 )
 def test_a_mistake_is_one_line(tmp_path: Path, words: str, want: str) -> None:
